@@ -1,0 +1,46 @@
+# Each target sets up what it needs by itself, on a Debian machine with Python 3 and make.
+#
+#   make demo    train on real data, kill a worker in the middle, show what it cost
+#   make test    every test
+#   make check   format, lint, types, fast tests: under a minute
+#   make bench   elaunch beside torchrun: a table, and JSON in bench-results/
+#   make clean   remove everything that the other targets made
+#
+# PYTHON=python3.12 chooses the interpreter of the virtual environment.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+SETUP := setup.cfg pyproject.toml constraints.txt scripts/setup-venv.sh
+# The name holds a digest of all that decides what is installed, and of the place, which the
+# environment's own scripts contain: nothing is installed again until one of these changes.
+STAMP := $(VENV)/.installed-$(shell { cat $(SETUP); pwd; $(PYTHON) -V; } 2>&1 | cksum | cut -d' ' -f1)
+PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
+
+.PHONY: demo test check bench clean venv
+
+venv: $(STAMP)
+
+$(STAMP):
+	scripts/setup-venv.sh $(PYTHON) $(VENV) $(STAMP)
+
+demo: $(STAMP)
+	$(BIN)/python scripts/demo.py
+
+test: $(STAMP)
+	scripts/setup-system.sh
+	$(PYTEST)
+
+check: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(PYTEST) -q -m "not slow" --timeout 60
+
+bench: $(STAMP)
+	$(BIN)/python scripts/bench/run.py
+
+clean:
+	rm -rf $(VENV) build dist bench-results .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf elaunch.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,133 @@
+"""Every variable between the agent and its workers; nothing else in elaunch names them.
+
+==============================  ====================================================================
+variable                        value
+==============================  ====================================================================
+torchrun's                      RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, GROUP_RANK,
+                                GROUP_WORLD_SIZE, ROLE_NAME, ROLE_RANK, ROLE_WORLD_SIZE,
+                                MASTER_ADDR, MASTER_PORT, TORCHELASTIC_*,
+                                TORCH_NCCL_ASYNC_ERROR_HANDLING
+ELAUNCH_RUN_ID                  the run's id; equal to TORCHELASTIC_RUN_ID
+ELAUNCH_ROUND                   0 at the first start, one more at each restart
+ELAUNCH_RESTART_REASON          why this round began; empty in round 0
+ELAUNCH_NODE_ADDRS              addresses of all nodes in the order of their node ranks, by comma
+ELAUNCH_AGENT_SOCKET            path of this node's agent's Unix socket
+ELAUNCH_CHECKPOINT_DIR          ``--checkpoint-dir``, absolute; unset without it
+ELAUNCH_RESUME_FROM             the checkpoint that every rank of this round resumes from, or empty
+ELAUNCH_RESUME_STEP             its step, or empty
+==============================  ====================================================================
+
+torchrun's names and value formats are those of torch 2.13, ``torch/distributed/elastic/agent/
+server/local_elastic_agent.py``. One value differs on purpose: ``TORCHELASTIC_USE_AGENT_STORE`` is
+``1`` where elaunch cannot mend torch in the worker (docs/torchrun.md, trap 5).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+STATE_HOME = "XDG_STATE_HOME"
+OMP_NUM_THREADS = "OMP_NUM_THREADS"
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+LOG_PREFIX_TEMPLATE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
+LOG_LEVEL = "LOGLEVEL"
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+NCCL_ASYNC_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+
+
+@dataclass(frozen=True)
+class RoundFacts:
+    """What every worker of one round on this node is told."""
+
+    run_id: str
+    round: int
+    restarts: int
+    max_restarts: int
+    reason: str
+    local_world_size: int
+    node_rank: int
+    nodes: int
+    role: str
+    master_addr: str
+    master_port: int
+    node_addrs: tuple[str, ...]
+    agent_socket: str
+    checkpoint_dir: str | None
+    resume_from: str
+    resume_step: str
+    signals_to_handle: str
+    use_agent_store: str
+    virtual_local_rank: bool
+
+
+def worker_environment(
+    facts: RoundFacts, local_rank: int, error_file: str, launcher: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the variables that elaunch sets for one worker, on top of the launcher's own.
+
+    Args:
+        facts: the round's facts, equal for all workers of this node.
+        local_rank: 0 … ``facts.local_world_size - 1``.
+        error_file: where the worker writes its error record (torch's ``@record``).
+        launcher: the environment that elaunch was started with.
+    """
+    rank = facts.node_rank * facts.local_world_size + local_rank
+    world = facts.nodes * facts.local_world_size
+    variables = {
+        "LOCAL_RANK": str(local_rank),
+        "RANK": str(rank),
+        "GROUP_RANK": str(facts.node_rank),
+        "ROLE_RANK": str(rank),
+        "ROLE_NAME": facts.role,
+        "LOCAL_WORLD_SIZE": str(facts.local_world_size),
+        "WORLD_SIZE": str(world),
+        "GROUP_WORLD_SIZE": str(facts.nodes),
+        "ROLE_WORLD_SIZE": str(world),
+        "MASTER_ADDR": facts.master_addr,
+        "MASTER_PORT": str(facts.master_port),
+        "TORCHELASTIC_RESTART_COUNT": str(facts.restarts),
+        "TORCHELASTIC_MAX_RESTARTS": str(facts.max_restarts),
+        "TORCHELASTIC_RUN_ID": facts.run_id,
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": facts.signals_to_handle,
+        AGENT_STORE: facts.use_agent_store,
+        NCCL_ASYNC_ERRORS: launcher.get(NCCL_ASYNC_ERRORS, "1"),
+        ERROR_FILE: error_file,
+        "ELAUNCH_RUN_ID": facts.run_id,
+        "ELAUNCH_ROUND": str(facts.round),
+        "ELAUNCH_RESTART_REASON": facts.reason,
+        "ELAUNCH_NODE_ADDRS": ",".join(facts.node_addrs),
+        "ELAUNCH_AGENT_SOCKET": facts.agent_socket,
+        "ELAUNCH_RESUME_FROM": facts.resume_from,
+        "ELAUNCH_RESUME_STEP": facts.resume_step,
+    }
+    if facts.checkpoint_dir is not None:
+        variables["ELAUNCH_CHECKPOINT_DIR"] = facts.checkpoint_dir
+    if facts.virtual_local_rank:
+        variables["LOCAL_RANK"] = "0"
+        variables[VISIBLE_DEVICES] = _visible_device(launcher, local_rank)
+    return variables
+
+
+def named_devices(value: str) -> list[str]:
+    """Return the devices that a value of CUDA_VISIBLE_DEVICES names."""
+    return [device.strip() for device in value.split(",") if device.strip()]
+
+
+def _visible_device(launcher: Mapping[str, str], local_rank: int) -> str:
+    devices = named_devices(launcher.get(VISIBLE_DEVICES, ""))
+    return devices[local_rank] if devices else str(local_rank)
+
+
+def default_omp_threads(environ: Mapping[str, str], nproc: int) -> dict[str, str]:
+    """Return torchrun's rule: one OpenMP thread each where several workers share a node."""
+    if nproc > 1 and OMP_NUM_THREADS not in environ:
+        return {OMP_NUM_THREADS: "1"}
+    return {}
+
+
+def launcher_environment() -> dict[str, str]:
+    """Return a copy of the environment that elaunch was started with."""
+    return dict(os.environ)

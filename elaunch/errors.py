@@ -1,0 +1,92 @@
+"""Every exception that elaunch raises on purpose.
+
+::
+
+    ElaunchError                what happened, to whom, and what to do; carries an exit code
+    ├── UsageError              a flag, a variable or a job file is wrong; nothing was started
+    ├── StoreError              something is wrong between this agent and the job's store
+    │   ├── StoreUnreachable    nobody answers there, or what answers is no store of this job
+    │   ├── StoreDenied         it answers and does not let us in
+    │   ├── SeatLost            it has given us up: our entry expired or was removed
+    │   └── StoreClosed         our own side of it was closed meanwhile
+    ├── ServerError             the process that starts the workers could not start or was lost
+    ├── RunDirError             the run directory cannot be created or written
+    ├── CheckpointError         a checkpoint is torn, foreign or unreadable
+    ├── JoinTimeoutError        too few nodes came together before the join timeout
+    └── SymmetryError           the nodes do not run the same thing, and --strict-symmetry is given
+
+``elaunch run`` turns any of them into one message on stderr and the exit code of the class
+(docs/exit-codes.md). Anything else that escapes is a defect of elaunch and shows its traceback.
+"""
+
+
+class ElaunchError(Exception):
+    """Base of all deliberate errors; ``exit_code`` is what the command ends with."""
+
+    exit_code = 70
+
+
+class UsageError(ElaunchError):
+    """A flag, a variable or a job file is wrong: names the value, the reason and the fix."""
+
+    exit_code = 2
+
+
+class StoreError(ElaunchError):
+    """Something is wrong between this agent and the store in which the job's agents meet."""
+
+    exit_code = 69
+
+
+class StoreUnreachable(StoreError):
+    """Nobody answers at the store's address, or what answers is no store of this job.
+
+    ``nobody_decides`` says that this is proof that no coordinator can act meanwhile either: the
+    port of the process that hosts the store is closed, or etcd itself says that it has no leader.
+    """
+
+    def __init__(self, message: str, nobody_decides: bool = False) -> None:
+        super().__init__(message)
+        self.nobody_decides = nobody_decides
+
+
+class StoreDenied(StoreError):
+    """The store answers and does not let us in: TLS, certificate, user or password."""
+
+
+class SeatLost(StoreError):
+    """The store has given this agent up: its entry expired or was removed."""
+
+
+class StoreClosed(StoreError):
+    """Our own side of the store was closed while a call waited."""
+
+
+class ServerError(ElaunchError):
+    """The server process that starts the workers could not start, or was lost."""
+
+    exit_code = 71
+
+
+class RunDirError(ElaunchError):
+    """The run directory cannot be created or written."""
+
+    exit_code = 73
+
+
+class CheckpointError(ElaunchError):
+    """A checkpoint is torn, foreign or unreadable."""
+
+    exit_code = 74
+
+
+class JoinTimeoutError(ElaunchError):
+    """Too few nodes came together before the join timeout; names who is there."""
+
+    exit_code = 75
+
+
+class SymmetryError(ElaunchError):
+    """The nodes do not run the same thing, and ``--strict-symmetry`` is given."""
+
+    exit_code = 76

@@ -1,0 +1,25 @@
+#!/bin/sh
+# Install the programs that the tests call and that a bare Debian may lack.
+#
+# Does nothing where they are all there. Without the right to install it only says what is missing:
+# the tests that need the program say so themselves.
+set -eu
+
+missing=
+# program:package
+for pair in ps:procps; do
+    command -v "${pair%%:*}" >/dev/null || missing="$missing ${pair##*:}"
+done
+[ -n "$missing" ] || exit 0
+
+if [ "$(id -u)" = 0 ]; then
+    as_root=
+elif command -v sudo >/dev/null && sudo -n true 2>/dev/null; then
+    as_root="sudo -n"
+else
+    echo "Missing Debian packages, and no right to install them:$missing" >&2
+    exit 0
+fi
+$as_root apt-get update -q
+# shellcheck disable=SC2086  # a list of words
+$as_root env DEBIAN_FRONTEND=noninteractive apt-get install -qy --no-install-recommends $missing

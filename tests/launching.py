@@ -1,0 +1,283 @@
+"""Run the real command in a test, and see that it left no process behind.
+
+A ``Launcher`` belongs to one test. Each process that it starts, and all that they start, carry
+``MARKER=<a random value>`` in their environment; the test process is a subreaper meanwhile, so an
+orphan that has overwritten its environment (a process title does that) still comes back to it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Literal
+
+MARKER = "TEST_RUN_MARKER"
+"""Name of the variable that every process of a test's runs carries."""
+
+LEFTOVER_SECONDS = 5.0
+"""How long a process may take to disappear after the command that started it has ended."""
+
+_FOREIGN = re.compile(r"^(PET_|ELAUNCH_|TORCHELASTIC_|PYTEST_|TORCH_ELASTIC_)")
+_FOREIGN_NAMES = frozenset(
+    "OMP_NUM_THREADS RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR "
+    "MASTER_PORT NO_COLOR FORCE_COLOR PYTHONPATH LOGLEVEL PYTHON_EXEC".split()
+)
+_PR_SET_CHILD_SUBREAPER = 36
+Stream = Literal["stdout", "stderr"]
+
+
+def clean_environment(state: Path) -> dict[str, str]:
+    """Return this process's environment without what would reach into a run, with its own state."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not _FOREIGN.match(name) and name not in _FOREIGN_NAMES
+    }
+    return kept | {"XDG_STATE_HOME": str(state)}
+
+
+def wait_until(condition: Callable[[], object], deadline: float = 30.0, what: str = "") -> None:
+    """Wait until ``condition()`` is true; after ``deadline`` seconds the test fails."""
+    until = time.monotonic() + deadline
+    while not condition():
+        assert time.monotonic() < until, f"not within {deadline} s: {what or condition}"
+        time.sleep(0.01)
+
+
+@dataclass
+class _Output:
+    """What one stream has said so far; a thread reads it until its last writer is gone."""
+
+    pipe: IO[bytes]
+    changed: threading.Condition
+    data: bytearray = field(default_factory=bytearray)
+    ended: bool = False
+
+    def pump(self) -> None:
+        """Read until the end of the pipe."""
+        with self.pipe:
+            while chunk := os.read(self.pipe.fileno(), 1 << 16):
+                with self.changed:
+                    self.data += chunk
+                    self.changed.notify_all()
+        with self.changed:
+            self.ended = True
+            self.changed.notify_all()
+
+    def text(self) -> str:
+        """Return everything so far."""
+        return self.data.decode(errors="replace")
+
+
+class Running:
+    """A started command: its process, its output so far, and waits with a deadline."""
+
+    def __init__(self, argv: Sequence[str], env: Mapping[str, str], cwd: Path) -> None:
+        self.argv = list(argv)
+        self.process = subprocess.Popen(
+            self.argv,
+            env=dict(env),
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        assert self.process.stdout is not None and self.process.stderr is not None
+        self._changed = threading.Condition()
+        self._outputs = {
+            "stdout": _Output(self.process.stdout, self._changed),
+            "stderr": _Output(self.process.stderr, self._changed),
+        }
+        for output in self._outputs.values():
+            threading.Thread(target=output.pump, daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        """Process id of the command itself: the agent."""
+        return self.process.pid
+
+    def output(self, stream: Stream = "stdout") -> str:
+        """Return what the stream has said so far; undecodable bytes are replaced."""
+        return self._outputs[stream].text()
+
+    def output_bytes(self, stream: Stream = "stdout") -> bytes:
+        """Return what the stream has said so far, byte for byte."""
+        return bytes(self._outputs[stream].data)
+
+    def wait_for_line(
+        self, pattern: str, deadline: float = 60.0, stream: Stream = "stdout"
+    ) -> re.Match[str]:
+        """Wait until a whole line matches ``pattern`` (``re.search``) and return the match.
+
+        Args:
+            deadline: seconds; then, and when the stream ends without the line, the test fails.
+        """
+        output = self._outputs[stream]
+
+        def found() -> re.Match[str] | None:
+            whole = output.text() if output.ended else output.text().rpartition("\n")[0]
+            return next(
+                filter(None, (re.search(pattern, line) for line in whole.split("\n"))), None
+            )
+
+        with self._changed:
+            self._changed.wait_for(lambda: found() or output.ended, deadline)
+            match = found()
+        if match is None:
+            why = "the stream ended" if output.ended else f"{deadline} s passed"
+            raise AssertionError(f"no line matched {pattern!r} before {why}\n{self._transcript()}")
+        return match
+
+    def wait(self, deadline: float = 60.0) -> subprocess.CompletedProcess[str]:
+        """Wait for the end of the command and of its output; fail after ``deadline`` seconds."""
+        try:
+            code = self.process.wait(deadline)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still runs after {deadline} s\n{self._transcript()}") from None
+        with self._changed:
+            # A process that was left behind may hold the pipes open: the teardown names it.
+            self._changed.wait_for(lambda: all(o.ended for o in self._outputs.values()), 5.0)
+        return subprocess.CompletedProcess(
+            self.argv, code, self.output("stdout"), self.output("stderr")
+        )
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal to the command itself."""
+        self.process.send_signal(number)
+
+    def end(self) -> None:
+        """Kill the command where it still runs."""
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait(10.0)
+
+    def _transcript(self) -> str:
+        return f"{self.argv}\n--- stdout\n{self.output()}\n--- stderr\n{self.output('stderr')}"
+
+
+class Launcher:
+    """Starts ``elaunch`` for one test with a private state directory; see the module's text."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.state = directory / "state"
+        self.env = clean_environment(self.state) | {MARKER: uuid.uuid4().hex}
+        self._before = _descendants(os.getpid())
+        self._running: list[Running] = []
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+    def run(
+        self,
+        args: Sequence[str | os.PathLike[str]],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+        deadline: float = 60.0,
+    ) -> subprocess.CompletedProcess[str]:
+        """Run ``elaunch ARGS`` to its end; ``env`` is added to the clean environment."""
+        return self.start(args, env=env, cwd=cwd).wait(deadline)
+
+    def start(
+        self,
+        args: Sequence[str | os.PathLike[str]],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+    ) -> Running:
+        """Start ``elaunch ARGS``; the test's end kills it where it still runs."""
+        return self.start_command([sys.executable, "-m", "elaunch", *args], env=env, cwd=cwd)
+
+    def start_command(
+        self,
+        argv: Sequence[str | os.PathLike[str]],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+    ) -> Running:
+        """Start any command (torchrun, nohup elaunch …) under the same rules."""
+        words = [os.fspath(word) for word in argv]
+        running = Running(words, self.env | dict(env or {}), cwd or self.directory)
+        self._running.append(running)
+        return running
+
+    def leftovers(self) -> dict[int, str]:
+        """Return the processes of this test's runs that are alive now: pid and command line."""
+        marked = {pid for pid in _pids() if f"{MARKER}={self.env[MARKER]}" in _environ(pid)}
+        ours = marked | (_descendants(os.getpid()) - self._before)
+        return {pid: line for pid in ours if (line := _command_line(pid)) is not None}
+
+    def close(self) -> None:
+        """End what still runs; fail where a command that had ended left a process behind."""
+        for running in self._running:
+            running.end()
+        until = time.monotonic() + LEFTOVER_SECONDS
+        while (left := self.leftovers()) and time.monotonic() < until:
+            time.sleep(0.02)
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        _reap(_descendants(os.getpid()) - self._before)
+        assert not left, f"left behind: {left}"
+
+
+def _pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def _read(pid: int, name: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _environ(pid: int) -> list[str]:
+    return _read(pid, "environ").split("\0")
+
+
+def _stat(pid: int) -> list[str]:
+    """Return the fields of /proc/PID/stat after the name: state, parent …; empty when gone."""
+    return _read(pid, "stat").rpartition(")")[2].split()
+
+
+def _command_line(pid: int) -> str | None:
+    """Return the command line; None for a process that is gone, a zombie, or not of a run."""
+    stat = _stat(pid)
+    if not stat or stat[0] in "ZX":
+        return None
+    line = _read(pid, "cmdline").replace("\0", " ").strip()
+    # Python starts this one for the test process itself and keeps it to the end.
+    return None if "multiprocessing.resource_tracker" in line else line or f"[{pid}]"
+
+
+def _descendants(root: int) -> set[int]:
+    children: dict[int, list[int]] = {}
+    for pid in _pids():
+        if stat := _stat(pid):
+            children.setdefault(int(stat[1]), []).append(pid)
+    found: set[int] = set()
+    todo = [root]
+    while todo:
+        new = children.get(todo.pop(), [])
+        found.update(new)
+        todo += new
+    return found
+
+
+def _reap(pids: Iterable[int]) -> None:
+    """Collect orphans that ended as our children."""
+    for pid in pids:
+        with suppress(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)

@@ -1,0 +1,296 @@
+"""House rules over ``elaunch/``, read from the syntax trees: layers, circles, sizes, documentation.
+
+An exception to a rule is a row of one of the tables here, with its reason. A row that no longer
+excuses anything fails too.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+# Lowest first. A module may import from its own layer and from those below, never from above.
+LAYERS: tuple[frozenset[str], ...] = (
+    frozenset({"elaunch"}),
+    frozenset({"errors"}),
+    frozenset({"env"}),
+    frozenset("config record statedir rundir control checkpoint store".split()),
+    frozenset({"server", "rendezvous"}),
+    frozenset({"agent"}),
+    frozenset({"monitor"}),
+    frozenset({"cli"}),
+    frozenset({"__main__"}),
+)
+
+FILE_LINES, FUNCTION_LINES, PARAMETERS, NESTING = 350, 45, 6, 3
+FORBIDDEN_NAMES = frozenset(
+    "util utils helper helpers common manager managers base misc master child generation".split()
+)
+
+# Rule and place ("module" or "module:function") -> the reason for the exception.
+EXCEPTIONS: dict[tuple[str, str], str] = {}
+
+# "module:function" that may catch everything -> what becomes of the exception.
+BROAD_EXCEPTS: dict[str, str] = {
+    "elaunch.agent.loop:Agent._choose": "top of a thread: becomes the event's problem, and is told",
+    "elaunch.agent.control:ControlSocket._serve": "top of a thread: logged, others are served",
+    "elaunch.agent.logs:LogPump._run": "top of a thread: logged with what it means for the job",
+    "elaunch.server.devices:count_in_fork": "whatever a driver raises is the answer to the agent",
+    "elaunch.server.preload:_import": "whatever a user's module raises is the answer to the agent",
+}
+
+# Modules that run in the server or in processes that it forks, and the store that is torch's own:
+# they alone may import torch.
+TORCH_ALLOWED = ("elaunch.server", "elaunch.store.tcp")
+
+BLOCKS = (
+    ast.For,
+    ast.AsyncFor,
+    ast.While,
+    ast.If,
+    ast.With,
+    ast.AsyncWith,
+    ast.Try,
+    ast.Match,
+    *((ast.TryStar,) if sys.version_info >= (3, 11) else ()),
+)
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+Finding = tuple[str, str]
+
+
+@cache
+def modules() -> dict[str, ast.Module]:
+    """Return the tree of each module of the package by its full name."""
+    trees = {}
+    for path in sorted((ROOT / "elaunch").rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        trees[name] = ast.parse(path.read_text(), str(path))
+    return trees
+
+
+def file_of(module: str) -> Path:
+    """Return the source file of a module."""
+    path = ROOT.joinpath(*module.split("."))
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, Function]]:
+    """Yield every function with its dotted name inside the module, nested ones too."""
+    for node in ast.iter_child_nodes(tree):
+        inner = prefix
+        if isinstance(node, ast.ClassDef | Function):
+            inner = f"{prefix}{node.name}."
+        if isinstance(node, Function):
+            yield f"{prefix}{node.name}", node
+        yield from functions(node, inner)
+
+
+def all_functions() -> Iterator[tuple[str, Function]]:
+    """Yield "module:function" and its node for the whole package."""
+    for module, tree in modules().items():
+        for name, node in functions(tree):
+            yield f"{module}:{name}", node
+
+
+def report(rule: str, findings: Iterable[Finding]) -> None:
+    """Fail with one line per finding that has no row in EXCEPTIONS, and per row without use."""
+    found = dict(findings)
+    excused = {place for (name, place) in EXCEPTIONS if name == rule}
+    lines = [f"{place}: {what}" for place, what in found.items() if place not in excused]
+    lines += [f"{place}: the exception is not needed any more" for place in excused - set(found)]
+    assert not lines, f"{rule}:\n" + "\n".join(lines)
+
+
+def imports(module: str, tree: ast.Module) -> set[str]:
+    """Return the full names that a module imports anywhere in it; own submodules are resolved."""
+    package = module if file_of(module).name == "__init__.py" else module.rpartition(".")[0]
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1]
+            base = ".".join([*(above if node.level else []), *filter(None, [node.module])])
+            for alias in node.names:
+                full = f"{base}.{alias.name}"
+                names.add(full if full in modules() else base)
+    return names
+
+
+def own_imports() -> dict[str, set[str]]:
+    """Return for each module the modules of the package that it imports."""
+    return {name: imports(name, tree) & set(modules()) for name, tree in modules().items()}
+
+
+def layer(module: str) -> int:
+    """Return the index of a module's layer."""
+    room = module.split(".")[1] if "." in module else module
+    found = [index for index, rooms in enumerate(LAYERS) if room in rooms]
+    assert found, f"{module}: {room} has no layer in {Path(__file__).name}"
+    return found[0]
+
+
+def test_imports_go_down_the_layers() -> None:
+    """Lazy imports and those for type checking included."""
+    report(
+        "layers",
+        (
+            (module, f"imports {target}, which is above it")
+            for module, targets in own_imports().items()
+            for target in targets
+            if layer(target) > layer(module)
+        ),
+    )
+
+
+def test_there_is_no_import_circle() -> None:
+    """Take away modules that import none of the rest, or that none of it imports: all must go."""
+    graph = {name: targets - {name} for name, targets in own_imports().items()}
+    while True:
+        imported = set().union(*graph.values())
+        rest = {name for name, targets in graph.items() if targets and name in imported}
+        if rest == set(graph):
+            break
+        graph = {name: graph[name] & rest for name in rest}
+    report("circles", ((name, f"imports {targets}") for name, targets in graph.items()))
+
+
+def test_files_are_short() -> None:
+    """One room, one job."""
+    sizes = {module: len(file_of(module).read_text().splitlines()) for module in modules()}
+    report("file", ((m, f"{n} lines > {FILE_LINES}") for m, n in sizes.items() if n > FILE_LINES))
+
+
+def code_lines(node: Function) -> int:
+    """Return a function's lines without its docstring."""
+    first = node.body[0]
+    doc = ast.get_docstring(node) is not None
+    lines = (node.end_lineno or 0) - node.lineno + 1
+    return lines - ((first.end_lineno or 0) - first.lineno + 1 if doc else 0)
+
+
+def parameters(node: Function) -> int:
+    """Return how many parameters a caller sees: keyword-only ones too, self and cls not."""
+    arguments = node.args
+    names = [a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+    names += [a.arg for a in (arguments.vararg, arguments.kwarg) if a]
+    return len(names) - (names[:1] in (["self"], ["cls"]))
+
+
+def nesting(node: ast.AST) -> int:
+    """Return how deep blocks stand in blocks; ``elif`` is no deeper, nested functions are apart."""
+
+    def deepest(nodes: Iterable[ast.AST]) -> int:
+        return max(map(nesting, nodes), default=0)
+
+    if isinstance(node, ast.If):
+        chained = len(node.orelse) == 1 and isinstance(node.orelse[0], ast.If)
+        other = deepest(node.orelse)
+        return max(1 + deepest(node.body), other if chained else 1 + other)
+    inner = [n for n in ast.iter_child_nodes(node) if not isinstance(n, Function | ast.Lambda)]
+    return isinstance(node, BLOCKS) + deepest(inner)
+
+
+@pytest.mark.parametrize(
+    ("rule", "measure", "limit"),
+    [
+        ("function", code_lines, FUNCTION_LINES),
+        ("parameters", parameters, PARAMETERS),
+        ("nesting", nesting, NESTING),
+    ],
+)
+def test_functions_are_small(rule: str, measure: Callable[[Function], int], limit: int) -> None:
+    """Mind the tail, not the median."""
+    sizes = ((place, measure(node)) for place, node in all_functions())
+    report(rule, ((place, f"{size} > {limit}") for place, size in sizes if size > limit))
+
+
+def test_public_things_are_documented() -> None:
+    """Each module, and each class, function and method without an underscore."""
+    missing = []
+    for module, tree in modules().items():
+        if ast.get_docstring(tree) is None:
+            missing.append((module, "the module has no docstring"))
+        for parent in [tree, *(n for n in tree.body if isinstance(n, ast.ClassDef))]:
+            if getattr(parent, "name", "").startswith("_"):
+                continue
+            for node in parent.body:
+                named = isinstance(node, ast.ClassDef | Function) and not node.name.startswith("_")
+                if named and ast.get_docstring(node) is None:
+                    missing.append((f"{module}:{node.name}", "no docstring"))
+    report("docstrings", missing)
+
+
+def broad(handler: ast.AST | None) -> bool:
+    """Return whether an except clause's type takes in every exception."""
+    names = handler.elts if isinstance(handler, ast.Tuple) else [handler]
+    return any(n is None or ast.unparse(n) in ("Exception", "BaseException") for n in names)
+
+
+def test_exceptions_are_caught_narrowly() -> None:
+    """A broad except must raise again at its end, or be one of the table."""
+    found: set[str] = set()
+    for place, function in all_functions():
+        for node in ast.walk(function):
+            if isinstance(node, ast.ExceptHandler) and broad(node.type):
+                last = node.body[-1]
+                if not (isinstance(last, ast.Raise) and last.exc is None):
+                    found.add(place)
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("suppress"):
+                found |= {place for argument in node.args if broad(argument)}
+    assert found == set(BROAD_EXCEPTS), "each broad except needs its row and its reason"
+
+
+def test_nothing_sleeps() -> None:
+    """Wait for a condition, with a deadline."""
+    calls = (
+        (place, f"line {node.lineno}")
+        for place, function in all_functions()
+        for node in ast.walk(function)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("time.sleep", "sleep")
+    )
+    report("sleep", calls)
+
+
+def test_module_names_say_what_is_inside() -> None:
+    """No drawer for everything, and the words of the field only."""
+    bad = ((m, "name") for m in modules() if FORBIDDEN_NAMES & set(re.split(r"[._]", m)))
+    report("names", bad)
+
+
+def test_torch_is_imported_by_the_server_only() -> None:
+    """The agent and the commands work without it: its import takes most of a second."""
+    found = (
+        (module, f"imports {name}")
+        for module, tree in modules().items()
+        if not module.startswith(TORCH_ALLOWED)
+        for name in imports(module, tree)
+        if name.partition(".")[0] == "torch"
+    )
+    report("torch", found)
+
+
+@pytest.mark.parametrize(
+    ("module", "unwanted"),
+    [
+        ("elaunch.agent.main", "torch rich psutil yaml numpy"),
+        ("elaunch.__main__", "torch rich psutil yaml numpy"),
+    ],
+)
+def test_heavy_modules_are_not_loaded(module: str, unwanted: str) -> None:
+    """What a process imports when it starts decides its memory and how fast it answers."""
+    code = f"import sys, {module}; print([m for m in {unwanted.split()} if m in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, cwd=ROOT
+    )
+    assert (done.stdout, done.stderr) == ("[]\n", "")
