@@ -1,0 +1,237 @@
+"""Read a job file: the settings of one job in YAML (docs/job-file.md).
+
+=====================================  =========================================================
+key                                    is
+=====================================  =========================================================
+any flag's name                        that flag, with ``-`` or ``_``
+nodes, slots, restarts                 --nnodes, --nproc-per-node, --max-restarts
+entrypoint                             the command: a string or a list
+environment                            variables of the workers
+checkpoint: {dir, glob}                --checkpoint-dir, --checkpoint-glob
+resources: {slots_per_trial}           --nproc-per-node (Determined's spelling)
+searcher: {name: single, ...}          run once (Determined's); any other search is refused
+=====================================  =========================================================
+
+Nothing is converted here: every value stays text with its line, so that the one conversion of
+``given.convert`` says where a wrong one stands. An unknown key is an error.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from elaunch.config import values
+from elaunch.config.flag import Flag, by_key
+from elaunch.config.flags import FLAGS
+from elaunch.config.given import Entrypoint, Given, JobFile
+from elaunch.errors import UsageError
+
+if TYPE_CHECKING:
+    from yaml import MappingNode, Node
+
+KEYS = {key: flag for key, flag in by_key(FLAGS).items() if flag.name not in ("file", "dry-run")}
+SECTIONS = ("entrypoint", "environment", "checkpoint", "resources", "searcher")
+SEARCHER_KEYS = ("name", "metric", "max_length", "smaller_is_better", "max_time", "time_metric")
+CHECKPOINT_KEYS = {"dir": "checkpoint-dir", "glob": "checkpoint-glob"}
+BLOCK_STYLES = ("|", ">")
+
+
+def load(path: Path, shown: str) -> JobFile:
+    """Read the job file at ``path``; messages call it ``shown``.
+
+    Raises:
+        UsageError: missing, not readable, not YAML, or with a key or a type that has no meaning.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UsageError(f"--file: {shown!r} does not exist{_near(path)}") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"--file: {shown!r} is not a text file in UTF-8") from None
+    except OSError as exc:
+        raise UsageError(f"--file: {shown!r} cannot be read: {exc.strerror}") from None
+    return _Reader(shown).read(text)
+
+
+def _near(path: Path) -> str:
+    try:
+        return values.did_you_mean(path.name, os.listdir(path.parent))
+    except OSError:
+        return ""
+
+
+class _Reader:
+    """Collects the texts of one file; ``read`` is called once."""
+
+    def __init__(self, shown: str) -> None:
+        self.shown = shown
+        self.flags: dict[str, Given] = {}
+        self.entrypoint = Entrypoint()
+        self.environment: dict[str, Given] = {}
+        self.notices: list[str] = []
+
+    def read(self, text: str) -> JobFile:
+        import yaml
+
+        try:
+            root = yaml.compose(text, Loader=yaml.SafeLoader)
+        except yaml.MarkedYAMLError as exc:
+            line = exc.problem_mark.line + 1 if exc.problem_mark else 1
+            raise UsageError(f"{self.shown}:{line}: not YAML: {exc.problem}") from None
+        except (yaml.YAMLError, RecursionError) as exc:
+            raise UsageError(f"{self.shown}: not YAML: {exc}") from None
+        if root is None:
+            raise UsageError(f"{self.shown}: the file is empty; it needs at least 'entrypoint'")
+        known = [*(name.replace("-", "_") for name in KEYS), *SECTIONS]
+        for key, node in self._pairs(root, "the file", known):
+            if key in SECTIONS:
+                getattr(self, f"_read_{key}")(node)
+            else:
+                self._set(KEYS[values.fold(key)], node)
+        return JobFile(self.flags, self.entrypoint, self.environment, tuple(self.notices))
+
+    def _where(self, node: Node) -> str:
+        return f"{self.shown}:{node.start_mark.line + 1}"
+
+    def _wrong(self, node: Node, what: str) -> UsageError:
+        return UsageError(f"{self._where(node)}: {what}")
+
+    def _pairs(self, node: Node, name: str, known: list[str] | None) -> Iterator[tuple[str, Node]]:
+        """Yield keys and values of a mapping; unknown and repeated keys are errors."""
+        seen: dict[str, int] = {}
+        for key_node, value in self._mapping(node, name).value:
+            key = self._scalar(key_node, f"a key of {name}")
+            folded = values.fold(key) if known is not None else key
+            if known is not None and folded not in map(values.fold, known):
+                hint = values.did_you_mean(key, known)
+                if not hint and len(known) < len(KEYS):
+                    hint = f"; known: {', '.join(known)}"
+                raise self._wrong(key_node, f"unknown key {key!r} in {name}{hint}")
+            if folded in seen:
+                first = f"first on line {seen[folded]}"
+                raise self._wrong(key_node, f"the key {key!r} is there twice ({first})")
+            seen[folded] = key_node.start_mark.line + 1
+            yield (folded if folded in SECTIONS else key), value
+
+    def _mapping(self, node: Node, name: str) -> MappingNode:
+        import yaml
+
+        if not isinstance(node, yaml.MappingNode):
+            raise self._wrong(node, f"{name} must be a mapping of 'key: value' lines")
+        return node
+
+    def _scalar(self, node: Node, name: str) -> str:
+        import yaml
+
+        if not isinstance(node, yaml.ScalarNode):
+            raise self._wrong(node, f"{name} must be one value, not {_kind(node)}")
+        if node.tag == "tag:yaml.org,2002:null":
+            raise self._wrong(node, f"{name} has no value; leave the line out for the default")
+        text: str = node.value
+        return text.rstrip("\n") if node.style in BLOCK_STYLES else text
+
+    def _set(self, flag: Flag, node: Node) -> None:
+        if flag.name in self.flags:
+            first = self.flags[flag.name].where
+            raise self._wrong(node, f"sets --{flag.name} a second time (first at {first})")
+        self.flags[flag.name] = Given(self._text(flag, node), "file", self._where(node))
+
+    def _text(self, flag: Flag, node: Node) -> str:
+        """Return the text that would follow the flag on the command line."""
+        import yaml
+
+        name = flag.name
+        many = (values.words, values.signals, values.ranks, values.modules)
+        if isinstance(node, yaml.SequenceNode) and flag.read in many:
+            items = [self._scalar(each, f"an item of {name}") for each in node.value]
+            if flag.read is values.words:
+                items = [item.replace(",", ",,") for item in items]
+            return ",".join(items)
+        if isinstance(node, yaml.MappingNode) and flag.read in (values.rdzv_conf, values.streams):
+            joint = "=" if flag.read is values.rdzv_conf else ":"
+            found = self._pairs(node, name, None)
+            return ",".join(f"{key}{joint}{self._scalar(each, key)}" for key, each in found)
+        return self._scalar(node, name)
+
+    def _read_entrypoint(self, node: Node) -> None:
+        import yaml
+
+        if isinstance(node, yaml.SequenceNode):
+            words = [self._scalar(each, "an item of entrypoint") for each in node.value]
+        else:
+            try:
+                words = shlex.split(self._scalar(node, "entrypoint"))
+            except ValueError as exc:
+                raise self._wrong(node, f"entrypoint cannot be split into words: {exc}") from None
+        if not words:
+            raise self._wrong(node, "entrypoint is empty")
+        self.entrypoint = Entrypoint(tuple(words), self._where(node))
+
+    def _read_environment(self, node: Node) -> None:
+        import yaml
+
+        for key, value in self._pairs(node, "environment", None):
+            if key == "environment_variables" and not isinstance(value, yaml.ScalarNode):
+                self._read_variables(value)
+            else:
+                self._set_variable(key, value, self._scalar(value, f"the variable {key}"))
+
+    def _read_variables(self, node: Node) -> None:
+        """Read Determined's list of ``NAME=value``, or a mapping."""
+        import yaml
+
+        if isinstance(node, yaml.MappingNode):
+            for key, each in self._pairs(node, "environment_variables", None):
+                self._set_variable(key, each, self._scalar(each, f"the variable {key}"))
+            return
+        for item in node.value:
+            name, equals, value = self._scalar(item, "a variable").partition("=")
+            if not equals:
+                raise self._wrong(item, f"{name!r} is not of the form NAME=value")
+            self._set_variable(name, item, value)
+
+    def _set_variable(self, name: str, node: Node, value: str) -> None:
+        if not re.fullmatch(r"[A-Za-z_]\w*", name):
+            raise self._wrong(node, f"{name!r} is not the name of a variable")
+        if name in self.environment:
+            raise self._wrong(node, f"the variable {name} is there twice")
+        if "\0" in value:
+            raise self._wrong(node, f"the variable {name} has a NUL character in it")
+        self.environment[name] = Given(value, "file", self._where(node))
+
+    def _read_checkpoint(self, node: Node) -> None:
+        by_name = {flag.name: flag for flag in FLAGS}
+        for key, value in self._pairs(node, "checkpoint", list(CHECKPOINT_KEYS)):
+            self._set(by_name[CHECKPOINT_KEYS[values.fold(key)]], value)
+
+    def _read_resources(self, node: Node) -> None:
+        for _, value in self._pairs(node, "resources", ["slots_per_trial"]):
+            self._set(KEYS["nproc-per-node"], value)
+
+    def _read_searcher(self, node: Node) -> None:
+        found = dict(self._pairs(node, "searcher", list(SEARCHER_KEYS)))
+        if "name" not in found:
+            raise self._wrong(node, "searcher has no name; elaunch knows 'single' (run once)")
+        name = self._scalar(found.pop("name"), "the searcher's name")
+        if name != "single":
+            raise self._wrong(
+                node,
+                f"searcher {name!r}: elaunch runs a job once ('single') and does not search "
+                "over hyperparameters; start one job for each setting instead",
+            )
+        if found:
+            self.notices.append(
+                f"{self._where(node)}: {', '.join(found)} of the searcher has no effect: "
+                "the script decides how long it trains"
+            )
+
+
+def _kind(node: Node) -> str:
+    import yaml
+
+    return "a list" if isinstance(node, yaml.SequenceNode) else "a mapping"

@@ -1,0 +1,77 @@
+"""Whether a port can be listened on, and who holds it if not."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+
+
+def why_not_free(host: str, port: int) -> str | None:
+    """Return why nothing can listen on ``port`` of this machine's ``host``, or None if one can.
+
+    A host that is not this machine's own (a service's name) stands for all addresses.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError:
+        found = []
+    for family, *_, address in found[:1]:
+        problem = _problem(family, str(address[0]), port)
+        if problem != errno.EADDRNOTAVAIL:
+            return _reason(problem, port)
+    everywhere = _problem(socket.AF_INET6, "::", port)
+    if everywhere not in (None, errno.EADDRINUSE, errno.EACCES):  # a machine without IPv6
+        everywhere = _problem(socket.AF_INET, "0.0.0.0", port)
+    return _reason(everywhere, port)
+
+
+def _problem(family: int, address: str, port: int) -> int | None:
+    """Return the errno of listening there, or None; nothing stays open."""
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            probe.bind((address, port))
+    except OSError as exc:
+        return exc.errno or errno.EIO
+    return None
+
+
+def _reason(problem: int | None, port: int) -> str | None:
+    if problem is None:
+        return None
+    if problem == errno.EADDRINUSE:
+        return f"is in use{_holder(port)}"
+    if problem == errno.EACCES:
+        return "cannot be listened on: a port this low needs more rights"
+    return f"cannot be listened on: {os.strerror(problem)}"
+
+
+def _holder(port: int) -> str:
+    """Return `` by PID (COMMAND)`` of who listens on the port, as far as it can be seen."""
+    import psutil
+
+    try:
+        connections = psutil.net_connections("tcp")
+    except psutil.Error:
+        connections = []
+    for connection in connections:
+        if connection.status != psutil.CONN_LISTEN or connection.laddr[1:] != (port,):
+            continue
+        if connection.pid is None:
+            break
+        return f" by process {connection.pid}{_command(connection.pid)}"
+    return " by a process that this user cannot see"
+
+
+def _command(pid: int) -> str:
+    import psutil
+
+    try:
+        words = psutil.Process(pid).cmdline()
+    except psutil.Error:
+        return ""
+    line = " ".join(words)
+    return f" ({line[:57] + '...' if len(line) > 60 else line})" if line else ""

@@ -1,0 +1,225 @@
+"""The one settings object of a job: made once, checked once, passed whole.
+
+``Settings.notices`` are one-line remarks on what was given and has no effect; the command line
+prints them on stderr.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from elaunch.config import entrypoint, jobfile, notices, topology, validate
+from elaunch.config.answers import Answers, collect, from_variables
+from elaunch.config.entrypoint import Command, Mode
+from elaunch.config.flags import FLAGS
+from elaunch.config.given import JobFile
+from elaunch.config.values import StreamMap
+from elaunch.errors import UsageError
+
+__all__ = ["Settings", "StreamMap", "resolve"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that a job is asked to be; field by field in docs/torchrun.md."""
+
+    entrypoint: str
+    args: tuple[str, ...]
+    mode: Mode
+    name: str
+    run_id: str
+    run_id_given: bool
+    min_nodes: int
+    max_nodes: int
+    nproc_per_node: str
+    rdzv_backend: str
+    rdzv_endpoint: str
+    rdzv_conf: Mapping[str, str]
+    standalone: bool
+    node_rank: int
+    master_addr: str | None
+    master_port: int | None
+    local_addr: str | None
+    max_restarts: int
+    restart_budget: Literal["progress", "lifetime"]
+    monitor_interval: float
+    start_method: Literal["forkserver", "spawn"]
+    preload: tuple[str, ...]
+    role: str
+    log_dir: str | None
+    redirects: StreamMap
+    tee: StreamMap
+    local_ranks_filter: frozenset[int] | None
+    duplicate_stdout_filters: tuple[str, ...]
+    duplicate_stderr_filters: tuple[str, ...]
+    logs_specs: str | None
+    numa_binding: str | None
+    event_log_handler: str
+    health_check_port: int | None
+    signals_to_handle: tuple[signal.Signals, ...]
+    forward_signals: tuple[signal.Signals, ...]
+    shutdown_timeout: float
+    sibling_grace: float
+    virtual_local_rank: bool
+    checkpoint_dir: Path | None
+    checkpoint_glob: str | None
+    env: Mapping[str, str]
+    workdir: Path | None
+    tmp: Literal["private", "shared"]
+    exit_codes: Literal["elaunch", "torchrun"]
+    interpreter: str
+    dry_run: bool
+    log_level: str
+    notices: tuple[str, ...]
+
+
+def resolve(
+    line: Mapping[str, str], words: Sequence[str], environ: Mapping[str, str], cwd: Path
+) -> Settings:
+    """Return the settings of one job.
+
+    Args:
+        line: the flags of the command line as text, by the flag's name.
+        words: the script and its arguments from the command line; may be empty.
+        environ: the launcher's environment.
+        cwd: the launcher's current directory.
+
+    Raises:
+        UsageError: whatever is wrong, with flag, value, source, reason and fix.
+    """
+    job = _job_file(line, environ, cwd)
+    answers = collect(line, environ, job)
+    validate.refused(answers)
+    command = entrypoint.choose(words, job.entrypoint, answers)
+    meeting = topology.meeting(answers)
+    start = validate.directory(answers, cwd)
+    env = _environment(job)
+    workers_environ = {**environ, **env}
+    python = validate.interpreter(answers, command, start)
+    validate.command(command, start, python, workers_environ)
+    validate.preload(answers, start, python, workers_environ)
+    validate.devices(answers, workers_environ)
+    remarks = validate.master(answers, meeting)
+    remarks += notices.collect(answers, command, meeting, environ)
+    made = {
+        **_plain(answers),
+        **_named(answers, command),
+        **_places(answers, command, start),
+        **_meeting(meeting),
+    }
+    return Settings(
+        **made,
+        interpreter=python,
+        env=env,
+        notices=(*job.notices, *remarks),
+    )
+
+
+def _job_file(line: Mapping[str, str], environ: Mapping[str, str], cwd: Path) -> JobFile:
+    flag = next(flag for flag in FLAGS if flag.name == "file")
+    variable = from_variables(flag, environ)
+    shown = line.get("file") or (variable.text if variable else "")
+    if "file" in line and not shown:
+        raise UsageError("--file: '' does not name a file")
+    return jobfile.load(cwd / Path(shown).expanduser(), shown) if shown else JobFile()
+
+
+def _plain(answers: Answers) -> dict[str, Any]:
+    """Return the fields that are the converted values as they are."""
+    names = (
+        "nproc-per-node rdzv-conf standalone node-rank local-addr max-restarts restart-budget "
+        "monitor-interval role redirects tee local-ranks-filter duplicate-stdout-filters "
+        "duplicate-stderr-filters logs-specs numa-binding event-log-handler health-check-port "
+        "shutdown-timeout sibling-grace virtual-local-rank exit-codes dry-run log-level "
+        "checkpoint-glob tmp"
+    ).split()
+    fields = {name.replace("-", "_"): answers[name] for name in names}
+    spawn = answers["start-method"] == "spawn"
+    low, high = answers["nnodes"]
+    handle, forward = validate.signals(answers)
+    return {
+        **fields,
+        "min_nodes": low,
+        "max_nodes": high,
+        "start_method": "spawn" if spawn else "forkserver",
+        "preload": answers["preload"],
+        "signals_to_handle": handle,
+        "forward_signals": forward,
+    }
+
+
+def _meeting(meeting: topology.Meeting) -> dict[str, Any]:
+    return {
+        "rdzv_backend": meeting.backend,
+        "rdzv_endpoint": meeting.endpoint,
+        "master_addr": meeting.master_addr,
+        "master_port": meeting.master_port,
+    }
+
+
+def _places(answers: Answers, command: Command, start: Path) -> dict[str, Any]:
+    return {
+        "log_dir": validate.log_dir(answers, start),
+        "checkpoint_dir": validate.checkpoint_dir(answers, start, command.args),
+        "workdir": start if answers["workdir"] else None,
+    }
+
+
+def _named(answers: Answers, command: Command) -> dict[str, Any]:
+    stem = command.entrypoint if command.mode == "module" else Path(command.entrypoint).stem
+    name = answers["name"] or stem or command.entrypoint
+    run_id = answers["rdzv-id"]
+    word = re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.")[:100] or "run"
+    return {
+        "entrypoint": command.entrypoint,
+        "args": command.args,
+        "mode": command.mode,
+        "name": name,
+        "run_id": run_id or f"{word}-{os.urandom(3).hex()}",
+        "run_id_given": bool(run_id),
+    }
+
+
+def _environment(job: JobFile) -> dict[str, str]:
+    """Return the job file's variables for the workers; those that elaunch sets are refused."""
+    reserved = _reserved() if job.environment else frozenset()
+    for name, given in job.environment.items():
+        if name in reserved:
+            raise UsageError(
+                f"{given.where}: the variable {name} is set by elaunch for each worker; "
+                "a job file cannot set it"
+            )
+    return {name: given.text for name, given in job.environment.items()}
+
+
+def _reserved() -> frozenset[str]:
+    from elaunch import env
+
+    facts = env.RoundFacts(
+        run_id="",
+        round=0,
+        restarts=0,
+        max_restarts=0,
+        reason="",
+        local_world_size=1,
+        node_rank=0,
+        nodes=1,
+        role="",
+        master_addr="",
+        master_port=0,
+        node_addrs=(),
+        agent_socket="",
+        checkpoint_dir="",
+        resume_from="",
+        resume_step="",
+        signals_to_handle="",
+        use_agent_store="",
+        virtual_local_rank=False,
+    )
+    return frozenset(env.worker_environment(facts, 0, "", {})) - {env.NCCL_ASYNC_ERRORS}

@@ -1,0 +1,349 @@
+"""What the text of one flag means: one function per kind of value, text in, value out.
+
+The same function reads a value whether it came from the command line, a variable or the job
+file. Each raises ``ValueError`` with the end of a sentence that begins with the value
+("is not a whole number"); ``config.convert`` adds the flag and where the value came from.
+Nothing here looks at the machine: that is ``validate.py``.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import signal
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+TRUE = ("1", "true", "yes", "on", "t", "y")
+FALSE = ("0", "false", "no", "off", "f", "n")
+DEVICES = ("cpu", "gpu", "auto", "xpu")
+# Names under which other accelerators register with torch; only used to recognise a misspelling.
+OTHER_DEVICES = ("npu", "hpu", "mlu", "musa", "mps", "mtia", "maia", "gcu", "sdaa")
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL", "NOTSET", "WARN", "FATAL")
+_SECONDS, _FLAG, _COUNT, _ANY = "seconds", "switch", "count", "text"
+RDZV_KEYS: Mapping[str, str] = {
+    "timeout": _SECONDS,
+    "join_timeout": _SECONDS,
+    "last_call_timeout": _SECONDS,
+    "close_timeout": _SECONDS,
+    "heartbeat_timeout": _SECONDS,
+    "heartbeat": _SECONDS,
+    "keep_alive_interval": _SECONDS,
+    "keep_alive_max_attempt": _COUNT,
+    "read_timeout": _SECONDS,
+    "is_host": _FLAG,
+    "store_type": _ANY,
+    "protocol": _ANY,
+    "ssl_cert": _ANY,
+    "ssl_cert_key": _ANY,
+    "ca_cert": _ANY,
+    "cert": _ANY,
+    "key": _ANY,
+    "cacert": _ANY,
+    "etcd_prefix": _ANY,
+    "rank": _COUNT,
+    "use_libuv": _FLAG,
+}
+
+
+@dataclass(frozen=True)
+class StreamMap:
+    """Which streams of each local rank are meant: 0 none, 1 stdout, 2 stderr, 3 both."""
+
+    default: int = 0
+    ranks: Mapping[int, int] = field(default_factory=dict)
+
+    def of(self, local_rank: int) -> int:
+        """Return the streams of one worker as 0, 1, 2 or 3."""
+        return self.ranks.get(local_rank, self.default)
+
+    def __bool__(self) -> bool:
+        return bool(self.default) or any(self.ranks.values())
+
+
+def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return the name of ``names`` that is spelt most like ``name``, or an empty string."""
+    import difflib
+
+    folded = {fold(known): known for known in names}
+    found = difflib.get_close_matches(fold(name), folded, n=1, cutoff=cutoff)
+    return folded[found[0]] if found else ""
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """Return ``"; did you mean 'x'?"`` for the nearest name, or an empty string."""
+    found = nearest(name, names)
+    return f"; did you mean {found!r}?" if found else ""
+
+
+def fold(name: str) -> str:
+    """Return a name as it is compared: lower case, ``-`` for ``_``."""
+    return name.lower().replace("_", "-")
+
+
+def text(raw: str) -> str:
+    """Return the value as it is."""
+    if "\0" in raw:
+        raise ValueError("has a NUL character in it")
+    return raw
+
+
+def label(raw: str) -> str:
+    """Return a name that is printed in logs and tables: not empty, one line."""
+    if not raw.strip():
+        raise ValueError("is empty")
+    if not raw.isprintable():
+        raise ValueError("has a character in it that cannot be printed")
+    return raw
+
+
+def run_id(raw: str) -> str:
+    """Return a run id; an empty one asks for a fresh one, as under torchrun."""
+    if raw and len(label(raw).encode("utf-8", "surrogateescape")) > 200:
+        raise ValueError("is longer than 200 bytes")
+    return raw
+
+
+def switch(raw: str) -> bool:
+    """Return a yes or a no; any integer is taken, as torchrun takes it in PET_ variables."""
+    word = raw.strip().lower()
+    if word in TRUE or word in FALSE:
+        return word in TRUE
+    try:
+        return bool(int(word))
+    except ValueError:
+        hint = did_you_mean(word, ("true", "false", "yes", "no"))
+        raise ValueError(f"is neither yes nor no{hint}") from None
+
+
+def choice(names: tuple[str, ...]) -> Callable[[str], str]:
+    """Return the reader of a value that must be one of ``names``."""
+
+    def read(raw: str) -> str:
+        if raw not in names:
+            folded = {fold(name): name for name in names}
+            if fold(raw) not in folded:
+                raise ValueError(f"is not known{did_you_mean(raw, names)}")
+            return folded[fold(raw)]
+        return raw
+
+    return read
+
+
+def whole(minimum: int, maximum: int | None = None) -> Callable[[str], int]:
+    """Return the reader of an integer with limits."""
+
+    def read(raw: str) -> int:
+        number = _integer(raw)
+        if number < minimum:
+            raise ValueError(f"is less than {minimum}")
+        if maximum is not None and number > maximum:
+            raise ValueError(f"is more than {maximum}")
+        return number
+
+    return read
+
+
+def seconds(raw: str) -> float:
+    """Return a duration in seconds, 0 or more."""
+    try:
+        number = float(raw)
+    except ValueError:
+        raise ValueError("is not a number of seconds") from None
+    if not math.isfinite(number):
+        raise ValueError("is not a finite number of seconds")
+    if number < 0:
+        raise ValueError("is less than 0 seconds")
+    return number
+
+
+def positive_seconds(raw: str) -> float:
+    """Return a duration in seconds, more than 0."""
+    number = seconds(raw)
+    if number == 0:
+        raise ValueError("is not more than 0 seconds")
+    return number
+
+
+def nnodes(raw: str) -> tuple[int, int]:
+    """Return (MIN, MAX) of ``N`` or ``MIN:MAX``."""
+    parts = raw.split(":")
+    if len(parts) > 2:
+        raise ValueError("is not of the form N or MIN:MAX")
+    low, high = _integer(parts[0]), _integer(parts[-1])
+    if low < 1:
+        raise ValueError("asks for fewer than 1 node")
+    if low > high:
+        raise ValueError(f"has a MIN ({low}) larger than its MAX ({high})")
+    return low, high
+
+
+def nproc(raw: str) -> str:
+    """Return a number of workers per node, or the name of the device to count, as text."""
+    word = raw.strip()
+    known = DEVICES + OTHER_DEVICES
+    if word in known:
+        return word
+    if word.lower() == "cuda":
+        raise ValueError("is not a device to count; did you mean 'gpu'?")
+    if word and re.fullmatch(r"[A-Za-z_]\w*", word):
+        # A name that is like none of the known ones may be an accelerator that a plug-in of torch
+        # registers: whoever has imported torch will know.
+        if nearest(word, known, cutoff=0.7):
+            raise ValueError(f"is not a device to count{did_you_mean(word, known)}")
+        return word
+    number = _integer(word)
+    if number < 1:
+        raise ValueError("is not at least 1 worker")
+    return str(number)
+
+
+def endpoint(raw: str) -> str:
+    """Return ``host``, ``host:port`` or ``[v6]:port`` after a check of its syntax."""
+    if raw.strip():
+        split_endpoint(raw)
+    return raw.strip()
+
+
+def split_endpoint(raw: str) -> tuple[str, int | None]:
+    """Return (host, port or None) of an endpoint; several (etcd) are read one by one."""
+    host, port = raw.strip(), None
+    for one in host.split(",")[1:]:
+        split_endpoint(one)
+    host = host.split(",")[0]
+    if not (host.startswith("[") and host.endswith("]")):
+        head, colon, tail = host.rpartition(":")
+        if colon:
+            host, port = head, _port(tail)
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    if not re.fullmatch(r"[\w.:%-]+", host):
+        raise ValueError("has no valid host: a name, an IPv4 address or [IPv6]")
+    return host, port
+
+
+def backend(raw: str) -> str:
+    """Return the name of a rendezvous backend; which of them can be used is decided later."""
+    names = ("static", "c10d", "etcd", "etcd-v2")
+    if raw in names or fold(raw) in names:
+        return fold(raw)
+    raise ValueError(f"is not known{did_you_mean(raw, names)}")
+
+
+def rdzv_conf(raw: str) -> dict[str, str]:
+    """Return the keys and values of ``key=value,key=value``."""
+    conf: dict[str, str] = {}
+    for pair in raw.strip().split(",") if raw.strip() else ():
+        key, _, value = (part.strip() for part in pair.partition("="))
+        if not key:
+            raise ValueError("is not of the form key=value,key=value")
+        if key not in RDZV_KEYS:
+            raise ValueError(f"has the unknown key {key!r}{did_you_mean(key, RDZV_KEYS)}")
+        if not value:
+            raise ValueError(f"gives no value to the key {key!r}")
+        _check_conf(key, value)
+        conf[key] = value
+    return conf
+
+
+def _check_conf(key: str, value: str) -> None:
+    readers: Mapping[str, Callable[[str], object]] = {
+        _SECONDS: positive_seconds,
+        _FLAG: switch,
+        _COUNT: whole(0),
+        _ANY: text,
+    }
+    if key == "store_type":
+        readers = {_ANY: choice(("tcp", "file"))}
+    elif key == "protocol":
+        readers = {_ANY: choice(("http", "https"))}
+    try:
+        readers[RDZV_KEYS[key]](value)
+    except ValueError as exc:
+        raise ValueError(f"has a bad value for {key!r}: {value!r} {exc}") from None
+
+
+def streams(raw: str) -> StreamMap:
+    """Return the streams of ``0|1|2|3`` or of ``local_rank:streams,local_rank:streams``."""
+    if re.fullmatch(r"[0-3]", raw.strip()):
+        return StreamMap(int(raw))
+    ranks: dict[int, int] = {}
+    for pair in raw.split(","):
+        found = re.fullmatch(r"\s*([0-9]+):([0-3])\s*", pair)
+        if not found:
+            raise ValueError("is neither 0, 1, 2 or 3 nor of the form RANK:STREAMS,RANK:STREAMS")
+        ranks[int(found[1])] = int(found[2])
+    return StreamMap(0, ranks)
+
+
+def ranks(raw: str) -> frozenset[int] | None:
+    """Return the local ranks of a comma-separated list, or None for an empty one."""
+    if not raw.strip():
+        return None
+    return frozenset(whole(0)(part) for part in raw.split(","))
+
+
+def words(raw: str) -> tuple[str, ...]:
+    """Return the items of a comma-separated list; ``,,`` stands for a comma inside an item."""
+    parts = raw.replace(",,", "\0").split(",")
+    return tuple(part.replace("\0", ",") for part in parts if part)
+
+
+def modules(raw: str) -> tuple[str, ...]:
+    """Return the module names of a comma-separated list; ``none`` stands for an empty one.
+
+    A ``+`` before a name stays: the module is to be imported later.
+    """
+    if raw.strip().lower() in ("none", ""):
+        return ()
+    names = tuple(name.strip() for name in raw.split(","))
+    for name in names:
+        if not all(part.isidentifier() for part in name.removeprefix("+").split(".")):
+            raise ValueError(f"has {name!r} in it, which is not the name of a module")
+    return names
+
+
+def signals(raw: str) -> tuple[signal.Signals, ...]:
+    """Return the signals of a comma-separated list of names, with or without SIG."""
+    if not raw.strip():
+        return ()
+    found: list[signal.Signals] = []
+    for part in raw.split(","):
+        number = _signal(part.strip())
+        if number not in found:
+            found.append(number)
+    return tuple(found)
+
+
+def _signal(name: str) -> signal.Signals:
+    word = name.upper()
+    word = word if word.startswith("SIG") else f"SIG{word}"
+    known = {each.name: each for each in signal.Signals}
+    if word not in known:
+        raise ValueError(f"has the unknown signal {name!r}{did_you_mean(word, known)}")
+    if word in ("SIGKILL", "SIGSTOP"):
+        raise ValueError(f"has {word} in it, which no process can handle")
+    if word in ("SIGCHLD", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL"):
+        raise ValueError(f"has {word} in it, which the agent needs for itself")
+    return known[word]
+
+
+def log_level(raw: str) -> str:
+    """Return the name of a log level in upper case."""
+    word = raw.strip().upper()
+    if word not in LOG_LEVELS:
+        raise ValueError(f"is not a log level{did_you_mean(word, LOG_LEVELS)}")
+    return {"WARN": "WARNING", "FATAL": "CRITICAL"}.get(word, word)
+
+
+def _integer(raw: str) -> int:
+    try:
+        return int(raw)
+    except ValueError:
+        raise ValueError("is not a whole number") from None
+
+
+def _port(raw: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,5}", raw) or int(raw) > 65535:
+        raise ValueError(f"has the port {raw!r}, which is not a number from 0 to 65535")
+    return int(raw)
