@@ -1,0 +1,132 @@
+"""Which names below a checkpoint directory can be checkpoints, and of which step.
+
+This looks at names only, but for Lightning's files without ``step=`` in the name. Whether a
+candidate is complete is asked later, and only until one is.
+
+=============================  =======================  ===========================================
+name                           step                     taken for
+=============================  =======================  ===========================================
+``step-00000120.r3/``          the number               elaunch's own layout
+``*.ckpt``, ``*.ckpt/``        ``step=120``, else       Lightning
+                               ``global_step`` inside
+any other directory            number behind "step",    what its content is: Hugging Face, DCP
+                               else the last one
+any other file, by glob only   the same                 torch.save, safetensors
+=============================  =======================  ===========================================
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from elaunch.checkpoint import dcp, layout, lightning, own
+from elaunch.checkpoint.files import explain
+from elaunch.checkpoint.globs import Entry
+from elaunch.checkpoint.names import is_temporary, sounds_like_checkpoint, step_in_name
+from elaunch.checkpoint.records import PassedOver
+from elaunch.errors import CheckpointError
+
+TORCH_SAVE = "torch.save"
+SAFETENSORS = "safetensors"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Something whose name says that it is the checkpoint of a step.
+
+    ``format`` is None for a directory whose content has to tell. ``reported`` is false for a
+    directory that nobody would expect to be a checkpoint: if it is none, nothing is said.
+    """
+
+    path: Path
+    step: int
+    format: str | None
+    round: int | None = None
+    reported: bool = True
+
+    @property
+    def age(self) -> tuple[int, int, str]:
+        """Order candidates from old to new; the name makes the order of equals a fixed one."""
+        return (self.step, -1 if self.round is None else self.round, self.path.name)
+
+
+def classify(entry: Entry, globbed: bool) -> Candidate | PassedOver | None:
+    """Return the candidate that an entry is, why it cannot be one, or None for other things.
+
+    ``globbed``: the user's pattern picked the entry, so it has to be a checkpoint.
+    """
+    path = entry.path
+    parsed = layout.parse_step_name(path.name) if entry.is_dir else None
+    if parsed:
+        step, round_ = parsed
+        return Candidate(path, step, own.FORMAT, round_)
+    if path.name.endswith(lightning.SUFFIX):
+        return _lightning(entry, globbed)
+    if not entry.is_dir and not globbed:
+        return None
+    step_found = step_in_name(path.name, is_file=not entry.is_dir)
+    if step_found is None:
+        if globbed or os.path.lexists(path / dcp.METADATA):
+            return PassedOver(path, "no number in its name, so its step is not known")
+        return None
+    reported = globbed or sounds_like_checkpoint(path.name)
+    return Candidate(path, step_found, _file_format(entry), reported=reported)
+
+
+def _file_format(entry: Entry) -> str | None:
+    if entry.is_dir:
+        return None
+    return SAFETENSORS if entry.path.suffix == ".safetensors" else TORCH_SAVE
+
+
+def _lightning(entry: Entry, globbed: bool) -> Candidate | PassedOver:
+    path = entry.path
+    step = lightning.step_in_name(path.name)
+    if step is not None:
+        return Candidate(path, step, lightning.FORMAT)
+    try:
+        step = lightning.step_inside(path)
+    except CheckpointError as error:
+        return PassedOver(path, str(error))
+    except OSError as error:
+        return PassedOver(path, explain(error, path))
+    if step is not None:
+        return Candidate(path, step, lightning.FORMAT)
+    step = step_in_name(path.name, is_file=not entry.is_dir) if globbed else None
+    if step is not None:
+        return Candidate(path, step, _file_format(entry))
+    return PassedOver(path, "no step= in its name and no global_step in it: its step is not known")
+
+
+def distinct(entries: Iterable[Entry], root: Path) -> Iterator[Entry]:
+    """Yield every file and directory once: links to something that matches itself are left out.
+
+    A link with a number of its own (``step_120`` to another disk) stands for its target; one
+    without (``latest``) is replaced by the target.
+    """
+    top = os.path.realpath(root)
+    direct = []
+    links: dict[str, Entry] = {}
+    for entry in sorted(entries, key=lambda entry: entry.path):
+        if entry.linked:
+            links.setdefault(os.path.realpath(entry.path), entry)
+        else:
+            direct.append(entry)
+    yield from direct
+    targets = {os.path.join(top, entry.path.relative_to(root)) for entry in direct}
+    for target, entry in links.items():
+        if target in targets or _is_closed(target, top):
+            continue
+        numbered = step_in_name(entry.path.name, is_file=not entry.is_dir) is not None
+        yield entry if numbered else replace(entry, path=Path(target))
+
+
+def _is_closed(target: str, top: str) -> bool:
+    """Tell whether a link leads to a temporary name, or into the stage, below the same root."""
+    if os.path.commonpath((target, top)) != top:
+        return False
+    parts = Path(target).relative_to(top).parts
+    return not parts or is_temporary(parts[-1]) or parts[0] in (layout.STAGE, layout.QUARANTINE)

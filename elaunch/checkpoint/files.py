@@ -1,0 +1,107 @@
+"""Plain reading of the files of a checkpoint: nothing here blocks, follows a path out, or writes.
+
+Every function raises ``CheckpointError`` for what the content says and lets ``OSError`` through;
+``latest`` turns both into the reason of a passed-over checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO
+
+from elaunch.errors import CheckpointError
+
+JSON_LIMIT = 256 * 2**20  # bytes; a safetensors index of the largest models has a few MiB
+_CHUNK = 2**20
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file for reading; raise CheckpointError for a FIFO, device or directory."""
+    # O_NONBLOCK: opening a FIFO that nobody writes to would otherwise wait for ever.
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise CheckpointError(f"not a regular file: {path.name}")
+    return os.fdopen(descriptor, "rb")
+
+
+def regular_size(path: Path) -> int:
+    """Return the size of a regular file in bytes."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointError(f"not a regular file: {path.name}")
+    return status.st_size
+
+
+def inside(directory: Path, relative: object, source: str) -> Path:
+    """Return the path of a file that ``source`` names, if it is one below ``directory``."""
+    if not isinstance(relative, str) or not relative or "\0" in relative:
+        raise CheckpointError(f"{source} names a file by {relative!r}, which is no path")
+    try:
+        os.fsencode(relative)
+    except UnicodeEncodeError:
+        raise CheckpointError(f"{source} names a file by {relative!r}, which is no path") from None
+    pure = PurePosixPath(relative)
+    if pure.is_absolute() or ".." in pure.parts:
+        raise CheckpointError(f"{source} names {relative!r}, which is outside the checkpoint")
+    return directory / pure
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file; raise CheckpointError if it holds anything else."""
+    with open_regular(path) as file:
+        content = file.read(JSON_LIMIT + 1)
+    return parse_json(content, path.name)
+
+
+def parse_json(content: bytes, name: str) -> dict[str, Any]:
+    """Return the JSON object in ``content``, the bytes of the file called ``name``."""
+    if not content.strip(b"\0 \t\r\n"):
+        raise CheckpointError(f"{name} is empty")
+    if len(content) > JSON_LIMIT:
+        raise CheckpointError(f"{name} is larger than {JSON_LIMIT} bytes")
+    try:
+        document = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{name} is not valid JSON: {error}") from None
+    if not isinstance(document, dict):
+        raise CheckpointError(f"{name} holds no JSON object")
+    return document
+
+
+def whole_number(document: dict[str, Any], key: str, name: str) -> int:
+    """Return the number >= 0 under ``key`` of a JSON object from the file called ``name``."""
+    value = document.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise CheckpointError(f"{name}: {key} is {value!r}, not a whole number")
+    return value
+
+
+def sha256_of(path: Path) -> str:
+    """Return the hexadecimal SHA-256 of a file's content, read in pieces."""
+    total = hashlib.sha256()
+    with open_regular(path) as file:
+        while chunk := file.read(_CHUNK):
+            total.update(chunk)
+    return total.hexdigest()
+
+
+def explain(error: OSError, path: Path) -> str:
+    """Return in words why the checkpoint at ``path`` could not be read."""
+    name = error.filename if isinstance(error.filename, str) else str(error.filename or "")
+    if name.startswith(f"{path}{os.sep}"):
+        name = name[len(str(path)) + 1 :]
+    elif name == str(path):
+        name = path.name
+    if isinstance(error, FileNotFoundError):
+        if not os.path.lexists(path):
+            return "it vanished while it was read"
+        return f"missing: {name}"
+    if isinstance(error, PermissionError):
+        return f"permission denied: {name}"
+    reason = os.strerror(error.errno) if error.errno else str(error)
+    return f"{reason}: {name}" if name else reason

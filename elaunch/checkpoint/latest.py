@@ -1,0 +1,84 @@
+"""The newest complete checkpoint below a directory.
+
+``find_latest`` lists the candidates, orders them by (step, round) from new to old, and verifies
+one after the other until one is complete. Each newer one is passed over with a reason that names
+the file. The modification time plays no part: copies and clocks change it. Nothing is written,
+and what vanishes or cannot be read in the middle is a reason, not an exception.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from elaunch.checkpoint import dcp, globs, huggingface, lightning, own
+from elaunch.checkpoint.candidates import SAFETENSORS, Candidate, classify, distinct
+from elaunch.checkpoint.files import explain
+from elaunch.checkpoint.records import Checkpoint, PassedOver, Search
+from elaunch.checkpoint.safetensors import check_safetensors
+from elaunch.checkpoint.zips import check_zip
+from elaunch.errors import CheckpointError
+
+__all__ = ["Checkpoint", "PassedOver", "Search", "find_latest"]
+
+
+def find_latest(root: Path, *, glob: str | None = None, run_id: str | None = None) -> Search:
+    """Return the newest complete checkpoint below ``root``, and what was passed over.
+
+    ``glob``, relative to ``root``: only its matches count. ``run_id``: checkpoints in elaunch's
+    own layout that another run wrote are passed over. A ``root`` that does not exist has none.
+    Raises UsageError for a pattern that leaves ``root``.
+    """
+    entries, passed_over = globs.find(root, "*" if glob is None else glob)
+    candidates = []
+    for entry in distinct(entries, root):
+        found = classify(entry, globbed=glob is not None)
+        if isinstance(found, Candidate):
+            candidates.append(found)
+        elif found is not None:
+            passed_over.append(found)
+    candidates.sort(key=lambda candidate: candidate.age, reverse=True)
+    for candidate in candidates:
+        path = candidate.path
+        try:
+            format_ = _verify(candidate, run_id)
+        except CheckpointError as error:
+            passed_over.append(PassedOver(path, str(error)))
+        except OSError as error:
+            passed_over.append(PassedOver(path, explain(error, path)))
+        else:
+            if format_ is not None:
+                checkpoint = Checkpoint(path, candidate.step, format_, candidate.round)
+                return Search(checkpoint, tuple(passed_over))
+    return Search(None, tuple(passed_over))
+
+
+def _verify(candidate: Candidate, run_id: str | None) -> str | None:
+    """Return the format of a complete candidate, None for a directory that is no checkpoint."""
+    path = candidate.path
+    if candidate.format is None:
+        return _verify_directory(candidate)
+    if candidate.format == own.FORMAT:
+        own.verify(path, run_id)
+    elif candidate.format == SAFETENSORS:
+        check_safetensors(path)
+    elif path.is_dir():
+        lightning.verify_directory(path)
+    else:
+        check_zip(path)
+    return candidate.format
+
+
+def _verify_directory(candidate: Candidate) -> str | None:
+    path = candidate.path
+    names = frozenset(os.listdir(path))
+    if huggingface.looks_like(path, names):
+        huggingface.verify(path, candidate.step)
+        return huggingface.FORMAT
+    if dcp.looks_like(names):
+        dcp.verify(path)
+        return dcp.FORMAT
+    if candidate.reported:
+        content = "no checkpoint of a known format is in it" if names else "it is empty"
+        raise CheckpointError(content)
+    return None

@@ -1,0 +1,118 @@
+"""Archives of ``torch.save``: is the file whole, without reading the gigabytes in it?
+
+The central directory is at the end of a zip, so a truncated file has none. Every member's local
+header must be where the directory says and its data must end before the directory. The tensors'
+bytes are not read (their CRC stays unchecked); ``data.pkl``, small, is checked with its CRC.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import zipfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from elaunch.checkpoint.files import open_regular
+from elaunch.checkpoint.pickles import load_inert, mapping
+from elaunch.errors import CheckpointError
+
+PICKLE = "data.pkl"
+PICKLE_LIMIT = 2**30  # bytes; a data.pkl holds the structure, not the tensors
+
+_LOCAL_HEADER = struct.Struct("<4s5H3I2H")
+_LOCAL_MAGIC = b"PK\x03\x04"
+# What zipfile raises for malformed input.
+_MALFORMED = (
+    zipfile.BadZipFile,
+    ArithmeticError,
+    EOFError,
+    LookupError,
+    MemoryError,
+    RuntimeError,  # encrypted, or a compression that is not supported
+    ValueError,
+    struct.error,
+    zlib.error,
+)
+
+
+def check_zip(path: Path) -> None:
+    """Raise CheckpointError unless the file is a whole archive with at least one member."""
+    with _archive(path) as (file, archive):
+        _check(file, archive, path.name)
+
+
+def global_step(path: Path) -> int | None:
+    """Return ``global_step`` of the dict that a whole archive holds, None if it has none."""
+    with _archive(path) as (file, archive):
+        content = _check(file, archive, path.name)
+    if content is None:
+        return None
+    saved = mapping(load_inert(content, f"{path.name}:{PICKLE}")) or {}
+    step = saved.get("global_step")
+    return step if isinstance(step, int) and not isinstance(step, bool) and step >= 0 else None
+
+
+@contextmanager
+def _archive(path: Path) -> Iterator[tuple[BinaryIO, zipfile.ZipFile]]:
+    with open_regular(path) as file:
+        start = file.read(4)
+        try:
+            archive = zipfile.ZipFile(file)
+        except _MALFORMED as error:
+            raise CheckpointError(f"{path.name} {_ailment(start)} ({error})") from None
+        with archive:
+            yield file, archive
+
+
+def _ailment(start: bytes) -> str:
+    if not start:
+        return "is empty"
+    if start == _LOCAL_MAGIC:
+        return "is truncated: it begins as a zip archive and has no directory at its end"
+    if start[:1] == b"\x80":
+        return "is a bare pickle (torch.save's old format), which cannot be checked"
+    return "is not a zip archive as torch.save writes them"
+
+
+def _check(file: BinaryIO, archive: zipfile.ZipFile, name: str) -> bytes | None:
+    """Check every member; return the content of data.pkl, if there is one."""
+    members = archive.infolist()
+    if not members:
+        raise CheckpointError(f"{name} is an archive without members")
+    content = None
+    for member in members:
+        _check_member(file, archive, member, name)
+        if content is None and member.filename.rpartition("/")[2] == PICKLE:
+            content = _read(archive, member, name)
+    return content
+
+
+def _check_member(
+    file: BinaryIO, archive: zipfile.ZipFile, member: zipfile.ZipInfo, name: str
+) -> None:
+    start = member.header_offset
+    header = b""
+    if start >= 0:
+        header = os.pread(file.fileno(), _LOCAL_HEADER.size, start)
+    if len(header) < _LOCAL_HEADER.size or not header.startswith(_LOCAL_MAGIC):
+        raise CheckpointError(f"{name} is damaged: no header of {member.filename} at {start}")
+    *_, name_size, extra_size = _LOCAL_HEADER.unpack(header)
+    end = start + _LOCAL_HEADER.size + name_size + extra_size + member.compress_size
+    if end > archive.start_dir:
+        raise CheckpointError(
+            f"{name} is damaged: {member.filename} ends at byte {end},"
+            f" behind the start of the directory at {archive.start_dir}"
+        )
+
+
+def _read(archive: zipfile.ZipFile, member: zipfile.ZipInfo, name: str) -> bytes:
+    if member.file_size > PICKLE_LIMIT:
+        raise CheckpointError(f"{name}: {member.filename} is larger than {PICKLE_LIMIT} bytes")
+    try:
+        return archive.read(member)
+    except _MALFORMED as error:
+        raise CheckpointError(f"{name} is damaged: {member.filename}: {error}") from None
