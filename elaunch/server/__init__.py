@@ -1,0 +1,1 @@
+"""The small process between the agent and the workers: it starts, waits for and sweeps them."""

@@ -1,0 +1,93 @@
+"""Count accelerators for ``--nproc-per-node gpu|xpu|auto|…`` in a child, so that nobody else must.
+
+The rules are torchrun's (torch 2.13, ``torch/distributed/run.py``, ``determine_local_world_size``):
+``gpu`` and ``xpu`` must be there, ``auto`` takes the accelerator if there is one and else the CPUs
+that this process may use, another name must be the type of the accelerator that torch finds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+from elaunch.server import processes
+
+_DEADLINE = 120.0
+
+
+def count(kind: str) -> tuple[int | None, str | None]:
+    """Return how many workers ``kind`` means here, or None and the reason; imports torch."""
+    import torch
+
+    if kind == "gpu":
+        return _available(
+            torch.cuda.is_available(), torch.cuda.device_count, "no CUDA GPU is there"
+        )
+    if kind == "xpu":
+        return _available(torch.xpu.is_available(), torch.xpu.device_count, "no XPU is there")
+    if kind == "auto":
+        if torch.accelerator.is_available():
+            return torch.accelerator.device_count(), None
+        return len(os.sched_getaffinity(0)), None
+    current = torch.accelerator.current_accelerator()
+    if current is not None and current.type == kind:
+        return torch.accelerator.device_count(), None
+    return None, f"torch finds no accelerator of type {kind!r}"
+
+
+def _available(there: bool, device_count: object, problem: str) -> tuple[int | None, str | None]:
+    if not there or not callable(device_count):
+        return None, problem
+    return int(device_count()), None
+
+
+def count_in_fork(kind: str, interpreter: str) -> tuple[int | None, str | None]:
+    """Run :func:`count` in a child, so that no CUDA state reaches the caller.
+
+    A fork where torch is imported already, else another interpreter.
+    """
+    if "torch" not in sys.modules:
+        return _count_in_interpreter(kind, interpreter)
+    read_end, write_end = os.pipe()
+    parent = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        processes.die_with_parent(parent)
+        try:
+            answer = count(kind)
+        except Exception as error:  # whatever a driver raises is the answer
+            answer = (None, f"{type(error).__name__}: {error}")
+        os.write(write_end, json.dumps(answer).encode())
+        os._exit(0)
+    os.close(write_end)
+    with open(read_end, "rb") as pipe:
+        data = pipe.read()
+    os.waitpid(pid, 0)
+    return _answer(data)
+
+
+def _count_in_interpreter(kind: str, interpreter: str) -> tuple[int | None, str | None]:
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    code = (
+        f"import json, sys; sys.path.insert(0, {root!r}); "
+        "from elaunch.server import devices, processes; "
+        f"processes.die_with_parent({os.getpid()}); "
+        f"print(json.dumps(devices.count({kind!r})))"
+    )
+    try:
+        done = subprocess.run([interpreter, "-c", code], capture_output=True, timeout=_DEADLINE)
+    except subprocess.TimeoutExpired:
+        return None, f"{interpreter} did not count the devices within {_DEADLINE:.0f} s"
+    if done.returncode != 0:
+        return None, done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+    return _answer(done.stdout)
+
+
+def _answer(data: bytes) -> tuple[int | None, str | None]:
+    try:
+        number, problem = json.loads(data)
+    except ValueError:
+        return None, "the process that counts the devices died"
+    return number, problem

@@ -1,0 +1,269 @@
+"""The server: one thread that forks workers, learns of their ends, and sweeps what they leave.
+
+It is the subreaper of everything that workers start and holds the agent's lifeline. It blocks in
+one ``poll`` on three things: the agent's messages (elaunch.server.protocol), the store host's, and
+the wake-up pipe that SIGCHLD writes to. Signals that people send are blocked here and unblocked in
+each worker, so that a signal sent to a worker while it is being forked is kept, not lost.
+
+It must stay single-threaded and without a CUDA context: it is forked for each worker. After
+``configure`` it imports the modules to preload and reports the number of its threads.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import resource
+import select
+import signal
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from typing import NoReturn
+
+from elaunch.server import devices, processes, protocol, worker
+from elaunch.server.job import Job
+from elaunch.server.preload import Later, preload
+from elaunch.server.stores import Stores
+from elaunch.server.sweep import Sweep
+from elaunch.server.title import set_title
+
+BLOCKED = {
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+}
+
+
+def serve(lifeline: int) -> Job:
+    """Serve the agent at the other end of ``lifeline``; returns only in a forked worker."""
+    _close_all_but(lifeline)
+    os.set_inheritable(lifeline, False)
+    processes.become_subreaper()
+    processes.die_with_parent()  # until the imports are done: the lifeline is not read before
+    return Server(socket.socket(fileno=lifeline)).run()
+
+
+def _close_all_but(kept: int) -> None:
+    """Close what the launcher's own parent left open; torchrun's workers do not get it either."""
+    for name in os.listdir("/proc/self/fd"):
+        fd = int(name)
+        if fd > 2 and fd != kept:
+            try:
+                os.close(fd)
+            except OSError:  # the one that listed the directory is closed already
+                continue
+
+
+class Server:
+    """Owns the workers of one agent, their store host, and the files that lead to the agent."""
+
+    def __init__(self, agent: socket.socket) -> None:
+        self._agent = agent
+        self._receiver = protocol.Receiver(agent)
+        self._pid = os.getpid()
+        self._workers: dict[int, tuple[int, int]] = {}  # pid → round, local_rank
+        self._stopped: set[int] = set()  # pids of workers that were alive when told to end
+        self._sweep: Sweep | None = None
+        self._stores = Stores(self._send, self._forget)
+        self._fork_start = False
+        self._open_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._later = Later()
+        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
+        self._wake_read, self._wake_write = os.pipe()
+        for end in (self._wake_read, self._wake_write):
+            os.set_blocking(end, False)
+        self._old_handler = signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+
+    def run(self) -> Job:
+        """Serve until the lifeline closes (never returns), or until this is a forked worker."""
+        while True:
+            for fd in self._wait():
+                job = self._serve_file(fd)
+                if job is not None:
+                    return job
+            self._collect()
+            self._stores.start_waiting()
+            self._import_later()
+
+    def _serve_file(self, fd: int) -> Job | None:
+        if fd == self._wake_read:
+            self._drain_wakeups()
+        elif fd == self._agent.fileno():
+            received = self._receiver.receive()
+            return self._handle(*received) if received is not None else self._end()
+        else:
+            self._stores.hear(fd)
+        return None
+
+    def _wait(self) -> list[int]:
+        poll = select.poll()
+        for fd in (self._wake_read, self._agent.fileno(), *self._stores.files):
+            poll.register(fd, select.POLLIN)
+        deadlines = [self._later.due, self._stores.due]
+        if self._sweep is not None:
+            deadlines.append(self._sweep.next_look())
+        soonest = min(deadlines)
+        timeout = None if soonest == math.inf else max(0.0, soonest - time.monotonic()) * 1000
+        ready = [fd for fd, _ in poll.poll(timeout)]
+        # The host's answer first: an order of the agent may wait for it, and would then take it.
+        return sorted(ready, key=lambda fd: fd == self._agent.fileno())
+
+    def _handle(self, message: protocol.Message, files: list[int]) -> Job | None:
+        op = message["op"]
+        if op == "start":
+            return self._start(message, files)
+        if op == "configure":
+            self._configure(message)
+        elif op == "store":
+            self._stores.open(message, files[0])
+        elif op == "signal":
+            self._signal(message)
+        elif op == "sweep":
+            self._stores.drop()
+            self._note_stop()
+            self._sweep = Sweep(message, self._pid, lambda: {self._stores.pid})
+        elif op == "count_devices":
+            processes.die_with_parent()  # the lifeline is not read while torch is imported there
+            count, problem = devices.count_in_fork(message["kind"], message["interpreter"])
+            processes.outlive_parent()
+            self._send({"op": "devices", "count": count, "problem": problem})
+        else:
+            raise ValueError(f"unknown message from the agent: {message}")
+        return None
+
+    def _configure(self, message: protocol.Message) -> None:
+        self._fork_start = message["start"] == "fork"
+        began = time.monotonic()
+        self._open_files = tuple(message["open_files"])
+        path = message["import_path"]
+        problem = preload(message["preload"], path) if self._fork_start else None
+        self._later.plan(message["later"] if self._fork_start else [], path)
+        set_title(f"elaunch: server of {message['run_id']}")
+        threads = threading.active_count()
+        if problem is None and self._fork_start and message["preload"]:
+            self._stores.start()
+        gc.freeze()  # what is imported is never collected, so its pages stay shared with workers
+        processes.outlive_parent()
+        seconds = time.monotonic() - began
+        ready = {"op": "ready", "pid": self._pid, "threads": threads, "problem": problem}
+        self._send({**ready, "preload_s": seconds})
+
+    def _import_later(self) -> None:
+        if time.monotonic() < self._later.due or self._sweep is not None:
+            return
+        began = time.monotonic()
+        problem = self._later.carry_out()
+        gc.freeze()
+        self._send({"op": "warmed", "problem": problem, "seconds": time.monotonic() - began})
+
+    def _start(self, message: protocol.Message, files: Sequence[int]) -> Job | None:
+        fields = {key: value for key, value in message.items() if key != "op"}
+        fields["args"] = tuple(fields["args"])
+        job = Job(**fields, stdout=files[0], stderr=files[1])
+        try:
+            pid = os.fork()
+        except OSError as error:
+            problem = f"{error.strerror}; see the limits on processes (ulimit -u, pids.max)"
+            failed = {"op": "not_started", "round": job.round, "local_rank": job.local_rank}
+            self._send({**failed, "problem": problem})
+            return None
+        if pid == 0:
+            return self._in_worker(job)
+        for fd in files:
+            os.close(fd)
+        self._workers[pid] = (job.round, job.local_rank)
+        self._later.begin()
+        started = {"op": "started", "round": job.round, "local_rank": job.local_rank, "pid": pid}
+        self._send({**started, "at": time.monotonic()})
+        return None
+
+    def _in_worker(self, job: Job) -> Job:
+        self._forget()
+        resource.setrlimit(resource.RLIMIT_NOFILE, self._open_files)
+        worker.detach(job, self._pid, self._mask)
+        if not self._fork_start or job.mode == "command":
+            worker.replace(job)
+        worker.become(job)
+        return job
+
+    def _forget(self) -> None:
+        """Close, in a fork, what belongs to the server alone."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, self._old_handler)
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+        self._agent.close()
+        self._stores.close_in_fork()
+
+    def _signal(self, message: protocol.Message) -> None:
+        if message["stops"]:
+            self._note_stop()
+        for pid in self._workers:
+            try:
+                (os.killpg if message["group"] else os.kill)(pid, message["signum"])
+            except ProcessLookupError:  # just forked, it leads no group yet
+                os.kill(pid, message["signum"])
+
+    def _note_stop(self) -> None:
+        """Report who has ended by itself until now; who ends from now on was told to."""
+        self._reap()
+        self._stopped = set(self._workers)
+
+    def _collect(self) -> None:
+        """Reap what has ended, and take the sweep one step on."""
+        self._reap()
+        if self._sweep is not None and self._sweep.step():
+            self._send(self._sweep.outcome())
+            self._sweep = None
+
+    def _reap(self) -> None:
+        """Free what has ended and report the workers among it."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                break
+            if pid == 0:
+                break
+            if pid == self._stores.pid:
+                self._stores.lose(os.waitstatus_to_exitcode(status))
+            elif pid in self._workers:
+                round_number, local_rank = self._workers.pop(pid)
+                code = os.waitstatus_to_exitcode(status)
+                exited = {"op": "exited", "round": round_number, "local_rank": local_rank}
+                exited |= {"pid": pid, "exitcode": code, "at": time.monotonic()}
+                self._send({**exited, "stopped": pid in self._stopped})
+
+    def _send(self, message: protocol.Message) -> None:
+        try:
+            protocol.send(self._agent, message)
+        except (BrokenPipeError, ConnectionResetError):
+            self._end()
+
+    def _drain_wakeups(self) -> None:
+        try:
+            while os.read(self._wake_read, 4096):
+                pass
+        except BlockingIOError:
+            return
+
+    def _end(self) -> NoReturn:
+        """Leave nothing behind: the agent has ended, so everything below must."""
+        last = {"round": -1, "signum": 0, "grace": 0.0, "deadline": 5.0}
+        sweep = Sweep(last, self._pid, tuple)
+        while not sweep.step():
+            select.select([self._wake_read], [], [], 0.01)
+            self._drain_wakeups()
+            try:
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+            except ChildProcessError:
+                continue
+        os._exit(0)

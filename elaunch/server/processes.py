@@ -1,0 +1,144 @@
+"""The kernel's side of a process tree: subreaper, parent-death signal, descendants, kill.
+
+A subreaper is the parent that orphans below it come back to, so whatever a worker starts, however
+it daemonises, stays a descendant of the server and can be found and killed (prctl(2)).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    zero = ctypes.c_ulong(0)
+    if libc.prctl(option, ctypes.c_ulong(value), zero, zero, zero) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"prctl({option}, {value}): {os.strerror(number)}")
+
+
+def become_subreaper() -> None:
+    """Make orphans below this process its children instead of init's."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent(parent: int = 0) -> None:
+    """Have the kernel SIGKILL this process when the thread that forked it ends.
+
+    With the parent's pid, a process whose parent has ended already ends here.
+    """
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if parent and os.getppid() != parent:
+        os._exit(1)
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process as /proc showed it; ``start`` tells it from a later one with the same pid."""
+
+    pid: int
+    ppid: int
+    name: str
+    state: str
+    start: int
+    threads: int
+
+    @property
+    def living(self) -> bool:
+        """Whether it runs; a process lives on after its first thread, which looks like a zombie."""
+        return self.state not in "ZX" or self.threads > 1
+
+
+def read_process(pid: int) -> Process | None:
+    """Return what /proc says of ``pid``; None when it is gone."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            text = file.read().decode("utf-8", "replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    name = text[text.index("(") + 1 : text.rindex(")")]
+    fields = text[text.rindex(")") + 2 :].split()
+    return Process(pid, int(fields[1]), name, fields[0], int(fields[19]), int(fields[17]))
+
+
+def children(pid: int) -> list[int]:
+    """Return the pids of the children of all threads of ``pid``."""
+    found: list[int] = []
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+    except (FileNotFoundError, ProcessLookupError):
+        return found
+    for thread in threads:
+        try:
+            with open(f"/proc/{pid}/task/{thread}/children", "rb") as file:
+                found += [int(child) for child in file.read().split()]
+        except (FileNotFoundError, ProcessLookupError):
+            if os.path.exists(f"/proc/{pid}/task/{thread}"):
+                return _children_by_scan(pid)
+    return found
+
+
+def _children_by_scan(pid: int) -> list[int]:
+    """Find children where the kernel has no ``children`` file (CONFIG_PROC_CHILDREN)."""
+    everyone = (read_process(int(name)) for name in os.listdir("/proc") if name.isdigit())
+    return [process.pid for process in everyone if process is not None and process.ppid == pid]
+
+
+def descendants(root: int, exclude: Iterable[int] = ()) -> list[Process]:
+    """Return every living process below ``root``, parents first, without ``exclude``'s trees."""
+    left_out = set(exclude)
+    found: list[Process] = []
+    pending = [root]
+    while pending:
+        for pid in children(pending.pop(0)):
+            process = None if pid in left_out else read_process(pid)
+            if process is None:
+                continue
+            pending.append(pid)
+            if process.living:
+                found.append(process)
+    return found
+
+
+def send_signal(process: Process, signum: int) -> bool:
+    """Signal ``process`` unless its pid is another's by now; True when the signal was sent."""
+    try:
+        pidfd = os.pidfd_open(process.pid)
+    except ProcessLookupError:
+        return False
+    except OSError:  # a kernel before 5.3: the check and the signal are not one step there
+        return _is_same(process) and _kill(process.pid, signum)
+    try:
+        if not _is_same(process):
+            return False
+        signal.pidfd_send_signal(pidfd, signum)
+    except ProcessLookupError:
+        return False
+    finally:
+        os.close(pidfd)
+    return True
+
+
+def _is_same(process: Process) -> bool:
+    now = read_process(process.pid)
+    return now is not None and now.start == process.start
+
+
+def _kill(pid: int, signum: int) -> bool:
+    try:
+        os.kill(pid, signum)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def outlive_parent() -> None:
+    """Take :func:`die_with_parent` back."""
+    _prctl(_PR_SET_PDEATHSIG, 0)

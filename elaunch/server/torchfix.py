@@ -1,0 +1,95 @@
+"""Mend three faults of torch 2.13 in a forked worker.
+
+Two are of stores under a launcher. With TORCHELASTIC_USE_AGENT_STORE=True
+(torch/distributed/rendezvous.py, ``_create_c10d_store``)
+
+* every rank is a client of **any** ``tcp://`` store, also of one that the script opens at an
+  address of its own, which then nobody hosts: all ranks wait until the timeout. Mended later by
+  pytorch PR #192113, which honours the variable at the launcher's own address only; so it is here.
+* a process group that is destroyed and made again in one process finds the keys of the first in the
+  launcher's store, and connects to addresses that are gone. From the second time on the keys get a
+  prefix here. It is counted for each world size: one rank may have had a group of its own before.
+
+Where torch has no such function any more, nothing is done.
+
+The third ends workers that have finished. A thread of gloo's process group lets go of a collective
+after it has woken who waited for it; if the tensor is Python's, it needs the interpreter's lock,
+and an interpreter that has begun to end does not give it any more but ends the thread, which C++
+answers with ``terminate called without an active exception`` and SIGABRT. On a busy machine that
+was one finished worker in a hundred. So a worker waits for those threads before it ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import time
+from collections import Counter
+from typing import Any
+
+from elaunch import env
+
+GLOO_THREAD = "pt_gloo_runloop"
+SETTLE_DEADLINE = 0.5
+"""Seconds for the threads of gloo to have let go of everything; a running collective never does."""
+
+
+def mend_exit() -> None:
+    """Have this worker wait, at its end, for the threads of gloo to come to rest."""
+    atexit.register(_settle)
+
+
+def _settle() -> None:
+    until = time.monotonic() + SETTLE_DEADLINE
+    looks_at_rest = 0
+    while (threads := _gloo_threads()) and time.monotonic() < until:
+        runs = any(line.rpartition(") ")[2].startswith("R") for line in threads)
+        looks_at_rest = 0 if runs else looks_at_rest + 1
+        if looks_at_rest == 2:
+            return
+        time.sleep(0.0005)  # gives the interpreter's lock to who waits for it
+
+
+def _gloo_threads() -> list[str]:
+    """Return what the system says of each thread of gloo: ``pid (name) state …``."""
+    found = []
+    for thread in os.listdir("/proc/self/task"):
+        try:
+            with open(f"/proc/self/task/{thread}/stat", encoding="ascii", errors="replace") as file:
+                line = file.read()
+        except (FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+            continue
+        if f"({GLOO_THREAD[:15]})" in line:
+            found.append(line)
+    return found
+
+
+def mend_stores() -> None:
+    """Let rank 0 host stores that are not the launcher's, and let groups be made again.
+
+    Needs torch.distributed imported.
+    """
+    rendezvous: Any = sys.modules.get("torch.distributed.rendezvous")
+    original = getattr(rendezvous, "_create_c10d_store", None)
+    if original is None:
+        return
+    launchers_port = os.environ.get("MASTER_PORT")  # a script may set another one later
+    times: Counter[int] = Counter()
+
+    def create_store(host: str, port: int, rank: int, world_size: int, *rest: Any) -> Any:
+        if str(port) == launchers_port:
+            store = original(host, port, rank, world_size, *rest)
+            times[world_size] += 1
+            if times[world_size] == 1:
+                return store
+            prefixed: Any = sys.modules["torch.distributed"].PrefixStore
+            return prefixed(f"again_{times[world_size]}", store)
+        launcher = os.environ.pop(env.AGENT_STORE, None)
+        try:
+            return original(host, port, rank, world_size, *rest)
+        finally:
+            if launcher is not None:
+                os.environ[env.AGENT_STORE] = launcher
+
+    rendezvous._create_c10d_store = create_store

@@ -1,0 +1,53 @@
+"""What a forked worker is spared of torch's faults; the stores are in tests/integration."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+
+from elaunch.server import torchfix
+
+
+def _in_thread_of_gloo(named: threading.Event, ended: list[bool]) -> None:
+    _take_name()
+    named.set()
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 50_000)  # without the interpreter's lock
+    ended.append(True)
+
+
+def _take_name() -> None:
+    path = f"/proc/self/task/{threading.get_native_id()}/comm"
+    with open(path, "w", encoding="ascii") as file:
+        file.write(torchfix.GLOO_THREAD)
+
+
+def test_a_worker_ends_after_the_threads_of_gloo_have_come_to_rest() -> None:
+    """A thread that still runs is waited for."""
+    named = threading.Event()
+    ended: list[bool] = []
+    thread = threading.Thread(target=_in_thread_of_gloo, args=(named, ended))
+    thread.start()
+    assert named.wait(10)
+    torchfix._settle()
+    assert ended
+    thread.join()
+
+
+def test_threads_at_rest_hold_nobody_up() -> None:
+    """A group that was never destroyed has threads that wait for work."""
+    runs, stop = threading.Event(), threading.Event()
+
+    def rest() -> None:
+        _take_name()
+        runs.set()
+        stop.wait(30)
+
+    thread = threading.Thread(target=rest)
+    thread.start()
+    assert runs.wait(10)
+    began = time.monotonic()
+    torchfix._settle()
+    assert time.monotonic() - began < torchfix.SETTLE_DEADLINE
+    stop.set()
+    thread.join()
