@@ -1,0 +1,170 @@
+"""``--event-log-handler``: torch's events of a run, one JSON object per line on stderr.
+
+``console`` writes lines in the form of ``torch.distributed.elastic.events``, ``null`` (the default)
+and ``dynamic_rendezvous`` write nothing, as with torchrun::
+
+    {"name": "torchelastic.worker.status.<STATE>", "source": "AGENT" | "WORKER",
+     "timestamp": <milliseconds since 1970>,
+     "metadata": {"run_id", "global_rank", "group_rank", "worker_id", "role", "hostname", "state",
+                  "total_run_time", "rdzv_backend", "raw_error", "metadata", "agent_restarts",
+                  "duration_ms"}}
+
+=================  ======  ======================================================================
+state              source  when
+=================  ======  ======================================================================
+RENDEZVOUS         AGENT   the members of a round are known; with ``duration_ms``
+ASSIGN_WORKER_     AGENT   the ranks are known; with ``duration_ms``
+RANKS
+START              WORKER  the worker was started
+SUCCEEDED          both    the worker exited 0; the agent ended as it should
+FAILED             both    the worker failed; the agent failed or was ended by a signal
+TERMINATED         WORKER  the worker was stopped by the agent
+=================  ======  ======================================================================
+
+The inner ``metadata`` is a string of JSON in which the worker's values are lists of one, as torch
+writes them. Unlike torchrun's, the timestamp is the true one (torch's is always 0), and
+``entry_point`` is the script rather than the interpreter.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, TextIO
+
+from elaunch.errors import UsageError
+
+HANDLERS = ("console", "null", "dynamic_rendezvous")
+State = Literal["RENDEZVOUS", "ASSIGN_WORKER_RANKS", "START", "SUCCEEDED", "FAILED", "TERMINATED"]
+
+
+@dataclass(frozen=True)
+class JobFacts:
+    """What is the same in all events of one agent."""
+
+    run_id: str
+    role: str
+    hostname: str
+    entry_point: str
+    rdzv_backend: str
+    group_rank: int = 0
+    group_world_size: int = 1
+
+
+@dataclass(frozen=True)
+class WorkerFacts:
+    """The worker that an event is about; ``exit_code`` is negative for a signal."""
+
+    rank: int
+    local_rank: int
+    role_rank: int
+    role_world_size: int
+    pid: int | None = None
+    exit_code: int | None = None
+
+
+class EventLog:
+    """Writes events for one agent; a stderr that is gone ends the writing, not the agent.
+
+    Args:
+        handler: ``console``, ``null`` or ``dynamic_rendezvous``.
+        facts: what is the same in all events.
+        stream: where ``console`` writes to; sys.stderr if None.
+        clock: seconds since 1970.
+
+    Raises:
+        UsageError: there is no such handler.
+    """
+
+    def __init__(
+        self,
+        handler: str,
+        facts: JobFacts,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        if handler not in HANDLERS:
+            raise UsageError(
+                f"--event-log-handler {handler}: there is no such handler; "
+                f"use one of {', '.join(HANDLERS)}"
+            )
+        self._facts = facts
+        self._stream = (stream or sys.stderr) if handler == "console" else None
+        self._clock = clock
+        self._started_at = clock()
+
+    @property
+    def writes(self) -> bool:
+        """Whether events go anywhere, so that nobody gathers their details in vain."""
+        return self._stream is not None
+
+    def record(
+        self,
+        state: State,
+        worker: WorkerFacts | None = None,
+        *,
+        restarts: int = 0,
+        duration_ms: float | None = None,
+        raw_error: str | None = None,
+    ) -> None:
+        """Write one event.
+
+        Args:
+            state: what happened, see the module's table.
+            worker: the worker it happened to; None for the agent itself.
+            restarts: how many restarts this agent has made.
+            duration_ms: how long it took, where that is known.
+            raw_error: the content of the worker's error file, or a traceback of the agent.
+        """
+        if self._stream is None:
+            return
+        now = self._clock()
+        facts = self._facts
+        metadata = {
+            "run_id": facts.run_id,
+            "global_rank": worker.rank if worker else None,
+            "group_rank": facts.group_rank,
+            "worker_id": str(worker.local_rank) if worker else None,
+            "role": facts.role,
+            "hostname": facts.hostname,
+            "state": state,
+            "total_run_time": int(now - self._started_at),
+            "rdzv_backend": facts.rdzv_backend,
+            "raw_error": raw_error,
+            "metadata": json.dumps(_inner(facts, worker)),
+            "agent_restarts": restarts,
+            "duration_ms": duration_ms,
+        }
+        event = {
+            "name": f"torchelastic.worker.status.{state}",
+            "source": "WORKER" if worker else "AGENT",
+            "timestamp": int(now * 1000),
+            "metadata": metadata,
+        }
+        self._write(json.dumps(event) + "\n")
+
+    def _write(self, line: str) -> None:
+        if self._stream is None:
+            return
+        try:
+            self._stream.write(line)
+            self._stream.flush()
+        except (OSError, ValueError):  # ValueError: the stream was closed
+            self._stream = None
+
+
+def _inner(facts: JobFacts, worker: WorkerFacts | None) -> dict[str, object]:
+    inner: dict[str, object] = {
+        "group_world_size": facts.group_world_size,
+        "entry_point": facts.entry_point,
+    }
+    if worker:
+        inner["local_rank"] = [worker.local_rank]
+        inner["role_rank"] = [worker.role_rank]
+        inner["role_world_size"] = [worker.role_world_size]
+        inner["exit_code"] = [worker.exit_code]
+        inner["worker_pid"] = [worker.pid]
+    return inner

@@ -1,0 +1,155 @@
+"""What can happen to an agent: frozen events, posted by threads into the one queue.
+
+==================  =======================  ======================================================
+event               posted by                meaning
+==================  =======================  ======================================================
+ServerReady         server reader            the server has imported what it should, or could not
+ServerWarmed        server reader            the server has imported what was to be imported later
+WorkerStarted       server reader            a worker was forked
+WorkerNotStarted    server reader            a worker could not be forked
+WorkerExited        server reader            a worker's wait returned
+TreeGone            server reader            nothing of the round is left, but for the survivors
+StoreLost           server reader            the round's TCPStore could not be hosted any longer
+DevicesCounted      server reader            the answer to ``count_devices``
+ServerLost          reaper                   the server itself ended
+CheckpointChosen    checkpoint search        the newest complete checkpoint, or none
+SignalReceived      signal handlers          a person, a scheduler or the kernel signalled the agent
+DeadlinePassed      the loop's own clock     the state's deadline has come
+Ping                health check             answer, to show that the loop is alive
+==================  =======================  ======================================================
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from elaunch.checkpoint.records import Search
+
+
+@dataclass(frozen=True)
+class ServerReady:
+    """The server is ready to start workers; ``problem`` says why it never will be."""
+
+    threads: int
+    problem: str | None
+    preload_s: float
+
+
+@dataclass(frozen=True)
+class ServerWarmed:
+    """The server has imported the later modules, in ``seconds``, or could not: ``problem``."""
+
+    problem: str | None
+    seconds: float
+
+
+@dataclass(frozen=True)
+class WorkerStarted:
+    """Worker ``local_rank`` of ``round`` runs as ``pid`` since ``at`` (monotonic seconds)."""
+
+    round: int
+    local_rank: int
+    pid: int
+    at: float
+
+
+@dataclass(frozen=True)
+class WorkerNotStarted:
+    """Worker ``local_rank`` of ``round`` could not be started: ``problem``."""
+
+    round: int
+    local_rank: int
+    problem: str
+
+
+@dataclass(frozen=True)
+class WorkerExited:
+    """A worker ended; ``exitcode`` is negative for a signal, ``at`` is monotonic seconds.
+
+    ``stopped`` says that the server had been told to end the workers, and had not yet seen this
+    one's end: "it died" and "we ended it" are different facts.
+    """
+
+    round: int
+    local_rank: int
+    pid: int
+    exitcode: int
+    at: float
+    stopped: bool = False
+
+
+@dataclass(frozen=True)
+class TreeGone:
+    """All of ``round`` has ended; ``killed`` had outlived the workers, ``survivors`` cannot die."""
+
+    round: int
+    killed: tuple[tuple[int, str], ...] = ()
+    survivors: tuple[tuple[int, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class StoreLost:
+    """The workers' TCPStore is not hosted any longer."""
+
+    problem: str
+
+
+@dataclass(frozen=True)
+class DevicesCounted:
+    """How many workers a name like ``gpu`` means on this machine."""
+
+    count: int | None
+    problem: str | None
+
+
+@dataclass(frozen=True)
+class ServerLost:
+    """The server ended although nobody asked it to; ``exitcode`` as in WorkerExited."""
+
+    exitcode: int
+
+
+@dataclass(frozen=True)
+class CheckpointChosen:
+    """The search for the newest complete checkpoint came back; ``problem`` if it could not."""
+
+    search: Search
+    problem: str | None = None
+
+
+@dataclass(frozen=True)
+class SignalReceived:
+    """The agent got ``signum``."""
+
+    signum: signal.Signals
+
+
+@dataclass(frozen=True)
+class DeadlinePassed:
+    """The deadline that the state carries has come: a grace or a backoff is over."""
+
+
+@dataclass(frozen=True)
+class Ping:
+    """Somebody asks whether the loop is alive; calling ``answer`` says yes."""
+
+    answer: Callable[[], None] = field(compare=False)
+
+
+Event = (
+    ServerReady
+    | ServerWarmed
+    | WorkerStarted
+    | WorkerNotStarted
+    | WorkerExited
+    | TreeGone
+    | StoreLost
+    | DevicesCounted
+    | ServerLost
+    | CheckpointChosen
+    | SignalReceived
+    | DeadlinePassed
+    | Ping
+)

@@ -1,0 +1,228 @@
+"""The worker group: everything that one round's workers are started with and ended by.
+
+It owns the server, the log pump and the listening socket of the workers' store. It decides nothing:
+the loop tells it what to do, and what happens comes back as events from the server.
+"""
+
+from __future__ import annotations
+
+import os
+import string
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from signal import Signals
+
+from elaunch import env
+from elaunch.agent import events, logfiles, openfiles
+from elaunch.agent.endpoint import StoreEndpoint
+from elaunch.agent.logs import LogPump
+from elaunch.agent.reaper import Reaper
+from elaunch.agent.workerserver import KILL_DEADLINE, SWEEP_OVERDUE, ServerPlan, WorkerServer
+from elaunch.checkpoint.placeholder import fill_placeholders
+from elaunch.checkpoint.records import Checkpoint
+from elaunch.config import Settings
+from elaunch.rundir import RunDir
+
+FLUSH_TIMEOUT = 2.0
+"""Seconds for the log pump to read what dead workers left in their pipes."""
+
+
+@dataclass(frozen=True)
+class RoundStart:
+    """What differs from round to round; ``reason`` is empty in round 0."""
+
+    round: int
+    restarts: int
+    reason: str
+    checkpoint: Checkpoint | None
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """What a worker group is made of; ``log_root`` holds ``attempt_<round>/<local_rank>/``."""
+
+    settings: Settings
+    run_dir: RunDir
+    log_root: Path | None
+    environ: Mapping[str, str]
+    post: Callable[[events.Event], None]
+
+
+class WorkerGroup:
+    """Owns what the workers of all rounds are started with; ``nproc`` workers per round."""
+
+    def __init__(self, plan: GroupPlan, pump: LogPump) -> None:
+        settings = plan.settings
+        self._plan = plan
+        self._pump = pump
+        self._nproc = 0
+        self._reaper = Reaper()
+        self._open_files = openfiles.raise_limit()
+        self._endpoint = StoreEndpoint(settings.master_addr, settings.master_port)
+        self._files_root = plan.log_root or plan.run_dir.logs
+        self._preloads_torch = _forks(settings) and any(
+            name.partition(".")[0] == "torch" for name in _preloaded(settings, later=False)
+        )
+        self._environ: Mapping[str, str] = plan.environ
+        self.server = self._new_server()
+
+    def _new_server(self) -> WorkerServer:
+        settings = self._plan.settings
+        words = [settings.interpreter, settings.entrypoint, *settings.args]
+        longest_checkpoint = 4096 if settings.checkpoint_dir is not None else 0
+        plan = ServerPlan(
+            run_id=settings.run_id,
+            interpreter=settings.interpreter,
+            fork_start=_forks(settings),
+            preload=_preloaded(settings, later=False),
+            later=_preloaded(settings, later=True),
+            import_path=_import_path(settings),
+            open_files=self._open_files,
+            title_room=sum(len(os.fsencode(word)) + 1 for word in words) + 64 + longest_checkpoint,
+            environ=self._environ,
+        )
+        return WorkerServer(plan, self._plan.post, self._reaper)
+
+    def prepare(self, nproc: int | None, omp: Mapping[str, str]) -> None:
+        """Start the server with ``omp`` in its environment; None: the number is not known yet."""
+        self._nproc = nproc or 0
+        openfiles.check(self._nproc)
+        self._environ = {**self._plan.environ, **omp}
+        self.server = self._new_server()
+        self.server.start()
+
+    def settle(self, nproc: int, omp: Mapping[str, str]) -> None:
+        """Set the number of workers that the server counted.
+
+        A server that was started with another ``omp`` has imported torch under it: it is replaced.
+        """
+        self._nproc = nproc
+        openfiles.check(nproc)
+        if self._environ != {**self._plan.environ, **omp}:
+            self.server.close()
+            self.prepare(nproc, omp)
+
+    def open_endpoint(self) -> None:
+        """Bind the store's socket now, so that a port in use is an error before anything starts."""
+        self._endpoint.open()
+
+    def start(self, start: RoundStart) -> None:
+        """Start all workers of a round; a server that was lost is replaced first."""
+        if not self.server.pid:
+            self.server = self._new_server()
+            self.server.start()
+        settings = self._plan.settings
+        listening = self._endpoint.open()
+        store = {"op": "store", "round": start.round, "host": self._endpoint.host}
+        self.server.send({**store, "fixed": self._endpoint.fixed}, [listening])
+        facts = self._facts(start)
+        args = fill_placeholders(settings.args, start.checkpoint)
+        ranks = {rank: rank for rank in range(self._nproc)}
+        channels = self._pump.open_round(start.round, ranks)
+        if self._plan.log_root is None:
+            logfiles.make_directories(self._files_root, start.round, list(ranks))
+        for local_rank, (stdout, stderr) in channels.items():
+            error_file = str(self._error_file(start.round, local_rank))
+            variables = env.worker_environment(facts, local_rank, error_file, self._environ)
+            job = {
+                "op": "start",
+                "round": start.round,
+                "local_rank": local_rank,
+                "mode": settings.mode,
+                "entrypoint": settings.entrypoint,
+                "args": [_with_local_rank(arg, local_rank) for arg in args],
+                "interpreter": settings.interpreter,
+                "env": variables,
+            }
+            self.server.send(job, [stdout, stderr])
+            os.close(stdout)
+            os.close(stderr)
+
+    def _facts(self, start: RoundStart) -> env.RoundFacts:
+        settings = self._plan.settings
+        checkpoint, directory = start.checkpoint, settings.checkpoint_dir
+        return env.RoundFacts(
+            run_id=settings.run_id,
+            round=start.round,
+            restarts=start.restarts,
+            max_restarts=settings.max_restarts,
+            reason=start.reason,
+            local_world_size=self._nproc,
+            node_rank=0,
+            nodes=1,
+            role=settings.role,
+            master_addr=self._endpoint.host,
+            master_port=self._endpoint.port,
+            node_addrs=(self._endpoint.host,),
+            agent_socket=str(self._plan.run_dir.socket),
+            checkpoint_dir=None if directory is None else str(directory),
+            resume_from="" if checkpoint is None else str(checkpoint.path),
+            resume_step="" if checkpoint is None else str(checkpoint.step),
+            signals_to_handle=",".join(s.name for s in settings.signals_to_handle),
+            # "1" makes rank 0 try to host and torch's own fallback make it a client where that
+            # address is taken, as the launcher's is; a private store of the script works with it.
+            use_agent_store="True" if self._preloads_torch else "1",
+            virtual_local_rank=settings.virtual_local_rank,
+        )
+
+    def _error_file(self, round_number: int, local_rank: int) -> Path:
+        attempt = logfiles.round_directory(self._files_root, round_number).absolute()
+        return attempt / str(local_rank) / "error.json"
+
+    def error_file(self, round_number: int, local_rank: int) -> str | None:
+        """Return the path of a worker's error record if it wrote one."""
+        path = self._error_file(round_number, local_rank)
+        return str(path) if path.exists() else None
+
+    def send_signal(self, signum: Signals, stops: bool) -> None:
+        """Signal the worker processes; also their groups where a worker is any command.
+
+        ``stops`` says that the workers are meant to end by it.
+
+        A Python worker's helpers (DataLoader workers) are its own to end; a command is often a
+        shell around the program that has to save.
+        """
+        group = self._plan.settings.mode == "command"
+        self.server.send({"op": "signal", "signum": int(signum), "group": group, "stops": stops})
+
+    def end_tree(self, round_number: int, signum: Signals | None, grace: float) -> float:
+        """Have everything of the round ended; return seconds until TreeGone is overdue."""
+        if not self.server.pid:
+            self.server.sweep_orphans(round_number)
+            return SWEEP_OVERDUE
+        order = {"op": "sweep", "round": round_number, "signum": int(signum or 0)}
+        self.server.send({**order, "grace": grace, "deadline": KILL_DEADLINE})
+        return grace + SWEEP_OVERDUE
+
+    def flush_logs(self) -> None:
+        """Wait until all that the round's workers wrote is where it goes."""
+        self._pump.finish_round(FLUSH_TIMEOUT)
+
+    def close(self) -> None:
+        """End the server with all that is below it, and let the store's address go."""
+        self.server.close()
+        self._endpoint.close()
+
+
+def _forks(settings: Settings) -> bool:
+    return settings.start_method == "forkserver" and settings.mode != "command"
+
+
+def _preloaded(settings: Settings, later: bool) -> tuple[str, ...]:
+    """Return the modules that the server imports at its start, or later (``+module``)."""
+    return tuple(name.lstrip("+") for name in settings.preload if name.startswith("+") is later)
+
+
+def _import_path(settings: Settings) -> str | None:
+    """Return what a worker has first on ``sys.path``: its own modules may be preloaded."""
+    if settings.mode == "module":
+        return os.getcwd()
+    if settings.mode == "script" and not os.path.isdir(settings.entrypoint):
+        return os.path.dirname(os.path.realpath(settings.entrypoint))
+    return None
+
+
+def _with_local_rank(arg: str, local_rank: int) -> str:
+    """Fill ``${local_rank}`` as torchrun does; ``$$`` becomes ``$``, as there."""
+    return string.Template(arg).safe_substitute(local_rank=local_rank)

@@ -1,0 +1,218 @@
+"""Keeps the run's record (elaunch.record): what ``status`` shows while the agent lives and after.
+
+The record is replaced as a whole at each change. A file system that cannot take it (full, gone) is
+reported once and does not stop the job: training is worth more than its record.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from elaunch.agent import events
+from elaunch.agent.endings import signal_name
+from elaunch.agent.state import Action, Finish, Nothing, Phase, StartRound, State
+from elaunch.checkpoint.records import Checkpoint
+from elaunch.config import Settings
+from elaunch.errors import RunDirError
+from elaunch.record import (
+    SCHEMA,
+    CheckpointRecord,
+    Record,
+    RoundRecord,
+    WorkerRecord,
+    this_agent,
+)
+from elaunch.rundir import RunDir
+
+
+def wall_time(monotonic: float) -> float:
+    """Return the time of day of a moment on the monotonic clock, in seconds since the epoch."""
+    return time.time() - (time.monotonic() - monotonic)
+
+
+def shown_code(code: int, settings: Settings) -> int:
+    """Return the command's exit code: 1 for any failure with ``--exit-codes torchrun``.
+
+    A worker's own 2 is no usage error; what is one was raised before a worker was started.
+    """
+    return min(code, 1) if settings.exit_codes == "torchrun" else code
+
+
+class Journal:
+    """Writes one run's record; the agent's loop is its only caller, but for :meth:`snapshot`."""
+
+    def __init__(
+        self, settings: Settings, run_dir: RunDir, log_dir: str | None, warn: Callable[[str], None]
+    ) -> None:
+        self._settings = settings
+        self._run_dir = run_dir
+        self._warn = warn
+        self._problem = ""
+        self._failed_at: float | None = None
+        self._record = _first_record(settings, run_dir, log_dir)
+        self._published = json.dumps(self._record)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the record as it was last written; for other threads."""
+        published: dict[str, Any] = json.loads(self._published)
+        return published
+
+    def note(self, state: State, event: events.Event, action: Action, reason: str) -> None:
+        """Write down what ``event`` and ``action`` changed."""
+        record = self._record
+        if isinstance(event, events.WorkerStarted) and event.round == state.round:
+            self._note_start(state, event)
+        elif isinstance(event, events.WorkerExited) and event.round == state.round:
+            self._note_exit(state, event)
+        elif isinstance(event, events.TreeGone) and record["history"]:
+            record["history"][-1]["ended_at"] = time.time()
+        if isinstance(action, StartRound):
+            self._note_round(state, reason)
+        elif isinstance(action, Finish):
+            record["exit_code"] = shown_code(action.exit_code, self._settings)
+            record["ended_at"] = time.time()
+        record["state"] = _state_name(state, action)
+        record["reason"] = reason or record["reason"]
+        record["restarts"]["used"] = state.restarts
+        record["restarts"]["without_progress"] = state.without_progress
+        if self._worth_writing(event, action):
+            self.write()
+
+    def _worth_writing(self, event: events.Event, action: Action) -> bool:
+        """Spare the disk the steps between: a start of many workers, an end of many."""
+        if not isinstance(action, Nothing):
+            return True
+        if isinstance(event, events.WorkerStarted):
+            return all(worker["pid"] for worker in self._record["workers"])
+        return isinstance(event, events.WorkerExited) and self._record["state"] == "RUNNING"
+
+    def note_failure(self, report: dict[str, Any]) -> None:
+        """Put a failure report into the record; the next round does not remove it."""
+        self._record["failure"] = report
+        self.write()
+
+    def note_exit_code(self, exit_code: int, reason: str, state: str = "FAILED") -> None:
+        """Write the end of a run that never came to its loop's end."""
+        record = self._record
+        record["state"], record["exit_code"], record["reason"] = state, exit_code, reason
+        record["ended_at"] = time.time()
+        self.write()
+
+    def write(self) -> None:
+        """Replace the record on disk and for readers of the socket."""
+        self._published = json.dumps(self._record)
+        try:
+            self._run_dir.write_state(self._record)
+        except RunDirError as error:
+            if str(error) != self._problem:
+                self._problem = str(error)
+                self._warn(f"{error}; `elaunch status` will be out of date")
+
+    def _note_round(self, state: State, reason: str) -> None:
+        record, checkpoint = self._record, state.checkpoint
+        nproc = state.limits.nproc
+        record["round"], record["world_size"], record["nproc_per_node"] = state.round, nproc, nproc
+        record["workers"] = [_worker(rank) for rank in range(nproc)]
+        record["checkpoint"] = None if checkpoint is None else _checkpoint(checkpoint)
+        entry: RoundRecord = {
+            "round": state.round,
+            "reason": reason,
+            "started_at": time.time(),
+            "ended_at": None,
+            "recovery_s": None,
+            "resumed_step": None if checkpoint is None else checkpoint.step,
+        }
+        self._record["history"].append(entry)
+
+    def _note_start(self, state: State, event: events.WorkerStarted) -> None:
+        worker = self._record["workers"][event.local_rank]
+        worker["pid"], worker["started_at"] = event.pid, wall_time(event.at)
+        if worker["state"] == "STARTING":
+            worker["state"] = "RUNNING"
+        if self._failed_at is not None and all(w["pid"] for w in self._record["workers"]):
+            self._record["history"][-1]["recovery_s"] = event.at - self._failed_at
+            self._failed_at = None
+
+    def _note_exit(self, state: State, event: events.WorkerExited) -> None:
+        if event == state.first:
+            self._failed_at = event.at
+        code = event.exitcode
+        if event in state.stopped:
+            name = "STOPPED"
+        else:
+            name = "SUCCEEDED" if code == 0 else "FAILED"
+        how = signal_name(-code) if code < 0 else f"exit code {code}"
+        worker = self._record["workers"][event.local_rank]
+        worker["state"], worker["exit"], worker["exit_code"] = name, how, code
+        worker["ended_at"] = wall_time(event.at)
+
+
+def _checkpoint(checkpoint: Checkpoint) -> CheckpointRecord:
+    return {"path": str(checkpoint.path), "step": checkpoint.step, "format": checkpoint.format}
+
+
+def _worker(rank: int) -> WorkerRecord:
+    return {
+        "rank": rank,
+        "local_rank": rank,
+        "pid": None,
+        "state": "STARTING",
+        "exit": None,
+        "exit_code": None,
+        "started_at": None,
+        "ended_at": None,
+    }
+
+
+def _first_record(settings: Settings, run_dir: RunDir, log_dir: str | None) -> Record:
+    return {
+        "schema": SCHEMA,
+        "run_id": settings.run_id,
+        "name": settings.name,
+        "dir": str(run_dir.path),
+        "state": "STARTING",
+        "reason": None,
+        "agent": this_agent(),
+        "started_at": time.time(),
+        "ended_at": None,
+        "round": 0,
+        "restarts": {
+            "used": 0,
+            "without_progress": 0,
+            "max": settings.max_restarts,
+            "budget": settings.restart_budget,
+        },
+        "world_size": None,
+        "nproc_per_node": None,
+        "entrypoint": settings.entrypoint,
+        "argv": list(sys.argv),
+        "cwd": os.getcwd(),
+        "start_method": settings.start_method,
+        "interpreter": settings.interpreter,
+        "workers": [],
+        "checkpoint_dir": None if settings.checkpoint_dir is None else str(settings.checkpoint_dir),
+        "checkpoint_glob": settings.checkpoint_glob,
+        "checkpoint": None,
+        "exit_code": None,
+        "failure": None,
+        "log_dir": log_dir,
+        "history": [],
+    }
+
+
+def _state_name(state: State, action: Action) -> str:
+    if isinstance(action, Finish):
+        if action.exit_code == 0:
+            return "COMPLETED"
+        return "STOPPED" if state.interrupted is not None and not state.failed else "FAILED"
+    if state.phase is Phase.RUNNING:
+        return "RUNNING"
+    if state.phase in (Phase.STOPPING, Phase.SWEEPING):
+        restarts = state.failed and state.interrupted is None and state.limits.max_restarts > 0
+        return "RESTARTING" if restarts else "STOPPING"
+    return "RESTARTING" if state.failed else "STARTING"

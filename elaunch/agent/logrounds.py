@@ -1,0 +1,122 @@
+"""One round of workers' output: its streams, its files, and how they are opened."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import product
+
+from elaunch.agent.console import Console, Speaker
+from elaunch.agent.logfiles import (
+    Complaint,
+    LineFilter,
+    LogFile,
+    make_directories,
+    round_directory,
+)
+from elaunch.agent.logplan import STREAM_BITS, LogPlan
+from elaunch.agent.streams import Stream, open_channel
+
+
+@dataclass
+class LogRound:
+    """The streams and files of one round.
+
+    Args:
+        number: round number.
+        ranks: local rank to global rank.
+
+    Attributes:
+        streams: by local rank and name (``stdout``, ``stderr``); kept for `Stream.tail`.
+        live: the streams that have not ended.
+        filtered: the filtered files, by name of the stream.
+        held: what somebody still had open when the round was given up, in words.
+        done: set when all streams have ended and all files are closed.
+    """
+
+    number: int
+    ranks: Mapping[int, int]
+    streams: dict[tuple[int, str], Stream] = field(default_factory=dict)
+    live: set[Stream] = field(default_factory=set)
+    filtered: dict[str, LogFile] = field(default_factory=dict)
+    held: list[str] = field(default_factory=list)
+    done: threading.Event = field(default_factory=threading.Event)
+
+    def close_if_over(self) -> None:
+        """Close the shared files and set `done`, if no stream is live."""
+        if self.live or self.done.is_set():
+            return
+        for file in self.filtered.values():
+            file.close()
+        self.done.set()
+
+
+def open_streams(
+    opened: LogRound, plan: LogPlan, consoles: Mapping[str, Console]
+) -> dict[int, tuple[int, int]]:
+    """Open every stream of a round.
+
+    Args:
+        opened: the round; its `streams` and `live` are filled.
+        plan: what is shown, and how.
+        consoles: by name of the stream.
+
+    Returns:
+        For each local rank the write ends of stdout and stderr.
+
+    Raises:
+        OSError: no descriptors left; nothing stays open.
+    """
+    shown = [rank for rank in opened.ranks if any(plan.shows(rank, n) for n in STREAM_BITS)]
+    ends: dict[tuple[int, str], int] = {}
+    try:
+        for local_rank, name in product(opened.ranks, STREAM_BITS):
+            console = consoles[name] if plan.shows(local_rank, name) else None
+            tees = plan.tees(local_rank, name)
+            read_end, write_end, is_pty = open_channel(None if tees else console)
+            terminal = console if is_pty else None
+            stream = Stream(read_end, local_rank, opened.ranks[local_rank], name, terminal)
+            opened.streams[local_rank, name] = stream
+            ends[local_rank, name] = write_end
+            stream.follow_size()
+            if console is not None:
+                prefix = plan.prefix(local_rank, stream.rank) if tees else b""
+                alone = len(shown) == 1
+                stream.speaker = Speaker(console, local_rank, prefix=prefix, eager=alone)
+    except OSError:
+        for fd in [*ends.values(), *(stream.fd for stream in opened.streams.values())]:
+            os.close(fd)
+        raise
+    opened.live.update(opened.streams.values())
+    return {rank: (ends[rank, "stdout"], ends[rank, "stderr"]) for rank in opened.ranks}
+
+
+def open_files(opened: LogRound, plan: LogPlan, complain: Complaint) -> None:
+    """Create the directories and files of a round; what cannot be created is done without.
+
+    Args:
+        opened: the round, with its streams.
+        plan: where the files are; none are made when it has no `log_root`.
+        complain: told of each failure.
+    """
+    if plan.log_root is None:
+        return
+    try:
+        make_directories(plan.log_root, opened.number, sorted(opened.ranks))
+    except OSError as exc:
+        complain(plan.log_root, exc)
+        return
+    base = round_directory(plan.log_root, opened.number)
+    for name in STREAM_BITS:
+        file = LogFile(base / f"filtered_{name}.log", complain)
+        if plan.filters(name) and file.open():
+            opened.filtered[name] = file
+    for (local_rank, name), stream in opened.streams.items():
+        file = LogFile(base / str(local_rank) / f"{name}.log", complain)
+        stream.file = file if file.open() else None
+        any_tee = any(plan.tees(other, name) for other in opened.ranks)
+        if name in opened.filtered and (plan.tees(local_rank, name) or not any_tee):
+            prefix = plan.prefix(local_rank, stream.rank)
+            stream.line_filter = LineFilter(opened.filtered[name], plan.filters(name), prefix)

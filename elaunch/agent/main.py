@@ -1,0 +1,233 @@
+"""Builds one node's agent from the settings, runs it, and leaves nothing behind.
+
+In this order: signal handlers, standard files, run directory, log pump, server, control socket, the
+loop; closed in the reverse order. Each part may be missing a capability (no place for a record, no
+socket) without stopping the job; what is missing is said once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from elaunch import env, rundir, statedir
+from elaunch.agent import events, signals
+from elaunch.agent.control import ControlSocket
+from elaunch.agent.errorfile import write_launcher_error
+from elaunch.agent.eventlog import EventLog, JobFacts
+from elaunch.agent.group import GroupPlan, WorkerGroup
+from elaunch.agent.healthcheck import HealthCheck
+from elaunch.agent.journal import Journal, shown_code
+from elaunch.agent.logs import LogPlan, LogPump
+from elaunch.agent.loop import Agent, Parts, known_nproc
+from elaunch.agent.reporter import Reporter, ReportPlan
+from elaunch.agent.tempdir import RunTemp
+from elaunch.config import Settings
+from elaunch.config.validate import NO_FILES
+from elaunch.errors import ElaunchError, RunDirError, UsageError
+from elaunch.server import devices, processes
+
+PING_TIMEOUT = 2.0
+
+log = logging.getLogger("elaunch")
+
+Inbox = queue.SimpleQueue[events.Event]
+
+
+def run(settings: Settings) -> int:
+    """Run the job that ``settings`` describe on this node; return the command's exit code.
+
+    Must be called in the main thread, which it keeps until the job has ended. Raises ElaunchError
+    for what is found wrong before a worker was started.
+    """
+    inbox: Inbox = queue.SimpleQueue()
+    handled = (*settings.signals_to_handle, *settings.forward_signals)
+    signals.install(handled, inbox.put)
+    _open_standard_files()
+    if settings.workdir is not None:
+        os.chdir(settings.workdir)
+    processes.become_subreaper()
+    environ = {**env.launcher_environment(), **settings.env}
+    if settings.workdir is not None:
+        environ["PWD"] = str(settings.workdir)
+    with contextlib.ExitStack() as stack:
+        code = _run(settings, environ, inbox, stack)
+    signals.ignore(handled)
+    return shown_code(code, settings)
+
+
+def _run(
+    settings: Settings, environ: Mapping[str, str], inbox: Inbox, stack: contextlib.ExitStack
+) -> int:
+    own_log_dir = _own_log_dir(settings)
+    run_dir = rundir.create(settings.run_id, os.environ)
+    log_root = run_dir.logs if settings.log_dir is None else own_log_dir
+    log_dir = None if log_root is None else str(log_root)
+    journal = Journal(settings, run_dir, log_dir, warn=lambda text: log.warning("%s", text))
+    pump = LogPump(_log_plan(settings, log_root, environ))
+    pump.start()
+    stack.callback(lambda: pump.close(_console_patience(journal)))
+    stack.enter_context(_logging_to(pump.say, settings.log_level))
+    if run_dir.notice is not None:
+        log.warning("%s", run_dir.notice)
+    journal.write()
+    environ = {**environ, **_own_temp(settings, environ, stack)}
+    group = WorkerGroup(GroupPlan(settings, run_dir, log_root, environ, inbox.put), pump)
+    stack.callback(group.close)
+    _start_control(run_dir, journal, stack)
+    _start_health_check(settings, journal, inbox, stack)
+    reporter = Reporter(ReportPlan(settings, run_dir, pump, group, pump.say))
+    parts = Parts(group, journal, reporter, EventLog(settings.event_log_handler, _facts(settings)))
+    threading.Thread(target=rundir.prune, args=(os.environ,), name="prune", daemon=True).start()
+    try:
+        return Agent(settings, parts, inbox).run(environ)
+    except BaseException as error:
+        # Also a defect of elaunch ends the record; it goes on to show its traceback.
+        code = error.exit_code if isinstance(error, ElaunchError) else 1
+        journal.note_exit_code(code, f"{type(error).__name__}: {error}")
+        write_launcher_error(os.environ, error)
+        raise
+
+
+def _own_temp(
+    settings: Settings, environ: Mapping[str, str], stack: contextlib.ExitStack
+) -> dict[str, str]:
+    """Make the run's directory for temporary files; return the variables that point to it."""
+    try:
+        temp = RunTemp(settings.tmp, environ)
+    except OSError as error:
+        log.warning(
+            "no directory for temporary files can be made: %s; the workers share one", error
+        )
+        return {}
+
+    def close() -> None:
+        left = temp.close()
+        if left is not None:
+            log.warning("the workers left files in their TMPDIR, %s", left)
+
+    stack.callback(close)
+    return temp.variables
+
+
+def _console_patience(journal: Journal) -> float:
+    """Return how long to wait at the end for a console that takes nothing (a pager, Ctrl-S).
+
+    Who stopped the job is not made to wait for it; the log files are complete either way.
+    """
+    return 2.0 if journal.snapshot()["state"] == "STOPPED" else 30.0
+
+
+def resolve_nproc(settings: Settings) -> int:
+    """Return how many workers ``--nproc-per-node`` means here; for what starts no agent."""
+    nproc = known_nproc(settings.nproc_per_node)
+    if nproc is not None:
+        return nproc
+    counted, problem = devices.count_in_fork(settings.nproc_per_node, settings.interpreter)
+    if counted is None:
+        raise UsageError(f"--nproc-per-node {settings.nproc_per_node}: {problem}; give a number")
+    return counted
+
+
+def _open_standard_files() -> None:
+    """Open what the parent closed, so that no pipe of ours gets to be a worker's stdin."""
+    for fd in (0, 1, 2):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+
+
+def _own_log_dir(settings: Settings) -> Path | None:
+    """Make this run's directory under --log-dir; None without the flag, or for no files at all."""
+    if settings.log_dir in (None, NO_FILES):
+        return None
+    prefix = statedir.file_name(settings.run_id) + "_"
+    try:
+        os.makedirs(str(settings.log_dir), exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix=prefix, dir=settings.log_dir)).absolute()
+    except OSError as error:
+        raise UsageError(
+            f"--log-dir {settings.log_dir}: cannot create a directory there: {error.strerror}"
+        ) from error
+
+
+def _log_plan(settings: Settings, log_root: Path | None, environ: Mapping[str, str]) -> LogPlan:
+    return LogPlan(
+        log_root=log_root,
+        redirects=settings.redirects.of,
+        tee=settings.tee.of,
+        console_ranks=settings.local_ranks_filter,
+        stdout_filters=settings.duplicate_stdout_filters,
+        stderr_filters=settings.duplicate_stderr_filters,
+        prefix_template=environ.get(env.LOG_PREFIX_TEMPLATE),
+        role=settings.role,
+    )
+
+
+class _SayHandler(logging.Handler):
+    """Prints the agent's log lines through the log pump, so that they cut no worker's line."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        super().__init__()
+        self._say = say
+        self.setFormatter(
+            logging.Formatter("elaunch %(asctime)s.%(msecs)03d %(message)s", "%H:%M:%S")
+        )
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._say(self.format(record))
+
+
+@contextlib.contextmanager
+def _logging_to(say: Callable[[str], None], level: str) -> Iterator[None]:
+    handler = _SayHandler(say)
+    log.addHandler(handler)
+    log.propagate = False
+    log.setLevel(level)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+
+
+def _start_control(run_dir: rundir.RunDir, journal: Journal, stack: contextlib.ExitStack) -> None:
+    control = ControlSocket(run_dir.socket, journal.snapshot)
+    try:
+        control.start()
+    except (RunDirError, OSError) as error:
+        log.warning("%s; `elaunch status` will read the record on disk", error)
+    else:
+        stack.callback(control.close)
+
+
+def _start_health_check(
+    settings: Settings, journal: Journal, inbox: Inbox, stack: contextlib.ExitStack
+) -> None:
+    if settings.health_check_port is None:
+        return
+
+    def alive() -> dict[str, object]:
+        answered = threading.Event()
+        inbox.put(events.Ping(answered.set))
+        if not answered.wait(PING_TIMEOUT):
+            raise TimeoutError(f"the agent's loop did not answer within {PING_TIMEOUT:g} s")
+        record = journal.snapshot()
+        return {name: record[name] for name in ("run_id", "state", "round", "restarts")}
+
+    check = HealthCheck(settings.health_check_port, alive)
+    check.start()
+    stack.callback(check.close)
+
+
+def _facts(settings: Settings) -> JobFacts:
+    host = os.uname().nodename
+    return JobFacts(
+        settings.run_id, settings.role, host, settings.entrypoint, settings.rdzv_backend
+    )

@@ -1,0 +1,236 @@
+"""Every decision of the agent: ``decide(state, event) -> (action, reason)``.
+
+Pure: no clock, no process, no store, no log. ``state`` has the event written into it already
+(elaunch.agent.state.observe). The reason is the log line, the status text, and what the test table
+asserts; it is empty where nothing is decided. A new cause of restart is one event, one arm here,
+and one row in tests/agent/test_policy.py.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from typing import Any
+
+from elaunch.agent import events
+from elaunch.agent.endings import exit_code, how_it_ended
+from elaunch.agent.state import (
+    Action,
+    Backoff,
+    ChooseCheckpoint,
+    EndTree,
+    Finish,
+    Forward,
+    Hurry,
+    KillServer,
+    Nothing,
+    Phase,
+    StartRound,
+    State,
+    StopWorkers,
+)
+from elaunch.checkpoint.records import Checkpoint
+from elaunch.errors import CheckpointError, ServerError, UsageError
+
+Decision = tuple[Action, str]
+
+BACKOFF_FIRST = 0.5
+BACKOFF_MOST = 30.0
+LONG_ENOUGH = 60.0
+"""Seconds after which a round that wrote no checkpoint is not held to have died at its start."""
+
+NOTHING: Decision = (Nothing(), "")
+
+
+def decide(state: State, event: events.Event) -> Decision:
+    """Return what to do about ``event`` and why."""
+    arm = _ARMS.get(type(event))
+    if arm is None or state.phase is Phase.ENDED:
+        return NOTHING
+    return arm(state, event)
+
+
+def _on_ready(state: State, event: events.ServerReady) -> Decision:
+    if state.phase is not Phase.STARTING:
+        return NOTHING
+    if event.problem is not None:
+        return Finish(UsageError.exit_code), event.problem
+    if state.limits.has_checkpoint_dir:
+        return ChooseCheckpoint(), ""
+    return StartRound(0, None), "first start"
+
+
+def _on_exit(state: State, event: events.WorkerExited) -> Decision:
+    if event.round != state.round or state.alive:
+        if state.phase is Phase.RUNNING and event == state.first:
+            return _stop_siblings(state, event)
+        return NOTHING
+    if state.phase is Phase.RUNNING and not state.failed:
+        reason = "all workers ended with 0; ending what they left, if anything"
+        return EndTree(signal.SIGTERM, state.limits.sibling_grace), reason
+    if state.phase is Phase.RUNNING:
+        return EndTree(), f"{ended(event)}; no other worker is left"
+    if state.phase is Phase.STOPPING and state.interrupted is not None and not state.failed:
+        return EndTree(signal.SIGTERM, state.limits.shutdown_timeout), "all workers have ended"
+    if state.phase is Phase.STOPPING:
+        return EndTree(), "all workers have ended"
+    return NOTHING
+
+
+def _stop_siblings(state: State, event: events.WorkerExited) -> Decision:
+    others = len(state.alive)
+    grace = state.limits.sibling_grace
+    reason = f"{ended(event)}; stopping the other {_workers(others)}, grace {grace:g} s"
+    return StopWorkers(signal.SIGTERM, grace), reason
+
+
+def _on_signal(state: State, event: events.SignalReceived) -> Decision:
+    name = event.signum.name
+    if event.signum in state.limits.forwarded:
+        if state.phase in (Phase.RUNNING, Phase.STOPPING):
+            return Forward(event.signum), f"{name} received: forwarded to the workers"
+        return Nothing(), f"{name} received: no worker runs to forward it to"
+    if state.phase is Phase.RUNNING:
+        grace = state.limits.shutdown_timeout
+        reason = f"{name} received: forwarded to the workers, grace {grace:g} s"
+        return StopWorkers(event.signum, grace), reason
+    if state.phase in (Phase.STOPPING, Phase.SWEEPING):
+        if event.signum is signal.SIGINT and state.sigints == 2:
+            return EndTree(), "SIGINT again: killing at once"
+        reason = f"{name} received: the workers are being stopped already"
+        if state.phase is Phase.STOPPING and state.failed and state.interrupted is event.signum:
+            return Hurry(state.limits.shutdown_timeout), f"{reason}; no restart"
+        return Nothing(), reason
+    return _finish(state)
+
+
+def _on_not_started(state: State, event: events.WorkerNotStarted) -> Decision:
+    if event.round != state.round or state.phase is not Phase.RUNNING:
+        return NOTHING
+    return Finish(ServerError.exit_code), f"cannot start rank {event.local_rank}: {event.problem}"
+
+
+def _on_deadline(state: State, event: events.DeadlinePassed) -> Decision:
+    if state.phase is Phase.STOPPING:
+        return EndTree(), f"the grace is over; killing {_workers(len(state.alive))}"
+    if state.phase is Phase.SWEEPING:
+        return KillServer(), "the server that starts the workers does not answer; killing it"
+    if state.phase is Phase.WAITING:
+        return StartRound(state.round + 1, state.chosen), _failure(state)
+    return NOTHING
+
+
+def _on_server_lost(state: State, event: events.ServerLost) -> Decision:
+    if state.phase is Phase.STARTING:
+        return Finish(ServerError.exit_code), _server_ended(event.exitcode)
+    return EndTree(), f"{_server_ended(event.exitcode)}; its workers ended with it"
+
+
+def _on_tree_gone(state: State, event: events.TreeGone) -> Decision:
+    if event.round != state.round or state.phase is not Phase.SWEEPING:
+        return NOTHING
+    if state.completed or not state.failed or state.interrupted is not None:
+        return _finish(state)
+    limits = state.limits
+    if limits.max_restarts == 0:
+        return _finish(state)
+    if limits.lifetime_budget and state.restarts >= limits.max_restarts:
+        return _finish(state)
+    if limits.has_checkpoint_dir:
+        return ChooseCheckpoint(), ""
+    return _restart(state)
+
+
+def _on_checkpoint(state: State, event: events.CheckpointChosen) -> Decision:
+    if state.phase is not Phase.CHOOSING:
+        return NOTHING
+    if event.problem is not None:
+        return Finish(CheckpointError.exit_code), f"cannot look for checkpoints: {event.problem}"
+    if state.failed:
+        return _restart(state)
+    return StartRound(0, state.chosen), "first start"
+
+
+def _restart(state: State) -> Decision:
+    """Start the next round if the budget has one left, at once or after a backoff."""
+    limits = state.limits
+    spent = state.restarts if limits.lifetime_budget else state.without_progress
+    if spent >= limits.max_restarts:
+        return _finish(state)
+    reason = f"{_failure(state)}; restart {spent + 1} of {limits.max_restarts}"
+    if not limits.lifetime_budget and limits.has_checkpoint_dir:
+        reason += " since the last progress"
+    if limits.has_checkpoint_dir:
+        reason += f", {_from(state.chosen)}"
+    if state.without_progress == 0 or lived_long(state):
+        return StartRound(state.round + 1, state.chosen), reason
+    seconds = min(BACKOFF_MOST, BACKOFF_FIRST * 2.0 ** (state.without_progress - 1))
+    wait = f"after a backoff of up to {seconds:g} s: it died before its first progress again"
+    return Backoff(seconds), f"{reason}, {wait}"
+
+
+def lived_long(state: State) -> bool:
+    """Whether the round ran long enough not to have died at its start."""
+    if state.first is None or state.began is None:
+        return False
+    return state.first.at - state.began >= LONG_ENOUGH
+
+
+def _finish(state: State) -> Decision:
+    if state.completed:
+        return Finish(0), "all workers ended with 0"
+    if state.first is not None:
+        code = exit_code(state.first.exitcode)
+        return Finish(code), _failure(state) + _why_no_restart(state)
+    if state.server_lost is not None:
+        return Finish(ServerError.exit_code), _failure(state) + _why_no_restart(state)
+    assert state.interrupted is not None  # nothing else ends a job that neither failed nor is done
+    return Finish(128 + state.interrupted), f"stopped by {state.interrupted.name}"
+
+
+def _why_no_restart(state: State) -> str:
+    if state.interrupted is not None:
+        return f"; no restart after {state.interrupted.name}"
+    limits = state.limits
+    if limits.max_restarts == 0:
+        return "; --max-restarts is 0"
+    if limits.lifetime_budget:
+        return f"; {limits.max_restarts} of {limits.max_restarts} restarts are used up"
+    number = state.without_progress
+    restarts = "1 restart" if number == 1 else f"{number} restarts in a row"
+    return f"; {restarts} brought no progress (--max-restarts)"
+
+
+def ended(event: events.WorkerExited) -> str:
+    """Return "rank 1 exited with code 7" or "rank 1 was killed by SIGKILL"."""
+    return f"rank {event.local_rank} {how_it_ended(event.exitcode)}"
+
+
+def _failure(state: State) -> str:
+    if state.first is not None:
+        return ended(state.first)
+    return _server_ended(state.server_lost or 0)
+
+
+def _server_ended(exitcode: int) -> str:
+    return f"the server that starts the workers {how_it_ended(exitcode)}"
+
+
+def _workers(number: int) -> str:
+    return "1 worker" if number == 1 else f"{number} workers"
+
+
+def _from(checkpoint: Checkpoint | None) -> str:
+    return "from the start" if checkpoint is None else f"from step {checkpoint.step}"
+
+
+_ARMS: dict[type, Callable[[State, Any], Decision]] = {
+    events.ServerReady: _on_ready,
+    events.WorkerNotStarted: _on_not_started,
+    events.WorkerExited: _on_exit,
+    events.TreeGone: _on_tree_gone,
+    events.CheckpointChosen: _on_checkpoint,
+    events.SignalReceived: _on_signal,
+    events.DeadlinePassed: _on_deadline,
+    events.ServerLost: _on_server_lost,
+}

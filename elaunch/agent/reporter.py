@@ -1,0 +1,117 @@
+"""Makes a round's failure report at the two moments when its parts are at hand.
+
+What the dead workers left (last lines, error files) is kept before the next round reuses the log
+pump; the report is made, shown and written after that round was started, since it can wait and the
+workers cannot. Reports of rounds that were restarted are shown without torchrun's table.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from elaunch.agent import events, failures, memory, report
+from elaunch.agent.group import WorkerGroup
+from elaunch.agent.journal import wall_time
+from elaunch.agent.logs import LogPump
+from elaunch.agent.state import State
+from elaunch.config import Settings
+from elaunch.rundir import RunDir
+
+TAIL_LINES = 400
+
+log = logging.getLogger("elaunch")
+
+
+@dataclass(frozen=True)
+class ReportPlan:
+    """What reports are made from; ``say`` prints one block of lines on stderr."""
+
+    settings: Settings
+    run_dir: RunDir
+    pump: LogPump
+    group: WorkerGroup
+    say: Callable[[str], None]
+
+
+class Reporter:
+    """Collects what is known of a failing round."""
+
+    def __init__(self, plan: ReportPlan) -> None:
+        self._plan = plan
+        self._noticed: float | None = None
+        self._oom_kills = memory.oom_kill_count()
+        self._oom = False
+        self._shm_free: int | None = None
+        self._kept: tuple[failures.WorkerExit, ...] = ()
+
+    def notice(self, event: events.WorkerExited) -> None:
+        """Take down the state of the machine when the first failure is learned of."""
+        self._noticed = time.monotonic()
+        count = memory.oom_kill_count()
+        self._oom = count is not None and count > (self._oom_kills or 0)
+        self._oom_kills = count
+        self._shm_free = memory.shm_free()
+
+    def keep(self, state: State) -> None:
+        """Keep what the round's workers left; the log pump forgets it when the next opens."""
+        if state.first is not None:
+            stopped = {event.local_rank for event in state.stopped}
+            everyone = (state.first, *state.later, *state.stopped)
+            self._kept = tuple(self._exit(e, e.local_rank in stopped) for e in everyone)
+
+    def report(self, state: State, final: bool) -> failures.FailureReport:
+        """Make, print and write the report of the failed round that ``state`` describes."""
+        assert state.first is not None  # the loop reports failures of workers only
+        if not self._kept:
+            self.keep(state)
+        circumstances = failures.Circumstances(
+            started_at=None if state.began is None else wall_time(state.began),
+            local_world_size=state.limits.nproc,
+            noticed_monotonic=self._noticed,
+            shm_free=self._shm_free,
+        )
+        settings = self._plan.settings
+        host = socket.gethostname()
+        first = state.first.local_rank
+        made = failures.build(
+            settings.entrypoint, host, state.round, self._kept, first, circumstances
+        )
+        self._kept = ()
+        text = report.render(made)
+        self._write(state.round, made, text)
+        self._plan.say(text if final else report.render_cause(made))
+        return made
+
+    def _write(self, round_number: int, made: failures.FailureReport, text: str) -> None:
+        import json
+
+        contents = {"json": json.dumps(made.to_dict(), indent=1), "txt": text}
+        for suffix, content in contents.items():
+            path = self._plan.run_dir.report(round_number, suffix)
+            try:
+                path.write_text(content, encoding="utf-8", errors="surrogateescape")
+                os.chmod(path, 0o600)
+            except OSError as error:
+                log.error("cannot write %s: %s", path, error.strerror)
+
+    def _exit(self, event: events.WorkerExited, stopped: bool) -> failures.WorkerExit:
+        rank = event.local_rank
+        stdout, stderr = self._plan.pump.paths(rank)
+        return failures.WorkerExit(
+            rank=rank,
+            local_rank=rank,
+            pid=event.pid,
+            exitcode=event.exitcode,
+            at=wall_time(event.at),
+            stopped_by_us=stopped,
+            error_file=self._plan.group.error_file(event.round, rank),
+            stdout_path=None if stdout is None else str(stdout),
+            stderr_path=None if stderr is None else str(stderr),
+            tail=tuple(self._plan.pump.tail(rank, "stderr", TAIL_LINES)),
+            oom_kill=self._oom and event.exitcode in (-9, 128 + 9) and not stopped,
+        )

@@ -1,0 +1,243 @@
+"""The agent's state, how an event changes it, and how an action does. Pure: no clock, no process.
+
+::
+
+    STARTING ──ready──► CHOOSING ──chosen──► RUNNING ──all exited 0──► SWEEPING ──gone──► ENDED
+        │                  ▲                   │ failure, signal             │ gone, failed
+        └──no directory────┼──────────────────►│                             ▼
+                           │                STOPPING ──all exited──► SWEEPING ──► CHOOSING | WAITING
+                           └─────────────────────────────────────────────────────────┘
+
+STARTING: the server imports. CHOOSING: the newest complete checkpoint is looked for; the old tree
+is dead. RUNNING: workers run. STOPPING: they were signalled, the grace runs. SWEEPING: what they
+left is ended. WAITING: a backoff before the next round. ENDED: the agent leaves its loop.
+"""
+
+from __future__ import annotations
+
+import enum
+import signal
+from dataclasses import dataclass, replace
+
+from elaunch.agent import events
+from elaunch.checkpoint.records import Checkpoint
+
+
+class Phase(enum.Enum):
+    """Where the agent is; the module's docstring draws the ways between."""
+
+    STARTING = "STARTING"
+    CHOOSING = "CHOOSING"
+    RUNNING = "RUNNING"
+    STOPPING = "STOPPING"
+    SWEEPING = "SWEEPING"
+    WAITING = "WAITING"
+    ENDED = "ENDED"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the user asked for, as far as decisions depend on it; times in seconds."""
+
+    nproc: int
+    max_restarts: int = 0
+    lifetime_budget: bool = False
+    shutdown_timeout: float = 30.0
+    sibling_grace: float = 5.0
+    has_checkpoint_dir: bool = False
+    forwarded: frozenset[signal.Signals] = frozenset()
+
+
+@dataclass(frozen=True)
+class State:
+    """All that decisions depend on.
+
+    ``first`` is the worker whose failure ended the round, ``later`` those that failed by
+    themselves after it, ``stopped`` those that ended after they had been told to. ``interrupted``
+    is the first signal that ends the job, ``sigints`` how many SIGINT there were. ``restarts``
+    counts for life, ``without_progress`` since a newer checkpoint was seen. ``checkpoint`` is the
+    one that this round resumed from, ``chosen`` the one that the next will. ``began`` is when the
+    round's first worker was started, on the monotonic clock.
+    """
+
+    limits: Limits
+    phase: Phase = Phase.STARTING
+    round: int = 0
+    alive: frozenset[int] = frozenset()
+    first: events.WorkerExited | None = None
+    later: tuple[events.WorkerExited, ...] = ()
+    stopped: tuple[events.WorkerExited, ...] = ()
+    succeeded: frozenset[int] = frozenset()
+    interrupted: signal.Signals | None = None
+    sigints: int = 0
+    server_lost: int | None = None
+    restarts: int = 0
+    without_progress: int = 0
+    checkpoint: Checkpoint | None = None
+    chosen: Checkpoint | None = None
+    began: float | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether this round has failed; a user's signal is not a failure."""
+        return self.first is not None or self.server_lost is not None
+
+    @property
+    def completed(self) -> bool:
+        """Whether every worker has ended with 0 by itself; no signal can undo that."""
+        return len(self.succeeded) == self.limits.nproc
+
+
+# ── actions ──────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Nothing:
+    """Wait for the next event."""
+
+
+@dataclass(frozen=True)
+class ChooseCheckpoint:
+    """Look for the newest complete checkpoint."""
+
+
+@dataclass(frozen=True)
+class StartRound:
+    """Start all workers of ``round`` from ``checkpoint``."""
+
+    round: int
+    checkpoint: Checkpoint | None
+
+
+@dataclass(frozen=True)
+class Backoff:
+    """Wait about ``seconds`` before the next round; the loop adds the jitter."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
+class StopWorkers:
+    """Send ``signum`` to every worker; those alive after ``grace`` seconds are killed."""
+
+    signum: signal.Signals
+    grace: float
+
+
+@dataclass(frozen=True)
+class EndTree:
+    """End what is left of the round: ``signum`` and ``grace`` seconds first, if any, then KILL.
+
+    A grace that StopWorkers has begun goes on; it does not begin anew.
+    """
+
+    signum: signal.Signals | None = None
+    grace: float = 0.0
+
+
+@dataclass(frozen=True)
+class Hurry:
+    """Let the grace that runs end after at most ``grace`` seconds from now."""
+
+    grace: float
+
+
+@dataclass(frozen=True)
+class Forward:
+    """Send ``signum`` to every worker and go on."""
+
+    signum: signal.Signals
+
+
+@dataclass(frozen=True)
+class KillServer:
+    """Kill the server, which does not answer; its end is the next event."""
+
+
+@dataclass(frozen=True)
+class Finish:
+    """Leave with ``exit_code``."""
+
+    exit_code: int
+
+
+Action = (
+    Nothing
+    | ChooseCheckpoint
+    | StartRound
+    | Backoff
+    | StopWorkers
+    | EndTree
+    | Hurry
+    | Forward
+    | KillServer
+    | Finish
+)
+
+
+def observe(state: State, event: events.Event) -> State:
+    """Return ``state`` with what ``event`` says written into it."""
+    if isinstance(event, events.WorkerStarted):
+        return replace(state, began=event.at if state.began is None else state.began)
+    if isinstance(event, events.WorkerExited):
+        return _observe_exit(state, event)
+    if isinstance(event, events.SignalReceived):
+        return _observe_signal(state, event.signum)
+    if isinstance(event, events.ServerLost):
+        return replace(state, server_lost=event.exitcode, alive=frozenset())
+    if isinstance(event, events.CheckpointChosen) and state.phase is Phase.CHOOSING:
+        return _observe_checkpoint(state, event.search.checkpoint)
+    return state
+
+
+def _observe_signal(state: State, signum: signal.Signals) -> State:
+    if signum in state.limits.forwarded:
+        return state
+    sigints = state.sigints + (signum is signal.SIGINT)
+    return replace(state, interrupted=state.interrupted or signum, sigints=sigints)
+
+
+def _observe_checkpoint(state: State, chosen: Checkpoint | None) -> State:
+    """Refill the budget of restarts if the round that ended has got further than it began."""
+    before = -1 if state.checkpoint is None else state.checkpoint.step
+    if chosen is not None and chosen.step > before:
+        state = replace(state, without_progress=0)
+    return replace(state, chosen=chosen)
+
+
+def _observe_exit(state: State, event: events.WorkerExited) -> State:
+    if event.round != state.round or event.local_rank not in state.alive:
+        return state
+    state = replace(state, alive=state.alive - {event.local_rank})
+    # After a person's signal all ends are taken for its effect: many schedulers signal the
+    # workers, too, and those that handle it end before the agent's own signal reaches them.
+    if event.stopped or (state.interrupted is not None and state.first is None):
+        return replace(state, stopped=(*state.stopped, event))
+    if event.exitcode == 0:
+        return replace(state, succeeded=state.succeeded | {event.local_rank})
+    if state.first is None:
+        return replace(state, first=event)
+    return replace(state, later=(*state.later, event))
+
+
+def follow(state: State, action: Action) -> State:
+    """Return the state in which ``action`` leaves the agent."""
+    if isinstance(action, StartRound):
+        restarted = action.round > 0
+        return State(
+            limits=state.limits,
+            phase=Phase.RUNNING,
+            round=action.round,
+            alive=frozenset(range(state.limits.nproc)),
+            restarts=state.restarts + restarted,
+            without_progress=state.without_progress + restarted,
+            checkpoint=action.checkpoint,
+        )
+    phases = {
+        ChooseCheckpoint: Phase.CHOOSING,
+        Backoff: Phase.WAITING,
+        StopWorkers: Phase.STOPPING,
+        EndTree: Phase.SWEEPING,
+        Finish: Phase.ENDED,
+    }
+    return replace(state, phase=phases.get(type(action), state.phase))

@@ -1,0 +1,157 @@
+"""What a dead worker's last lines say: the traceback in them, its message, made fit to print.
+
+A block of text is looked for in this order, depending on how the worker ended:
+
+=====================  =======================================================================
+it ended by            taken from the tail of its stderr
+=====================  =======================================================================
+an exit code           the last Python traceback with all exceptions chained to it
+a crash signal         from the last traceback or crash dump ("Fatal Python error", "terminate
+                       called") to the end, whichever of the two begins first
+anything else          the last 20 lines
+=====================  =======================================================================
+
+torch puts ``[rank1]:`` before each line of an exception once a process group exists; that is
+removed. Nothing is cut silently: :func:`cap` says how many lines it left out and where they are.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Sequence
+
+LAST_LINES = 20
+MAX_LINES = 200
+KEPT_FIRST = 40
+MAX_WIDTH = 2000
+CRASHES = frozenset(
+    -number
+    for number in (
+        signal.SIGSEGV,
+        signal.SIGABRT,
+        signal.SIGBUS,
+        signal.SIGILL,
+        signal.SIGFPE,
+        signal.SIGSYS,
+        signal.SIGTRAP,
+    )
+)
+
+_HEADER = re.compile(r"(?:  \+ Exception Group )?Traceback \(most recent call last\):")
+_CRASH = re.compile(r"Fatal Python error: |terminate called ")
+_RANK = re.compile(r"\[rank\d+\]: ?")
+_LOG_LINE = re.compile(r"\[(?:rank\d+\]:\[)?[WIEF]\d{0,4} |[WIEF]\d{4} \d\d:\d\d:\d\d")
+_CHAINED = (
+    "The above exception was the direct cause of the following exception:",
+    "During handling of the above exception, another exception occurred:",
+)
+_ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\^_])")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
+_EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(?:: .*)?$")
+
+
+def printable(text: str) -> str:
+    """Return ``text`` without terminal escapes, control characters and lone surrogates.
+
+    Of a progress bar, drawn over itself with carriage returns, the last state is kept.
+    """
+    text = _ESCAPE.sub("", text).encode("utf-8", "replace").decode()
+    lines = (line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n"))
+    return "\n".join(_CONTROL.sub("", line) for line in lines)
+
+
+def pick(tail: Sequence[str], exitcode: int) -> tuple[str, ...]:
+    """Return the lines of ``tail`` that show why a worker ended.
+
+    Args:
+        tail: the last lines of its stderr, oldest first.
+        exitcode: as subprocess gives it, negative for a signal.
+    """
+    lines = [printable(line.rstrip("\n")) for line in tail]
+    bare = [_RANK.sub("", line, count=1) if _RANK.match(line) else line for line in lines]
+    if exitcode > 0:
+        block = _last_traceback(lines, bare)
+    elif exitcode in CRASHES:
+        block = _crash(bare)
+    else:
+        block = []
+    return tuple(_stripped(block or bare[-LAST_LINES:]))
+
+
+def message_of(block: Sequence[str]) -> str:
+    """Return the line of a traceback that names its exception, or ``""`` if there is none."""
+    headers = [number for number, line in enumerate(block) if _HEADER.match(line)]
+    if not headers:
+        return next((line for line in block if _CRASH.match(line)), "")
+    found = ""
+    in_frames = True
+    for line in block[headers[-1] + 1 :]:
+        if line.startswith("  "):
+            in_frames = in_frames or line.startswith('  File "')
+        elif in_frames and _EXCEPTION.match(line):
+            found, in_frames = line, False
+    return found
+
+
+def cap(lines: Sequence[str], source: str) -> tuple[str, ...]:
+    """Return at most 200 of ``lines``, none over 2,000 characters, saying what is left out.
+
+    Args:
+        lines: a traceback; its beginning and its end are kept.
+        source: the file that has all of it, for the notice.
+    """
+    fit = [_narrow(line, source) for line in lines]
+    if len(fit) <= MAX_LINES:
+        return tuple(fit)
+    kept_last = MAX_LINES - KEPT_FIRST - 1
+    left_out = len(fit) - KEPT_FIRST - kept_last
+    notice = f"… {left_out} lines left out, see {source}"
+    return (*fit[:KEPT_FIRST], notice, *fit[-kept_last:])
+
+
+def _narrow(line: str, source: str) -> str:
+    if len(line) <= MAX_WIDTH:
+        return line
+    return f"{line[:MAX_WIDTH]} … {len(line) - MAX_WIDTH} characters left out, see {source}"
+
+
+def _last_traceback(lines: Sequence[str], bare: Sequence[str]) -> Sequence[str]:
+    """Return the last traceback, with the ones chained before it."""
+    headers = [number for number, line in enumerate(bare) if _HEADER.match(line)]
+    if not headers:
+        return []
+    start = headers.pop()
+    end = _end(lines, bare, start)
+    while headers and _is_chained(bare, start):
+        start = headers.pop()
+    return bare[start:end]
+
+
+def _end(lines: Sequence[str], bare: Sequence[str], start: int) -> int:
+    """Return the number of the first line after the traceback that begins at ``start``."""
+    prefix = _RANK.match(lines[start])
+    for number in range(start + 1, len(lines)):
+        if prefix and not lines[number].startswith(prefix.group().rstrip()):
+            return number
+        if _LOG_LINE.match(lines[number]):
+            return number
+    return len(bare)
+
+
+def _is_chained(bare: Sequence[str], start: int) -> bool:
+    before = next((line for line in reversed(bare[:start]) if line.strip()), "")
+    return before.strip() in _CHAINED
+
+
+def _crash(bare: Sequence[str]) -> Sequence[str]:
+    starts = []
+    for pattern in (_HEADER, _CRASH):
+        starts += [n for n, line in enumerate(bare) if pattern.match(line)][-1:]
+    return bare[min(starts) :] if starts else []
+
+
+def _stripped(block: Sequence[str]) -> Sequence[str]:
+    """Drop the empty lines around a block."""
+    kept = [number for number, line in enumerate(block) if line.strip()]
+    return block[kept[0] : kept[-1] + 1] if kept else []

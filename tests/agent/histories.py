@@ -1,0 +1,83 @@
+"""Histories of events for the tests of the pure half of the agent: states, decisions."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from elaunch.agent import events, policy
+from elaunch.agent.state import Action, Limits, Nothing, State, follow, observe
+from elaunch.checkpoint.records import Checkpoint, Search
+
+READY = events.ServerReady(threads=1, problem=None, preload_s=0.1)
+DEADLINE = events.DeadlinePassed()
+TERM = events.SignalReceived(signal.SIGTERM)
+INT = events.SignalReceived(signal.SIGINT)
+USR1 = events.SignalReceived(signal.SIGUSR1)
+
+
+@dataclass(frozen=True)
+class Decided:
+    """One decision that did something or said something."""
+
+    action: Action
+    reason: str
+
+
+def started(rank: int, round: int = 0, at: float = 0.0) -> events.WorkerStarted:
+    """Return the start of a worker."""
+    return events.WorkerStarted(round, rank, 1000 + rank, at)
+
+
+def exited(
+    rank: int, code: int, round: int = 0, at: float = 1.0, stopped: bool = False
+) -> events.WorkerExited:
+    """Return the end of a worker; ``stopped``: it had been told to end."""
+    return events.WorkerExited(round, rank, 1000 + rank, code, at, stopped)
+
+
+def gone(round: int = 0) -> events.TreeGone:
+    """Return the end of all that a round left."""
+    return events.TreeGone(round)
+
+
+def lost(exitcode: int = -9) -> events.ServerLost:
+    """Return the unexpected end of the server."""
+    return events.ServerLost(exitcode)
+
+
+def checkpoint(step: int) -> Checkpoint:
+    """Return a complete checkpoint of that step."""
+    return Checkpoint(Path(f"/ck/step_{step}.pt"), step, "torch.save")
+
+
+def chosen(step: int | None, problem: str | None = None) -> events.CheckpointChosen:
+    """Return what a search found: a checkpoint of ``step``, or none."""
+    found = None if step is None else checkpoint(step)
+    return events.CheckpointChosen(Search(found), problem)
+
+
+def step(state: State, event: events.Event) -> tuple[State, Action, str]:
+    """Do what the agent's loop does with one event, but for acting."""
+    state = observe(state, event)
+    action, reason = policy.decide(state, event)
+    return follow(state, action), action, reason
+
+
+def play(limits: Limits, history: Iterable[events.Event]) -> tuple[State, list[Decided]]:
+    """Return the last state, and the decisions that were more than waiting in silence."""
+    state, decided = State(limits), []
+    for event in history:
+        state, action, reason = step(state, event)
+        if reason or not isinstance(action, Nothing):
+            decided.append(Decided(action, reason))
+    return state, decided
+
+
+def last(limits: Limits, *history: events.Event) -> Decided:
+    """Return the decision on the last event, also if it is to wait."""
+    state, _ = play(limits, history[:-1])
+    _, action, reason = step(state, history[-1])
+    return Decided(action, reason)

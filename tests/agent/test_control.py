@@ -1,0 +1,318 @@
+"""elaunch.agent.control with elaunch.control: a real server, good and bad clients."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from elaunch.agent import control
+from elaunch.agent.control import ControlSocket, may_ask, peer_uid
+from elaunch.control import ask, short_address
+from elaunch.errors import RunDirError
+
+STATUS = {"op": "status"}
+
+
+@contextmanager
+def served(
+    path: Path, snapshot: Callable[[], Mapping[str, object]] = lambda: {"state": "RUNNING"}
+) -> Iterator[ControlSocket]:
+    server = ControlSocket(path, snapshot)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+def connected(path: Path) -> socket.socket:
+    client = socket.socket(socket.AF_UNIX)
+    client.settimeout(10)
+    with short_address(path) as address:
+        client.connect(address)
+    return client
+
+
+def test_clients_are_answered_one_after_the_other(tmp_path: Path) -> None:
+    count = iter(range(100))
+    with served(tmp_path / "agent.sock", lambda: {"number": next(count)}):
+        answers = [ask(tmp_path / "agent.sock", STATUS) for _ in range(20)]
+    assert answers == [{"number": number} for number in range(20)]
+
+
+def test_many_clients_at_once(tmp_path: Path) -> None:
+    answers: list[object] = []
+    with served(tmp_path / "agent.sock"):
+        threads = [
+            threading.Thread(target=lambda: answers.append(ask(tmp_path / "agent.sock", STATUS)))
+            for _ in range(40)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10)
+    assert answers == [{"state": "RUNNING"}] * 40
+
+
+def test_a_large_record_arrives_whole(tmp_path: Path) -> None:
+    record = {"workers": ["x" * 1000] * 4000}
+    with served(tmp_path / "agent.sock", lambda: record):
+        assert ask(tmp_path / "agent.sock", STATUS) == record
+
+
+def test_the_socket_is_private_and_removed(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        with served(tmp_path / "agent.sock") as server:
+            assert stat.S_IMODE((tmp_path / "agent.sock").stat().st_mode) == 0o600
+        assert not (tmp_path / "agent.sock").exists()
+        server.close()
+    finally:
+        os.umask(before)
+
+
+def test_paths_longer_than_an_address(tmp_path: Path) -> None:
+    directory = tmp_path / ("d" * 120)
+    directory.mkdir()
+    before = set(os.listdir("/proc/self/fd"))
+    with served(directory / "agent.sock"):
+        assert ask(directory / "agent.sock", STATUS) == {"state": "RUNNING"}
+    assert not (directory / "agent.sock").exists()
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("length", [106, 107, 108])
+def test_paths_about_as_long_as_an_address(length: int) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as base:
+        directory = Path(base, "d" * (length - len(base) - len("//agent.sock")))
+        directory.mkdir()
+        path = directory / "agent.sock"
+        assert len(os.fsencode(path)) == length
+        with served(path):
+            assert ask(path, STATUS) == {"state": "RUNNING"}
+
+
+def test_nobody_listens(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        ask(tmp_path / "agent.sock", STATUS)
+    with pytest.raises(FileNotFoundError):
+        ask(tmp_path / ("d" * 120) / "agent.sock", STATUS)
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(tmp_path / "agent.sock"))
+    with pytest.raises(ConnectionRefusedError):
+        ask(tmp_path / "agent.sock", STATUS)
+
+
+@pytest.mark.parametrize(
+    ("request_", "problem"),
+    [({"op": "dance"}, "unknown op 'dance'"), ({}, "unknown op None")],
+)
+def test_unknown_requests_are_refused(
+    tmp_path: Path, request_: dict[str, object], problem: str
+) -> None:
+    with (
+        served(tmp_path / "agent.sock"),
+        pytest.raises(ConnectionError, match=problem),
+    ):
+        ask(tmp_path / "agent.sock", request_)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"\xff\xfe{\n", b"{}\n", b"[]\n", b"\n", b"{\n", b"[" * 60_000 + b"\n", b'"status"\n'],
+)
+def test_garbage_is_answered_with_an_error(tmp_path: Path, line: bytes) -> None:
+    with served(tmp_path / "agent.sock"), connected(tmp_path / "agent.sock") as client:
+        client.sendall(line)
+        assert "error" in json.loads(client.makefile().readline())
+        assert ask(tmp_path / "agent.sock", STATUS) == {"state": "RUNNING"}
+
+
+def test_a_silent_client_is_dropped_in_time_for_the_next(tmp_path: Path) -> None:
+    with served(tmp_path / "agent.sock"), connected(tmp_path / "agent.sock") as silent:
+        silent.sendall(b'{"op": "sta')
+        began = time.monotonic()
+        assert ask(tmp_path / "agent.sock", STATUS) == {"state": "RUNNING"}
+        assert silent.recv(1) == b""
+        assert time.monotonic() - began < 2
+
+
+def test_a_client_that_trickles_is_dropped(tmp_path: Path) -> None:
+    with served(tmp_path / "agent.sock"), connected(tmp_path / "agent.sock") as slow:
+        began = time.monotonic()
+        with pytest.raises((BrokenPipeError, ConnectionResetError)):
+            while time.monotonic() - began < 10:
+                slow.sendall(b" ")
+                threading.Event().wait(0.05)
+        assert time.monotonic() - began < 2
+
+
+def test_a_huge_line_is_dropped(tmp_path: Path) -> None:
+    with served(tmp_path / "agent.sock"), connected(tmp_path / "agent.sock") as client:
+        with pytest.raises((BrokenPipeError, ConnectionResetError)):
+            client.sendall(b"x" * (1 << 22))
+        assert ask(tmp_path / "agent.sock", STATUS) == {"state": "RUNNING"}
+
+
+def test_a_client_that_hangs_up_or_does_not_read_disturbs_nobody(tmp_path: Path) -> None:
+    large = {"x": "x" * (1 << 24)}
+    with served(tmp_path / "agent.sock", lambda: large):
+        connected(tmp_path / "agent.sock").close()
+        with connected(tmp_path / "agent.sock") as deaf:
+            deaf.sendall(b'{"op": "status"}\n')
+            began = time.monotonic()
+            assert ask(tmp_path / "agent.sock", STATUS, timeout=10) == large
+            assert time.monotonic() - began < 4
+
+
+def test_a_snapshot_that_fails_is_logged_and_the_next_is_answered(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    records: list[Mapping[str, object]] = [{"state": "RUNNING"}, {"set": {1}}]
+
+    def snapshot() -> Mapping[str, object]:
+        return records.pop()
+
+    with served(tmp_path / "agent.sock", snapshot), caplog.at_level(logging.ERROR):
+        with pytest.raises(ConnectionError, match="hung up"):
+            ask(tmp_path / "agent.sock", STATUS)
+        assert ask(tmp_path / "agent.sock", STATUS) == {"state": "RUNNING"}
+        with pytest.raises(ConnectionError, match="hung up"):
+            ask(tmp_path / "agent.sock", STATUS)
+    assert "could not answer" in caplog.text
+
+
+def test_an_agent_that_does_not_answer(tmp_path: Path) -> None:
+    stuck = threading.Event()
+    with served(tmp_path / "agent.sock", lambda: {"waited": stuck.wait(20)}) as server:
+        began = time.monotonic()
+        with pytest.raises(TimeoutError):
+            ask(tmp_path / "agent.sock", STATUS, timeout=0.3)
+        assert time.monotonic() - began < 1.5
+        began = time.monotonic()
+        server.close()
+        assert time.monotonic() - began < control.JOIN_S + 1
+        stuck.set()
+
+
+def test_a_full_backlog_is_a_timeout(tmp_path: Path) -> None:
+    path = tmp_path / "agent.sock"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen(0)
+        with connected(path):
+            began = time.monotonic()
+            with pytest.raises(TimeoutError):
+                ask(path, STATUS, timeout=0.3)
+            assert 0.2 < time.monotonic() - began < 1.5
+
+
+def test_close_ends_the_thread_at_once(tmp_path: Path) -> None:
+    for clients in (0, 1, 3) * 5:
+        with served(tmp_path / "agent.sock") as server:
+            held = [connected(tmp_path / "agent.sock") for _ in range(clients)]
+            began = time.monotonic()
+            server.close()
+            assert time.monotonic() - began < 0.5
+            for client in held:
+                client.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "control"]
+
+
+def test_close_before_start(tmp_path: Path) -> None:
+    ControlSocket(tmp_path / "agent.sock", dict).close()
+
+
+def test_a_directory_that_can_hold_no_socket(tmp_path: Path) -> None:
+    with pytest.raises(RunDirError, match="cannot listen at"):
+        ControlSocket(tmp_path / "missing" / "agent.sock", dict).start()
+
+
+def test_only_the_own_user_and_root_may_ask() -> None:
+    assert may_ask(1000, 1000)
+    assert may_ask(0, 1000)
+    assert not may_ask(1001, 1000)
+    assert not may_ask(1000, 0)
+
+
+def test_the_kernel_tells_who_connected() -> None:
+    one, other = socket.socketpair()
+    with one, other:
+        assert peer_uid(one) == os.getuid()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")
+def test_another_user_gets_no_answer() -> None:
+    code = "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); "
+    code += 's.sendall(b\'{"op": "status"}\\n\'); print(s.recv(100))'
+    with tempfile.TemporaryDirectory(dir="/tmp") as directory:
+        path = Path(directory, "agent.sock")
+        os.chmod(directory, 0o711)
+        with served(path):
+            path.chmod(0o666)
+            python = os.path.realpath("/usr/bin/python3")
+            done = subprocess.run(
+                [python if os.path.exists(python) else sys.executable, "-c", code, str(path)],
+                user=65534,
+                capture_output=True,
+                text=True,
+                timeout=20,
+                cwd="/",
+            )
+            assert "RUNNING" not in done.stdout
+            refused = done.stdout == "b''\n" or "ConnectionReset" in done.stderr
+            assert refused or "BrokenPipe" in done.stderr, done
+            assert ask(path, STATUS) == {"state": "RUNNING"}
+
+
+def test_no_descriptor_left_for_a_client(tmp_path: Path) -> None:
+    """accept() fails at once then: the thread must neither end nor spin."""
+    code = """
+import resource, sys, time
+from pathlib import Path
+from elaunch.agent.control import ControlSocket
+server = ControlSocket(Path(sys.argv[1]), lambda: {"state": "RUNNING"})
+server.start()
+resource.setrlimit(resource.RLIMIT_NOFILE, (3, 64))
+print("full", flush=True)
+sys.stdin.readline()
+print(time.process_time() < 5, flush=True)
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+sys.stdin.readline()
+server.close()
+"""
+    path = tmp_path / "agent.sock"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        assert process.stdin is not None and process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == "full\n"
+        # The one that was being waited for has its descriptor already, the next has none.
+        with connected(path) as one, connected(path):
+            one.close()
+            assert "cannot accept" in process.stderr.readline()
+            process.stdin.write("\n")
+            process.stdin.flush()
+            assert process.stdout.readline() == "True\n"
+        assert ask(path, STATUS, timeout=10) == {"state": "RUNNING"}
+        process.stdin.close()
+        assert process.wait(10) == 0
