@@ -1,0 +1,34 @@
+"""The command ``elaunch``: run the command line, turn errors into one message and an exit code."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from types import FrameType
+
+
+def main() -> int:
+    """Run ``elaunch`` with the arguments of this process; return its exit code."""
+    # PID 1 of a container has no default action: a SIGTERM without a handler would be lost. An
+    # interrupt in the middle of an import may be swallowed there, and the job would go on.
+    signal.signal(signal.SIGTERM, _leave)
+    if sys.argv[1:2] == ["run"]:
+        signal.signal(signal.SIGINT, _leave)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the parent (>&-)
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  open to the end
+    try:
+        from elaunch.cli import execute
+
+        return execute(sys.argv[1:])
+    except KeyboardInterrupt:
+        return 130
+
+
+def _leave(signum: int, frame: FrameType | None) -> None:
+    os._exit(128 + signum)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""The commands of ``elaunch``; each is imported when it is asked for, so that help stays quick."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+
+import click
+
+from elaunch import __version__
+from elaunch.config.values import did_you_mean
+from elaunch.errors import ElaunchError
+
+COMMANDS = {
+    "run": ("elaunch.cli.run", "Start a script on every worker and keep it running."),
+    "status": ("elaunch.cli.status", "Show running and recent jobs on this machine."),
+}
+
+
+class _LazyGroup(click.Group):
+    """A group that knows its commands' names and imports a command when it is called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module, _ = COMMANDS[cmd_name]
+        command = getattr(importlib.import_module(module), cmd_name)
+        assert isinstance(command, click.Command)
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            hint = did_you_mean(args[0], COMMANDS)
+            if not hint and args[0].endswith(".py"):
+                hint = f"; did you mean 'elaunch run {args[0]}'?"
+            known = f"; the commands are {', '.join(COMMANDS)}" if not hint else ""
+            raise click.UsageError(f"no command {args[0]!r}{hint}{known}", ctx)
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+
+
+@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, "-V", "--version", prog_name="elaunch")
+def cli() -> None:
+    """Start, supervise and restart distributed PyTorch training."""
+
+
+def execute(argv: Sequence[str]) -> int:
+    """Run one command line and return its exit code; messages go to stderr."""
+    try:
+        code = cli.main(list(argv), prog_name="elaunch", standalone_mode=False)
+    except click.ClickException as exc:
+        exc.show()
+        return exc.exit_code
+    except click.Abort:
+        return 130
+    except ElaunchError as exc:
+        click.echo(f"elaunch: error: {exc}", err=True)
+        return exc.exit_code
+    return code if isinstance(code, int) else 0

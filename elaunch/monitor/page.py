@@ -1,0 +1,313 @@
+"""What ``elaunch status`` shows, as plain data: parts in the order in which they are read.
+
+:func:`run_page` puts the state and its cause first, then how far it got, the workers and the
+rounds, and last where it came from. :func:`list_page` is one row for each run.
+``elaunch.monitor.render`` turns a page into text.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from elaunch.monitor.amounts import clean, date, duration, memory, moment
+from elaunch.monitor.snapshot import RunView, WorkerView
+from elaunch.monitor.standing import Standing
+from elaunch.record import Record, RoundRecord
+from elaunch.rundir import handle
+
+NOTHING: Final = "-"
+SHOWN_ROUNDS: Final = 10
+SHOWN_MESSAGE_LINES: Final = 5
+
+_AGENT_NOTES: Final = {
+    "silent": "agent does not answer",
+    "stopped": "agent is suspended by a signal; `kill -CONT {pid}` resumes it",
+    "elsewhere": "on {host}; not checked from here",
+}
+_LIST_NOTES: Final = {
+    "silent": " (no answer)",
+    "stopped": " (suspended)",
+    "elsewhere": " (elsewhere)",
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A piece of text on one line; ``state`` is the state that gives it its colour."""
+
+    text: str
+    state: str = ""
+
+
+@dataclass(frozen=True)
+class Title:
+    """The first line: what it is about, its state, a note."""
+
+    name: str
+    state: Cell
+    note: str
+
+
+@dataclass(frozen=True)
+class Paragraph:
+    """Lines below the title."""
+
+    lines: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Names with their values."""
+
+    pairs: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table: on a narrow terminal ``spare`` ones go, ``elastic`` ones are folded."""
+
+    name: str
+    right: bool = False
+    elastic: bool = False
+    spare: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows below their columns."""
+
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+
+
+Part = Title | Paragraph | Facts | Table
+Page = tuple[Part, ...]
+
+
+def run_page(view: RunView) -> Page:
+    """Return the page of one run."""
+    parts: list[Part] = [_title(view.standing, view.record)]
+    if cause := tuple(_cause(view)):
+        parts.append(Paragraph(cause))
+    parts.append(Facts(tuple((name, clean(value)) for name, value in _progress(view))))
+    if view.workers:
+        parts.append(_workers(view.workers))
+    if len(view.record["history"]) > 1:
+        parts.append(_history(view.record["history"], view.standing))
+    parts.append(Facts(tuple((name, clean(value)) for name, value in _origin(view))))
+    return tuple(parts)
+
+
+def list_page(standings: Sequence[Standing], everything: bool) -> Page:
+    """Return the page of several runs; ``everything`` says that none was left out."""
+    if not standings:
+        if everything:
+            return (Paragraph(("No run is recorded.",)),)
+        return (Paragraph(("No run of this user is recorded on this machine.",)),)
+    columns = (
+        Column("run", elastic=True),
+        Column("state", elastic=True),
+        Column("round", right=True),
+        Column("restarts", right=True),
+        Column("world size", right=True),
+        Column("started"),
+        Column("duration", right=True),
+        Column("script", spare=True),
+    )
+    ids = Counter(_run_id(standing) for standing in standings)
+    return (Table(columns, tuple(_list_row(standing, ids) for standing in standings)),)
+
+
+def _list_row(standing: Standing, ids: Mapping[str, int]) -> tuple[Cell, ...]:
+    run_id, record = _run_id(standing), standing.record
+    name = Cell(clean(run_id if ids[run_id] == 1 else handle(standing.run)))
+    note = _LIST_NOTES.get(standing.agent, "")
+    state = Cell(f"{standing.state}{note}", standing.state)
+    if record is None:
+        return (name, state, *(Cell(NOTHING) for _ in range(6)))
+    restarts = record["restarts"]
+    lasted = standing.duration_s
+    return (
+        name,
+        state,
+        Cell(str(record["round"])),
+        Cell(f"{restarts['used']}/{restarts['max']}"),
+        Cell(_or_nothing(record["world_size"])),
+        Cell(moment(record["started_at"], standing.taken_at)),
+        Cell(NOTHING if lasted is None else duration(lasted)),
+        Cell(clean(os.path.basename(record["entrypoint"]))),
+    )
+
+
+def _run_id(standing: Standing) -> str:
+    return standing.run.path.name if standing.record is None else standing.record["run_id"]
+
+
+def _title(standing: Standing, record: Record) -> Title:
+    notes = []
+    if template := _AGENT_NOTES.get(standing.agent):
+        notes.append(f"({template.format(**record['agent'])})")
+    if standing.live and standing.duration_s is not None:
+        notes.append(f"for {duration(standing.duration_s)}")
+    elif record["exit_code"] is not None:
+        notes.append(f"exit code {record['exit_code']}")
+    return Title(clean(record["run_id"]), Cell(standing.state, standing.state), " ".join(notes))
+
+
+def _cause(view: RunView) -> Iterator[str]:
+    """Yield why the run is in its state; of a failure also what the failed worker said."""
+    if view.standing.reason:
+        yield clean(view.standing.reason)
+    failure = view.record["failure"]
+    # An earlier round's failure stays in the record.
+    current = failure is not None and failure.get("round") == view.record["round"]
+    if failure and current and view.standing.state == "FAILED":
+        yield from (clean(line) for line in _failure(failure))
+
+
+def _failure(failure: Mapping[str, Any]) -> Iterator[str]:
+    # The report has a schema of its own: what is missing in it is left out here.
+    first = failure.get("first") or {}
+    if {"rank", "local_rank", "pid", "ended"} <= first.keys():
+        when = f"in round {failure.get('round')}"
+        if (seconds := failure.get("seconds_into_round")) is not None:
+            when = f"{duration(seconds)} into round {failure.get('round')}"
+        yield (
+            f"rank {first['rank']} (local_rank {first['local_rank']}, pid {first['pid']}) "
+            f"on {failure.get('host')} {first['ended']}, {when}"
+        )
+    for key in ("message", "explanation"):
+        yield from str(first.get(key) or "").splitlines()[:SHOWN_MESSAGE_LINES]
+
+
+def _progress(view: RunView) -> Iterator[tuple[str, str]]:
+    record, standing = view.record, view.standing
+    if standing.live:
+        yield "started", date(record["started_at"])
+    elif standing.duration_s is not None:
+        yield "started", f"{date(record['started_at'])}, lasted {duration(standing.duration_s)}"
+    else:
+        yield "started", f"{date(record['started_at'])}; when it ended is not known"
+    yield "round", str(record["round"])
+    yield "restarts", _restarts(record)
+    yield "world size", f"{_or_nothing(record['world_size'])}, {record['start_method']}"
+    yield from _checkpoint_facts(view)
+    if record["log_dir"]:
+        yield "logs", record["log_dir"]
+    report = standing.run.report(record["round"], "txt")
+    if record["failure"] and report.exists():
+        yield "report", str(report)
+
+
+def _origin(view: RunView) -> Iterator[tuple[str, str]]:
+    record, agent = view.record, view.record["agent"]
+    yield "command", shlex.join(_command(record))
+    yield "cwd", record["cwd"]
+    yield "agent", f"pid {agent['pid']} on {agent['host']}, user {agent['user']}"
+    yield "record", str(view.standing.run.path)
+
+
+def _checkpoint_facts(view: RunView) -> Iterator[tuple[str, str]]:
+    record = view.record
+    if record["checkpoint_dir"] is None:
+        return
+    if view.latest is not None:
+        found = view.latest
+        age = duration(found.age_s)
+        yield "checkpoint", f"step {found.step}, {age} old ({found.format}): {found.path}"
+    elif view.latest_note is None:
+        yield "checkpoint", f"none yet in {record['checkpoint_dir']}"
+    if view.latest_note is not None:
+        yield ("" if view.latest else "checkpoint"), view.latest_note
+    used = record["checkpoint"]
+    if used is not None:
+        yield "resumed", f"round {record['round']} from step {used['step']}: {used['path']}"
+    else:
+        yield "resumed", f"round {record['round']} began without a checkpoint"
+
+
+def _restarts(record: Record) -> str:
+    restarts = record["restarts"]
+    used, allowed = restarts["used"], restarts["max"]
+    if restarts["budget"] == "lifetime":
+        return f"{used} ({allowed} allowed)"
+    without = restarts["without_progress"]
+    return f"{used}, of them {without} since the last progress ({allowed} allowed)"
+
+
+def _command(record: Record) -> list[str]:
+    # argv[0] is a path of the installation, or of __main__.py.
+    return ["elaunch", *record["argv"][1:]]
+
+
+def _workers(workers: Sequence[WorkerView]) -> Table:
+    columns = (
+        Column("rank", right=True),
+        Column("local_rank", right=True),
+        Column("pid", right=True),
+        Column("state"),
+        Column("CPU %", right=True),
+        Column("RSS", right=True),
+        Column("tree RSS", right=True),
+        Column("threads", right=True),
+        Column("exit"),
+    )
+    rows = [_worker_row(worker) for worker in sorted(workers, key=lambda w: w.record["rank"])]
+    # A column in which nobody has a value is left out: no usage after the end, no exit before it.
+    shown = [i for i in range(len(columns)) if i < 4 or any(r[i].text != NOTHING for r in rows)]
+    return Table(
+        tuple(columns[i] for i in shown), tuple(tuple(row[i] for i in shown) for row in rows)
+    )
+
+
+def _worker_row(worker: WorkerView) -> tuple[Cell, ...]:
+    record, used = worker.record, worker.usage
+    return (
+        Cell(str(record["rank"])),
+        Cell(str(record["local_rank"])),
+        Cell(_or_nothing(record["pid"])),
+        Cell(clean(worker.state), worker.state),
+        Cell(f"{used.cpu_percent:.0f}" if used else NOTHING),
+        Cell(memory(used.rss) if used else NOTHING),
+        Cell(memory(used.tree_rss) if used else NOTHING),
+        Cell(str(used.threads) if used else NOTHING),
+        Cell(clean(record["exit"] or NOTHING)),
+    )
+
+
+def _history(history: Sequence[RoundRecord], standing: Standing) -> Table:
+    columns = (
+        Column("round", right=True),
+        Column("started"),
+        Column("lasted", right=True),
+        Column("recovery", right=True),
+        Column("from step", right=True),
+        Column("reason", elastic=True),
+    )
+    rows = tuple(_round_row(entry, standing) for entry in history[-SHOWN_ROUNDS:])
+    return Table(columns, rows)
+
+
+def _round_row(entry: RoundRecord, standing: Standing) -> tuple[Cell, ...]:
+    until = entry["ended_at"]
+    if until is None and standing.live:
+        until = standing.taken_at
+    lasted = NOTHING if until is None else duration(max(0.0, until - entry["started_at"]))
+    recovery = entry["recovery_s"]
+    return (
+        Cell(str(entry["round"])),
+        Cell(moment(entry["started_at"], standing.taken_at)),
+        Cell(lasted),
+        Cell(NOTHING if recovery is None else f"{recovery:.3f} s"),
+        Cell(_or_nothing(entry["resumed_step"])),
+        Cell(clean(entry["reason"] or NOTHING)),
+    )
+
+
+def _or_nothing(value: object) -> str:
+    return NOTHING if value is None else str(value)

@@ -1,0 +1,140 @@
+"""Turns a page into text: plain for files and pipes, styled with rich for a terminal.
+
+Plain text is never wrapped or cut, whatever its width, so that ``grep`` and ``awk`` find whole
+lines. A terminal gets colours for states, and what is too long for it is folded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Final
+
+from elaunch.monitor.page import Column, Facts, Page, Paragraph, Part, Table, Title
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+INDENT: Final = "  "
+NARROW: Final = 100
+
+STYLES: Final = {
+    "RUNNING": "green",
+    "STARTING": "yellow",
+    "RESTARTING": "yellow",
+    "STOPPING": "yellow",
+    "STOPPED": "yellow",
+    "COMPLETED": "cyan",
+    "SUCCEEDED": "cyan",
+    "FAILED": "bold red",
+    "LOST": "bold red",
+    "GONE": "red",
+    "UNREADABLE": "red",
+}
+
+
+def plain(page: Page) -> str:
+    """Return the page as text without any escape sequence, ending with a newline."""
+    blocks: list[str] = []
+    for part in page:
+        text = "\n".join(line.rstrip() for line in _plain_lines(part))
+        # The cause belongs to the title; all other parts stand apart.
+        if isinstance(part, Paragraph) and blocks:
+            blocks[-1] += "\n" + text
+        else:
+            blocks.append(text)
+    return "\n\n".join(blocks) + "\n"
+
+
+def styled(page: Page, width: int) -> RenderableType:
+    """Return the page for a rich console of ``width`` columns."""
+    from rich.console import Group
+
+    parts: list[RenderableType] = []
+    for part in page:
+        if parts and not isinstance(part, Paragraph):
+            parts.append("")
+        parts.append(_styled_part(part, width))
+    return Group(*parts)
+
+
+def _plain_lines(part: Part) -> Iterator[str]:
+    if isinstance(part, Title):
+        yield INDENT.join(filter(None, [part.name, part.state.text, part.note]))
+    elif isinstance(part, Paragraph):
+        yield from (INDENT + line for line in part.lines)
+    elif isinstance(part, Facts):
+        width = max(len(name) for name, _ in part.pairs)
+        yield from (f"{INDENT}{name:<{width}}{INDENT}{value}" for name, value in part.pairs)
+    else:
+        yield from _plain_table(part)
+
+
+def _plain_table(table: Table) -> Iterator[str]:
+    rows = [tuple(column.name for column in table.columns)]
+    rows += [tuple(cell.text for cell in row) for row in table.rows]
+    widths = _widths(table)
+    for row in rows:
+        yield INDENT.join(
+            text.rjust(width) if column.right else text.ljust(width)
+            for text, width, column in zip(row, widths, table.columns, strict=True)
+        )
+
+
+def _widths(table: Table) -> list[int]:
+    return [
+        max(len(column.name), *(len(row[i].text) for row in table.rows))
+        for i, column in enumerate(table.columns)
+    ]
+
+
+def _styled_part(part: Part, width: int) -> RenderableType:
+    from rich.padding import Padding
+    from rich.text import Text
+
+    if isinstance(part, Title):
+        line = Text(part.name, style="bold")
+        line.append(f"{INDENT}{part.state.text}", style=STYLES.get(part.state.state, ""))
+        line.append(f"{INDENT}{part.note}", style="not bold")
+        return line
+    if isinstance(part, Paragraph):
+        return Padding(Text("\n".join(part.lines)), (0, 0, 0, len(INDENT)))
+    if isinstance(part, Facts):
+        return _styled_facts(part)
+    return _styled_table(part, width)
+
+
+def _styled_facts(facts: Facts) -> RenderableType:
+    from rich.padding import Padding
+    from rich.table import Table as Grid
+    from rich.text import Text
+
+    grid = Grid.grid(padding=(0, 2, 0, 0))
+    grid.add_column(no_wrap=True, style="dim")
+    grid.add_column(overflow="fold")
+    for name, value in facts.pairs:
+        grid.add_row(name, Text(value))
+    return Padding(grid, (0, 0, 0, len(INDENT)))
+
+
+def _styled_table(table: Table, width: int) -> RenderableType:
+    from rich.table import Table as Grid
+    from rich.text import Text
+
+    gap = 1 if width < NARROW else 2
+    grid = Grid(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="bold")
+    fits = sum(_widths(table)) + gap * (len(table.columns) - 1) <= width
+    shown = [i for i, column in enumerate(table.columns) if fits or not column.spare]
+    for column in (table.columns[i] for i in shown):
+        grid.add_column(Text(column.name), **_column_options(column))
+    for row in table.rows:
+        cells = (row[i] for i in shown)
+        grid.add_row(*(Text(cell.text, style=STYLES.get(cell.state, "")) for cell in cells))
+    return grid
+
+
+def _column_options(column: Column) -> dict[str, Any]:
+    return {
+        "justify": "right" if column.right else "left",
+        "no_wrap": not column.elastic,
+        "overflow": "fold",
+    }

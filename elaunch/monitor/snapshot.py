@@ -1,0 +1,139 @@
+"""One frozen reading of a run: how it stands, its workers' use of the machine, its checkpoints."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from elaunch.errors import ElaunchError, RunDirError
+from elaunch.monitor.standing import Standing, living, lost_reason, read_standing
+from elaunch.monitor.usage import SAMPLE_S, Measurement, Usage, measure, usage
+from elaunch.record import Record, WorkerRecord
+from elaunch.rundir import RunDir
+
+GONE: Final = "GONE"
+RUNNING: Final = "RUNNING"
+STARTING: Final = "STARTING"
+
+# The server ends the workers within 0.5 s of the agent's death.
+WORKERS_END_S: Final = 0.7
+RETRY_S: Final = 0.05
+
+
+@dataclass(frozen=True)
+class WorkerView:
+    """One worker: its record, its state as seen now, and what it takes while it runs."""
+
+    record: WorkerRecord
+    state: str
+    usage: Usage | None
+
+
+@dataclass(frozen=True)
+class LatestCheckpoint:
+    """The newest complete checkpoint now; ``age_s`` by its file's time of change."""
+
+    path: str
+    step: int
+    format: str
+    age_s: float
+
+
+@dataclass(frozen=True)
+class RunView:
+    """One reading of a run with its workers and checkpoints."""
+
+    standing: Standing
+    record: Record
+    workers: tuple[WorkerView, ...]
+    latest: LatestCheckpoint | None
+    latest_note: str | None
+    measurements: Mapping[int, Measurement]
+
+
+def take(run: RunDir, before: Mapping[int, Measurement] | None = None) -> RunView:
+    """Read the run now; raise RunDirError when neither agent nor file tells anything.
+
+    ``before`` are the measurements of the last reading; without them the CPU is sampled for 0.1 s.
+    """
+    standing = read_standing(run)
+    record = standing.record
+    if record is None:
+        raise RunDirError(standing.reason or f"nothing can be read in {run.path}")
+    if standing.agent == "gone":
+        standing = _settle(standing, record)
+    pids = _running(standing, record["workers"])
+    if not before or not pids <= before.keys():
+        before = _first_measurement(pids)
+    measurements = measure(pids)
+    used = usage(before, measurements)
+    latest, note = _latest_checkpoint(record, standing.taken_at)
+    return RunView(
+        standing=standing,
+        record=record,
+        workers=tuple(
+            WorkerView(worker, _state(worker, pids, standing), used.get(worker["pid"] or 0))
+            for worker in record["workers"]
+        ),
+        latest=latest,
+        latest_note=note,
+        measurements=measurements,
+    )
+
+
+def _settle(standing: Standing, record: Record) -> Standing:
+    """Give the workers of a killed agent the time in which they are ended before naming any."""
+    survivors = living(record["workers"])
+    if not survivors:
+        return standing
+    deadline = time.monotonic() + WORKERS_END_S
+    while survivors and time.monotonic() < deadline:
+        threading.Event().wait(RETRY_S)
+        survivors = living(survivors)
+    return replace(standing, reason=lost_reason(record["agent"], survivors))
+
+
+def _running(standing: Standing, workers: Sequence[WorkerRecord]) -> frozenset[int]:
+    """Return the pids of the workers that run and can be seen from here."""
+    if standing.agent == "elsewhere" or not standing.here:
+        return frozenset()
+    running = (worker for worker in workers if worker["state"] == RUNNING)
+    return frozenset(worker["pid"] for worker in living(running) if worker["pid"])
+
+
+def _state(worker: WorkerRecord, running: Collection[int], standing: Standing) -> str:
+    lost = worker["state"] in (STARTING, RUNNING) and worker["pid"] not in running
+    return GONE if lost and standing.agent in ("gone", "ended") else worker["state"]
+
+
+def _first_measurement(pids: Collection[int]) -> Mapping[int, Measurement]:
+    measurements = measure(pids)
+    if measurements:
+        threading.Event().wait(SAMPLE_S)
+    return measurements
+
+
+def _latest_checkpoint(record: Record, now: float) -> tuple[LatestCheckpoint | None, str | None]:
+    """Return the newest complete checkpoint, and what was passed over or went wrong."""
+    if record["checkpoint_dir"] is None:
+        return None, None
+    from elaunch.checkpoint.latest import find_latest
+
+    try:
+        search = find_latest(Path(record["checkpoint_dir"]), glob=record["checkpoint_glob"])
+        found = search.checkpoint
+        changed = found.path.stat().st_mtime if found else None
+    except (ElaunchError, OSError) as exc:
+        return None, f"cannot be looked for: {exc}"
+    note = None
+    if search.passed_over:
+        newest = search.passed_over[0]
+        note = f"passed over {newest.path.name}: {newest.reason}"
+    if found is None or changed is None:
+        return None, note
+    age_s = max(0.0, now - changed)
+    return LatestCheckpoint(str(found.path), found.step, found.format, age_s), note

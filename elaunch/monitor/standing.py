@@ -1,0 +1,180 @@
+"""How a run stands: what its agent says, or what it left, and whether it still lives.
+
+The agent is asked first. Where it does not answer, ``state.json`` is the last word, and the
+agent's process decides how to read it:
+
+===========  ===================================================================================
+agent        meaning
+===========  ===================================================================================
+answers      the reading is live
+silent       its process runs but has not answered in time; the reading is ``state.json``
+stopped      its process is suspended by a signal; the reading is ``state.json``
+gone         it was killed: a live state becomes LOST
+elsewhere    it runs on another host or in another container; the reading is ``state.json``
+ended        the state is final
+===========  ===================================================================================
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, Literal
+
+from elaunch.control import ask
+from elaunch.errors import RunDirError
+from elaunch.record import (
+    LIVE_STATES,
+    AgentRecord,
+    Record,
+    WorkerRecord,
+    check,
+    condition,
+    worker_is_alive,
+)
+from elaunch.rundir import RunDir, list_runs
+
+LOST: Final = "LOST"
+UNREADABLE: Final = "UNREADABLE"
+
+ANSWER_TIMEOUT_S: Final = 2.0
+LIST_TIMEOUT_S: Final = 0.5
+RETRY_S: Final = 0.05
+RECENT_RUNS: Final = 10
+
+AgentState = Literal["answers", "silent", "stopped", "gone", "elsewhere", "ended"]
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How a run stands: its record, and the state and reason after its agent was looked at.
+
+    ``record`` is None where none can be read; then the state is UNREADABLE and the reason says why.
+    """
+
+    run: RunDir
+    record: Record | None
+    state: str
+    reason: str | None
+    agent: AgentState
+    taken_at: float
+
+    @property
+    def live(self) -> bool:
+        """Whether the run goes on, as far as can be seen from here."""
+        return self.state in LIVE_STATES
+
+    @property
+    def here(self) -> bool:
+        """Whether the run is or was one of this machine, or nothing is known of it."""
+        return self.record is None or self.record["agent"]["host"] == os.uname().nodename
+
+    @property
+    def duration_s(self) -> float | None:
+        """Return how long the run has lasted in seconds; None where its end is not known."""
+        if self.record is None:
+            return None
+        until = self.taken_at if self.live else self.record["ended_at"]
+        return None if until is None else max(0.0, until - self.record["started_at"])
+
+
+def overview(environ: Mapping[str, str], everything: bool = False) -> tuple[Standing, ...]:
+    """Read how all runs stand, the newest first: those live here and the last that ended.
+
+    With ``everything`` also the older ones and those of other machines that share the directory.
+    """
+    standings = []
+    recent = 0
+    for run in list_runs(environ):
+        standing = read_standing(run, LIST_TIMEOUT_S)
+        if not everything and not standing.here and standing.agent != "answers":
+            continue
+        recent += not standing.live
+        if everything or standing.live or recent <= RECENT_RUNS:
+            standings.append(standing)
+    return tuple(standings)
+
+
+def read_standing(run: RunDir, timeout: float = ANSWER_TIMEOUT_S) -> Standing:
+    """Read how the run stands; its agent has ``timeout`` seconds to answer."""
+    deadline = time.monotonic() + timeout
+    while True:
+        standing = _look(run, max(deadline - time.monotonic(), RETRY_S))
+        # A living agent that nobody reaches may be between its last record and its end, or
+        # between its first record and its socket: look again.
+        if standing.agent != "silent" or time.monotonic() + RETRY_S > deadline:
+            return standing
+        threading.Event().wait(RETRY_S)
+
+
+def _look(run: RunDir, timeout: float) -> Standing:
+    written = _written(run)
+    if written.agent == "ended":
+        return written
+    try:
+        answer = ask(run.socket, {"op": "status"}, timeout)
+        record = check(answer, f"the answer of the agent at {run.socket}")
+    except OSError as exc:
+        return _unanswered(run, refused=isinstance(exc, ConnectionRefusedError))
+    except RunDirError as exc:
+        return replace(written, state=UNREADABLE, reason=str(exc), record=None)
+    return _standing(run, record, "answers" if record["state"] in LIVE_STATES else "ended")
+
+
+def _written(run: RunDir) -> Standing:
+    """Return the standing that state.json tells, before the agent is looked at."""
+    try:
+        record = run.read_state()
+    except RunDirError as exc:
+        return Standing(run, None, UNREADABLE, str(exc), "gone", time.time())
+    return _standing(run, record, "silent" if record["state"] in LIVE_STATES else "ended")
+
+
+def _unanswered(run: RunDir, refused: bool) -> Standing:
+    """Return the standing of a run whose agent did not answer; ``refused``: nobody listens."""
+    written = _written(run)
+    record = written.record
+    if record is None or written.agent == "ended":
+        return written
+    found = condition(record["agent"])
+    if found == "elsewhere" and refused and record["agent"]["host"] == os.uname().nodename:
+        # Another container of this machine: the socket is seen from here, its agent is not.
+        found = "gone"
+    match found:
+        case "gone" | "rebooted":
+            # It may have written its last record after that was read and before it ended.
+            final = _written(run)
+            if final.agent == "ended":
+                return final
+            reason = lost_reason(record["agent"], living(record["workers"]), found == "rebooted")
+            return replace(written, state=LOST, reason=reason, agent="gone")
+        case "stopped" | "elsewhere":
+            return replace(written, agent=found)
+        case _:
+            return written
+
+
+def _standing(run: RunDir, record: Record, agent: AgentState) -> Standing:
+    return Standing(run, record, record["state"], record["reason"], agent, time.time())
+
+
+def living(workers: Iterable[WorkerRecord]) -> tuple[WorkerRecord, ...]:
+    """Return the workers whose processes still run on this machine."""
+    return tuple(worker for worker in workers if worker_is_alive(worker))
+
+
+def lost_reason(
+    agent: AgentRecord, survivors: Sequence[WorkerRecord], rebooted: bool = False
+) -> str:
+    """Say why a run is LOST and which of its workers are still there."""
+    who = f"the agent (pid {agent['pid']})"
+    if rebooted:
+        return f"{who} ended when the machine was restarted, and its workers with it"
+    gone = f"{who} is gone without a word: it was killed"
+    if not survivors:
+        return f"{gone}; its workers were ended with it"
+    names = ", ".join(f"rank {worker['rank']} (pid {worker['pid']})" for worker in survivors)
+    return f"{gone}; still running: {names}"

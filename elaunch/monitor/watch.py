@@ -1,0 +1,94 @@
+"""Readings one after the other, until what is watched has ended.
+
+A :class:`Reading` knows its page and its document. On a terminal each reading replaces the last;
+elsewhere one is printed when something changed, measured amounts and ages apart.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from elaunch.monitor.document import list_document, run_document
+from elaunch.monitor.page import Page, list_page, run_page
+from elaunch.monitor.snapshot import RunView, take
+from elaunch.monitor.standing import overview
+from elaunch.monitor.usage import Measurement
+from elaunch.rundir import RunDir
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One reading: for people, for programs, what a change of it is, whether it goes on."""
+
+    page: Page
+    document: Any
+    gist: object
+    live: bool
+    measurements: Mapping[int, Measurement] = field(default_factory=dict)
+
+
+Read = Callable[[Reading | None], Reading]
+
+
+def run_reader(run: RunDir) -> Read:
+    """Return what reads one run; CPU is measured from one reading to the next."""
+
+    def read(last: Reading | None) -> Reading:
+        view = take(run, last.measurements if last else None)
+        return Reading(
+            run_page(view), run_document(view), _gist(view), view.standing.live, view.measurements
+        )
+
+    return read
+
+
+def list_reader(environ: Mapping[str, str], everything: bool) -> Read:
+    """Return what reads all runs."""
+
+    def read(last: Reading | None) -> Reading:
+        standings = overview(environ, everything)
+        gist = tuple(
+            (s.run, s.state, s.agent, s.reason, s.record and s.record["round"]) for s in standings
+        )
+        live = any(standing.live for standing in standings)
+        return Reading(list_page(standings, everything), list_document(standings), gist, live)
+
+    return read
+
+
+def watch(read: Read, interval: float) -> Iterator[Reading]:
+    """Yield a reading every ``interval`` seconds; the last is the first that is not live."""
+    reading = read(None)
+    yield reading
+    while reading.live:
+        threading.Event().wait(interval)
+        reading = read(reading)
+        yield reading
+
+
+def changes(readings: Iterator[Reading]) -> Iterator[Reading]:
+    """Yield the first reading, and each whose gist is not that of the one before."""
+    last = None
+    for reading in readings:
+        if last is None or reading.gist != last.gist:
+            yield reading
+        last = reading
+
+
+def _gist(view: RunView) -> object:
+    standing, record = view.standing, view.record
+    workers = tuple((w.record["pid"], w.state, w.record["exit"]) for w in view.workers)
+    latest = view.latest and (view.latest.path, view.latest.step)
+    restarts = tuple(record["restarts"].items())
+    return (
+        standing.state,
+        standing.agent,
+        standing.reason,
+        record["round"],
+        restarts,
+        workers,
+        latest,
+    )

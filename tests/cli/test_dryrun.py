@@ -1,0 +1,106 @@
+"""``--dry-run``: what is shown, what is hidden, and that nothing starts."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from elaunch.cli import dryrun
+from tests.config.resolving import Job
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    """Return a directory with a script to resolve command lines in."""
+    return Job(tmp_path)
+
+
+def plain(job: Job, line: str, capsys: pytest.CaptureFixture[str], **environ: str) -> str:
+    """Return what a dry run prints where there is no terminal."""
+    dryrun.show(job.settings(line, **environ), environ)
+    return capsys.readouterr().out
+
+
+def test_the_command_and_a_row_for_each_worker(
+    job: Job, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Plain text, one line each."""
+    out = plain(job, "--nproc 2 --rdzv-id 7 train.py --tag a$b", capsys)
+    assert f"command:     {sys.executable} -u train.py --tag 'a$b'\n" in out
+    assert "run id:      7\n" in out
+    assert "  WORLD_SIZE=2\n" in out and "  OMP_NUM_THREADS=1\n" in out
+    assert "  MASTER_PORT=(a free port in each round)\n" in out
+    rows = [line.split() for line in out.splitlines()[-3:]]
+    assert rows == [
+        ["rank", "local_rank", "devices", "logs"],
+        ["0", "0", "all", "attempt_0/0/"],
+        ["1", "1", "all", "attempt_0/1/"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "command"),
+    [
+        ("-m train x", f"{sys.executable} -u -m train x"),
+        ("--no-python /bin/sh -c true", "/bin/sh -c true"),
+    ],
+)
+def test_the_command_of_each_mode(job: Job, line: str, command: str) -> None:
+    """As it could be typed."""
+    assert dryrun.command(job.settings(line)) == command
+
+
+def test_secrets_are_hidden(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    """The job file's variables are shown, but not those that look like a secret."""
+    job.write(
+        "j.yaml",
+        "entrypoint: train.py\n"
+        "environment: {WANDB_API_KEY: abc123, HF_TOKEN: def456, MODE: fast}\n",
+    )
+    out = plain(job, "-f j.yaml", capsys)
+    assert "  WANDB_API_KEY=(hidden)\n  HF_TOKEN=(hidden)\n  MODE=fast\n" in out
+    assert "abc123" not in out and "def456" not in out
+
+
+def test_one_device_for_each_worker(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    """With --virtual-local-rank."""
+    line = "--virtual-local-rank --nproc 2 train.py"
+    out = plain(job, line, capsys, CUDA_VISIBLE_DEVICES="4,7")
+    assert [row.split()[2] for row in out.splitlines()[-2:]] == ["4", "7"]
+
+
+def test_the_checkpoint_directory_is_shown(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    """And that the choice is made at the start."""
+    out = plain(job, "--checkpoint-dir ck train.py", capsys)
+    assert f"checkpoints: {job.directory / 'ck'}\n" in out
+    assert "  ELAUNCH_RESUME_FROM=(chosen at the start)\n" in out
+
+
+@pytest.mark.parametrize("no_color", ["", "1"])
+def test_a_terminal_gets_a_table(job: Job, no_color: str) -> None:
+    """Unless NO_COLOR is set."""
+    environ = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR")}
+    environ |= {"TERM": "xterm-256color", "COLUMNS": "120", "NO_COLOR": no_color}
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "elaunch", "run", "--dry-run", "train.py"],
+        cwd=job.directory,
+        env=environ,
+        stdout=theirs,
+    )
+    os.close(theirs)
+    out = b""
+    try:
+        while chunk := os.read(ours, 4096):
+            out += chunk
+    except OSError:  # the end of a terminal
+        pass
+    os.close(ours)
+    assert process.wait(30) == 0
+    assert b"local_rank" in out
+    assert (b"\x1b[" in out) is (not no_color)

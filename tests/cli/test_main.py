@@ -1,0 +1,114 @@
+"""The command ``elaunch`` as a process: answers, errors, exit codes, and how soon they come."""
+
+from __future__ import annotations
+
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from elaunch import __version__
+from elaunch.cli import execute
+
+
+def elaunch(*args: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run the command in a process of its own."""
+    clean = {name: text for name, text in os.environ.items() if not name.startswith("PET_")}
+    return subprocess.run(
+        [sys.executable, "-m", "elaunch", *args],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        cwd=cwd,
+        env=clean,
+    )
+
+
+def test_version_and_help() -> None:
+    """Both end with 0 and say nothing on stderr."""
+    done = elaunch("--version")
+    assert (done.returncode, done.stdout, done.stderr) == (
+        0,
+        f"elaunch, version {__version__}\n",
+        "",
+    )
+    done = elaunch("run", "--help")
+    assert done.returncode == 0 and "--nproc-per-node" in done.stdout and not done.stderr
+    assert "run" in elaunch("--help").stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["rnu"], "no command 'rnu'; did you mean 'run'?"),
+        (["train.py"], "did you mean 'elaunch run train.py'?"),
+        (["frobnicate"], "the commands are run, status"),
+        (["run", "--nproc-pr-node", "2", "x.py"], "--nproc-per-node"),
+        (["run", "--log=x", "x.py"], "--log is ambiguous: --log-dir, --logs-specs"),
+        (["run", "--role"], "--role needs a value"),
+        (["run", "--max-restarts", "x", "x.py"], "--max-restarts: 'x' is not a whole number"),
+        (["run", "no-such-script.py"], "script 'no-such-script.py' does not exist"),
+        (["run"], "nothing to start"),
+        (["--verion"], "--version"),
+    ],
+)
+def test_usage_errors_end_with_2(
+    args: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One message on stderr, nothing on stdout, no traceback."""
+    assert execute(args) == 2
+    out, err = capsys.readouterr()
+    assert not out and message in err and "Traceback" not in err
+
+
+def test_notices_are_printed_on_stderr(tmp_path: Path) -> None:
+    """Each on one line, before anything starts."""
+    (tmp_path / "s.py").write_text("")
+    done = elaunch("run", "--dry-run", "--monitor-interval", "1", "s.py", cwd=tmp_path)
+    assert done.returncode == 0
+    assert done.stderr.startswith("elaunch: note: --monitor-interval has no effect")
+
+
+@pytest.mark.parametrize(
+    ("args", "code"), [(["--version"], 0), (["run", "--help"], 0), (["run", "--nope"], 2)]
+)
+def test_answers_come_at_once(args: list[str], code: int) -> None:
+    """0.15 s is what is promised on an idle machine; a busy one is given more."""
+    took = []
+    for _ in range(5):
+        start = time.perf_counter()
+        assert elaunch(*args).returncode == code
+        took.append(time.perf_counter() - start)
+    assert min(took) < 0.3, statistics.median(took)
+
+
+def test_what_is_imported_for_an_answer() -> None:
+    """Nothing heavy: the reason why answers come at once."""
+    code = (
+        "import sys; from elaunch.cli import execute; execute(['run', '--nope']);"
+        "print([m for m in ('torch', 'rich', 'psutil', 'yaml', 'elaunch.agent.main') "
+        "if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    assert done.stdout == "[]\n"
+
+
+def test_an_interrupt_before_anything_starts_is_130(tmp_path: Path) -> None:
+    """No traceback: here while the job file is read, from a FIFO that nobody writes."""
+    fifo = tmp_path / "job.yaml"
+    os.mkfifo(fifo)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "elaunch", "run", "-f", str(fifo)],
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    writer = os.open(fifo, os.O_WRONLY)  # returns once elaunch has opened it to read
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    os.close(writer)
+    assert (process.returncode, err.strip()) == (130, b"")

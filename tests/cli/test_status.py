@@ -1,0 +1,289 @@
+"""``elaunch status`` as a command: output to pipes and terminals, errors, exit codes."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.launching import wait_until
+from tests.monitor.conftest import Play, environ, play
+from tests.monitor.playing import final
+
+__all__ = ["environ", "play"]
+
+ROOT = Path(__file__).parent.parent.parent
+COMMAND = [sys.executable, "-m", "elaunch", "status"]
+
+
+def run(environ: dict[str, str], *args: str) -> subprocess.CompletedProcess[str]:
+    """Run the command with pipes for its output."""
+    return subprocess.run(
+        [*COMMAND, *args], env=environ, capture_output=True, text=True, timeout=60, cwd=ROOT
+    )
+
+
+class Terminal:
+    """The command on a terminal of its own."""
+
+    def __init__(self, environ: dict[str, str], *args: str, columns: int = 80) -> None:
+        self._fd, terminal = pty.openpty()
+        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
+        self.process = subprocess.Popen(
+            [*COMMAND, *args],
+            env={"TERM": "xterm-256color"} | environ,
+            stdin=terminal,
+            stdout=terminal,
+            stderr=terminal,
+            start_new_session=True,
+            cwd=ROOT,
+        )
+        os.close(terminal)
+        self.text = ""
+
+    def read(self, seconds: float) -> None:
+        """Take what is written within ``seconds``, less if there is something at once."""
+        if select.select([self._fd], [], [], seconds)[0]:
+            try:
+                self.text += os.read(self._fd, 1 << 16).decode()
+            except OSError:
+                time.monotonic()
+
+    def wait_for(self, pattern: str) -> None:
+        """Wait until the output matches."""
+
+        def seen() -> bool:
+            self.read(0.05)
+            return re.search(pattern, self.text) is not None
+
+        wait_until(seen, 30, f"{pattern!r} on the terminal")
+
+    def ended(self) -> int:
+        """Wait for the end, return the exit code."""
+
+        def over() -> bool:
+            self.read(0.05)
+            return self.process.poll() is not None
+
+        wait_until(over, 30, "the command ends")
+        self.read(0)
+        os.close(self._fd)
+        return self.process.returncode
+
+
+def test_no_runs(environ: dict[str, str]) -> None:
+    done = run(environ)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "No run of this user is recorded" in done.stdout
+    assert run(environ, "--json").stdout == "[]\n"
+
+
+def test_the_list_and_one_run_on_a_pipe(play: Play, environ: dict[str, str]) -> None:
+    agent = play(2)
+    done = run(environ)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.search(r"^train-3fa2c1 +RUNNING +0 +0/3 +2 ", done.stdout, re.M)
+    done = run(environ, "train")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("train-3fa2c1  RUNNING  for ")
+    assert "\x1b" not in done.stdout
+    agent.kill()
+    done = run(environ, "train-3fa2c1")
+    assert done.returncode == 0
+    assert done.stdout.startswith("train-3fa2c1  LOST\n  the agent (pid ")
+
+
+def test_json(play: Play, environ: dict[str, str]) -> None:
+    agent = play(1)
+    assert [entry["run_id"] for entry in json.loads(run(environ, "--json").stdout)] == [
+        "train-3fa2c1"
+    ]
+    document = json.loads(run(environ, "train", "--json").stdout)
+    assert document["workers"][0]["rss_bytes"] > 0
+    assert document["dir"] == str(agent.run.path)
+
+
+def test_an_unknown_run(play: Play, environ: dict[str, str]) -> None:
+    done = run(environ, "train-3fa2c2")
+    assert (done.returncode, done.stdout) == (2, "")
+    play(0)
+    done = run(environ, "train-3fa2c2")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "elaunch: error: there is no run 'train-3fa2c2'; the nearest: train-3fa2c1\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--interval", "2"], "--interval 2 has an effect only with --watch"),
+        (["--watch", "--interval", "0"], "'--interval'"),
+        (["--all", "train"], "leave out RUN 'train'"),
+        (["--jsn"], "--json"),
+    ],
+)
+def test_flags_without_effect_are_refused(
+    environ: dict[str, str], args: list[str], message: str
+) -> None:
+    done = run(environ, *args)
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+def test_an_unreadable_record(play: Play, environ: dict[str, str]) -> None:
+    agent = play(0)
+    agent.kill()
+    agent.run.state_file.write_text('{"schema": 9}')
+    done = run(environ, "train")
+    assert done.returncode == 73
+    assert "its schema is 9, this version reads 1" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "UNREADABLE" in run(environ).stdout
+
+
+def test_output_that_the_encoding_cannot_hold(play: Play, environ: dict[str, str]) -> None:
+    play(0, reason="naïve → \udcff", run_id="läuft")
+    done = run(environ | {"PYTHONIOENCODING": "ascii"}, "läuft")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "na\\xefve \\u2192 \\udcff" in done.stdout
+
+
+def test_a_reader_that_goes_away(play: Play, environ: dict[str, str]) -> None:
+    play(0)
+    read_end, write_end = os.pipe()
+    process = subprocess.Popen(
+        [*COMMAND, "--json"], env=environ, stdout=write_end, stderr=subprocess.PIPE, cwd=ROOT
+    )
+    os.close(write_end)
+    os.close(read_end)
+    assert b"Traceback" not in process.communicate(timeout=30)[1]
+
+
+def test_watching_on_a_pipe_prints_changes_until_the_end(
+    play: Play, environ: dict[str, str]
+) -> None:
+    agent = play(1)
+    command = [*COMMAND, "train", "--watch", "--json", "--interval", "0.1"]
+    with subprocess.Popen(
+        command, env=environ, stdout=subprocess.PIPE, text=True, cwd=ROOT
+    ) as process:
+        assert process.stdout is not None
+        assert json.loads(process.stdout.readline())["state"] == "RUNNING"
+        agent.write(state="RESTARTING")
+        assert json.loads(process.stdout.readline())["state"] == "RESTARTING"
+        agent.end(**final("FAILED", agent.record(), exit_code=3))
+        assert json.loads(process.stdout.readline())["state"] == "FAILED"
+        assert process.stdout.read() == ""
+        assert process.wait(30) == 0
+
+
+def test_watching_what_has_ended_shows_it_once(play: Play, environ: dict[str, str]) -> None:
+    agent = play(0)
+    agent.end(**final("STOPPED", agent.record(), exit_code=143))
+    done = run(environ, "train", "--watch")
+    assert done.returncode == 0
+    assert done.stdout.count("STOPPED  exit code 143") == 1
+
+
+def test_watching_on_a_terminal(play: Play, environ: dict[str, str]) -> None:
+    agent = play(1)
+    terminal = Terminal(environ, "train", "--watch", "--interval", "0.1")
+    terminal.wait_for(r"RUNNING")
+    terminal.wait_for(r"for \d")
+    agent.end(**final("COMPLETED", agent.record(), exit_code=0))
+    assert terminal.ended() == 0
+    assert "COMPLETED" in terminal.text
+    assert terminal.text.count("\x1b[?25l") == terminal.text.count("\x1b[?25h") == 1
+
+
+@pytest.mark.parametrize("args", [["train", "--watch"], ["--watch"]])
+def test_interrupting_a_watch_is_quiet(
+    play: Play, environ: dict[str, str], args: list[str]
+) -> None:
+    play(1)
+    terminal = Terminal(environ, *args, "--interval", "0.1")
+    terminal.wait_for("RUNNING")
+    os.kill(terminal.process.pid, signal.SIGINT)
+    assert terminal.ended() == 130
+    assert "Traceback" not in terminal.text and "Aborted" not in terminal.text
+    assert terminal.text.count("\x1b[?25h") == 1
+
+
+def test_interrupting_a_watch_on_a_pipe_is_quiet(play: Play, environ: dict[str, str]) -> None:
+    play(1)
+    with subprocess.Popen(
+        [*COMMAND, "train", "--watch"],
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 130
+        assert process.stderr.read() == ""
+
+
+@pytest.mark.parametrize(
+    ("variables", "coloured"),
+    [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)],
+)
+def test_colours(
+    play: Play, environ: dict[str, str], variables: dict[str, str], coloured: bool
+) -> None:
+    agent = play(0)
+    agent.kill()
+    terminal = Terminal(environ | variables, "train")
+    assert terminal.ended() == 0
+    assert ("\x1b[1;31m" in terminal.text) is coloured
+    assert "LOST" in terminal.text
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_lines_fit_the_terminal(play: Play, environ: dict[str, str], columns: int) -> None:
+    play(2, reason="rank 1 was killed by SIGKILL; " * 6)
+    for args in ([], ["train"]):
+        terminal = Terminal(environ | {"NO_COLOR": "1"}, *args, columns=columns)
+        assert terminal.ended() == 0
+        text = re.sub(r"\x1b\[[0-9;]*m", "", terminal.text)
+        assert max(len(line) for line in text.splitlines()) <= columns
+
+
+def test_rich_and_psutil_are_imported_only_where_they_are_needed(
+    play: Play, environ: dict[str, str]
+) -> None:
+    agent = play(0)
+    agent.kill()
+    code = (
+        "import sys\nfrom elaunch.cli.status import status\n"
+        "try:\n    status(sys.argv[1:])\nexcept SystemExit:\n"
+        "    print({'rich', 'psutil', 'torch', 'yaml', 'tempfile'} & set(sys.modules))"
+    )
+
+    def loaded(*args: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-c", code, *args],
+            env=environ,
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+        )
+        return done.stdout.splitlines()[-1]
+
+    assert loaded("--help") == "set()"
+    assert loaded("train") == "{'tempfile'}"

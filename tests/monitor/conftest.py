@@ -1,0 +1,29 @@
+"""A state directory of the test alone, and agents that are played in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.launching import clean_environment
+from tests.monitor.playing import PlayedAgent
+
+Play = Callable[..., PlayedAgent]
+
+
+@pytest.fixture
+def environ(tmp_path: Path) -> dict[str, str]:
+    """Return the environment of commands and played agents."""
+    (tmp_path / "tmp").mkdir()
+    directory = str(tmp_path / "tmp")
+    return clean_environment(tmp_path / "state") | {"TMPDIR": directory, "HOME": str(tmp_path)}
+
+
+@pytest.fixture
+def play(environ: dict[str, str]) -> Iterator[Play]:
+    """Start played agents, ``play(workers=2, **record)``; they end with the test."""
+    with ExitStack() as stack:
+        yield lambda *args, **record: stack.enter_context(PlayedAgent(environ, *args, **record))

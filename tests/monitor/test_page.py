@@ -1,0 +1,222 @@
+"""elaunch.monitor.page and render: what is shown for one run and for several."""
+
+from __future__ import annotations
+
+import io
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from rich.console import Console
+
+from elaunch.monitor.page import Table, list_page, run_page
+from elaunch.monitor.render import plain, styled
+from elaunch.monitor.snapshot import LatestCheckpoint, RunView, WorkerView
+from elaunch.monitor.standing import AgentState, Standing
+from elaunch.monitor.usage import Usage
+from elaunch.record import Record
+from elaunch.rundir import RunDir
+from tests.monitor.played_agent import new_record
+
+NOW = time.mktime((2026, 11, 21, 12, 0, 0, 0, 0, -1))
+FAILURE = {
+    "schema": 1,
+    "host": "node0",
+    "round": 2,
+    "seconds_into_round": 4.23,
+    "first": {
+        "rank": 1,
+        "local_rank": 1,
+        "pid": 4711,
+        "ended": "exited with code 7",
+        "message": "RuntimeError: boom\nsecond line \x1b[31m",
+        "explanation": "It ran out of luck.",
+    },
+}
+
+
+def viewed(
+    path: Path, state: str = "RUNNING", agent: AgentState = "answers", **changes: Any
+) -> RunView:
+    """Return a view of a run of two workers as it might be taken at NOW."""
+    run = RunDir(path)
+    changes = {"started_at": NOW - 192, "reason": None} | changes
+    record = cast("Record", new_record(run, "train-3fa2c1", [101, 102]) | changes)
+    record["agent"] = {"pid": 99, "create_time": NOW, "host": "node0", "user": "ada"}
+    standing = Standing(run, record, state, record["reason"], agent, NOW)
+    used = Usage(98.7, 612 << 20, 9, 150.0, 1288 << 20)
+    live = used if standing.live else None
+    workers = tuple(WorkerView(worker, worker["state"], live) for worker in record["workers"])
+    return RunView(standing, record, workers, None, None, {})
+
+
+def drawn(page: Any, width: int) -> str:
+    """Return what a terminal of ``width`` columns without colours shows."""
+    file = io.StringIO()
+    console = Console(file=file, width=width, color_system=None)
+    console.print(styled(page, width))
+    return file.getvalue()
+
+
+def test_a_running_run(tmp_path: Path) -> None:
+    view = viewed(
+        tmp_path,
+        reason="rank 1 was killed by SIGKILL",
+        round=1,
+        restarts={"used": 1, "without_progress": 0, "max": 3, "budget": "progress"},
+        checkpoint_dir="/c",
+        checkpoint={"path": "/c/step_20.pt", "step": 20, "format": "torch.save"},
+    )
+    view = replace(view, latest=LatestCheckpoint("/c/step_40.pt", 40, "torch.save", 12.3))
+    text = plain(run_page(view))
+    lines = text.splitlines()
+    assert lines[0] == "train-3fa2c1  RUNNING  for 3m 12s"
+    assert lines[1] == "  rank 1 was killed by SIGKILL"
+    assert "  restarts    1, of them 0 since the last progress (3 allowed)" in lines
+    assert "  checkpoint  step 40, 12 s old (torch.save): /c/step_40.pt" in lines
+    assert "  resumed     round 1 from step 20: /c/step_20.pt" in lines
+    assert "rank  local_rank  pid  state    CPU %      RSS  tree RSS  threads" in lines
+    assert "   0           0  101  RUNNING     99  612 MiB  1.26 GiB        9" in lines
+    assert lines == [line.rstrip() for line in lines]
+
+
+def test_the_cause_of_a_failure_comes_first(tmp_path: Path) -> None:
+    (tmp_path / "failure-2.txt").touch()
+    view = viewed(
+        tmp_path,
+        "FAILED",
+        "ended",
+        round=2,
+        reason="rank 1 exited with code 7; no restart is left",
+        exit_code=7,
+        ended_at=NOW - 2,
+        failure=FAILURE,
+    )
+    lines = plain(run_page(view)).splitlines()
+    assert lines[:6] == [
+        "train-3fa2c1  FAILED  exit code 7",
+        "  rank 1 exited with code 7; no restart is left",
+        "  rank 1 (local_rank 1, pid 4711) on node0 exited with code 7, 4.2 s into round 2",
+        "  RuntimeError: boom",
+        "  second line \\x1b[31m",
+        "  It ran out of luck.",
+    ]
+    assert f"  report      {tmp_path}/failure-2.txt" in lines
+
+
+def test_a_failure_of_an_earlier_round_is_not_the_cause(tmp_path: Path) -> None:
+    view = viewed(tmp_path, "FAILED", "ended", round=3, reason="out of luck", failure=FAILURE)
+    assert "boom" not in plain(run_page(view))
+
+
+@pytest.mark.parametrize("failure", [{}, {"first": None}, {"first": {"rank": 1}}, {"round": 0}])
+def test_a_report_of_another_schema_does_no_harm(tmp_path: Path, failure: dict[str, Any]) -> None:
+    view = viewed(tmp_path, "FAILED", "ended", reason="rank 1 failed", failure=failure)
+    assert "\n  rank 1 failed\n\n" in plain(run_page(view))
+
+
+@pytest.mark.parametrize(
+    ("agent", "note"),
+    [
+        ("silent", "(agent does not answer)"),
+        ("stopped", "(agent is suspended by a signal; `kill -CONT 99` resumes it)"),
+        ("elsewhere", "(on node0; not checked from here)"),
+    ],
+)
+def test_doubts_about_the_agent_are_in_the_title(
+    tmp_path: Path, agent: AgentState, note: str
+) -> None:
+    title = plain(run_page(viewed(tmp_path, agent=agent))).splitlines()[0]
+    assert title == f"train-3fa2c1  RUNNING  {note} for 3m 12s"
+
+
+def test_rounds_are_shown_from_the_second_on_and_the_last_ten(tmp_path: Path) -> None:
+    def rounds(count: int) -> list[dict[str, Any]]:
+        return [
+            {
+                "round": number,
+                "reason": f"because {number}" if number else None,
+                "started_at": NOW - 100 + number,
+                "ended_at": None if number == count - 1 else NOW - 99 + number,
+                "recovery_s": 0.0517 if number else None,
+                "resumed_step": 20 if number else None,
+            }
+            for number in range(count)
+        ]
+
+    assert "recovery" not in plain(run_page(viewed(tmp_path, history=rounds(1))))
+    lines = plain(run_page(viewed(tmp_path, history=rounds(14)))).splitlines()
+    shown = [line.split() for line in lines if "because" in line]
+    assert [row[0] for row in shown] == [str(number) for number in range(4, 14)]
+    assert shown[0] == ["4", "11:58:24", "1.0", "s", "0.052", "s", "20", "because", "4"]
+    assert shown[-1][2:4] == ["1m", "27s"]
+
+
+def test_a_lifetime_budget(tmp_path: Path) -> None:
+    restarts = {"used": 2, "without_progress": 1, "max": 3, "budget": "lifetime"}
+    assert "  restarts    2 (3 allowed)\n" in plain(run_page(viewed(tmp_path, restarts=restarts)))
+
+
+def test_a_command_is_shown_so_that_a_shell_takes_it(tmp_path: Path) -> None:
+    command = "  command  elaunch run --nproc-per-node 2 train.py --name 'a b'\n"
+    assert command in plain(run_page(viewed(tmp_path)))
+
+
+def test_columns_without_values_are_left_out(tmp_path: Path) -> None:
+    tables = [p for p in run_page(viewed(tmp_path, "LOST", "gone")) if isinstance(p, Table)]
+    assert [c.name for c in tables[0].columns] == ["rank", "local_rank", "pid", "state"]
+
+
+def test_the_list(tmp_path: Path) -> None:
+    one = viewed(tmp_path / "train-3fa2c1").standing
+    two = viewed(tmp_path / "train-3fa2c1.2", "LOST", "gone", entrypoint="/a/b/long.py").standing
+    torn = Standing(RunDir(tmp_path / "torn"), None, "UNREADABLE", "why", "gone", NOW)
+    lines = plain(list_page([one, replace(two, agent="gone"), torn], False)).splitlines()
+    head = "run             state       round  restarts  world size  started   duration  script"
+    assert lines == [
+        head,
+        "train-3fa2c1.1  RUNNING         0       0/3           2  11:56:48    3m 12s  train.py",
+        "train-3fa2c1.2  LOST            0       0/3           2  11:56:48         -  long.py",
+        "torn            UNREADABLE      -         -           -  -                -  -",
+    ]
+
+
+def test_no_runs() -> None:
+    text = plain(list_page([], False))
+    assert text == "  No run of this user is recorded on this machine.\n"
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_nothing_is_wider_than_the_terminal(tmp_path: Path, width: int) -> None:
+    view = viewed(
+        tmp_path / ("x" * 90),
+        "FAILED",
+        "ended",
+        reason="rank 1 was killed by SIGKILL; " * 5,
+        failure=FAILURE,
+        entrypoint="/data/" + "y" * 100,
+    )
+    for page in (run_page(view), list_page([view.standing] * 3, False)):
+        lines = drawn(page, width).splitlines()
+        assert max(len(line) for line in lines) <= width
+
+
+def test_eighty_columns_hold_the_list_and_the_workers_without_folding(tmp_path: Path) -> None:
+    view = viewed(tmp_path)
+    assert len(drawn(list_page([view.standing], False), 80).splitlines()) == 2
+    lines = drawn(run_page(view), 80).splitlines()
+    assert "rank local_rank pid state   CPU %     RSS tree RSS threads" in [
+        line.rstrip() for line in lines
+    ]
+    assert "script" in drawn(list_page([view.standing], False), 120)
+
+
+def test_states_are_coloured_and_text_is_never_markup(tmp_path: Path) -> None:
+    view = viewed(tmp_path, "FAILED", "ended", reason="[bold]not markup[/bold]")
+    file = io.StringIO()
+    console = Console(file=file, width=80, force_terminal=True, color_system="standard")
+    console.print(styled(run_page(view), 80))
+    assert "\x1b[1;31m  FAILED\x1b[0m" in file.getvalue()
+    assert "[bold]not markup[/bold]" in file.getvalue()

@@ -1,0 +1,119 @@
+"""elaunch.monitor.snapshot: workers and checkpoints of played runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from elaunch.errors import RunDirError
+from elaunch.monitor.document import list_document, run_document
+from elaunch.monitor.snapshot import take
+from elaunch.monitor.standing import overview
+from elaunch.record import worker_is_alive
+from elaunch.rundir import create
+from tests.launching import wait_until
+from tests.monitor.conftest import Play
+from tests.monitor.playing import final
+
+
+def save(path: Path, age_s: float) -> None:
+    """Write what looks like a file of torch.save, changed ``age_s`` seconds ago."""
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", "x")
+    changed = path.stat().st_mtime - age_s
+    os.utime(path, (changed, changed))
+
+
+def test_running_workers_are_measured(play: Play) -> None:
+    view = take(play(2).run)
+    assert [worker.state for worker in view.workers] == ["RUNNING", "RUNNING"]
+    for worker in view.workers:
+        assert worker.usage is not None
+        assert worker.usage.rss > 1 << 20
+        assert worker.usage.threads == 1
+    again = take(view.standing.run, view.measurements)
+    assert again.measurements.keys() == view.measurements.keys()
+
+
+def test_workers_of_a_killed_agent_are_gone(play: Play) -> None:
+    agent = play(2)
+    agent.kill()
+    workers = agent.record()["workers"]
+    wait_until(lambda: not any(worker_is_alive(worker) for worker in workers), 30)
+    view = take(agent.run)
+    assert view.standing.state == "LOST"
+    assert [(worker.state, worker.usage) for worker in view.workers] == [("GONE", None)] * 2
+    assert view.standing.reason is not None
+    assert view.standing.reason.endswith("its workers were ended with it")
+
+
+def test_workers_that_ended_keep_their_exits(play: Play) -> None:
+    agent = play(2)
+    agent.end(**final("COMPLETED", agent.record(), exit_code=0))
+    view = take(agent.run)
+    assert [(w.state, w.record["exit"], w.usage) for w in view.workers] == [
+        ("SUCCEEDED", "exit code 0", None)
+    ] * 2
+
+
+def test_workers_that_an_aborted_agent_left_in_its_record_are_gone(play: Play) -> None:
+    agent = play(1)
+    agent.end(state="FAILED", ended_at=agent.record()["started_at"] + 1)
+    assert [worker.state for worker in take(agent.run).workers] == ["GONE"]
+
+
+def test_the_newest_checkpoint_is_found_live(play: Play, tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    root.mkdir()
+    resumed = {"path": str(root / "step_20.pt"), "step": 20, "format": "torch.save"}
+    agent = play(0, checkpoint_dir=str(root), checkpoint_glob="step_*.pt", checkpoint=resumed)
+    assert take(agent.run).latest is None
+    save(root / "step_20.pt", 90)
+    save(root / "step_40.pt", 30)
+    latest = take(agent.run).latest
+    assert latest is not None
+    assert (latest.path, latest.step) == (str(root / "step_40.pt"), 40)
+    assert latest.age_s == pytest.approx(30, abs=10)
+    (root / "step_60.pt").write_bytes(b"PK torn")
+    view = take(agent.run)
+    assert view.latest is not None and view.latest.step == 40
+    assert view.latest_note is not None and "passed over step_60.pt" in view.latest_note
+
+
+def test_a_checkpoint_directory_that_cannot_be_searched(play: Play, tmp_path: Path) -> None:
+    view = take(play(0, checkpoint_dir=str(tmp_path), checkpoint_glob="../*").run)
+    assert view.latest is None
+    assert view.latest_note is not None and "cannot be looked for" in view.latest_note
+
+
+def test_nothing_to_read(environ: dict[str, str]) -> None:
+    run = create("job", environ)
+    with pytest.raises(RunDirError, match="nothing was recorded yet"):
+        take(run)
+
+
+def test_the_documents_are_json_and_keep_the_record(play: Play, environ: dict[str, str]) -> None:
+    agent = play(1)
+    record = agent.record()
+    document = json.loads(json.dumps(run_document(take(agent.run))))
+    assert record.keys() <= document.keys()
+    assert document["recorded_state"] == document["state"] == "RUNNING"
+    assert document["agent"]["condition"] == "answers"
+    assert document["latest_checkpoint"] is None
+    (worker,) = document["workers"]
+    assert record["workers"][0].keys() <= worker.keys()
+    assert worker["rss_bytes"] > 0 and worker["tree_rss_bytes"] > 0 and worker["threads"] == 1
+    assert worker["cpu_percent"] >= 0 and worker["tree_cpu_percent"] >= 0
+    agent.kill()
+    torn = create("torn", environ)
+    torn.state_file.write_text("{")
+    listed = {entry["run_id"]: entry for entry in list_document(overview(environ))}
+    assert listed["train-3fa2c1"]["state"] == "LOST"
+    assert listed["train-3fa2c1"]["recorded_state"] == "RUNNING"
+    assert listed["torn"]["state"] == "UNREADABLE"
+    assert listed["torn"]["started_at"] is None
+    assert listed["torn"].keys() == listed["train-3fa2c1"].keys()

@@ -1,0 +1,212 @@
+"""elaunch.monitor.standing: live, ended, silent, suspended and killed agents, real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from elaunch.monitor.standing import LIST_TIMEOUT_S, overview, read_standing
+from elaunch.record import condition, worker_is_alive
+from elaunch.rundir import create
+from tests.launching import wait_until
+from tests.monitor.conftest import Play
+from tests.monitor.playing import final
+
+
+def test_a_live_agent_answers(play: Play) -> None:
+    agent = play(2, reason="first start")
+    standing = read_standing(agent.run)
+    assert (standing.state, standing.agent, standing.live) == ("RUNNING", "answers", True)
+    assert standing.record == agent.record()
+    assert standing.reason == "first start"
+    assert standing.duration_s is not None and 0 <= standing.duration_s < 60
+
+
+def test_an_ended_run(play: Play) -> None:
+    agent = play()
+    agent.end(**final("COMPLETED", agent.record(), reason="every worker ended with exit code 0"))
+    standing = read_standing(agent.run)
+    assert (standing.state, standing.agent, standing.live) == ("COMPLETED", "ended", False)
+    assert standing.duration_s == pytest.approx(65)
+
+
+def test_a_killed_agent_is_lost(play: Play) -> None:
+    agent = play()
+    agent.kill()
+    workers = agent.record()["workers"]
+    wait_until(lambda: not any(worker_is_alive(worker) for worker in workers), 10)
+    standing = read_standing(agent.run)
+    assert (standing.state, standing.agent, standing.live) == ("LOST", "gone", False)
+    assert standing.reason == (
+        f"the agent (pid {agent.process.pid}) is gone without a word: it was killed; "
+        "its workers were ended with it"
+    )
+    assert standing.duration_s is None
+
+
+def test_workers_that_outlive_their_agent_are_named(play: Play) -> None:
+    agent = play(0)
+    with subprocess.Popen(
+        [sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE
+    ) as survivor:
+        worker: dict[str, Any] = {
+            "rank": 3,
+            "local_rank": 1,
+            "pid": survivor.pid,
+            "state": "RUNNING",
+            "exit": None,
+            "exit_code": None,
+            "started_at": time.time(),
+            "ended_at": None,
+        }
+        agent.write(workers=[worker])
+        agent.kill()
+        standing = read_standing(agent.run)
+        survivor.kill()
+    assert standing.reason is not None
+    assert standing.reason.endswith(f"it was killed; still running: rank 3 (pid {survivor.pid})")
+
+
+def test_an_agent_that_does_not_answer(play: Play) -> None:
+    agent = play()
+    agent.write(silent=True)
+    began = time.monotonic()
+    standing = read_standing(agent.run, timeout=0.4)
+    assert time.monotonic() - began < 2
+    assert (standing.state, standing.agent, standing.live) == ("RUNNING", "silent", True)
+
+
+def test_a_suspended_agent(play: Play) -> None:
+    agent = play()
+    identity = agent.run.read_state()["agent"]
+    agent.process.send_signal(signal.SIGSTOP)
+    wait_until(lambda: condition(identity) == "stopped", 10)
+    standing = read_standing(agent.run, timeout=0.4)
+    assert (standing.state, standing.agent, standing.live) == ("RUNNING", "stopped", True)
+
+
+def test_an_agent_without_a_socket_is_read_from_its_file(play: Play) -> None:
+    agent = play()
+    agent.run.socket.unlink()
+    standing = read_standing(agent.run, timeout=0.2)
+    assert (standing.state, standing.agent) == ("RUNNING", "silent")
+
+
+def test_an_agent_that_ends_while_it_is_asked(play: Play) -> None:
+    """Its socket is gone before its process: that alone is neither silence nor loss."""
+    agent = play()
+    agent.run.socket.unlink()
+    pending = [agent]
+
+    def end() -> None:
+        last = pending.pop()
+        last.end(**final("COMPLETED", last.record()))
+
+    thread = threading.Timer(0.3, end)
+    thread.start()
+    standing = read_standing(agent.run, timeout=10)
+    thread.join(10)
+    assert standing.state == "COMPLETED"
+
+
+def test_the_answer_is_newer_than_the_file(play: Play) -> None:
+    agent = play()
+    stale = agent.run.state_file.read_bytes()
+    agent.write(round=4)
+    agent.run.state_file.write_bytes(stale)
+    standing = read_standing(agent.run)
+    assert standing.record is not None
+    assert standing.record["round"] == 4
+
+
+def test_a_live_agent_is_read_although_its_file_is_torn(play: Play) -> None:
+    agent = play()
+    agent.run.state_file.write_text('{"sch')
+    assert read_standing(agent.run).agent == "answers"
+    agent.kill()
+    standing = read_standing(agent.run)
+    assert standing.state == "UNREADABLE"
+    assert standing.reason is not None and "is not JSON" in standing.reason
+
+
+def test_a_pid_that_went_to_a_stranger_is_not_the_agent(play: Play) -> None:
+    agent = play()
+    record = agent.record()
+    agent.kill()
+    record["agent"] = {**record["agent"], "pid": os.getpid()}
+    agent.run.write_state(record)
+    assert read_standing(agent.run).state == "LOST"
+    for optional in ("start_ticks", "boot_id", "pid_ns"):
+        record["agent"].pop(optional)
+    record["agent"]["create_time"] -= 3600
+    agent.run.write_state(record)
+    assert read_standing(agent.run).state == "LOST"
+
+
+@pytest.mark.parametrize(
+    ("changes", "agent_state", "state", "reason"),
+    [
+        ({"host": "node7"}, "elsewhere", "RUNNING", None),
+        ({"boot_id": "before"}, "gone", "LOST", "ended when the machine was restarted"),
+        # Another container of this host: nobody listens any more, so its agent is gone.
+        ({"pid_ns": "pid:[1]"}, "gone", "LOST", "is gone without a word"),
+    ],
+)
+def test_agents_that_cannot_be_seen(
+    play: Play, changes: dict[str, str], agent_state: str, state: str, reason: str | None
+) -> None:
+    agent = play(0)
+    record = agent.record()
+    agent.kill()
+    record["agent"] = {**record["agent"], **changes}
+    agent.run.write_state(record)
+    standing = read_standing(agent.run, timeout=0.2)
+    assert (standing.agent, standing.state) == (agent_state, state)
+    assert (reason or "") in (standing.reason or "")
+
+
+def test_the_overview_leaves_out_other_machines_and_old_ends(
+    play: Play, environ: dict[str, str]
+) -> None:
+    live = play(0, run_id="live")
+    record = live.record()
+    for number in range(12):
+        run = create(f"ended-{number}", environ)
+        age = number + 1
+        changes = {"run_id": f"ended-{number}", "started_at": record["started_at"] - age}
+        run.write_state(record | final("COMPLETED", record) | changes)
+    other = create("other", environ)
+    agent = {**record["agent"], "host": "node7"}
+    other.write_state(record | {"run_id": "other", "agent": agent})
+    create("torn", environ).state_file.write_text("{")
+
+    def names(everything: bool) -> list[str]:
+        return [standing.run.path.name for standing in overview(environ, everything)]
+
+    recent = names(everything=False)
+    assert recent[:2] == ["torn", "live"] or recent[:2] == ["live", "torn"]
+    assert recent[2:] == [f"ended-{number}" for number in range(9)]
+    assert set(names(everything=True)) - set(recent) == {
+        "other",
+        "ended-9",
+        "ended-10",
+        "ended-11",
+    }
+
+
+def test_a_silent_agent_holds_up_the_overview_only_briefly(
+    play: Play, environ: dict[str, str]
+) -> None:
+    play(0, run_id="one").write(silent=True)
+    play(0, run_id="two")
+    began = time.monotonic()
+    states = {standing.run.path.name: standing.agent for standing in overview(environ)}
+    assert states == {"one": "silent", "two": "answers"}
+    assert time.monotonic() - began < LIST_TIMEOUT_S + 1.5
