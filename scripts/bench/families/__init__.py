@@ -1,0 +1,1 @@
+"""One module for each family of figures; each has ``cases(options)``."""

@@ -1,0 +1,166 @@
+"""Goodput: the steps reached under SIGKILLs over the steps of an undisturbed run in the same time.
+
+2 workers, steps of about 50 ms, a save every 20 steps. In the middle of every interval of 15 s a
+random rank is SIGKILLed, 6 times in 90 s, each at a moment that is shifted at random by up to a
+save period, so that any number of steps may have to be redone. Repeat *n* uses the same moments and
+ranks for both launchers. Time counts from the first step; the score is the highest step reached at
+its end. The undisturbed run is measured once for each launcher, before its first repeat.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import random
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from figures import Case, Figure, Options, Sample, Target, Trial
+from job import Job
+from launchers import ELAUNCH, TORCHRUN
+
+KEY = "goodput"
+REFERENCE = "goodput-undisturbed"
+WORKERS = 2
+SAVE_PERIOD = 1.1
+FIRST_STEP_TIMEOUT = 60.0
+POLL = 0.05
+MARGIN = 0.2
+FLAGS = ("--max-restarts", "20")
+
+
+@dataclass(frozen=True)
+class Kill:
+    """SIGKILL of ``rank`` at ``at`` seconds after the first step."""
+
+    at: float
+    rank: int
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The steps of one run: (time, step, round) in the order of time."""
+
+    steps: tuple[tuple[float, int, int], ...]
+
+    def reached(self, until: float) -> int:
+        """Return the highest step done at ``until``."""
+        return max((step for at, step, _ in self.steps if at <= until), default=0)
+
+    def redone(self) -> int:
+        """Return how many steps were done more than once."""
+        return len(self.steps) - len({step for _, step, _ in self.steps})
+
+    def gaps(self) -> list[float]:
+        """Return, for each restart, the seconds from the last step to the next round's first."""
+        pairs = itertools.pairwise(self.steps)
+        return [round(after[0] - before[0], 3) for before, after in pairs if before[2] != after[2]]
+
+
+def cases(options: Options) -> list[Case]:
+    """Return the undisturbed case and the disturbed one, in this order."""
+    reference = Figure(REFERENCE, "goodput: steps of the undisturbed run", "steps")
+    disturbed = Figure(KEY, "goodput under SIGKILLs", "share", Target("at_least", 0.955))
+    once = dict.fromkeys((TORCHRUN, ELAUNCH), 1)
+    repeats = dict.fromkeys((TORCHRUN, ELAUNCH), options.repeats)
+    return [
+        Case("goodput", "undisturbed", (reference,), _undisturbed, once),
+        Case("goodput", "goodput", (disturbed,), _disturbed, repeats),
+    ]
+
+
+def kills(options: Options, seed: int) -> list[Kill]:
+    """Return the kills of repeat ``seed``, the same for every launcher."""
+    chance = random.Random(seed)
+    count = int(options.goodput_window // options.kill_interval)
+    shifts = [chance.uniform(-SAVE_PERIOD, SAVE_PERIOD) / 2 for _ in range(count)]
+    return [
+        Kill(options.kill_interval * (number + 0.5) + shift, chance.randrange(WORKERS))
+        for number, shift in enumerate(shifts)
+    ]
+
+
+def _undisturbed(trial: Trial) -> Mapping[str, Sample]:
+    steps, detail = _run(trial, ())
+    return {REFERENCE: Sample(steps, detail=detail)}
+
+
+def _disturbed(trial: Trial) -> Mapping[str, Sample]:
+    reference = trial.earlier(REFERENCE)
+    full = reference[0].value if reference else None
+    if not full:
+        return {KEY: Sample(None, "the undisturbed run failed")}
+    steps, detail = _run(trial, kills(trial.options, trial.number))
+    return {KEY: Sample(steps / full, str(detail["ended"] or ""), detail)}
+
+
+def _run(trial: Trial, planned: Sequence[Kill]) -> tuple[int, dict[str, Any]]:
+    """Run the job for one window; return the step reached and what happened."""
+    with contextlib.ExitStack() as stack:
+        job = stack.enter_context(_job(trial))
+        begin = _first_step(job)
+        missed = [kill.at for kill in planned if not _kill(job, begin, kill)]
+        end = begin + trial.options.goodput_window
+        time.sleep(max(0.0, end + MARGIN - time.monotonic()))
+        progress = _progress(job.stamps)
+        code = job.process.poll()
+    steps = progress.reached(end)
+    detail = {
+        "steps": steps,
+        "redone_steps": progress.redone(),
+        "gaps_s": progress.gaps(),
+        "kills": [vars(kill) for kill in planned],
+        "missed_kills": missed,
+        "ended": None if code is None else f"gave up with exit code {code}",
+    }
+    return steps, detail
+
+
+def _job(trial: Trial) -> Job:
+    """Return the job, not started, with checkpoints beside its other files."""
+    root = trial.root / f"checkpoints-{trial.launcher.name}-{time.monotonic_ns()}"
+    root.mkdir()
+    flags = list(FLAGS)
+    if trial.is_elaunch:
+        flags += ["--checkpoint-dir", str(root), "--checkpoint-glob", "step_*.pt"]
+    command = trial.launcher.command("steps", WORKERS, flags, (str(root),))
+    return Job(trial.root, command, trial.launcher.for_restarts)
+
+
+def _progress(stamps: Path) -> Progress:
+    steps = []
+    for path in stamps.glob("progress.*"):
+        number = int(path.suffix[1:])
+        whole = [line for line in path.read_text().splitlines(keepends=True) if line[-1] == "\n"]
+        steps += [(float(line.split()[0]), int(line.split()[1]), number) for line in whole]
+    return Progress(tuple(sorted(steps)))
+
+
+def _first_step(job: Job) -> float:
+    """Wait for the first step of the job and return its time."""
+    deadline = time.monotonic() + FIRST_STEP_TIMEOUT
+    while not (steps := _progress(job.stamps).steps):
+        if job.process.poll() is not None or time.monotonic() > deadline:
+            raise job.error("no first step")
+        time.sleep(POLL)
+    return steps[0][0]
+
+
+def _kill(job: Job, begin: float, kill: Kill) -> bool:
+    """SIGKILL the rank's newest worker at its moment; return whether there was one alive."""
+    time.sleep(max(0.0, begin + kill.at - time.monotonic()))
+    lives = {
+        number: stamp["pid"]
+        for (number, rank), stamp in job.read_stamps("worker").items()
+        if rank == kill.rank
+    }
+    pid = lives[max(lives)]
+    if pid not in job.pids():
+        return False
+    os.kill(pid, signal.SIGKILL)
+    return True

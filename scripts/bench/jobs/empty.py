@@ -1,0 +1,1 @@
+"""Nothing: what is left is the cost of the launcher and of one interpreter."""

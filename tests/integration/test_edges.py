@@ -1,0 +1,166 @@
+"""What a machine, a user or a neighbour may do to a job at its edges."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.integration.jobs import SPAWN
+from tests.integration.watching import act, agent_lines, wait_for_workers
+from tests.launching import Launcher, wait_until
+
+pytestmark = pytest.mark.slow
+
+# As PyTorch's DDP tutorial does: rank 0 saves into the directory for temporary files, all load.
+TUTORIAL = """
+import os, sys, tempfile, time
+from pathlib import Path
+path = Path(tempfile.gettempdir()) / "model.checkpoint"
+go, mine = Path(sys.argv[1]), Path(sys.argv[2])
+if os.environ["RANK"] == "0":
+    path.write_text(os.environ["ELAUNCH_RUN_ID"])
+    mine.touch()
+while not go.exists():
+    time.sleep(0.01)
+print("loaded", path.read_text())
+other = mine.with_suffix(".loaded")
+if os.environ["RANK"] == "1":
+    other.touch()
+elif "keep" not in sys.argv:
+    while not other.exists():
+        time.sleep(0.01)
+    path.unlink()
+"""
+
+
+def test_two_runs_of_the_tutorial_do_not_clash(elaunch: Launcher, tmp_path: Path) -> None:
+    """Each loads its own weights, and nothing is left."""
+    script, go = tmp_path / "tutorial.py", tmp_path / "go"
+    script.write_text(TUTORIAL)
+    saved = [tmp_path / f"saved-{name}" for name in "AB"]
+    runs = [
+        elaunch.start(["run", *SPAWN, "--nproc-per-node=2", f"--run-id={name}", script, go, mine])
+        for name, mine in zip("AB", saved, strict=True)
+    ]
+    wait_until(lambda: all(mine.exists() for mine in saved), 30, "both have saved")
+    go.touch()
+    for name, running in zip("AB", runs, strict=True):
+        done = running.wait(30)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.splitlines() == [f"loaded {name}"] * 2
+        assert "TMPDIR" not in done.stderr
+
+
+def test_files_left_in_the_private_directory_are_pointed_out(
+    elaunch: Launcher, tmp_path: Path
+) -> None:
+    """They are kept, and ``--tmp shared`` is as torchrun."""
+    script = tmp_path / "tutorial.py"
+    script.write_text(TUTORIAL)
+    (tmp_path / "go").touch()
+    words = [script, tmp_path / "go", tmp_path / "mine", "keep"]
+    done = elaunch.run(["run", *SPAWN, "--run-id=K", *words])
+    (line,) = (each for each in agent_lines(done.stderr) if "TMPDIR" in each)
+    left = Path(line.rpartition(", ")[2])
+    assert (left / "model.checkpoint").read_text() == "K"
+    (left / "model.checkpoint").unlink()
+    left.rmdir()
+    shown = ["run", *SPAWN, "--tmp", "shared", *act(SPAWN, "show=TMPDIR", nproc=1)[3:]]
+    assert "0.0 TMPDIR=None" in elaunch.run(shown).stdout
+
+
+@pytest.mark.parametrize("limits", ["64:", "64:200"])
+def test_a_low_limit_on_open_files(elaunch: Launcher, tmp_path: Path, limits: str) -> None:
+    """The agent raises its own; workers see what was given; too little is a clear error."""
+    script = tmp_path / "limit.py"
+    script.write_text(
+        "import resource\nprint('soft', resource.getrlimit(resource.RLIMIT_NOFILE)[0])\n"
+    )
+    command = [sys.executable, "-m", "elaunch", "run", *SPAWN, "--nproc-per-node=32", script]
+    done = elaunch.start_command(["prlimit", f"--nofile={limits}", *command]).wait(60)
+    if limits == "64:":
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.splitlines() == ["soft 64"] * 32
+    else:
+        assert done.returncode == 2
+        assert "elaunch needs 256 open files for that, and the hard limit is 200" in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_the_exit_code_stands_once_it_is_known(elaunch: Launcher) -> None:
+    """A signal that comes while the command ends does not replace the failed worker's code."""
+    for delay in (0.0, 0.005, 0.01, 0.02, 0.03):
+        running = elaunch.start(act(SPAWN, "exit=5", nproc=1))
+        running.wait_for_line(r"exited with code 5; --max-restarts is 0", 20, "stderr")
+        time.sleep(delay)
+        running.send_signal(signal.SIGTERM)
+        assert running.wait(20).returncode == 5
+
+
+def test_the_users_signal_shortens_the_siblings_grace(elaunch: Launcher) -> None:
+    """--shutdown-timeout holds there, too, and the status says that no restart follows."""
+    flags = ["--sibling-grace=60", "--shutdown-timeout=0.5", "--max-restarts=3", "--run-id=hurried"]
+    running = elaunch.start(act(SPAWN, "stubborn", "say=up", "1:exit=7", "wait", flags=flags))
+    running.wait_for_line(r"stopping the other 1 worker", 20, "stderr")
+    running.send_signal(signal.SIGTERM)
+    done = running.wait(20)
+    assert done.returncode == 7
+    assert any("being stopped already; no restart" in line for line in agent_lines(done.stderr))
+
+
+def test_a_module_beside_the_script_can_be_preloaded(elaunch: Launcher, tmp_path: Path) -> None:
+    """As the worker itself would find it; one that is nowhere is an error with the way out."""
+    (tmp_path / "beside.py").write_text("VALUE = 7\n")
+    script = tmp_path / "main.py"
+    script.write_text("import sys\nprint('beside' in sys.modules, sys.path[0])\n")
+    done = elaunch.run(["run", "--preload", "beside", script])
+    assert (done.returncode, done.stdout) == (0, f"True {tmp_path}\n"), done.stderr
+    (tmp_path / "broken.py").write_text("import nowhere_at_all\n")
+    done = elaunch.run(["run", "--preload", "broken", script])
+    assert done.returncode == 2
+    assert "--preload broken: ModuleNotFoundError: No module named 'nowhere_at_all'" in done.stderr
+    assert "--start-method spawn" in done.stderr
+
+
+def test_a_directory_without_anything_known_is_pointed_out(
+    elaunch: Launcher, tmp_path: Path
+) -> None:
+    """A job that silently starts afresh beside its checkpoints would be the worst of answers."""
+    saves = tmp_path / "saves"
+    saves.mkdir()
+    (saves / "step_10.pt").write_bytes(b"")
+    done = elaunch.run(act(SPAWN, "say=up", nproc=1, flags=[f"--checkpoint-dir={saves}"]))
+    assert done.returncode == 0
+    assert f"no checkpoint is recognised among 1 entries of {saves}" in done.stderr
+    assert "--checkpoint-glob" in done.stderr
+
+
+def test_closed_output_and_a_deleted_directory(elaunch: Launcher, tmp_path: Path) -> None:
+    """Neither shows a traceback of elaunch."""
+    quiet = subprocess.run(
+        ["sh", "-c", f"{sys.executable} -m elaunch status >&-"], capture_output=True, text=True
+    )
+    assert (quiet.returncode, quiet.stderr) == (0, "")
+    gone = tmp_path / "gone"
+    shell = f"mkdir {gone}; cd {gone}; rmdir {gone}; {sys.executable} -P -m elaunch run x.py"
+    done = subprocess.run(["sh", "-c", shell], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "the working directory was deleted" in done.stderr
+
+
+def test_workers_start_and_end_while_interrupted_early(elaunch: Launcher) -> None:
+    """SIGINT in the first moments ends the command; it is never swallowed by an import."""
+    for delay in (0.05, 0.1, 0.15, 0.2):
+        running = elaunch.start(act(SPAWN, "say=up", "sleep=5", nproc=1))
+        time.sleep(delay)
+        running.send_signal(signal.SIGINT)
+        assert running.wait(20).returncode in (130, -signal.SIGINT)
+    running = elaunch.start(act(SPAWN, "say=up", "wait", nproc=1))
+    wait_for_workers(running, nproc=1)
+    running.send_signal(signal.SIGINT)
+    assert running.wait(20).returncode == 130

@@ -1,0 +1,219 @@
+"""Where the output of workers goes, and what is said at the end, as the flags ask for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.integration.jobs import SPAWN
+from tests.integration.watching import act, wait_for_workers
+from tests.launching import Launcher
+
+SPEAK = ("say=out", "err=oops")
+
+
+def logs(root: Path, number: int = 0) -> dict[tuple[str, str], str]:
+    """Return the log files of an attempt below ``root``: (local rank, file) → content."""
+    files = root.glob(f"*/attempt_{number}/*/*.log")
+    return {(path.parent.name, path.name): path.read_text() for path in files}
+
+
+def own_lines(text: str) -> list[str]:
+    """Return the lines that are not the agent's, sorted."""
+    return sorted(line for line in text.splitlines() if not line.startswith("elaunch "))
+
+
+def out(rank: int) -> re.Pattern[str]:
+    """Return what matches the line that a worker says on stdout."""
+    return re.compile(rf"out rank={rank} round=0 pid=\d+")
+
+
+def test_by_default_all_is_shown_and_kept(elaunch: Launcher) -> None:
+    """Unprefixed on the console; the files are in the run directory."""
+    done = elaunch.run(act(SPAWN, *SPEAK))
+    for rank, line in enumerate(own_lines(done.stdout)):
+        assert out(rank).fullmatch(line)
+    assert own_lines(done.stderr) == ["oops", "oops"]
+    (run_dir,) = elaunch.state.glob("elaunch/runs/*")
+    assert len(list((run_dir / "logs").glob("attempt_0/*/*.log"))) == 4
+
+
+def test_redirected_streams_are_in_the_files_only(elaunch: Launcher, tmp_path: Path) -> None:
+    """-r 3; the layout is torchrun's."""
+    flags = ["-r", "3", f"--log-dir={tmp_path}/logs", "--rdzv-id", "a job/1"]
+    done = elaunch.run(act(SPAWN, *SPEAK, flags=flags))
+    assert (done.stdout, own_lines(done.stderr)) == ("", [])
+    found = logs(tmp_path / "logs")
+    assert sorted(found) == [
+        (rank, f"{name}.log") for rank in "01" for name in ("stderr", "stdout")
+    ]
+    for rank in (0, 1):
+        assert out(rank).fullmatch(found[str(rank), "stdout.log"].rstrip("\n"))
+        assert found[str(rank), "stderr.log"] == "oops\n"
+    (base,) = (tmp_path / "logs").iterdir()
+    assert re.fullmatch(r"a\S*job\S*1_\w{8}", base.name)
+
+
+def test_teed_streams_are_in_the_files_and_prefixed(elaunch: Launcher, tmp_path: Path) -> None:
+    """-t 3, with the role's name."""
+    flags = ["-t3", f"--log-dir={tmp_path}/logs", "--role", "trainer"]
+    done = elaunch.run(act(SPAWN, *SPEAK, flags=flags))
+    for rank, line in enumerate(own_lines(done.stdout)):
+        assert re.fullmatch(rf"\[trainer{rank}\]:{out(rank).pattern}", line)
+    assert own_lines(done.stderr) == ["[trainer0]:oops", "[trainer1]:oops"]
+    assert logs(tmp_path / "logs")["1", "stderr.log"] == "oops\n"
+
+
+def test_a_template_for_the_prefix(elaunch: Launcher) -> None:
+    """torchrun's variable and names."""
+    template = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "<${role_name}|${local_rank}|${rank}> "}
+    done = elaunch.run(act(SPAWN, *SPEAK, flags=["--tee=2"]), env=template)
+    assert own_lines(done.stderr) == ["<default|0|0> oops", "<default|1|1> oops"]
+    assert [
+        bool(out(rank).fullmatch(line)) for rank, line in enumerate(own_lines(done.stdout))
+    ] == [
+        True,
+        True,
+    ]
+
+
+def test_each_rank_as_it_is_asked_for(elaunch: Launcher, tmp_path: Path) -> None:
+    """Maps of ranks: rank 0 redirects stdout, rank 1 tees both, rank 2 neither."""
+    flags = ["--redirects=0:1", "--tee=1:3", f"--log_dir={tmp_path}/logs"]
+    done = elaunch.run(act(SPAWN, *SPEAK, nproc=3, flags=flags))
+    first, second = own_lines(done.stdout)
+    assert first.startswith("[default1]:out rank=1") and second.startswith("out rank=2")
+    assert own_lines(done.stderr) == ["[default1]:oops", "oops", "oops"]
+    assert len(logs(tmp_path / "logs")) == 6
+
+
+@pytest.mark.parametrize("flag", ["--local-ranks-filter", "--log-ranks"])
+@pytest.mark.parametrize("tee", [[], ["-t", "3"]], ids=["plain", "teed"])
+def test_only_the_chief_on_the_console(
+    elaunch: Launcher, tmp_path: Path, flag: str, tee: list[str]
+) -> None:
+    """The files have all."""
+    flags = [flag, "0", *tee, f"--log-dir={tmp_path}/logs"]
+    done = elaunch.run(act(SPAWN, *SPEAK, nproc=3, flags=flags))
+    (line,) = own_lines(done.stdout)
+    assert "out rank=0" in line
+    assert len(own_lines(done.stderr)) == 1
+    found = logs(tmp_path / "logs")
+    for rank in range(3):
+        assert out(rank).fullmatch(found[str(rank), "stdout.log"].rstrip("\n"))
+        assert found[str(rank), "stderr.log"] == "oops\n"
+
+
+def test_lines_that_are_copied_by_a_filter(elaunch: Launcher, tmp_path: Path) -> None:
+    """Of all ranks into one file each, prefixed."""
+    flags = ["--duplicate-stdout-filters=rank=1", "--duplicate-stderr-filters=oo,never"]
+    flags += ["-t", "3", "--log-dir", str(tmp_path / "logs")]
+    elaunch.run(act(SPAWN, *SPEAK, "err=other", flags=flags))
+    (base,) = (tmp_path / "logs").glob("*/attempt_0")
+    (line,) = (base / "filtered_stdout.log").read_text().splitlines()
+    assert line.startswith("[default1]:out rank=1")
+    copied = (base / "filtered_stderr.log").read_text().splitlines()
+    assert sorted(copied) == ["[default0]:oops", "[default1]:oops"]
+
+
+def test_no_files_at_all(elaunch: Launcher, tmp_path: Path) -> None:
+    """--log-dir /dev/null: what would only be in a file is shown instead; errors still report."""
+    words = [*SPEAK, f"meet={tmp_path}", "1:exit=3", "wait"]
+    done = elaunch.run(act(SPAWN, *words, flags=["--log-dir=/dev/null"]))
+    assert done.returncode == 3
+    assert len([line for line in done.stdout.splitlines() if "out rank=" in line]) == 2
+    assert not list(elaunch.directory.rglob("*.log"))
+    done = elaunch.run(act(SPAWN, *SPEAK, flags=["--log-dir=/dev/null", "-r", "3"]))
+    assert len([line for line in done.stdout.splitlines() if "out rank=" in line]) == 2
+
+
+def test_nothing_is_left_in_the_temporary_directory(elaunch: Launcher, tmp_path: Path) -> None:
+    """After a run that succeeded, and after one that failed and was restarted."""
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    for words, code in ((SPEAK, 0), ((*SPEAK, "1:exit=3", "sleep=0.2"), 3)):
+        flags = ["--max-restarts=1", "-t", "3"]
+        done = elaunch.run(act(SPAWN, *words, flags=flags), env={"TMPDIR": str(temporary)})
+        assert done.returncode == code
+        assert os.listdir(temporary) == []
+
+
+def test_a_failure_is_reported_last_with_its_cause_first(elaunch: Launcher) -> None:
+    """Rank, traceback, log, then torchrun's table."""
+    words = ["say=up", "1:raise=the data are gone", "wait"]
+    done = elaunch.run(act(SPAWN, *words))
+    assert done.returncode == 1
+    report = done.stderr[done.stderr.index("rank 1 (local_rank 1, pid") :]
+    lines = report.rstrip("\n").split("\n")
+    assert re.match(r"rank 1 \(local_rank 1, pid \d+\) on host \S+ exited with code 1", lines[0])
+    assert "RuntimeError: the data are gone" in report[: report.index("=====")]
+    assert lines[-1] == "=" * 60
+    table = lines[lines.index("=" * 60) :]
+    assert table[1].endswith("act.py FAILED")
+    root = table.index("Root Cause (first observed failure):")
+    rows = dict(re.findall(r"^  (\w+) *: (.*)$", "\n".join(table[root:]), re.M))
+    assert rows["rank"] == "1 (local_rank: 1)"
+    assert rows["exitcode"].startswith("1 (pid: ")
+    assert "torch.distributed.elastic.multiprocessing.errors.ChildFailedError" in done.stderr
+
+
+def test_a_restarted_failure_is_reported_without_the_table(elaunch: Launcher) -> None:
+    """Tools that look for the table find it when the job has failed, and only then."""
+    words = ["r0:raise=first blood"]
+    done = elaunch.run(act(SPAWN, *words, flags=["--max-restarts=1"]))
+    assert done.returncode == 0
+    assert "RuntimeError: first blood" in done.stderr
+    assert "=====" not in done.stderr
+
+
+def test_the_launchers_own_error_file(elaunch: Launcher, tmp_path: Path) -> None:
+    """What started elaunch reads it; each worker still has one of its own."""
+    path = tmp_path / "reply.json"
+    words = ["show=TORCHELASTIC_ERROR_FILE", "1:raise=out of luck", "wait"]
+    done = elaunch.run(act(SPAWN, *words), env={"TORCHELASTIC_ERROR_FILE": str(path)})
+    assert done.returncode == 1
+    assert str(path) not in done.stdout
+    reply = json.loads(path.read_text())
+    assert "out of luck" in reply["message"]["message"]
+    assert reply["message"]["errorCode"] == 1
+
+
+def test_error_files_are_absolute_and_in_place(elaunch: Launcher, tmp_path: Path) -> None:
+    """Also with a relative --log-dir and with no files at all."""
+    for flags in (["--log-dir=logs"], ["--log-dir=/dev/null"], []):
+        done = elaunch.run(act(SPAWN, "show=TORCHELASTIC_ERROR_FILE", "error={}", flags=flags))
+        assert done.returncode == 0, done.stderr
+        paths = [Path(line.partition("=")[2]) for line in own_lines(done.stdout)]
+        assert [path.name for path in paths] == ["error.json", "error.json"]
+        assert all(path.is_absolute() and path.read_text() == "{}" for path in paths)
+
+
+def test_two_runs_of_one_name_at_once(elaunch: Launcher, tmp_path: Path) -> None:
+    """Each has its logs, its record and its store; neither disturbs the other."""
+    flags = ["--rdzv-id=same", f"--log-dir={tmp_path}/logs"]
+    words = ["say=up", f"until={tmp_path}/go", "show=MASTER_PORT,TORCHELASTIC_RUN_ID"]
+    runs = [elaunch.start(act(SPAWN, *words, flags=flags)) for _ in range(2)]
+    for running in runs:
+        wait_for_workers(running)
+    (tmp_path / "go").touch()
+    ports = []
+    for running in runs:
+        done = running.wait(20)
+        assert done.returncode == 0
+        assert done.stdout.count("TORCHELASTIC_RUN_ID=same") == 2
+        ports.append(set(re.findall(r"MASTER_PORT=(\d+)", done.stdout)))
+    assert [len(each) for each in ports] == [1, 1] and ports[0] != ports[1]
+    assert len(list((tmp_path / "logs").glob("same_*/attempt_0"))) == 2
+    records = [json.loads(p.read_text()) for p in elaunch.state.glob("elaunch/runs/*/state.json")]
+    assert sorted(Path(record["dir"]).name for record in records) == ["same", "same.2"]
+    assert {(record["run_id"], record["state"]) for record in records} == {("same", "COMPLETED")}
+
+
+def test_a_name_can_be_used_again(elaunch: Launcher) -> None:
+    """As a requeued job does."""
+    for _ in range(2):
+        assert elaunch.run(act(SPAWN, "exit=0", flags=["--rdzv-id=again"])).returncode == 0

@@ -1,0 +1,172 @@
+"""Every rank resumes from the same newest complete checkpoint, written by a tree that is dead."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoint import makers
+from tests.integration.jobs import METHODS, SPAWN
+from tests.integration.test_restart import shown, state
+from tests.integration.watching import act, agent_lines
+from tests.launching import Launcher, wait_until
+
+pytestmark = pytest.mark.slow
+
+Method = Sequence[str]
+both_methods = pytest.mark.parametrize("method", METHODS, ids=["spawn", "fork"])
+RESUME = "show=ELAUNCH_RESUME_FROM,ELAUNCH_RESUME_STEP,ELAUNCH_CHECKPOINT_DIR"
+
+
+@pytest.fixture
+def saves(tmp_path: Path) -> Path:
+    """Return the checkpoint directory of one test."""
+    path = tmp_path / "saves"
+    path.mkdir()
+    return path
+
+
+def flags(saves: Path, *more: str) -> list[str]:
+    """Return the flags for files that ``torch.save`` wrote."""
+    return [f"--checkpoint-dir={saves}", "--checkpoint-glob=step_*.pt", *more]
+
+
+def resumed(stdout: str, number: int, nproc: int = 2) -> tuple[str, str]:
+    """Return what all ranks of a round were told to resume from, and the step."""
+    told = shown(stdout)
+    answers = {
+        (told[number, rank]["ELAUNCH_RESUME_FROM"], told[number, rank]["ELAUNCH_RESUME_STEP"])
+        for rank in range(nproc)
+    }
+    assert len(answers) == 1
+    return answers.pop()
+
+
+@both_methods
+def test_a_restart_resumes_from_what_the_last_round_saved(
+    elaunch: Launcher, method: Method, saves: Path
+) -> None:
+    """The first start is a fresh one; all ranks are told the same."""
+    words = [RESUME, f"ckpt={saves}", f"meet={saves}", "1r0:exit=7", "r0:wait"]
+    done = elaunch.run(act(method, *words, nproc=3, flags=flags(saves, "--max-restarts=1")))
+    assert done.returncode == 0
+    assert resumed(done.stdout, 0, 3) == ("", "")
+    assert resumed(done.stdout, 1, 3) == (str(saves / "step_10.pt"), "10")
+    assert {told["ELAUNCH_CHECKPOINT_DIR"] for told in shown(done.stdout).values()} == {str(saves)}
+
+
+def test_the_first_start_resumes_from_an_earlier_job(elaunch: Launcher, saves: Path) -> None:
+    """As a requeued job does."""
+    for number in range(3):
+        done = elaunch.run(act(SPAWN, RESUME, f"ckpt={saves}", flags=flags(saves)))
+        before = "" if number == 0 else str(10 * number)
+        assert resumed(done.stdout, 0)[1] == before
+    assert state_of_last(elaunch)["checkpoint"]["step"] == 20
+
+
+def state_of_last(elaunch: Launcher) -> dict[str, Any]:
+    """Return the record of the newest of several runs."""
+    records = [
+        json.loads(path.read_text()) for path in elaunch.state.glob("elaunch/runs/*/state.json")
+    ]
+    newest: dict[str, Any] = max(records, key=lambda record: record["started_at"])
+    return newest
+
+
+def test_a_torn_one_is_passed_over_with_a_line(elaunch: Launcher, saves: Path) -> None:
+    """The newest is cut short, the one before it is empty; each is named once."""
+    for step in (20, 120, 130):
+        makers.saved(saves / f"step_{step}.pt")
+    makers.truncate(saves / "step_130.pt", 500)
+    makers.truncate(saves / "step_120.pt", 0)
+    words = [RESUME, f"meet={saves}", "1r0:exit=7", "r0:wait"]
+    done = elaunch.run(act(SPAWN, *words, flags=flags(saves, "--max-restarts=1")))
+    assert done.returncode == 0
+    for number in range(2):
+        assert resumed(done.stdout, number) == (str(saves / "step_20.pt"), "20")
+    passed = [line for line in agent_lines(done.stderr) if line.startswith("passed over")]
+    assert [line.partition(": ")[0] for line in passed] == [
+        f"passed over {saves}/step_130.pt",
+        f"passed over {saves}/step_120.pt",
+    ]
+    assert all(line.partition(": ")[2] for line in passed)
+
+
+def test_directories_of_dcp(elaunch: Launcher, saves: Path) -> None:
+    """The newest lacks a file that its metadata names."""
+    for step in (20, 120):
+        makers.dcp_directory(saves / f"step_{step}")
+    next((saves / "step_120").glob("*.distcp")).unlink()
+    done = elaunch.run(act(SPAWN, RESUME, flags=[f"--checkpoint-dir={saves}"]))
+    assert done.returncode == 0
+    assert resumed(done.stdout, 0) == (str(saves / "step_20"), "20")
+    assert f"passed over {saves}/step_120: " in done.stderr
+
+
+def test_only_what_the_pattern_matches_counts(elaunch: Launcher, saves: Path) -> None:
+    """Newer files of other names are other things."""
+    for name in ("step_7.pt", "best_900.pt", "step_800.pt.tmp"):
+        makers.saved(saves / name)
+    done = elaunch.run(act(SPAWN, RESUME, flags=flags(saves)))
+    assert resumed(done.stdout, 0) == (str(saves / "step_7.pt"), "7")
+    assert "passed over" not in done.stderr
+
+
+def test_a_placeholder_in_the_arguments(elaunch: Launcher, saves: Path) -> None:
+    """Dropped with its option in round 0, filled in round 1."""
+    words = [f"ckpt={saves}", f"meet={saves}", "1r0:exit=7", "r0:wait", "argv"]
+    words += ["--resume", "{checkpoint}", "--from={checkpoint_step}", "--lr", "{lr}", "end"]
+    done = elaunch.run(act(SPAWN, *words, flags=flags(saves, "--max-restarts=1")))
+    assert done.returncode == 0
+    filled = ["--resume", f"{saves}/step_10.pt", "--from=10", "--lr", "{lr}", "end"]
+    assert sorted(done.stdout.splitlines()) == [f"{rank}.1 argv={filled}" for rank in range(2)]
+    fresh = elaunch.run(act(SPAWN, *words[-7:], flags=[f"--checkpoint-dir={saves}/none"]))
+    left = ["--lr", "{lr}", "end"]
+    assert sorted(fresh.stdout.splitlines()) == [f"{rank}.0 argv={left}" for rank in range(2)]
+
+
+@both_methods
+def test_a_daemon_of_the_old_round_cannot_interfere(
+    elaunch: Launcher, method: Method, saves: Path
+) -> None:
+    """It would write a newer checkpoint half a second after its worker's death."""
+    words = [f"r0:ckpt={saves}", f"1r0:later={saves}", f"r0:meet={saves}", "1r0:exit=7", "r0:wait"]
+    words += [RESUME, "sleep=0.8"]
+    done = elaunch.run(act(method, *words, flags=flags(saves, "--max-restarts=1")))
+    assert done.returncode == 0
+    assert resumed(done.stdout, 1) == (str(saves / "step_10.pt"), "10")
+    assert not (saves / "step_999.pt").exists()
+
+
+def test_a_directory_that_cannot_be_read_any_more_ends_the_job(
+    elaunch: Launcher, saves: Path
+) -> None:
+    """Starting afresh would train over what is there."""
+    words = [f"ckpt={saves}", f"1r0:until={saves}.moved/step_10.pt", "1r0:exit=7", "wait"]
+    running = elaunch.start(act(SPAWN, *words, flags=flags(saves, "--max-restarts=1")))
+    wait_until(lambda: (saves / "step_10.pt").exists())
+    moved = saves.with_name("saves.moving")
+    saves.rename(moved)
+    saves.write_text("a file is no directory")
+    moved.rename(f"{saves}.moved")
+    done = running.wait(30)
+    assert done.returncode == 74
+    assert "cannot look for checkpoints" in done.stderr
+    assert "rank 1 (local_rank 1" in done.stderr  # the failure is reported all the same
+
+
+def test_the_record_tells_what_was_resumed(elaunch: Launcher, saves: Path) -> None:
+    """Per round, and of the last one the path and format."""
+    words = [f"r0:ckpt={saves}", f"meet={saves}", "1r0:exit=7", "r0:wait"]
+    done = elaunch.run(act(SPAWN, *words, flags=flags(saves, "--max-restarts=1")))
+    assert done.returncode == 0
+    record = state(elaunch)
+    path = str(saves / "step_10.pt")
+    assert record["checkpoint"] == {"path": path, "step": 10, "format": "torch.save"}
+    assert [entry["resumed_step"] for entry in record["history"]] == [None, 10]
+    assert re.search(r"restart 1 of 1 since the last progress, from step 10", done.stderr)

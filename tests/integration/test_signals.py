@@ -1,0 +1,183 @@
+"""Signals to the command, and the exit codes that it ends with."""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from signal import SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2, Signals
+
+import pytest
+
+from tests.integration.jobs import FORK, METHODS, SPAWN
+from tests.integration.watching import act, agent_lines, wait_for_workers
+from tests.launching import Launcher, wait_until
+
+pytestmark = pytest.mark.slow
+
+Method = Sequence[str]
+both_methods = pytest.mark.parametrize("method", METHODS, ids=["spawn", "fork"])
+
+
+@both_methods
+@pytest.mark.parametrize(
+    ("number", "code"), [(SIGTERM, 143), (SIGINT, 130), (SIGHUP, 129), (SIGQUIT, 131)]
+)
+def test_a_signal_reaches_the_workers_and_ends_the_job(
+    elaunch: Launcher, method: Method, number: Signals, code: int
+) -> None:
+    """Each worker gets the signal itself, may end well, and the code is the signal's."""
+    words = [f"leave={number.name}", "say=up", "wait"]
+    running = elaunch.start(act(method, *words, flags=["--max-restarts=3"]))
+    wait_for_workers(running)
+    running.send_signal(number)
+    done = running.wait(20)
+    assert done.returncode == code
+    for rank in range(2):
+        assert f"got {number.name} rank={rank} round=0" in done.stdout
+    assert agent_lines(done.stderr)[-1] == f"round 0: stopped by {number.name}"
+    assert "Traceback" not in done.stderr
+
+
+def test_workers_that_know_nothing_of_the_signal(elaunch: Launcher) -> None:
+    """They die of it; that is not a failure."""
+    running = elaunch.start(act(SPAWN, "say=up", "wait", flags=["--max-restarts=3"]))
+    wait_for_workers(running)
+    running.send_signal(SIGTERM)
+    done = running.wait(20)
+    assert done.returncode == 143
+    assert "FAILED" not in done.stderr
+
+
+def test_nohup_is_honoured(elaunch: Launcher, tmp_path: Path) -> None:
+    """SIGHUP stays ignored, in the agent and in the workers."""
+    words = act(SPAWN, "say=up", f"until={tmp_path}/go")
+    running = elaunch.start_command(["nohup", sys.executable, "-m", "elaunch", *words])
+    pids = wait_for_workers(running)
+    for pid in (running.pid, *pids):
+        status = Path(f"/proc/{pid}/status").read_text()
+        ignored = next(line for line in status.splitlines() if line.startswith("SigIgn"))
+        assert int(ignored.split()[1], 16) & 1 << (SIGHUP - 1)
+    running.send_signal(SIGHUP)
+    (tmp_path / "go").touch()
+    done = running.wait(20)
+    assert done.returncode == 0
+    assert "SIGHUP" not in done.stderr
+
+
+@both_methods
+def test_signals_to_handle(elaunch: Launcher, method: Method) -> None:
+    """Another signal ends the job when it is asked for."""
+    words = ["leave=SIGUSR1", "say=up", "wait"]
+    flags = ["--signals-to-handle=SIGUSR1,SIGTERM"]
+    running = elaunch.start(act(method, *words, flags=flags))
+    wait_for_workers(running)
+    running.send_signal(SIGUSR1)
+    done = running.wait(20)
+    assert done.returncode == 128 + SIGUSR1
+    assert "got SIGUSR1 rank=1" in done.stdout
+
+
+@both_methods
+def test_forwarded_signals_end_nothing(elaunch: Launcher, method: Method, tmp_path: Path) -> None:
+    """The workers get them and the job goes on to its end."""
+    words = ["tell=SIGUSR1", "tell=SIGUSR2", "say=up", f"until={tmp_path}/go"]
+    flags = ["--forward-signals=SIGUSR1,SIGUSR2"]
+    running = elaunch.start(act(method, *words, flags=flags))
+    wait_for_workers(running)
+    for number in (SIGUSR1, SIGUSR2):
+        running.send_signal(number)
+        for rank in range(2):
+            running.wait_for_line(f"^got {number.name} rank={rank}")
+    (tmp_path / "go").touch()
+    assert running.wait(20).returncode == 0
+
+
+def test_a_worker_that_dies_of_a_forwarded_signal_has_failed(elaunch: Launcher) -> None:
+    """It had no handler for it."""
+    words = ["0:tell=SIGUSR1", "say=up", "wait"]
+    running = elaunch.start(act(SPAWN, *words, flags=["--forward-signals=SIGUSR1"]))
+    wait_for_workers(running)
+    running.send_signal(SIGUSR1)
+    done = running.wait(20)
+    assert done.returncode == 128 + SIGUSR1
+    assert "rank 1 was killed by SIGUSR1; stopping the other 1 worker" in done.stderr
+
+
+@pytest.mark.parametrize("method", [SPAWN, FORK], ids=["spawn", "fork"])
+def test_sigterm_in_the_first_moments(elaunch: Launcher, method: Method) -> None:
+    """At any time from the first instruction on: no traceback, no orphan, always 143."""
+    for milliseconds in range(0, 301, 20 if method is SPAWN else 60):
+        running = elaunch.start(act(method, "wait"))
+        time.sleep(milliseconds / 1000)  # the moment is what is tested
+        running.send_signal(SIGTERM)
+        done = running.wait(20)
+        # Before the interpreter runs any of elaunch it is ended by the signal itself, which a
+        # shell calls 143, too.
+        assert done.returncode in (143, -SIGTERM), f"after {milliseconds} ms: {done.stderr}"
+        assert "Traceback" not in done.stderr, f"after {milliseconds} ms"
+    wait_until(lambda: not elaunch.leftovers(), 2.0, "nothing is left")
+
+
+@pytest.mark.parametrize(
+    ("word", "code", "named"),
+    [
+        ("exit=3", 3, "exited with code 3"),
+        ("exit=2", 2, "exited with code 2"),
+        ("exit=255", 255, "exited with code 255"),
+        ("exit=256", 0, None),
+        ("raise=boom", 1, "RuntimeError: boom"),
+        ("text=so be it", 1, "so be it"),
+        ("kill=SIGSEGV", 139, "was killed by SIGSEGV"),
+        ("kill=SIGKILL", 137, "was killed by SIGKILL"),
+        ("kill=SIGTERM", 143, "was killed by SIGTERM"),
+        ("kill=SIGABRT", 134, "was killed by SIGABRT"),
+    ],
+)
+@both_methods
+def test_exit_codes(
+    elaunch: Launcher, method: Method, word: str, code: int, named: str | None
+) -> None:
+    """The first failed worker's, and 128 + n for a signal."""
+    done = elaunch.run(act(method, f"1:{word}", "1:exit=0", "sleep=0.2"))
+    assert done.returncode == code
+    assert (named or "") in done.stderr
+    assert ("FAILED" in done.stderr) == (code != 0)
+
+
+def test_the_first_failure_is_what_counts(elaunch: Launcher, tmp_path: Path) -> None:
+    """Those that end differently because they were told to do not."""
+    words = [f"meet={tmp_path}", "1:exit=7", "wait"]
+    done = elaunch.run(act(SPAWN, *words, nproc=3))
+    assert done.returncode == 7
+    (stopped,) = re.findall(r"^Stopped by elaunch: (.*)$", done.stderr, re.M)
+    assert sorted(stopped.split(", ")) == ["rank 0 (SIGTERM)", "rank 2 (SIGTERM)"]
+
+
+@pytest.mark.parametrize("word", ["exit=3", "exit=2", "kill=SIGKILL"])
+def test_torchruns_exit_codes(elaunch: Launcher, word: str) -> None:
+    """1 for every failure."""
+    assert elaunch.run(act(SPAWN, word, flags=["--exit-codes=torchrun"])).returncode == 1
+
+
+def test_torchruns_exit_code_after_a_signal(elaunch: Launcher) -> None:
+    """1 as well; and 0 stays 0."""
+    flags = ["--exit-codes=torchrun"]
+    running = elaunch.start(act(SPAWN, "say=up", "wait", flags=flags))
+    wait_for_workers(running)
+    running.send_signal(SIGINT)
+    assert running.wait(20).returncode == 1
+    assert elaunch.run(act(SPAWN, "exit=0", flags=flags)).returncode == 0
+
+
+def test_sigint_that_nobody_asked_to_handle(elaunch: Launcher) -> None:
+    """Ctrl-C ends the command all the same, without a traceback of its own."""
+    running = elaunch.start(act(SPAWN, "say=up", "wait", flags=["--signals-to-handle=SIGTERM"]))
+    wait_for_workers(running)
+    running.send_signal(signal.SIGINT)
+    done = running.wait(20)
+    assert done.returncode == 130
+    assert "Traceback" not in done.stderr
