@@ -43,11 +43,14 @@ class StoreUnreachable(StoreError):
 
     ``nobody_decides`` says that this is proof that no coordinator can act meanwhile either: the
     port of the process that hosts the store is closed, or etcd itself says that it has no leader.
+    ``unsettled`` is less: most members of etcd answer, and none of them gets anything done; so it
+    is when their leader is frozen and they do not know it yet.
     """
 
-    def __init__(self, message: str, nobody_decides: bool = False) -> None:
+    def __init__(self, message: str, nobody_decides: bool = False, unsettled: bool = False) -> None:
         super().__init__(message)
         self.nobody_decides = nobody_decides
+        self.unsettled = unsettled
 
 
 class StoreDenied(StoreError):
@@ -83,7 +86,7 @@ class CheckpointError(ElaunchError):
 class JoinTimeoutError(ElaunchError):
     """Too few nodes came together before the join timeout; names who is there."""
 
-    exit_code = 75
+    exit_code = 72
 
 
 class SymmetryError(ElaunchError):

@@ -5,9 +5,10 @@
 # the tests that need the program say so themselves.
 set -eu
 
+PATH=$PATH:/usr/sbin:/sbin # where nft and ip are, which not every user has in the PATH
 missing=
 # program:package
-for pair in ps:procps; do
+for pair in ps:procps etcd:etcd-server ip:iproute2 nft:nftables faketime:faketime openssl:openssl; do
     command -v "${pair%%:*}" >/dev/null || missing="$missing ${pair##*:}"
 done
 [ -n "$missing" ] || exit 0

@@ -1,0 +1,1 @@
+"""Where the agents of a job meet: one protocol, three implementations (elaunch.store.protocol)."""

@@ -1,0 +1,169 @@
+"""The store in etcd: ``connect``, and ``run_ids`` of the jobs that are there.
+
+One store object is one agent: a connection to one member at a time (etcdcalls.py), one stream for
+all that it waits for (etcdwatch.py), one stream that keeps its lease alive (etcdrenewal.py). The
+board is in etcdboard.py, the roster in etcdroster.py, our own entry and the lead in etcdseat.py,
+the keys in etcdplace.py.
+
+==========================  ========================================================================
+of etcd's members           what an agent notices
+==========================  ========================================================================
+a minority is lost          a delay of at most a second or two; the leader's loss included
+a majority is lost, or an   StoreUnreachable with ``nobody_decides``: the ports are closed, or the
+election goes on            members say themselves that they have no leader
+none answers                StoreUnreachable: for all we know the others go on without us
+==========================  ========================================================================
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+
+from elaunch.errors import StoreDenied, StoreUnreachable
+from elaunch.store import etcdload
+from elaunch.store.etcdboard import Board
+from elaunch.store.etcdcalls import Calls
+from elaunch.store.etcdplace import EtcdPlace, every_job, keys_of, run_id_of
+from elaunch.store.etcdroster import Roster
+from elaunch.store.etcdseat import OwnSeat
+from elaunch.store.etcdtxn import Transactions
+from elaunch.store.etcdwatch import Watching
+from elaunch.store.protocol import Change, Post, Seat, Store
+
+_PAUSE = 0.5
+_CLOSE_SECONDS = 1.0
+
+
+def connect(place: EtcdPlace, run_id: str, *, deadline: float) -> Store:
+    """Return the store of the job ``run_id``.
+
+    Args:
+        place: where etcd is.
+        run_id: the job's.
+        deadline: seconds within which it must answer.
+
+    Raises:
+        StoreUnreachable: it does not; names every endpoint and why it was of no use.
+        StoreDenied: it does not let us in, or we do not trust it.
+        StoreError: the client cannot be loaded.
+    """
+    calls = Calls(place, etcdload.load())
+    try:
+        _reach(calls, deadline)
+    except BaseException:
+        calls.close()
+        raise
+    return EtcdStore(calls, run_id)
+
+
+def run_ids(place: EtcdPlace) -> list[str]:
+    """Return the run ids of all jobs that have something in this etcd; raises as ``connect``."""
+    calls = Calls(place, etcdload.load())
+    try:
+        kvs, _ = Transactions(calls).read_all(every_job(place.prefix), keys_only=True)
+        return sorted({run_id_of(place.prefix, kv.key) for kv in kvs})
+    finally:
+        calls.close()
+
+
+def _reach(calls: Calls, deadline: float) -> None:
+    """Read something, again and again until ``deadline`` seconds are over."""
+    until = time.monotonic() + deadline
+    untrusted = False
+    never = threading.Event()
+    while True:
+        try:
+            Transactions(calls).read(every_job(calls.place.prefix))
+            return
+        except StoreUnreachable as error:
+            untrusted = False
+            if time.monotonic() + _PAUSE > until:
+                text = f"within {deadline:g} s {error}"
+                raise StoreUnreachable(text, error.nobody_decides, error.unsettled) from error
+        except StoreDenied:
+            # A member that dies while we shake hands looks like one that does not like ours.
+            if untrusted or not calls.untrusted:
+                raise
+            untrusted = True
+        never.wait(_PAUSE)
+
+
+class EtcdStore:
+    """The Store (elaunch.store.protocol) of one agent, or of a reader, in etcd."""
+
+    def __init__(self, calls: Calls, run_id: str) -> None:
+        self._calls = calls
+        self._news = threading.Condition()
+        keys, txns = keys_of(calls.place.prefix, run_id), Transactions(calls)
+        self._watching = Watching(calls, self._news)
+        calls.moved = self._watching.move
+        self._board = Board(txns, keys, self._watching, self._news)
+        self._roster = Roster(txns, keys, self._watching, self._news)
+        self._own = OwnSeat(txns, keys, self._watching, self._news)
+
+    @property
+    def place(self) -> str:
+        """Where the store is, for messages."""
+        return str(self._calls.place)
+
+    @property
+    def member(self) -> str:
+        """The address of the member that answers us now."""
+        return self._calls.current.address
+
+    def publish(self, version: int, value: bytes) -> bool:
+        """Write ``value`` as ``version``; see Store."""
+        lead = self._own.lead
+        return lead is not None and self._board.publish(version, value, lead)
+
+    def latest(self) -> Post | None:
+        """Return the newest post; see Store."""
+        return self._board.latest()
+
+    def follow(self, after: int, timeout: float) -> Post | None:
+        """Wait for a post newer than ``after``; see Store."""
+        return self._board.follow(after, timeout)
+
+    def enrol(self, name: str, value: bytes, ttl: float) -> None:
+        """Put our own entry on the roster; see Store. ``ttl`` is rounded up to whole seconds."""
+        self._roster.forget()
+        self._own.enrol(name, value, ttl)
+
+    def update(self, value: bytes) -> None:
+        """Replace the value of our own entry; see Store."""
+        self._own.update(value)
+
+    def renew(self) -> None:
+        """Keep our own entry; see Store."""
+        self._own.renew()
+
+    def withdraw(self) -> None:
+        """Take our own entry off the roster; see Store."""
+        self._own.withdraw()
+        self._roster.forget()
+
+    def roster(self) -> Mapping[str, Seat]:
+        """Return all entries; see Store."""
+        return self._roster.entries()
+
+    def changes(self, timeout: float) -> Sequence[Change]:
+        """Wait for changes of the roster; see Store."""
+        return self._roster.changes(timeout)
+
+    def await_lead(self, name: str, timeout: float) -> bool:
+        """Wait until we hold the lead; see Store."""
+        return self._own.await_lead(name, timeout)
+
+    def clear(self) -> None:
+        """Have the board removed in a minute; all else goes with the agents' leases. See Store."""
+        self._board.clear()
+
+    def close(self) -> None:
+        """Close the connections and wake who waits; see Store."""
+        self._calls.close()
+        self._own.close()
+        with self._news:
+            self._news.notify_all()
+        self._watching.close(_CLOSE_SECONDS)

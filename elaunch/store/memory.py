@@ -1,0 +1,259 @@
+"""The store of agents in one process: a board, a roster and a lead under one lock.
+
+============  ====================================================================================
+MemoryHub     what one job's agents share; the clock that judges who is alive is handed in
+MemoryStore   one agent's view of it (elaunch.store.protocol)
+Roster        the entries by name, and for each reader the changes that it has not seen; the agent
+              that hosts a TCPStore keeps one too (elaunch.store.tcphost)
+============  ====================================================================================
+
+Nothing runs in the background. Every call first takes the entries off whose time is over, and a
+call that blocks wakes when the next entry's time is over. With a clock that is not the machine's,
+``tick`` tells those that block that it has moved.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+from elaunch.errors import SeatLost, StoreClosed
+from elaunch.store.protocol import Change, Post, Seat
+
+Found = TypeVar("Found")
+
+
+class Roster:
+    """Entries by name and the changes that readers have not seen; its owner holds a lock."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self._gone: set[str] = set()
+        self._unseen: dict[object, list[Change]] = {}
+
+    def knows(self, name: str) -> bool:
+        """Return whether ``name`` is or was on the roster."""
+        return name in self.values or name in self._gone
+
+    def put(self, name: str, value: bytes) -> None:
+        """Write an entry."""
+        self.values[name] = value
+        self._tell(Change(name, value, "put"))
+
+    def drop(self, name: str, cause: Literal["left", "expired"]) -> None:
+        """Take an entry off for good."""
+        del self.values[name]
+        self._gone.add(name)
+        self._tell(Change(name, None, cause))
+
+    def read(self, reader: object) -> list[Change]:
+        """Return what ``reader`` has not seen: at its first call, every entry that is there."""
+        everything = [Change(name, value, "put") for name, value in self.values.items()]
+        unseen = self._unseen.get(reader, everything)
+        self._unseen[reader] = []
+        return unseen
+
+    def forget(self, reader: object) -> None:
+        """Keep no more changes for ``reader``; its next call is a first one."""
+        self._unseen.pop(reader, None)
+
+    def _tell(self, change: Change) -> None:
+        for unseen in self._unseen.values():
+            unseen.append(change)
+
+
+@dataclass
+class _Lease:
+    ttl: float
+    renewed: float
+
+
+class MemoryHub:
+    """What the agents of one job share.
+
+    Args:
+        clock: seconds that only grow; entries of the roster expire by it.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self.changed = threading.Condition()
+        self.post: Post | None = None
+        self.roster = Roster()
+        self.leases: dict[str, _Lease] = {}
+        self.lead: str | None = None
+
+    def store(self) -> MemoryStore:
+        """Return the store of one more agent."""
+        return MemoryStore(self)
+
+    def tick(self) -> None:
+        """Have those that block look at the clock; for a clock that was handed in."""
+        with self.changed:
+            self.changed.notify_all()
+
+    def expire(self) -> float:
+        """Take off who was not renewed in time, the longest overdue first; return the time."""
+        now = self.clock()
+        over = [(lease.renewed + lease.ttl, name) for name, lease in self.leases.items()]
+        for due, name in sorted(over):
+            if due <= now:
+                self.drop(name, "expired")
+        return now
+
+    def next_due(self) -> float:
+        """Return when the next entry expires if it is not renewed."""
+        return min((lease.renewed + lease.ttl for lease in self.leases.values()), default=math.inf)
+
+    def drop(self, name: str, cause: Literal["left", "expired"]) -> None:
+        """Take an entry off the roster, and the lead with it."""
+        del self.leases[name]
+        self.roster.drop(name, cause)
+        if self.lead == name:
+            self.lead = None
+        self.changed.notify_all()
+
+
+class MemoryStore:
+    """One agent's view of a hub."""
+
+    def __init__(self, hub: MemoryHub) -> None:
+        self._hub = hub
+        self._name: str | None = None
+        self._closed = False
+
+    @property
+    def place(self) -> str:
+        """Where the store is, for messages."""
+        return "the memory of this process"
+
+    def publish(self, version: int, value: bytes) -> bool:
+        """Write the next version of the board; False without the lead or with another version."""
+        hub = self._hub
+        with hub.changed:
+            self._look()
+            newest = 0 if hub.post is None else hub.post.version
+            if hub.lead is None or hub.lead != self._name or version != newest + 1:
+                return False
+            hub.post = Post(version, value)
+            hub.changed.notify_all()
+            return True
+
+    def latest(self) -> Post | None:
+        """Return the newest post, or None."""
+        with self._hub.changed:
+            self._look()
+            return self._hub.post
+
+    def follow(self, after: int, timeout: float) -> Post | None:
+        """Wait for a post newer than ``after``; None after ``timeout`` seconds."""
+        hub = self._hub
+
+        def newer() -> Post | None:
+            return hub.post if hub.post is not None and hub.post.version > after else None
+
+        return self._await(newer, timeout)
+
+    def enrol(self, name: str, value: bytes, ttl: float) -> None:
+        """Put our entry on the roster; SeatLost if the name is or was there already.
+
+        An earlier entry of this store is withdrawn.
+        """
+        hub = self._hub
+        with hub.changed:
+            self.withdraw()
+            now = self._look()
+            if hub.roster.knows(name):
+                raise SeatLost(f"the name {name} is or was on the roster already")
+            self._name = name
+            hub.leases[name] = _Lease(ttl, now)
+            hub.roster.put(name, value)
+            hub.changed.notify_all()
+
+    def update(self, value: bytes) -> None:
+        """Replace the value of our entry; SeatLost if it is gone."""
+        hub = self._hub
+        with hub.changed:
+            name, lease = self._seat()
+            lease.renewed = hub.clock()
+            hub.roster.put(name, value)
+            hub.changed.notify_all()
+
+    def renew(self) -> None:
+        """Keep our entry for another ``ttl`` seconds; SeatLost if it is gone."""
+        with self._hub.changed:
+            _, lease = self._seat()
+            lease.renewed = self._hub.clock()
+
+    def withdraw(self) -> None:
+        """Take our entry off the roster; nothing if there is none."""
+        hub = self._hub
+        with hub.changed:
+            self._look()
+            if self._name is not None and self._name in hub.leases:
+                hub.drop(self._name, "left")
+            self._name = None
+
+    def roster(self) -> Mapping[str, Seat]:
+        """Return all entries with their ages."""
+        hub = self._hub
+        with hub.changed:
+            now = self._look()
+            ages = {name: now - lease.renewed for name, lease in hub.leases.items()}
+            return {name: Seat(value, ages[name]) for name, value in hub.roster.values.items()}
+
+    def changes(self, timeout: float) -> Sequence[Change]:
+        """Wait for changes of the roster; the first call returns every entry."""
+        return self._await(lambda: self._hub.roster.read(self) or None, timeout) or []
+
+    def await_lead(self, name: str, timeout: float) -> bool:
+        """Wait until we hold the lead; SeatLost if our entry ``name`` is gone."""
+        hub = self._hub
+
+        def taken() -> bool | None:
+            if self._seat()[0] != name:
+                raise SeatLost(f"{name} is not this store's entry on the roster")
+            if hub.lead is None:
+                hub.roster.forget(self)  # of an earlier lead
+                hub.lead = name
+            return hub.lead == name or None
+
+        return self._await(taken, timeout) is not None
+
+    def clear(self) -> None:
+        """Do nothing: what the job wrote goes with the process."""
+
+    def close(self) -> None:
+        """Wake who waits; our entry stays until it expires, as if this agent had died."""
+        with self._hub.changed:
+            self._closed = True
+            self._hub.roster.forget(self)
+            self._hub.changed.notify_all()
+
+    def _look(self) -> float:
+        """Raise StoreClosed or return the time, at which all who are on the roster are alive."""
+        if self._closed:
+            raise StoreClosed("the store was closed")
+        return self._hub.expire()
+
+    def _seat(self) -> tuple[str, _Lease]:
+        self._look()
+        if self._name is None or self._name not in self._hub.leases:
+            raise SeatLost(f"{self._name or 'this agent'} is not on the roster (any more)")
+        return self._name, self._hub.leases[self._name]
+
+    def _await(self, ready: Callable[[], Found | None], timeout: float) -> Found | None:
+        """Wait until ``ready`` returns something; None after ``timeout`` seconds."""
+        hub = self._hub
+        until = hub.clock() + timeout
+        with hub.changed:
+            while True:
+                now = self._look()
+                found = ready()
+                if found is not None or now >= until:
+                    return found
+                hub.changed.wait(max(0.0, min(until, hub.next_due()) - now))

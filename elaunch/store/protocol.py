@@ -1,0 +1,123 @@
+"""What every store can do: a board that one agent writes, and a roster that every agent is on.
+
+======  ============================================================  ==========================
+part    who writes                                                    who reads
+======  ============================================================  ==========================
+board   the coordinator: posts with versions 1, 2, 3, …               every agent, by waiting
+roster  each agent its own entry, for as long as it is alive          the coordinator, by waiting
+lead    one agent at a time holds it; only that one may publish       whoever wants it next
+======  ============================================================  ==========================
+
+That is all that a round needs, and each part costs an agent O(1) operations per round. Nobody
+polls: ``follow``, ``changes`` and ``await_lead`` block until there is news. Liveness is judged by
+one clock: an entry that was not renewed for ``ttl`` seconds is gone, by the clock of the store
+(etcd) or of the process that hosts it (TCPStore, memory). Two machines' clocks are never compared.
+
+Every method that talks to another machine has a deadline and raises one of
+
+===================  ===========================================================================
+StoreUnreachable     nobody answers; ``refused`` says that the machine is there and the port closed
+StoreDenied          the store answers and does not let us in (TLS, user, password)
+SeatLost             our own entry is gone: expired or removed; enrol again under a new name
+===================  ===========================================================================
+
+The methods may be called from several threads. ``close`` wakes those that block; they then raise
+StoreClosed. The implementations are elaunch.store.memory, elaunch.store.tcp, elaunch.store.etcd;
+tests/store/test_contract.py holds all of them to this text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+
+@dataclass(frozen=True)
+class Post:
+    """One version of the board; versions count from 1 for as long as the board exists."""
+
+    version: int
+    value: bytes
+
+
+@dataclass(frozen=True)
+class Change:
+    """One change of the roster: an entry was written (``value``), or it is gone (None).
+
+    ``cause`` is "put", "left" (withdrawn) or "expired" (not renewed in time).
+    """
+
+    name: str
+    value: bytes | None
+    cause: Literal["put", "left", "expired"]
+
+
+@dataclass(frozen=True)
+class Seat:
+    """One entry of the roster; ``age`` is the seconds since it was last renewed, if known."""
+
+    value: bytes
+    age: float | None
+
+
+class Store(Protocol):
+    """One job's store, as one agent (or one reader) sees it."""
+
+    @property
+    def place(self) -> str:
+        """Where the store is, for messages: "etcd at h1:2379,h2:2379", "TCPStore at h:29400"."""
+
+    # ── the board ────────────────────────────────────────────────────────────────────────────────
+
+    def publish(self, version: int, value: bytes) -> bool:
+        """Write ``value`` as ``version``; False if that is not the version that comes next.
+
+        Also False when this agent does not hold the lead (any more).
+        """
+
+    def latest(self) -> Post | None:
+        """Return the newest post, or None if there is none."""
+
+    def follow(self, after: int, timeout: float) -> Post | None:
+        """Wait until there is a post newer than ``after`` and return the newest; None: timeout."""
+
+    # ── the roster ───────────────────────────────────────────────────────────────────────────────
+
+    def enrol(self, name: str, value: bytes, ttl: float) -> None:
+        """Put our own entry on the roster; it is gone after ``ttl`` seconds without renewal.
+
+        One entry per store object. ``name`` must be new: a name that was gone never comes back.
+        """
+
+    def update(self, value: bytes) -> None:
+        """Replace the value of our own entry."""
+
+    def renew(self) -> None:
+        """Keep our own entry for another ``ttl`` seconds."""
+
+    def withdraw(self) -> None:
+        """Take our own entry off the roster; nothing if there is none."""
+
+    def roster(self) -> Mapping[str, Seat]:
+        """Return all entries; for readers and for a coordinator that begins."""
+
+    def changes(self, timeout: float) -> Sequence[Change]:
+        """Wait for changes of the roster and return them in order; empty: timeout.
+
+        The first call returns every entry that is there. Only the agent that leads may call it.
+        """
+
+    # ── the lead ─────────────────────────────────────────────────────────────────────────────────
+
+    def await_lead(self, name: str, timeout: float) -> bool:
+        """Wait until we hold the lead, or for ``timeout`` seconds; True when we hold it.
+
+        It is lost with our entry on the roster, and given up by ``withdraw``.
+        """
+
+    def clear(self) -> None:
+        """Have everything that this job wrote removed once nobody can need it (about a minute)."""
+
+    def close(self) -> None:
+        """Let go of connections, threads, and whatever is hosted here; wakes who waits."""

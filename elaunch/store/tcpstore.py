@@ -1,0 +1,248 @@
+"""One agent's view of the store in a TCPStore; the keys are in elaunch.store.tcphost.
+
+An agent has two connections: one on which it waits for the board, one for what is answered at
+once; the agent that hosts has a third for the inbox. A round costs an agent four exchanges: its
+record, the wait for the post, the post, its next record.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Mapping, Sequence
+
+from elaunch.errors import SeatLost, StoreClosed
+from elaunch.store import tcpwire
+from elaunch.store.protocol import Change, Post, Seat
+from elaunch.store.tcphost import NOTICE, TTL, Keeper, is_name, left_notice, put_notice
+from elaunch.store.tcpline import Line, Spot
+from elaunch.store.tcpwire import Connection
+
+SLICE = 5.0
+"""Seconds of one wait for the board; then it is made sure that the host still answers."""
+KEPT = 64
+"""Versions of the board that are kept for those who wait for one of them."""
+
+
+class TcpStore:
+    """One agent's store.
+
+    Args:
+        spot: where it is.
+        timeout: seconds for each call.
+        connection: to it, open.
+        server: torch's store, if it is hosted here; it ends with this object.
+    """
+
+    def __init__(
+        self, spot: Spot, timeout: float, connection: Connection, server: object = None
+    ) -> None:
+        self._closed = threading.Event()
+        self._spot, self._timeout = spot, timeout
+        self._calls = Line(spot, timeout, self._closed, connection)
+        self._waits = Line(spot, timeout, self._closed)
+        self._inbox = Line(spot, timeout, self._closed)
+        self._prefix = f"{spot.run_id}/"
+        self._following = threading.Lock()
+        self._seat: tuple[str, float] | None = None
+        self._lead: str | None = None
+        self._head = 0
+        self._server = server
+        hosted = server is not None
+        self._keeper = Keeper(self._inbox, self._prefix, self._closed) if hosted else None
+
+    @property
+    def place(self) -> str:
+        """Where the store is, for messages."""
+        return self._spot.name
+
+    def publish(self, version: int, value: bytes) -> bool:
+        """Write the next version of the board; False without the lead or with another version."""
+        post = [
+            tcpwire.put(f"{self._prefix}b/{version}", value),
+            tcpwire.put(self._prefix + "head", str(version).encode()),
+            tcpwire.delete(f"{self._prefix}b/{version - KEPT}"),
+        ]
+
+        def talk(line: Connection, until: float) -> bool:
+            if version != self._head + 1 or not self._leads():
+                return False
+            line.send(post, until)
+            line.integer(until)
+            self._head = version
+            return True
+
+        return self._calls.exchange(talk)
+
+    def latest(self) -> Post | None:
+        """Return the newest post, or None."""
+        return self._calls.exchange(lambda line, until: self._newer(line, until, 0))
+
+    def follow(self, after: int, timeout: float) -> Post | None:
+        """Wait for a post newer than ``after``; None after ``timeout`` seconds."""
+        end = time.monotonic() + timeout
+        post = self._calls.exchange(lambda line, by: self._newer(line, by, after))
+        if post is not None or not self._following.acquire(timeout=timeout):
+            return post
+        try:
+            while post is None and time.monotonic() < end:
+                self._waits.exchange(lambda line, by: self._await(line, by, end, after + 1))
+                post = self._waits.exchange(lambda line, by: self._newer(line, by, after))
+            return post
+        finally:
+            self._following.release()
+
+    def enrol(self, name: str, value: bytes, ttl: float) -> None:
+        """Put our entry on the roster; SeatLost if the name is or was there already.
+
+        An earlier entry of this store is withdrawn.
+        """
+        if not is_name(name) or not TTL[0] <= ttl <= TTL[1]:
+            raise ValueError(f"{name!r} with a ttl of {ttl:g} s cannot stand on the roster")
+        notice = _fitting(put_notice(name, ttl, value))
+        self.withdraw()
+        if self._calls.exchange(lambda line, until: self._add(line, until, name, [])) != 1:
+            raise SeatLost(f"the name {name} is or was on the roster already")
+        self._seat = (name, ttl)
+        self._tell([notice])
+
+    def update(self, value: bytes) -> None:
+        """Replace the value of our entry; SeatLost if it is gone."""
+        name, ttl = self._enrolled()
+        self._tell([_fitting(put_notice(name, ttl, value))])
+
+    def renew(self) -> None:
+        """Keep our entry for another ``ttl`` seconds; SeatLost if it is gone."""
+        self._tell([])
+
+    def withdraw(self) -> None:
+        """Take our entry off the roster; nothing if there is none."""
+        if self._closed.is_set():
+            raise StoreClosed(f"the connection to the {self.place} was closed")
+        if self._seat is None:
+            return
+        try:
+            self._tell([left_notice(self._seat[0])])
+        except SeatLost:
+            return
+        finally:
+            self._seat = self._lead = None
+
+    def roster(self) -> Mapping[str, Seat]:
+        """Return all entries with their ages."""
+        if self._keeper is not None and not self._closed.is_set():
+            return self._keeper.roster()
+        return self._calls.exchange(self._read_roster)
+
+    def changes(self, timeout: float) -> Sequence[Change]:
+        """Wait for changes of the roster; the first call returns every entry. Only the host can."""
+        if self._keeper is None:
+            raise SeatLost(f"only the agent that hosts the {self.place} can lead")
+        return self._keeper.changes(timeout)
+
+    def await_lead(self, name: str, timeout: float) -> bool:
+        """Wait until we hold the lead; an agent that does not host waits ``timeout`` in vain."""
+        self._enrolled()
+        end = time.monotonic() + timeout
+        while self._keeper is not None and not self._closed.is_set():
+            left = end - time.monotonic()
+            with self._keeper.changed:
+                if self._keeper.has(name):
+                    self._begin(name)
+                    return True
+                if self._keeper.knows(name):
+                    raise SeatLost(f"{name} is not on the roster any more")
+                if left <= 0:
+                    return False
+                self._keeper.changed.wait(left)
+        if self._closed.wait(max(0.0, timeout)):
+            raise StoreClosed(f"the connection to the {self.place} was closed")
+        return False
+
+    def clear(self) -> None:
+        """Do nothing: what the job wrote goes with the process that hosts it."""
+
+    def close(self) -> None:
+        """Close the connections, end the thread, and the store itself if it is hosted here."""
+        self._closed.set()
+        if self._keeper is not None:
+            self._keeper.wake()
+        for line in (self._calls, self._waits, self._inbox):
+            line.cut()
+        self._server = None
+
+    def _begin(self, name: str) -> None:
+        if self._lead != name and self._keeper is not None:
+            self._keeper.begin()
+        self._lead = name
+
+    def _leads(self) -> bool:
+        if self._keeper is None:
+            return False
+        with self._keeper.changed:
+            return self._keeper.has(self._lead)
+
+    def _enrolled(self) -> tuple[str, float]:
+        if self._seat is None:
+            raise SeatLost("this agent is not on the roster")
+        return self._seat
+
+    def _tell(self, notices: list[bytes]) -> None:
+        """Send notices and a heartbeat; SeatLost if the host has taken us off the roster."""
+        name, _ = self._enrolled()
+        if self._calls.exchange(lambda line, by: self._add(line, by, name, notices)) <= 0:
+            raise SeatLost(f"{name} is not on the roster any more")
+
+    def _add(self, line: Connection, until: float, name: str, notices: list[bytes]) -> int:
+        requests = [tcpwire.push(self._prefix + "in", notice) for notice in notices]
+        line.send([*requests, tcpwire.add(f"{self._prefix}c/{name}", 1)], until)
+        return line.integer(until)
+
+    def _newer(self, line: Connection, until: float, after: int) -> Post | None:
+        """Read the newest post, None if that is ``after``; the next one is asked for at once."""
+        read, head_key = after + 1, self._prefix + "head"
+        while True:
+            line.send([tcpwire.get(head_key), tcpwire.get(f"{self._prefix}b/{read}")], until)
+            head, value = _version(line.value(until)), line.value(until)
+            if head <= after:
+                return None
+            if head == read:
+                return Post(head, value)
+            read = head
+
+    def _await(self, line: Connection, by: float, end: float, version: int) -> bool:
+        line.send([tcpwire.wait(f"{self._prefix}b/{version}")], by)
+        return line.awaited(min(end, time.monotonic() + SLICE), self._timeout)
+
+    def _read_roster(self, line: Connection, until: float) -> dict[str, Seat]:
+        line.send([tcpwire.get(self._prefix + "ages")], until)
+        ages = _ages(line.value(until))
+        if not ages:
+            return {}
+        line.send([tcpwire.multi_get([f"{self._prefix}s/{name}" for name in ages])], until)
+        values = [line.value(until) for _ in ages]
+        seats = zip(ages.items(), values, strict=True)
+        return {name: Seat(value[1:], age) for (name, age), value in seats if value}
+
+
+def _fitting(notice: bytes) -> bytes:
+    if len(notice) > NOTICE:
+        raise ValueError(
+            f"an entry of {len(notice)} bytes is more than the roster takes ({NOTICE})"
+        )
+    return notice
+
+
+def _version(raw: bytes) -> int:
+    return int(raw) if raw.isdigit() and len(raw) < 16 else 0
+
+
+def _ages(raw: bytes) -> dict[str, float]:
+    """Read the ages of the entries; anybody who reaches the port may have written them."""
+    try:
+        ages = json.loads(raw or b"{}")
+    except (ValueError, RecursionError):
+        return {}
+    known = isinstance(ages, dict)
+    return {k: float(v) for k, v in ages.items() if isinstance(v, int | float)} if known else {}

@@ -1,0 +1,202 @@
+"""What TCPStore understands on a connection, and one connection to it with a deadline per read.
+
+=============  ====  ===============================================  ===========================
+request        code  followed by                                      reply
+=============  ====  ===============================================  ===========================
+validate       0     u32 0x3C85F7CE; the first bytes of a connection  none
+set            1     key, value                                       none
+compare_set    2     key, expected value, new value                   the value afterwards
+get            3     key                                              value; empty if there is none
+add            4     key, i64                                         i64: the sum
+wait           6     u64 1, key                                       byte 0 once the key exists
+delete_key     8     key                                              i64: how many
+multi_get      10    u64 n, n keys                                    n values
+cancel_wait    12    nothing                                          byte 1
+ping           13    u32                                              the same u32
+queue_push     14    key, value                                       none
+queue_pop      15    key                                              i64 length; value if it is > 0
+=============  ====  ===============================================  ===========================
+
+Numbers are little-endian. A key is a u64 length and "/" and the name; a value a u64 length and the
+bytes. Requests are served in the order they came in; many may be sent in one go.
+
+torch's own client is not used for this, for three reasons: it waits for an answer without a
+deadline, so that a frozen host would freeze every agent; nothing can wake it; and an agent that
+only takes part in a job would import torch, which costs most of a second and 200 MB. What is
+spoken here is what torch 2.13 speaks; tests/store/test_tcp.py meets torch's client on the other
+side.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import time
+from collections.abc import Iterable
+
+LONGEST = 8 * 1024 * 1024
+"""Bytes in a value that TCPStore still accepts."""
+CHUNK = 65536
+
+_VALIDATE = struct.pack("<BI", 0, 0x3C85F7CE)
+_U64 = struct.Struct("<Q")
+_I64 = struct.Struct("<q")
+CANCEL_WAIT = b"\x0c"
+
+
+class ForeignAnswer(Exception):
+    """What answers is no TCPStore; the text says what it sent."""
+
+
+def _bytes(data: bytes) -> bytes:
+    if len(data) > LONGEST:
+        raise ValueError(f"{len(data)} bytes are more than a TCPStore takes ({LONGEST})")
+    return _U64.pack(len(data)) + data
+
+
+def _key(key: str) -> bytes:
+    return _bytes(b"/" + key.encode())
+
+
+def put(key: str, value: bytes) -> bytes:
+    """Return a request to set ``key``; no reply."""
+    return b"\x01" + _key(key) + _bytes(value)
+
+
+def compare_set(key: str, expected: bytes, value: bytes) -> bytes:
+    """Return a request to set ``key`` if it is ``expected``; the reply is what it then is."""
+    return b"\x02" + _key(key) + _bytes(expected) + _bytes(value)
+
+
+def get(key: str) -> bytes:
+    """Return a request for the value of ``key``."""
+    return b"\x03" + _key(key)
+
+
+def add(key: str, number: int) -> bytes:
+    """Return a request to add to a counter; the reply is an integer."""
+    return b"\x04" + _key(key) + _I64.pack(number)
+
+
+def wait(key: str) -> bytes:
+    """Return a request to be told when ``key`` exists; or when the queue ``key`` is not empty."""
+    return b"\x06" + _U64.pack(1) + _key(key)
+
+
+def delete(key: str) -> bytes:
+    """Return a request to delete ``key``; the reply is an integer."""
+    return b"\x08" + _key(key)
+
+
+def multi_get(keys: list[str]) -> bytes:
+    """Return a request for the values of ``keys``."""
+    return b"\x0a" + _U64.pack(len(keys)) + b"".join(map(_key, keys))
+
+
+def push(key: str, value: bytes) -> bytes:
+    """Return a request to put ``value`` at the end of the queue ``key``; no reply."""
+    return b"\x0e" + _key(key) + _bytes(value)
+
+
+def pop(key: str) -> bytes:
+    """Return a request for the first of the queue ``key``; see :meth:`Connection.popped`."""
+    return b"\x0f" + _key(key)
+
+
+class Connection:
+    """One connection; one thread at a time talks over it, any thread may cut it.
+
+    Every method raises ConnectionError when the connection is cut by either side, TimeoutError
+    when its deadline ``until`` (on the monotonic clock) passes, and ForeignAnswer for an answer
+    that no TCPStore gives. After any of them the connection is of no more use.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._received = bytearray()
+
+    def open(self, address: tuple[object, ...], until: float) -> None:
+        """Connect to ``address`` and make sure that a TCPStore answers there."""
+        self._sock.settimeout(_left(until))
+        self._sock.connect(address)
+        self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        nonce = os.urandom(4)
+        self.send([_VALIDATE, b"\x0d", nonce], until)
+        try:
+            answer = self._read(len(nonce), until)
+        except TimeoutError:
+            raise TimeoutError("it accepts connections and says nothing") from None
+        if answer != nonce:
+            said = (answer + bytes(self._received))[:40].split(b"\n")[0].strip()
+            raise ForeignAnswer(f"something that is no TCPStore answers: {ascii(said)[2:-1]!r}")
+
+    def send(self, requests: Iterable[bytes], until: float) -> None:
+        """Send requests in one go."""
+        self._sock.settimeout(_left(until))
+        self._sock.sendall(b"".join(requests))
+
+    def value(self, until: float) -> bytes:
+        """Read a value."""
+        (length,) = _U64.unpack(self._read(8, until))
+        if length > LONGEST + 1:
+            raise ForeignAnswer(f"something that is no TCPStore sent a length of {length}")
+        return self._read(length, until)
+
+    def integer(self, until: float) -> int:
+        """Read an integer."""
+        (number,) = _I64.unpack(self._read(8, until))
+        return int(number)
+
+    def popped(self, until: float) -> tuple[int, bytes]:
+        """Read a reply to :func:`pop`: how many are left in the queue, and the value.
+
+        (-1, b"") if the queue was empty.
+        """
+        length = self.integer(until)
+        return (length - 1, self.value(until)) if length > 0 else (-1, b"")
+
+    def awaited(self, until: float, grace: float) -> bool:
+        """Read the reply to :func:`wait`, or cancel it at ``until``; whether the key exists.
+
+        ``grace``: seconds for the server to answer the cancellation.
+        """
+        try:
+            self._read(1, until)
+            return True
+        except TimeoutError:
+            cancelled_by = time.monotonic() + grace
+        self.send([CANCEL_WAIT], cancelled_by)
+        if self._read(1, cancelled_by) == b"\x01":
+            return False
+        self._read(1, cancelled_by)  # both answers were on their way
+        return True
+
+    def cut(self) -> None:
+        """Wake whoever reads or connects; from any thread."""
+        try:
+            self._sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return  # it was not connected, or not any more
+
+    def close(self) -> None:
+        """Free the descriptor; only the thread that talks over it may."""
+        self._sock.close()
+
+    def _read(self, count: int, until: float) -> bytes:
+        while len(self._received) < count:
+            self._sock.settimeout(_left(until))
+            chunk = self._sock.recv(max(CHUNK, min(count - len(self._received), 1024 * 1024)))
+            if not chunk:
+                raise ConnectionResetError("the connection was closed")
+            self._received += chunk
+        data = bytes(self._received[:count])
+        del self._received[:count]
+        return data
+
+
+def _left(until: float) -> float:
+    left = until - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("no answer")
+    return left
