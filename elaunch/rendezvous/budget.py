@@ -1,0 +1,114 @@
+"""Whether a round may follow one that failed: the restarts that a job has, and when. Pure.
+
+=============================  =================================================================
+budget                         a restart is possible while
+=============================  =================================================================
+``--max-restarts N``           fewer than N rounds in a row ended without a newer checkpoint
+the same, for life             fewer than N rounds have failed in all
+=============================  =================================================================
+
+The first restart after progress is at once, and one after a round that lived LONG_ENOUGH; the next
+ones wait twice as long each time, up to BACKOFF_MOST. A lost or a joined node costs no restart.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final
+
+BACKOFF_FIRST: Final = 0.5
+BACKOFF_MOST: Final = 30.0
+LONG_ENOUGH: Final = 60.0
+"""Seconds after which a round that wrote no checkpoint is not held to have died at its start."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What the user allows: ``lifetime`` counts all restarts, else those without progress."""
+
+    max_restarts: int = 0
+    lifetime: bool = False
+    has_checkpoint_dir: bool = False
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What the job has used: restarts in all, and those since a newer checkpoint was seen."""
+
+    restarts: int = 0
+    without_progress: int = 0
+
+    def refilled(self, before: int | None, found: int | None) -> Spent:
+        """Return it after a search that ``found`` a step, where the round began ``before`` it."""
+        if found is not None and found > (-1 if before is None else before):
+            return replace(self, without_progress=0)
+        return self
+
+    def counted(self) -> Spent:
+        """Return it with one more restart."""
+        return Spent(self.restarts + 1, self.without_progress + 1)
+
+
+@dataclass(frozen=True)
+class Again:
+    """Another round follows, after at most ``backoff`` seconds: the caller draws the jitter."""
+
+    reason: str
+    backoff: float = 0.0
+
+
+@dataclass(frozen=True)
+class NoMore:
+    """The job ends with this failure."""
+
+    reason: str
+
+
+def hopeless(budget: Budget, spent: Spent) -> bool:
+    """Return whether no checkpoint can bring another round, so that none need be looked for."""
+    if budget.max_restarts == 0:
+        return True
+    return budget.lifetime and spent.restarts >= budget.max_restarts
+
+
+def verdict(
+    budget: Budget, spent: Spent, failure: str, step: int | None, lived_long: bool
+) -> Again | NoMore:
+    """Return whether another round follows ``failure``, and why.
+
+    Args:
+        budget: what the user allows.
+        spent: what the job has used, refilled by the last search.
+        failure: what happened: "rank 1 exited with code 7".
+        step: of the checkpoint that the next round would resume from, if any.
+        lived_long: whether the round that failed lasted LONG_ENOUGH.
+    """
+    used = spent.restarts if budget.lifetime else spent.without_progress
+    if used >= budget.max_restarts:
+        return NoMore(failure + why_no_more(budget, spent))
+    reason = f"{failure}; restart {used + 1} of {budget.max_restarts}"
+    if not budget.lifetime and budget.has_checkpoint_dir:
+        reason += " since the last progress"
+    if budget.has_checkpoint_dir:
+        reason += f", {resumes_from(step)}"
+    if spent.without_progress == 0 or lived_long:
+        return Again(reason)
+    seconds = min(BACKOFF_MOST, BACKOFF_FIRST * 2.0 ** min(spent.without_progress - 1, 20))
+    wait = f"after a backoff of up to {seconds:g} s: it died before its first progress again"
+    return Again(f"{reason}, {wait}", seconds)
+
+
+def resumes_from(step: int | None) -> str:
+    """Return "from step 40" or "from the start"."""
+    return "from the start" if step is None else f"from step {step}"
+
+
+def why_no_more(budget: Budget, spent: Spent) -> str:
+    """Return the end of the sentence in which a job ends: why no restart follows."""
+    if budget.max_restarts == 0:
+        return "; --max-restarts is 0"
+    if budget.lifetime:
+        return f"; {budget.max_restarts} of {budget.max_restarts} restarts are used up"
+    number = spent.without_progress
+    restarts = "1 restart" if number == 1 else f"{number} restarts in a row"
+    return f"; {restarts} brought no progress (--max-restarts)"

@@ -1,0 +1,137 @@
+"""The coordinator: what the one agent that holds the lead does, for as long as it holds it. ::
+
+store.changes ──thread──┐
+world.search ──thread───┼──► one queue ──► CoordinatorState ──► store.publish
+stop ───────────────────┘
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from elaunch.errors import StoreError, StoreUnreachable
+from elaunch.rendezvous.coordinatorstate import RETRY, Coming, CoordinatorState, Reread
+from elaunch.rendezvous.view import Found, Search
+from elaunch.store.protocol import Change, Store
+
+CHANGES_SLICE = 2.0
+"""Seconds of one wait for changes; bounds how long a coordinator that has lost the lead goes on."""
+
+
+@dataclass(frozen=True)
+class _Changed:
+    changes: Sequence[Change]
+
+
+@dataclass(frozen=True)
+class _Stopped:
+    reason: str
+
+
+class Coordinator:
+    """Drives a CoordinatorState with a store that we lead, in the thread that calls ``run``."""
+
+    def __init__(
+        self,
+        store: Store,
+        state: CoordinatorState,
+        search: Callable[[], dict[str, Any] | None],
+        clock: Callable[[], float],
+        settled: Callable[[CoordinatorState], None],
+    ) -> None:
+        """``settled`` is called whenever all that was heard so far has been decided upon."""
+        self._store = store
+        self._state = state
+        self._search = search
+        self._clock = clock
+        self._settled = settled
+        self._queue: queue.SimpleQueue[_Changed | _Stopped | Found] = queue.SimpleQueue()
+        self._ended = threading.Event()
+
+    def run(self, not_before: float) -> str:
+        """Coordinate until the lead is lost, and return why; no first round ``not_before``.
+
+        Raises:
+            StoreError: the board cannot be read, or its plan cannot.
+        """
+        self._state.begin(self._store.latest(), self._clock(), not_before)
+        reader = threading.Thread(target=self._read_changes, name="roster", daemon=True)
+        reader.start()
+        try:
+            return self._loop()
+        finally:
+            self._ended.set()
+            reader.join(CHANGES_SLICE + 1.0)
+
+    def stop(self) -> None:
+        """Have ``run`` return soon; from any thread."""
+        self._queue.put(_Stopped("this agent leaves"))
+
+    def _loop(self) -> str:
+        state, clock = self._state, self._clock
+        while not state.ended:
+            step, _ = state.step(clock())
+            if isinstance(step, Coming):
+                state.on_published(step, self._publish(step), clock())
+            elif isinstance(step, Reread):
+                self._reread()
+            elif isinstance(step, Search):
+                threading.Thread(target=self._find, name="checkpoint-search", daemon=True).start()
+            else:
+                self._settled(state)
+                stopped = self._hear(None if step.until is None else step.until - clock())
+                if stopped:
+                    return stopped
+        return state.ended
+
+    def _publish(self, coming: Coming) -> bool | None:
+        try:
+            return self._store.publish(coming.version, coming.value)
+        except StoreUnreachable:
+            return None
+
+    def _reread(self) -> None:
+        try:
+            post = self._store.latest()
+        except StoreUnreachable:
+            self._state.on_no_board(self._clock())
+        else:
+            self._state.on_board(post, self._clock())
+
+    def _hear(self, timeout: float | None) -> str | None:
+        """Wait for news and write down all that are there."""
+        try:
+            news = self._queue.get(timeout=None if timeout is None else max(0.0, timeout))
+            while True:
+                if isinstance(news, _Stopped):
+                    return news.reason
+                if isinstance(news, Found):
+                    self._state.on_found(news)
+                else:
+                    self._state.on_changes(news.changes, self._clock())
+                news = self._queue.get_nowait()
+        except queue.Empty:
+            return None
+
+    def _read_changes(self) -> None:
+        while not self._ended.is_set():
+            try:
+                changes = self._store.changes(CHANGES_SLICE)
+            except StoreUnreachable:
+                self._ended.wait(RETRY)
+                continue
+            except StoreError as exc:
+                self._queue.put(_Stopped(str(exc)))
+                return
+            if changes:
+                self._queue.put(_Changed(changes))
+
+    def _find(self) -> None:
+        try:
+            self._queue.put(Found(self._search()))
+        except Exception as exc:
+            self._queue.put(Found(problem=str(exc) or type(exc).__name__))

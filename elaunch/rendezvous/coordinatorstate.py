@@ -1,0 +1,243 @@
+"""What the coordinator knows and what follows from it; no method blocks.
+
+Changes of the roster go in, steps come out: a post, a look at the board, a search for a checkpoint,
+a wait. No thread, no clock, no store, so that a simulation can drive it; for real that is
+elaunch.rendezvous.coordinator.
+
+An answer to a post that is lost leaves open whether it was posted. Then the board is read again and
+believed: whatever stands there is the plan, and what follows from it is decided anew.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from elaunch.rendezvous import records
+from elaunch.rendezvous.decision import decide
+from elaunch.rendezvous.plan import AgentRecord, Plan
+from elaunch.rendezvous.view import Absent, Found, Present, Publish, Rules, Search, View, Wait
+from elaunch.store.protocol import Change, Post
+
+RETRY = 0.2
+"""Seconds before the board is read again after it could not be."""
+
+log = logging.getLogger("elaunch")
+
+
+@dataclass(frozen=True)
+class Coming:
+    """A plan on its way to the board, as bytes."""
+
+    version: int
+    value: bytes
+    plan: Plan
+
+
+@dataclass(frozen=True)
+class Reread:
+    """Read the board: it is not known what has become of a post."""
+
+
+class CoordinatorState:
+    """What a coordinator knows and what follows from it; no method blocks.
+
+    ``old_job`` is the job word of a plan that was over before this agent joined: another job has
+    this run id now. ``make_job`` makes the word of that one, ``jitter`` draws from 0.5 to 1.
+    """
+
+    def __init__(
+        self,
+        me: str,
+        rules: Rules,
+        secret: bytes | None,
+        old_job: str | None,
+        draw: Callable[[], tuple[str, float]],
+    ) -> None:
+        self.me = me
+        self.ended = ""
+        """Why it leads no more, if so."""
+        self._rules = rules
+        self._secret = secret
+        self._old_job = old_job
+        self._draw = draw
+        self._version = 0
+        self._plan = Plan("")
+        self._members: frozenset[str] = frozenset()
+        self._ignored: frozenset[str] = frozenset()
+        self._superseded = ""
+        self._present: dict[str, Present] = {}
+        self._absent: dict[str, Absent] = {}
+        self._refused: set[str] = set()
+        self._arrivals = 0
+        self._roster_known = False
+        self._doubt: Coming | None = None
+        self._refusal = False
+        self._reread_at = 0.0
+        self._view = View(me, self._plan, self._present, self._absent)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan as this coordinator last saw it on the board, or the empty one."""
+        return self._plan
+
+    @property
+    def others(self) -> int:
+        """How many other agents are on the roster."""
+        return len(self._present) - (self.me in self._present)
+
+    def heard_itself(self, seq: int) -> bool:
+        """Return whether this agent's own record with that number has been decided upon."""
+        own = self._present.get(self.me)
+        return own is None or own.record.seq >= seq
+
+    def begin(self, post: Post | None, now: float, not_before: float = 0.0) -> None:
+        """Take over from the board as it is; no first round ``not_before`` that moment.
+
+        Raises:
+            RecordError: the plan there cannot be read; this agent must not lead.
+        """
+        self._view = replace(
+            self._view, began=now, since=now, posted=now, stirred=now, not_before=not_before
+        )
+        if post is None:
+            self._adopt(Plan(self._draw()[0]), 0, now)
+            return
+        plan = records.decode_plan(post.value, self._secret, "the last coordinator")
+        if plan.phase != "over" or plan.job != self._old_job:
+            self._adopt(plan, post.version, now)
+            return
+        self._superseded = plan.job
+        names = {node.name for node in plan.nodes}
+        self._ignored = frozenset(names.union(plan.spares, plan.joining))
+        self._adopt(Plan(self._draw()[0]), post.version, now)
+        self._view = replace(self._view, unannounced=True)
+
+    def on_changes(self, changes: Sequence[Change], now: float) -> None:
+        """Write changes of the roster into the view; the first ones are the whole roster."""
+        for change in changes:
+            if change.name in self._ignored:
+                continue
+            if change.value is None:
+                self._on_gone(change.name, "left" if change.cause == "left" else "expired", now)
+                continue
+            try:
+                record = records.decode_agent(change.value, self._secret, change.name)
+            except records.RecordError as exc:
+                if change.name not in self._refused:
+                    self._refused.add(change.name)
+                    log.warning("%s", exc)
+                continue
+            self._on_record(change.name, record, now)
+        if not self._roster_known:
+            self._roster_known = True
+            self._note_absent(now)
+
+    def on_found(self, found: Found) -> None:
+        """Take what the search for a checkpoint brought."""
+        self._view = replace(self._view, found=found, searching=False)
+
+    def step(self, now: float) -> tuple[Coming | Reread | Search | Wait, str]:
+        """Return what to do now, and why."""
+        if not self._roster_known:
+            return Wait(), "reading the roster"
+        if self._doubt is not None:
+            wait = now < self._reread_at
+            return (Wait(self._reread_at) if wait else Reread()), "reading the board"
+        step, reason = decide(self._view, now, self._rules)
+        if isinstance(step, Search):
+            self._view = replace(self._view, searching=True)
+        if not isinstance(step, Publish):
+            return step, reason
+        plan = replace(step.plan, coordinator=self.me)
+        return Coming(self._version + 1, records.encode(plan, self._secret), plan), reason
+
+    def on_published(self, coming: Coming, taken: bool | None, now: float) -> None:
+        """Take whether the store has taken ``coming``; None: it did not answer."""
+        if taken:
+            self._adopt(coming.plan, coming.version, now)
+            return
+        self._doubt, self._refusal = coming, taken is False
+        self._reread_at = now if self._refusal else now + RETRY
+
+    def on_no_board(self, now: float) -> None:
+        """Take that the board could not be read."""
+        self._reread_at = now + RETRY
+
+    def on_board(self, post: Post | None, now: float) -> None:
+        """Take the board as it is after a post of ours may have failed, and believe it."""
+        coming, self._doubt = self._doubt, None
+        version = 0 if post is None else post.version
+        if self._refusal and coming is not None and version == coming.version - 1:
+            self.ended = "the lead is lost"
+        elif post is None or version < self._version:
+            self._version = version  # the board was cleared or lost: begin to count anew
+        elif version > self._version:
+            self._take(post, now)
+
+    def _take(self, post: Post, now: float) -> None:
+        try:
+            plan = records.decode_plan(post.value, self._secret, "another coordinator")
+        except records.RecordError as exc:
+            log.warning("%s", exc)
+            self._version = post.version
+            return
+        if plan.coordinator == self.me:
+            self._adopt(plan, post.version, now)
+        else:
+            self.ended = "another agent leads"
+
+    # ── how news are written down ────────────────────────────────────────────────────────────────
+
+    def _adopt(self, plan: Plan, version: int, now: float) -> None:
+        old = self._plan
+        self._plan, self._version = plan, version
+        view = replace(self._view, plan=plan, posted=now, unannounced=False)
+        if (plan.phase, plan.round, plan.job) != (old.phase, old.round, old.job):
+            view = replace(view, since=now)
+        if (plan.round, plan.job) != (old.round, old.job):
+            view = replace(view, ran=now, found=None, searching=False, jitter=self._draw()[1])
+        self._view = view
+        if plan.nodes != old.nodes:
+            self._members = frozenset(node.name for node in plan.nodes)
+            for name in set(self._absent) - self._members:
+                del self._absent[name]
+            if self._roster_known:
+                self._note_absent(now)
+
+    def _note_absent(self, now: float) -> None:
+        for name in self._members - self._present.keys() - self._absent.keys():
+            self._absent[name] = Absent("unknown", now)
+
+    def _on_gone(self, name: str, cause: Literal["left", "expired"], now: float) -> None:
+        seat = self._present.pop(name, None)
+        if name == self.me:
+            self.ended = "its entry on the roster is gone"
+        if name in self._members:
+            last = seat.record if seat else None
+            self._absent.setdefault(name, Absent(cause, now, last))
+        elif seat is not None:
+            self._view = replace(self._view, stirred=now)
+
+    def _on_record(self, name: str, record: AgentRecord, now: float) -> None:
+        if record.seen is not None and record.seen["job"] == self._superseded:
+            return  # it was cut off while its job ended, and will hear so
+        old = self._present.get(name)
+        failed_at = None
+        if record.failure is not None:
+            failed_at = now - float(record.failure.get("age", 0.0))
+        if old is None:
+            self._arrivals += 1
+            self._present[name] = Present(record, now, self._arrivals, now, failed_at)
+            if name not in self._members:
+                self._view = replace(self._view, stirred=now)
+            return
+        if record.seq < old.record.seq:
+            return  # a write that was on its way for long
+        same_round = record.round == old.record.round
+        if failed_at is not None and old.failed_at is not None and same_round:
+            failed_at = min(failed_at, old.failed_at)
+        changed = old.changed if same_round and record.state == old.record.state else now
+        self._present[name] = Present(record, old.since, old.number, changed, failed_at)

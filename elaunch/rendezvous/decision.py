@@ -1,0 +1,125 @@
+"""Every decision of the coordinator: ``decide(view, now, rules) -> (step, reason)``. Pure.
+
+=========  =====================================================================================
+phase      what is decided
+=========  =====================================================================================
+forming    is anybody missing, and for how long (elaunch.rendezvous.formation)
+running    has a worker failed, a node gone, are all done, does a node join (here, and growth)
+ending     has everyone ended; may a round follow; who is in it (elaunch.rendezvous.formation)
+over       nothing
+=========  =====================================================================================
+
+The step is a plan to post, a search for a checkpoint, or a wait; the reason is why, in words that
+the plan carries to the log of every agent, to the status page, and to the tests. A new cause of a
+new round is one arm here and one row in tests/rendezvous/test_decision.py.
+"""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import replace
+
+from elaunch.rendezvous import formation, growth, words
+from elaunch.rendezvous.plan import Cause, Plan
+from elaunch.rendezvous.view import Decision as Decision
+from elaunch.rendezvous.view import Publish, Rules, View, Wait
+from elaunch.rendezvous.view import Search as Search
+from elaunch.rendezvous.view import Step as Step
+
+MOST_TOLD = 3
+"""Lost nodes that a reason names."""
+
+
+def decide(view: View, now: float, rules: Rules) -> Decision:
+    """Return what to do now, and why.
+
+    Args:
+        view: the plan and the roster, as the coordinator has them.
+        now: the coordinator's monotonic clock.
+        rules: what the user asked for.
+    """
+    plan = view.plan
+    if plan.phase == "over":
+        return Wait(), plan.reason
+    if view.unannounced:
+        return publish(
+            replace(plan, reason="the last job with this run id is over; this one begins")
+        )
+    stopped = _stopped(view, rules)
+    if stopped is not None:
+        return publish(stopped)
+    if plan.phase == "running":
+        ended = _ended(view, now, rules)
+        return publish(ended) if ended is not None else growth.decide(view, now, rules)
+    return formation.decide(view, now, rules)
+
+
+def publish(plan: Plan) -> Decision:
+    """Return the decision to post ``plan``."""
+    return Publish(plan), plan.reason
+
+
+def _stopped(view: View, rules: Rules) -> Plan | None:
+    """Return the job's end if all agents were told to go, or the one that hosts the store."""
+    leaving = [one.record for one in view.present.values() if one.record.state == "leaving"]
+    if not leaving:
+        return None
+    mine = view.present.get(view.me)
+    if rules.hosted_by_me and mine is not None and mine.record.state == "leaving":
+        first = mine.record
+        reason = (
+            f"node {words.node(first)} leaves ({first.reason or 'it was told to'}) and the store, "
+            "which it hosts, goes with it; etcd (--rdzv-backend etcd) survives the loss of any node"
+        )
+    elif len(leaving) == len(view.present):
+        first = leaving[0]
+        reason = first.reason or "every agent was told to leave"
+    else:
+        return None
+    code = 128 + signal.SIGTERM if first.exit_code is None else first.exit_code
+    return over(view.plan, code, reason)
+
+
+def over(plan: Plan, exit_code: int, reason: str) -> Plan:
+    """Return the end of the job."""
+    return replace(plan, phase="over", exit_code=exit_code, reason=reason)
+
+
+def _ended(view: View, now: float, rules: Rules) -> Plan | None:
+    """Return what follows if the round that runs has come to its end, one way or another."""
+    plan = view.plan
+    lost, left, stopped, finished = [], [], [], 0
+    for node in plan.nodes:
+        seat, absent = view.present.get(node.name), view.absent.get(node.name)
+        record = seat.record if seat else (absent.last if absent else None)
+        of_round = record is not None and record.round == plan.round
+        if record is not None and of_round and record.state == "finished":
+            finished += 1  # what it had to do is done, whether it is still there or not
+        elif seat is None:
+            lost.append((node, absent))
+        elif seat.record.state == "leaving":
+            left.append(seat.record)
+        elif of_round and seat.record.state == "ended" and seat.record.failure is None:
+            stopped.append(node)
+    if finished == len(plan.nodes):
+        return over(replace(plan, failure=None), 0, "all workers ended with 0")
+    if lost:
+        told = [words.gone(node, absent, rules.heartbeat_timeout) for node, absent in lost]
+        more = f" and {len(told) - MOST_TOLD} more nodes" if len(told) > MOST_TOLD else ""
+        all_left = all(absent is not None and absent.cause == "left" for _, absent in lost)
+        cause: Cause = "left" if all_left else "lost"
+        reason = "; ".join(told[:MOST_TOLD]) + more
+        return replace(plan, phase="ending", cause=cause, reason=reason, failure=None)
+    if left:
+        why = f": {left[0].reason}" if left[0].reason else ""
+        reason = f"{words.named(left)} {'leaves' if len(left) == 1 else 'leave'}{why}"
+        return replace(plan, phase="ending", cause="left", reason=reason, failure=None)
+    failed = formation.first_failure(view, now)
+    if failed is not None:
+        reason = words.failure(failed)
+        return replace(plan, phase="ending", cause="failure", reason=reason, failure=failed)
+    if stopped:
+        were = "was" if len(stopped) == 1 else "were"
+        reason = f"{words.named(stopped)} {were} cut off from the store; the workers there are dead"
+        return replace(plan, phase="ending", cause="lost", reason=reason, failure=None)
+    return None

@@ -1,0 +1,315 @@
+"""What an agent uses of the rendezvous: join, say how it is, hear plans, leave.
+
+=============  ====================================================================================
+thread         its one blocking call
+=============  ====================================================================================
+entry          enrol, update, renew, withdraw: what elaunch.rendezvous.member says comes next
+follower       ``store.follow``: the newest plan
+coordinator    ``store.await_lead``, and then elaunch.rendezvous.coordinator for as long as it leads
+=============  ====================================================================================
+
+They post news (elaunch.rendezvous.news) and change nothing of the agent's. ``tell`` never blocks;
+``leave`` does for a bounded time.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from elaunch.errors import StoreError
+from elaunch.rendezvous import tasks
+from elaunch.rendezvous.coordinator import Coordinator
+from elaunch.rendezvous.coordinatorstate import CoordinatorState
+from elaunch.rendezvous.member import MemberState
+from elaunch.rendezvous.news import MeetingFailed, News
+from elaunch.rendezvous.plan import AgentRecord
+from elaunch.rendezvous.records import RecordError
+from elaunch.rendezvous.tasks import Effect, Fence, Idle, Open, Task
+from elaunch.rendezvous.view import Rules
+from elaunch.store.protocol import Store
+
+SLICE = 5.0
+"""Seconds of one wait for a plan or the lead."""
+PAUSE = 0.2
+JOIN = 0.5
+"""Seconds for the threads to end."""
+LINGER = 3.0
+"""Seconds that the agent which hosts the store stays so that the others hear the end."""
+
+log = logging.getLogger("elaunch")
+
+
+def random_name() -> str:
+    """Return a name for one enrolment: 6 hex digits."""
+    return os.urandom(3).hex()
+
+
+@dataclass(frozen=True)
+class World:
+    """What a meeting needs of its agent.
+
+    Attributes:
+        post: takes news; called from several threads, must not block.
+        search: returns the newest complete checkpoint as {path, step, format}, or None; may raise.
+        fence: has all workers killed at that moment of ``clock`` unless it is called again.
+        clock: monotonic seconds.
+        make_name: a new random name for each enrolment.
+    """
+
+    post: Callable[[News], None]
+    search: Callable[[], dict[str, Any] | None]
+    fence: Callable[[float, float], None]
+    clock: Callable[[], float] = time.monotonic
+    make_name: Callable[[], str] = random_name
+
+
+class Meeting:
+    """Owns this agent's place in its job: its connection to the store, its entry, its threads."""
+
+    def __init__(
+        self, store_opener: Callable[[], Store], rules: Rules, secret: bytes | None, world: World
+    ) -> None:
+        self._open = store_opener
+        self._rules = rules
+        self._secret = secret
+        self._world = world
+        self._changed = threading.Condition()
+        self._member = MemberState(rules, secret, world.make_name, world.clock())
+        self._store: Store | None = None
+        self._coordinator: Coordinator | None = None
+        self._decided: CoordinatorState | None = None
+        self._closed = False
+        self._threads: list[threading.Thread] = []
+
+    @property
+    def name(self) -> str:
+        """Our own name on the roster; "" while we are not on it."""
+        return self._member.name
+
+    def start(self, record: AgentRecord) -> None:
+        """Join the job with ``record``; what comes of it is posted."""
+        self._member = MemberState(
+            self._rules, self._secret, self._world.make_name, self._world.clock()
+        )
+        self._member.tell(record)
+        loops = {"entry": self._keep_entry, "follower": self._follow, "coordinator": self._lead}
+        for name, loop in loops.items():
+            thread = threading.Thread(
+                target=self._run, args=(loop,), name=f"rendezvous-{name}", daemon=True
+            )
+            self._threads.append(thread)
+            thread.start()
+
+    def tell(self, record: AgentRecord) -> None:
+        """Have ``record`` be our entry as soon as the store takes it; the newest one wins."""
+        with self._changed:
+            self._member.tell(record)
+            self._changed.notify_all()
+
+    def leave(self, timeout: float) -> None:
+        """Take our entry off the roster and let go of the store, in ``timeout`` seconds at most.
+
+        The agent that hosts the store waits LINGER seconds for others to hear that the job is over.
+        """
+        until = time.monotonic() + timeout
+        member, finished = self._member, False
+        with self._changed:
+            if self._threads:
+                self._await(lambda: member.written or not member.name, until)
+                self._await(self._has_decided, until)
+                if self._rules.hosted_by_me and self._is_over():
+                    self._await(self._is_alone, min(until, time.monotonic() + LINGER))
+                finished = self._coordinator is not None and (self._is_over() or self._is_alone())
+                member.withdraw()
+                self._changed.notify_all()
+                self._await(lambda: member.gone, until)
+            store, self._closed = self._store, True
+            coordinator = self._coordinator
+            self._changed.notify_all()
+        if coordinator is not None:
+            coordinator.stop()
+        if store is not None:
+            if finished:
+                self._clear(store)
+            store.close()
+        # One that is in the middle of an attempt to reach the store ends with the process.
+        until = min(until, time.monotonic() + JOIN)
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+
+    # ── leaving ──────────────────────────────────────────────────────────────────────────────────
+
+    def _await(self, ready: Callable[[], bool], until: float) -> None:
+        self._changed.wait_for(ready, max(0.0, until - time.monotonic()))
+
+    def _has_decided(self) -> bool:
+        """Whether this agent, if it leads, has acted on its own last word."""
+        if self._coordinator is None or not self._member.name:
+            return True
+        return self._decided is not None and self._decided.heard_itself(self._member.told)
+
+    def _is_over(self) -> bool:
+        return self._decided is not None and self._decided.plan.phase == "over"
+
+    def _is_alone(self) -> bool:
+        return self._decided is None or self._decided.others == 0
+
+    def _clear(self, store: Store) -> None:
+        try:
+            store.clear()
+        except StoreError as exc:
+            log.warning("what the job wrote stays in the store: %s", exc)
+
+    # ── threads ──────────────────────────────────────────────────────────────────────────────────
+
+    def _run(self, loop: Callable[[], None]) -> None:
+        try:
+            loop()
+        except Exception as exc:
+            log.exception("the rendezvous has failed")
+            self._world.post(MeetingFailed(70, f"the rendezvous has failed: {exc!r}"))
+
+    def _keep_entry(self) -> None:
+        member, clock = self._member, self._world.clock
+        while not self._closed:
+            with self._changed:
+                task = member.next(clock())
+                if isinstance(task, Idle):
+                    self._changed.wait(None if task.until is None else task.until - clock())
+                    continue
+            sent = clock()
+            problem = self._perform(task)
+            with self._changed:
+                effects = member.done(task, sent, clock(), problem)
+                self._post(effects)
+                self._changed.notify_all()
+            for effect in effects:
+                if isinstance(effect, Fence):
+                    self._world.fence(effect.until, effect.hold)
+
+    def _perform(self, task: Task) -> StoreError | None:
+        try:
+            if isinstance(task, Open):
+                self._reopen()
+                return None
+            store = self._store
+            assert store is not None  # Open comes first
+            member_call(store, task, self._rules.heartbeat_timeout)
+        except StoreError as exc:
+            return exc
+        return None
+
+    def _reopen(self) -> None:
+        with self._changed:
+            old, self._store = self._store, None
+        if old is not None:
+            old.close()
+        store = self._open()
+        try:
+            post = store.latest()
+            with self._changed:
+                self._member.opened(store.place, post)
+        except StoreError:
+            store.close()
+            raise
+        with self._changed:
+            self._store = store
+            self._changed.notify_all()
+
+    def _post(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            if not isinstance(effect, Fence):
+                self._world.post(effect)
+
+    def _seated(self) -> tuple[Store, str] | None:
+        """Wait until we are on the roster; None when this meeting is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or (self._store and self._member.name))
+            if self._closed or self._store is None:
+                return None
+            return self._store, self._member.name
+
+    def _follow(self) -> None:
+        member = self._member
+        while True:
+            seated = self._seated()
+            if seated is None:
+                return
+            store, _ = seated
+            try:
+                post = store.follow(member.after, SLICE)
+                if post is None and member.old_job is not None and member.plan is None:
+                    post = store.latest()  # the board of the job before may have been removed
+                    member.after = 0 if post is None else member.after
+            except StoreError:
+                self._pause()
+                continue
+            with self._changed:
+                if post is not None and store is self._store:
+                    self._post(member.heard(post))
+
+    def _lead(self) -> None:
+        while True:
+            seated = self._seated()
+            if seated is None:
+                return
+            store, name = seated
+            try:
+                if store.await_lead(name, SLICE):
+                    self._coordinate(store, name)
+            except RecordError as exc:
+                self._world.post(MeetingFailed(exc.exit_code, str(exc)))
+                return
+            except StoreError:
+                self._pause()
+
+    def _coordinate(self, store: Store, name: str) -> None:
+        state = CoordinatorState(
+            name, self._rules, self._secret, self._member.old_job, draw_job_and_jitter
+        )
+        coordinator = Coordinator(
+            store, state, self._world.search, self._world.clock, self._note_decided
+        )
+        with self._changed:
+            self._coordinator, self._decided = coordinator, None
+            self._changed.notify_all()
+        try:
+            log.debug("%s coordinates no more: %s", name, coordinator.run(self._member.not_before))
+        finally:
+            with self._changed:
+                self._coordinator = None
+                self._changed.notify_all()
+
+    def _note_decided(self, state: CoordinatorState) -> None:
+        with self._changed:
+            self._decided = state
+            self._changed.notify_all()
+
+    def _pause(self) -> None:
+        """Wait a moment before the next try; the entry's thread judges how long is too long."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed, PAUSE)
+
+
+def member_call(store: Store, task: Task, ttl: float) -> None:
+    """Make the call to the store that ``task`` stands for; raises StoreError."""
+    if isinstance(task, tasks.Enrol):
+        store.enrol(task.name, task.value, ttl)
+    elif isinstance(task, tasks.Update):
+        store.update(task.value)
+    elif isinstance(task, tasks.Renew):
+        store.renew()
+    elif isinstance(task, tasks.Withdraw):
+        store.withdraw()
+
+
+def draw_job_and_jitter() -> tuple[str, float]:
+    """Return a new job word, and which part of a backoff to wait."""
+    return os.urandom(4).hex(), random.uniform(0.5, 1.0)

@@ -1,0 +1,326 @@
+"""One agent's place in its job: when to write, when to renew, when it counts as cut off.
+
+MemberState decides and never blocks: ``next`` says which one call to the store comes now, ``done``
+takes how it went, ``heard`` takes a post of the board. No thread and no clock, so that a simulation
+can drive it; elaunch.rendezvous.meeting drives it for real. ::
+
+    Open ──► Enrol ──► Renew, Update … ──► Withdraw
+              ▲            │ the entry is gone, or could be: CutOff
+              └────────────┘ under another name: Rejoined
+
+The fence. A renewal that was *sent* at t keeps the entry until t + ttl at least, so until then no
+coordinator can have given this agent up. The server process stops all workers (SIGSTOP) at t + 5/6
+ttl and kills them at t + ttl, unless a later renewal has moved those moments. Where it is proven
+that nobody decides, it moves on without renewals: etcd that gets a leader again gives every lease
+its full time again; a TCPStore may be hosted anew and empty, by a process that needs a moment to
+start, so there it moves by ttl / HOSTED only, and the new host's first round does not begin sooner
+(``not_before``).
+
+Where etcd is there and gets nothing done, it may be about to elect a leader, or it may have one
+that answers others. Then the workers are kept stopped for another ttl: who is stopped writes
+nothing, and goes on if the next renewal shows that our entry has lived all the time.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from elaunch.errors import SeatLost, StoreClosed, StoreDenied, StoreError, StoreUnreachable
+from elaunch.rendezvous import records
+from elaunch.rendezvous.news import (
+    CutOff,
+    MeetingFailed,
+    PlanSeen,
+    Rejoined,
+    StoreBack,
+    StoreSilent,
+)
+from elaunch.rendezvous.plan import AgentRecord, Plan
+from elaunch.rendezvous.tasks import (
+    Effect,
+    Enrol,
+    Fence,
+    Idle,
+    Open,
+    Renew,
+    Task,
+    Update,
+    Withdraw,
+)
+from elaunch.rendezvous.view import Rules
+from elaunch.store.protocol import Post
+
+RENEWALS = 6
+"""Renewals in the lifetime of an entry; the fence falls one of them before its end."""
+RETRY_FIRST, RETRY_MOST = 0.05, 0.25
+HOSTED = 3
+
+log = logging.getLogger("elaunch")
+
+
+class MemberState:
+    """What one agent knows of its place in the job."""
+
+    def __init__(
+        self, rules: Rules, secret: bytes | None, make_name: Callable[[], str], now: float
+    ) -> None:
+        self._rules = rules
+        self._secret = secret
+        self._make_name = make_name
+        self._ttl = rules.heartbeat_timeout
+        self.name = ""
+        """Our own name on the roster, "" while we are not on it."""
+        self.plan: Plan | None = None
+        """The newest plan of this job."""
+        self.old_job: str | None = None
+        """The job that had this run id before and was over when we came."""
+        self.after = 0
+        """Version of the newest post that was heard."""
+        self.place = ""
+        self.not_before = now
+        """When a first round may begin in a store that we host."""
+        self._record: AgentRecord | None = None
+        self._seq = self._written = 0
+        self._hosted = False
+        self._opened = self._stale_entry = self._withdrawing = False
+        self._ever_joined = self._cut_off = self._silent = self._failed = False
+        self._last_answer = now
+        self._fence = now
+        self._hold = 0.0
+        self._renew_at = now
+        self._retry_at = now
+        self._retries = 0
+        self._rewrite_until = now
+        self._rewrite_at: float | None = None
+        self._problem = ""
+
+    # ── what the agent wants ─────────────────────────────────────────────────────────────────────
+
+    def tell(self, record: AgentRecord) -> None:
+        """Have ``record`` be our entry."""
+        self._seq += 1
+        self._record = replace(records.fitting(record), seq=self._seq, seen=self._seen())
+
+    def withdraw(self) -> None:
+        """Have our entry be taken off the roster, for good."""
+        self._withdrawing = True
+
+    @property
+    def told(self) -> int:
+        """The number of the newest record."""
+        return self._seq
+
+    @property
+    def written(self) -> bool:
+        """Whether the newest record is on the roster."""
+        return bool(self.name) and self._written == self._seq
+
+    @property
+    def gone(self) -> bool:
+        """Whether nothing of ours is on the roster, as far as we know, and nothing will be."""
+        return self._failed or (self._withdrawing and not self.name and not self._stale_entry)
+
+    # ── what comes next ──────────────────────────────────────────────────────────────────────────
+
+    def next(self, now: float) -> Task:
+        """Return the next call to the store."""
+        if self.gone or self._record is None:
+            return Idle()
+        if now < self._retry_at:
+            return Idle(self._retry_at)
+        if self._withdrawing or self._stale_entry:
+            return Withdraw() if self._opened else Open()
+        if not self._opened:
+            return Open()
+        if not self.name:
+            if self._ever_joined:
+                self._seq += 1
+                self._record = replace(self._record, seq=self._seq, seen=self._seen())
+            return Enrol(self._make_name(), records.encode(self._record, self._secret), self._seq)
+        again = self._rewrite_at is not None and now >= self._rewrite_at
+        unsaid = self._written != self._seq or again
+        late = now - self._renew_at
+        if late >= self._ttl / RENEWALS or (late >= 0 and not unsaid):
+            return Renew()
+        if unsaid:
+            return Update(records.encode(self._record, self._secret), self._seq)
+        return Idle(min(self._renew_at, self._rewrite_at or self._renew_at))
+
+    def done(self, task: Task, sent: float, now: float, problem: StoreError | None) -> list[Effect]:
+        """Take how ``task``, begun at ``sent``, went, and return what follows from it."""
+        if isinstance(task, Open):
+            self.not_before = sent + self._ttl / HOSTED
+        if problem is None:
+            effects = self._answered(now)
+            effects += self._succeeded(task, sent, now)
+        elif isinstance(problem, SeatLost):
+            self._last_answer = now
+            effects = self._cut(str(problem), stale=False)
+        elif isinstance(problem, StoreDenied | records.RecordError) and not self._ever_joined:
+            effects = self._give_up(str(problem))
+        else:
+            effects = self._unanswered(task, now, problem)
+        return effects
+
+    def opened(self, place: str, post: Post | None) -> None:
+        """Take what the board says in a store that was opened just now; raises RecordError."""
+        self.place = place
+        self._hosted = place.startswith("TCPStore")
+        self._opened = True
+        self.after = 0
+        if post is not None and not self._ever_joined:
+            plan = records.decode_plan(post.value, self._secret, "the coordinator")
+            if plan.phase == "over":
+                self.old_job, self.after = plan.job, post.version
+
+    def heard(self, post: Post) -> list[Effect]:
+        """Take a post of the board."""
+        if post.version == self.after:
+            return []
+        self.after = post.version
+        try:
+            plan = records.decode_plan(post.value, self._secret, "the coordinator")
+        except records.RecordError as exc:
+            if self.plan is None:
+                return self._give_up(str(exc))
+            log.warning("%s", exc)
+            return []
+        if plan.job == self.old_job:
+            return []
+        if self.plan is not None and plan.job != self.plan.job and not self._hosted:
+            return self._give_up(
+                "the job ended while this agent was cut off, and another with its run id has begun"
+            )
+        self.plan = plan
+        return [PlanSeen(plan, self.name)]
+
+    # ── how it went ──────────────────────────────────────────────────────────────────────────────
+
+    def _answered(self, now: float) -> list[Effect]:
+        self._last_answer = now
+        self._retries = 0
+        if not self._silent:
+            return []
+        self._silent = False
+        return [StoreBack()] if self.name else []
+
+    def _succeeded(self, task: Task, sent: float, now: float) -> list[Effect]:
+        if isinstance(task, Enrol):
+            return self._joined(task, sent)
+        if isinstance(task, Withdraw):
+            self.name, self._stale_entry = "", False
+            return []
+        if isinstance(task, Update):
+            # A write of before may be on its way still and come after this one: say it again.
+            self._written = task.seq
+            doubtful = now < self._rewrite_until
+            self._rewrite_at = now + self._ttl / RENEWALS if doubtful else None
+            return []
+        if isinstance(task, Renew):
+            return self._renewed(sent, now)
+        return []
+
+    def _joined(self, task: Enrol, sent: float) -> list[Effect]:
+        self.name = name = task.name
+        self._written = task.seq
+        self._rewrite_at = None
+        effects = self._keep(sent)
+        if self._ever_joined:
+            self._cut_off = False
+            effects.append(Rejoined(name))
+            if self.plan is not None:
+                effects.append(PlanSeen(self.plan, name))
+        self._ever_joined = True
+        return effects
+
+    def _renewed(self, sent: float, now: float) -> list[Effect]:
+        if now >= self._fence + self._hold:
+            return self._cut("the renewal of its entry was too late", stale=True)
+        return self._keep(sent)
+
+    def _keep(self, sent: float) -> list[Effect]:
+        self._fence = sent + self._ttl * (RENEWALS - 1) / RENEWALS
+        self._hold = self._ttl / RENEWALS
+        self._renew_at = sent + self._ttl / RENEWALS
+        return [Fence(self._fence, self._hold)]
+
+    def _unanswered(self, task: Task, now: float, problem: StoreError) -> list[Effect]:
+        effects: list[Effect] = []
+        self._problem = str(problem)
+        self._retry_at = now + min(RETRY_MOST, RETRY_FIRST * 2.0 ** min(self._retries, 10))
+        self._retries += 1
+        if isinstance(problem, StoreClosed):
+            self._opened = False
+        if isinstance(task, Update):
+            self._rewrite_until = now + self._ttl
+        if isinstance(task, Enrol):
+            self._stale_entry = True  # it may be there all the same
+        nobody = isinstance(problem, StoreUnreachable) and problem.nobody_decides
+        in_time = bool(self.name) and now < self._fence + self._hold
+        if in_time and nobody:
+            share = 1 / HOSTED if self._hosted else (RENEWALS - 1) / RENEWALS
+            self._fence = max(self._fence, now + self._ttl * share)
+            effects.append(Fence(self._fence, self._hold))
+            if not self._silent:
+                self._silent = True
+                effects.append(StoreSilent(f"{problem}; the workers go on meanwhile"))
+        unsettled = isinstance(problem, StoreUnreachable) and problem.unsettled
+        if in_time and unsettled and self._hold < self._ttl:
+            self._hold = self._ttl
+            effects.append(Fence(self._fence, self._hold))
+        if self.name and now >= self._fence + self._hold:
+            effects += self._cut(f"no answer from the store: {problem}", stale=True)
+        elif not self.name and self._ever_joined and not self._rules.hosted_by_me:
+            self._opened = self._stale_entry = False  # perhaps another connection gets through
+        if self._withdrawing:
+            self.name, self._stale_entry = "", False  # it expires by itself
+        limit = self._rules.store_timeout if self._ever_joined else self._rules.join_timeout
+        if now - self._last_answer >= limit:
+            effects += self._give_up(self._lost_store(now))
+        return effects
+
+    def _cut(self, reason: str, stale: bool) -> list[Effect]:
+        """We are not on the roster any more, or cannot know; ``stale``: our entry may be there."""
+        self.name = ""
+        self._stale_entry = stale
+        self._retry_at = 0.0
+        if self._cut_off or not self._ever_joined:
+            return []
+        self._cut_off = True
+        return [CutOff(reason)]
+
+    def _give_up(self, problem: str) -> list[Effect]:
+        if self._failed:
+            return []
+        self._failed = True
+        self.name = ""
+        return [MeetingFailed(StoreError.exit_code, problem)]
+
+    def _lost_store(self, now: float) -> str:
+        if not self._ever_joined:
+            return f"cannot join: {self._problem}, for {now - self._last_answer:.0f} s"
+        text = f"lost the store, {self.place}: no answer for {now - self._last_answer:.0f} s"
+        text += f", the last attempt: {self._problem}"
+        if self._hosted:
+            text += (
+                "; the agent that hosts it is gone or cannot be reached; "
+                "etcd (--rdzv-backend etcd) survives the loss of any node"
+            )
+        return text
+
+    def _seen(self) -> dict[str, Any] | None:
+        plan = self.plan
+        if plan is None:
+            return None
+        step = None if plan.checkpoint is None else int(plan.checkpoint["step"])
+        return {
+            "job": plan.job,
+            "phase": plan.phase,
+            "round": plan.round,
+            "restarts": plan.restarts,
+            "without_progress": plan.without_progress,
+            "step": step,
+        }

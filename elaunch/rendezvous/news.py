@@ -1,0 +1,64 @@
+"""What an agent hears of its rendezvous: frozen news, posted by the threads of its Meeting.
+
+=============  =====================================================================================
+news           meaning
+=============  =====================================================================================
+PlanSeen       the coordinator has decided something; ``name`` is ours on the roster at this moment
+CutOff         the others have given us up, or may have: our workers are dead or must be at once
+Rejoined       we are on the roster again, under another name, as a newcomer
+StoreSilent    the store does not answer; the workers go on while nobody can decide without us
+StoreBack      it answers again, and nothing was lost
+MeetingFailed  we cannot go on: too long without the store, or it does not let us in
+=============  =====================================================================================
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elaunch.rendezvous.plan import Plan
+
+
+@dataclass(frozen=True)
+class PlanSeen:
+    """The newest plan; ``name`` is our own on the roster."""
+
+    plan: Plan
+    name: str
+
+
+@dataclass(frozen=True)
+class CutOff:
+    """The store has given us up, or cannot be reached for so long that it may have."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Rejoined:
+    """We are on the roster again, as ``name``."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class StoreSilent:
+    """The store does not answer: ``reason``."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class StoreBack:
+    """The store answers again."""
+
+
+@dataclass(frozen=True)
+class MeetingFailed:
+    """The rendezvous is over for this agent, which ends with ``exit_code``."""
+
+    exit_code: int
+    problem: str
+
+
+News = PlanSeen | CutOff | Rejoined | StoreSilent | StoreBack | MeetingFailed

@@ -1,0 +1,162 @@
+"""The two records of a rendezvous: an agent's word on itself, and the coordinator's plan.
+
+Each agent owns one record on the roster of the store and replaces it when something changes; the
+coordinator owns one plan on the board. Both say everything that matters at this moment, not what
+has changed: who comes late, or takes over as coordinator, has read everything with one look.
+
+States of an agent (``AgentRecord.state``), each of the round ``AgentRecord.round``::
+
+    joining ──server is ready──► ready ──its round began──► running ──► finished (all exited 0)
+                                   ▲                          │              │
+                                   └────── the next round ── ended ◄─ failed ◄┘ (ended from outside)
+
+``failed``: a worker failed by itself, the others are being stopped. ``ended``: nothing of the round
+is left on this node. ``leaving``: the agent was told to go; it withdraws when its workers are gone.
+
+Phases of a plan::
+
+    forming ──► running ──► ending ──► running (the next round) …
+       └───────────┴───────────┴─────► over
+
+forming: nobody runs, agents gather. running: ``nodes`` run the round. ending: they stop it, for
+``reason``. over: the job has ended with ``exit_code``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+AgentState = Literal["joining", "ready", "running", "failed", "finished", "ended", "leaving"]
+Phase = Literal["forming", "running", "ending", "over"]
+Cause = Literal["", "failure", "lost", "left", "joined"]
+
+
+@dataclass(frozen=True)
+class AgentRecord:
+    """What one agent says of itself.
+
+    Attributes:
+        host: the machine's name, for messages and for the order of newcomers.
+        addr: the address that the other nodes reach this one at.
+        port: of a socket that this agent has bound for the workers' store of the next round.
+        slots: workers that it starts.
+        role: ``--role``.
+        hint: the order that the user or the scheduler gave (``--node-rank``, SLURM_PROCID,
+            JOB_COMPLETION_INDEX), or None.
+        facts: what must be the same on all nodes, name → short text (script hash, torch version).
+        state, round: how it is, and in which round; -1 before the first.
+        failure: the first failure on this node in ``round``, as WorkerFailure.to_dict makes it;
+            with ``age``, the seconds since then when this record was written (no clock is shared).
+        reason: why it leaves, if it does.
+        exit_code: what it ends with, if it leaves (128 + n for a signal).
+        note: what the agent wants a reader to see (a stuck process), or "".
+        seen: what it last heard of the job (job, phase, round, restarts, without_progress, step),
+            so that a store that has lost its memory goes on where the job was. The Meeting writes
+            it, and ``seq``, which counts what this agent has written.
+    """
+
+    host: str
+    addr: str
+    port: int
+    slots: int
+    role: str = "default"
+    hint: int | None = None
+    facts: Mapping[str, str] = field(default_factory=dict)
+    state: AgentState = "joining"
+    round: int = -1
+    failure: Mapping[str, Any] | None = None
+    reason: str = ""
+    exit_code: int | None = None
+    note: str = ""
+    seen: Mapping[str, Any] | None = None
+    seq: int = 0
+
+
+@dataclass(frozen=True)
+class Node:
+    """One node of a round; the node's rank is its place in ``Plan.nodes``."""
+
+    name: str
+    host: str
+    addr: str
+    slots: int
+    role: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the coordinator has decided; the newest post on the board.
+
+    Attributes:
+        job: a random word; another job with the same run id, later, has another.
+        round: the round that runs, or ran last; -1 before the first. It only grows.
+        reason: why this phase began: a log line, a status text, what tests assert.
+        cause: why a round ends; ``failure`` alone counts as a restart.
+        nodes: of ``round``, by node rank.
+        spares: names of agents that stand by.
+        joining: names of newcomers that the next round will have.
+        master_addr, master_port: where the workers' store of ``round`` is: on ``nodes[0]``.
+        checkpoint: path, step and format of what ``round`` resumes from; None: a fresh start.
+        restarts, without_progress: of the whole job: rounds that followed a failure, and those
+            since a newer checkpoint was last seen.
+        failure: the first failure of the round that ended last, of the whole job: a
+            WorkerFailure with ``rank``, ``host`` and ``node`` of the job; None without one.
+        notice: a warning for every node (they differ in their start-up facts), or "".
+        facts: the start-up facts of ``nodes[0]``, for a newcomer to compare with its own.
+        strict: whether a newcomer whose facts differ is to end with an error.
+        exit_code: of every agent, when over.
+        coordinator: the name of the agent that wrote this.
+    """
+
+    job: str
+    round: int = -1
+    phase: Phase = "forming"
+    reason: str = ""
+    cause: Cause = ""
+    nodes: tuple[Node, ...] = ()
+    spares: tuple[str, ...] = ()
+    joining: tuple[str, ...] = ()
+    master_addr: str = ""
+    master_port: int = 0
+    checkpoint: Mapping[str, Any] | None = None
+    restarts: int = 0
+    without_progress: int = 0
+    failure: Mapping[str, Any] | None = None
+    notice: str = ""
+    facts: Mapping[str, str] = field(default_factory=dict)
+    strict: bool = False
+    exit_code: int | None = None
+    coordinator: str = ""
+
+    @property
+    def world_size(self) -> int:
+        """Workers of the round on all nodes."""
+        return sum(node.slots for node in self.nodes)
+
+    def node_rank(self, name: str) -> int | None:
+        """Return the rank of the node ``name`` in this round, None if it is not in it."""
+        return next((rank for rank, node in enumerate(self.nodes) if node.name == name), None)
+
+
+@dataclass(frozen=True)
+class WorkerFailure:
+    """The first worker of a node that failed, short enough to be sent to every other node.
+
+    ``rank`` is the worker's rank in the job, ``exitcode`` negative for a signal, ``text`` the
+    cause as people read it (elaunch.agent.report.render_cause), at most 4,000 characters.
+    """
+
+    rank: int
+    local_rank: int
+    host: str
+    pid: int
+    exitcode: int
+    text: str
+    age: float = 0.0
+    node: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as JSON-able data."""
+        return dict(vars(self))

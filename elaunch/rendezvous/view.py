@@ -1,0 +1,142 @@
+"""What a decision depends on, and what it can be.
+
+A View is one reading of the job by its coordinator: the plan and the roster, with the moments at
+which the coordinator heard of things by its own monotonic clock. No other clock plays a part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from elaunch.rendezvous.plan import AgentRecord, Plan
+
+OnJoin = Literal["graceful", "now", "never"]
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What the user asked for, as far as agents must agree on it; times in seconds.
+
+    ``settle`` is waited for more nodes at the first formation, after the last that arrived;
+    ``debounce`` for more newcomers while a round runs. ``heartbeat_timeout`` is how long an agent
+    is not heard before it counts as lost, ``store_timeout`` how long it goes on without a store,
+    ``end_timeout`` what a node may need to end its workers, all graces included.
+    ``hosted_by_me``: the store is a part of this agent's process and ends with it.
+    """
+
+    min_nodes: int
+    max_nodes: int
+    settle: float = 2.0
+    debounce: float = 0.5
+    join_timeout: float = 600.0
+    heartbeat_timeout: float = 3.0
+    store_timeout: float = 30.0
+    end_timeout: float = 0.0
+    max_restarts: int = 0
+    lifetime_budget: bool = False
+    on_join: OnJoin = "graceful"
+    static: bool = False
+    strict_symmetry: bool = False
+    has_checkpoint_dir: bool = False
+    hosted_by_me: bool = False
+
+
+@dataclass(frozen=True)
+class Present:
+    """One agent on the roster.
+
+    ``since`` is when it arrived, ``number`` counts arrivals, ``changed`` is when its state or round
+    last changed, ``failed_at`` when its failure happened (the moment it was heard, less its age).
+    """
+
+    record: AgentRecord
+    since: float
+    number: int
+    changed: float
+    failed_at: float | None = None
+
+
+@dataclass(frozen=True)
+class Absent:
+    """A node of the plan's round that is on the roster no more; ``last`` is what it last said.
+
+    The cause is unknown to a coordinator that has taken over since.
+    """
+
+    cause: Literal["left", "expired", "unknown"]
+    at: float
+    last: AgentRecord | None = None
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the search for a checkpoint brought: a checkpoint, none, or a problem."""
+
+    checkpoint: Mapping[str, Any] | None = None
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class View:
+    """All that a decision depends on.
+
+    Attributes:
+        me: the coordinator's own name.
+        plan: the newest on the board, or the empty one with which a job begins.
+        present: who is on the roster, but for those that belong to a job that is over.
+        absent: nodes of the plan's round that are not.
+        began: when this coordinator took the lead.
+        since: when it first saw the plan's phase.
+        not_before: when the first round may begin, where agents of an earlier host of this store
+            may still have workers.
+        posted: when it last posted, or took the lead.
+        stirred: when an agent that is no node of the plan's round last came or went.
+        found: the last search, if nothing has run since.
+        searching: whether a search goes on.
+        ran: when the plan's round began, as far as this coordinator knows.
+        jitter: which part of a backoff to wait, 0.5 to 1.
+        unannounced: the plan is not on the board, and must be: the job that was there is over.
+    """
+
+    me: str
+    plan: Plan
+    present: Mapping[str, Present]
+    absent: Mapping[str, Absent]
+    began: float = 0.0
+    since: float = 0.0
+    not_before: float = 0.0
+    posted: float = 0.0
+    stirred: float = 0.0
+    found: Found | None = None
+    searching: bool = False
+    ran: float = 0.0
+    jitter: float = 1.0
+    unannounced: bool = False
+
+
+# ── what a decision can be ───────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Publish:
+    """Post this plan."""
+
+    plan: Plan
+
+
+@dataclass(frozen=True)
+class Search:
+    """Look for the newest complete checkpoint."""
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Do nothing before the roster changes, or before ``until`` on the coordinator's clock."""
+
+    until: float | None = None
+
+
+Step = Publish | Search | Wait
+Decision = tuple[Step, str]

@@ -1,0 +1,439 @@
+"""One simulated agent: the real MemberState and CoordinatorState, and workers that are numbers.
+
+What its threads and its loop do in elaunch.rendezvous.meeting and elaunch.agent is done here by
+events; nothing of what they decide is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from elaunch.errors import StoreError
+from elaunch.rendezvous import tasks
+from elaunch.rendezvous.coordinatorstate import Coming, CoordinatorState, Reread
+from elaunch.rendezvous.decision import Rules, Search
+from elaunch.rendezvous.member import MemberState
+from elaunch.rendezvous.news import CutOff, MeetingFailed, PlanSeen
+from elaunch.rendezvous.plan import AgentRecord, Plan, WorkerFailure
+from elaunch.rendezvous.tasks import Effect, Fence, Idle, Open
+from elaunch.rendezvous.view import Found
+from tests.rendezvous.simstore import Client, Link
+
+if TYPE_CHECKING:
+    from tests.rendezvous.simulation import Simulation
+
+PAUSE = 0.2
+
+
+@dataclass
+class Workers:
+    """The workers of one node in one round; all of them are one."""
+
+    job: str
+    round: int
+    ending: bool = False
+    failed: bool = False
+    failed_at: float = 0.0
+    finished: bool = False
+
+
+@dataclass
+class Agent:
+    """A process that starts workers; ``number`` says which, ``host`` where."""
+
+    sim: Simulation
+    number: int
+    host: int
+    rules: Rules
+    link: Link
+    alive: bool = True
+    frozen: bool = False
+    exit_code: int | None = None
+    problem: str = ""
+    fence: float = 0.0
+    workers: Workers | None = None
+    plan: Plan | None = None
+    name: str = ""
+    own_name: str = ""
+    own_round: int = -1
+    cut_off: bool = False
+    ready: bool = False
+    told_to_go: bool = False
+    last: Workers | None = None
+    coordinator: CoordinatorState | None = None
+    deferred: list[Callable[[], None]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        sim = self.sim
+        self.client = Client(sim.engine, sim.store, self.link)
+        self.member = MemberState(self.rules, b"secret", self._make_name, sim.engine.now)
+        self._names = 0
+        self._busy = False
+        self._following = self._leading = False
+        self.say()
+        self.later(sim.random.uniform(0.0, 1.5), self._become_ready)
+        self.entry()
+
+    def _make_name(self) -> str:
+        self._names += 1
+        return f"a{self.number}.{self._names}"
+
+    def later(self, delay: float, action: Callable[[], None]) -> None:
+        """Have this process do something, unless it is dead then; a frozen one does it later."""
+
+        def act() -> None:
+            if not self.alive:
+                return
+            if self.frozen:
+                self.deferred.append(act)
+            else:
+                action()
+
+        self.sim.engine.after(delay, act)
+
+    # ── what its threads do ──
+
+    def entry(self) -> None:
+        """Do what comes next for our entry."""
+        if self._busy or not self.alive or self.frozen:
+            return
+        now = self.sim.engine.now
+        task = self.member.next(now)
+        if isinstance(task, Idle):
+            if task.until is not None:
+                self.later(task.until - now + 1e-9, self.entry)
+            return
+        self._busy = True
+        self._call(task, lambda value: self.later(0.0, lambda: self._entry_done(task, now, value)))
+
+    def _call(self, task: Any, answer: Callable[[Any], None]) -> None:
+        client = self.client
+        if isinstance(task, Open):
+            client = self.client = Client(self.sim.engine, self.sim.store, self.link)
+            client.call(lambda: client.store.post, answer)
+            return
+        store, name = client.store, client.name
+        if isinstance(task, tasks.Enrol):
+            client.name = task.name
+            client.call(lambda: store.enrol(task.name, task.value, self._ttl()), answer)
+        elif isinstance(task, tasks.Update):
+            client.call(lambda: store.update(name or "", task.value), answer)
+        elif isinstance(task, tasks.Renew):
+            client.call(lambda: store.renew(name or ""), answer)
+        else:
+            client.call(lambda: store.withdraw(name), answer)
+
+    def _ttl(self) -> float:
+        return self.rules.heartbeat_timeout
+
+    def _entry_done(self, task: Any, sent: float, value: Any) -> None:
+        self._busy = False
+        problem = value if isinstance(value, StoreError) else None
+        effects: list[Effect] = []
+        if isinstance(task, Open) and problem is None:
+            place = "TCPStore at sim" if self.sim.setting.hosted else "etcd at sim"
+            self.member.opened(place, value)
+        effects += self.member.done(task, sent, self.sim.engine.now, problem)
+        self._take(effects)
+        self.entry()
+        if self.member.name and not self._following:
+            self._following = self._leading = True
+            self._follow()
+            self._lead()
+        if self.told_to_go and self.member.gone:
+            self._exit()
+
+    def _take(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Fence):
+                self._move_fence(effect.until)
+            else:
+                self.later(self.sim.random.uniform(0.0, 0.004), lambda e=effect: self.hear(e))
+
+    def _follow(self) -> None:
+        client, after = self.client, self.member.after
+
+        def ready() -> Any:
+            post = client.store.post
+            return post if post is not None and post.version > after else None
+
+        def answered(value: Any) -> None:
+            if isinstance(value, StoreError):
+                self.later(PAUSE, self._follow)
+                return
+            if value is not None and client is self.client:
+                self._take(self.member.heard(value))
+            self._follow()
+
+        client.wait(ready, 5.0, lambda value: self.later(0.0, lambda: answered(value)))
+
+    def _lead(self) -> None:
+        client, name = self.client, self.member.name
+        if not name:
+            self.later(PAUSE, self._lead)
+            return
+
+        def answered(value: Any) -> None:
+            if value is True and self.member.name == name and client is self.client:
+                client.offset = 0
+                client.call(lambda: client.store.post, lambda v: self.later(0.0, lambda: begin(v)))
+            else:
+                self.later(PAUSE if isinstance(value, StoreError) else 0.0, self._lead)
+
+        def begin(post: Any) -> None:
+            if isinstance(post, StoreError):
+                self.later(PAUSE, self._lead)
+                return
+            draw = self.sim.draw
+            state = CoordinatorState(name, self.rules, b"secret", self.member.old_job, draw)
+            state.begin(post, self.sim.engine.now, self.member.not_before)
+            self.coordinator = state
+            self._changes(client, state)
+            self._step(client, state)
+
+        def ready() -> Any:
+            return client.store.take_lead(name) or None
+
+        client.wait(ready, 5.0, lambda value: self.later(0.0, lambda: answered(value)))
+
+    # ── what its coordinator's threads do ──
+
+    def _changes(self, client: Client, state: CoordinatorState) -> None:
+        if self.coordinator is not state:
+            return
+        store, offset = client.store, client.offset
+
+        def ready() -> Any:
+            if offset == 0:
+                from elaunch.store.protocol import Change
+
+                all_there = [Change(n, e.value, "put") for n, e in store.entries.items()]
+                return (len(store.log), all_there) if all_there else None
+            return (len(store.log), store.log[offset:]) if len(store.log) > offset else None
+
+        def answered(value: Any) -> None:
+            if self.coordinator is not state:
+                return
+            if isinstance(value, StoreError):
+                self.later(PAUSE, lambda: self._changes(client, state))
+                return
+            if value is not None:
+                client.offset, changes = value
+                state.on_changes(changes, self.sim.engine.now)
+                self._step(client, state)
+            self._changes(client, state)
+
+        client.wait(ready, 2.0, lambda value: self.later(0.0, lambda: answered(value)))
+
+    def _step(self, client: Client, state: CoordinatorState) -> None:
+        """Take a step unless one is under way."""
+        if self.coordinator is not state or getattr(state, "acting", False):
+            return
+        if state.ended:
+            self.coordinator = None
+            self._lead()
+            return
+        now = self.sim.engine.now
+        step, _ = state.step(now)
+
+        def on(action: Callable[[Any], None]) -> Callable[[Any], None]:
+            state.acting = True  # type: ignore[attr-defined]
+
+            def done() -> None:
+                state.acting = False  # type: ignore[attr-defined]
+                self._step(client, state)
+
+            def answered(value: Any) -> None:
+                action(value)
+                done()
+
+            return lambda value: self.later(0.0, lambda: answered(value))
+
+        if isinstance(step, Coming):
+
+            def published(value: Any) -> None:
+                taken = None if isinstance(value, StoreError) else value
+                state.on_published(step, taken, self.sim.engine.now)
+
+            store, name = client.store, client.name
+            client.call(lambda: store.publish(name, step.version, step.value), on(published))
+        elif isinstance(step, Reread):
+
+            def read(value: Any) -> None:
+                if isinstance(value, StoreError):
+                    state.on_no_board(self.sim.engine.now)
+                else:
+                    state.on_board(value, self.sim.engine.now)
+
+            client.call(lambda: client.store.post, on(read))
+        elif isinstance(step, Search):
+
+            def found() -> None:
+                state.on_found(Found(self.sim.checkpoint()))
+                self._step(client, state)
+
+            self.later(self.sim.random.uniform(0.001, 0.3), found)
+        elif step.until is not None:
+            self.later(step.until - now + 1e-9, lambda: self._step(client, state))
+
+    # ── what its loop does ──
+
+    def _become_ready(self) -> None:
+        self.ready = True
+        self.rest()
+
+    def hear(self, news: Any) -> None:
+        """Take news as the agent's loop does."""
+        if isinstance(news, PlanSeen):
+            self.plan, self.name = news.plan, news.name
+            self.rest()
+        elif isinstance(news, CutOff):
+            self.cut_off = True
+            self.stop(0.0)
+            self.say()
+        elif isinstance(news, MeetingFailed):
+            self.problem, self.exit_code = news.problem, news.exit_code
+            self.go(news.exit_code)
+        elif type(news).__name__ == "Rejoined":
+            self.cut_off = False
+            self.own_name, self.own_round = "", -1
+            self.name = news.name
+            self.say()
+
+    def go(self, code: int) -> None:
+        """End: stop the workers, leave the roster, and then the process."""
+        self.exit_code = code
+        if self.told_to_go:
+            return
+        self.told_to_go = True
+        self.stop(self.sim.random.uniform(0.0, 0.3))
+        self.say()
+        self.rest()
+
+    def rest(self) -> None:
+        """Do what the plan says, if it says something to us."""
+        plan, workers = self.plan, self.workers
+        if workers is not None:
+            if self.told_to_go or plan is None:
+                return
+            gone_on = plan.round > workers.round or plan.node_rank(self.own_name) is None
+            if plan.phase != "running" or gone_on:
+                self.stop(self.sim.random.uniform(0.0, 0.3))
+            return
+        if self.told_to_go:
+            self._leave()
+            return
+        if plan is None or not self.ready:
+            return
+        if plan.phase == "over":
+            self.go(plan.exit_code or 0)
+            return
+        mine = plan.node_rank(self.name) is not None and not self.cut_off
+        newer = self.own_name != self.name or plan.round > self.own_round
+        if mine and newer and plan.phase == "running":
+            self._begin(plan)
+        elif mine and newer:
+            self.own_name, self.own_round, self.last = self.name, plan.round, None
+        self.say()
+
+    def _leave(self) -> None:
+        """Withdraw once the others know; who hosts the store waits for them."""
+        hosting = self.rules.hosted_by_me and self.coordinator is not None
+        if hosting and self.coordinator is not None:
+            unheard = not self.coordinator.heard_itself(self.member.told)
+            waiting = self.coordinator.plan.phase == "over" and self.coordinator.others > 0
+            self.lingers = getattr(self, "lingers", 0) + 1
+            if (unheard or waiting) and self.lingers < 60:
+                self.later(0.05, self._leave)
+                return
+        self.member.withdraw()
+        self.later(2.0, self._exit)
+        self.entry()
+
+    def _exit(self) -> None:
+        self.alive = False
+        self.sim.on_exit(self)
+
+    def _begin(self, plan: Plan) -> None:
+        if self.sim.engine.now >= self.fence:
+            return  # the server would kill them at once
+        self.own_name, self.own_round = self.name, plan.round
+        self.last = self.workers = Workers(plan.job, plan.round)
+        self.sim.on_start(self, plan)
+
+    def stop(self, grace: float) -> None:
+        """Have the workers end within ``grace`` seconds."""
+        workers = self.workers
+        if workers is None or workers.ending:
+            return
+        workers.ending = True
+        self.later(grace + 0.01, lambda: self._workers_gone(workers))
+
+    def _workers_gone(self, workers: Workers) -> None:
+        if self.workers is workers:
+            self.workers = None
+        self.say()
+        self.rest()
+
+    def worker_ends(self, workers: Workers, failed: bool) -> None:
+        """A worker ends by itself."""
+        if self.workers is not workers or workers.ending:
+            return
+        workers.failed, workers.finished = failed, not failed
+        workers.failed_at = self.sim.engine.now
+        if failed:
+            self.later(0.0, lambda: self.stop(self.sim.random.uniform(0.0, 0.3)))
+        else:
+            self.workers = None
+            self.later(0.0, self.rest)
+        self.later(0.0, self.say)
+
+    def _move_fence(self, until: float) -> None:
+        self.fence = until
+
+        def fall() -> None:
+            if self.fence <= self.sim.engine.now and self.workers is not None:
+                self.workers.ending = True
+                self.workers = None
+                self.later(0.0, self.rest)
+                self.later(0.0, self.say)
+
+        self.sim.engine.after(until - self.sim.engine.now + 1e-9, fall)
+
+    def say(self) -> None:
+        """Put on the roster how this agent is."""
+        record = self._record()
+        old = getattr(self, "_said", None)
+        if record != old:
+            self._said = record
+            self.member.tell(record)
+            self.entry()
+
+    def _record(self) -> AgentRecord:
+        rules = self.rules
+        base = AgentRecord(
+            f"node{self.host}",
+            f"10.0.0.{self.host}",
+            4000 + self.number,
+            1,
+            hint=self.host if rules.static else None,
+        )
+        taking_part = bool(self.own_name) and self.own_name == self.name and not self.cut_off
+        if self.told_to_go:
+            number = self.own_round if taking_part else -1
+            code = self.exit_code
+            return replace(base, state="leaving", round=number, reason="told to", exit_code=code)
+        if not taking_part:
+            at_rest = self.workers is None and self.ready
+            return replace(base, state="ready" if at_rest else "joining")
+        last, failure = self.last, None
+        if last is not None and last.failed:
+            found = WorkerFailure(0, 0, base.host, self.number, 7, "boom", 0.0)
+            failure = found.to_dict()
+        if self.workers is not None:
+            state = "failed" if failure else "running"
+        else:
+            state = "finished" if last is not None and last.finished else "ended"
+        return replace(base, state=state, round=self.own_round, failure=failure)

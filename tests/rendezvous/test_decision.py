@@ -1,0 +1,222 @@
+"""The decision table: a plan, a roster and a time; the step and its reason."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from elaunch.errors import JoinTimeoutError, SymmetryError
+from elaunch.rendezvous.decision import Publish, Rules, Search, Wait, decide
+from elaunch.rendezvous.plan import AgentRecord, Node, Plan
+from elaunch.rendezvous.view import Absent, Found, Present, View
+
+TWO = Rules(2, 2, max_restarts=3)
+ELASTIC = Rules(1, 3, max_restarts=3)
+SAVING = replace(TWO, has_checkpoint_dir=True)
+STATIC = replace(TWO, static=True)
+NOW = 100.0
+
+
+def seat(number: int, state: str = "ready", round: int = -1, **said: Any) -> Present:
+    """Return agent ``number``, which came 50 s ago unless ``since`` says otherwise."""
+    since, failed_at = said.pop("since", 50.0), said.pop("failed_at", None)
+    record = AgentRecord(f"node{number}", f"10.0.0.{number}", 4000 + number, 8)
+    record = replace(record, state=state, round=round, **said)
+    return Present(record, since, number, since, failed_at)
+
+
+def failed(number: int, state: str = "ended", at: float = 99.0, code: int = 7) -> Present:
+    """Return an agent whose worker has failed in round 0 at that time."""
+    found = {"rank": 8 * (number - 1), "local_rank": 0, "exitcode": code, "text": "boom"}
+    return seat(number, state, 0, failure=found, failed_at=at)
+
+
+def node(number: int) -> Node:
+    """Return a node of a plan."""
+    return Node(f"a{number}", f"node{number}", f"10.0.0.{number}", 8, "default")
+
+
+EMPTY = Plan("job")
+RUNNING = Plan("job", 0, "running", "first start", nodes=(node(1), node(2)))
+FAILURE = {"rank": 0, "local_rank": 0, "exitcode": 7, "text": "boom", "host": "node1", "node": "a1"}
+ENDING = replace(RUNNING, phase="ending", cause="failure", reason="?", failure=FAILURE)
+LOST = replace(RUNNING, phase="ending", cause="lost", reason="node2 was lost")
+RUN1, RUN2 = seat(1, "running", 0), seat(2, "running", 0)
+END1, END2 = seat(1, "ended", 0), seat(2, "ended", 0)
+GONE2 = {"a2": Absent("expired", 99.0, RUN2.record)}
+
+Row = tuple[Rules, Plan, list[Present], dict[str, Any], str, str]
+# rules, plan, who is there, what else the view says, "phase/cause/round/code" or step, reason
+TABLE: dict[str, Row] = {
+    "all are there": (
+        TWO,
+        EMPTY,
+        [seat(2, "joining"), seat(1)],
+        {"stirred": 100.0},
+        "running//0/None a1 a2",
+        "first start: 2 nodes, 16 workers",
+    ),
+    "enough, and one may come": (
+        *(ELASTIC, EMPTY, [seat(1)], {"stirred": 99.0}),
+        *("wait 101", "waiting for more nodes"),
+    ),
+    "enough, and none came": (
+        *(ELASTIC, EMPTY, [seat(1)], {"stirred": 98.0}),
+        *("running//0/None a1", "first start: 1 node, 8 workers"),
+    ),
+    "too few, told on the board": (
+        *(TWO, EMPTY, [seat(1)], {"since": 90.0, "posted": 90.0}),
+        *("forming//-1/None", "1 of 2 nodes: node1 (10.0.0.1); 1 more is needed"),
+    ),
+    "too few for too long": (
+        *(replace(TWO, min_nodes=3, max_nodes=4), EMPTY, [seat(1), seat(2)], {"since": -500.0}),
+        f"over//-1/{JoinTimeoutError.exit_code}",
+        "2 of at least 3 nodes after 600 s: node1 (10.0.0.1), node2 (10.0.0.2); 1 more is needed",
+    ),
+    "checkpoints are looked for first": (
+        *(SAVING, EMPTY, [seat(1), seat(2)], {}, "search", "looking for the newest checkpoint"),
+    ),
+    "and cannot be": (
+        *(SAVING, EMPTY, [seat(1), seat(2)], {"found": Found(problem="/ck: no")}),
+        *("over//-1/74", "cannot look for checkpoints: /ck: no"),
+    ),
+    "the nodes differ": (
+        *(replace(TWO, strict_symmetry=True), EMPTY),
+        *([seat(1, facts={"torch": "2.1"}), seat(2, facts={"torch": "2.2"})], {}),
+        f"over//-1/{SymmetryError.exit_code}",
+        "the nodes differ: torch is 2.1 on node1 and 2.2 on node2 (--strict-symmetry)",
+    ),
+    "static: by rank": (
+        *(STATIC, EMPTY, [seat(1, hint=1), seat(2, hint=0)], {}),
+        *("running//0/None a2 a1", "first start: 2 nodes, 16 workers"),
+    ),
+    "static: a rank twice": (
+        *(STATIC, EMPTY, [seat(1, hint=1), seat(2, hint=1)], {}),
+        "over//-1/2",
+        "--node-rank 1 is given twice: to node1 (10.0.0.1) and to node2 (10.0.0.2)",
+    ),
+    # ── running ──
+    "nothing happens": (TWO, RUNNING, [RUN1, RUN2], {}, "wait None", ""),
+    "a worker fails": (
+        *(TWO, RUNNING, [RUN1, failed(2, "failed", code=-9)], {}),
+        *("ending/failure/0/None a1 a2", "rank 8 on node2 was killed by SIGKILL"),
+    ),
+    "two fail: the earlier": (
+        *(TWO, RUNNING, [failed(1, "failed", 99.5), failed(2, "failed", 99.4)], {}),
+        *("ending/failure/0/None a1 a2", "rank 8 on node2 exited with code 7"),
+    ),
+    "a node is lost": (
+        *(TWO, RUNNING, [RUN1], {"absent": GONE2}, "ending/lost/0/None a1 a2"),
+        "node node2 (10.0.0.2) was lost: no heartbeat for 3 s",
+    ),
+    "a node is told to leave": (
+        *(TWO, RUNNING, [RUN1, seat(2, "leaving", 0, reason="stopped by SIGTERM")], {}),
+        *("ending/left/0/None a1 a2", "node node2 (10.0.0.2) leaves: stopped by SIGTERM"),
+    ),
+    "the host of the store is told to": (
+        *(replace(TWO, hosted_by_me=True), RUNNING),
+        *([seat(1, "leaving", 0, reason="stopped by SIGTERM", exit_code=143), RUN2], {}),
+        "over//0/143 a1 a2",
+        "node node1 (10.0.0.1) leaves (stopped by SIGTERM) and the store, which it hosts, goes "
+        "with it; etcd (--rdzv-backend etcd) survives the loss of any node",
+    ),
+    "all are told to": (
+        *(TWO, RUNNING, [seat(1, "leaving", 0, reason="SIGINT", exit_code=130)], {}),
+        *("over//0/130 a1 a2", "SIGINT"),
+    ),
+    "workers were fenced": (
+        *(TWO, RUNNING, [RUN1, END2], {}, "ending/lost/0/None a1 a2"),
+        "node node2 (10.0.0.2) was cut off from the store; the workers there are dead",
+    ),
+    "all are done": (
+        *(TWO, RUNNING, [seat(1, "finished", 0), seat(2, "finished", 0)], {}),
+        *("over//0/0 a1 a2", "all workers ended with 0"),
+    ),
+    "all are done, and one is gone": (
+        *(TWO, RUNNING, [seat(1, "finished", 0)]),
+        {"absent": {"a2": Absent("expired", 99.0, seat(2, "finished", 0).record)}},
+        *("over//0/0 a1 a2", "all workers ended with 0"),
+    ),
+    "a newcomer is not ready": (
+        *(ELASTIC, RUNNING, [RUN1, RUN2, seat(3, "joining", since=99.9)], {"stirred": 99.9}),
+        *("wait 100.4", ""),
+    ),
+    "a newcomer is": (
+        *(ELASTIC, RUNNING, [RUN1, RUN2, seat(3, since=99.0)], {"stirred": 99.0}),
+        *("ending/joined/0/None a1 a2", "node node3 (10.0.0.3) joins"),
+    ),
+    "one who never gets ready": (
+        *(ELASTIC, RUNNING, [RUN1, RUN2, seat(3, "joining")], {}),
+        *("running//0/None a1 a2", "first start"),
+    ),
+    "no room: a spare": (
+        *(TWO, RUNNING, [RUN1, RUN2, seat(3)], {}, "running//0/None a1 a2", "first start"),
+    ),
+    "never: announced": (
+        *(replace(ELASTIC, on_join="never"), RUNNING, [RUN1, RUN2, seat(3)], {}),
+        *("running//0/None a1 a2", "first start"),
+    ),
+    # ── ending ──
+    "one has not ended": (
+        *(TWO, ENDING, [failed(1), RUN2], {"since": 90.0}, "wait 690"),
+        "waiting for node2 (10.0.0.2) to end round 0",
+    ),
+    "and never does": (
+        *(TWO, ENDING, [failed(1), RUN2], {"since": -500.0}),
+        *("over/failure/0/69 a1 a2", "node2 (10.0.0.2) did not end round 0 in 600 s"),
+    ),
+    "one has not heard of the round": (
+        *(TWO, ENDING, [failed(1), seat(2)], {"since": 90.0}, "wait 690"),
+        "waiting for node2 (10.0.0.2) to end round 0",
+    ),
+    "restart": (
+        *(TWO, ENDING, [failed(1), END2], {}),
+        *("running//1/None a1 a2", "rank 0 on node1 exited with code 7; restart 1 of 3"),
+    ),
+    "no restart": (
+        *(replace(TWO, max_restarts=0), ENDING, [failed(1), END2], {}),
+        *("over/failure/0/7 a1 a2", "rank 0 on node1 exited with code 7; --max-restarts is 0"),
+    ),
+    "the victim of a lost node is not counted": (
+        *(ELASTIC, ENDING, [failed(1)], {"absent": GONE2}, "running//1/None a1"),
+        "node node2 (10.0.0.2) was lost: no heartbeat for 3 s; going on with 1 node, 8 workers",
+    ),
+    "a node that is lost later is no excuse": (
+        *(ELASTIC, ENDING, [failed(1)]),
+        {"absent": {"a2": Absent("expired", 99.0, END2.record)}},
+        *("running//1/None a1", "rank 0 on node1 exited with code 7; restart 1 of 3"),
+    ),
+    "a spare takes over": (
+        *(TWO, replace(LOST, spares=("a3",)), [END1, seat(3), seat(4)], {"absent": GONE2}),
+        *("running//1/None a1 a3", "node2 was lost; going on with 2 nodes, 16 workers"),
+    ),
+    "too few are left": (
+        *(TWO, LOST, [END1], {"absent": GONE2}, "forming/lost/0/None a1 a2"),
+        "1 of 2 nodes: node1 (10.0.0.1); 1 more is needed; "
+        "node node2 (10.0.0.2) was lost: no heartbeat for 3 s",
+    ),
+    "over": (TWO, replace(RUNNING, phase="over", reason="done"), [RUN1], {}, "wait None", "done"),
+}
+
+
+@pytest.mark.parametrize("row", TABLE.values(), ids=TABLE)
+def test_decision(row: Row) -> None:
+    """One row per rule."""
+    rules, plan, there, more, expected, reason = row
+    present = {f"a{one.number}": one for one in there}
+    view = View("a1", plan, present, **{"absent": {}, **more})
+    step, said = decide(view, NOW, rules)
+    assert (told(step), said) == (expected, reason)
+
+
+def told(step: Publish | Search | Wait) -> str:
+    """Return a step as the table has it."""
+    if isinstance(step, Publish):
+        plan = step.plan
+        head = f"{plan.phase}/{plan.cause}/{plan.round}/{plan.exit_code}"
+        return " ".join([head, *(one.name for one in plan.nodes)])
+    if isinstance(step, Wait):
+        return f"wait {step.until if step.until is None else format(step.until, 'g')}"
+    return "search"

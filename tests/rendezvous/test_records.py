@@ -1,0 +1,158 @@
+"""Records come back as they were written; whatever else comes is refused with its sender named."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import fields, replace
+from typing import Any, get_args
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from elaunch.rendezvous import records
+from elaunch.rendezvous.plan import AgentRecord, AgentState, Cause, Node, Phase, Plan
+from elaunch.rendezvous.records import RecordError, decode_agent, decode_plan, encode
+
+SHORT = st.text(st.characters(exclude_categories=("Cs", "Cc", "Zl", "Zp")), max_size=20)
+TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=60)
+COUNT = st.integers(0, 10_000)
+FAILURE = st.fixed_dictionaries(
+    {"rank": st.integers(-1, 9999), "exitcode": st.integers(-64, 255), "text": TEXT},
+    optional={"host": SHORT, "age": st.floats(0, 1e6), "node": SHORT},
+)
+AGENTS = st.builds(
+    AgentRecord,
+    host=SHORT,
+    addr=SHORT,
+    port=st.integers(0, 65535),
+    slots=st.integers(0, 64),
+    role=SHORT,
+    hint=st.none() | COUNT,
+    facts=st.dictionaries(SHORT, SHORT, max_size=4),
+    state=st.sampled_from(get_args(AgentState)),
+    round=st.integers(-1, 100),
+    failure=st.none() | FAILURE,
+    reason=TEXT,
+    exit_code=st.none() | st.integers(0, 255),
+    note=TEXT,
+    seq=COUNT,
+)
+NODES = st.builds(Node, SHORT, SHORT, SHORT, st.integers(0, 64), SHORT)
+PLANS = st.builds(
+    Plan,
+    job=SHORT,
+    round=st.integers(-1, 100),
+    phase=st.sampled_from(get_args(Phase)),
+    reason=TEXT,
+    cause=st.sampled_from(get_args(Cause)),
+    nodes=st.lists(NODES, max_size=5).map(tuple),
+    spares=st.lists(SHORT, max_size=3).map(tuple),
+    joining=st.lists(SHORT, max_size=3).map(tuple),
+    master_port=st.integers(0, 65535),
+    checkpoint=st.none()
+    | st.fixed_dictionaries({"path": TEXT, "step": st.integers(-5, 10**12), "format": SHORT}),
+    restarts=COUNT,
+    failure=st.none() | FAILURE,
+    exit_code=st.none() | st.integers(0, 255),
+)
+SECRETS = st.none() | st.binary(min_size=1, max_size=40)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner),
+    max_leaves=6,
+)
+AGENT = AgentRecord("node1", "10.0.0.1", 29500, 8)
+
+
+@given(AGENTS, SECRETS)
+def test_an_agent_comes_back(record: AgentRecord, secret: bytes | None) -> None:
+    """Whatever it says."""
+    assert decode_agent(encode(record, secret), secret, "a1") == record
+
+
+@given(PLANS, SECRETS)
+def test_a_plan_comes_back(plan: Plan, secret: bytes | None) -> None:
+    """Commas and equal values in its columns of nodes included."""
+    assert decode_plan(encode(plan, secret), secret, "a1") == plan
+
+
+@given(st.binary(max_size=200), SECRETS)
+@example(b"[" * 60_000, None)
+@example(b'{"elaunch":1,"kind":"agent","port":' + b"1" * 5000 + b"}", None)
+@example('{"elaunch":1}'.encode("utf-16"), None)
+def test_any_bytes_are_refused(raw: bytes, secret: bytes | None) -> None:
+    """With a RecordError that names the sender, and nothing else."""
+    for decode in (decode_agent, decode_plan):
+        with pytest.raises(RecordError, match="the record of a1 is refused: "):
+            decode(raw, secret, "a1")
+
+
+@given(st.dictionaries(st.sampled_from([f.name for f in fields(Plan)]), JSON), st.booleans())
+def test_any_fields_are_read_or_refused(said: dict[str, Any], plan: bool) -> None:
+    """A record of the right frame with anything in its fields."""
+    raw = json.dumps({"elaunch": 1, "kind": "plan" if plan else "agent", **said}).encode()
+    try:
+        (decode_plan if plan else decode_agent)(raw, None, "a1")
+    except RecordError as exc:
+        assert str(exc).isprintable()
+
+
+def spoil(**said: Any) -> bytes:
+    """Return an agent's record with other values."""
+    good = json.loads(encode(AGENT, None))
+    return json.dumps({**good, **said}).encode()
+
+
+@pytest.mark.parametrize(
+    ("raw", "secret", "problem"),
+    [
+        (spoil(port="x"), None, "its port is 'x', not an integer from 0 to 65535"),
+        (spoil(port=True), None, "its port is True"),
+        (spoil(host="a\nb"), None, "its host is 'a\\nb', not one line"),
+        (spoil(hint=-1), None, "its hint is -1"),
+        (spoil(state="dead"), None, "its state is 'dead'"),
+        (spoil(extra=1), None, "it has an unknown field 'extra'"),
+        (spoil(elaunch=2), None, "it is of version 2, this agent reads 1"),
+        (spoil(kind="plan"), None, "it is of the kind 'plan', not 'agent'"),
+        (spoil(failure={"rank": 1}), None, "its failure is {'rank': 1}"),
+        (spoil(facts={"a": 1}), None, "its facts is {'a': 1}"),
+        (spoil(note="\ud800"), None, "its note is"),
+        (b'{"elaunch":1,"kind":"agent","host":"h"}', None, "it has no addr, port, slots"),
+        (b'{"a":1}', None, "it is no record of elaunch"),
+        (b"\x80\x04K\x01.", None, "it is not JSON"),
+        (spoil(note="x" * 70_000), None, "bytes, more than 65,536"),
+        (encode(AGENT, None), b"s", "it is not signed; start every agent with --rdzv-secret"),
+        (encode(AGENT, b"s"), None, "it is signed, and this agent was given no"),
+        (encode(AGENT, b"other"), b"s", "its signature is wrong"),
+        (encode(AGENT, b"s")[:-2] + b"9}", b"s", "its signature is wrong"),
+    ],
+)
+def test_what_is_wrong_is_said(raw: bytes, secret: bytes | None, problem: str) -> None:
+    """One row per rule."""
+    with pytest.raises(RecordError) as caught:
+        decode_agent(raw, secret, "a1")
+    assert str(caught.value).startswith(f"the record of a1 is refused: {problem}") or (
+        problem in str(caught.value)
+    )
+
+
+def test_what_nobody_could_read_is_not_written() -> None:
+    """The writer hears it, not every reader."""
+    with pytest.raises(RecordError, match="this agent"):
+        encode(replace(AGENT, host="a\nb"), None)
+
+
+def test_a_plan_of_4096_nodes_is_small() -> None:
+    """And read fast enough for 4,096 readers; the bound is loose, machines are busy."""
+    nodes = tuple(
+        Node(f"{n:06x}", f"node-{n:05d}", f"10.12.{n // 256}.{n % 256}", 8, "default")
+        for n in range(4096)
+    )
+    raw = encode(Plan("job", nodes=nodes), b"s")
+    assert len(raw) < 200_000
+    began = time.perf_counter()
+    assert decode_plan(raw, b"s", "a1").nodes == nodes
+    assert time.perf_counter() - began < 1.0
+    assert len(raw) < records.MAX_PLAN_BYTES

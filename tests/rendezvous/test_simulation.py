@@ -1,0 +1,36 @@
+"""Hundreds of schedules of faults, each drawn from its seed (tests/rendezvous/simulation.py).
+
+More of them: ``ELAUNCH_SIMULATIONS=20000 pytest tests/rendezvous/test_simulation.py``. A seed that
+fails is replayed, with its story, by ``ELAUNCH_SIMULATION_SEED=<seed>`` and the same command.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.rendezvous.simulation import Broken, Simulation, story
+
+NUMBER = int(os.environ.get("ELAUNCH_SIMULATIONS", "400"))
+ONE = os.environ.get("ELAUNCH_SIMULATION_SEED")
+PARTS = 8
+COMMAND = "ELAUNCH_SIMULATION_SEED={} pytest tests/rendezvous/test_simulation.py"
+
+
+@pytest.mark.timeout(60 + NUMBER // 10)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_schedule_keeps_the_invariants(part: int) -> None:
+    """Joins, deaths, delays, partitions, lost answers, freezes, failures, growth, spares."""
+    seeds = range(part, NUMBER, PARTS) if ONE is None else [int(ONE)] * (part == 0)
+    for seed in seeds:
+        try:
+            Simulation(seed).run()
+        except Broken as exc:
+            pytest.fail(f"seed {seed}: {exc}\nreplay: {COMMAND.format(seed)}\n{story(seed)}")
+
+
+def test_a_seed_replays() -> None:
+    """The same seed tells the same story, to the last digit."""
+    assert story(3) == story(3)
+    assert story(3) != story(4)
