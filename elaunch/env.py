@@ -35,7 +35,36 @@ LOG_PREFIX_TEMPLATE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 LOG_LEVEL = "LOGLEVEL"
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 NCCL_ASYNC_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+TEMP_PREFIX = "elaunch-"
+"""How the name of a run's own TMPDIR begins."""
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+
+
+@dataclass(frozen=True)
+class NodePlace:
+    """Where one node stands in a round of the job.
+
+    Nodes may have different numbers of workers, so ranks are counted up node by node.
+    ``first_rank`` is that of this node's first worker, ``first_role_rank`` the same among the
+    workers of its role; ``addrs`` are the nodes' addresses by node rank.
+    """
+
+    node_rank: int
+    addrs: tuple[str, ...]
+    first_rank: int
+    world_size: int
+    first_role_rank: int
+    role_world_size: int
+
+    @property
+    def nodes(self) -> int:
+        """The number of nodes."""
+        return len(self.addrs)
+
+
+def only_node(addr: str, nproc: int) -> NodePlace:
+    """Return the place of a node that is the whole job."""
+    return NodePlace(0, (addr,), 0, nproc, 0, nproc)
 
 
 @dataclass(frozen=True)
@@ -48,12 +77,10 @@ class RoundFacts:
     max_restarts: int
     reason: str
     local_world_size: int
-    node_rank: int
-    nodes: int
     role: str
+    place: NodePlace
     master_addr: str
     master_port: int
-    node_addrs: tuple[str, ...]
     agent_socket: str
     checkpoint_dir: str | None
     resume_from: str
@@ -74,18 +101,17 @@ def worker_environment(
         error_file: where the worker writes its error record (torch's ``@record``).
         launcher: the environment that elaunch was started with.
     """
-    rank = facts.node_rank * facts.local_world_size + local_rank
-    world = facts.nodes * facts.local_world_size
+    place = facts.place
     variables = {
         "LOCAL_RANK": str(local_rank),
-        "RANK": str(rank),
-        "GROUP_RANK": str(facts.node_rank),
-        "ROLE_RANK": str(rank),
+        "RANK": str(place.first_rank + local_rank),
+        "GROUP_RANK": str(place.node_rank),
+        "ROLE_RANK": str(place.first_role_rank + local_rank),
         "ROLE_NAME": facts.role,
         "LOCAL_WORLD_SIZE": str(facts.local_world_size),
-        "WORLD_SIZE": str(world),
-        "GROUP_WORLD_SIZE": str(facts.nodes),
-        "ROLE_WORLD_SIZE": str(world),
+        "WORLD_SIZE": str(place.world_size),
+        "GROUP_WORLD_SIZE": str(place.nodes),
+        "ROLE_WORLD_SIZE": str(place.role_world_size),
         "MASTER_ADDR": facts.master_addr,
         "MASTER_PORT": str(facts.master_port),
         "TORCHELASTIC_RESTART_COUNT": str(facts.restarts),
@@ -98,7 +124,7 @@ def worker_environment(
         "ELAUNCH_RUN_ID": facts.run_id,
         "ELAUNCH_ROUND": str(facts.round),
         "ELAUNCH_RESTART_REASON": facts.reason,
-        "ELAUNCH_NODE_ADDRS": ",".join(facts.node_addrs),
+        "ELAUNCH_NODE_ADDRS": ",".join(place.addrs),
         "ELAUNCH_AGENT_SOCKET": facts.agent_socket,
         "ELAUNCH_RESUME_FROM": facts.resume_from,
         "ELAUNCH_RESUME_STEP": facts.resume_step,

@@ -111,9 +111,16 @@ class RoundRecord(TypedDict):
     resumed_step: int | None
 
 
-class Record(TypedDict):
-    """One moment of a run; times in seconds since the epoch, ``argv`` the whole command line."""
+class NodeRecord(TypedDict):
+    """One node of the round, in the order of the node ranks."""
 
+    name: str
+    host: str
+    addr: str
+    slots: int
+
+
+class _RecordRequired(TypedDict):
     schema: int
     run_id: str
     name: str
@@ -140,6 +147,21 @@ class Record(TypedDict):
     failure: dict[str, Any] | None
     log_dir: str | None
     history: list[RoundRecord]
+
+
+class Record(_RecordRequired, total=False):
+    """One moment of a run; times in seconds since the epoch, ``argv`` the whole command line.
+
+    The optional fields are there in a job of several nodes: this node's rank (None: not in the
+    round), all nodes, whether this one stands by as a spare, how many nodes wait to join, and the
+    first failure of the job where it was on another node.
+    """
+
+    node_rank: int | None
+    nodes: list[NodeRecord]
+    standby: bool
+    joining: int
+    job_failure: dict[str, Any] | None
 
 
 def parse(raw: bytes, source: str) -> Record:

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"elaunch"}),
     frozenset({"errors"}),
-    frozenset({"env"}),
+    frozenset({"endings", "env"}),
     frozenset("config record statedir rundir control checkpoint store".split()),
     frozenset({"server", "rendezvous"}),
     frozenset({"agent"}),
@@ -37,11 +37,15 @@ FORBIDDEN_NAMES = frozenset(
 )
 
 # Rule and place ("module" or "module:function") -> the reason for the exception.
-EXCEPTIONS: dict[tuple[str, str], str] = {}
+EXCEPTIONS: dict[tuple[str, str], str] = {
+    ("sleep", "elaunch.server.torchfix:_settle"): "nothing tells when a thread of C++ is at rest",
+}
 
 # "module:function" that may catch everything -> what becomes of the exception.
 BROAD_EXCEPTS: dict[str, str] = {
-    "elaunch.agent.loop:Agent._choose": "top of a thread: becomes the event's problem, and is told",
+    "elaunch.agent.seeker:look": "whatever a search runs into is its answer, and is told",
+    "elaunch.rendezvous.coordinator:Coordinator._find": "top of a thread: the job ends with it",
+    "elaunch.rendezvous.meeting:Meeting._run": "top of a thread: ends this agent, and is told",
     "elaunch.agent.control:ControlSocket._serve": "top of a thread: logged, others are served",
     "elaunch.agent.logs:LogPump._run": "top of a thread: logged with what it means for the job",
     "elaunch.server.devices:count_in_fork": "whatever a driver raises is the answer to the agent",

@@ -15,7 +15,11 @@ ServerLost          reaper                   the server itself ended
 CheckpointChosen    checkpoint search        the newest complete checkpoint, or none
 SignalReceived      signal handlers          a person, a scheduler or the kernel signalled the agent
 DeadlinePassed      the loop's own clock     the state's deadline has come
+Fenced              server reader            all workers were killed: no renewal came in time
+Held                server reader            all workers were stopped for a while, or go on
 Ping                health check             answer, to show that the loop is alive
+PlanSeen, CutOff,   the rendezvous           what the other nodes' agents have to do with
+Rejoined, …                                  (elaunch.rendezvous.news)
 ==================  =======================  ======================================================
 """
 
@@ -26,6 +30,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from elaunch.checkpoint.records import Search
+from elaunch.rendezvous.news import CutOff as CutOff
+from elaunch.rendezvous.news import MeetingFailed as MeetingFailed
+from elaunch.rendezvous.news import PlanSeen as PlanSeen
+from elaunch.rendezvous.news import Rejoined as Rejoined
+from elaunch.rendezvous.news import StoreBack as StoreBack
+from elaunch.rendezvous.news import StoreSilent as StoreSilent
 
 
 @dataclass(frozen=True)
@@ -132,6 +142,20 @@ class DeadlinePassed:
 
 
 @dataclass(frozen=True)
+class Fenced:
+    """The server has killed all workers, ``late`` seconds after the moment that it was given."""
+
+    late: float
+
+
+@dataclass(frozen=True)
+class Held:
+    """The server has stopped all workers (``on``), or has let them go on."""
+
+    on: bool
+
+
+@dataclass(frozen=True)
 class Ping:
     """Somebody asks whether the loop is alive; calling ``answer`` says yes."""
 
@@ -151,5 +175,13 @@ Event = (
     | CheckpointChosen
     | SignalReceived
     | DeadlinePassed
+    | Fenced
+    | Held
     | Ping
+    | PlanSeen
+    | CutOff
+    | Rejoined
+    | StoreSilent
+    | StoreBack
+    | MeetingFailed
 )

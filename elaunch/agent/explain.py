@@ -110,6 +110,12 @@ _TEXTS = (
         "The script refused its own arguments; those after the script's name are passed to it.",
     ),
     _Known(
+        r"terminate called without an active exception",
+        "A C++ thread was ended by an interpreter that was ending. torch 2.13 does this to a "
+        "finished script when a thread of gloo lets go of its last tensor too late; forked workers "
+        "(--start-method forkserver) wait for it.",
+    ),
+    _Known(
         r"Watchdog caught collective operation timeout|Timed out waiting \d+ms for",
         "A collective was waited for until its timeout: another rank was slow, hung, or called "
         "collectives in another order. That rank's log tells more; TORCH_NCCL_TRACE_BUFFER_SIZE="

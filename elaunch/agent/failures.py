@@ -20,10 +20,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elaunch.agent import errorfile, explain, tracebacks
-from elaunch.agent.endings import exit_code, how_it_ended
 from elaunch.agent.errorfile import ErrorFile
 from elaunch.agent.explain import Explanation
 from elaunch.agent.failuretable import signal_name
+from elaunch.endings import exit_code, how_it_ended
 
 MAX_MESSAGE = 4000
 SCHEMA = 1

@@ -30,23 +30,33 @@ FLUSH_TIMEOUT = 2.0
 
 @dataclass(frozen=True)
 class RoundStart:
-    """What differs from round to round; ``reason`` is empty in round 0."""
+    """What differs from round to round; ``reason`` is empty in round 0.
+
+    ``place`` and ``store`` (the address and the port of the round's TCPStore) are given in a job of
+    several nodes; a node by itself is the whole job and hosts the store.
+    """
 
     round: int
     restarts: int
     reason: str
     checkpoint: Checkpoint | None
+    place: env.NodePlace | None = None
+    store: tuple[str, int] | None = None
 
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """What a worker group is made of; ``log_root`` holds ``attempt_<round>/<local_rank>/``."""
+    """What a worker group is made of; ``log_root`` holds ``attempt_<round>/<local_rank>/``.
+
+    ``own_addr`` is where the other nodes reach this one; None in a job of one node.
+    """
 
     settings: Settings
     run_dir: RunDir
     log_root: Path | None
     environ: Mapping[str, str]
     post: Callable[[events.Event], None]
+    own_addr: str | None = None
 
 
 class WorkerGroup:
@@ -57,9 +67,10 @@ class WorkerGroup:
         self._plan = plan
         self._pump = pump
         self._nproc = 0
+        self._hello = ""
         self._reaper = Reaper()
         self._open_files = openfiles.raise_limit()
-        self._endpoint = StoreEndpoint(settings.master_addr, settings.master_port)
+        self._endpoint = _endpoint(settings, plan.own_addr)
         self._files_root = plan.log_root or plan.run_dir.logs
         self._preloads_torch = _forks(settings) and any(
             name.partition(".")[0] == "torch" for name in _preloaded(settings, later=False)
@@ -103,9 +114,44 @@ class WorkerGroup:
             self.server.close()
             self.prepare(nproc, omp)
 
-    def open_endpoint(self) -> None:
-        """Bind the store's socket now, so that a port in use is an error before anything starts."""
+    def open_endpoint(self) -> int:
+        """Bind the store's socket now, so that a port in use is an error before anything starts.
+
+        Returns the port, for the nodes that have to know it before the next round.
+        """
         self._endpoint.open()
+        return self._endpoint.port
+
+    def host_hello(self, hello: str) -> None:
+        """Have a store hosted before the first round, in which the other agents read ``hello``.
+
+        From now on each round's store has it: with the static backend the workers' port is the one
+        address that all agents know.
+        """
+        self._hello = hello
+        self._host_store(-1)
+
+    def between_rounds(self) -> None:
+        """Have the word of :meth:`host_hello`, if any, found by agents that come meanwhile."""
+        if self._hello:
+            self._host_store(-1)
+
+    def _host_store(self, round_number: int) -> None:
+        listening = self._endpoint.open()
+        store = {"op": "store", "round": round_number, "host": self._endpoint.host}
+        store |= {"fixed": self._endpoint.fixed, "hello": self._hello}
+        self.server.send(store, [listening])
+        if round_number >= 0:
+            self._endpoint.note_use()
+
+    def fence(self, until: float, hold: float = 0.0) -> None:
+        """Have the server kill all workers when ``until`` (monotonic seconds) has passed.
+
+        With ``hold`` it stops them then, and kills them that many seconds later.
+
+        Each call replaces the last one. It holds also while this process is suspended.
+        """
+        self.server.send({"op": "fence", "until": until, "hold": hold})
 
     def start(self, start: RoundStart) -> None:
         """Start all workers of a round; a server that was lost is replaced first."""
@@ -113,12 +159,12 @@ class WorkerGroup:
             self.server = self._new_server()
             self.server.start()
         settings = self._plan.settings
-        listening = self._endpoint.open()
-        store = {"op": "store", "round": start.round, "host": self._endpoint.host}
-        self.server.send({**store, "fixed": self._endpoint.fixed}, [listening])
+        if start.place is None or start.place.node_rank == 0:
+            self._host_store(start.round)
         facts = self._facts(start)
         args = fill_placeholders(settings.args, start.checkpoint)
-        ranks = {rank: rank for rank in range(self._nproc)}
+        first = facts.place.first_rank
+        ranks = {local_rank: first + local_rank for local_rank in range(self._nproc)}
         channels = self._pump.open_round(start.round, ranks)
         if self._plan.log_root is None:
             logfiles.make_directories(self._files_root, start.round, list(ranks))
@@ -142,6 +188,7 @@ class WorkerGroup:
     def _facts(self, start: RoundStart) -> env.RoundFacts:
         settings = self._plan.settings
         checkpoint, directory = start.checkpoint, settings.checkpoint_dir
+        master_addr, master_port = start.store or (self._endpoint.host, self._endpoint.port)
         return env.RoundFacts(
             run_id=settings.run_id,
             round=start.round,
@@ -149,12 +196,10 @@ class WorkerGroup:
             max_restarts=settings.max_restarts,
             reason=start.reason,
             local_world_size=self._nproc,
-            node_rank=0,
-            nodes=1,
             role=settings.role,
-            master_addr=self._endpoint.host,
-            master_port=self._endpoint.port,
-            node_addrs=(self._endpoint.host,),
+            place=start.place or env.only_node(self._endpoint.host, self._nproc),
+            master_addr=master_addr,
+            master_port=master_port,
             agent_socket=str(self._plan.run_dir.socket),
             checkpoint_dir=None if directory is None else str(directory),
             resume_from="" if checkpoint is None else str(checkpoint.path),
@@ -203,6 +248,15 @@ class WorkerGroup:
         """End the server with all that is below it, and let the store's address go."""
         self.server.close()
         self._endpoint.close()
+
+
+def _endpoint(settings: Settings, own_addr: str | None) -> StoreEndpoint:
+    meeting = settings.rendezvous
+    if meeting is None or own_addr is None:
+        return StoreEndpoint(settings.master_addr, settings.master_port)
+    if meeting.backend == "static" and meeting.is_host:
+        return StoreEndpoint(*meeting.endpoints[0], for_nodes=True)
+    return StoreEndpoint(own_addr, None, for_nodes=True)
 
 
 def _forks(settings: Settings) -> bool:

@@ -14,10 +14,10 @@ from collections.abc import Callable
 from typing import Any
 
 from elaunch.agent import events
-from elaunch.agent.endings import signal_name
 from elaunch.agent.state import Action, Finish, Nothing, Phase, StartRound, State
 from elaunch.checkpoint.records import Checkpoint
 from elaunch.config import Settings
+from elaunch.endings import signal_name
 from elaunch.errors import RunDirError
 from elaunch.record import (
     SCHEMA,
@@ -27,6 +27,7 @@ from elaunch.record import (
     WorkerRecord,
     this_agent,
 )
+from elaunch.rendezvous.plan import Plan
 from elaunch.rundir import RunDir
 
 
@@ -78,6 +79,8 @@ class Journal:
             record["ended_at"] = time.time()
         record["state"] = _state_name(state, action)
         record["reason"] = reason or record["reason"]
+        if isinstance(event, events.PlanSeen):
+            self._note_plan(event.plan, event.name)
         record["restarts"]["used"] = state.restarts
         record["restarts"]["without_progress"] = state.without_progress
         if self._worth_writing(event, action):
@@ -85,7 +88,7 @@ class Journal:
 
     def _worth_writing(self, event: events.Event, action: Action) -> bool:
         """Spare the disk the steps between: a start of many workers, an end of many."""
-        if not isinstance(action, Nothing):
+        if not isinstance(action, Nothing) or isinstance(event, events.PlanSeen):
             return True
         if isinstance(event, events.WorkerStarted):
             return all(worker["pid"] for worker in self._record["workers"])
@@ -94,6 +97,11 @@ class Journal:
     def note_failure(self, report: dict[str, Any]) -> None:
         """Put a failure report into the record; the next round does not remove it."""
         self._record["failure"] = report
+        self.write()
+
+    def note_job_failure(self, failure: dict[str, Any]) -> None:
+        """Put the first failure of the job, on another node, into the record."""
+        self._record["job_failure"] = failure
         self.write()
 
     def note_exit_code(self, exit_code: int, reason: str, state: str = "FAILED") -> None:
@@ -113,11 +121,27 @@ class Journal:
                 self._problem = str(error)
                 self._warn(f"{error}; `elaunch status` will be out of date")
 
+    def _note_plan(self, plan: Plan, name: str) -> None:
+        """Note what the job is beyond this node; workers' tools read who joins."""
+        record = self._record
+        record["node_rank"] = plan.node_rank(name)
+        record["nodes"] = [
+            {"name": node.name, "host": node.host, "addr": node.addr, "slots": node.slots}
+            for node in plan.nodes
+        ]
+        record["standby"] = name in plan.spares
+        record["joining"] = len(plan.joining)
+
     def _note_round(self, state: State, reason: str) -> None:
         record, checkpoint = self._record, state.checkpoint
         nproc = state.limits.nproc
-        record["round"], record["world_size"], record["nproc_per_node"] = state.round, nproc, nproc
-        record["workers"] = [_worker(rank) for rank in range(nproc)]
+        world_size = nproc if state.plan is None else state.plan.world_size
+        record["round"], record["world_size"], record["nproc_per_node"] = (
+            state.round,
+            world_size,
+            nproc,
+        )
+        record["workers"] = [_worker(state.first_rank, local_rank) for local_rank in range(nproc)]
         record["checkpoint"] = None if checkpoint is None else _checkpoint(checkpoint)
         entry: RoundRecord = {
             "round": state.round,
@@ -156,10 +180,10 @@ def _checkpoint(checkpoint: Checkpoint) -> CheckpointRecord:
     return {"path": str(checkpoint.path), "step": checkpoint.step, "format": checkpoint.format}
 
 
-def _worker(rank: int) -> WorkerRecord:
+def _worker(first_rank: int, local_rank: int) -> WorkerRecord:
     return {
-        "rank": rank,
-        "local_rank": rank,
+        "rank": first_rank + local_rank,
+        "local_rank": local_rank,
         "pid": None,
         "state": "STARTING",
         "exit": None,
@@ -214,5 +238,8 @@ def _state_name(state: State, action: Action) -> str:
         return "RUNNING"
     if state.phase in (Phase.STOPPING, Phase.SWEEPING):
         restarts = state.failed and state.interrupted is None and state.limits.max_restarts > 0
+        restarts = restarts or (state.limits.meets and state.interrupted is None)
         return "RESTARTING" if restarts else "STOPPING"
+    if state.phase is Phase.MEETING and state.member:
+        return "RUNNING" if state.completed and not state.failed else "RESTARTING"
     return "RESTARTING" if state.failed else "STARTING"

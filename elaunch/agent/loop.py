@@ -16,16 +16,18 @@ import signal
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from elaunch import env
-from elaunch.agent import errorfile, eventlog, events, policy
-from elaunch.agent.endings import how_it_ended
+from elaunch.agent import errorfile, eventlog, events, jobpolicy, policy, seeker
 from elaunch.agent.eventlog import EventLog, WorkerFacts
+from elaunch.agent.failures import FailureReport
 from elaunch.agent.group import RoundStart, WorkerGroup
 from elaunch.agent.journal import Journal
+from elaunch.agent.narrator import Narrator
 from elaunch.agent.report import write_launcher_file
 from elaunch.agent.reporter import Reporter
+from elaunch.agent.spokesman import Spokesman
 from elaunch.agent.state import (
     Action,
     Backoff,
@@ -36,6 +38,7 @@ from elaunch.agent.state import (
     Hurry,
     KillServer,
     Limits,
+    Meet,
     Phase,
     StartRound,
     State,
@@ -43,23 +46,25 @@ from elaunch.agent.state import (
     follow,
     observe,
 )
-from elaunch.checkpoint.records import Search
 from elaunch.config import Settings
+from elaunch.endings import how_it_ended
 from elaunch.errors import ServerError, UsageError
-
-PASSED_OVER_SHOWN = 10
 
 log = logging.getLogger("elaunch")
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What the loop works with; each is started and closed by elaunch.agent.main."""
+    """What the loop works with; each is started and closed by elaunch.agent.main.
+
+    ``spokesman`` is there in a job of several nodes only.
+    """
 
     group: WorkerGroup
     journal: Journal
     reporter: Reporter
     events: EventLog
+    spokesman: Spokesman | None = None
 
 
 class Agent:
@@ -73,13 +78,17 @@ class Agent:
         self._journal = parts.journal
         self._reporter = parts.reporter
         self._events = parts.events
+        self._spokesman = parts.spokesman
         self._inbox = inbox
+        self._made: FailureReport | None = None
+        self._told = False
+        self._exit_code = 0
         self._deadline: float | None = None
-        self._passed_over: set[str] = set()
+        self._narrator = Narrator(settings)
 
     def run(self, environ: Mapping[str, str]) -> int:
         """Start the server, then serve events until the policy finishes."""
-        self._group.open_endpoint()
+        port = self._group.open_endpoint()
         nproc = known_nproc(self._settings.nproc_per_node)
         self._group.prepare(nproc, env.default_omp_threads(environ, nproc or 2))
         if nproc is None:
@@ -91,23 +100,35 @@ class Agent:
                 return 128 + counted
             nproc = counted
         self._say_omp(environ, nproc)
-        state = State(limits=_limits(self._settings, nproc))
+        limits = replace(_limits(self._settings, nproc), meets=self._spokesman is not None)
+        state = State(limits=limits)
+        if self._spokesman is not None:
+            self._spokesman.join(nproc, port)
         while state.phase is not Phase.ENDED:
-            event = self._next_event()
-            state = observe(state, event)
-            action, reason = policy.decide(state, event)
-            self._tell(state, event, action, reason)
-            before, state = state, follow(state, action)
-            self._perform(before, action, reason)
-            self._journal.note(state, event, action, reason)
-            if isinstance(action, StartRound | Finish) and before.first is not None:
-                self._report(before, final=isinstance(action, Finish))
-            if isinstance(action, Finish):
-                self._events.record(
-                    "FAILED" if action.exit_code else "SUCCEEDED", restarts=state.restarts
-                )
-                return action.exit_code
-        raise AssertionError("only Finish ends the loop")
+            state = self._serve(state, self._next_event())
+        return self._exit_code
+
+    def _serve(self, state: State, event: events.Event) -> State:
+        """Take one event to its end; return the state after it."""
+        state = observe(state, event)
+        action, reason = policy.decide(state, event)
+        self._tell(state, event, action, reason)
+        before, state = state, follow(state, action)
+        self._perform(before, action, reason)
+        if isinstance(action, Meet):
+            self._report(before, action)
+        if self._spokesman is not None:
+            self._spokesman.say(state, self._group.open_endpoint())
+        self._journal.note(state, event, action, reason)
+        if isinstance(action, StartRound | Finish):
+            self._report(before, action)
+        elif self._spokesman is not None and state.phase is Phase.MEETING:
+            self._tell_cause(self._spokesman, state)
+        if isinstance(action, Finish):
+            self._exit_code = action.exit_code
+            name: eventlog.State = "FAILED" if action.exit_code else "SUCCEEDED"
+            self._events.record(name, restarts=state.restarts)
+        return state
 
     def _next_event(self) -> events.Event:
         try:
@@ -167,6 +188,9 @@ class Agent:
             self._deadline = min(self._deadline or math.inf, now + action.grace)
         elif isinstance(action, EndTree):
             self._end_tree(state, action)
+        elif isinstance(action, Meet):
+            self._deadline = None
+            self._group.between_rounds()
         elif isinstance(action, Forward):
             self._group.send_signal(action.signum, stops=False)
         elif isinstance(action, Backoff):
@@ -178,11 +202,16 @@ class Agent:
 
     def _start_round(self, state: State, action: StartRound, reason: str) -> None:
         self._deadline = None
-        if action.round > 0:
+        if action.round > 0 and self._spokesman is None:
             self._reporter.keep(state)
-        restarts = action.round
+        plan = state.plan
+        restarts = action.round if plan is None else plan.restarts
         why = reason if action.round > 0 else ""
-        self._group.start(RoundStart(action.round, restarts, why, action.checkpoint))
+        start = RoundStart(action.round, restarts, why, action.checkpoint)
+        if plan is not None:
+            place, store = jobpolicy.place(plan, state.name), (plan.master_addr, plan.master_port)
+            start = replace(start, place=place, store=store)
+        self._group.start(start)
         self._events.record("RENDEZVOUS", restarts=restarts, duration_ms=0.0)
 
     def _end_tree(self, state: State, action: EndTree) -> None:
@@ -194,21 +223,7 @@ class Agent:
 
     def _choose(self) -> None:
         """Look for the newest complete checkpoint; a thread of its own, since storage may hang."""
-        from elaunch.checkpoint.latest import find_latest  # only jobs with checkpoints pay for it
-
-        settings = self._settings
-        root = settings.checkpoint_dir
-        assert root is not None  # the policy asks only then
-        run_id = settings.run_id if settings.run_id_given else None
-        problem = None
-        try:
-            search = find_latest(root, glob=settings.checkpoint_glob, run_id=run_id)
-        except Exception as error:  # the loop waits for the answer, whatever it is
-            search, problem = Search(None), f"{root}: {type(error).__name__}: {error}"
-        unreadable = [passed.reason for passed in search.passed_over if passed.path == root]
-        if unreadable:  # not the same as a directory without checkpoints: nobody may start afresh
-            problem = f"{root}: {unreadable[0]}"
-        self._inbox.put(events.CheckpointChosen(search, problem))
+        self._inbox.put(seeker.look(self._settings))
 
     # ── telling ──────────────────────────────────────────────────────────────────────────────────
 
@@ -219,67 +234,11 @@ class Agent:
             self._record_exit(state, event)
         elif isinstance(event, events.TreeGone):
             self._group.flush_logs()
-            self._tell_leftovers(event)
-        elif isinstance(event, events.CheckpointChosen):
-            self._tell_passed_over(event)
-        elif isinstance(event, events.ServerWarmed):
-            self._tell_warmed(event)
-        elif isinstance(event, events.StoreLost):
-            # A script that runs without torch never asks for the store.
-            level = logging.INFO if "No module named 'torch'" in event.problem else logging.WARNING
-            log.log(level, "the workers' TCPStore is gone: %s", event.problem)
-        elif isinstance(event, events.ServerReady) and event.threads > 1:
-            log.warning(
-                "a module of --preload has started %d threads; forked workers do not have them, "
-                "and may hang on what they held: leave it out, or use --start-method spawn",
-                event.threads - 1,
-            )
+        elif isinstance(event, events.PlanSeen) and self._spokesman is not None:
+            self._spokesman.tell_plan(event.plan, event.name)
         elif isinstance(event, events.Ping):
             event.answer()
-        if reason:
-            quiet = isinstance(action, StartRound | Finish | EndTree) and not state.failed
-            quiet = quiet and not (isinstance(action, Finish) and action.exit_code)
-            quiet = quiet or (isinstance(action, EndTree) and not state.alive)
-            log.log(logging.INFO if quiet else logging.WARNING, "round %d: %s", state.round, reason)
-
-    def _tell_warmed(self, event: events.ServerWarmed) -> None:
-        if event.problem is not None:
-            log.warning("%s; workers of the next rounds are started without it", event.problem)
-        else:
-            log.info("the server has imported the later modules in %.2f s", event.seconds)
-
-    def _tell_leftovers(self, event: events.TreeGone) -> None:
-        if event.killed:
-            names = ", ".join(f"{name} ({pid})" for pid, name in event.killed)
-            log.info("round %d: killed what the workers had left: %s", event.round, names)
-        for pid, name in event.survivors:
-            log.error("process %d (%s) does not die: it hangs in the kernel; left alone", pid, name)
-
-    def _tell_passed_over(self, event: events.CheckpointChosen) -> None:
-        if event.search.checkpoint is None and event.problem is None:
-            self._tell_none(len(event.search.passed_over))
-        lines = [f"passed over {p.path}: {p.reason}" for p in event.search.passed_over]
-        news = [line for line in lines if line not in self._passed_over]
-        self._passed_over.update(news)
-        for line in news[:PASSED_OVER_SHOWN]:
-            log.warning("%s", line)
-        if len(news) > PASSED_OVER_SHOWN:
-            log.warning("passed over %d more", len(news) - PASSED_OVER_SHOWN)
-
-    def _tell_none(self, passed_over: int) -> None:
-        """Say so when a directory that is not empty holds nothing that is recognised."""
-        root, glob = self._settings.checkpoint_dir, self._settings.checkpoint_glob
-        assert root is not None  # it was searched
-        try:
-            found = sum(not name.startswith(".") for name in os.listdir(root))
-        except OSError:
-            return  # it is not there yet
-        if found and not passed_over:
-            fix = f"nothing matches {glob!r}" if glob else "name the files by --checkpoint-glob"
-            line = f"no checkpoint is recognised among {found} entries of {root}: {fix}"
-            if line not in self._passed_over:
-                self._passed_over.add(line)
-                log.warning("%s", line)
+        self._narrator.tell(state, event, action, reason)
 
     def _record_exit(self, state: State, event: events.WorkerExited) -> None:
         if event == state.first:
@@ -301,15 +260,61 @@ class Agent:
     def _facts(
         self, state: State, event: events.WorkerStarted | events.WorkerExited
     ) -> WorkerFacts:
-        rank = event.local_rank
+        place = env.only_node("", state.limits.nproc)
+        if state.plan is not None and state.plan.node_rank(state.member) is not None:
+            place = jobpolicy.place(state.plan, state.member)
         code = event.exitcode if isinstance(event, events.WorkerExited) else None
-        return WorkerFacts(rank, rank, rank, state.limits.nproc, event.pid, code)
+        role_rank = place.first_role_rank + event.local_rank
+        return WorkerFacts(
+            rank=state.first_rank + event.local_rank,
+            local_rank=event.local_rank,
+            role_rank=role_rank,
+            role_world_size=place.role_world_size,
+            pid=event.pid,
+            exit_code=code,
+        )
 
-    def _report(self, state: State, final: bool) -> None:
-        made = self._reporter.report(state, final)
-        self._journal.note_failure(made.to_dict())
+    def _report(self, state: State, action: Action) -> None:
+        """Tell why the round that ``state`` describes has failed, here or on another node."""
+        final = isinstance(action, Finish)
+        if self._spokesman is None:
+            if state.first is not None:
+                self._note_report(self._reporter.report(state, "all" if final else "cause"))
+                if final and self._made is not None:
+                    write_launcher_file(self._made, os.environ)
+            return
+        if state.first is not None and self._made is None:
+            self._note_report(self._reporter.report(state, "nothing"))
+            self._spokesman.keep(self._made)
+        self._tell_cause(self._spokesman, state, final)
         if final:
-            write_launcher_file(made, os.environ)
+            self._tell_end(self._spokesman, state)
+        if not isinstance(action, Meet):
+            self._made, self._told = None, False
+
+    def _tell_cause(self, spokesman: Spokesman, state: State, final: bool = False) -> None:
+        """Print what ended the round, as soon as the plan says whose failure was the first."""
+        if not (final or jobpolicy.is_decided(state)):
+            return
+        if spokesman.failed_elsewhere(state) is not None:
+            found = spokesman.tell_failure(state)
+            if found is not None:
+                self._journal.note_job_failure(dict(found))
+        elif self._made is not None and not self._told:
+            self._reporter.show_cause(self._made)
+            self._told = True
+
+    def _tell_end(self, spokesman: Spokesman, state: State) -> None:
+        found = spokesman.failed_elsewhere(state)
+        if found is not None:
+            spokesman.write_launcher_file(found, os.environ)
+        elif self._made is not None:
+            self._reporter.show_table(self._made)
+            write_launcher_file(self._made, os.environ)
+
+    def _note_report(self, made: FailureReport) -> None:
+        self._made = made
+        self._journal.note_failure(made.to_dict())
 
 
 def known_nproc(name: str) -> int | None:

@@ -13,6 +13,7 @@ import os
 import queue
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -26,11 +27,18 @@ from elaunch.agent.healthcheck import HealthCheck
 from elaunch.agent.journal import Journal, shown_code
 from elaunch.agent.logs import LogPlan, LogPump
 from elaunch.agent.loop import Agent, Parts, known_nproc
+from elaunch.agent.opening import Opening, rules
 from elaunch.agent.reporter import Reporter, ReportPlan
+from elaunch.agent.seeker import for_all_nodes
+from elaunch.agent.spokesman import Identity, Spokesman
 from elaunch.agent.tempdir import RunTemp
 from elaunch.config import Settings
+from elaunch.config.address import own_address
+from elaunch.config.facts import facts
+from elaunch.config.rendezvous import SECRET_VARIABLES
 from elaunch.config.validate import NO_FILES
 from elaunch.errors import ElaunchError, RunDirError, UsageError
+from elaunch.rendezvous.meeting import Meeting, World
 from elaunch.server import devices, processes
 
 PING_TIMEOUT = 2.0
@@ -54,6 +62,8 @@ def run(settings: Settings) -> int:
         os.chdir(settings.workdir)
     processes.become_subreaper()
     environ = {**env.launcher_environment(), **settings.env}
+    for name in SECRET_VARIABLES:
+        environ.pop(name, None)
     if settings.workdir is not None:
         environ["PWD"] = str(settings.workdir)
     with contextlib.ExitStack() as stack:
@@ -78,12 +88,16 @@ def _run(
         log.warning("%s", run_dir.notice)
     journal.write()
     environ = {**environ, **_own_temp(settings, environ, stack)}
-    group = WorkerGroup(GroupPlan(settings, run_dir, log_root, environ, inbox.put), pump)
+    own_addr = None if settings.rendezvous is None else own_address(settings.rendezvous)
+    group_plan = GroupPlan(settings, run_dir, log_root, environ, inbox.put, own_addr)
+    group = WorkerGroup(group_plan, pump)
     stack.callback(group.close)
     _start_control(run_dir, journal, stack)
     _start_health_check(settings, journal, inbox, stack)
     reporter = Reporter(ReportPlan(settings, run_dir, pump, group, pump.say))
-    parts = Parts(group, journal, reporter, EventLog(settings.event_log_handler, _facts(settings)))
+    event_log = EventLog(settings.event_log_handler, _facts(settings))
+    spokesman = _spokesman(group_plan, group, pump.say, stack)
+    parts = Parts(group, journal, reporter, event_log, spokesman)
     threading.Thread(target=rundir.prune, args=(os.environ,), name="prune", daemon=True).start()
     try:
         return Agent(settings, parts, inbox).run(environ)
@@ -93,6 +107,37 @@ def _run(
         journal.note_exit_code(code, f"{type(error).__name__}: {error}")
         write_launcher_error(os.environ, error)
         raise
+
+
+def _spokesman(
+    plan: GroupPlan, group: WorkerGroup, say: Callable[[str], None], stack: contextlib.ExitStack
+) -> Spokesman | None:
+    """Make ready what a job of several nodes needs; None for one node by itself."""
+    settings, own_addr = plan.settings, plan.own_addr
+    rendezvous = settings.rendezvous
+    if rendezvous is None or own_addr is None:
+        return None
+    opening = Opening(rendezvous, settings.run_id, own_addr, group.host_hello)
+    opening.prepare()
+    stack.callback(opening.close)
+    search = for_all_nodes(settings, plan.post)
+    world = World(post=plan.post, search=search, fence=group.fence, clock=time.monotonic)
+    meeting = Meeting(
+        opening.open, rules(settings, rendezvous, opening.hosts), rendezvous.secret, world
+    )
+    identity = Identity(
+        host=os.uname().nodename,
+        addr=own_addr,
+        role=settings.role,
+        hint=rendezvous.node_hint,
+        facts=facts(settings, plan.environ),
+        say=say,
+        post=plan.post,
+        strict=rendezvous.strict_symmetry,
+    )
+    spokesman = Spokesman(meeting, identity)
+    stack.callback(spokesman.leave)
+    return spokesman
 
 
 def _own_temp(

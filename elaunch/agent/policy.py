@@ -1,7 +1,8 @@
 """Every decision of the agent: ``decide(state, event) -> (action, reason)``.
 
 Pure: no clock, no process, no store, no log. ``state`` has the event written into it already
-(elaunch.agent.state.observe). The reason is the log line, the status text, and what the test table
+(elaunch.agent.state.observe); what other nodes have to do with is in elaunch.agent.jobpolicy.
+The reason is the log line, the status text, and what the test table
 asserts; it is empty where nothing is decided. A new cause of restart is one event, one arm here,
 and one row in tests/agent/test_policy.py.
 """
@@ -12,8 +13,7 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
-from elaunch.agent import events
-from elaunch.agent.endings import exit_code, how_it_ended
+from elaunch.agent import events, jobpolicy
 from elaunch.agent.state import (
     Action,
     Backoff,
@@ -29,15 +29,19 @@ from elaunch.agent.state import (
     State,
     StopWorkers,
 )
-from elaunch.checkpoint.records import Checkpoint
+from elaunch.agent.wording import ended, failure, server_ended, workers
+from elaunch.endings import exit_code
 from elaunch.errors import CheckpointError, ServerError, UsageError
+from elaunch.rendezvous.budget import (
+    LONG_ENOUGH,
+    NoMore,
+    Spent,
+    hopeless,
+    verdict,
+    why_no_more,
+)
 
 Decision = tuple[Action, str]
-
-BACKOFF_FIRST = 0.5
-BACKOFF_MOST = 30.0
-LONG_ENOUGH = 60.0
-"""Seconds after which a round that wrote no checkpoint is not held to have died at its start."""
 
 NOTHING: Decision = (Nothing(), "")
 
@@ -55,6 +59,8 @@ def _on_ready(state: State, event: events.ServerReady) -> Decision:
         return NOTHING
     if event.problem is not None:
         return Finish(UsageError.exit_code), event.problem
+    if state.limits.meets:
+        return jobpolicy.at_rest(state, "ready")
     if state.limits.has_checkpoint_dir:
         return ChooseCheckpoint(), ""
     return StartRound(0, None), "first start"
@@ -69,7 +75,7 @@ def _on_exit(state: State, event: events.WorkerExited) -> Decision:
         reason = "all workers ended with 0; ending what they left, if anything"
         return EndTree(signal.SIGTERM, state.limits.sibling_grace), reason
     if state.phase is Phase.RUNNING:
-        return EndTree(), f"{ended(event)}; no other worker is left"
+        return EndTree(), f"{ended(event, state.first_rank)}; no other worker is left"
     if state.phase is Phase.STOPPING and state.interrupted is not None and not state.failed:
         return EndTree(signal.SIGTERM, state.limits.shutdown_timeout), "all workers have ended"
     if state.phase is Phase.STOPPING:
@@ -80,7 +86,9 @@ def _on_exit(state: State, event: events.WorkerExited) -> Decision:
 def _stop_siblings(state: State, event: events.WorkerExited) -> Decision:
     others = len(state.alive)
     grace = state.limits.sibling_grace
-    reason = f"{ended(event)}; stopping the other {_workers(others)}, grace {grace:g} s"
+    reason = (
+        f"{ended(event, state.first_rank)}; stopping the other {workers(others)}, grace {grace:g} s"
+    )
     return StopWorkers(signal.SIGTERM, grace), reason
 
 
@@ -101,40 +109,43 @@ def _on_signal(state: State, event: events.SignalReceived) -> Decision:
         if state.phase is Phase.STOPPING and state.failed and state.interrupted is event.signum:
             return Hurry(state.limits.shutdown_timeout), f"{reason}; no restart"
         return Nothing(), reason
+    if state.limits.meets:
+        return jobpolicy.stopped(event.signum)
     return _finish(state)
 
 
 def _on_not_started(state: State, event: events.WorkerNotStarted) -> Decision:
     if event.round != state.round or state.phase is not Phase.RUNNING:
         return NOTHING
-    return Finish(ServerError.exit_code), f"cannot start rank {event.local_rank}: {event.problem}"
+    rank = state.first_rank + event.local_rank
+    return Finish(ServerError.exit_code), f"cannot start rank {rank}: {event.problem}"
 
 
 def _on_deadline(state: State, event: events.DeadlinePassed) -> Decision:
     if state.phase is Phase.STOPPING:
-        return EndTree(), f"the grace is over; killing {_workers(len(state.alive))}"
+        return EndTree(), f"the grace is over; killing {workers(len(state.alive))}"
     if state.phase is Phase.SWEEPING:
         return KillServer(), "the server that starts the workers does not answer; killing it"
     if state.phase is Phase.WAITING:
-        return StartRound(state.round + 1, state.chosen), _failure(state)
+        return StartRound(state.round + 1, state.chosen), failure(state)
     return NOTHING
 
 
 def _on_server_lost(state: State, event: events.ServerLost) -> Decision:
     if state.phase is Phase.STARTING:
-        return Finish(ServerError.exit_code), _server_ended(event.exitcode)
-    return EndTree(), f"{_server_ended(event.exitcode)}; its workers ended with it"
+        return Finish(ServerError.exit_code), server_ended(event.exitcode)
+    return EndTree(), f"{server_ended(event.exitcode)}; its workers ended with it"
 
 
 def _on_tree_gone(state: State, event: events.TreeGone) -> Decision:
     if event.round != state.round or state.phase is not Phase.SWEEPING:
         return NOTHING
+    if state.limits.meets:
+        return jobpolicy.on_tree_gone(state)
     if state.completed or not state.failed or state.interrupted is not None:
         return _finish(state)
     limits = state.limits
-    if limits.max_restarts == 0:
-        return _finish(state)
-    if limits.lifetime_budget and state.restarts >= limits.max_restarts:
+    if hopeless(limits.budget, _spent(state)):
         return _finish(state)
     if limits.has_checkpoint_dir:
         return ChooseCheckpoint(), ""
@@ -153,20 +164,17 @@ def _on_checkpoint(state: State, event: events.CheckpointChosen) -> Decision:
 
 def _restart(state: State) -> Decision:
     """Start the next round if the budget has one left, at once or after a backoff."""
-    limits = state.limits
-    spent = state.restarts if limits.lifetime_budget else state.without_progress
-    if spent >= limits.max_restarts:
+    step = None if state.chosen is None else state.chosen.step
+    found = verdict(state.limits.budget, _spent(state), failure(state), step, lived_long(state))
+    if isinstance(found, NoMore):
         return _finish(state)
-    reason = f"{_failure(state)}; restart {spent + 1} of {limits.max_restarts}"
-    if not limits.lifetime_budget and limits.has_checkpoint_dir:
-        reason += " since the last progress"
-    if limits.has_checkpoint_dir:
-        reason += f", {_from(state.chosen)}"
-    if state.without_progress == 0 or lived_long(state):
-        return StartRound(state.round + 1, state.chosen), reason
-    seconds = min(BACKOFF_MOST, BACKOFF_FIRST * 2.0 ** (state.without_progress - 1))
-    wait = f"after a backoff of up to {seconds:g} s: it died before its first progress again"
-    return Backoff(seconds), f"{reason}, {wait}"
+    if found.backoff:
+        return Backoff(found.backoff), found.reason
+    return StartRound(state.round + 1, state.chosen), found.reason
+
+
+def _spent(state: State) -> Spent:
+    return Spent(state.restarts, state.without_progress)
 
 
 def lived_long(state: State) -> bool:
@@ -179,49 +187,16 @@ def lived_long(state: State) -> bool:
 def _finish(state: State) -> Decision:
     if state.completed:
         return Finish(0), "all workers ended with 0"
-    if state.first is not None:
-        code = exit_code(state.first.exitcode)
-        return Finish(code), _failure(state) + _why_no_restart(state)
-    if state.server_lost is not None:
-        return Finish(ServerError.exit_code), _failure(state) + _why_no_restart(state)
+    if state.failed:
+        first = state.first
+        code = ServerError.exit_code if first is None else exit_code(first.exitcode)
+        if state.interrupted is not None:
+            why = f"; no restart after {state.interrupted.name}"
+        else:
+            why = why_no_more(state.limits.budget, _spent(state))
+        return Finish(code), failure(state) + why
     assert state.interrupted is not None  # nothing else ends a job that neither failed nor is done
     return Finish(128 + state.interrupted), f"stopped by {state.interrupted.name}"
-
-
-def _why_no_restart(state: State) -> str:
-    if state.interrupted is not None:
-        return f"; no restart after {state.interrupted.name}"
-    limits = state.limits
-    if limits.max_restarts == 0:
-        return "; --max-restarts is 0"
-    if limits.lifetime_budget:
-        return f"; {limits.max_restarts} of {limits.max_restarts} restarts are used up"
-    number = state.without_progress
-    restarts = "1 restart" if number == 1 else f"{number} restarts in a row"
-    return f"; {restarts} brought no progress (--max-restarts)"
-
-
-def ended(event: events.WorkerExited) -> str:
-    """Return "rank 1 exited with code 7" or "rank 1 was killed by SIGKILL"."""
-    return f"rank {event.local_rank} {how_it_ended(event.exitcode)}"
-
-
-def _failure(state: State) -> str:
-    if state.first is not None:
-        return ended(state.first)
-    return _server_ended(state.server_lost or 0)
-
-
-def _server_ended(exitcode: int) -> str:
-    return f"the server that starts the workers {how_it_ended(exitcode)}"
-
-
-def _workers(number: int) -> str:
-    return "1 worker" if number == 1 else f"{number} workers"
-
-
-def _from(checkpoint: Checkpoint | None) -> str:
-    return "from the start" if checkpoint is None else f"from step {checkpoint.step}"
 
 
 _ARMS: dict[type, Callable[[State, Any], Decision]] = {
@@ -233,4 +208,5 @@ _ARMS: dict[type, Callable[[State, Any], Decision]] = {
     events.SignalReceived: _on_signal,
     events.DeadlinePassed: _on_deadline,
     events.ServerLost: _on_server_lost,
+    **jobpolicy.ARMS,
 }

@@ -23,7 +23,6 @@ import textwrap
 from collections.abc import Iterator, Mapping
 
 from elaunch.agent import errorfile, tracebacks
-from elaunch.agent.endings import exit_code
 from elaunch.agent.failures import (
     Circumstances,
     Failure,
@@ -42,6 +41,7 @@ from elaunch.agent.failuretable import (
     signal_message,
     signal_name,
 )
+from elaunch.endings import exit_code
 
 __all__ = [
     "Circumstances",
@@ -52,6 +52,7 @@ __all__ = [
     "exit_code",
     "render",
     "render_cause",
+    "render_table",
     "summary",
     "write_launcher_file",
 ]
@@ -72,6 +73,11 @@ def write_launcher_file(report: FailureReport, environ: Mapping[str, str]) -> bo
 def render(report: FailureReport) -> str:
     """Return the report as text: the cause, the others, and torchrun's table."""
     return f"{render_cause(report)}\n{tracebacks.printable(_table(report))}\n"
+
+
+def render_table(report: FailureReport) -> str:
+    """Return torchrun's table alone, for a round whose cause was printed before."""
+    return f"{tracebacks.printable(_table(report))}\n"
 
 
 def render_cause(report: FailureReport) -> str:

@@ -13,6 +13,7 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from elaunch.agent import events, failures, memory, report
 from elaunch.agent.group import WorkerGroup
@@ -23,6 +24,9 @@ from elaunch.config import Settings
 from elaunch.rundir import RunDir
 
 TAIL_LINES = 400
+
+Shown = Literal["all", "cause", "nothing"]
+"""How much of a report is printed: with torchrun's table, without it, or nothing of it."""
 
 log = logging.getLogger("elaunch")
 
@@ -62,9 +66,11 @@ class Reporter:
         if state.first is not None:
             stopped = {event.local_rank for event in state.stopped}
             everyone = (state.first, *state.later, *state.stopped)
-            self._kept = tuple(self._exit(e, e.local_rank in stopped) for e in everyone)
+            self._kept = tuple(
+                self._exit(e, e.local_rank in stopped, state.first_rank) for e in everyone
+            )
 
-    def report(self, state: State, final: bool) -> failures.FailureReport:
+    def report(self, state: State, shown: Shown) -> failures.FailureReport:
         """Make, print and write the report of the failed round that ``state`` describes."""
         assert state.first is not None  # the loop reports failures of workers only
         if not self._kept:
@@ -84,8 +90,17 @@ class Reporter:
         self._kept = ()
         text = report.render(made)
         self._write(state.round, made, text)
-        self._plan.say(text if final else report.render_cause(made))
+        if shown != "nothing":
+            self._plan.say(text if shown == "all" else report.render_cause(made))
         return made
+
+    def show_cause(self, made: failures.FailureReport) -> None:
+        """Print a report without torchrun's table."""
+        self._plan.say(report.render_cause(made))
+
+    def show_table(self, made: failures.FailureReport) -> None:
+        """Print torchrun's table of a report whose cause was printed before."""
+        self._plan.say(report.render_table(made))
 
     def _write(self, round_number: int, made: failures.FailureReport, text: str) -> None:
         import json
@@ -99,11 +114,13 @@ class Reporter:
             except OSError as error:
                 log.error("cannot write %s: %s", path, error.strerror)
 
-    def _exit(self, event: events.WorkerExited, stopped: bool) -> failures.WorkerExit:
+    def _exit(
+        self, event: events.WorkerExited, stopped: bool, first_rank: int
+    ) -> failures.WorkerExit:
         rank = event.local_rank
         stdout, stderr = self._plan.pump.paths(rank)
         return failures.WorkerExit(
-            rank=rank,
+            rank=first_rank + rank,
             local_rank=rank,
             pid=event.pid,
             exitcode=event.exitcode,

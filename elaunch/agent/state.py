@@ -11,6 +11,12 @@
 STARTING: the server imports. CHOOSING: the newest complete checkpoint is looked for; the old tree
 is dead. RUNNING: workers run. STOPPING: they were signalled, the grace runs. SWEEPING: what they
 left is ended. WAITING: a backoff before the next round. ENDED: the agent leaves its loop.
+
+In a job of several nodes the coordinator chooses and waits for all (elaunch.rendezvous), and the
+agent is MEETING instead: nothing of a round is left here, and the plan says what comes::
+
+    STARTING ──ready──► MEETING ──plan: a round with this node──► RUNNING ──► … SWEEPING ──► MEETING
+                           └──────plan: over──────► ENDED
 """
 
 from __future__ import annotations
@@ -21,6 +27,8 @@ from dataclasses import dataclass, replace
 
 from elaunch.agent import events
 from elaunch.checkpoint.records import Checkpoint
+from elaunch.rendezvous.budget import Budget, Spent
+from elaunch.rendezvous.plan import Plan
 
 
 class Phase(enum.Enum):
@@ -32,12 +40,16 @@ class Phase(enum.Enum):
     STOPPING = "STOPPING"
     SWEEPING = "SWEEPING"
     WAITING = "WAITING"
+    MEETING = "MEETING"
     ENDED = "ENDED"
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What the user asked for, as far as decisions depend on it; times in seconds."""
+    """What the user asked for, as far as decisions depend on it; times in seconds.
+
+    ``meets`` says that other nodes take part, or may.
+    """
 
     nproc: int
     max_restarts: int = 0
@@ -46,6 +58,12 @@ class Limits:
     sibling_grace: float = 5.0
     has_checkpoint_dir: bool = False
     forwarded: frozenset[signal.Signals] = frozenset()
+    meets: bool = False
+
+    @property
+    def budget(self) -> Budget:
+        """Return what bounds the restarts."""
+        return Budget(self.max_restarts, self.lifetime_budget, self.has_checkpoint_dir)
 
 
 @dataclass(frozen=True)
@@ -58,6 +76,11 @@ class State:
     counts for life, ``without_progress`` since a newer checkpoint was seen. ``checkpoint`` is the
     one that this round resumed from, ``chosen`` the one that the next will. ``began`` is when the
     round's first worker was started, on the monotonic clock.
+
+    Of a job of several nodes: ``plan`` is the newest, ``name`` ours on the roster, ``member`` the
+    name under which this node is in ``round`` (empty: in none), ``first_rank`` the rank of its
+    first worker there. ``cut_off`` says that we have no name at present, ``parted`` is why this
+    agent can take part no more.
     """
 
     limits: Limits
@@ -76,6 +99,12 @@ class State:
     checkpoint: Checkpoint | None = None
     chosen: Checkpoint | None = None
     began: float | None = None
+    plan: Plan | None = None
+    name: str = ""
+    member: str = ""
+    first_rank: int = 0
+    cut_off: bool = False
+    parted: events.MeetingFailed | None = None
 
     @property
     def failed(self) -> bool:
@@ -103,10 +132,16 @@ class ChooseCheckpoint:
 
 @dataclass(frozen=True)
 class StartRound:
-    """Start all workers of ``round`` from ``checkpoint``."""
+    """Start all workers of ``round`` from ``checkpoint``; ``first_rank`` is this node's lowest."""
 
     round: int
     checkpoint: Checkpoint | None
+    first_rank: int = 0
+
+
+@dataclass(frozen=True)
+class Meet:
+    """Wait for the plan: nothing of a round is left on this node."""
 
 
 @dataclass(frozen=True)
@@ -165,6 +200,7 @@ Action = (
     Nothing
     | ChooseCheckpoint
     | StartRound
+    | Meet
     | Backoff
     | StopWorkers
     | EndTree
@@ -187,6 +223,18 @@ def observe(state: State, event: events.Event) -> State:
         return replace(state, server_lost=event.exitcode, alive=frozenset())
     if isinstance(event, events.CheckpointChosen) and state.phase is Phase.CHOOSING:
         return _observe_checkpoint(state, event.search.checkpoint)
+    return _observe_news(state, event)
+
+
+def _observe_news(state: State, event: events.Event) -> State:
+    if isinstance(event, events.PlanSeen):
+        return replace(state, plan=event.plan, name=event.name)
+    if isinstance(event, events.CutOff):
+        return replace(state, cut_off=True)
+    if isinstance(event, events.Rejoined):
+        return replace(state, cut_off=False, name=event.name)
+    if isinstance(event, events.MeetingFailed):
+        return replace(state, parted=event)
     return state
 
 
@@ -199,9 +247,10 @@ def _observe_signal(state: State, signum: signal.Signals) -> State:
 
 def _observe_checkpoint(state: State, chosen: Checkpoint | None) -> State:
     """Refill the budget of restarts if the round that ended has got further than it began."""
-    before = -1 if state.checkpoint is None else state.checkpoint.step
-    if chosen is not None and chosen.step > before:
-        state = replace(state, without_progress=0)
+    before = None if state.checkpoint is None else state.checkpoint.step
+    found = None if chosen is None else chosen.step
+    spent = Spent(state.restarts, state.without_progress).refilled(before, found)
+    state = replace(state, without_progress=spent.without_progress)
     return replace(state, chosen=chosen)
 
 
@@ -222,6 +271,21 @@ def _observe_exit(state: State, event: events.WorkerExited) -> State:
 
 def follow(state: State, action: Action) -> State:
     """Return the state in which ``action`` leaves the agent."""
+    if isinstance(action, StartRound) and state.limits.meets:
+        assert state.plan is not None  # it named the round
+        return State(
+            limits=state.limits,
+            phase=Phase.RUNNING,
+            round=action.round,
+            alive=frozenset(range(state.limits.nproc)),
+            restarts=state.plan.restarts,
+            without_progress=state.plan.without_progress,
+            checkpoint=action.checkpoint,
+            plan=state.plan,
+            name=state.name,
+            member=state.name,
+            first_rank=action.first_rank,
+        )
     if isinstance(action, StartRound):
         restarted = action.round > 0
         return State(
@@ -236,6 +300,7 @@ def follow(state: State, action: Action) -> State:
     phases = {
         ChooseCheckpoint: Phase.CHOOSING,
         Backoff: Phase.WAITING,
+        Meet: Phase.MEETING,
         StopWorkers: Phase.STOPPING,
         EndTree: Phase.SWEEPING,
         Finish: Phase.ENDED,

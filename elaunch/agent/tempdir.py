@@ -19,6 +19,8 @@ import stat
 import tempfile
 from collections.abc import Mapping
 
+from elaunch import env
+
 NAMES = ("TMPDIR", "TEMP", "TMP")
 INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
@@ -32,7 +34,7 @@ class RunTemp:
         if choice == "shared" or any(environ.get(name) for name in NAMES):
             return
         shared = tempfile.gettempdir()
-        self.path = tempfile.mkdtemp(prefix="elaunch-")
+        self.path = tempfile.mkdtemp(prefix=env.TEMP_PREFIX)
         self.variables = {"TMPDIR": self.path}
         if not environ.get(INDUCTOR_CACHE):
             self.variables[INDUCTOR_CACHE] = os.path.join(shared, f"torchinductor_{_user()}")

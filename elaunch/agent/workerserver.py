@@ -59,6 +59,7 @@ class WorkerServer:
         self._post = post
         self._reaper = reaper
         self._sock: socket.socket | None = None
+        self._sending = threading.Lock()  # the loop sends, and the thread that renews the fence
         self._pid = 0
         self._strangers: list[int] = []
         self._closing = False
@@ -101,11 +102,11 @@ class WorkerServer:
 
         One that takes nothing is killed, so that the agent's loop does not hang on it.
         """
-        if self._sock is None:
-            return
         self._started_any = self._started_any or message["op"] == "start"
         try:
-            protocol.send(self._sock, message, files)
+            with self._sending:
+                if self._sock is not None:
+                    protocol.send(self._sock, message, files)
         except (BrokenPipeError, ConnectionResetError):
             return
         except BlockingIOError:
@@ -121,15 +122,19 @@ class WorkerServer:
         """Cut the lifeline, wait for the server to end what is left and itself, and make sure."""
         self._closing = True
         timeout = KILL_DEADLINE if self._started_any else IMPORTS_DEADLINE
-        if self._sock is not None:
-            # The reader's recv keeps the description open; shutdown is what the server sees.
-            self._sock.shutdown(socket.SHUT_RDWR)
-            self._sock.close()
-            self._sock = None
+        self._cut()
         if self.pid and not self._ended.wait(timeout):
             self.kill()
             self._ended.wait(KILL_DEADLINE)
         self._sweep_own(-1)
+
+    def _cut(self) -> None:
+        with self._sending:
+            if self._sock is not None:
+                # The reader's recv keeps the description open; shutdown is what the server sees.
+                self._sock.shutdown(socket.SHUT_RDWR)
+                self._sock.close()
+                self._sock = None
 
     def sweep_orphans(self, round_number: int) -> None:
         """End what a dead server left to the agent, in a thread of its own; posts TreeGone."""
@@ -176,6 +181,10 @@ def _event(message: protocol.Message) -> events.Event:
         return _tree_gone(message)
     if op == "ready":
         return events.ServerReady(message["threads"], message["problem"], message["preload_s"])
+    if op == "fenced":
+        return events.Fenced(message["late"])
+    if op == "held":
+        return events.Held(message["on"])
     if op == "devices":
         return events.DevicesCounted(message["count"], message["problem"])
     return events.StoreLost(message["problem"])

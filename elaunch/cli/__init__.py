@@ -13,7 +13,7 @@ from elaunch.errors import ElaunchError
 
 COMMANDS = {
     "run": ("elaunch.cli.run", "Start a script on every worker and keep it running."),
-    "status": ("elaunch.cli.status", "Show running and recent jobs on this machine."),
+    "status": ("elaunch.cli.status", "Show running and recent jobs, here or on all nodes."),
 }
 
 

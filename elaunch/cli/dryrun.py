@@ -1,7 +1,8 @@
 """``elaunch run --dry-run``: what would be started, and nothing is.
 
 On a terminal with colours (rich); elsewhere the same content as plain text. Values that look like
-secrets are never shown, neither in the environment nor in the table.
+secrets are never shown, neither in the environment nor in the table. Of several nodes only this one
+is known: ranks are shown where ``--node-rank`` decides them, as if all nodes had as many workers.
 """
 
 from __future__ import annotations
@@ -22,6 +23,12 @@ _SECRET = re.compile(r"TOKEN|SECRET|PASSW|PASSPHRASE|CREDENTIAL|API_?KEY|ACCESS_
 _PER_RANK = ("RANK", "LOCAL_RANK", "ROLE_RANK", env.VISIBLE_DEVICES, env.ERROR_FILE)
 HIDDEN = "(hidden)"
 LATER = "(chosen at the start)"
+MEET = "decided when the nodes meet"
+# What a node cannot know of itself before it has met the others.
+_OF_THE_JOB = (
+    *("RANK", "WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
+    *("MASTER_ADDR", "ELAUNCH_NODE_ADDRS"),
+)
 
 
 def show(settings: Settings, environ: Mapping[str, str]) -> None:
@@ -74,6 +81,7 @@ def facts(settings: Settings, nproc: int) -> list[tuple[str, str]]:
         ("workers", f"{nproc} on this node, {start}"),
         ("restarts", f"{settings.max_restarts} {budget}"),
         ("logs", _logs(settings)),
+        *_meeting(settings, nproc),
     ]
     if settings.checkpoint_dir:
         glob = f" ({settings.checkpoint_glob})" if settings.checkpoint_glob else ""
@@ -85,7 +93,7 @@ def worker(
     settings: Settings, local_rank: int, nproc: int, launcher: Mapping[str, str]
 ) -> dict[str, str]:
     """Return the variables that elaunch would set for one worker of the first round."""
-    master = settings.master_addr or LOOPBACK
+    place, master = _place(settings, nproc)
     round_facts = env.RoundFacts(
         run_id=settings.run_id,
         round=0,
@@ -93,12 +101,10 @@ def worker(
         max_restarts=settings.max_restarts,
         reason="",
         local_world_size=nproc,
-        node_rank=0,
-        nodes=1,
         role=settings.role,
+        place=place,
         master_addr=master,
         master_port=settings.master_port or 0,
-        node_addrs=(master,),
         agent_socket=LATER,
         checkpoint_dir=str(settings.checkpoint_dir) if settings.checkpoint_dir else None,
         resume_from=LATER if settings.checkpoint_dir else "",
@@ -110,7 +116,47 @@ def worker(
     variables = env.worker_environment(round_facts, local_rank, LATER, launcher)
     if settings.master_port is None:
         variables["MASTER_PORT"] = "(a free port in each round)"
+    if settings.rendezvous and settings.rendezvous.backend != "static":
+        variables |= dict.fromkeys(_OF_THE_JOB, f"({MEET})")
+    elif settings.rendezvous:
+        variables["ELAUNCH_NODE_ADDRS"] = f"({MEET})"
     return variables
+
+
+def _place(settings: Settings, nproc: int) -> tuple[env.NodePlace, str]:
+    """Return this node's place in the job and MASTER_ADDR, as far as they are known."""
+    meet = settings.rendezvous
+    if meet is None or meet.backend != "static":
+        master = settings.master_addr or LOOPBACK
+        return env.only_node(master, nproc), master
+    rank, nodes = meet.node_hint or 0, settings.max_nodes
+    first, world = rank * nproc, nodes * nproc
+    addrs = (meet.endpoints[0][0],) * nodes
+    return env.NodePlace(rank, addrs, first, world, first, world), addrs[0]
+
+
+def _meeting(settings: Settings, nproc: int) -> list[tuple[str, str]]:
+    """Return how the nodes meet, as far as this one knows before it has met them."""
+    meet = settings.rendezvous
+    if meet is None:
+        return []
+    low, high = settings.min_nodes, settings.max_nodes
+    host = {
+        True: ", which this node hosts",
+        None: ", which this node hosts unless another agent on it does",
+        False: "" if meet.backend == "etcd" else ", which another node hosts",
+    }[meet.is_host]
+    found = [
+        ("nodes", str(low) if low == high else f"{low} to {high}"),
+        ("rendezvous", f"{meet.backend} at {meet.endpoint}{host}"),
+    ]
+    if meet.backend == "static":
+        workers = f"{nproc} worker{'s' * (nproc > 1)}"
+        found.append(("this node", f"node {meet.node_hint}; ranks as if each had {workers}"))
+    else:
+        hint = "" if meet.node_hint is None else f"; it asks for place {meet.node_hint}"
+        found.append(("this node", f"its rank and those of its workers are {MEET}{hint}"))
+    return found
 
 
 def shown(name: str, text: str) -> str:
@@ -126,7 +172,8 @@ def _logs(settings: Settings) -> str:
 
 def _columns(local_rank: int, variables: Mapping[str, str]) -> tuple[str, ...]:
     devices = variables.get(env.VISIBLE_DEVICES, "all")
-    return (variables["RANK"], str(local_rank), devices, f"attempt_0/{local_rank}/")
+    rank = variables["RANK"] if variables["RANK"].isdigit() else "-"
+    return (rank, str(local_rank), devices, f"attempt_0/{local_rank}/")
 
 
 Rows = Iterable[tuple[str, str]]

@@ -1,25 +1,54 @@
-"""``elaunch status``: how this user's runs stand, or one of them in detail (docs/status.md)."""
+"""``elaunch status``: how runs stand (docs/status.md).
+
+Without rendezvous flags: this user's runs on this machine, or one of them in detail. With them: a
+whole job, as the store says in which its agents meet.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from elaunch.config.meetingflags import OWN, TORCHRUN
 from elaunch.errors import UsageError
 
 if TYPE_CHECKING:
     from elaunch.monitor.watch import Read, Reading
 
 INTERRUPTED = 130
+# The flags of ``elaunch run`` that say where a job's agents meet, and what they are here.
+PLACE_HELP = {
+    "rdzv-backend": "Show a job on all its nodes, as the store says in which they meet.",
+    "rdzv-endpoint": "Where that store is; several by comma for etcd.",
+    "rdzv-id": "Run id of the job; without it the only one of that store, or a list.",
+    "rdzv-conf": "How to get into the store: user, certificates, prefix.",
+    "rdzv-secret-file": "File with the secret of the job's agents, where they have one.",
+    "master-addr": "Node 0 of a job with the static backend, in place of an endpoint.",
+    "master-port": "Its port.",
+}
+PLACE_FLAGS = tuple(flag for flag in (*TORCHRUN, *OWN) if flag.name in PLACE_HELP)
+
+Wait = Callable[[float], None]
 
 
-@click.command("status")
+def _place_options(command: Callable[..., None]) -> Callable[..., None]:
+    for flag in reversed(PLACE_FLAGS):
+        names = [f"--{name}" for name in (flag.name, *flag.aliases)]
+        text = PLACE_HELP[flag.name]
+        command = click.option(*names, flag.dest, metavar=flag.metavar, help=text)(command)
+    return command
+
+
+@click.command(
+    "status", context_settings={"token_normalize_func": lambda name: name.replace("_", "-")}
+)
 @click.argument("run", required=False, metavar="[RUN]")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON (docs/status.md).")
 @click.option("--watch", "watching", is_flag=True, help="Follow it until it ends.")
@@ -30,23 +59,38 @@ INTERRUPTED = 130
     help="Time between two readings with --watch.  [default: 1.0]",
 )
 @click.option("--all", "everything", is_flag=True, help="List every kept run, other hosts' too.")
+@_place_options
 def status(
-    run: str | None, as_json: bool, watching: bool, interval: float | None, everything: bool
+    run: str | None,
+    as_json: bool,
+    watching: bool,
+    interval: float | None,
+    everything: bool,
+    **place: str | None,
 ) -> None:
     """Show the runs of this user on this machine, or one RUN in detail.
 
     RUN is a run id, the beginning of one, or a run directory. It is right while the run goes on,
     after it ended, and after its agent was killed.
+
+    With --rdzv-backend and --rdzv-endpoint: show a job on all its nodes, from any machine that
+    reaches the store in which they meet. Without --rdzv-id: the only job of that store, or a list.
     """
     _refuse_idle_flags(run, watching, interval, everything)
-    with _quiet_interrupt():
-        read = _reader(run, everything)
+    line = {flag.name: text for flag in PLACE_FLAGS if (text := place[flag.dest]) is not None}
+    _refuse_local_words(run, everything, line)
+    with _quiet_interrupt(), ExitStack() as stack:
+        read, wait = _job_reader(line, stack) if line else _reader(run, everything)
         if not watching:
             _print(read(None), as_json)
-        elif as_json or not _on_terminal():
-            _follow_in_lines(read, interval or 1.0, as_json)
+            return
+        from elaunch.monitor.watch import watch
+
+        readings = watch(read, interval or 1.0, wait)
+        if as_json or not _on_terminal():
+            _follow_in_lines(readings, as_json)
         else:
-            _follow_on_terminal(read, interval or 1.0)
+            _follow_on_terminal(readings)
 
 
 def _refuse_idle_flags(
@@ -58,13 +102,53 @@ def _refuse_idle_flags(
         raise UsageError(f"--all lists every run: leave out RUN {run!r}, or leave out --all")
 
 
-def _reader(run: str | None, everything: bool) -> Read:
-    from elaunch.monitor.watch import list_reader, run_reader
+def _refuse_local_words(run: str | None, everything: bool, line: Mapping[str, str]) -> None:
+    """Refuse words about the runs of this machine beside flags of a store."""
+    if not line:
+        return
+    flag = next(iter(line))
+    if run is not None:
+        raise UsageError(
+            f"RUN {run!r} is a run of this machine, and --{flag} asks for a job in a store: "
+            f"leave one of them out; in a store a job is named by --rdzv-id"
+        )
+    if everything:
+        raise UsageError(
+            f"--all lists runs of this machine, and --{flag} asks for a job in a store"
+        )
+
+
+def _reader(run: str | None, everything: bool) -> tuple[Read, Wait]:
+    from elaunch.monitor.watch import list_reader, pause, run_reader
     from elaunch.rundir import find
 
     if run is None:
-        return list_reader(os.environ, everything)
-    return run_reader(find(run, os.environ))
+        return list_reader(os.environ, everything), pause
+    return run_reader(find(run, os.environ)), pause
+
+
+def _job_reader(line: Mapping[str, str], stack: ExitStack) -> tuple[Read, Wait]:
+    """Return what reads a job, or several, in the store that the flags name."""
+    from elaunch.config.rendezvous import resolve_place, resolve_run_id
+    from elaunch.monitor.jobstore import no_job, run_ids
+    from elaunch.monitor.jobwatch import JobReader, jobs_reader
+    from elaunch.monitor.watch import pause
+
+    try:
+        cwd = Path.cwd()
+    except FileNotFoundError:
+        raise UsageError("the working directory was deleted; go to one that is there") from None
+    rendezvous = resolve_place(line, os.environ, cwd)
+    run_id = resolve_run_id(line, os.environ)
+    if run_id is None:
+        ids = run_ids(rendezvous)
+        if len(ids) > 1:
+            return jobs_reader(rendezvous, ids), pause
+        if not ids:
+            raise no_job(rendezvous)
+        run_id = ids[0]
+    reader = stack.enter_context(closing(JobReader(rendezvous, run_id)))
+    return reader.read, reader.wait
 
 
 def _on_terminal() -> bool:
@@ -99,10 +183,10 @@ def _echo_plain(reading: Reading) -> None:
     click.echo(text, nl=False)
 
 
-def _follow_in_lines(read: Read, interval: float, as_json: bool) -> None:
-    from elaunch.monitor.watch import changes, watch
+def _follow_in_lines(readings: Iterator[Reading], as_json: bool) -> None:
+    from elaunch.monitor.watch import changes
 
-    for number, reading in enumerate(changes(watch(read, interval))):
+    for number, reading in enumerate(changes(readings)):
         if as_json:
             click.echo(json.dumps(reading.document))
             continue
@@ -111,16 +195,15 @@ def _follow_in_lines(read: Read, interval: float, as_json: bool) -> None:
         _echo_plain(reading)
 
 
-def _follow_on_terminal(read: Read, interval: float) -> None:
+def _follow_on_terminal(readings: Iterator[Reading]) -> None:
     from rich.console import Console, Group
     from rich.live import Live
 
     from elaunch.monitor.render import styled
-    from elaunch.monitor.watch import watch
 
     console = Console()
     with Live(console=console, auto_refresh=False) as live:
-        for reading in watch(read, interval):
+        for reading in readings:
             # The cursor rests on a line of its own, where the terminal's ^C moves nothing.
             live.update(Group(styled(reading.page, console.width), ""), refresh=True)
         live.vertical_overflow = "visible"

@@ -7,7 +7,7 @@ worker are not taken for flags of the inner job.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from elaunch.config import values
 from elaunch.config.flag import Flag
 from elaunch.config.flags import FLAGS
 from elaunch.config.given import Given, JobFile, convert, fault
-from elaunch.config.variables import VARIABLES
+from elaunch.config.variables import ETCD_PASSWORD, ETCD_USER, VARIABLES
 from elaunch.errors import UsageError
 
 _TABLE = {flag.name: flag for flag in (*FLAGS, *VARIABLES)}
@@ -47,8 +47,13 @@ class Answers:
         return fault(_TABLE[name], self.given[name], why, fix)
 
 
-def collect(line: Mapping[str, str], environ: Mapping[str, str], job: JobFile) -> Answers:
-    """Decide and convert every flag.
+def collect(
+    line: Mapping[str, str],
+    environ: Mapping[str, str],
+    job: JobFile,
+    flags: Iterable[Flag] = (*FLAGS, *VARIABLES),
+) -> Answers:
+    """Decide and convert every flag, or those of ``flags`` only.
 
     Args:
         line: texts from the command line, by the flag's name.
@@ -60,7 +65,7 @@ def collect(line: Mapping[str, str], environ: Mapping[str, str], job: JobFile) -
     """
     given: dict[str, Given] = {}
     found: dict[str, Any] = {}
-    for flag in (*FLAGS, *VARIABLES):
+    for flag in flags:
         given[flag.name] = _decide(flag, line, environ, job)
         found[flag.name] = _value(flag, given[flag.name])
     return Answers(found, given)
@@ -80,6 +85,7 @@ def from_variables(flag: Flag, environ: Mapping[str, str]) -> Given | None:
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
     """Return a notice for each ELAUNCH_ or PET_ variable that is nearly the name of a flag's."""
     known = {name for flag in (*FLAGS, *VARIABLES) for name in flag.environment}
+    known |= {ETCD_USER, ETCD_PASSWORD}
     notices = []
     for name in sorted(environ):
         if name in known or not name.startswith(("ELAUNCH_", "PET_")):

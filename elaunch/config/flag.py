@@ -19,7 +19,10 @@ GROUPS = (SIZE, CODE, RESTART, STOP, OUTPUT, MEETING, OTHER)
 
 @dataclass(frozen=True)
 class Flag:
-    """One flag; ``default`` is text that ``read`` accepts, or None for "not given"."""
+    """One flag; ``default`` is text that ``read`` accepts, or None for "not given".
+
+    ``show`` makes of a text what an error may print of it: a password is not.
+    """
 
     name: str
     read: Callable[[str], object]
@@ -33,6 +36,7 @@ class Flag:
     keys: tuple[str, ...] = ()
     variables: tuple[str, ...] = ()
     torchrun: bool = True
+    show: Callable[[str], str] = str
 
     @property
     def dest(self) -> str:

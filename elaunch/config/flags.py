@@ -11,10 +11,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elaunch.config import values
+from elaunch.config import meetingflags, values
 from elaunch.config.flag import (
     CODE,
-    MEETING,
     OTHER,
     OUTPUT,
     RESTART,
@@ -180,80 +179,6 @@ _TORCHRUN: tuple[Flag, ...] = (
         OUTPUT,
         "Where the job's events go: nowhere, or to stderr as lines of JSON.",
     ),
-    switch("standalone", MEETING, "One node by itself; the rendezvous flags are not needed."),
-    Flag(
-        "rdzv-backend",
-        values.backend,
-        "static",
-        MEETING,
-        "How nodes meet.",
-        "static|c10d|etcd",
-        "static, c10d, etcd",
-    ),
-    Flag(
-        "rdzv-endpoint",
-        values.endpoint,
-        "",
-        MEETING,
-        "Where nodes meet.",
-        "HOST[:PORT]",
-        "host, host:port or [IPv6]:port",
-    ),
-    Flag(
-        "rdzv-id",
-        values.run_id,
-        None,
-        MEETING,
-        "The run's id (default: the script's name and six hex digits).",
-        "ID",
-        "a name of one line",
-        aliases=("run-id",),
-    ),
-    Flag(
-        "rdzv-conf",
-        values.rdzv_conf,
-        "",
-        MEETING,
-        "More settings of the rendezvous.",
-        "KEY=VALUE,...",
-        "key=value,key=value",
-    ),
-    Flag(
-        "node-rank",
-        values.whole(0),
-        "0",
-        MEETING,
-        "Rank of this node.",
-        "N",
-        "0 or more",
-    ),
-    Flag(
-        "master-addr",
-        values.text,
-        None,
-        MEETING,
-        "MASTER_ADDR of the workers (default: 127.0.0.1).",
-        "HOST",
-        "a name or an address of this machine",
-    ),
-    Flag(
-        "master-port",
-        values.whole(0, 65535),
-        None,
-        MEETING,
-        "MASTER_PORT of the workers (default: a free port in each round).",
-        "PORT",
-        "0 to 65535; 0 for a free port",
-    ),
-    Flag(
-        "local-addr",
-        values.text,
-        None,
-        MEETING,
-        "Address that this node gives to others; MASTER_ADDR on a single node.",
-        "HOST",
-        "a name or an address of this machine",
-    ),
 )
 
 _OWN: tuple[Flag, ...] = (
@@ -347,4 +272,8 @@ _OWN: tuple[Flag, ...] = (
     switch("dry-run", OTHER, "Print what would be started, and start nothing."),
 )
 
-FLAGS = (*_TORCHRUN, *(replace(flag, torchrun=False) for flag in _OWN))
+FLAGS = (
+    *_TORCHRUN,
+    *meetingflags.TORCHRUN,
+    *(replace(flag, torchrun=False) for flag in (*_OWN, *meetingflags.OWN)),
+)

@@ -53,7 +53,7 @@ def fault(flag: Flag, given: Given, why: str, fix: str = "") -> UsageError:
         why: the end of a sentence that begins with the value: "is not a whole number".
         fix: what to do about it; default: what the flag allows.
     """
-    value = "" if flag.is_switch and given.text in values.TRUE else f"{given.text!r} "
+    value = "" if flag.is_switch and given.text in values.TRUE else f"{flag.show(given.text)!r} "
     details = [f"from {given.where}"] if given.where else []
     if flag.allowed and not fix:
         details.append(f"allowed: {flag.allowed}")

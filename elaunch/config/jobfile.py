@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from elaunch.config import values
+from elaunch.config import endpoints, rdzvconf, values
 from elaunch.config.flag import Flag, by_key
 from elaunch.config.flags import FLAGS
 from elaunch.config.given import Entrypoint, Given, JobFile
@@ -146,14 +146,14 @@ class _Reader:
         import yaml
 
         name = flag.name
-        many = (values.words, values.signals, values.ranks, values.modules)
+        many = (values.words, values.signals, values.ranks, values.modules, endpoints.endpoint)
         if isinstance(node, yaml.SequenceNode) and flag.read in many:
             items = [self._scalar(each, f"an item of {name}") for each in node.value]
             if flag.read is values.words:
                 items = [item.replace(",", ",,") for item in items]
             return ",".join(items)
-        if isinstance(node, yaml.MappingNode) and flag.read in (values.rdzv_conf, values.streams):
-            joint = "=" if flag.read is values.rdzv_conf else ":"
+        if isinstance(node, yaml.MappingNode) and flag.read in (rdzvconf.rdzv_conf, values.streams):
+            joint = "=" if flag.read is rdzvconf.rdzv_conf else ":"
             found = self._pairs(node, name, None)
             return ",".join(f"{key}{joint}{self._scalar(each, key)}" for key, each in found)
         return self._scalar(node, name)

@@ -54,6 +54,14 @@ def why_not_found(name: str, path: Sequence[str]) -> str | None:
     return None
 
 
+def file_of(name: str, path: Sequence[str]) -> Path | None:
+    """Return the file that ``python -m name`` runs, or None if it cannot be told."""
+    found = _walk(name, path)
+    if found is not None and found.submodule_search_locations is not None:
+        found = _find("__main__", list(found.submodule_search_locations))
+    return Path(found.origin) if found and found.has_location and found.origin else None
+
+
 def _walk(name: str, path: Sequence[str]) -> ModuleSpec | None:
     where, found = path, None
     for index, part in enumerate(name.split(".")):

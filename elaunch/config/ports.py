@@ -51,27 +51,40 @@ def _reason(problem: int | None, port: int) -> str | None:
 
 def _holder(port: int) -> str:
     """Return `` by PID (COMMAND)`` of who listens on the port, as far as it can be seen."""
+    pid = _holder_pid(port)
+    if pid is None:
+        return " by a process that this user cannot see"
+    line = " ".join(_command(pid))
+    shown = line[:57] + "..." if len(line) > 60 else line
+    return f" by process {pid} ({shown})" if line else f" by process {pid}"
+
+
+def may_be_agent(port: int) -> bool:
+    """Whether an elaunch agent may listen on the port: one does, or who does cannot be seen."""
+    pid = _holder_pid(port)
+    words = [] if pid is None else _command(pid)
+    return not words or any(os.path.basename(word) == "elaunch" for word in words)
+
+
+def _holder_pid(port: int) -> int | None:
     import psutil
 
     try:
         connections = psutil.net_connections("tcp")
     except psutil.Error:
-        connections = []
+        return None
     for connection in connections:
-        if connection.status != psutil.CONN_LISTEN or connection.laddr[1:] != (port,):
-            continue
-        if connection.pid is None:
-            break
-        return f" by process {connection.pid}{_command(connection.pid)}"
-    return " by a process that this user cannot see"
+        if connection.status == psutil.CONN_LISTEN and connection.laddr[1:] == (port,):
+            pid: int | None = connection.pid
+            return pid
+    return None
 
 
-def _command(pid: int) -> str:
+def _command(pid: int) -> list[str]:
     import psutil
 
     try:
-        words = psutil.Process(pid).cmdline()
+        words: list[str] = psutil.Process(pid).cmdline()
     except psutil.Error:
-        return ""
-    line = " ".join(words)
-    return f" ({line[:57] + '...' if len(line) > 60 else line})" if line else ""
+        return []
+    return words

@@ -14,11 +14,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from elaunch.config import entrypoint, jobfile, notices, topology, validate
+from elaunch.config import (
+    entrypoint,
+    jobfile,
+    notices,
+    rdzvconf,
+    rendezvous,
+    topology,
+    validate,
+)
 from elaunch.config.answers import Answers, collect, from_variables
 from elaunch.config.entrypoint import Command, Mode
 from elaunch.config.flags import FLAGS
 from elaunch.config.given import JobFile
+from elaunch.config.rendezvous import RendezvousSettings
 from elaunch.config.values import StreamMap
 from elaunch.errors import UsageError
 
@@ -72,6 +81,7 @@ class Settings:
     env: Mapping[str, str]
     workdir: Path | None
     tmp: Literal["private", "shared"]
+    rendezvous: RendezvousSettings | None
     exit_codes: Literal["elaunch", "torchrun"]
     interpreter: str
     dry_run: bool
@@ -97,24 +107,26 @@ def resolve(
     answers = collect(line, environ, job)
     validate.refused(answers)
     command = entrypoint.choose(words, job.entrypoint, answers)
-    meeting = topology.meeting(answers)
     start = validate.directory(answers, cwd)
+    meet, meet_notices = rendezvous.several_nodes(answers, environ, start)
+    meeting = _several(meet, meet_notices) if meet else topology.meeting(answers)
     env = _environment(job)
     workers_environ = {**environ, **env}
     python = validate.interpreter(answers, command, start)
     validate.command(command, start, python, workers_environ)
     validate.preload(answers, start, python, workers_environ)
     validate.devices(answers, workers_environ)
-    remarks = validate.master(answers, meeting)
+    remarks = validate.hosting(answers, meet) if meet else validate.master(answers, meeting)
     remarks += notices.collect(answers, command, meeting, environ)
     made = {
         **_plain(answers),
-        **_named(answers, command),
+        **_named(answers, command, meet),
         **_places(answers, command, start),
         **_meeting(meeting),
     }
     return Settings(
         **made,
+        rendezvous=meet,
         interpreter=python,
         env=env,
         notices=(*job.notices, *remarks),
@@ -133,7 +145,7 @@ def _job_file(line: Mapping[str, str], environ: Mapping[str, str], cwd: Path) ->
 def _plain(answers: Answers) -> dict[str, Any]:
     """Return the fields that are the converted values as they are."""
     names = (
-        "nproc-per-node rdzv-conf standalone node-rank local-addr max-restarts restart-budget "
+        "nproc-per-node standalone node-rank local-addr max-restarts restart-budget "
         "monitor-interval role redirects tee local-ranks-filter duplicate-stdout-filters "
         "duplicate-stderr-filters logs-specs numa-binding event-log-handler health-check-port "
         "shutdown-timeout sibling-grace virtual-local-rank exit-codes dry-run log-level "
@@ -145,6 +157,7 @@ def _plain(answers: Answers) -> dict[str, Any]:
     handle, forward = validate.signals(answers)
     return {
         **fields,
+        "rdzv_conf": rdzvconf.without_password(answers["rdzv-conf"]),
         "min_nodes": low,
         "max_nodes": high,
         "start_method": "spawn" if spawn else "forkserver",
@@ -152,6 +165,10 @@ def _plain(answers: Answers) -> dict[str, Any]:
         "signals_to_handle": handle,
         "forward_signals": forward,
     }
+
+
+def _several(meet: RendezvousSettings, notices: list[str]) -> topology.Meeting:
+    return topology.Meeting(meet.backend, meet.endpoint, None, None, tuple(notices))
 
 
 def _meeting(meeting: topology.Meeting) -> dict[str, Any]:
@@ -171,11 +188,23 @@ def _places(answers: Answers, command: Command, start: Path) -> dict[str, Any]:
     }
 
 
-def _named(answers: Answers, command: Command) -> dict[str, Any]:
+def _named(answers: Answers, command: Command, meet: RendezvousSettings | None) -> dict[str, Any]:
+    """Return the job's names; several nodes need one run id, so nothing in it is random then.
+
+    Raises:
+        UsageError: the run id is missing where jobs of several users would be taken for one.
+    """
     stem = command.entrypoint if command.mode == "module" else Path(command.entrypoint).stem
     name = answers["name"] or stem or command.entrypoint
     run_id = answers["rdzv-id"]
     word = re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.")[:100] or "run"
+    if meet and not run_id:
+        if meet.backend == "etcd":
+            raise UsageError(
+                "--rdzv-id is missing: etcd may hold many jobs, and the nodes of this one find "
+                "each other by it; give a name of its own, the same on all nodes"
+            )
+        run_id = word
     return {
         "entrypoint": command.entrypoint,
         "args": command.args,
@@ -208,12 +237,10 @@ def _reserved() -> frozenset[str]:
         max_restarts=0,
         reason="",
         local_world_size=1,
-        node_rank=0,
-        nodes=1,
         role="",
+        place=env.only_node("", 1),
         master_addr="",
         master_port=0,
-        node_addrs=(),
         agent_socket="",
         checkpoint_dir="",
         resume_from="",

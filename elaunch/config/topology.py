@@ -1,4 +1,4 @@
-"""Where the nodes of a job meet, read from torchrun's rendezvous flags as torchrun reads them.
+"""What torchrun's rendezvous flags come to on one node, and which hosts are this machine.
 
 =============================================  ==============================================
 flags (one node)                               MASTER_ADDR and MASTER_PORT
@@ -9,7 +9,7 @@ endpoint                                       port that is free in each round
 --rdzv-endpoint H:P without a backend          exactly H and P
 =============================================  ==============================================
 
-Everything that needs several nodes is read and checked, and then refused by name.
+Several nodes, and one that asks for a store, are meetingplace.py's.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ import ipaddress
 import socket
 from dataclasses import dataclass
 
-from elaunch.config import values
+from elaunch.config import endpoints
 from elaunch.config.answers import Answers
-from elaunch.errors import UsageError
 
 LOOPBACK = "127.0.0.1"
-_NOT_YET = "needs several nodes, which this version of elaunch does not do yet"
-_ONE_NODE = "on one machine use --nnodes 1 (the default) with --nproc-per-node"
+_HOW_TO_BE_SEVERAL = "the only node is 0; for several nodes add --nnodes N"
+_SEVERAL_ONLY = ("rdzv-secret-file", "on-join", "strict-symmetry")
 
 
 @dataclass(frozen=True)
@@ -40,59 +39,25 @@ class Meeting:
 
 
 def meeting(answers: Answers) -> Meeting:
-    """Decide where a job of one node has its store.
+    """Decide where a job of one node by itself has its workers' store.
 
     Raises:
-        UsageError: the flags need several nodes, contradict each other or name a foreign host.
+        UsageError: the flags contradict each other.
     """
-    _refuse_several_nodes(answers)
     if answers["standalone"]:
         return _local(answers, "with --standalone")
     if answers["rdzv-backend"] == "c10d":
-        return _c10d(answers)
-    if answers["rdzv-backend"] in ("etcd", "etcd-v2"):
-        raise _refuse_etcd(answers)
+        return _local(answers, "with --rdzv-backend c10d")
     if answers["node-rank"] != 0:
-        raise answers.fault("node-rank", _NOT_YET, f"the only node is 0; {_ONE_NODE}")
+        raise answers.fault("node-rank", "is not a rank of one node", _HOW_TO_BE_SEVERAL)
     if answers["rdzv-endpoint"] or answers["master-port"]:
         return _static(answers)
     return _local(answers, "")
 
 
-def _refuse_several_nodes(answers: Answers) -> None:
-    if answers["nnodes"][1] > 1:
-        raise answers.fault("nnodes", _NOT_YET, _ONE_NODE)
-
-
-def _refuse_etcd(answers: Answers) -> UsageError:
-    if answers["rdzv-backend"] == "etcd-v2":
-        return answers.fault(
-            "rdzv-backend",
-            "speaks etcd's API v2, which etcd 3.6 has removed",
-            "elaunch will meet through etcd v3 (--rdzv-backend etcd) once it does several nodes; "
-            "one node needs no rendezvous flag at all",
-        )
-    return answers.fault("rdzv-backend", _NOT_YET, "one node needs no rendezvous flag at all")
-
-
-def _c10d(answers: Answers) -> Meeting:
-    raw = answers["rdzv-endpoint"]
-    host, _ = values.split_endpoint(raw) if raw else ("localhost", None)
-    is_host = answers["rdzv-conf"].get("is_host")
-    local = values.switch(is_host) if is_host else is_this_machine(host)
-    if not local:
-        named = "is_host=0" if is_host else repr(host)
-        raise answers.fault(
-            "rdzv-endpoint",
-            f"is on another machine ({named}); that {_NOT_YET}",
-            "one node needs no endpoint: leave --rdzv-backend and --rdzv-endpoint out",
-        )
-    return _local(answers, "with --rdzv-backend c10d")
-
-
 def _unused_with_standalone(answers: Answers) -> list[str]:
     """Remark on a rendezvous other than the one that --standalone stands for."""
-    host, _ = values.split_endpoint(answers["rdzv-endpoint"] or "localhost")
+    host, _ = endpoints.split_all(answers["rdzv-endpoint"] or "localhost")[0]
     other = {
         "rdzv-backend": answers["rdzv-backend"] != "c10d",
         "rdzv-endpoint": not is_this_machine(host),
@@ -106,7 +71,7 @@ def _unused_with_standalone(answers: Answers) -> list[str]:
 
 def _local(answers: Answers, why: str) -> Meeting:
     """Return the meeting of one node by itself: a fresh port in each round."""
-    notices = _unused_conf(answers)
+    notices = _unused(answers)
     if why:
         if answers["master-port"] and answers.said("master-port"):
             notices.append(f"--master-port has no effect {why}: each round has a free port")
@@ -126,14 +91,14 @@ def _local(answers: Answers, why: str) -> Meeting:
 
 def _static(answers: Answers) -> Meeting:
     """Return the meeting at an address and a port that were given."""
-    notices = _unused_conf(answers)
+    notices = _unused(answers)
     if answers.said("local-addr"):
         notices.append("--local-addr has no effect where MASTER_ADDR is given")
     raw = answers["rdzv-endpoint"]
     if not raw:
         addr, port = _unbracketed(answers["master-addr"]) or LOOPBACK, answers["master-port"]
         return Meeting("static", f"{addr}:{port}", addr, port, tuple(notices))
-    host, endpoint_port = values.split_endpoint(raw)
+    host, endpoint_port = endpoints.split_all(raw)[0]
     if endpoint_port is None:
         raise answers.fault(
             "rdzv-endpoint", "has no port, which the static backend needs", "write HOST:PORT"
@@ -149,11 +114,15 @@ def _unbracketed(host: str | None) -> str | None:
     return host[1:-1] if host and host.startswith("[") and host.endswith("]") else host
 
 
-def _unused_conf(answers: Answers) -> list[str]:
+def _unused(answers: Answers) -> list[str]:
+    """Remark on what only several nodes use."""
+    found = [f"--{name} has no effect on one node" for name in _SEVERAL_ONLY if answers.said(name)]
     conf = [key for key in answers["rdzv-conf"] if key != "is_host"]
-    if not conf or not answers.said("rdzv-conf"):
-        return []
-    return [f"--rdzv-conf: {', '.join(conf)} has no effect on one node: it waits for nobody"]
+    if conf and answers.said("rdzv-conf"):
+        found.append(
+            f"--rdzv-conf: {', '.join(conf)} has no effect on one node: it waits for nobody"
+        )
+    return found
 
 
 def is_this_machine(host: str) -> bool:

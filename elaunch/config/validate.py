@@ -19,6 +19,7 @@ from elaunch.checkpoint.placeholder import has_placeholder
 from elaunch.config import gpus, modules, ports, topology, values
 from elaunch.config.answers import Answers
 from elaunch.config.entrypoint import Command
+from elaunch.config.rendezvous import RendezvousSettings
 from elaunch.errors import UsageError
 
 NO_FILES = "/dev/null"
@@ -261,6 +262,22 @@ def master(answers: Answers, meeting: topology.Meeting) -> list[str]:
                 flag, what if flag == "master-port" else f"cannot be used: {what}", fix
             )
     return notices
+
+
+def hosting(answers: Answers, meet: RendezvousSettings) -> list[str]:
+    """Check that node 0 of the static backend can have its port; return notices (none).
+
+    The port of the c10d backend may be taken by another agent of this very job.
+    """
+    host, port = meet.endpoints[0]
+    if meet.backend == "static" and meet.is_host:
+        why = ports.why_not_free(host, port)
+        if why:
+            flag = "rdzv-endpoint" if answers["rdzv-endpoint"] else "master-port"
+            raise answers.fault(
+                flag, f"cannot be used: port {port} {why}", "take another port on all nodes"
+            )
+    return []
 
 
 def refused(answers: Answers) -> None:

@@ -20,30 +20,6 @@ DEVICES = ("cpu", "gpu", "auto", "xpu")
 # Names under which other accelerators register with torch; only used to recognise a misspelling.
 OTHER_DEVICES = ("npu", "hpu", "mlu", "musa", "mps", "mtia", "maia", "gcu", "sdaa")
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL", "NOTSET", "WARN", "FATAL")
-_SECONDS, _FLAG, _COUNT, _ANY = "seconds", "switch", "count", "text"
-RDZV_KEYS: Mapping[str, str] = {
-    "timeout": _SECONDS,
-    "join_timeout": _SECONDS,
-    "last_call_timeout": _SECONDS,
-    "close_timeout": _SECONDS,
-    "heartbeat_timeout": _SECONDS,
-    "heartbeat": _SECONDS,
-    "keep_alive_interval": _SECONDS,
-    "keep_alive_max_attempt": _COUNT,
-    "read_timeout": _SECONDS,
-    "is_host": _FLAG,
-    "store_type": _ANY,
-    "protocol": _ANY,
-    "ssl_cert": _ANY,
-    "ssl_cert_key": _ANY,
-    "ca_cert": _ANY,
-    "cert": _ANY,
-    "key": _ANY,
-    "cacert": _ANY,
-    "etcd_prefix": _ANY,
-    "rank": _COUNT,
-    "use_libuv": _FLAG,
-}
 
 
 @dataclass(frozen=True)
@@ -198,69 +174,12 @@ def nproc(raw: str) -> str:
     return str(number)
 
 
-def endpoint(raw: str) -> str:
-    """Return ``host``, ``host:port`` or ``[v6]:port`` after a check of its syntax."""
-    if raw.strip():
-        split_endpoint(raw)
-    return raw.strip()
-
-
-def split_endpoint(raw: str) -> tuple[str, int | None]:
-    """Return (host, port or None) of an endpoint; several (etcd) are read one by one."""
-    host, port = raw.strip(), None
-    for one in host.split(",")[1:]:
-        split_endpoint(one)
-    host = host.split(",")[0]
-    if not (host.startswith("[") and host.endswith("]")):
-        head, colon, tail = host.rpartition(":")
-        if colon:
-            host, port = head, _port(tail)
-    if host.startswith("[") and host.endswith("]"):
-        host = host[1:-1]
-    if not re.fullmatch(r"[\w.:%-]+", host):
-        raise ValueError("has no valid host: a name, an IPv4 address or [IPv6]")
-    return host, port
-
-
 def backend(raw: str) -> str:
     """Return the name of a rendezvous backend; which of them can be used is decided later."""
     names = ("static", "c10d", "etcd", "etcd-v2")
     if raw in names or fold(raw) in names:
         return fold(raw)
     raise ValueError(f"is not known{did_you_mean(raw, names)}")
-
-
-def rdzv_conf(raw: str) -> dict[str, str]:
-    """Return the keys and values of ``key=value,key=value``."""
-    conf: dict[str, str] = {}
-    for pair in raw.strip().split(",") if raw.strip() else ():
-        key, _, value = (part.strip() for part in pair.partition("="))
-        if not key:
-            raise ValueError("is not of the form key=value,key=value")
-        if key not in RDZV_KEYS:
-            raise ValueError(f"has the unknown key {key!r}{did_you_mean(key, RDZV_KEYS)}")
-        if not value:
-            raise ValueError(f"gives no value to the key {key!r}")
-        _check_conf(key, value)
-        conf[key] = value
-    return conf
-
-
-def _check_conf(key: str, value: str) -> None:
-    readers: Mapping[str, Callable[[str], object]] = {
-        _SECONDS: positive_seconds,
-        _FLAG: switch,
-        _COUNT: whole(0),
-        _ANY: text,
-    }
-    if key == "store_type":
-        readers = {_ANY: choice(("tcp", "file"))}
-    elif key == "protocol":
-        readers = {_ANY: choice(("http", "https"))}
-    try:
-        readers[RDZV_KEYS[key]](value)
-    except ValueError as exc:
-        raise ValueError(f"has a bad value for {key!r}: {value!r} {exc}") from None
 
 
 def streams(raw: str) -> StreamMap:
@@ -341,9 +260,3 @@ def _integer(raw: str) -> int:
         return int(raw)
     except ValueError:
         raise ValueError("is not a whole number") from None
-
-
-def _port(raw: str) -> int:
-    if not re.fullmatch(r"[0-9]{1,5}", raw) or int(raw) > 65535:
-        raise ValueError(f"has the port {raw!r}, which is not a number from 0 to 65535")
-    return int(raw)

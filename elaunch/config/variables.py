@@ -5,6 +5,12 @@ from __future__ import annotations
 from elaunch.config import values
 from elaunch.config.flag import OTHER, Flag
 
+# Taken out of the environment of workers: a password that a worker has is in its core dumps, in its
+# tracker's list of variables, and in every subprocess. --rdzv-conf may hold one.
+ETCD_USER = "ELAUNCH_ETCD_USER"
+ETCD_PASSWORD = "ELAUNCH_ETCD_PASSWORD"
+SECRET_VARIABLES = (ETCD_USER, ETCD_PASSWORD, "ELAUNCH_RDZV_CONF", "PET_RDZV_CONF")
+
 VARIABLES: tuple[Flag, ...] = (
     Flag(
         "log-level",

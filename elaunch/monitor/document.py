@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Final
 
+from elaunch.monitor.jobview import JobView, NodeView
 from elaunch.monitor.snapshot import RunView, WorkerView
 from elaunch.monitor.standing import Standing
 from elaunch.record import SCHEMA
+
+JOB_SCHEMA: Final = 1
 
 _LISTED = (
     "name",
@@ -43,6 +46,63 @@ def run_document(view: RunView) -> dict[str, Any]:
 def list_document(standings: Sequence[Standing]) -> list[dict[str, Any]]:
     """Return one object for each run; of an unreadable one all recorded fields are null."""
     return [_listed(standing) for standing in standings]
+
+
+def job_document(view: JobView) -> dict[str, Any]:
+    """Return a whole job as its store tells it; of an unreadable one the plan's fields are null."""
+    plan = view.plan
+    return {
+        "schema": JOB_SCHEMA,
+        "run_id": view.run_id,
+        "place": view.place,
+        "state": view.state,
+        "phase": view.phase,
+        "reason": view.reason,
+        "cause": plan.cause if plan else None,
+        "job": plan.job if plan else None,
+        "version": view.version,
+        "round": plan.round if plan else None,
+        "world_size": plan.world_size if plan else None,
+        "restarts": asdict(view.restarts) if view.restarts else None,
+        "checkpoint": dict(plan.checkpoint) if plan and plan.checkpoint else None,
+        "failure": dict(plan.failure) if plan and plan.failure else None,
+        "notice": plan.notice if plan else None,
+        "exit_code": plan.exit_code if plan else None,
+        "coordinator": plan.coordinator if plan else None,
+        "master_addr": plan.master_addr if plan else None,
+        "master_port": plan.master_port if plan else None,
+        "nodes": [_node(node) for node in view.nodes],
+        "spares": [_node(node) for node in view.spares],
+        "joining": [_node(node) for node in view.joining],
+        "refused": [{"name": name, "problem": problem} for name, problem in view.refused],
+        "stale": view.stale or None,
+        "read_at": view.read_at,
+    }
+
+
+def jobs_document(views: Sequence[JobView]) -> list[dict[str, Any]]:
+    """Return one object for each job."""
+    return [job_document(view) for view in views]
+
+
+def _node(node: NodeView) -> dict[str, Any]:
+    record = node.record
+    return {
+        "name": node.name,
+        "host": node.host,
+        "addr": node.addr,
+        "slots": node.slots,
+        "role": node.role,
+        "state": node.state,
+        "node_rank": node.rank,
+        "first_rank": node.ranks[0] if node.ranks else None,
+        "last_rank": node.ranks[1] if node.ranks else None,
+        "lease_age_s": None if node.age_s is None else round(node.age_s, 3),
+        "agent_state": record.state if record else None,
+        "agent_round": record.round if record else None,
+        "hint": record.hint if record else None,
+        "note": node.note or None,
+    }
 
 
 def _listed(standing: Standing) -> dict[str, Any]:

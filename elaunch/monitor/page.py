@@ -23,6 +23,7 @@ from elaunch.rundir import handle
 NOTHING: Final = "-"
 SHOWN_ROUNDS: Final = 10
 SHOWN_MESSAGE_LINES: Final = 5
+SHOWN_NODES: Final = 8
 
 _AGENT_NOTES: Final = {
     "silent": "agent does not answer",
@@ -79,10 +80,11 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows below their columns."""
+    """Rows below their columns; of very many, a terminal leaves out those in state ``usual``."""
 
     columns: tuple[Column, ...]
     rows: tuple[tuple[Cell, ...], ...]
+    usual: str = ""
 
 
 Part = Title | Paragraph | Facts | Table
@@ -168,6 +170,10 @@ def _cause(view: RunView) -> Iterator[str]:
     current = failure is not None and failure.get("round") == view.record["round"]
     if failure and current and view.standing.state == "FAILED":
         yield from (clean(line) for line in _failure(failure))
+    elif view.standing.state == "FAILED":
+        # The first failure of the job was on another node, whose agent has the report.
+        text = str((view.record.get("job_failure") or {}).get("text") or "")
+        yield from (clean(line) for line in text.splitlines()[:SHOWN_MESSAGE_LINES])
 
 
 def _failure(failure: Mapping[str, Any]) -> Iterator[str]:
@@ -194,14 +200,36 @@ def _progress(view: RunView) -> Iterator[tuple[str, str]]:
     else:
         yield "started", f"{date(record['started_at'])}; when it ended is not known"
     yield "round", str(record["round"])
-    yield "restarts", _restarts(record)
+    used = record["restarts"]
+    yield (
+        "restarts",
+        restarts_text(used["used"], used["without_progress"], used["max"], used["budget"]),
+    )
     yield "world size", f"{_or_nothing(record['world_size'])}, {record['start_method']}"
+    yield from _place_among_nodes(record)
     yield from _checkpoint_facts(view)
     if record["log_dir"]:
         yield "logs", record["log_dir"]
     report = standing.run.report(record["round"], "txt")
     if record["failure"] and report.exists():
         yield "report", str(report)
+
+
+def _place_among_nodes(record: Record) -> Iterator[tuple[str, str]]:
+    """Yield where this machine stands in a job of several; nothing for a job of one node."""
+    # Optional fields: a record of one node, or of an earlier version, has none of them.
+    nodes = record.get("nodes")
+    if not nodes:
+        return
+    if record.get("standby"):
+        yield "node", "stands by as a spare"
+    elif (rank := record.get("node_rank")) is not None:
+        yield "node", f"{rank} of {len(nodes)}"
+    shown = [f"{node['host']} ({node['addr']})" for node in nodes[:SHOWN_NODES]]
+    more = f", and {len(nodes) - SHOWN_NODES} more" if len(nodes) > SHOWN_NODES else ""
+    yield "nodes", ", ".join(shown) + more
+    if joining := record.get("joining"):
+        yield "joining", f"{joining} more, with the next round"
 
 
 def _origin(view: RunView) -> Iterator[tuple[str, str]]:
@@ -231,13 +259,12 @@ def _checkpoint_facts(view: RunView) -> Iterator[tuple[str, str]]:
         yield "resumed", f"round {record['round']} began without a checkpoint"
 
 
-def _restarts(record: Record) -> str:
-    restarts = record["restarts"]
-    used, allowed = restarts["used"], restarts["max"]
-    if restarts["budget"] == "lifetime":
-        return f"{used} ({allowed} allowed)"
-    without = restarts["without_progress"]
-    return f"{used}, of them {without} since the last progress ({allowed} allowed)"
+def restarts_text(used: int, without: int, allowed: int | None, budget: str | None) -> str:
+    """Write restarts so far, those ``without`` progress, and how many are ``allowed`` if known."""
+    limit = "" if allowed is None else f" ({allowed} allowed)"
+    if budget == "lifetime":
+        return f"{used}{limit}"
+    return f"{used}, of them {without} since the last progress{limit}"
 
 
 def _command(record: Record) -> list[str]:

@@ -7,15 +7,19 @@ lines. A terminal gets colours for states, and what is too long for it is folded
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from elaunch.monitor.page import Column, Facts, Page, Paragraph, Part, Table, Title
+from elaunch.monitor.page import Cell, Column, Facts, Page, Paragraph, Part, Table, Title
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 INDENT: Final = "  "
 NARROW: Final = 100
+# A terminal draws some hundred rows at once; nobody reads more there.
+MANY_ROWS: Final = 200
+FEW_ROWS: Final = 20
 
 STYLES: Final = {
     "RUNNING": "green",
@@ -29,6 +33,16 @@ STYLES: Final = {
     "LOST": "bold red",
     "GONE": "red",
     "UNREADABLE": "red",
+    "FORMING": "yellow",
+    "ENDING": "yellow",
+    "alive": "green",
+    "finished": "cyan",
+    "failed": "bold red",
+    "gone": "bold red",
+    "refused": "red",
+    "ended": "yellow",
+    "leaving": "yellow",
+    "joining": "yellow",
 }
 
 
@@ -88,6 +102,7 @@ def _widths(table: Table) -> list[int]:
 
 
 def _styled_part(part: Part, width: int) -> RenderableType:
+    from rich.console import Group
     from rich.padding import Padding
     from rich.text import Text
 
@@ -100,7 +115,20 @@ def _styled_part(part: Part, width: int) -> RenderableType:
         return Padding(Text("\n".join(part.lines)), (0, 0, 0, len(INDENT)))
     if isinstance(part, Facts):
         return _styled_facts(part)
-    return _styled_table(part, width)
+    rows = _worth_showing(part)
+    table = _styled_table(replace(part, rows=rows), width)
+    if left_out := len(part.rows) - len(rows):
+        return Group(table, Text(f"{INDENT}and {left_out} more, all of them in output to a pipe"))
+    return table
+
+
+def _worth_showing(table: Table) -> tuple[tuple[Cell, ...], ...]:
+    """Return all rows, or of very many those in an unusual state, and the first ones."""
+    if len(table.rows) <= MANY_ROWS:
+        return table.rows
+    unusual = [any(cell.state not in ("", table.usual) for cell in row) for row in table.rows]
+    shown = [row for i, row in enumerate(table.rows) if i < FEW_ROWS or unusual[i]]
+    return tuple(shown[:MANY_ROWS])
 
 
 def _styled_facts(facts: Facts) -> RenderableType:

@@ -59,12 +59,20 @@ def list_reader(environ: Mapping[str, str], everything: bool) -> Read:
     return read
 
 
-def watch(read: Read, interval: float) -> Iterator[Reading]:
-    """Yield a reading every ``interval`` seconds; the last is the first that is not live."""
+def pause(seconds: float) -> None:
+    """Let time pass."""
+    threading.Event().wait(seconds)
+
+
+def watch(read: Read, interval: float, wait: Callable[[float], None] = pause) -> Iterator[Reading]:
+    """Yield a reading every ``interval`` seconds; the last is the first that is not live.
+
+    ``wait`` gets the interval and may return earlier, when it knows of news.
+    """
     reading = read(None)
     yield reading
     while reading.live:
-        threading.Event().wait(interval)
+        wait(interval)
         reading = read(reading)
         yield reading
 

@@ -23,12 +23,16 @@ import time
 from collections.abc import Sequence
 from typing import NoReturn
 
+from elaunch import env
 from elaunch.server import devices, processes, protocol, worker
 from elaunch.server.job import Job
 from elaunch.server.preload import Later, preload
 from elaunch.server.stores import Stores
 from elaunch.server.sweep import Sweep
 from elaunch.server.title import set_title
+
+FENCED = -2
+"""The round in the answer to a sweep that the agent has not asked for."""
 
 BLOCKED = {
     signal.SIGINT,
@@ -74,6 +78,9 @@ class Server:
         self._fork_start = False
         self._open_files = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._later = Later()
+        self._fence = math.inf
+        self._hold = 0.0
+        self._held = False
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
         self._wake_read, self._wake_write = os.pipe()
         for end in (self._wake_read, self._wake_write):
@@ -84,11 +91,14 @@ class Server:
     def run(self) -> Job:
         """Serve until the lifeline closes (never returns), or until this is a forked worker."""
         while True:
-            for fd in self._wait():
+            ready = self._wait()
+            for fd in ready:
                 job = self._serve_file(fd)
                 if job is not None:
                     return job
             self._collect()
+            if self._agent.fileno() not in ready:  # a later fence may wait to be read
+                self._keep_fence()
             self._stores.start_waiting()
             self._import_later()
 
@@ -106,7 +116,7 @@ class Server:
         poll = select.poll()
         for fd in (self._wake_read, self._agent.fileno(), *self._stores.files):
             poll.register(fd, select.POLLIN)
-        deadlines = [self._later.due, self._stores.due]
+        deadlines = [self._later.due, self._stores.due, self._fence_due()]
         if self._sweep is not None:
             deadlines.append(self._sweep.next_look())
         soonest = min(deadlines)
@@ -129,6 +139,8 @@ class Server:
             self._stores.drop()
             self._note_stop()
             self._sweep = Sweep(message, self._pid, lambda: {self._stores.pid})
+        elif op == "fence":
+            self._fence, self._hold = message["until"], message["hold"]
         elif op == "count_devices":
             processes.die_with_parent()  # the lifeline is not read while torch is imported there
             count, problem = devices.count_in_fork(message["kind"], message["interpreter"])
@@ -211,6 +223,48 @@ class Server:
             except ProcessLookupError:  # just forked, it leads no group yet
                 os.kill(pid, message["signum"])
 
+    def _keep_fence(self) -> None:
+        """Kill all workers when the agent has not said in time that they may go on.
+
+        It may be suspended, or cut off from the store: the other nodes start a round without them.
+        Also who is started after the fence has passed, on the word of an old plan, ends at once.
+        """
+        late = time.monotonic() - self._fence
+        if late < 0 and self._held:
+            self._stop_all(False)
+        if late < 0 or not self._workers or self._sweep is not None:
+            return
+        if late < self._hold:
+            if not self._held:
+                self._stop_all(True)
+            return
+        self._held = False
+        self._note_stop()
+        self._send({"op": "fenced", "late": late})
+        order = {"round": FENCED, "signum": 0, "grace": 0.0, "deadline": 10.0}
+        self._sweep = Sweep(order, self._pid, lambda: {self._stores.pid})
+
+    def _fence_due(self) -> float:
+        """Return when to look at the fence again."""
+        if self._held and self._fence > time.monotonic():
+            return 0.0  # it was moved
+        if not self._workers or self._sweep is not None:
+            return math.inf
+        return self._fence + (self._hold if self._held else 0.0)
+
+    def _stop_all(self, stop: bool) -> None:
+        """Stop everything that workers have started, or have it go on."""
+        self._held = stop
+        seen: set[int] = set()
+        while new := [p for p in self._below() if p.pid not in seen]:  # also who is just forked
+            for process in new:
+                seen.add(process.pid)
+                processes.send_signal(process, signal.SIGSTOP if stop else signal.SIGCONT)
+        self._send({"op": "held", "on": stop})
+
+    def _below(self) -> list[processes.Process]:
+        return processes.descendants(self._pid, exclude=[self._stores.pid])
+
     def _note_stop(self) -> None:
         """Report who has ended by itself until now; who ends from now on was told to."""
         self._reap()
@@ -254,6 +308,15 @@ class Server:
         except BlockingIOError:
             return
 
+    def _forget_temp(self) -> None:
+        """Remove the run's directory for temporary files if a killed agent has left it empty."""
+        temp = os.environ.get("TMPDIR", "")
+        if os.path.basename(temp).startswith(env.TEMP_PREFIX):
+            try:
+                os.rmdir(temp)
+            except OSError:  # it is not empty, and then not ours to remove; or it is gone
+                return
+
     def _end(self) -> NoReturn:
         """Leave nothing behind: the agent has ended, so everything below must."""
         last = {"round": -1, "signum": 0, "grace": 0.0, "deadline": 5.0}
@@ -266,4 +329,5 @@ class Server:
                     pass
             except ChildProcessError:
                 continue
+        self._forget_temp()
         os._exit(0)

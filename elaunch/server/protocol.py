@@ -9,11 +9,14 @@ agent       configure           run_id, start ("fork" | "exec"), preload, later,
                                 open_files (soft and hard limit of the workers)
 agent       start               round, local_rank, mode, entrypoint, args, interpreter, env;
                                 files: its stdout and stderr
-agent       store               round, host, fixed (whether all rounds have this port);
+agent       store               round (-1: before the first), host, fixed (whether all rounds have
+                                this port), hello (what other agents may read in it, or "");
                                 file: the listening socket of the store
 agent       signal              signum, group (also the workers' process groups), stops (whether the
                                 workers are meant to end by it)
 agent       sweep               round, signum (0: none), grace (s), deadline (s)
+agent       fence               until: kill all workers when it has passed, unless a later comes;
+                                hold (s): stop them then, and kill them that much later
 agent       count_devices       kind, interpreter
 server      ready               pid, threads (Python's), problem (text or null), preload_s
 server      warmed              problem (text or null), seconds
@@ -23,6 +26,8 @@ server      exited              round, local_rank, pid, exitcode (negative: sign
                                 (whether it had been told to end before)
 server      swept               round, killed (pids and names), survivors (same)
 server      store_failed        round, problem
+server      fenced              late (s): the fence has passed so long ago; all workers are killed
+server      held                on (whether all workers have been stopped, or go on)
 server      devices             count (int or null), problem
 ==========  ==================  ==================================================================
 

@@ -18,6 +18,7 @@ import socket
 import sys
 
 from elaunch.server import processes, protocol
+from elaunch.store.tcpline import HELLO
 
 
 def host_stores(sock: socket.socket) -> None:
@@ -43,13 +44,16 @@ def _open_store(message: protocol.Message, listening: int) -> object:
 
     with socket.socket(fileno=os.dup(listening)) as copy:
         port = copy.getsockname()[1]
-    return TCPStore(
+    store = TCPStore(
         message["host"],
         port,
         is_master=True,
         wait_for_workers=False,
         master_listen_fd=listening,
     )
+    if message["hello"]:
+        store.set(HELLO, message["hello"])
+    return store
 
 
 def run_forked(sock: socket.socket, server_pid: int) -> None:

@@ -31,9 +31,11 @@ def test_without_a_port_each_round_has_its_own() -> None:
     try:
         ports = []
         for _ in range(3):
-            endpoint.open()
+            kept = endpoint.open()
+            assert endpoint.open() == kept, "nobody was told this port yet"
             ports.append(endpoint.port)
             connect(endpoint.host, endpoint.port)
+            endpoint.note_use()
     finally:
         endpoint.close()
     assert endpoint.host == "127.0.0.1"
@@ -79,7 +81,9 @@ def test_the_socket_is_not_inherited() -> None:
 def test_a_port_in_use_is_a_usage_error(taken: socket.socket) -> None:
     """It names the address, the reason and the fix."""
     port = taken.getsockname()[1]
-    with pytest.raises(UsageError, match=rf"127\.0\.0\.1 port {port}: .*in use; .*--master-port"):
+    with pytest.raises(
+        UsageError, match=rf"127\.0\.0\.1 port {port}: .*in use by process.*--master-port"
+    ):
         StoreEndpoint("127.0.0.1", port).open()
 
 

@@ -31,6 +31,7 @@ GIB = 1 << 30
         ("ModuleNotFoundError: No module named 'einops'", "'einops' is not installed"),
         ("train.py: error: unrecognized arguments: --local-rank=0", "LOCAL_RANK"),
         ("train.py: error: unrecognized arguments: --epoch 3", "refused its own arguments"),
+        ("terminate called without an active exception", "a thread of gloo"),
         ("CUDA error: device-side assert triggered", "CUDA_LAUNCH_BLOCKING"),
         ("RuntimeError: CUDA error: an illegal memory access", "CUDA_LAUNCH_BLOCKING"),
         ("CUDA error: uncorrectable ECC error encountered", "take the node out"),

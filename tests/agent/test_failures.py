@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.agent.endings import exit_code
 from elaunch.agent.failures import Circumstances, WorkerExit, build, summary
+from elaunch.endings import exit_code
 
 TRACEBACK = ("Traceback (most recent call last):", '  File "t.py", line 1, in f', "ValueError: b")
 

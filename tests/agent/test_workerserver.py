@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,8 @@ from elaunch.agent import events, workerserver
 from elaunch.agent.reaper import Reaper
 from elaunch.agent.workerserver import ServerPlan, WorkerServer
 from elaunch.errors import ServerError
+from elaunch.record import process_stat
+from elaunch.server import loop, processes
 from tests.integration.jobs import ACT
 from tests.launching import clean_environment, wait_until
 
@@ -220,6 +223,62 @@ def test_each_server_is_reported_by_the_one_reaper(rig: Rig) -> None:
             assert rig.next(events.ServerLost) == events.ServerLost(-signal.SIGKILL)
     finally:
         os.kill(bystander, signal.SIGKILL)
+
+
+@with_rig
+def test_a_fence_that_passes_kills_all_workers(rig: Rig) -> None:
+    """Also what has left the worker's session; it is not held for the worker's own failure."""
+    server = rig.ready()
+    rig.start_worker(server, f"family={rig.directory}", "stubborn", "say=up", "wait")
+    rig.next(events.WorkerStarted)
+    wait_until(lambda: rig.log.exists() and b"up" in rig.log.read_bytes())
+    server.send({"op": "fence", "until": time.monotonic() + 0.2, "hold": 0.0})
+    assert rig.next(events.Fenced).late < 10
+    ended = rig.next(events.WorkerExited)
+    assert (ended.exitcode, ended.stopped) == (-signal.SIGKILL, True)
+    assert rig.next(events.TreeGone).round == loop.FENCED
+
+
+@with_rig
+def test_a_fence_that_holds_stops_all_workers_until_it_is_moved(rig: Rig) -> None:
+    """Stopped with all that they have started; then they go on as if nothing had been."""
+    server = rig.ready()
+    rig.start_worker(server, f"family={rig.directory}", "say=up", "wait")
+    pid = rig.next(events.WorkerStarted).pid
+    wait_until(lambda: rig.log.exists() and b"up" in rig.log.read_bytes())
+
+    def states() -> set[str]:
+        living = processes.descendants(server.pid)
+        return {one.state for one in (process_stat(p.pid) for p in living) if one is not None}
+
+    server.send({"op": "fence", "until": time.monotonic(), "hold": 60.0})
+    assert rig.next(events.Held).on
+    wait_until(lambda: states() == {"T"}, what="everything stopped")
+    server.send({"op": "fence", "until": time.monotonic() + 60, "hold": 0.0})
+    assert not rig.next(events.Held).on
+    wait_until(lambda: process_stat(pid).state == "S", what="it goes on")  # type: ignore[union-attr]
+    server.send({"op": "fence", "until": time.monotonic(), "hold": 0.3})
+    assert rig.next(events.Held).on
+    rig.next(events.Fenced)
+    assert rig.next(events.WorkerExited).exitcode == -signal.SIGKILL
+    assert rig.next(events.TreeGone).round == loop.FENCED
+
+
+@with_rig
+def test_a_fence_that_is_moved_in_time_holds_nobody_up(rig: Rig) -> None:
+    """Each message replaces the last; one that has passed holds for who is started later."""
+    server = rig.ready()
+    server.send({"op": "fence", "until": time.monotonic() - 1, "hold": 0.0})
+    server.send({"op": "fence", "until": time.monotonic() + 60, "hold": 0.0})
+    rig.start_worker(server, "say=up", "exit=5")
+    rig.next(events.WorkerStarted)
+    assert rig.next(events.WorkerExited).exitcode == 5
+    assert rig.inbox.empty()
+    server.send({"op": "fence", "until": time.monotonic() - 1, "hold": 0.0})
+    rig.start_worker(server, "say=up", "wait", round=1)
+    rig.next(events.WorkerStarted)
+    rig.next(events.Fenced)
+    assert rig.next(events.WorkerExited).stopped
 
 
 @with_rig

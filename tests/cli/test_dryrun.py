@@ -81,6 +81,47 @@ def test_the_checkpoint_directory_is_shown(job: Job, capsys: pytest.CaptureFixtu
     assert "  ELAUNCH_RESUME_FROM=(chosen at the start)\n" in out
 
 
+def test_nodes_that_have_not_met_yet(job: Job) -> None:
+    """Where they would meet; ranks are not known."""
+    line = "--nnodes 1:4 --nproc 2 --rdzv-backend c10d --rdzv-endpoint localhost train.py"
+    settings = job.settings(line, SLURM_PROCID="3")
+    found = dict(dryrun.facts(settings, 2))
+    assert found["nodes"] == "1 to 4"
+    assert found["rendezvous"] == (
+        "c10d at localhost:29400, which this node hosts unless another agent on it does"
+    )
+    assert found["this node"] == (
+        "its rank and those of its workers are decided when the nodes meet; it asks for place 3"
+    )
+    variables = dryrun.worker(settings, 1, 2, {})
+    for name in ("RANK", "WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "ELAUNCH_NODE_ADDRS"):
+        assert variables[name] == "(decided when the nodes meet)", name
+    assert (variables["LOCAL_RANK"], variables["LOCAL_WORLD_SIZE"]) == ("1", "2")
+
+
+def test_ranks_of_static_nodes(job: Job) -> None:
+    """They are given, and so are those of the workers if all nodes are alike."""
+    settings = job.settings("--nnodes 3 --node-rank 2 --master-addr 192.0.2.1 train.py")
+    found = dict(dryrun.facts(settings, 4))
+    assert found["nodes"] == "3"
+    assert found["rendezvous"] == "static at 192.0.2.1:29500, which another node hosts"
+    assert found["this node"] == "node 2; ranks as if each had 4 workers"
+    variables = dryrun.worker(settings, 1, 4, {})
+    expected = {"RANK": "9", "WORLD_SIZE": "12", "GROUP_RANK": "2", "GROUP_WORLD_SIZE": "3"}
+    assert expected.items() <= variables.items()
+    assert variables["MASTER_ADDR"] == "192.0.2.1"
+
+
+def test_the_way_into_etcd_is_hidden(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    """User and password, wherever they come from."""
+    line = "--nnodes 2 --rdzv-backend etcd --rdzv-endpoint a,b --rdzv-id 7 train.py"
+    out = plain(job, line, capsys, PET_RDZV_CONF="user=me,password=s3cr3t")
+    assert "rendezvous:  etcd at a:2379,b:2379\n" in out
+    assert "s3cr3t" not in out
+    rows = [row.split() for row in out.splitlines()[-1:]]
+    assert rows == [["-", "0", "all", "attempt_0/0/"]]
+
+
 @pytest.mark.parametrize("no_color", ["", "1"])
 def test_a_terminal_gets_a_table(job: Job, no_color: str) -> None:
     """Unless NO_COLOR is set."""

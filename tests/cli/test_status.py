@@ -14,12 +14,14 @@ import subprocess
 import sys
 import termios
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.launching import wait_until
 from tests.monitor.conftest import Play, environ, play
+from tests.monitor.jobs import BACKENDS, Meetings, PlayedJob
 from tests.monitor.playing import final
 
 __all__ = ["environ", "play"]
@@ -133,6 +135,10 @@ def test_an_unknown_run(play: Play, environ: dict[str, str]) -> None:
         (["--watch", "--interval", "0"], "'--interval'"),
         (["--all", "train"], "leave out RUN 'train'"),
         (["--jsn"], "--json"),
+        (["train", "--rdzv-id=train"], "a job is named by --rdzv-id"),
+        (["--all", "--rdzv-endpoint=h:1"], "--all lists runs of this machine"),
+        (["--rdzv-backend=etcd"], "--rdzv-endpoint"),
+        (["--rdzv-backend=etcd-v2", "--rdzv-endpoint=h:1"], "etcd"),
     ],
 )
 def test_flags_without_effect_are_refused(
@@ -141,6 +147,74 @@ def test_flags_without_effect_are_refused(
     done = run(environ, *args)
     assert done.returncode == 2
     assert message in done.stderr
+
+
+@pytest.fixture(params=sorted(BACKENDS))
+def meetings(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Meetings]:
+    """Give a real store of every backend in turn."""
+    with BACKENDS[request.param](tmp_path) as meetings:
+        yield meetings
+
+
+def test_a_job_on_all_its_nodes(meetings: Meetings, environ: dict[str, str]) -> None:
+    with PlayedJob(meetings, "train-1", nodes=2):
+        done = run(environ, *meetings.flags)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.startswith("train-1  RUNNING  round 0\n  all nodes are there\n")
+        assert re.search(r"^   1  000002  node2  10\.0\.0\.2  alive  2-3 ", done.stdout, re.M)
+        done = run(environ, *meetings.flags, "--rdzv_id", "train-1", "--json")
+        assert json.loads(done.stdout)["world_size"] == 4
+        done = run(environ, *meetings.flags, "--run-id=train-2")
+        assert (done.returncode, done.stdout) == (2, "")
+        assert re.search(r"error: there is no job 'train-2' in .*: train-1$", done.stderr)
+
+
+def test_a_job_is_watched_to_its_end(meetings: Meetings, environ: dict[str, str]) -> None:
+    with PlayedJob(meetings, "train-1") as job:
+        command = [*COMMAND, *meetings.flags, "--watch", "--json", "--interval", "60"]
+        with subprocess.Popen(
+            command, env=environ, stdout=subprocess.PIPE, text=True, cwd=ROOT
+        ) as process:
+            assert process.stdout is not None
+            assert json.loads(process.stdout.readline())["state"] == "RUNNING"
+            job.post(phase="over", exit_code=3, reason="rank 0 exited with code 3")
+            assert json.loads(process.stdout.readline())["state"] == "FAILED"
+            assert process.wait(30) == 0
+
+
+def test_several_jobs_in_one_etcd(environ: dict[str, str], tmp_path: Path) -> None:
+    with BACKENDS["etcd"](tmp_path) as meetings:
+        done = run(environ, *meetings.flags)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert "there is no job in etcd at " in done.stderr
+        with PlayedJob(meetings, "train-1"), PlayedJob(meetings, "eval-1"):
+            done = run(environ, *meetings.flags)
+            assert [line.split()[:2] for line in done.stdout.splitlines()] == [
+                ["run", "state"],
+                ["eval-1", "RUNNING"],
+                ["train-1", "RUNNING"],
+            ]
+            listed = json.loads(run(environ, *meetings.flags, "--json").stdout)
+            assert [job["run_id"] for job in listed] == ["eval-1", "train-1"]
+
+
+def test_a_store_that_is_not_there(meetings: Meetings, environ: dict[str, str]) -> None:
+    meetings.close()
+    done = run(environ, *meetings.flags, "--rdzv-id=train-1", "--rdzv-conf=join_timeout=1")
+    assert (done.returncode, done.stdout) == (69, "")
+    assert re.search(r"^elaunch: error: .*127\.", done.stderr)
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_secret(meetings: Meetings, environ: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("a secret of some length\n")
+    (tmp_path / "secret").chmod(0o600)
+    with PlayedJob(meetings, "train-1", secret=b"a secret of some length"):
+        done = run(environ, *meetings.flags)
+        assert done.returncode == 69
+        assert "--rdzv-secret-file" in done.stderr
+        done = run(environ, *meetings.flags, f"--rdzv-secret-file={tmp_path}/secret")
+        assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_an_unreadable_record(play: Play, environ: dict[str, str]) -> None:

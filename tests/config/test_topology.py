@@ -1,4 +1,4 @@
-"""The rendezvous flags on one node, and the refusal of several."""
+"""The rendezvous flags on one node by itself."""
 
 from __future__ import annotations
 
@@ -109,26 +109,15 @@ def test_a_listener_on_another_address_is_not_in_the_way(taken: int) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("--nnodes 2 train.py", "--nnodes: '2' needs several nodes, which this version"),
-        ("--nnodes 1:4 train.py", "use --nnodes 1 (the default) with --nproc-per-node"),
-        ("--rdzv-backend etcd --rdzv-endpoint h:2379 train.py", "'etcd' needs several nodes"),
-        ("--rdzv-backend etcd-v2 train.py", "(--rdzv-backend etcd)"),
-        ("--rdzv-backend c10d --rdzv-endpoint 192.0.2.1:29400 train.py", "is on another machine"),
-        ("--rdzv-backend c10d --rdzv-conf is_host=0 train.py", "is on another machine"),
-        ("--node-rank 1 --master-port 1 train.py", "--node-rank: '1' needs several nodes"),
+        ("--node-rank 1 --master-port 1 train.py", "--node-rank: '1' is not a rank of one node"),
+        ("--node-rank 1 train.py", "the only node is 0; for several nodes add --nnodes N"),
         ("--rdzv-endpoint localhost train.py", "has no port"),
         ("--master-addr no.such.host.invalid train.py", "does not resolve"),
     ],
 )
-def test_what_needs_several_nodes_is_refused(job: Job, line: str, message: str) -> None:
-    """By name, with what works now."""
+def test_what_one_node_cannot_be_is_refused(job: Job, line: str, message: str) -> None:
+    """With what to do."""
     assert message in job.error(line)
-
-
-def test_syntax_is_checked_before_the_refusal(job: Job) -> None:
-    """So that a command line is found wrong today, not when several nodes work."""
-    assert "is not of the form" in job.error("--nnodes 1:2:3 train.py")
-    assert "did you mean 'timeout'" in job.error("--nnodes 2 --rdzv-conf timout=3 train.py")
 
 
 @pytest.mark.parametrize(
@@ -137,6 +126,9 @@ def test_syntax_is_checked_before_the_refusal(job: Job) -> None:
         ("--standalone --master-port 29400 train.py", "--master-port has no effect"),
         ("--rdzv-backend c10d --node-rank 1 train.py", "--node-rank has no effect"),
         ("--rdzv-conf timeout=900 train.py", "--rdzv-conf: timeout has no effect on one node"),
+        ("--on-join now train.py", "--on-join has no effect on one node"),
+        ("--strict-symmetry --standalone train.py", "--strict-symmetry has no effect on one"),
+        ("--rdzv-secret-file none train.py", "--rdzv-secret-file has no effect on one node"),
         ("--master-addr localhost --local-addr 127.0.0.1 train.py", "--local-addr has no effect"),
         ("--master-addr 192.0.2.1 train.py", "is not an address of this machine"),
     ],

@@ -23,11 +23,10 @@ GOOD = [
     ("rdzv-backend", "etcd_v2", "etcd-v2"),
     ("rdzv-endpoint", "localhost", "localhost"),
     ("rdzv-endpoint", "[::1]:29400", "[::1]:29400"),
-    ("rdzv-endpoint", "::1:29400", "::1:29400"),
     ("rdzv-endpoint", "a:1,b:2", "a:1,b:2"),
     ("rdzv-conf", "", {}),
     ("rdzv-conf", " a=1".replace("a", "timeout"), {"timeout": "1"}),
-    ("rdzv-conf", "is_host=true,store_type=file", {"is_host": "true", "store_type": "file"}),
+    ("rdzv-conf", "is_host=true,store_type=tcp", {"is_host": "true", "store_type": "tcp"}),
     ("standalone", "1", True),
     ("standalone", "7", True),
     ("standalone", "0", False),
@@ -50,6 +49,8 @@ GOOD = [
     ("preload", "torch,+torch._dynamo", ("torch", "+torch._dynamo")),
     ("master-port", "0", 0),
     ("rdzv-id", "", ""),
+    ("on-join", "Now", "now"),
+    ("strict-symmetry", "yes", True),
 ]
 
 
@@ -76,8 +77,8 @@ BAD = [
     ("rdzv-backend", "c10", "did you mean 'c10d'?"),
     ("rdzv-endpoint", "host:123456", "a number from 0 to 65535"),
     ("rdzv-endpoint", "host:x", "a number from 0 to 65535"),
-    ("rdzv-endpoint", "[::1:80", "has no valid host"),
-    ("rdzv-endpoint", ":80", "has no valid host"),
+    ("rdzv-endpoint", "[::1:80", "has no IPv6 address between its brackets"),
+    ("rdzv-endpoint", ":80", "has no host before its port"),
     ("rdzv-endpoint", "a b:80", "has no valid host"),
     ("rdzv-conf", "jon_timeout=3", "did you mean 'join_timeout'?"),
     ("rdzv-conf", "timeout", "gives no value to the key 'timeout'"),

@@ -102,10 +102,11 @@ def test_the_exit_code_stands_once_it_is_known(elaunch: Launcher) -> None:
         assert running.wait(20).returncode == 5
 
 
-def test_the_users_signal_shortens_the_siblings_grace(elaunch: Launcher) -> None:
+def test_the_users_signal_shortens_the_siblings_grace(elaunch: Launcher, tmp_path: Path) -> None:
     """--shutdown-timeout holds there, too, and the status says that no restart follows."""
     flags = ["--sibling-grace=60", "--shutdown-timeout=0.5", "--max-restarts=3", "--run-id=hurried"]
-    running = elaunch.start(act(SPAWN, "stubborn", "say=up", "1:exit=7", "wait", flags=flags))
+    words = ["stubborn", f"meet={tmp_path}", "1:exit=7", "wait"]  # nobody fails before both are
+    running = elaunch.start(act(SPAWN, *words, flags=flags))
     running.wait_for_line(r"stopping the other 1 worker", 20, "stderr")
     running.send_signal(signal.SIGTERM)
     done = running.wait(20)

@@ -1,0 +1,210 @@
+"""What the job's plan means for one node: the arms of ``decide`` for several nodes. Pure.
+
+The coordinator decides when a round begins and ends, and what follows it
+(elaunch.rendezvous.decision). Here is what an agent does about that, and what it says of itself:
+:func:`own_state` is written into its record on the roster after every event.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from elaunch import env
+from elaunch.agent import events
+from elaunch.agent.state import (
+    Action,
+    EndTree,
+    Finish,
+    Meet,
+    Nothing,
+    Phase,
+    StartRound,
+    State,
+    StopWorkers,
+)
+from elaunch.agent.wording import failure, workers
+from elaunch.checkpoint.records import Checkpoint
+from elaunch.rendezvous.plan import AgentState, Plan
+
+Decision = tuple[Action, str]
+
+NOTHING: Decision = (Nothing(), "")
+
+
+def own_state(state: State) -> tuple[AgentState, int]:
+    """Return what this agent says of itself, and of which round (-1: of none)."""
+    if state.interrupted is not None or state.parted is not None or state.phase is Phase.ENDED:
+        return "leaving", state.round if state.member else -1
+    if state.cut_off or not state.name:
+        return "ready" if state.phase is Phase.MEETING else "joining", -1
+    if _missed(state):
+        assert state.plan is not None
+        return "ended", state.plan.round
+    if state.member != state.name:
+        return "ready" if state.phase is Phase.MEETING else "joining", -1
+    if state.phase is Phase.RUNNING:
+        return "running", state.round
+    if state.phase in (Phase.STOPPING, Phase.SWEEPING):
+        return "failed" if state.failed else "running", state.round
+    return "finished" if state.completed and not state.failed else "ended", state.round
+
+
+def _missed(state: State) -> bool:
+    """Whether a round has ended that this node was in before it heard of it: nothing runs here."""
+    plan = state.plan
+    if plan is None or plan.phase not in ("ending", "forming"):
+        return False
+    if plan.node_rank(state.name) is None or state.phase not in (Phase.STARTING, Phase.MEETING):
+        return False
+    return state.member != state.name or state.round < plan.round
+
+
+def place(plan: Plan, name: str) -> env.NodePlace:
+    """Return where the node ``name`` stands in the plan's round."""
+    node_rank = plan.node_rank(name)
+    assert node_rank is not None  # the round was begun because the plan names us
+    before, own = plan.nodes[:node_rank], plan.nodes[node_rank]
+    return env.NodePlace(
+        node_rank=node_rank,
+        addrs=tuple(node.addr for node in plan.nodes),
+        first_rank=sum(node.slots for node in before),
+        world_size=plan.world_size,
+        first_role_rank=sum(node.slots for node in before if node.role == own.role),
+        role_world_size=sum(node.slots for node in plan.nodes if node.role == own.role),
+    )
+
+
+def is_decided(state: State) -> bool:
+    """Whether the plan says what ended the round in which this node is."""
+    plan = state.plan
+    return plan is not None and (plan.round > state.round or plan.phase != "running")
+
+
+def at_rest(state: State, what: str) -> Decision:
+    """Return what the plan says to an agent that has no worker; ``what`` has brought it here."""
+    plan = state.plan
+    if state.parted is not None:
+        return Finish(state.parted.exit_code), state.parted.problem
+    if plan is not None and plan.phase == "over":
+        unused = "" if state.member else "; this node took part in no round"
+        return Finish(plan.exit_code or 0), plan.reason + unused
+    if plan is not None and _begins(state, plan):
+        first_rank = place(plan, state.name).first_rank
+        return StartRound(plan.round, _checkpoint(plan), first_rank), plan.reason
+    return (Meet(), f"{what}; waiting for the other nodes") if what else NOTHING
+
+
+def _begins(state: State, plan: Plan) -> bool:
+    if plan.phase != "running" or plan.node_rank(state.name) is None or state.cut_off:
+        return False
+    return state.member != state.name or plan.round > state.round
+
+
+def _checkpoint(plan: Plan) -> Checkpoint | None:
+    found = plan.checkpoint
+    if found is None:
+        return None
+    return Checkpoint(Path(found["path"]), int(found["step"]), str(found["format"]))
+
+
+def on_tree_gone(state: State) -> Decision:
+    """Nothing of the round is left here: say so, and go on as the plan says."""
+    over = state.plan is not None and state.plan.phase == "over"
+    if state.interrupted is not None and not over:
+        return stopped(state.interrupted)
+    if state.failed:
+        return at_rest(state, failure(state))
+    if state.completed:
+        return at_rest(state, "all workers of this node ended with 0")
+    return at_rest(state, "the workers of this node have ended")
+
+
+def stopped(signum: signal.Signals) -> Decision:
+    """Leave, as a person or a scheduler has told us to."""
+    return Finish(128 + signum), f"stopped by {signum.name}"
+
+
+def _on_plan(state: State, event: events.PlanSeen) -> Decision:
+    if state.phase is Phase.RUNNING:
+        return _while_running(state, event.plan)
+    if state.phase is Phase.MEETING:
+        return at_rest(state, "")
+    if state.phase is Phase.STARTING and event.plan.phase == "over":
+        return at_rest(state, "")
+    return NOTHING
+
+
+def _while_running(state: State, plan: Plan) -> Decision:
+    limits, others = state.limits, workers(len(state.alive))
+    if (
+        plan.phase == "running"
+        and plan.round == state.round
+        and plan.node_rank(state.member) is None
+    ):
+        return EndTree(), "the other nodes have gone on without this one; killing its workers"
+    if plan.round > state.round:
+        reason = f"round {plan.round} has begun without this node; killing {others}"
+        return EndTree(), reason
+    if plan.phase == "running" or plan.round < state.round:
+        return NOTHING
+    # Who lost a peer can only hang; who is stopped for growth may want to save first.
+    peer_gone = plan.cause in ("failure", "lost") or plan.phase == "over"
+    grace = limits.sibling_grace if peer_gone else limits.shutdown_timeout
+    reason = f"{plan.reason}; stopping {others}, grace {grace:g} s"
+    return StopWorkers(signal.SIGTERM, grace), reason
+
+
+def _on_cut_off(state: State, event: events.CutOff) -> Decision:
+    if state.phase in (Phase.RUNNING, Phase.STOPPING):
+        return EndTree(), f"cut off: {event.reason}; killing {workers(len(state.alive))}"
+    return Nothing(), f"cut off: {event.reason}"
+
+
+def _on_fenced(state: State, _: events.Fenced) -> Decision:
+    if state.phase in (Phase.RUNNING, Phase.STOPPING):
+        reason = "this agent could not renew its lease in time: its workers were killed, since the"
+        return EndTree(), f"{reason} other nodes may go on without them"
+    return NOTHING
+
+
+def _on_held(_: State, event: events.Held) -> Decision:
+    if event.on:
+        return Nothing(), "the store gets nothing done: the workers are stopped until it does"
+    return Nothing(), "the workers go on"
+
+
+def _on_failed(state: State, event: events.MeetingFailed) -> Decision:
+    if state.phase is Phase.RUNNING:
+        grace = state.limits.shutdown_timeout
+        reason = f"{event.problem}; stopping {workers(len(state.alive))}, grace {grace:g} s"
+        return StopWorkers(signal.SIGTERM, grace), reason
+    if state.phase in (Phase.STARTING, Phase.MEETING):
+        return Finish(event.exit_code), event.problem
+    return NOTHING  # told when the workers are gone
+
+
+def _on_rejoined(_: State, event: events.Rejoined) -> Decision:
+    return Nothing(), f"on the roster again, as {event.name}"
+
+
+def _on_silent(_: State, event: events.StoreSilent) -> Decision:
+    return Nothing(), event.reason
+
+
+def _on_back(_: State, __: events.StoreBack) -> Decision:
+    return Nothing(), "the store answers again"
+
+
+ARMS: dict[type, Callable[[State, Any], Decision]] = {
+    events.PlanSeen: _on_plan,
+    events.CutOff: _on_cut_off,
+    events.Fenced: _on_fenced,
+    events.Held: _on_held,
+    events.MeetingFailed: _on_failed,
+    events.Rejoined: _on_rejoined,
+    events.StoreSilent: _on_silent,
+    events.StoreBack: _on_back,
+}
