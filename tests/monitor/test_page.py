@@ -159,6 +159,53 @@ def test_a_lifetime_budget(tmp_path: Path) -> None:
     assert "  restarts    2 (3 allowed)\n" in plain(run_page(viewed(tmp_path, restarts=restarts)))
 
 
+def hosts(count: int) -> list[dict[str, Any]]:
+    """Return the nodes of a job as a record has them."""
+    return [
+        {"name": f"{i:06x}", "host": f"node{i}", "addr": f"10.0.0.{i}", "slots": 2}
+        for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "lines"),
+    [
+        ({}, []),
+        (
+            {"node_rank": 1, "nodes": hosts(2), "standby": False},
+            ["node        1 of 2", "nodes       node0 (10.0.0.0), node1 (10.0.0.1)"],
+        ),
+        (
+            {"node_rank": None, "nodes": hosts(1), "standby": True},
+            ["node        stands by as a spare", "nodes       node0 (10.0.0.0)"],
+        ),
+        ({"node_rank": None, "nodes": [], "standby": False}, []),
+    ],
+)
+def test_a_node_of_several(tmp_path: Path, fields: dict[str, Any], lines: list[str]) -> None:
+    text = plain(run_page(viewed(tmp_path, **fields)))
+    assert [line.strip() for line in text.splitlines() if line.startswith("  node")] == lines
+
+
+def test_a_failure_on_another_node_is_told(tmp_path: Path) -> None:
+    failure = {"rank": 9, "exitcode": 7, "text": "RuntimeError: boom\non node2"}
+    view = viewed(
+        tmp_path, "FAILED", "ended", reason="rank 9 failed", job_failure=failure, nodes=hosts(2)
+    )
+    assert "\n  rank 9 failed\n  RuntimeError: boom\n  on node2\n" in plain(run_page(view))
+    assert "boom" not in plain(run_page(viewed(tmp_path, job_failure=failure)))
+
+
+def test_newcomers_are_counted(tmp_path: Path) -> None:
+    text = plain(run_page(viewed(tmp_path, node_rank=0, nodes=hosts(1), joining=2)))
+    assert "  joining     2 more, with the next round\n" in text
+
+
+def test_many_nodes_are_counted(tmp_path: Path) -> None:
+    text = plain(run_page(viewed(tmp_path, node_rank=0, nodes=hosts(20))))
+    assert "node7 (10.0.0.7), and 12 more\n" in text and "node8" not in text
+
+
 def test_a_command_is_shown_so_that_a_shell_takes_it(tmp_path: Path) -> None:
     command = "  command  elaunch run --nproc-per-node 2 train.py --name 'a b'\n"
     assert command in plain(run_page(viewed(tmp_path)))
