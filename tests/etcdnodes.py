@@ -1,0 +1,115 @@
+"""etcd on the machines of a cluster, which only they can reach: one member on each of some nodes.
+
+For what an etcd does when it is hurt, see ``tests/etcdserver.py``; here it is hurt while jobs run.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from tests.cluster import Node, freeze
+from tests.launching import Running, wait_until
+
+CLIENT_PORT, PEER_PORT = 2379, 2380
+
+
+@dataclass
+class Member:
+    """One member; ``running`` is its process, killed and frozen like any other."""
+
+    node: Node
+    running: Running
+
+    @property
+    def endpoint(self) -> str:
+        """Where clients reach it."""
+        return f"{self.node.address}:{CLIENT_PORT}"
+
+
+class Etcd:
+    """A cluster of etcd; its processes end with the test."""
+
+    def __init__(self, nodes: Sequence[Node]) -> None:
+        if shutil.which("etcd") is None or shutil.which("etcdctl") is None:
+            pytest.skip("needs etcd: apt-get install etcd-server etcd-client")
+        self._peers = ",".join(f"{n.name}=http://{n.address}:{PEER_PORT}" for n in nodes)
+        self.members = [Member(node, self._start(node)) for node in nodes]
+        self.leader()
+
+    @property
+    def endpoint(self) -> str:
+        """All endpoints, as ``--rdzv-endpoint`` takes them."""
+        return ",".join(member.endpoint for member in self.members)
+
+    def leader(self) -> Member:
+        """Wait until all members that run know of one leader among them, and return it."""
+        found: list[Member] = []
+
+        def look() -> bool:
+            running = [m for m in self.members if m.running.process.poll() is None]
+            states = [_status(member) for member in running]
+            found[:] = [
+                member
+                for member, state in zip(running, states, strict=True)
+                if state is not None and state["leader"] == state["header"]["member_id"]
+            ]
+            return None not in states and len(found) == 1
+
+        wait_until(look, what="etcd has a leader")
+        return found[0]
+
+    def follower(self) -> Member:
+        """Return a member that does not lead."""
+        leader = self.leader()
+        return next(member for member in self.members if member is not leader)
+
+    def keys(self) -> list[str]:
+        """Return the names of all keys."""
+        member = self.leader()
+        done = member.node.run(_etcdctl(member, "get", "", "--from-key", "--keys-only"))
+        assert done.returncode == 0, done
+        return done.stdout.split()
+
+    def kill(self, member: Member) -> None:
+        """End a member as ``kill -9`` does."""
+        member.running.end()
+
+    def restart(self, member: Member) -> None:
+        """Start a member that was killed, with the data that it had."""
+        member.running = self._start(member.node)
+
+    def freeze(self, member: Member) -> None:
+        """Stop a member: its connections stay, and nobody answers; ``thaw`` its pid."""
+        freeze(member.running.pid)
+
+    def _start(self, node: Node) -> Running:
+        client, peer = (f"http://{node.address}:{port}" for port in (CLIENT_PORT, PEER_PORT))
+        words = ["--name", node.name, "--data-dir", str(node.state / "etcd"), "--logger", "zap"]
+        words += ["--listen-client-urls", client, "--advertise-client-urls", client]
+        words += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer]
+        words += ["--initial-cluster", self._peers, "--unsafe-no-fsync", "--log-level", "error"]
+        if "," not in self._peers:
+            # It has nobody to wait for. Several members have production's times.
+            words += ["--heartbeat-interval", "20", "--election-timeout", "200"]
+        return node.popen(["etcd", *words])
+
+
+def _etcdctl(member: Member, *words: str) -> list[str]:
+    options = [f"--endpoints=http://{member.endpoint}", "--command-timeout=2s"]
+    return ["env", "ETCDCTL_API=3", "etcdctl", *options, *words]
+
+
+def _status(member: Member) -> dict[str, Any] | None:
+    code = member.running.process.poll()
+    assert code is None, f"etcd ended with {code}: {member.running.output('stderr')[-2000:]}"
+    done = member.node.run(_etcdctl(member, "endpoint", "status", "--write-out=json"))
+    if done.returncode != 0:
+        return None
+    status: dict[str, Any] = json.loads(done.stdout)[0]["Status"]
+    return status if status.get("leader") else None

@@ -1,0 +1,141 @@
+"""A worker or an agent fails on one of several machines: what all of them make of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from tests.cluster import freeze, thaw
+from tests.integration.jobs import ACT
+from tests.integration.nodes import (
+    BACKENDS,
+    DEADLINE,
+    Build,
+    Job,
+    end,
+    first_failures,
+    rounds,
+    said,
+    wait_for_worker,
+    wait_until_said,
+)
+
+pytestmark = pytest.mark.slow
+
+both_backends = pytest.mark.parametrize("backend", BACKENDS)
+STRETCHED = ["--nnodes=1:2", "--max-restarts=0"]
+
+
+@both_backends
+def test_one_failure_ends_the_round_on_all_nodes(cluster: Build, backend: str) -> None:
+    """The others are stopped at once; all tell the same failure and end with its code."""
+    job = Job(cluster, backend, 3)
+    words = ["say=up", f"1:until={job.share}/fail", "1:err=alas", "1:kill=SIGSEGV", "wait"]
+    flags = ["--nnodes=3", "--max-restarts=0"]
+    agents = [job.start(number, flags, words, script=ACT) for number in (1, 2, 3)]
+    for rank, agent in enumerate(agents):
+        agent.wait_for_line(rf"^up rank={rank}", DEADLINE)
+    began = time.monotonic()
+    (job.share / "fail").touch()
+    codes = [agent.wait(DEADLINE).returncode for agent in agents]
+    # A worker that was not told waits for two minutes; one that was ends without its grace.
+    assert time.monotonic() - began < 5.0
+    assert codes == [128 + signal.SIGSEGV] * 3
+    told = [first_failures(agent) for agent in agents]
+    assert len(told[0]) == 1 and told[0] == told[1] == told[2]
+    assert told[0][0].startswith("1 ") and "on" not in told[0][0]
+    assert "node2 was killed by SIGSEGV" in told[0][0]
+
+
+@both_backends
+def test_there_is_one_budget_for_the_job(cluster: Build, backend: str) -> None:
+    """One restart: it is used up by node 1, and the failure on node 2 is the last."""
+    job = Job(cluster, backend, 2)
+    one, two = job.pair(["--nnodes=2", "--max-restarts=1"], ["fail=0r0,1r1"])
+    (job.share / "fail.0").touch()
+    for rank, agent in enumerate((one, two)):
+        wait_for_worker(agent, rank, 1)
+    (job.share / "fail.1").touch()
+    assert [agent.wait(DEADLINE).returncode for agent in (one, two)] == [7, 7]
+    assert rounds(one) == rounds(two) == [(0, 2), (1, 2)]
+    told = [first_failures(agent) for agent in (one, two)]
+    assert told[0] == told[1] and len(told[0]) == 2
+    for agent in (one, two):
+        assert any("rank 1 on node2 exited with code 7; 1 restart" in line for line in said(agent))
+
+
+@both_backends
+def test_a_killed_agent_is_missed_and_welcome_again(cluster: Build, backend: str) -> None:
+    """The survivor goes on alone, uncounted; the next agent on that node gets its place."""
+    job = Job(cluster, backend, 2)
+    one, two = job.pair(STRETCHED)
+    os.kill(two.pid, signal.SIGKILL)
+    wait_for_worker(one, 0, 1)
+    assert job.at("seen", 0, 1) < job.at("began", 1, 0)
+    wait_until_said(one, r"node node2 \(10\.20\.0\.2\) was lost: no heartbeat for 3 s")
+    again = job.start(2, STRETCHED)
+    wait_for_worker(again, 1, 2)
+    wait_for_worker(one, 0, 2)
+    assert end(job, one, again) == [0, 0]
+    assert rounds(one) == [(0, 2), (1, 1), (2, 2)]
+    assert first_failures(one) == []
+
+
+@both_backends
+def test_a_frozen_agent_is_fenced(cluster: Build, backend: str) -> None:
+    """Its workers are dead before the others' next round; it comes back when it is thawed."""
+    job = Job(cluster, backend, 2)
+    one, two = job.pair(STRETCHED)
+    freeze(two.pid)
+    wait_for_worker(one, 0, 1)
+    assert job.at("seen", 0, 1) < job.at("began", 1, 0)
+    job.goes_on(1, 0)
+    thaw(two.pid)
+    wait_for_worker(two, 1, 2)
+    wait_for_worker(one, 0, 2)
+    assert end(job, one, two) == [0, 0]
+    assert rounds(one) == [(0, 2), (1, 1), (2, 2)]
+    assert rounds(two) == [(0, 2), (2, 2)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_node_that_is_told_to_go_leaves(cluster: Build, number: signal.Signals) -> None:
+    """It ends with the signal's code at once; the other goes on without waiting for a timeout."""
+    job = Job(cluster, "etcd", 2)
+    one, two = job.pair(STRETCHED)
+    began = time.monotonic()
+    two.send_signal(number)
+    assert two.wait(DEADLINE).returncode == 128 + number
+    wait_for_worker(one, 0, 1)
+    assert time.monotonic() - began < 3.0  # or it has waited for the lease
+    assert any("has left" in line or "leaves" in line for line in said(one))
+    assert end(job, one) == [0]
+
+
+def test_restarts_are_coordinated_with_the_static_backend(cluster: Build) -> None:
+    """All nodes begin the next round, and the ranks are the given ones."""
+    job = Job(cluster, "static", 2)
+    one, two = job.pair(["--nnodes=2", "--max-restarts=1"], ["fail=1r0"])
+    (job.share / "fail.0").touch()
+    for rank, agent in enumerate((one, two)):
+        wait_for_worker(agent, rank, 1)
+    assert end(job, one, two) == [0, 0]
+    assert rounds(one) == rounds(two) == [(0, 2), (1, 2)]
+
+
+def test_all_ranks_resume_from_the_newest_checkpoint(cluster: Build) -> None:
+    """On both nodes the same, though only one of them has looked."""
+    job = Job(cluster, "etcd", 2)
+    flags = ["--nnodes=2", "--max-restarts=1", f"--checkpoint-dir={job.share}"]
+    agents = job.pair([*flags, "--checkpoint-glob=step_*.pt"], ["fail=1r0", "save=10"])
+    job.goes_on(0, 0, 0.5)
+    (job.share / "fail.0").touch()
+    steps = set()
+    for rank, agent in enumerate(agents):
+        line = agent.wait_for_line(rf"^resume rank={rank} round=1 from=(\d+)$", DEADLINE)
+        steps.add(int(line[1]))
+    assert len(steps) == 1 and steps.pop() >= 10
+    assert end(job, *agents) == [0, 0]

@@ -1,0 +1,153 @@
+"""The store in which the agents meet is hurt while a job trains."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from tests.cluster import thaw
+from tests.integration.nodes import (
+    DEADLINE,
+    Build,
+    Job,
+    end,
+    rounds,
+    wait_for_worker,
+    wait_until_said,
+)
+
+pytestmark = pytest.mark.slow
+
+LONGER_THAN_A_LEASE = 4.0
+
+
+@pytest.mark.parametrize("how", ["killed", "frozen"])
+@pytest.mark.parametrize("who", ["leader", "follower"])
+def test_a_member_of_etcd_fails(cluster: Build, who: str, how: str) -> None:
+    """No restart, no step lost; and the job still notices its end."""
+    job = Job(cluster, "etcd", 2, members=3)
+    assert job.etcd is not None
+    one, two = job.pair(["--nnodes=2", "--max-restarts=0"])
+    member = job.etcd.leader() if who == "leader" else job.etcd.follower()
+    if how == "killed":
+        job.etcd.kill(member)
+    else:
+        job.etcd.freeze(member)
+    for rank in range(2):
+        job.goes_on(0, rank, LONGER_THAN_A_LEASE)
+    assert end(job, one, two) == [0, 0]
+    assert rounds(one) == rounds(two) == [(0, 2)]
+    if how == "frozen":
+        thaw(member.running.pid)
+
+
+def test_the_leader_dies_during_a_round_change(cluster: Build) -> None:
+    """The next round comes all the same, and is one restart."""
+    job = Job(cluster, "etcd", 2, members=3)
+    assert job.etcd is not None
+    one, two = job.pair(["--nnodes=2", "--max-restarts=1"], ["fail=1r0"])
+    leader = job.etcd.leader()
+    (job.share / "fail.0").touch()
+    job.etcd.kill(leader)
+    for rank, agent in enumerate((one, two)):
+        wait_for_worker(agent, rank, 1)
+    job.etcd.restart(leader)
+    assert end(job, one, two) == [0, 0]
+    assert rounds(one) == rounds(two) == [(0, 2), (1, 2)]
+
+
+def test_etcd_has_no_majority_for_a_while(cluster: Build) -> None:
+    """Nobody can decide anything then, so the workers may go on."""
+    job = Job(cluster, "etcd", 2, members=3)
+    assert job.etcd is not None
+    one, two = job.pair(["--nnodes=2", "--max-restarts=1"], ["fail=1r0"])
+    dead = job.etcd.members[:2]
+    for member in dead:
+        job.etcd.kill(member)
+    for rank in range(2):
+        job.goes_on(0, rank, LONGER_THAN_A_LEASE)
+    for member in dead:
+        job.etcd.restart(member)
+    job.etcd.leader()
+    (job.share / "fail.0").touch()
+    for rank, agent in enumerate((one, two)):
+        wait_for_worker(agent, rank, 1)
+    assert end(job, one, two) == [0, 0]
+    assert rounds(one) == rounds(two) == [(0, 2), (1, 2)]
+
+
+def test_etcd_is_gone_for_good(cluster: Build) -> None:
+    """The agents end in bounded time, and say what they have lost."""
+    job = Job(cluster, "etcd", 2)
+    job.conf["store_timeout"] = 5
+    assert job.etcd is not None
+    agents = job.pair(["--nnodes=2", "--max-restarts=0"])
+    job.etcd.kill(job.etcd.members[0])
+    for agent in agents:
+        assert agent.wait(DEADLINE).returncode == 69
+        assert job.etcd.endpoint in agent.output("stderr")
+
+
+def test_the_host_of_the_tcpstore_is_killed(cluster: Build) -> None:
+    """The other node ends in bounded time, and says what it has lost and what would survive."""
+    job = Job(cluster, "c10d", 2)
+    job.conf["store_timeout"] = 5
+    one, two = job.pair(["--nnodes=1:2", "--max-restarts=0"])
+    os.kill(one.pid, signal.SIGKILL)
+    assert two.wait(DEADLINE).returncode == 69
+    wait_until_said(two, r"node1.*29400")
+    wait_until_said(two, r"etcd")
+
+
+def test_the_host_of_the_tcpstore_comes_back(cluster: Build) -> None:
+    """The job goes on where it was: in the next round, not in its first."""
+    job = Job(cluster, "c10d", 2)
+    one, two = job.pair(["--nnodes=2", "--max-restarts=0"])
+    os.kill(one.pid, signal.SIGKILL)
+    again = job.start(1, ["--nnodes=2", "--max-restarts=0"])
+    running = {0: again, 1: two}
+    ranks = {
+        int(a.wait_for_line(r"^up rank=(\d) round=1", DEADLINE)[1]): a for a in running.values()
+    }
+    assert sorted(ranks) == [0, 1]
+    for rank, agent in ranks.items():
+        wait_for_worker(agent, rank, 1)
+    assert end(job, again, two) == [0, 0]
+    assert rounds(again) == [(1, 2)]
+
+
+def test_the_host_of_the_tcpstore_is_frozen(cluster: Build) -> None:
+    """The other node cannot know that nobody decides: its workers are dead before it says so."""
+    job = Job(cluster, "c10d", 2)
+    job.conf["store_timeout"] = 5
+    one, two = job.pair(["--nnodes=1:2", "--max-restarts=0"])
+    os.kill(one.pid, signal.SIGSTOP)
+    wait_until_said(two, r"cut off|could not renew")
+    assert two.wait(DEADLINE).returncode == 69
+    wait_until_said(two, r"node1.*29400")
+    os.kill(one.pid, signal.SIGCONT)
+    job.stop()
+    assert one.wait(DEADLINE).returncode == 0
+
+
+def test_the_host_of_the_tcpstore_is_told_to_leave(cluster: Build) -> None:
+    """The job ends everywhere at once, with the signal's code and the way out."""
+    job = Job(cluster, "c10d", 2)
+    one, two = job.pair(["--nnodes=1:2", "--max-restarts=3"])
+    one.send_signal(signal.SIGTERM)
+    assert [agent.wait(DEADLINE).returncode for agent in (one, two)] == [143, 143]
+    wait_until_said(two, r"node1.*stopped by SIGTERM.*the store.*etcd")
+
+
+def test_all_agents_are_killed_and_the_job_is_started_again(cluster: Build) -> None:
+    """What they left in etcd is the same job's: it goes on in the next round, with its budget."""
+    job = Job(cluster, "etcd", 2)
+    flags = ["--nnodes=2", "--max-restarts=1"]
+    for agent in job.pair(flags):
+        os.kill(agent.pid, signal.SIGKILL)
+    again = [job.start(number, flags) for number in (1, 2)]
+    for rank, agent in enumerate(again):
+        wait_for_worker(agent, rank, 1)
+    assert end(job, *again) == [0, 0]
