@@ -4,6 +4,7 @@
 #   make test    every test
 #   make check   format, lint, types, fast tests: under a minute
 #   make bench   elaunch beside torchrun: a table, and JSON in bench-results/
+#   make bench-cluster  the same with several nodes, through a TCPStore and through etcd
 #   make clean   remove everything that the other targets made
 #
 # PYTHON=python3.12 chooses the interpreter of the virtual environment.
@@ -17,7 +18,7 @@ SETUP := setup.cfg pyproject.toml constraints.txt scripts/setup-venv.sh
 STAMP := $(VENV)/.installed-$(shell { cat $(SETUP); pwd; $(PYTHON) -V; } 2>&1 | cksum | cut -d' ' -f1)
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: demo test check bench clean venv
+.PHONY: demo test check bench bench-cluster clean venv
 
 venv: $(STAMP)
 
@@ -39,6 +40,10 @@ check: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python scripts/bench/run.py
+
+bench-cluster: $(STAMP)
+	scripts/setup-system.sh
+	$(BIN)/python scripts/bench/cluster.py
 
 clean:
 	rm -rf $(VENV) build dist bench-results .pytest_cache .mypy_cache .ruff_cache .hypothesis

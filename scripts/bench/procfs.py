@@ -11,6 +11,7 @@ import contextlib
 import os
 import select
 import signal
+import socket
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -129,3 +130,10 @@ def kill_job(directory: Path, timeout: float) -> None:
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(descriptor, signal.SIGKILL)
             wait_ended(descriptors, deadline)
+
+
+def free_port(host: str) -> int:
+    """Return a port of ``host`` that nobody listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])

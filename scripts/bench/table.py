@@ -15,12 +15,16 @@ VERDICTS = {True: "yes", False: "NO", None: "-"}
 
 def show(figures: Sequence[Figure], results: Results) -> None:
     """Print the table on stdout."""
-    rows = [row(figure, results.get(figure.key, {})) for figure in figures]
+    show_rows(COLUMNS, [row(figure, results.get(figure.key, {})) for figure in figures])
+
+
+def show_rows(columns: Sequence[str], rows: Sequence[tuple[str, ...]]) -> None:
+    """Print rows of cells below the names of their columns; the last one is the verdict."""
     if sys.stdout.isatty():
-        _show_rich(rows)
+        _show_rich(columns, rows)
         return
-    widths = [max(len(cell) for cell in column) for column in zip(COLUMNS, *rows, strict=True)]
-    for cells in (COLUMNS, *rows):
+    widths = [max(len(cell) for cell in column) for column in zip(columns, *rows, strict=True)]
+    for cells in (columns, *rows):
         padded = (cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
         print("  ".join(padded).rstrip())
 
@@ -60,8 +64,8 @@ def number(value: float, unit: Unit) -> str:
     """Return a value with its unit and three figures or so."""
     if math.isinf(value):
         return "never"
-    if unit in ("trials", "steps"):
-        return f"{value:.0f}"
+    if unit in ("trials", "steps", "count"):
+        return f"{value:,.0f}"
     digits = 1 if value >= 100 else 2 if value >= 1 else 3
     if unit == "share":
         return f"{value:.3f}"
@@ -80,11 +84,11 @@ def _target(target: Target | None, unit: Unit) -> str:
     return f"{sign} {target.limit:g}{suffix}"
 
 
-def _show_rich(rows: Sequence[tuple[str, ...]]) -> None:
+def _show_rich(columns: Sequence[str], rows: Sequence[tuple[str, ...]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(*COLUMNS)
+    table = Table(*columns)
     colours = {"yes": "green", "NO": "red"}
     for cells in rows:
         table.add_row(*cells, style=colours.get(cells[-1]))

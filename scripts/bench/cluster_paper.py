@@ -1,0 +1,153 @@
+"""A round of thousands of agents on paper: requests and bytes, from the real records' sizes.
+
+A round that follows a failure is, for each agent: the plan that ends the old one, its own word that
+it has ended, the plan of the new one, its own word that it runs. Between rounds there is nothing
+but heartbeats. What is added up is the very bytes that elaunch sends and gets, without the headers
+of TCP; a frame of gRPC counts with its 14 bytes.
+
+=========  =====================================  =================================================
+backend    for each agent and plan                for each agent and word of its own
+=========  =====================================  =================================================
+TCPStore   a wait, two reads                      a push, a heartbeat; popped and kept by the host
+etcd       an event of its watch                  a transaction; an event of the coordinator's watch
+=========  =====================================  =================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+from cluster_agents import failure_of, record_of
+from cluster_figures import C10D, OURS, Case, Figure, Options, Trial
+from figures import Sample
+
+from elaunch.rendezvous import records
+from elaunch.rendezvous.plan import Node, Plan
+
+TTL = 3.0
+RENEWALS_A_SECOND = 6 / TTL
+READINGS_A_SECOND = 12 / TTL
+RUN_ID = "pretraining-7b-4711"
+FRAME = 14
+BOOKKEEPING = 92
+"""Bytes that HTTP/2 adds to a renewal: four or five window updates, etcd's ping and its answer; as
+seen on a connection, on which there is nothing else."""
+PLANS = WORDS = 2
+"""Plans that each agent reads, and words of its own that it writes, in a round."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Requests and bytes of all agents together."""
+
+    requests: float
+    size: float
+
+
+def cases(options: Options) -> list[Case]:
+    """Return the one case; it measures nothing but sizes."""
+    agents = f"{options.paper_agents:,} agents on paper"
+    figures = (
+        Figure("paper-record", f"{agents}: bytes of one agent's record", "count"),
+        Figure("paper-plan", "… bytes of the plan", "count"),
+        Figure("paper-round-requests", "… requests in a round, of all agents", "count"),
+        Figure("paper-round-bytes", "… bytes in a round, of all agents", "MB"),
+        Figure("paper-steady-requests", "… heartbeats and readings, of all agents", "/s"),
+        Figure("paper-steady-bytes", "… bytes of one agent between rounds", "B/s"),
+    )
+    measure = partial(_measure, options.paper_agents)
+    return [Case("paper", "on paper", figures, measure, dict.fromkeys(OURS, 1))]
+
+
+def _measure(agents: int, trial: Trial) -> Mapping[str, Sample]:
+    word = records.encode(replace(record_of(agents - 1), state="ended", round=41), None)
+    plan = records.encode(plan_of(agents), None)
+    costs = _tcp if trial.column == C10D else _etcd
+    in_round, steady = costs(agents, word, plan)
+    return {
+        "paper-record": Sample(float(len(word))),
+        "paper-plan": Sample(float(len(plan))),
+        "paper-round-requests": Sample(in_round.requests),
+        "paper-round-bytes": Sample(in_round.size / 1e6),
+        "paper-steady-requests": Sample(steady.requests),
+        "paper-steady-bytes": Sample(steady.size / agents),
+    }
+
+
+def plan_of(agents: int) -> Plan:
+    """Return the plan that ends a round of so many nodes after a failure."""
+    said = [record_of(number) for number in range(agents)]
+    nodes = [Node(f"{n:06x}", r.host, r.addr, r.slots, r.role) for n, r in enumerate(said)]
+    checkpoint = {"path": "/shared/run/step_00120000", "step": 120000, "format": "dcp"}
+    return Plan(
+        "5eed1234",
+        round=41,
+        phase="ending",
+        reason="worker rank 8 on node1 exited with 1",
+        cause="failure",
+        nodes=tuple(nodes),
+        master_addr=said[0].addr,
+        master_port=said[0].port,
+        checkpoint=checkpoint,
+        failure=failure_of(1).to_dict(),
+        coordinator=nodes[0].name,
+    )
+
+
+def _tcp(agents: int, word: bytes, plan: bytes) -> tuple[Cost, Cost]:
+    from elaunch.store import tcphost, tcpwire
+
+    root, name, version = f"{RUN_ID}/", "00abcd", "123"
+    put = tcphost.put_notice(name, TTL, word)
+    beat = len(tcpwire.add(f"{root}c/{name}", 1)) + 8
+    kept = len(tcpwire.put(f"{root}s/{name}", b"+" + word))
+    told = len(tcpwire.push(root + "in", put)) + beat
+    told += len(tcpwire.pop(root + "in")) + 8 + 8 + len(put) + kept
+    post = len(tcpwire.wait(f"{root}b/{version}")) + 1 + 8 + len(plan)
+    post += len(tcpwire.get(root + "head")) + 8 + len(version)
+    post += len(tcpwire.get(f"{root}b/{version}"))
+    posted = len(tcpwire.put(f"{root}b/{version}", plan))
+    in_round = Cost(agents * (PLANS * 3 + WORDS * 4), agents * (PLANS * post + WORDS * told))
+    in_round = Cost(in_round.requests + PLANS * 3, in_round.size + PLANS * posted)
+
+    reading = len(tcpwire.multi_get([f"{root}c/{name}"] * agents)) + agents * (8 + 5)
+    size = agents * beat * RENEWALS_A_SECOND + reading * READINGS_A_SECOND
+    return in_round, Cost(agents * RENEWALS_A_SECOND + READINGS_A_SECOND, size)
+
+
+def _etcd(agents: int, word: bytes, plan: bytes) -> tuple[Cost, Cost]:
+    from elaunch.store import etcdload
+    from elaunch.store.etcdplace import keys_of
+    from elaunch.store.etcdtxn import Transactions
+
+    loaded: Any = etcdload.load()
+    rpc, keys = loaded.rpc, keys_of("/elaunch", RUN_ID)
+    txns = Transactions(SimpleNamespace(loaded=loaded))  # type: ignore[arg-type]
+    key, lease, revision = keys.agent("00abcd"), 7587880122438512659, 10_000_000
+    still = txns.created(key, revision)
+    header = {"cluster_id": 2**63, "member_id": 2**63, "revision": revision, "raft_term": 5}
+
+    def framed(message: Any) -> int:
+        return int(message.ByteSize()) + FRAME
+
+    def event(key: bytes, value: bytes) -> int:
+        answer = rpc.WatchResponse(header=header, watch_id=1)
+        seen = answer.events.add().kv
+        seen.key, seen.value, seen.version = key, value, 123
+        seen.create_revision = seen.mod_revision = revision
+        return framed(answer)
+
+    write = rpc.TxnRequest(compare=[still], success=[txns.put(key, word, lease)])
+    answered = rpc.TxnResponse(header=header, succeeded=True)
+    told = framed(write) + framed(answered) + event(key, word)
+    post = event(keys.board, b"123\n" + plan)
+    in_round = Cost(agents * (PLANS + WORDS * 2) + PLANS, agents * (PLANS * post + WORDS * told))
+
+    renewal = framed(rpc.LeaseKeepAliveRequest(ID=lease))
+    renewal += framed(rpc.LeaseKeepAliveResponse(header=header, ID=lease, TTL=3)) + BOOKKEEPING
+    steady = Cost(agents * RENEWALS_A_SECOND, agents * renewal * RENEWALS_A_SECOND)
+    return in_round, steady
