@@ -18,6 +18,9 @@ BACKENDS = ("etcd", "c10d")
 DEADLINE = 45.0
 """Seconds for what takes a few: the machine may be busy."""
 
+LOST = "(was lost: no heartbeat for 3 s|is gone: it has left, or was lost with the coordinator)"
+"""How a node that was killed is told of; the second by who has taken over from it."""
+
 Build = Callable[[int], Cluster]
 
 

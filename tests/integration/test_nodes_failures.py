@@ -13,6 +13,7 @@ from tests.integration.jobs import ACT
 from tests.integration.nodes import (
     BACKENDS,
     DEADLINE,
+    LOST,
     Build,
     Job,
     end,
@@ -75,7 +76,7 @@ def test_a_killed_agent_is_missed_and_welcome_again(cluster: Build, backend: str
     os.kill(two.pid, signal.SIGKILL)
     wait_for_worker(one, 0, 1)
     assert job.at("seen", 0, 1) < job.at("began", 1, 0)
-    wait_until_said(one, r"node node2 \(10\.20\.0\.2\) was lost: no heartbeat for 3 s")
+    wait_until_said(one, rf"node node2 \(10\.20\.0\.2\) {LOST}")
     again = job.start(2, STRETCHED)
     wait_for_worker(again, 1, 2)
     wait_for_worker(one, 0, 2)
