@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from elaunch import env
 from elaunch.agent import errorfile, eventlog, events, jobpolicy, policy, seeker
@@ -27,7 +28,6 @@ from elaunch.agent.journal import Journal
 from elaunch.agent.narrator import Narrator
 from elaunch.agent.report import write_launcher_file
 from elaunch.agent.reporter import Reporter
-from elaunch.agent.spokesman import Spokesman
 from elaunch.agent.state import (
     Action,
     Backoff,
@@ -49,6 +49,9 @@ from elaunch.agent.state import (
 from elaunch.config import Settings
 from elaunch.endings import how_it_ended
 from elaunch.errors import ServerError, UsageError
+
+if TYPE_CHECKING:
+    from elaunch.agent.spokesman import Spokesman
 
 log = logging.getLogger("elaunch")
 
