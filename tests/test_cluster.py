@@ -17,6 +17,8 @@ from tests import netns
 from tests.cluster import Cluster, Node, freeze, thaw
 from tests.launching import Running, wait_until
 
+pytestmark = pytest.mark.slow
+
 Build = Callable[[int], Cluster]
 
 # Says hello to whoever connects, and stays to read what they say.

@@ -21,6 +21,8 @@ from elaunch.store.protocol import Change, Post
 from tests.etcdserver import Cluster, Member, free_port, make_identity, own_address
 from tests.etcdserver import etcd as serve
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent.parent
 LONG = 30.0
 """Seconds that something may take on a busy machine before the test gives it up."""

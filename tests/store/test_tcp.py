@@ -25,6 +25,8 @@ from elaunch.store.protocol import Change, Post, Store
 from elaunch.store.tcphost import Notice, read_notice
 from tests.store.test_contract import LONG, beside, collect, read_until, until
 
+pytestmark = pytest.mark.slow
+
 HOST = """
 import socket, sys
 from elaunch.store import tcp
