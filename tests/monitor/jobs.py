@@ -14,6 +14,7 @@ from elaunch.rendezvous.plan import AgentRecord, Node, Plan
 from elaunch.rendezvous.records import encode
 from elaunch.store.protocol import Store
 from tests.etcdserver import etcd
+from tests.launching import wait_until
 from tests.store.backends import TcpCluster
 
 TTL = 60.0
@@ -132,6 +133,8 @@ class PlayedJob:
             self.stores.append(store)
             members.append(Node(name, f"node{number}", f"10.0.0.{number}", 2, "default"))
         assert self.stores[0].await_lead(members[0].name, 20.0)
+        # A TCPStore's readers learn of who comes a moment later than its host.
+        wait_until(lambda: len(self.stores[0].roster()) == nodes, what="all are on the roster")
         self.version = 0
         self.plan = Plan("maple", coordinator=members[0].name)
         self.post(phase="running", round=0, reason="all nodes are there", nodes=tuple(members))
