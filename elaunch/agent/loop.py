@@ -287,8 +287,9 @@ class Agent:
                     write_launcher_file(self._made, os.environ)
             return
         if state.first is not None and self._made is None:
-            self._note_report(self._reporter.report(state, "nothing"))
-            self._spokesman.keep(self._made)
+            made = self._reporter.report(state, "nothing")
+            self._note_report(made)
+            self._spokesman.keep(made)
         self._tell_cause(self._spokesman, state, final)
         if final:
             self._tell_end(self._spokesman, state)

@@ -86,9 +86,9 @@ class Spokesman:
         )
         self._meeting.tell(self._record)
 
-    def keep(self, report: FailureReport | None) -> None:
+    def keep(self, report: FailureReport) -> None:
         """Keep the cause of this node's failure in the words that other nodes will print."""
-        self._text = "" if report is None else render_cause(report)[:MAX_TEXT]
+        self._text = render_cause(report)[:MAX_TEXT]
 
     def _failure(self, state: State) -> dict[str, Any] | None:
         if not state.failed:
@@ -170,15 +170,9 @@ class Spokesman:
             environ, code or 1, None, words.failure(found), str(found.get("text", ""))
         )
 
-    def leave(self, state: State | None = None, reason: str = "") -> None:
+    def leave(self) -> None:
         """Take this agent off the roster; waits a bounded time for others to hear the end."""
-        if self._record is not None and reason and (state is None or _job_goes_on(state)):
-            self._meeting.tell(replace(self._record, state="leaving", reason=reason))
         self._meeting.leave(LEAVE_DEADLINE)
-
-
-def _job_goes_on(state: State) -> bool:
-    return state.plan is None or state.plan.phase != "over"
 
 
 def _reason(state: State) -> str:
