@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import shutil
 import signal
 import sys
@@ -27,7 +26,7 @@ import machine
 import procfs
 import table
 from cluster_figures import COLUMNS, Case, Figure, Options, Trial, is_met, show
-from figures import Results, Sample, median
+from figures import Results, Sample, as_json, finite, median
 from job import CLEAN_UP_SECONDS, JobError
 
 FAMILIES: dict[str, Callable[[Options], list[Case]]] = {
@@ -167,9 +166,9 @@ def _write(
             **asdict(figure),
             "columns": {
                 column: {
-                    "median": _finite(median(samples)),
+                    "median": finite(median(samples)),
                     "met": is_met(figure, column, samples),
-                    "samples": [_as_json(sample) for sample in samples],
+                    "samples": [as_json(sample) for sample in samples],
                 }
                 for column, samples in results[figure.key].items()
             },
@@ -179,16 +178,6 @@ def _write(
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**head, "figures": lines}, indent=1) + "\n", encoding="utf-8")
     print(f"all samples: {path}")
-
-
-def _as_json(sample: Sample) -> dict[str, Any]:
-    never = sample.value is not None and math.isinf(sample.value)
-    found = {"value": _finite(sample.value), "never": never, "note": sample.note}
-    return {**found, "detail": dict(sample.detail)}
-
-
-def _finite(value: float | None) -> float | None:
-    return None if value is None or math.isinf(value) else value
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

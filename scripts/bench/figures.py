@@ -135,3 +135,15 @@ def is_met(target: Target, by_launcher: Mapping[str, Sequence[Sample]]) -> bool 
         return middle >= target.limit
     compared = ratio(by_launcher)
     return None if compared is None else compared <= target.limit
+
+
+def as_json(sample: Sample) -> dict[str, Any]:
+    """Return a sample as JSON-able data: what never came has no value and says so."""
+    never = sample.value is not None and math.isinf(sample.value)
+    found = {"value": finite(sample.value), "never": never, "note": sample.note}
+    return {**found, "detail": dict(sample.detail)}
+
+
+def finite(value: float | None) -> float | None:
+    """Return ``value``, or None for what never came: JSON has no infinity."""
+    return None if value is None or math.isinf(value) else value

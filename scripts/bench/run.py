@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import math
 import shutil
 import signal
 import sys
@@ -25,7 +24,18 @@ import machine
 import procfs
 import table
 from families import commands, empty, goodput, idle, notice, recovery, start, teardown
-from figures import Case, Figure, Options, Results, Sample, Trial, is_met, median
+from figures import (
+    Case,
+    Figure,
+    Options,
+    Results,
+    Sample,
+    Trial,
+    as_json,
+    finite,
+    is_met,
+    median,
+)
 from job import CLEAN_UP_SECONDS, Job, JobError
 from launchers import ELAUNCH, TORCHRUN, Launcher, find
 
@@ -173,8 +183,8 @@ def _write(
             "met": is_met(figure.target, results[figure.key]) if figure.target else None,
             "launchers": {
                 name: {
-                    "median": _finite(median(samples)),
-                    "samples": [_as_json(sample) for sample in samples],
+                    "median": finite(median(samples)),
+                    "samples": [as_json(sample) for sample in samples],
                 }
                 for name, samples in results[figure.key].items()
             },
@@ -184,16 +194,6 @@ def _write(
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**head, "figures": lines}, indent=1) + "\n", encoding="utf-8")
     print(f"all samples: {path}")
-
-
-def _as_json(sample: Sample) -> dict[str, Any]:
-    never = sample.value is not None and math.isinf(sample.value)
-    found = {"value": _finite(sample.value), "never": never, "note": sample.note}
-    return {**found, "detail": dict(sample.detail)}
-
-
-def _finite(value: float | None) -> float | None:
-    return None if value is None or math.isinf(value) else value
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
