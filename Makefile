@@ -36,7 +36,7 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(PYTEST) -q -m "not slow" --timeout 60
+	$(PYTEST) -q -m "not slow"
 
 bench: $(STAMP)
 	$(BIN)/python scripts/bench/run.py

@@ -89,7 +89,7 @@ class Node:
         """Start ``elaunch ARGS`` here; see ``popen``."""
         return self.popen([sys.executable, "-m", "elaunch", *args], env, clock=clock)
 
-    def run(self, argv: Sequence[Word], deadline: float = 30.0) -> subprocess.CompletedProcess[str]:
+    def run(self, argv: Sequence[Word], deadline: float = 60.0) -> subprocess.CompletedProcess[str]:
         """Run any command here to its end."""
         return self.popen(argv).wait(deadline)
 
@@ -315,7 +315,7 @@ def thaw(pid: int) -> None:
 
 def _end(process: subprocess.Popen[str] | subprocess.Popen[bytes]) -> None:
     process.kill()
-    process.wait(10.0)
+    process.wait(60.0)
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
             with suppress(BrokenPipeError):

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests import netns
 from tests.cluster import Cluster
@@ -19,8 +19,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell ignores SIGINT for what it starts in the background, and commands would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Tests run beside others on a busy machine: how long one example takes says nothing.
-settings.register_profile("project", deadline=None)
+# Tests run beside others on a busy machine: how long examples take says nothing.
+settings.register_profile("project", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("project")
 
 

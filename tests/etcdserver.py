@@ -24,7 +24,7 @@ import pytest
 
 from elaunch.store.etcdplace import EtcdPlace
 
-START_DEADLINE = 30.0
+START_DEADLINE = 60.0
 """Seconds for a cluster to elect its leader; it takes about one on a machine that is not busy."""
 
 
@@ -99,7 +99,7 @@ class Member:
         """End it as ``kill -9`` does."""
         if self.process is not None:
             self.process.kill()
-            self.process.wait(10)
+            self.process.wait(60)
             self.process = None
 
     def freeze(self) -> None:
@@ -160,7 +160,14 @@ class Cluster:
         """Return the member that listens at ``host:port``."""
         return next(m for m in self.members if f"{m.host}:{m.port}" == address)
 
-    def call(self, service: str, method: str, request: Any, member: Member | None = None) -> Any:
+    def call(
+        self,
+        service: str,
+        method: str,
+        request: Any,
+        member: Member | None = None,
+        timeout: float = 60.0,
+    ) -> Any:
         """Ask one member something through gRPC, as root if there are users."""
         from elaunch.store import etcdload
 
@@ -175,7 +182,7 @@ class Cluster:
             channel = loaded.grpc.secure_channel(target, credentials, options)
         with channel:
             return getattr(getattr(loaded.rpc, f"{service}Stub")(channel), method)(
-                request, timeout=5.0
+                request, timeout=timeout
             )
 
     def compact(self, member: Member | None = None) -> None:
@@ -227,7 +234,7 @@ class Cluster:
 
         loaded = etcdload.load()
         try:
-            return self.call("Maintenance", "Status", loaded.rpc.StatusRequest(), member)
+            return self.call("Maintenance", "Status", loaded.rpc.StatusRequest(), member, 5.0)
         except loaded.grpc.RpcError:
             return None
 

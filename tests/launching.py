@@ -25,7 +25,7 @@ from typing import IO, Literal
 MARKER = "TEST_RUN_MARKER"
 """Name of the variable that every process of a test's runs carries."""
 
-LEFTOVER_SECONDS = 5.0
+LEFTOVER_SECONDS = 20.0
 """How long a process may take to disappear after the command that started it has ended."""
 
 _FOREIGN = re.compile(r"^(PET_|ELAUNCH_|TORCHELASTIC_|PYTEST_|TORCH_ELASTIC_)")
@@ -50,9 +50,12 @@ def clean_environment(state: Path) -> dict[str, str]:
 def wait_until(condition: Callable[[], object], deadline: float = 30.0, what: str = "") -> None:
     """Wait until ``condition()`` is true; after ``deadline`` seconds the test fails."""
     until = time.monotonic() + deadline
+    late = False
     while not condition():
-        assert time.monotonic() < until, f"not within {deadline} s: {what or condition}"
+        # One more look is taken after the deadline: this process may itself have been held up.
+        assert not late, f"not within {deadline} s: {what or condition}"
         time.sleep(0.01)
+        late = time.monotonic() >= until
 
 
 @dataclass
@@ -148,7 +151,9 @@ class Running:
             raise AssertionError(f"still runs after {deadline} s\n{self._transcript()}") from None
         with self._changed:
             # A process that was left behind may hold the pipes open: the teardown names it.
-            self._changed.wait_for(lambda: all(o.ended for o in self._outputs.values()), 5.0)
+            self._changed.wait_for(
+                lambda: all(o.ended for o in self._outputs.values()), LEFTOVER_SECONDS
+            )
         return subprocess.CompletedProcess(
             self.argv, code, self.output("stdout"), self.output("stderr")
         )
@@ -161,7 +166,7 @@ class Running:
         """Kill the command where it still runs."""
         if self.process.poll() is None:
             self.process.kill()
-            self.process.wait(10.0)
+            self.process.wait(60.0)
 
     def _transcript(self) -> str:
         return f"{self.argv}\n--- stdout\n{self.output()}\n--- stderr\n{self.output('stderr')}"

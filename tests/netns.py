@@ -54,7 +54,7 @@ def problem() -> str | None:
         ["unshare", "--net", "--mount", "--uts", "true"],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=60,
         check=False,
     )
     return f"no namespaces here: {tried.stderr.strip()}" if tried.returncode else None
@@ -106,7 +106,7 @@ class Machine:
             input=text,
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=60,
             check=False,
         )
         assert done.returncode == 0, f"{self.name}: {argv}: {done.stderr}\n{text}"
@@ -125,7 +125,7 @@ class Machine:
         for pipe in (self._unshare.stdin, self._unshare.stdout, self._unshare.stderr):
             assert pipe is not None
             pipe.close()
-        self._unshare.wait(10.0)
+        self._unshare.wait(60.0)
 
 
 def keeper(machines: Sequence[Machine]) -> subprocess.Popen[bytes]:
@@ -147,7 +147,7 @@ def in_networks(networks: Collection[int]) -> set[int]:
     return found
 
 
-def kill(networks: Collection[int], spared: Collection[int] = (), deadline: float = 10.0) -> None:
+def kill(networks: Collection[int], spared: Collection[int] = (), deadline: float = 60.0) -> None:
     """Kill all processes in some networks, also those that are forked meanwhile, but the spared."""
     until = time.monotonic() + deadline
     while left := in_networks(networks) - set(spared):

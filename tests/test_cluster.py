@@ -47,7 +47,7 @@ began = time.monotonic()
 print("name", socket.gethostname(), socket.getfqdn())
 print("mapped", socket.getnameinfo(("::ffff:10.20.0.1", 80), 0)[0])
 print("six", socket.getaddrinfo("node1-v6", 80, type=socket.SOCK_STREAM)[0][4][0])
-print("took", time.monotonic() - began < 2.0)
+print("took", time.monotonic() - began < 5.0)
 print("monotonic", time.monotonic())
 print("home", os.environ["HOME"], os.environ["TMPDIR"], os.environ["XDG_STATE_HOME"])
 """
@@ -287,5 +287,5 @@ def test_nothing_remains_when_the_test_itself_is_killed(
         nets = {int(word) for word in test.stdout.readline().split()[1:]}
         assert len(nets) == 2 and netns.in_networks(nets)
         os.killpg(test.pid, ending)
-        wait_until(lambda: not netns.in_networks(nets), 20.0)
-    test.wait(10.0)
+        wait_until(lambda: not netns.in_networks(nets))
+    test.wait(60.0)

@@ -29,10 +29,10 @@ def test_a_process_that_is_left_behind_is_named_and_killed(
     code = LEAVER.replace("{CLEARED}", cleared)
     running = launcher.start_command([sys.executable, "-c", code])
     running.wait_for_line("^up$")
-    running.process.wait(10.0)
+    running.process.wait(60.0)
     with pytest.raises(AssertionError, match=r"left behind: .*time\.sleep\(60\)"):
         launcher.close()
-    launching.wait_until(lambda: launcher.leftovers() == {}, 10.0)  # SIGKILL takes its moment
+    launching.wait_until(lambda: launcher.leftovers() == {})  # SIGKILL takes its moment
 
 
 def test_a_line_that_never_comes_fails_with_the_transcript(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from elaunch.agent.logs import LogPlan, LogPump
 
-SECONDS = 20.0
+SECONDS = 60.0
 """Deadline for anything that is to happen."""
 
 

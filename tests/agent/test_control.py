@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import os
@@ -19,11 +20,33 @@ from pathlib import Path
 import pytest
 
 from elaunch.agent import control
-from elaunch.agent.control import ControlSocket, may_ask, peer_uid
-from elaunch.control import ask, short_address
+from elaunch.agent.control import (
+    CLIENT_DEADLINE_S,
+    REQUEST_DEADLINE_S,
+    ControlSocket,
+    may_ask,
+    peer_uid,
+)
+from elaunch.control import ask as ask_agent
+from elaunch.control import short_address
 from elaunch.errors import RunDirError
+from tests.launching import wait_until
 
 STATUS = {"op": "status"}
+LONG = 60.0
+"""Seconds that an answer may take on a busy machine."""
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give clients on a busy machine the time for a request; what drops them sets its own."""
+    monkeypatch.setattr(control, "REQUEST_DEADLINE_S", LONG)
+    monkeypatch.setattr(control, "CLIENT_DEADLINE_S", 2 * LONG)
+
+
+def ask(path: Path, request: Mapping[str, object], timeout: float = LONG) -> dict[str, object]:
+    """Ask, and be patient."""
+    return ask_agent(path, request, timeout)
 
 
 @contextmanager
@@ -38,9 +61,13 @@ def served(
         server.close()
 
 
+def threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate()]
+
+
 def connected(path: Path) -> socket.socket:
     client = socket.socket(socket.AF_UNIX)
-    client.settimeout(10)
+    client.settimeout(LONG)
     with short_address(path) as address:
         client.connect(address)
     return client
@@ -63,7 +90,7 @@ def test_many_clients_at_once(tmp_path: Path) -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(10)
+            thread.join(LONG)
     assert answers == [{"state": "RUNNING"}] * 40
 
 
@@ -141,23 +168,25 @@ def test_garbage_is_answered_with_an_error(tmp_path: Path, line: bytes) -> None:
         assert ask(tmp_path / "agent.sock", STATUS) == {"state": "RUNNING"}
 
 
-def test_a_silent_client_is_dropped_in_time_for_the_next(tmp_path: Path) -> None:
+def test_a_silent_client_is_dropped_in_time_for_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert inspect.signature(ask_agent).parameters["timeout"].default > REQUEST_DEADLINE_S
+    monkeypatch.setattr(control, "REQUEST_DEADLINE_S", REQUEST_DEADLINE_S)
     with served(tmp_path / "agent.sock"), connected(tmp_path / "agent.sock") as silent:
         silent.sendall(b'{"op": "sta')
-        began = time.monotonic()
         assert ask(tmp_path / "agent.sock", STATUS) == {"state": "RUNNING"}
         assert silent.recv(1) == b""
-        assert time.monotonic() - began < 2
 
 
-def test_a_client_that_trickles_is_dropped(tmp_path: Path) -> None:
+def test_a_client_that_trickles_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "REQUEST_DEADLINE_S", REQUEST_DEADLINE_S)
     with served(tmp_path / "agent.sock"), connected(tmp_path / "agent.sock") as slow:
         began = time.monotonic()
         with pytest.raises((BrokenPipeError, ConnectionResetError)):
-            while time.monotonic() - began < 10:
+            while time.monotonic() - began < LONG:
                 slow.sendall(b" ")
                 threading.Event().wait(0.05)
-        assert time.monotonic() - began < 2
 
 
 def test_a_huge_line_is_dropped(tmp_path: Path) -> None:
@@ -167,15 +196,16 @@ def test_a_huge_line_is_dropped(tmp_path: Path) -> None:
         assert ask(tmp_path / "agent.sock", STATUS) == {"state": "RUNNING"}
 
 
-def test_a_client_that_hangs_up_or_does_not_read_disturbs_nobody(tmp_path: Path) -> None:
-    large = {"x": "x" * (1 << 24)}
+def test_a_client_that_hangs_up_or_does_not_read_disturbs_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "CLIENT_DEADLINE_S", CLIENT_DEADLINE_S)
+    large = {"x": "x" * (1 << 20)}
     with served(tmp_path / "agent.sock", lambda: large):
         connected(tmp_path / "agent.sock").close()
         with connected(tmp_path / "agent.sock") as deaf:
             deaf.sendall(b'{"op": "status"}\n')
-            began = time.monotonic()
-            assert ask(tmp_path / "agent.sock", STATUS, timeout=10) == large
-            assert time.monotonic() - began < 4
+            assert ask(tmp_path / "agent.sock", STATUS) == large
 
 
 def test_a_snapshot_that_fails_is_logged_and_the_next_is_answered(
@@ -197,15 +227,13 @@ def test_a_snapshot_that_fails_is_logged_and_the_next_is_answered(
 
 def test_an_agent_that_does_not_answer(tmp_path: Path) -> None:
     stuck = threading.Event()
-    with served(tmp_path / "agent.sock", lambda: {"waited": stuck.wait(20)}) as server:
-        began = time.monotonic()
+    with served(tmp_path / "agent.sock", lambda: {"waited": stuck.wait(LONG)}) as server:
         with pytest.raises(TimeoutError):
             ask(tmp_path / "agent.sock", STATUS, timeout=0.3)
-        assert time.monotonic() - began < 1.5
-        began = time.monotonic()
         server.close()
-        assert time.monotonic() - began < control.JOIN_S + 1
+        assert "control" in threads()  # it was not waited for
         stuck.set()
+    wait_until(lambda: "control" not in threads())
 
 
 def test_a_full_backlog_is_a_timeout(tmp_path: Path) -> None:
@@ -217,19 +245,18 @@ def test_a_full_backlog_is_a_timeout(tmp_path: Path) -> None:
             began = time.monotonic()
             with pytest.raises(TimeoutError):
                 ask(path, STATUS, timeout=0.3)
-            assert 0.2 < time.monotonic() - began < 1.5
+            assert 0.2 < time.monotonic() - began < LONG
 
 
-def test_close_ends_the_thread_at_once(tmp_path: Path) -> None:
+def test_close_ends_the_thread_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "JOIN_S", LONG / 2)  # less than the clients may take
     for clients in (0, 1, 3) * 5:
         with served(tmp_path / "agent.sock") as server:
             held = [connected(tmp_path / "agent.sock") for _ in range(clients)]
-            began = time.monotonic()
             server.close()
-            assert time.monotonic() - began < 0.5
+            assert "control" not in threads()
             for client in held:
                 client.close()
-    assert not [thread for thread in threading.enumerate() if thread.name == "control"]
 
 
 def test_close_before_start(tmp_path: Path) -> None:
@@ -269,7 +296,7 @@ def test_another_user_gets_no_answer() -> None:
                 user=65534,
                 capture_output=True,
                 text=True,
-                timeout=20,
+                timeout=60,
                 cwd="/",
             )
             assert "RUNNING" not in done.stdout
@@ -313,6 +340,6 @@ server.close()
             process.stdin.write("\n")
             process.stdin.flush()
             assert process.stdout.readline() == "True\n"
-        assert ask(path, STATUS, timeout=10) == {"state": "RUNNING"}
+        assert ask(path, STATUS) == {"state": "RUNNING"}
         process.stdin.close()
-        assert process.wait(10) == 0
+        assert process.wait(60) == 0

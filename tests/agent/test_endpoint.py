@@ -14,7 +14,7 @@ from elaunch.errors import UsageError
 
 def connect(host: str, port: int) -> None:
     """Connect as a worker would, and hang up."""
-    socket.create_connection((host, port), timeout=5).close()
+    socket.create_connection((host, port), timeout=60).close()
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.agent.logs import LogPlan, LogPump
+from elaunch.agent.logs import CONSOLE_PATIENCE, LogPlan, LogPump
 from tests.agent.logrig import SECONDS, Reader, Rig, both, eventually, worker, written
 
 WRITE_ALL = """
@@ -270,7 +270,7 @@ def test_a_process_that_keeps_the_pipe(rig: Callable[..., Rig], tmp_path: Path) 
     eventually(lambda: one.pump.tail(1) == ["still here"])
     started = time.monotonic()
     assert not one.pump.finish_round(0.3)
-    assert 0.3 <= time.monotonic() - started < 2.0
+    assert time.monotonic() - started >= 0.3
     assert written(tmp_path, 1, "stderr", round=3) == b"still here"
     one.err.wait_for(b"elaunch: a process still holds open: rank 5 stderr; it is no longer read\n")
     os.close(release)
@@ -312,7 +312,7 @@ def test_a_console_that_is_never_read_again(tmp_path: Path) -> None:
     started = time.monotonic()
     assert pump.finish_round(0.2)
     pump.close(0.2)
-    assert time.monotonic() - started < 3.0
+    assert time.monotonic() - started < CONSOLE_PATIENCE / 2
     assert written(tmp_path, 0) == b"0123456789" * 200_000
     close_all((console_read, console))
 

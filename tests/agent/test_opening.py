@@ -53,7 +53,7 @@ def free_port() -> int:
 
 def meeting(port: int, **changes: Any) -> RendezvousSettings:
     """Return settings for an endpoint on this machine."""
-    given = {"backend": "c10d", "endpoints": (("127.0.0.1", port),), "connect_timeout": 20.0}
+    given = {"backend": "c10d", "endpoints": (("127.0.0.1", port),), "connect_timeout": 60.0}
     return RendezvousSettings(**{**given, **changes})
 
 
@@ -76,7 +76,7 @@ def test_the_first_on_a_machine_hosts_and_the_second_is_its_client(
     stores.append(two.open())
     stack.callback(stores[1].close)
     assert (one.hosts, two.hosts) == (True, False)
-    stores[1].enrol("aa", b"a record", 3.0)
+    stores[1].enrol("aa", b"a record", 60.0)
     wait_until(lambda: set(stores[0].roster()) == {"aa"})
 
 

@@ -135,7 +135,7 @@ def fsdp2_directory(folder: Path) -> Path:
         for rank in range(2)
     ]
     try:
-        errors = [rank.communicate(timeout=60)[1] for rank in ranks]
+        errors = [rank.communicate(timeout=110)[1] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

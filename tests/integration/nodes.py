@@ -15,8 +15,8 @@ from tests.launching import Running, wait_until
 
 STEPS = Path(__file__).with_name("jobs") / "steps.py"
 BACKENDS = ("etcd", "c10d")
-DEADLINE = 45.0
-"""Seconds for what takes a few: the machine may be busy."""
+DEADLINE = 90.0
+"""Seconds for what takes a few: the machine may be busy. A worker that waits does for longer."""
 
 LOST = "(was lost: no heartbeat for 3 s|is gone: it has left, or was lost with the coordinator)"
 """How a node that was killed is told of; the second by who has taken over from it."""

@@ -47,10 +47,10 @@ def test_two_runs_of_the_tutorial_do_not_clash(elaunch: Launcher, tmp_path: Path
         elaunch.start(["run", *SPAWN, "--nproc-per-node=2", f"--run-id={name}", script, go, mine])
         for name, mine in zip("AB", saved, strict=True)
     ]
-    wait_until(lambda: all(mine.exists() for mine in saved), 30, "both have saved")
+    wait_until(lambda: all(mine.exists() for mine in saved), what="both have saved")
     go.touch()
     for name, running in zip("AB", runs, strict=True):
-        done = running.wait(30)
+        done = running.wait()
         assert done.returncode == 0, done.stderr
         assert done.stdout.splitlines() == [f"loaded {name}"] * 2
         assert "TMPDIR" not in done.stderr
@@ -82,7 +82,7 @@ def test_a_low_limit_on_open_files(elaunch: Launcher, tmp_path: Path, limits: st
         "import resource\nprint('soft', resource.getrlimit(resource.RLIMIT_NOFILE)[0])\n"
     )
     command = [sys.executable, "-m", "elaunch", "run", *SPAWN, "--nproc-per-node=32", script]
-    done = elaunch.start_command(["prlimit", f"--nofile={limits}", *command]).wait(60)
+    done = elaunch.start_command(["prlimit", f"--nofile={limits}", *command]).wait()
     if limits == "64:":
         assert done.returncode == 0, done.stderr
         assert done.stdout.splitlines() == ["soft 64"] * 32
@@ -96,20 +96,25 @@ def test_the_exit_code_stands_once_it_is_known(elaunch: Launcher) -> None:
     """A signal that comes while the command ends does not replace the failed worker's code."""
     for delay in (0.0, 0.005, 0.01, 0.02, 0.03):
         running = elaunch.start(act(SPAWN, "exit=5", nproc=1))
-        running.wait_for_line(r"exited with code 5; --max-restarts is 0", 20, "stderr")
+        running.wait_for_line(r"exited with code 5; --max-restarts is 0", stream="stderr")
         time.sleep(delay)
         running.send_signal(signal.SIGTERM)
-        assert running.wait(20).returncode == 5
+        assert running.wait().returncode == 5
 
 
 def test_the_users_signal_shortens_the_siblings_grace(elaunch: Launcher, tmp_path: Path) -> None:
     """--shutdown-timeout holds there, too, and the status says that no restart follows."""
-    flags = ["--sibling-grace=60", "--shutdown-timeout=0.5", "--max-restarts=3", "--run-id=hurried"]
+    flags = [
+        "--sibling-grace=300",
+        "--shutdown-timeout=0.5",
+        "--max-restarts=3",
+        "--run-id=hurried",
+    ]
     words = ["stubborn", f"meet={tmp_path}", "1:exit=7", "wait"]  # nobody fails before both are
     running = elaunch.start(act(SPAWN, *words, flags=flags))
-    running.wait_for_line(r"stopping the other 1 worker", 20, "stderr")
+    running.wait_for_line(r"stopping the other 1 worker", stream="stderr")
     running.send_signal(signal.SIGTERM)
-    done = running.wait(20)
+    done = running.wait()
     assert done.returncode == 7
     assert any("being stopped already; no restart" in line for line in agent_lines(done.stderr))
 
@@ -160,8 +165,11 @@ def test_workers_start_and_end_while_interrupted_early(elaunch: Launcher) -> Non
         running = elaunch.start(act(SPAWN, "say=up", "sleep=5", nproc=1))
         time.sleep(delay)
         running.send_signal(signal.SIGINT)
-        assert running.wait(20).returncode in (130, -signal.SIGINT)
+        done = running.wait()
+        # An interpreter that is still looking for its packages ends with 1, before any of elaunch.
+        before = done.returncode == 1 and "Failed to import the site module" in done.stderr
+        assert before or done.returncode in (130, -signal.SIGINT), done.stderr
     running = elaunch.start(act(SPAWN, "say=up", "wait", nproc=1))
     wait_for_workers(running, nproc=1)
     running.send_signal(signal.SIGINT)
-    assert running.wait(20).returncode == 130
+    assert running.wait().returncode == 130

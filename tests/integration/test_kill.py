@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -59,25 +60,25 @@ def test_the_agent_is_killed(elaunch: Launcher, method: Method, place: Path) -> 
     running = start_families(elaunch, method, place, "wait")
     assert len(elaunch.leftovers()) > 12
     running.send_signal(signal.SIGKILL)
-    wait_until_gone(elaunch, 2.0)
+    wait_until_gone(elaunch)
 
 
 def test_the_agents_process_group_is_killed(elaunch: Launcher, place: Path) -> None:
     """As a job control shell or a batch system does it."""
     running = start_families(elaunch, SPAWN, place, "wait")
     os.killpg(running.pid, signal.SIGKILL)
-    wait_until_gone(elaunch, 2.0)
+    wait_until_gone(elaunch)
 
 
 def test_the_agent_is_killed_while_the_server_imports(elaunch: Launcher, place: Path) -> None:
     """The server is in an import that takes its time."""
-    (place / "slow.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
+    (place / "slow.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(110)\n")
     running = elaunch.start(
         act(("--preload", "slow"), "wait"), env={"PYTHONPATH": str(place)}, cwd=place
     )
     running.wait_for_line("importing")
     running.send_signal(signal.SIGKILL)
-    wait_until_gone(elaunch, 2.0)
+    wait_until_gone(elaunch)
 
 
 @both_methods
@@ -85,7 +86,7 @@ def test_the_server_is_killed(elaunch: Launcher, method: Method, place: Path) ->
     """The round fails, the report names the server, nothing is left."""
     running = start_families(elaunch, method, place, "wait")
     os.kill(server_of(running), signal.SIGKILL)
-    done = running.wait(20)
+    done = running.wait()
     assert done.returncode == 71
     assert "the server that starts the workers was killed by SIGKILL" in done.stderr
     assert "Traceback" not in done.stderr
@@ -101,7 +102,7 @@ def test_a_server_that_was_killed_is_replaced(
     for number in range(2):
         wait_for_workers(running, round=number)
         os.kill(server_of(running), signal.SIGKILL)
-    done = running.wait(20)
+    done = running.wait()
     assert done.returncode == 0, done.stderr
     assert "alive" not in done.stdout
     assert "was killed by SIGKILL; restart 1 of 3" in done.stderr
@@ -112,7 +113,7 @@ def test_a_server_that_hangs_is_killed_in_the_end(elaunch: Launcher, place: Path
     running = start_families(elaunch, SPAWN, place, "wait", flags=["--shutdown-timeout=0.2"])
     os.kill(server_of(running), signal.SIGSTOP)
     running.send_signal(signal.SIGTERM)
-    done = running.wait(40)
+    done = running.wait()
     assert "does not answer; killing it" in done.stderr
     assert done.returncode == 71
 
@@ -124,7 +125,7 @@ def test_a_server_that_hangs_is_killed_in_the_end(elaunch: Launcher, place: Path
 def test_what_a_failed_worker_left(elaunch: Launcher, method: Method, place: Path) -> None:
     """And what its sibling left, which was stopped."""
     running = start_families(elaunch, method, place, f"meet={place}", "1:exit=7", "wait")
-    assert running.wait(20).returncode == 7
+    assert running.wait().returncode == 7
 
 
 @both_methods
@@ -133,7 +134,7 @@ def test_what_workers_left_that_ended_with_0(
 ) -> None:
     """It gets SIGTERM and the siblings' grace, and is named when it was killed."""
     running = start_families(elaunch, method, place, flags=["--sibling-grace=0.3"])
-    assert running.wait(20).returncode == 0
+    assert running.wait().returncode == 0
 
 
 def test_the_old_tree_is_dead_before_the_next_round(elaunch: Launcher, place: Path) -> None:
@@ -141,7 +142,7 @@ def test_the_old_tree_is_dead_before_the_next_round(elaunch: Launcher, place: Pa
     flags = ["--max-restarts=1", "--sibling-grace=0.3"]
     words = [f"meet={place}", "1r0:exit=7", "r0:wait"]
     running = start_families(elaunch, SPAWN, place, *words, flags=flags)
-    done = running.wait(20)
+    done = running.wait()
     assert done.returncode == 0
     assert "round=1" in done.stdout
     assert "alive" not in done.stdout
@@ -151,12 +152,13 @@ def test_the_old_tree_is_dead_before_the_next_round(elaunch: Launcher, place: Pa
 def test_a_stubborn_sibling_is_killed_after_its_grace(
     elaunch: Launcher, method: Method, place: Path
 ) -> None:
-    """Not after the 30 seconds that a user's own signal gives it."""
+    """Not after the time that a user's own signal gives it."""
     clock = Clock()
     words = ["0:stubborn", "say=up", f"meet={place}", "1:exit=5", "wait"]
-    done = elaunch.run(act(method, *words, flags=["--sibling-grace=0.5"]), deadline=20)
+    flags = ["--sibling-grace=0.5", "--shutdown-timeout=300"]
+    done = elaunch.run(act(method, *words, flags=flags))
     assert done.returncode == 5
-    assert 0.5 < clock() < 8
+    assert clock() > 0.5
     assert "the grace is over; killing 1 worker" in done.stderr
     assert "Stopped by elaunch: rank 0 (SIGKILL)" in done.stderr
 
@@ -171,11 +173,13 @@ def test_a_sibling_that_saves_has_the_time(elaunch: Launcher, place: Path) -> No
 def test_a_stopped_worker_is_killed_after_the_grace(elaunch: Launcher, place: Path) -> None:
     """It cannot take its SIGTERM."""
     words = [f"meet={place}", "0:say=up", f"1:until={place}/go", "1:exit=5", "wait"]
-    running = elaunch.start(act(SPAWN, *words, flags=["--sibling-grace=0.3"]))
+    running = elaunch.start(
+        act(SPAWN, *words, flags=["--sibling-grace=0.3", "--shutdown-timeout=300"])
+    )
     (pid,) = wait_for_workers(running, nproc=1)
     os.kill(pid, signal.SIGSTOP)
     (place / "go").touch()
-    assert running.wait(20).returncode == 5
+    assert running.wait().returncode == 5
 
 
 def test_a_worker_that_was_stopped_and_continued_goes_on(elaunch: Launcher, place: Path) -> None:
@@ -186,7 +190,7 @@ def test_a_worker_that_was_stopped_and_continued_goes_on(elaunch: Launcher, plac
     wait_until(lambda: state_of(pid) == "T")
     (place / "go").touch()
     os.kill(pid, signal.SIGCONT)
-    assert running.wait(20).returncode == 0
+    assert running.wait().returncode == 0
 
 
 def test_an_agent_that_was_stopped_and_continued_goes_on(elaunch: Launcher, place: Path) -> None:
@@ -199,7 +203,7 @@ def test_an_agent_that_was_stopped_and_continued_goes_on(elaunch: Launcher, plac
     (place / "go").touch()
     wait_until(lambda: not Path(f"/proc/{pid}").exists(), what="rank 1 has ended")
     running.send_signal(signal.SIGCONT)
-    assert running.wait(20).returncode == 6
+    assert running.wait().returncode == 6
 
 
 def test_a_process_that_forks_all_the_time_is_caught(elaunch: Launcher, place: Path) -> None:
@@ -207,15 +211,14 @@ def test_a_process_that_forks_all_the_time_is_caught(elaunch: Launcher, place: P
     running = elaunch.start(act(SPAWN, "bomb", "say=up", f"until={place}/go", "exit=4", nproc=1))
     wait_for_workers(running, nproc=1)
     (place / "go").touch()
-    assert running.wait(20).returncode == 4
+    assert running.wait().returncode == 4
 
 
 def test_64_workers_one_of_which_fails(elaunch: Launcher) -> None:
     """At once, while others are still being started; all are gone."""
-    clock = Clock()
-    done = elaunch.run(act(SPAWN, "37:exit=9", "wait", nproc=64), deadline=60)
+    flags = ["--sibling-grace=300"]
+    done = elaunch.run(act(SPAWN, "37:exit=9", "wait", nproc=64, flags=flags), deadline=100)
     assert done.returncode == 9
-    assert clock() < 30
     assert "stopping the other 63 workers" in done.stderr
 
 
@@ -226,93 +229,87 @@ def test_64_workers_one_of_which_fails(elaunch: Launcher) -> None:
 def test_workers_that_ignore_sigterm(elaunch: Launcher, method: Method) -> None:
     """They are killed when the time is over; a second SIGTERM changes nothing."""
     running = elaunch.start(
-        act(method, "stubborn", "say=up", "wait", flags=["--shutdown-timeout=1"])
+        act(method, "stubborn", "say=up", "wait", flags=["--shutdown-timeout=3"])
     )
     wait_for_workers(running)
     clock = Clock()
     running.send_signal(signal.SIGTERM)
-    running.wait_for_line("SIGTERM received: forwarded to the workers, grace 1 s", stream="stderr")
+    running.wait_for_line("SIGTERM received: forwarded to the workers, grace 3 s", stream="stderr")
     running.send_signal(signal.SIGTERM)
-    done = running.wait(20)
+    done = running.wait()
     assert done.returncode == 143
-    assert 1.0 <= clock() < 5
+    assert clock() >= 3.0
     assert "the workers are being stopped already" in done.stderr
 
 
 def test_the_timeout_is_the_workers_and_their_childrens_together(
     elaunch: Launcher, place: Path
 ) -> None:
-    """A worker takes half of it to save and leaves a child that ignores SIGTERM."""
-    words = [f"family={place}", f"save={place}/saved,1.5", "say=up", "wait"]
-    running = elaunch.start(act(SPAWN, *words, nproc=1, flags=["--shutdown-timeout=3"]))
+    """A worker takes most of it to save and leaves a child that ignores SIGTERM."""
+    words = [f"family={place}", f"save={place}/saved,5", "say=up", "wait"]
+    running = elaunch.start(act(SPAWN, *words, nproc=1, flags=["--shutdown-timeout=8"]))
     wait_for_workers(running, nproc=1)
     clock = Clock()
     running.send_signal(signal.SIGTERM)
-    assert running.wait(20).returncode == 143
-    assert 3.0 <= clock() < 4.4
+    assert running.wait().returncode == 143
+    assert 8.0 <= clock() < 12.5  # and not 5 + 8
     assert (place / "saved").exists()
 
 
 def test_sigint_twice_kills_at_once(elaunch: Launcher, place: Path) -> None:
     """Whatever the time was meant to be."""
-    running = start_families(elaunch, SPAWN, place, "stubborn", "say=deaf", "wait")
+    flags = ["--shutdown-timeout=300"]
+    running = start_families(elaunch, SPAWN, place, "stubborn", "say=deaf", "wait", flags=flags)
     running.wait_for_line("deaf rank=0")
     running.wait_for_line("deaf rank=1")
-    clock = Clock()
     running.send_signal(signal.SIGINT)
     running.wait_for_line("SIGINT received", stream="stderr")
     running.send_signal(signal.SIGINT)
-    assert running.wait(20).returncode == 130
-    assert clock() < 5
+    assert running.wait().returncode == 130
 
 
 def test_sigint_twice_kills_what_the_workers_left_at_once(elaunch: Launcher, place: Path) -> None:
     """The workers themselves had ended at the first one."""
-    running = start_families(elaunch, SPAWN, place, "wait")
+    running = start_families(elaunch, SPAWN, place, "wait", flags=["--shutdown-timeout=300"])
     pids = wait_for_workers(running)
-    clock = Clock()
     running.send_signal(signal.SIGINT)
     wait_until(lambda: not {*pids} & {*elaunch.leftovers()}, what="both workers have ended")
     running.send_signal(signal.SIGINT)
-    assert running.wait(20).returncode == 130
-    assert clock() < 8
+    assert running.wait().returncode == 130
 
 
 def test_sigterm_in_the_backoff(elaunch: Launcher) -> None:
-    """The failure that led to it is what the job ends with."""
-    running = elaunch.start(act(SPAWN, "1:exit=3", "wait", flags=["--max-restarts=99"]))
-    running.wait_for_line("restart 4 of 99, after a backoff", stream="stderr")
-    clock = Clock()
+    """The failure that led to it is what the job ends with; the backoff is one of minutes."""
+    code = "from elaunch.rendezvous import budget; from elaunch.__main__ import main; "
+    code += "budget.BACKOFF_FIRST = budget.BACKOFF_MOST = 600.0; exit(main())"
+    words = act(SPAWN, "1:exit=3", "wait", flags=["--max-restarts=99"])
+    running = elaunch.start_command([sys.executable, "-c", code, *words])
+    running.wait_for_line(r"restart \d+ of 99, after a backoff of up to 600 s", stream="stderr")
     running.send_signal(signal.SIGTERM)
-    done = running.wait(10)
+    done = running.wait()
     assert done.returncode == 3
-    assert clock() < 2
     assert "rank 1 exited with code 3; no restart after SIGTERM" in done.stderr
 
 
 def test_sigterm_while_the_server_imports(elaunch: Launcher, place: Path) -> None:
     """No worker was there yet."""
-    (place / "slow.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
-    running = elaunch.start(
-        act(("--preload", "slow"), "wait"), env={"PYTHONPATH": str(place)}, cwd=place
-    )
+    (place / "slow.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(110)\n")
+    words = act(("--preload", "slow"), "wait", flags=["--shutdown-timeout=300"])
+    running = elaunch.start(words, env={"PYTHONPATH": str(place)}, cwd=place)
     running.wait_for_line("importing")
-    clock = Clock()
     running.send_signal(signal.SIGTERM)
-    done = running.wait(10)
+    done = running.wait()
     assert done.returncode == 143
-    assert clock() < 3
     assert agent_lines(done.stderr)[-1] == "round 0: stopped by SIGTERM"
 
 
 def test_sigterm_while_the_devices_are_counted(elaunch: Launcher) -> None:
     """torch is being imported for it in a process of its own."""
-    running = elaunch.start(
-        ["run", *SPAWN, "--nproc-per-node", "auto", "--run-id", "counting", COLLECTIVE]
-    )
+    flags = ["--run-id=counting", "--shutdown-timeout=300"]
+    running = elaunch.start(["run", *SPAWN, "--nproc-per-node", "auto", *flags, COLLECTIVE])
     wait_until(lambda: len(elaunch.leftovers()) >= 3, what="the counting process runs")
     running.send_signal(signal.SIGTERM)
-    done = running.wait(10)
+    done = running.wait()
     assert (done.returncode, agent_lines(done.stderr)[-1]) == (143, "stopped by SIGTERM")
     assert '"STOPPED"' in elaunch.run(["status", "--json", "counting"]).stdout
 
@@ -322,18 +319,17 @@ def test_the_agent_is_killed_while_the_devices_are_counted(elaunch: Launcher) ->
     running = elaunch.start(["run", *SPAWN, "--nproc-per-node", "auto", COLLECTIVE])
     wait_until(lambda: len(elaunch.leftovers()) >= 3, what="the counting process runs")
     running.send_signal(signal.SIGKILL)
-    wait_until_gone(elaunch, 2.0)
+    wait_until_gone(elaunch)
 
 
 @both_methods
 def test_sigterm_between_the_forks(elaunch: Launcher, method: Method) -> None:
     """Some of many workers run already, others are yet to be forked."""
-    running = elaunch.start(act(method, "say=up", "wait", nproc=48))
+    flags = ["--shutdown-timeout=300"]
+    running = elaunch.start(act(method, "say=up", "wait", nproc=48, flags=flags))
     running.wait_for_line("up rank=")
-    clock = Clock()
     running.send_signal(signal.SIGTERM)
-    assert running.wait(30).returncode == 143
-    assert clock() < 20
+    assert running.wait(100).returncode == 143
 
 
 def test_commands_are_ended_with_the_shell_around_them(elaunch: Launcher, place: Path) -> None:
@@ -343,7 +339,7 @@ def test_commands_are_ended_with_the_shell_around_them(elaunch: Launcher, place:
     running = elaunch.start(["run", "--nproc-per-node=2", "--no-python", "sh", "-c", command])
     wait_until(lambda: running.output().count("up\n") == 2)
     running.send_signal(signal.SIGTERM)
-    done = running.wait(20)
+    done = running.wait()
     assert done.returncode == 143
     assert sorted(path.name for path in place.iterdir()) == ["saved.0", "saved.1"]
 
@@ -372,6 +368,6 @@ def test_the_store_host_is_gone(
     wait_for_workers(running)
     os.kill(store_host_of(running), number)
     (place / "go").touch()
-    done = running.wait(60)
+    done = running.wait()
     assert done.returncode == 0, done.stderr
     assert f"reduced rank=1 round=1 port={free_port}" in done.stdout

@@ -202,7 +202,7 @@ def test_two_runs_of_one_name_at_once(elaunch: Launcher, tmp_path: Path) -> None
     (tmp_path / "go").touch()
     ports = []
     for running in runs:
-        done = running.wait(20)
+        done = running.wait()
         assert done.returncode == 0
         assert done.stdout.count("TORCHELASTIC_RUN_ID=same") == 2
         ports.append(set(re.findall(r"MASTER_PORT=(\d+)", done.stdout)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 
 import pytest
 
@@ -35,15 +34,13 @@ def test_one_failure_ends_the_round_on_all_nodes(cluster: Build, backend: str) -
     """The others are stopped at once; all tell the same failure and end with its code."""
     job = Job(cluster, backend, 3)
     words = ["say=up", f"1:until={job.share}/fail", "1:err=alas", "1:kill=SIGSEGV", "wait"]
-    flags = ["--nnodes=3", "--max-restarts=0"]
+    flags = ["--nnodes=3", "--max-restarts=0", "--sibling-grace=300"]
     agents = [job.start(number, flags, words, script=ACT) for number in (1, 2, 3)]
     for rank, agent in enumerate(agents):
         agent.wait_for_line(rf"^up rank={rank}", DEADLINE)
-    began = time.monotonic()
     (job.share / "fail").touch()
+    # A worker that was not told waits for longer; one that was ends without its grace.
     codes = [agent.wait(DEADLINE).returncode for agent in agents]
-    # A worker that was not told waits for two minutes; one that was ends without its grace.
-    assert time.monotonic() - began < 5.0
     assert codes == [128 + signal.SIGSEGV] * 3
     told = [first_failures(agent) for agent in agents]
     assert len(told[0]) == 1 and told[0] == told[1] == told[2]
@@ -107,12 +104,11 @@ def test_a_node_that_is_told_to_go_leaves(cluster: Build, number: signal.Signals
     """It ends with the signal's code at once; the other goes on without waiting for a timeout."""
     job = Job(cluster, "etcd", 2)
     one, two = job.pair(STRETCHED)
-    began = time.monotonic()
     two.send_signal(number)
     assert two.wait(DEADLINE).returncode == 128 + number
     wait_for_worker(one, 0, 1)
-    assert time.monotonic() - began < 3.0  # or it has waited for the lease
     assert any("has left" in line or "leaves" in line for line in said(one))
+    assert not any("no heartbeat" in line for line in said(one))  # it has not waited for the lease
     assert end(job, one) == [0]
 
 

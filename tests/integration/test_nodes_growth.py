@@ -47,7 +47,7 @@ def test_a_spare_takes_over(cluster: Build, backend: str) -> None:
 def test_several_newcomers_cost_one_restart(cluster: Build, backend: str) -> None:
     """One node trains; three come; they all train in the next round."""
     job = Job(cluster, backend, 4)
-    job.conf |= {"settle": 0.5, "debounce": 4}
+    job.conf |= {"settle": 0.5, "debounce": 8}
     flags = ["--nnodes=1:4", "--max-restarts=0"]
     one = job.start(1, flags)
     wait_for_worker(one, 0, 0)

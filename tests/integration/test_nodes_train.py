@@ -168,9 +168,9 @@ def test_who_has_finished_early_still_listens(cluster: Build, backend: str) -> N
     second.wait_for_line(r"^up rank=1 round=1", DEADLINE)
     wait_for_finish(job, first, 1)
     first.send_signal(signal.SIGTERM)
-    assert first.wait(10.0).returncode == 128 + signal.SIGTERM
+    assert first.wait(DEADLINE).returncode == 128 + signal.SIGTERM
     second.send_signal(signal.SIGTERM)
-    assert second.wait(10.0).returncode == 128 + signal.SIGTERM
+    assert second.wait(DEADLINE).returncode == 128 + signal.SIGTERM
 
 
 def wait_for_finish(job: Job, agent: Running, round: int) -> None:

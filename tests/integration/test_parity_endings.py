@@ -107,12 +107,12 @@ def test_text_without_a_newline_is_seen_at_once(elaunch: Launcher, method: str) 
     script = elaunch.directory / "prompt.py"
     script.write_text(
         "import os, time\nprint('proceed? ', end='')\n"
-        "until = time.monotonic() + 20\n"
+        "until = time.monotonic() + 100\n"
         "while not os.path.exists('answer') and time.monotonic() < until: time.sleep(0.01)\n"
         "print(os.path.exists('answer'))\n"
     )
     words = ["run", "--start-method", method, "--preload", "none", str(script)]
     running = elaunch.start(words)
-    wait_until(lambda: running.output() == "proceed? ", 15.0, "the prompt on stdout")
+    wait_until(lambda: running.output() == "proceed? ", 60.0, "the prompt on stdout")
     (elaunch.directory / "answer").touch()
     assert running.wait().stdout == "proceed? True\n"

@@ -13,8 +13,8 @@ from signal import SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2, Signals
 import pytest
 
 from tests.integration.jobs import FORK, METHODS, SPAWN
-from tests.integration.watching import act, agent_lines, wait_for_workers
-from tests.launching import Launcher, wait_until
+from tests.integration.watching import act, agent_lines, wait_for_workers, wait_until_gone
+from tests.launching import Launcher
 
 pytestmark = pytest.mark.slow
 
@@ -34,7 +34,7 @@ def test_a_signal_reaches_the_workers_and_ends_the_job(
     running = elaunch.start(act(method, *words, flags=["--max-restarts=3"]))
     wait_for_workers(running)
     running.send_signal(number)
-    done = running.wait(20)
+    done = running.wait()
     assert done.returncode == code
     for rank in range(2):
         assert f"got {number.name} rank={rank} round=0" in done.stdout
@@ -47,7 +47,7 @@ def test_workers_that_know_nothing_of_the_signal(elaunch: Launcher) -> None:
     running = elaunch.start(act(SPAWN, "say=up", "wait", flags=["--max-restarts=3"]))
     wait_for_workers(running)
     running.send_signal(SIGTERM)
-    done = running.wait(20)
+    done = running.wait()
     assert done.returncode == 143
     assert "FAILED" not in done.stderr
 
@@ -63,7 +63,7 @@ def test_nohup_is_honoured(elaunch: Launcher, tmp_path: Path) -> None:
         assert int(ignored.split()[1], 16) & 1 << (SIGHUP - 1)
     running.send_signal(SIGHUP)
     (tmp_path / "go").touch()
-    done = running.wait(20)
+    done = running.wait()
     assert done.returncode == 0
     assert "SIGHUP" not in done.stderr
 
@@ -76,7 +76,7 @@ def test_signals_to_handle(elaunch: Launcher, method: Method) -> None:
     running = elaunch.start(act(method, *words, flags=flags))
     wait_for_workers(running)
     running.send_signal(SIGUSR1)
-    done = running.wait(20)
+    done = running.wait()
     assert done.returncode == 128 + SIGUSR1
     assert "got SIGUSR1 rank=1" in done.stdout
 
@@ -93,7 +93,7 @@ def test_forwarded_signals_end_nothing(elaunch: Launcher, method: Method, tmp_pa
         for rank in range(2):
             running.wait_for_line(f"^got {number.name} rank={rank}")
     (tmp_path / "go").touch()
-    assert running.wait(20).returncode == 0
+    assert running.wait().returncode == 0
 
 
 def test_a_worker_that_dies_of_a_forwarded_signal_has_failed(elaunch: Launcher) -> None:
@@ -102,7 +102,7 @@ def test_a_worker_that_dies_of_a_forwarded_signal_has_failed(elaunch: Launcher) 
     running = elaunch.start(act(SPAWN, *words, flags=["--forward-signals=SIGUSR1"]))
     wait_for_workers(running)
     running.send_signal(SIGUSR1)
-    done = running.wait(20)
+    done = running.wait()
     assert done.returncode == 128 + SIGUSR1
     assert "rank 1 was killed by SIGUSR1; stopping the other 1 worker" in done.stderr
 
@@ -114,12 +114,12 @@ def test_sigterm_in_the_first_moments(elaunch: Launcher, method: Method) -> None
         running = elaunch.start(act(method, "wait"))
         time.sleep(milliseconds / 1000)  # the moment is what is tested
         running.send_signal(SIGTERM)
-        done = running.wait(20)
+        done = running.wait()
         # Before the interpreter runs any of elaunch it is ended by the signal itself, which a
         # shell calls 143, too.
         assert done.returncode in (143, -SIGTERM), f"after {milliseconds} ms: {done.stderr}"
         assert "Traceback" not in done.stderr, f"after {milliseconds} ms"
-    wait_until(lambda: not elaunch.leftovers(), 2.0, "nothing is left")
+    wait_until_gone(elaunch)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_torchruns_exit_code_after_a_signal(elaunch: Launcher) -> None:
     running = elaunch.start(act(SPAWN, "say=up", "wait", flags=flags))
     wait_for_workers(running)
     running.send_signal(SIGINT)
-    assert running.wait(20).returncode == 1
+    assert running.wait().returncode == 1
     assert elaunch.run(act(SPAWN, "exit=0", flags=flags)).returncode == 0
 
 
@@ -178,6 +178,6 @@ def test_sigint_that_nobody_asked_to_handle(elaunch: Launcher) -> None:
     running = elaunch.start(act(SPAWN, "say=up", "wait", flags=["--signals-to-handle=SIGTERM"]))
     wait_for_workers(running)
     running.send_signal(signal.SIGINT)
-    done = running.wait(20)
+    done = running.wait()
     assert done.returncode == 130
     assert "Traceback" not in done.stderr

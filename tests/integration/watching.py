@@ -61,9 +61,9 @@ def state_of(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
-def wait_until_gone(launcher: Launcher, seconds: float) -> None:
-    """Wait until no process of the test's runs is left; fail after ``seconds``."""
-    wait_until(lambda: not launcher.leftovers(), seconds, f"all gone: {launcher.leftovers()}")
+def wait_until_gone(launcher: Launcher) -> None:
+    """Wait until no process of the test's runs is left, long before any would end by itself."""
+    wait_until(lambda: not launcher.leftovers(), what=f"all gone: {launcher.leftovers()}")
 
 
 class Clock:

@@ -90,7 +90,7 @@ class EtcdMeetings(_Closing):
         """Connect one more agent."""
         from elaunch.store import etcd as backend
 
-        store = backend.connect(self._server.place(), run_id, deadline=20.0)
+        store = backend.connect(self._server.place(), run_id, deadline=60.0)
         self._stack.callback(store.close)
         return store
 
@@ -132,7 +132,7 @@ class PlayedJob:
             store.enrol(name, encode(record(number), secret), TTL)
             self.stores.append(store)
             members.append(Node(name, f"node{number}", f"10.0.0.{number}", 2, "default"))
-        assert self.stores[0].await_lead(members[0].name, 20.0)
+        assert self.stores[0].await_lead(members[0].name, 60.0)
         # A TCPStore's readers learn of who comes a moment later than its host.
         wait_until(lambda: len(self.stores[0].roster()) == nodes, what="all are on the roster")
         self.version = 0

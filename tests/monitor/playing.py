@@ -43,7 +43,7 @@ class PlayedAgent:
             os.kill(self.process.pid, signal.SIGCONT)
             self._stdin.close()
         try:
-            self.process.wait(10)
+            self.process.wait(60)
         finally:
             self.process.kill()
             self.process.wait()
@@ -74,7 +74,7 @@ class PlayedAgent:
         """Write the last record and end."""
         self.write(**changes)
         self._stdin.close()
-        self.process.wait(10)
+        self.process.wait(60)
 
     def _line(self) -> str:
         assert self.process.stdout is not None

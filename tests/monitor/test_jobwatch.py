@@ -125,7 +125,7 @@ def test_a_store_that_nobody_answers_for_is_an_error(meetings: Meetings) -> None
 
 def test_while_watching_a_silent_store_is_waited_for(meetings: Meetings) -> None:
     now = [0.0]
-    settings = replace(meetings.settings, store_timeout=30.0, connect_timeout=1.0)
+    settings = replace(meetings.settings, store_timeout=30.0, connect_timeout=5.0)
     with (
         PlayedJob(meetings, "train-1") as job,
         closing(JobReader(settings, "train-1", clock=lambda: now[0])) as reader,

@@ -43,7 +43,7 @@ class Ready:
 
 def sleep() -> None:
     """Sleep for longer than a test takes."""
-    time.sleep(60)
+    time.sleep(110)
 
 
 def ignoring(ready: Ready) -> Life:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable, Iterable
 
 import pytest
 
@@ -14,8 +15,11 @@ from elaunch.server.sweep import LOOK_AGAIN, Sweep
 from tests.launching import wait_until
 from tests.server.families import Life, Ready, fork, ignoring, root, sleeping
 
+PATIENCE = 50.0
+"""Seconds that a sweep may take on a busy machine."""
 
-def order(signum: int = 0, grace: float = 0.0, deadline: float = 10.0) -> Message:
+
+def order(signum: int = 0, grace: float = 0.0, deadline: float = 60.0) -> Message:
     """Return a ``sweep`` message."""
     return {"op": "sweep", "round": 3, "signum": signum, "grace": grace, "deadline": deadline}
 
@@ -37,13 +41,22 @@ def reaping(*lives: Life) -> Life:
     return life
 
 
-def step_to_the_end(swept: Sweep) -> float:
-    """Step as the server does; return how many seconds it took."""
-    began = time.monotonic()
+def sweep(
+    message: Message, pid: int, spared: Callable[[], Iterable[int]] = tuple
+) -> tuple[Sweep, float]:
+    """Sweep as the server does; return the sweep at its end, and how many seconds it took."""
+    began = time.monotonic()  # before the sweep's own clock
+    swept = Sweep(message, pid, spared)
+    step_to_the_end(swept)
+    return swept, time.monotonic() - began
+
+
+def step_to_the_end(swept: Sweep) -> None:
+    """Step as the server does, for less than anything here lasts by itself."""
+    give_up = time.monotonic() + PATIENCE
     while not swept.step():
-        assert time.monotonic() - began < 20
+        assert time.monotonic() < give_up
         time.sleep(min(0.01, max(0.0, swept.next_look() - time.monotonic())))
-    return time.monotonic() - began
 
 
 @pytest.fixture
@@ -66,10 +79,10 @@ def test_at_once_by_force(ready: Ready) -> None:
     """No signal first: all are killed and named."""
     with root(reaping(sleeping(ready), ignoring(ready))) as pid:
         born = ready.wait(2)
-        swept = Sweep(order(), pid, tuple)
-        assert step_to_the_end(swept) < 5
+        swept, _ = sweep(order(), pid)
         killed = swept.outcome()["killed"]
         assert sorted(each for each, _ in killed) == sorted(born)
+        assert swept.outcome()["survivors"] == []
         assert all(name for _, name in killed)
 
 
@@ -77,8 +90,8 @@ def test_politely_first(ready: Ready) -> None:
     """Who ends by the signal is not killed, who does not is, when the grace is over."""
     with root(reaping(sleeping(ready), ignoring(ready))) as pid:
         ready.wait(2)
-        swept = Sweep(order(signal.SIGTERM, 0.4), pid, tuple)
-        assert 0.4 <= step_to_the_end(swept) < 5
+        swept, took = sweep(order(signal.SIGTERM, 2.0), pid)
+        assert took >= 2.0
         assert len(swept.outcome()["killed"]) == 1
 
 
@@ -86,8 +99,7 @@ def test_the_grace_ends_with_the_last_process(ready: Ready) -> None:
     """Nobody is waited for who is gone."""
     with root(reaping(sleeping(ready), sleeping(ready))) as pid:
         ready.wait(2)
-        swept = Sweep(order(signal.SIGTERM, 60.0), pid, tuple)
-        assert step_to_the_end(swept) < 5
+        swept, _ = sweep(order(signal.SIGTERM, 2 * PATIENCE), pid)
         assert swept.outcome()["killed"] == []
 
 
@@ -108,7 +120,7 @@ def test_who_starts_others_meanwhile_is_caught(ready: Ready) -> None:
 
     def hop() -> None:
         ready.say()
-        until = time.monotonic() + 3
+        until = time.monotonic() + 2 * PATIENCE
         while time.monotonic() < until:
             if os.fork():
                 os._exit(0)
@@ -116,7 +128,7 @@ def test_who_starts_others_meanwhile_is_caught(ready: Ready) -> None:
 
     with root(reaping(hop, hop)) as pid:
         ready.wait(2)
-        assert step_to_the_end(Sweep(order(), pid, tuple)) < 2.5
+        sweep(order(), pid)
         assert processes.descendants(pid) == []
 
 
@@ -125,8 +137,7 @@ def test_a_stopped_process_is_killed(ready: Ready) -> None:
     with root(reaping(ignoring(ready))) as pid:
         (child,) = ready.wait()
         os.kill(child, signal.SIGSTOP)
-        swept = Sweep(order(signal.SIGTERM, 0.1), pid, tuple)
-        assert step_to_the_end(swept) < 5
+        swept, _ = sweep(order(signal.SIGTERM, 0.1), pid)
         assert [each for each, _ in swept.outcome()["killed"]] == [child]
 
 
@@ -137,8 +148,8 @@ def test_who_does_not_die_is_given_up_by_name(
     with root(reaping(ignoring(ready))) as pid:
         (child,) = ready.wait()
         monkeypatch.setattr(processes, "send_signal", lambda process, signum: True)
-        swept = Sweep(order(0, 0.0, 0.3), pid, tuple)
-        assert 0.3 <= step_to_the_end(swept) < 5
+        swept, took = sweep(order(0, 0.0, 0.3), pid)
+        assert took >= 0.3
         assert [each for each, _ in swept.outcome()["survivors"]] == [child]
 
 

@@ -22,7 +22,7 @@ class EtcdCluster:
 
     def open(self, run_id: str = "job") -> Store:
         """Connect one more agent."""
-        store = etcd.connect(self._server.place(), run_id, deadline=10.0)
+        store = etcd.connect(self._server.place(), run_id, deadline=60.0)
         self._stack.callback(store.close)
         return store
 

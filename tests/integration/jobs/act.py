@@ -16,7 +16,7 @@ until=PATH         wait until a file exists
 family=DIR         start descendants of every kind that is hard to kill; DIR gets their pids
 kin=DIR            print ``alive KIND`` for each of those of earlier rounds that still lives
 stubborn           ignore SIGTERM, SIGINT and SIGHUP
-bomb               leave a process that forks one every 5 ms for 3 s
+bomb               leave a process that forks one every 5 ms for a minute
 tell=SIGNAL        print ``got SIGNAL`` when that comes, and go on
 leave=SIGNAL         print ``got SIGNAL`` when that comes, and exit with 0
 save=PATH,DELAY    at SIGTERM: write PATH after DELAY seconds, then exit with 0
@@ -69,7 +69,7 @@ def show(names):
 
 
 def until(path):
-    give_up = time.monotonic() + 60
+    give_up = time.monotonic() + 100
     while not Path(path).exists():
         assert time.monotonic() < give_up, f"{path} does not come"
         time.sleep(0.005)
@@ -118,7 +118,7 @@ def kin(directory):
 def bomb(_):
     if os.fork():
         return
-    until_then = time.monotonic() + 3
+    until_then = time.monotonic() + 60
     while time.monotonic() < until_then:
         if os.fork() == 0:
             time.sleep(0.2)

@@ -126,7 +126,7 @@ def shared_state():
 
     child = context.Process(target=write)
     child.start()
-    answer = [queue.get(timeout=20), child.join(20), number.value, memory.buf[0]]
+    answer = [queue.get(timeout=60), child.join(60), number.value, memory.buf[0]]
     memory.close()
     memory.unlink()
     return answer
@@ -302,7 +302,7 @@ def child_signal():
     if pid == 0:
         os._exit(9)
     status = os.waitpid(pid, 0)[1]
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while not seen and time.monotonic() < until:
         time.sleep(0.01)
     signal.signal(signal.SIGCHLD, before)
@@ -325,7 +325,7 @@ def alarm():
     fired = []
     signal.signal(signal.SIGALRM, lambda *_: fired.append(1))
     signal.setitimer(signal.ITIMER_REAL, 0.01)
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while not fired and time.monotonic() < until:
         time.sleep(0.01)
     return fired
@@ -353,7 +353,7 @@ def daemonised():
     if child == 0:
         os.setsid()
         if os.fork() == 0:
-            until = time.monotonic() + 10
+            until = time.monotonic() + 60
             while os.getppid() == PID and time.monotonic() < until:
                 time.sleep(0.01)
             os.write(write, f"{os.getsid(0) != os.getpid()} {os.environ['RANK']}".encode())

@@ -17,7 +17,7 @@ import torch.distributed as dist
 OUT = os.environ["PARITY_OUT"]
 RANK = int(os.environ["RANK"])
 ROUND = os.environ["TORCHELASTIC_RESTART_COUNT"]
-PATIENCE = timedelta(seconds=20)
+PATIENCE = timedelta(seconds=60)
 
 
 def main():
@@ -59,7 +59,7 @@ def own_store():
     store.set(f"from {RANK}", "a value")
     found = store.get(f"from {1 - RANK}").decode()
     store.add("left", 1)
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while RANK == 0 and store.add("left", 0) < 2 and time.monotonic() < until:
         time.sleep(0.01)
     return found
@@ -82,7 +82,7 @@ def agreed_port(name):
 
 
 def wait_for(name):
-    until = time.monotonic() + 30
+    until = time.monotonic() + 60
     while not os.path.exists(os.path.join(OUT, name)):
         assert time.monotonic() < until, name
         time.sleep(0.01)
