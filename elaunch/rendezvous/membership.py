@@ -15,7 +15,7 @@ from typing import Any
 from elaunch.errors import UsageError
 from elaunch.rendezvous import words
 from elaunch.rendezvous.growth import READY_PATIENCE, rested
-from elaunch.rendezvous.order import Candidate, natural, order, static_order
+from elaunch.rendezvous.order import natural, order, static_order, waiting
 from elaunch.rendezvous.plan import AgentRecord
 from elaunch.rendezvous.view import Present, Rules, View
 
@@ -76,11 +76,7 @@ def enough(view: View, now: float, rules: Rules) -> Enough | Few | Refused:
     there, late = _candidates(view, now, rules)
     if len(there) < rules.min_nodes:
         there.update(late)
-    spares = set(view.plan.spares)
-    candidates = [
-        Candidate(name, one.record.host, one.record.hint, one.number, name in spares)
-        for name, one in there.items()
-    ]
+    candidates = waiting(view.plan.spares, there)
     previous = [node.name for node in view.plan.nodes]
     if rules.static:
         return _static(view, now, rules, static_order(previous, candidates))

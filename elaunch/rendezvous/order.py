@@ -11,8 +11,10 @@ With ``static`` the hint is the rank, and nothing else counts.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+from elaunch.rendezvous.view import Present
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,25 @@ class Candidate:
     hint: int | None = None
     arrival: int = 0
     spare: bool = False
+
+
+def waiting(known: Sequence[str], there: Mapping[str, Present]) -> list[Candidate]:
+    """Return the agents that are ``there`` as candidates.
+
+    Those whom the plan has named already are spares in its order: a coordinator that has taken over
+    since does not know who came first.
+    """
+    places = {name: place for place, name in enumerate(known)}
+    return [
+        Candidate(
+            name,
+            one.record.host,
+            one.record.hint,
+            places.get(name, one.number),
+            spare=name in places,
+        )
+        for name, one in there.items()
+    ]
 
 
 def order(previous: Sequence[str], candidates: Iterable[Candidate]) -> tuple[str, ...]:
