@@ -11,7 +11,7 @@ name                           step                     taken for
                                ``global_step`` inside
 any other directory            number behind "step",    what its content is: Hugging Face, DCP
                                else the last one
-any other file, by glob only   the same                 torch.save, safetensors
+any other file, by glob only   the same                 torch.save, safetensors, JSON
 =============================  =======================  ===========================================
 """
 
@@ -31,6 +31,8 @@ from elaunch.errors import CheckpointError
 
 TORCH_SAVE = "torch.save"
 SAFETENSORS = "safetensors"
+JSON = "json"
+_FORMATS = {".safetensors": SAFETENSORS, ".json": JSON}
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ def classify(entry: Entry, globbed: bool) -> Candidate | PassedOver | None:
 def _file_format(entry: Entry) -> str | None:
     if entry.is_dir:
         return None
-    return SAFETENSORS if entry.path.suffix == ".safetensors" else TORCH_SAVE
+    return _FORMATS.get(entry.path.suffix, TORCH_SAVE)
 
 
 def _lightning(entry: Entry, globbed: bool) -> Candidate | PassedOver:

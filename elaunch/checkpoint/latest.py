@@ -12,8 +12,8 @@ import os
 from pathlib import Path
 
 from elaunch.checkpoint import dcp, globs, huggingface, lightning, own
-from elaunch.checkpoint.candidates import SAFETENSORS, Candidate, classify, distinct
-from elaunch.checkpoint.files import explain
+from elaunch.checkpoint.candidates import JSON, SAFETENSORS, Candidate, classify, distinct
+from elaunch.checkpoint.files import explain, read_json
 from elaunch.checkpoint.records import Checkpoint, PassedOver, Search
 from elaunch.checkpoint.safetensors import check_safetensors
 from elaunch.checkpoint.zips import check_zip
@@ -62,6 +62,8 @@ def _verify(candidate: Candidate, run_id: str | None) -> str | None:
         own.verify(path, run_id)
     elif candidate.format == SAFETENSORS:
         check_safetensors(path)
+    elif candidate.format == JSON:
+        read_json(path)
     elif path.is_dir():
         lightning.verify_directory(path)
     else:

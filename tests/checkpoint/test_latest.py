@@ -255,7 +255,7 @@ def as_nobody(folder: Path) -> str:
         "for over in search.passed_over: print(over.path.name, over.reason)"
     )
     command = [sys.executable, "-c", code, str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     return done.stdout
 
 
@@ -309,13 +309,13 @@ def test_ten_thousand_entries(tmp_path: Path, archive: Path) -> None:
     for number in range(10_000):
         (tmp_path / f"step_{number}.pt").touch()
     makers.own(tmp_path, 50)
-    started = time.monotonic()
+    started = time.thread_time()  # CPU time: it is the same on a busy machine
     assert found(find_latest(tmp_path)) == "step-00000050.r0"
     shutil.copy(archive, tmp_path / "step_9990.pt")
     search = find_latest(tmp_path, glob="*.pt")
     assert found(search) == "step_9990.pt"
     assert len(search.passed_over) == 9
-    assert time.monotonic() - started < 5
+    assert time.thread_time() - started < 5
 
 
 def test_a_search_changes_nothing(tmp_path: Path, template: Path) -> None:
@@ -336,5 +336,19 @@ def test_a_search_changes_nothing(tmp_path: Path, template: Path) -> None:
 
 def test_the_search_needs_no_torch() -> None:
     code = "import sys, elaunch.checkpoint.latest; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout == "False\n"
+
+
+def test_a_small_state_in_json(tmp_path: Path) -> None:
+    """The newest that is whole; what was cut off, or is no object, is passed over by name."""
+    makers.write_json(tmp_path / "step_10.json", {"x": 1})
+    (tmp_path / "step_20.json").write_text('{"x": 1')
+    (tmp_path / "step_30.json").write_text("[]")
+    (tmp_path / "step_40.json").write_text("")
+    search = find_latest(tmp_path, glob="step_*.json")
+    assert search.checkpoint == Checkpoint(tmp_path / "step_10.json", 10, "json")
+    reasons = {p.path.name: p.reason for p in search.passed_over}
+    assert "is not valid JSON" in reasons["step_20.json"]
+    assert reasons["step_30.json"] == "step_30.json holds no JSON object"
+    assert reasons["step_40.json"] == "step_40.json is empty"
