@@ -5,7 +5,11 @@ A client sends one line of JSON and reads one line of JSON; then the agent close
 =====================  =====================================================================
 request                answer
 =====================  =====================================================================
-``{"op": "status"}``   the run's record (``elaunch.record``)
+``{"op": "status"}``   the run's record (``elaunch.runrecord``)
+``{"op": "preempt",``  ``{"done": "what is done about it"}``; the job is asked to save and to end
+``"reason": …}``
+``{"op": "attach",``   a worker stays connected (``elaunch.worklink``)
+``…}``
 anything else          ``{"error": "what is wrong with it"}``
 =====================  =====================================================================
 

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import signal
 
+PREEMPTED = 75
+"""Exit code of a run that was told to end, and whose workers said so and ended with 0: not done, to
+be continued (EX_TEMPFAIL of sysexits.h)."""
+KILLED = 128 + signal.SIGKILL
+"""Exit code of a run that was told to end and did not."""
+
 
 def signal_name(number: int) -> str:
     """Return a signal's name; real-time signals have none of their own."""

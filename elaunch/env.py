@@ -15,6 +15,9 @@ ELAUNCH_AGENT_SOCKET            path of this node's agent's Unix socket
 ELAUNCH_CHECKPOINT_DIR          ``--checkpoint-dir``, absolute; unset without it
 ELAUNCH_RESUME_FROM             the checkpoint that every rank of this round resumes from, or empty
 ELAUNCH_RESUME_STEP             its step, or empty
+ELAUNCH_CHANNEL_KEY             key by which the round's workers know each other, as hex; not set
+                                where several nodes have no --rdzv-secret-file
+ELAUNCH_STACKS_FILE             where the worker writes its stacks at a signal; with --hang-timeout
 ==============================  ====================================================================
 
 torchrun's names and value formats are those of torch 2.13, ``torch/distributed/elastic/agent/
@@ -25,6 +28,7 @@ server/local_elastic_agent.py``. One value differs on purpose: ``TORCHELASTIC_US
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -38,6 +42,10 @@ NCCL_ASYNC_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 TEMP_PREFIX = "elaunch-"
 """How the name of a run's own TMPDIR begins."""
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+CHANNEL_KEY = "ELAUNCH_CHANNEL_KEY"
+STACKS_FILE = "ELAUNCH_STACKS_FILE"
+STACKS_SIGNAL = signal.SIGRTMIN + 12
+"""At this signal a worker writes the stacks of its threads to its STACKS_FILE."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +96,7 @@ class RoundFacts:
     signals_to_handle: str
     use_agent_store: str
     virtual_local_rank: bool
+    channel_key: str = ""
 
 
 def worker_environment(
@@ -131,6 +140,8 @@ def worker_environment(
     }
     if facts.checkpoint_dir is not None:
         variables["ELAUNCH_CHECKPOINT_DIR"] = facts.checkpoint_dir
+    if facts.channel_key:
+        variables[CHANNEL_KEY] = facts.channel_key
     if facts.virtual_local_rank:
         variables["LOCAL_RANK"] = "0"
         variables[VISIBLE_DEVICES] = _visible_device(launcher, local_rank)
@@ -155,5 +166,8 @@ def default_omp_threads(environ: Mapping[str, str], nproc: int) -> dict[str, str
 
 
 def launcher_environment() -> dict[str, str]:
-    """Return a copy of the environment that elaunch was started with."""
-    return dict(os.environ)
+    """Return a copy of the environment that elaunch was started with.
+
+    What an outer elaunch has set for one of its workers alone is left out.
+    """
+    return {name: value for name, value in os.environ.items() if name != STACKS_FILE}

@@ -13,7 +13,16 @@
     ├── RunDirError             the run directory cannot be created or written
     ├── CheckpointError         a checkpoint is torn, foreign or unreadable
     ├── JoinTimeoutError        too few nodes came together before the join timeout
-    └── SymmetryError           the nodes do not run the same thing, and --strict-symmetry is given
+    ├── SymmetryError           the nodes do not run the same thing, and --strict-symmetry is given
+    ├── HangError               the workers made no progress for longer than --hang-timeout
+    └── ScriptError             the script API (``import elaunch``) cannot do what a script asks
+        ├── ContextError        it is used in a way that it cannot be: twice, after its end
+        ├── PlacementError      ranks and sizes that contradict each other, or are nowhere given
+        ├── MetricError         a metric, a progress or a status that cannot be written
+        ├── SamplerError        the data order cannot be followed from here; nothing was read
+        └── CollectiveError     a call of all ranks was not completed; ``missing`` are ranks
+            ├── CollectiveTimeout   not all ranks came before the deadline
+            └── PeerLost            a rank has ended, or cannot be reached any more
 
 ``elaunch run`` turns any of them into one message on stderr and the exit code of the class
 (docs/exit-codes.md). Anything else that escapes is a defect of elaunch and shows its traceback.
@@ -93,3 +102,49 @@ class SymmetryError(ElaunchError):
     """The nodes do not run the same thing, and ``--strict-symmetry`` is given."""
 
     exit_code = 76
+
+
+class HangError(ElaunchError):
+    """The workers made no progress for longer than ``--hang-timeout``, and no restart was left."""
+
+    exit_code = 77
+
+
+class ScriptError(ElaunchError):
+    """The script API cannot do what a script asks."""
+
+
+class ContextError(ScriptError, RuntimeError):
+    """The script API is used in a way that it cannot be."""
+
+
+class PlacementError(ScriptError, ValueError):
+    """Ranks and sizes contradict each other, or are nowhere given; names the value."""
+
+
+class MetricError(ScriptError, ValueError):
+    """A metric, a progress or a status cannot be written; names it and says why."""
+
+
+class SamplerError(ScriptError, ValueError):
+    """The order of the data cannot be followed: other data, another seed, a miscounted step."""
+
+
+class CollectiveError(ScriptError, RuntimeError):
+    """A call that all ranks make together was not completed.
+
+    ``missing`` are the ranks that did not take part, as far as that is known; the text names their
+    hosts and what they did last. The channel is of no more use after it.
+    """
+
+    def __init__(self, message: str, missing: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.missing = missing
+
+
+class CollectiveTimeout(CollectiveError, TimeoutError):
+    """Not all ranks made the call before the deadline."""
+
+
+class PeerLost(CollectiveError, ConnectionError):
+    """A rank has ended, or cannot be reached any more."""

@@ -3,11 +3,12 @@
 ``$XDG_STATE_HOME/elaunch/runs/<run id>/`` (by default ``~/.local/state``), closed to other users:
 
 ======================  ==========================================================================
-state.json              the record (``elaunch.record``), replaced atomically at each change
+state.json              the record (``elaunch.runrecord``), replaced atomically at each change
 agent.sock              the agent's Unix socket while it lives (``elaunch.control``)
 logs/                   default place of the workers' logs
 failure-<round>.json    the failure report of a round for programs
 failure-<round>.txt     the same for people
+metrics.*               what the script has reported (``elaunch.training.metrics``)
 ======================  ==========================================================================
 
 The directory's name is the run id with odd characters as ``%XX``; where it is taken, ``<run id>.2``
@@ -29,7 +30,7 @@ from pathlib import Path
 from typing import Final
 
 from elaunch.errors import RunDirError, UsageError
-from elaunch.record import LIVE_STATES, Record, condition, parse
+from elaunch.runrecord import LIVE_STATES, Record, condition, parse
 from elaunch.statedir import (
     claim,
     delete,

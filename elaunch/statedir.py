@@ -8,6 +8,7 @@ may write there too, so that place is used only while it is a real directory of 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import pwd
 import re
@@ -117,6 +118,20 @@ def replace_file(path: Path, content: bytes) -> None:
         with contextlib.suppress(OSError):
             draft.unlink()
         raise
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold a lock that several processes share, in a file of its own; blocks until it is free.
+
+    It goes with the process that holds it. Raises OSError where there can be no such file.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
 
 
 def subdirectories(root: Path) -> list[Path]:

@@ -29,7 +29,7 @@ def answering(path: Path, answer: bytes) -> Iterator[None]:
         thread = threading.Thread(target=serve)
         thread.start()
         yield
-        thread.join(10)
+        thread.join(60)
 
 
 @pytest.mark.parametrize(
@@ -47,4 +47,4 @@ def test_bad_answers(tmp_path: Path, answer: bytes, problem: str) -> None:
         answering(tmp_path / "agent.sock", answer),
         pytest.raises(ConnectionError, match=problem),
     ):
-        ask(tmp_path / "agent.sock", {"op": "status"})
+        ask(tmp_path / "agent.sock", {"op": "status"}, timeout=60)

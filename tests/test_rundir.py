@@ -71,7 +71,7 @@ def test_concurrent_agents_get_directories_of_their_own(environ: dict[str, str])
         )
         for _ in range(6)
     ]
-    paths = {agent.communicate(timeout=30)[0] for agent in agents}
+    paths = {agent.communicate(timeout=60)[0] for agent in agents}
     assert len(paths) == 6
 
 
@@ -253,6 +253,6 @@ def test_two_may_prune_at_once(environ: dict[str, str]) -> None:
         )
         for _ in range(3)
     ]
-    counts = [int(pruner.communicate(timeout=30)[0]) for pruner in pruners]
+    counts = [int(pruner.communicate(timeout=60)[0]) for pruner in pruners]
     assert sum(counts) == 19
     assert os.listdir(runs[0].path.parent) == ["run-0"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
+import sys
 import tempfile
 import threading
 from pathlib import Path
@@ -89,14 +91,14 @@ def test_concurrent_claims_never_share_a_directory(tmp_path: Path) -> None:
     barrier = threading.Barrier(8)
 
     def claim() -> None:
-        barrier.wait(10)
+        barrier.wait(60)
         claimed.extend(statedir.claim(tmp_path, "run") for _ in range(5))
 
     threads = [threading.Thread(target=claim) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
     assert len(set(claimed)) == len(claimed) == 40
 
 
@@ -165,7 +167,7 @@ def test_readers_never_see_half_a_file(tmp_path: Path) -> None:
     writer.start()
     while not done.is_set():
         assert path.read_bytes() in contents
-    writer.join(10)
+    writer.join(60)
 
 
 def test_delete_goes_by_name_first_and_trash_is_emptied(tmp_path: Path) -> None:
@@ -177,3 +179,20 @@ def test_delete_goes_by_name_first_and_trash_is_emptied(tmp_path: Path) -> None:
     (tmp_path / f"{statedir.TRASH_PREFIX}old.1" / "logs").mkdir(parents=True)
     statedir.empty_trash(tmp_path)
     assert os.listdir(tmp_path) == []
+
+
+def test_a_lock_is_held_by_one_process_at_a_time(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from elaunch.statedir import locked\n"
+        "count = Path(sys.argv[1], 'count')\n"
+        "for _ in range(200):\n"
+        "    with locked(Path(sys.argv[1], 'lock')):\n"
+        "        count.write_text(str(int(count.read_text()) + 1))\n"
+    )
+    (tmp_path / "count").write_text("0")
+    root = Path(__file__).parent.parent
+    counters = [
+        subprocess.Popen([sys.executable, "-c", code, tmp_path], cwd=root) for _ in range(3)
+    ]
+    assert [counter.wait(60) for counter in counters] == [0, 0, 0]
+    assert (tmp_path / "count").read_text() == "600"

@@ -3,7 +3,7 @@
 One thread serves one client after the other, so it costs the agent nothing while nobody asks. No
 client can disturb the agent: each is dropped when its request has not come within 1 s, is longer
 than 64 KiB, or when it has not read the answer within 2 s of connecting. Only the agent's own user
-and root are served.
+and root are served. A worker that attaches (elaunch.worklink) stays: its connection is handed over.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from elaunch.control import short_address
 from elaunch.errors import RunDirError
 
 MAX_REQUEST: Final = 64 * 1024
+MAX_REASON: Final = 500
+MAX_FILES: Final = 1
 REQUEST_DEADLINE_S: Final = 1.0
 CLIENT_DEADLINE_S: Final = 2.0
 # How long close() waits for the thread: it is woken at once, unless the snapshot itself blocks.
@@ -31,20 +33,36 @@ JOIN_S: Final = 2.0
 # accept() fails without blocking when the process has no descriptor left.
 ACCEPT_PAUSE_S: Final = 0.5
 
+Preempt = Callable[[str], str]
+Attach = Callable[[socket.socket, Mapping[str, Any], list[int]], object]
+
 _UCRED = struct.Struct("iII")
 
 log = logging.getLogger(__name__)
 
 
 class ControlSocket:
-    """Serves the record of the run at ``path`` from :meth:`start` to :meth:`close`.
+    """Serves the run at ``path`` from :meth:`start` to :meth:`close`; calls in its own thread.
 
-    ``snapshot`` is called in the socket's thread and returns a record that nobody changes any more.
+    Args:
+        path: of the socket.
+        snapshot: returns a record that nobody changes any more.
+        preempt: asks, for the reason given, that the job end and be continued; returns what is done
+            about it.
+        attach: takes a worker's connection, its message and its descriptors, for good.
     """
 
-    def __init__(self, path: Path, snapshot: Callable[[], Mapping[str, object]]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        snapshot: Callable[[], Mapping[str, object]],
+        preempt: Preempt | None = None,
+        attach: Attach | None = None,
+    ) -> None:
         self._path = path
         self._snapshot = snapshot
+        self._preempt = preempt
+        self._attach = attach
         self._listener: socket.socket | None = None
         self._client: socket.socket | None = None
         self._lock = threading.Lock()
@@ -104,27 +122,44 @@ class ControlSocket:
             finally:
                 with self._lock:
                     self._client = None
-                client.close()
+                client.close()  # of a worker's, a duplicate stays
 
     def _answer(self, client: socket.socket) -> None:
         connected = time.monotonic()
         uid = peer_uid(client)
         if not may_ask(uid, os.geteuid()):
             raise PermissionError(f"user {uid} may not ask")
-        request = _read_request(client, connected + REQUEST_DEADLINE_S)
-        answer = self._reply(request)
+        request, files = _read_request(client, connected + REQUEST_DEADLINE_S)
+        fields = _fields(request)
+        if fields.get("op") == "attach" and self._attach is not None:
+            self._attach(client.dup(), fields, files)
+            return
+        for fd in files:
+            os.close(fd)
+        answer = self._reply(fields)
         client.settimeout(_left(connected + CLIENT_DEADLINE_S))
         client.sendall(json.dumps(answer, separators=(",", ":")).encode() + b"\n")
 
-    def _reply(self, request: bytes) -> Mapping[str, object]:
-        try:
-            fields = json.loads(request)
-        except (ValueError, RecursionError):
-            return {"error": "the request is not JSON"}
-        op = fields.get("op") if isinstance(fields, dict) else None
+    def _reply(self, fields: Mapping[str, Any]) -> Mapping[str, object]:
+        op = fields.get("op")
         if op == "status":
             return self._snapshot()
-        return {"error": f"unknown op {op!r}, known: 'status'"}
+        if op == "preempt" and self._preempt is not None:
+            reason = fields.get("reason")
+            if not isinstance(reason, str) or not reason.strip() or len(reason) > MAX_REASON:
+                return {"error": f"'reason' must be a text of 1 to {MAX_REASON} characters"}
+            return {"done": self._preempt(" ".join(reason.split()))}
+        if "error" in fields:
+            return fields
+        return {"error": f"unknown op {op!r}, known: 'status', 'preempt', 'attach'"}
+
+
+def _fields(request: bytes) -> Mapping[str, Any]:
+    try:
+        fields = json.loads(request)
+    except (ValueError, RecursionError):
+        return {"error": "the request is not JSON"}
+    return fields if isinstance(fields, dict) else {}
 
 
 def peer_uid(client: socket.socket) -> int:
@@ -139,17 +174,24 @@ def may_ask(uid: int, own_uid: int) -> bool:
     return uid in (own_uid, 0)
 
 
-def _read_request(client: socket.socket, deadline: float) -> bytes:
-    line = bytearray()
-    while b"\n" not in line:
-        client.settimeout(_left(deadline))
-        chunk = client.recv(MAX_REQUEST)
-        if not chunk:
-            raise ConnectionError("it hung up before its request was whole")
-        line += chunk
-        if len(line) > MAX_REQUEST:
-            raise ConnectionError(f"its request is longer than {MAX_REQUEST} bytes")
-    return bytes(line.partition(b"\n")[0])
+def _read_request(client: socket.socket, deadline: float) -> tuple[bytes, list[int]]:
+    """Return the first line that the client sends, and the descriptors that came with it."""
+    line, files = bytearray(), list[int]()
+    try:
+        while b"\n" not in line:
+            client.settimeout(_left(deadline))
+            chunk, more, _, _ = socket.recv_fds(client, MAX_REQUEST, MAX_FILES)
+            files += more
+            if not chunk:
+                raise ConnectionError("it hung up before its request was whole")
+            line += chunk
+            if len(line) > MAX_REQUEST:
+                raise ConnectionError(f"its request is longer than {MAX_REQUEST} bytes")
+    except OSError:
+        for fd in files:
+            os.close(fd)
+        raise
+    return bytes(line.partition(b"\n")[0]), files
 
 
 def _left(deadline: float) -> float:

@@ -17,6 +17,12 @@ SignalReceived      signal handlers          a person, a scheduler or the kernel
 DeadlinePassed      the loop's own clock     the state's deadline has come
 Fenced              server reader            all workers were killed: no renewal came in time
 Held                server reader            all workers were stopped for a while, or go on
+WorkerListens       workers' links           a script asks should_preempt()
+NoticeHeard         workers' links           it knows of a notice that another node's agent gave
+PreemptAcked        workers' links           a script says that it ends because of the notice
+PreemptAsked        control socket, timer    somebody asks that the job end, to be continued
+HangSeen            watchdog                 the workers make no progress for too long
+StacksTaken         stacks                   what the workers were doing then
 Ping                health check             answer, to show that the loop is alive
 PlanSeen, CutOff,   the rendezvous           what the other nodes' agents have to do with
 Rejoined, …                                  (elaunch.rendezvous.news)
@@ -29,6 +35,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from elaunch.agent.stackdump import StackGroup
 from elaunch.checkpoint.records import Search
 from elaunch.rendezvous.news import CutOff as CutOff
 from elaunch.rendezvous.news import MeetingFailed as MeetingFailed
@@ -36,6 +43,7 @@ from elaunch.rendezvous.news import PlanSeen as PlanSeen
 from elaunch.rendezvous.news import Rejoined as Rejoined
 from elaunch.rendezvous.news import StoreBack as StoreBack
 from elaunch.rendezvous.news import StoreSilent as StoreSilent
+from elaunch.worklink import Notice
 
 
 @dataclass(frozen=True)
@@ -156,6 +164,69 @@ class Held:
 
 
 @dataclass(frozen=True)
+class WorkerListens:
+    """The script of worker ``local_rank`` asks should_preempt(): it can be told to save and end."""
+
+    round: int
+    local_rank: int
+
+
+@dataclass(frozen=True)
+class NoticeHeard:
+    """The workers of ``round`` know of a notice."""
+
+    round: int
+    notice: Notice
+
+
+@dataclass(frozen=True)
+class PreemptAcked:
+    """Worker ``local_rank`` ends because of the notice: its exit code 0 is not the job's end."""
+
+    round: int
+    local_rank: int
+    notice: Notice
+
+
+@dataclass(frozen=True)
+class PreemptAsked:
+    """Somebody asks that the job end and be continued later; ``answer`` takes what is done."""
+
+    reason: str
+    answer: Callable[[str], None] = field(compare=False)
+
+
+@dataclass(frozen=True)
+class HangSeen:
+    """The workers ``ranks`` of ``round`` hang, for ``reason``; ``source`` is what showed it.
+
+    ``at`` is when that was found, in monotonic seconds; ``last`` are lines about what each rank
+    said last; ``pid`` is that of the first of ``ranks``.
+    """
+
+    round: int
+    ranks: tuple[int, ...]
+    reason: str
+    source: str
+    at: float = 0.0
+    last: tuple[str, ...] = ()
+    pid: int = 0
+
+
+@dataclass(frozen=True)
+class StacksTaken:
+    """The stacks of the workers of ``round``; ``problems`` say whose there are not, and why.
+
+    ``last`` are lines about what each rank said last.
+    """
+
+    round: int
+    groups: tuple[StackGroup, ...] = ()
+    problems: tuple[tuple[tuple[int, ...], str], ...] = ()
+    last: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Ping:
     """Somebody asks whether the loop is alive; calling ``answer`` says yes."""
 
@@ -177,6 +248,12 @@ Event = (
     | DeadlinePassed
     | Fenced
     | Held
+    | WorkerListens
+    | NoticeHeard
+    | PreemptAcked
+    | PreemptAsked
+    | HangSeen
+    | StacksTaken
     | Ping
     | PlanSeen
     | CutOff

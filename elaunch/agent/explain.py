@@ -124,7 +124,7 @@ _TEXTS = (
     ),
     _Known(
         r"[Cc]onnection (?:refused|reset|closed|was closed)|[Bb]roken pipe|DistNetworkError"
-        r"|[Cc]onnectFullMesh failed|ncclRemoteError|remote process exited",
+        r"|[Cc]onnectFullMesh failed|ncclRemoteError|remote process exited|\bPeerLost:",
         "It lost the connection to another rank, so it is likely a victim: look for a rank that "
         "failed or hung before it, on this node or another.",
         victim=True,

@@ -23,7 +23,9 @@ from elaunch.agent import errorfile, explain, tracebacks
 from elaunch.agent.errorfile import ErrorFile
 from elaunch.agent.explain import Explanation
 from elaunch.agent.failuretable import signal_name
+from elaunch.agent.hangreport import Hang
 from elaunch.endings import exit_code, how_it_ended
+from elaunch.errors import HangError
 
 MAX_MESSAGE = 4000
 SCHEMA = 1
@@ -56,13 +58,15 @@ class Circumstances:
     """What is known of the round; times are in seconds, ``started_at`` since 1970.
 
     ``noticed_monotonic`` is when the agent's loop got the first exit, by its monotonic clock;
-    ``shm_free`` is memory.shm_free() at that time.
+    ``shm_free`` is memory.shm_free() at that time. ``hang`` is there if the round hung: then no
+    exit is the cause, and all but crashes are elaunch's doing.
     """
 
     started_at: float | None = None
     local_world_size: int | None = None
     noticed_monotonic: float | None = None
     shm_free: int | None = None
+    hang: Hang | None = None
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,10 @@ class Failure:
 
 @dataclass(frozen=True)
 class FailureReport:
-    """Everything that is known of one failed round on this node."""
+    """Everything that is known of one failed round on this node.
+
+    ``first`` is the worker that failed first, or, with a ``hang``, the one that stands still.
+    """
 
     name: str
     host: str
@@ -90,6 +97,12 @@ class FailureReport:
     stopped: tuple[Failure, ...]
     seconds_into_round: float | None
     noticed_monotonic: float | None
+    hang: Hang | None = None
+
+    @property
+    def exit_code(self) -> int:
+        """What the command ends with if no restart follows."""
+        return HangError.exit_code if self.hang else exit_code(self.first.exit.exitcode)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON-able data, schema 1 of docs/failure-report.md."""
@@ -99,11 +112,12 @@ class FailureReport:
             "host": self.host,
             "round": self.round,
             "summary": summary(self),
-            "exit_code": exit_code(self.first.exit.exitcode),
+            "exit_code": self.exit_code,
             "seconds_into_round": self.seconds_into_round,
             "noticed_monotonic": self.noticed_monotonic,
             "explanation": self.first.explanation.text or None,
             "likely_victim": self.first.explanation.victim,
+            "hang": self.hang.to_dict() if self.hang else None,
             "first": _worker_dict(self.first),
             "victims": [_worker_dict(failure) for failure in self.victims],
             "stopped": [_worker_dict(failure) for failure in self.stopped],
@@ -126,7 +140,7 @@ def build(
         round: the round that failed.
         exits: the ends of all its workers on this node, in the order noticed.
         first: local_rank of the one that failed first; it is in ``exits``.
-        circumstances: what is known of the round besides.
+        circumstances: what is known of the round besides; the hang, if it was one.
     """
     by_rank = {end.local_rank: end for end in exits}
     failures = {
@@ -135,7 +149,8 @@ def build(
         if end.exitcode != 0 or end.stopped_by_us or end.local_rank == first
     }
     cause = failures.pop(first)
-    began = circumstances.started_at
+    began, hang = circumstances.started_at, circumstances.hang
+    failed_at = cause.exit.at if hang is None else hang.at
     return FailureReport(
         name=name,
         host=host,
@@ -143,13 +158,16 @@ def build(
         first=cause,
         victims=tuple(f for f in failures.values() if not f.exit.stopped_by_us),
         stopped=tuple(f for f in failures.values() if f.exit.stopped_by_us),
-        seconds_into_round=None if began is None else max(0.0, cause.exit.at - began),
+        seconds_into_round=None if began is None else max(0.0, failed_at - began),
         noticed_monotonic=circumstances.noticed_monotonic,
+        hang=hang,
     )
 
 
 def summary(report: FailureReport) -> str:
     """Return one line like ``rank 1 exited with code 7``, for the log and as a restart's reason."""
+    if report.hang is not None:
+        return report.hang.reason
     return f"rank {report.first.exit.rank} {ended(report.first.exit)}"
 
 

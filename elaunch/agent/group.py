@@ -6,6 +6,7 @@ the loop tells it what to do, and what happens comes back as events from the ser
 
 from __future__ import annotations
 
+import hmac
 import os
 import string
 from collections.abc import Callable, Mapping
@@ -68,6 +69,7 @@ class WorkerGroup:
         self._pump = pump
         self._nproc = 0
         self._hello = ""
+        self._key = os.urandom(32)
         self._reaper = Reaper()
         self._open_files = openfiles.raise_limit()
         self._endpoint = _endpoint(settings, plan.own_addr)
@@ -171,6 +173,8 @@ class WorkerGroup:
         for local_rank, (stdout, stderr) in channels.items():
             error_file = str(self._error_file(start.round, local_rank))
             variables = env.worker_environment(facts, local_rank, error_file, self._environ)
+            if settings.hang_timeout is not None:
+                variables[env.STACKS_FILE] = str(self.stacks_file(start.round, local_rank))
             job = {
                 "op": "start",
                 "round": start.round,
@@ -209,11 +213,29 @@ class WorkerGroup:
             # address is taken, as the launcher's is; a private store of the script works with it.
             use_agent_store="True" if self._preloads_torch else "1",
             virtual_local_rank=settings.virtual_local_rank,
+            channel_key=self._channel_key(start),
         )
+
+    def _channel_key(self, start: RoundStart) -> str:
+        """Return the key by which the round's workers know each other; "" if none can be shared.
+
+        Nodes share nothing that others could not read but the secret of --rdzv-secret-file.
+        """
+        meeting = self._plan.settings.rendezvous
+        if meeting is None:
+            return self._key.hex()
+        if meeting.secret is None:
+            return ""
+        told = f"workers of {self._plan.settings.run_id}, round {start.round}".encode()
+        return hmac.new(meeting.secret, told, "sha256").hexdigest()
 
     def _error_file(self, round_number: int, local_rank: int) -> Path:
         attempt = logfiles.round_directory(self._files_root, round_number).absolute()
         return attempt / str(local_rank) / "error.json"
+
+    def stacks_file(self, round_number: int, local_rank: int) -> Path:
+        """Return where a worker writes its stacks, if it is asked to."""
+        return self._error_file(round_number, local_rank).with_name("stacks.txt")
 
     def error_file(self, round_number: int, local_rank: int) -> str | None:
         """Return the path of a worker's error record if it wrote one."""

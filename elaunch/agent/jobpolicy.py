@@ -13,20 +13,21 @@ from pathlib import Path
 from typing import Any
 
 from elaunch import env
-from elaunch.agent import events
-from elaunch.agent.state import (
+from elaunch.agent import events, hangpolicy, preemptpolicy
+from elaunch.agent.actions import (
     Action,
     EndTree,
     Finish,
+    Hurry,
     Meet,
     Nothing,
-    Phase,
     StartRound,
-    State,
     StopWorkers,
 )
-from elaunch.agent.wording import failure, workers
+from elaunch.agent.state import Phase, State
+from elaunch.agent.wording import failure, failure_code, workers
 from elaunch.checkpoint.records import Checkpoint
+from elaunch.endings import PREEMPTED
 from elaunch.rendezvous.plan import AgentState, Plan
 
 Decision = tuple[Action, str]
@@ -36,7 +37,7 @@ NOTHING: Decision = (Nothing(), "")
 
 def own_state(state: State) -> tuple[AgentState, int]:
     """Return what this agent says of itself, and of which round (-1: of none)."""
-    if state.interrupted is not None or state.parted is not None or state.phase is Phase.ENDED:
+    if _leaves(state):
         return "leaving", state.round if state.member else -1
     if state.cut_off or not state.name:
         return "ready" if state.phase is Phase.MEETING else "joining", -1
@@ -50,6 +51,17 @@ def own_state(state: State) -> tuple[AgentState, int]:
     if state.phase in (Phase.STOPPING, Phase.SWEEPING):
         return "failed" if state.failed else "running", state.round
     return "finished" if state.completed and not state.failed else "ended", state.round
+
+
+def _leaves(state: State) -> bool:
+    """Whether this agent is on its way out; workers that were asked to save are not hurried."""
+    if state.parted is not None or state.phase is Phase.ENDED:
+        return True
+    if state.notice is None or state.failed:
+        return state.interrupted is not None
+    if state.phase in (Phase.RUNNING, Phase.STOPPING, Phase.SWEEPING):
+        return False
+    return state.told_to_stop and not (state.completed and state.interrupted is None)
 
 
 def _missed(state: State) -> bool:
@@ -91,10 +103,17 @@ def at_rest(state: State, what: str) -> Decision:
     if plan is not None and plan.phase == "over":
         unused = "" if state.member else "; this node took part in no round"
         return Finish(plan.exit_code or 0), plan.reason + unused
+    if plan is not None and state.told_to_stop and _moved_on(state, plan):
+        return preemptpolicy.ended(state)
     if plan is not None and _begins(state, plan):
         first_rank = place(plan, state.name).first_rank
         return StartRound(plan.round, _checkpoint(plan), first_rank), plan.reason
     return (Meet(), f"{what}; waiting for the other nodes") if what else NOTHING
+
+
+def _moved_on(state: State, plan: Plan) -> bool:
+    """Whether the job goes on without what this node's workers were asked to end for."""
+    return plan.round > state.round or plan.phase in ("ending", "forming")
 
 
 def _begins(state: State, plan: Plan) -> bool:
@@ -114,12 +133,23 @@ def on_tree_gone(state: State) -> Decision:
     """Nothing of the round is left here: say so, and go on as the plan says."""
     over = state.plan is not None and state.plan.phase == "over"
     if state.interrupted is not None and not over:
-        return stopped(state.interrupted)
+        return preemptpolicy.ended(state) if state.preempted else stopped(state.interrupted)
+    if state.told_to_stop and not state.completed and not over:
+        return _told_and_not_done(state)
+    if state.preempted and state.notice is not None:
+        return at_rest(state, f"all workers of this node have saved ({state.notice.reason})")
     if state.failed:
         return at_rest(state, failure(state))
     if state.completed:
         return at_rest(state, "all workers of this node ended with 0")
     return at_rest(state, "the workers of this node have ended")
+
+
+def _told_and_not_done(state: State) -> Decision:
+    """Leave: no round is to follow here, although the workers did not end as they were asked."""
+    if not state.failed or state.notice is None:
+        return preemptpolicy.ended(state)
+    return Finish(failure_code(state)), f"{failure(state)}; no restart: {state.notice.reason}"
 
 
 def stopped(signum: signal.Signals) -> Decision:
@@ -149,9 +179,16 @@ def _while_running(state: State, plan: Plan) -> Decision:
         reason = f"round {plan.round} has begun without this node; killing {others}"
         return EndTree(), reason
     if plan.phase == "running" or plan.round < state.round:
-        return NOTHING
+        return preemptpolicy.newcomers(state)
     # Who lost a peer can only hang; who is stopped for growth may want to save first.
     peer_gone = plan.cause in ("failure", "lost") or plan.phase == "over"
+    peer_gone = peer_gone and plan.exit_code != PREEMPTED
+    stacks = hangpolicy.elsewhere(state, plan)
+    if stacks is not None:
+        return stacks
+    if state.notice is not None and not peer_gone:
+        grace = limits.shutdown_timeout
+        return Hurry(grace), f"{plan.reason}; {others} may save, grace {grace:g} s"
     grace = limits.sibling_grace if peer_gone else limits.shutdown_timeout
     reason = f"{plan.reason}; stopping {others}, grace {grace:g} s"
     return StopWorkers(signal.SIGTERM, grace), reason

@@ -1,4 +1,4 @@
-"""Keeps the run's record (elaunch.record): what ``status`` shows while the agent lives and after.
+"""Keeps the run's record (elaunch.runrecord), which ``status`` shows meanwhile and afterwards.
 
 The record is replaced as a whole at each change. A file system that cannot take it (full, gone) is
 reported once and does not stop the job: training is worth more than its record.
@@ -7,28 +7,22 @@ reported once and does not stop the job: training is worth more than its record.
 from __future__ import annotations
 
 import json
-import os
-import sys
 import time
 from collections.abc import Callable
+from signal import SIGTERM
 from typing import Any
 
 from elaunch.agent import events
-from elaunch.agent.state import Action, Finish, Nothing, Phase, StartRound, State
+from elaunch.agent.actions import Action, Finish, Nothing, StartRound
+from elaunch.agent.state import Phase, State
 from elaunch.checkpoint.records import Checkpoint
 from elaunch.config import Settings
-from elaunch.endings import signal_name
+from elaunch.endings import PREEMPTED, signal_name
 from elaunch.errors import RunDirError
-from elaunch.record import (
-    SCHEMA,
-    CheckpointRecord,
-    Record,
-    RoundRecord,
-    WorkerRecord,
-    this_agent,
-)
+from elaunch.newrecord import first_record, new_round, new_worker
 from elaunch.rendezvous.plan import Plan
 from elaunch.rundir import RunDir
+from elaunch.runrecord import CheckpointRecord, ProgressRecord, Record
 
 
 def wall_time(monotonic: float) -> float:
@@ -57,11 +51,17 @@ class Journal:
         self._failed_at: float | None = None
         self._record = _first_record(settings, run_dir, log_dir)
         self._published = json.dumps(self._record)
+        self._progress: Callable[[], ProgressRecord | None] = lambda: None
+
+    def follow(self, progress: Callable[[], ProgressRecord | None]) -> None:
+        """Have the record say how far the workers are; ``progress`` tells it, to any thread."""
+        self._progress = progress
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the record as it was last written; for other threads."""
+        """Return the record as it was last written, with the progress of now; for other threads."""
         published: dict[str, Any] = json.loads(self._published)
-        return published
+        found = self._progress()
+        return published if found is None else {**published, "progress": found}
 
     def note(self, state: State, event: events.Event, action: Action, reason: str) -> None:
         """Write down what ``event`` and ``action`` changed."""
@@ -70,6 +70,8 @@ class Journal:
             self._note_start(state, event)
         elif isinstance(event, events.WorkerExited) and event.round == state.round:
             self._note_exit(state, event)
+        elif isinstance(event, events.HangSeen) and event == state.hang:
+            self._failed_at = event.at
         elif isinstance(event, events.TreeGone) and record["history"]:
             record["history"][-1]["ended_at"] = time.time()
         if isinstance(action, StartRound):
@@ -113,6 +115,9 @@ class Journal:
 
     def write(self) -> None:
         """Replace the record on disk and for readers of the socket."""
+        found = self._progress()
+        if found is not None:
+            self._record["progress"] = found
         self._published = json.dumps(self._record)
         try:
             self._run_dir.write_state(self._record)
@@ -141,17 +146,12 @@ class Journal:
             world_size,
             nproc,
         )
-        record["workers"] = [_worker(state.first_rank, local_rank) for local_rank in range(nproc)]
+        record["workers"] = [
+            new_worker(state.first_rank + local_rank, local_rank) for local_rank in range(nproc)
+        ]
         record["checkpoint"] = None if checkpoint is None else _checkpoint(checkpoint)
-        entry: RoundRecord = {
-            "round": state.round,
-            "reason": reason,
-            "started_at": time.time(),
-            "ended_at": None,
-            "recovery_s": None,
-            "resumed_step": None if checkpoint is None else checkpoint.step,
-        }
-        self._record["history"].append(entry)
+        resumed = None if checkpoint is None else checkpoint.step
+        record["history"].append(new_round(state.round, reason, resumed))
 
     def _note_start(self, state: State, event: events.WorkerStarted) -> None:
         worker = self._record["workers"][event.local_rank]
@@ -180,59 +180,36 @@ def _checkpoint(checkpoint: Checkpoint) -> CheckpointRecord:
     return {"path": str(checkpoint.path), "step": checkpoint.step, "format": checkpoint.format}
 
 
-def _worker(first_rank: int, local_rank: int) -> WorkerRecord:
-    return {
-        "rank": first_rank + local_rank,
-        "local_rank": local_rank,
-        "pid": None,
-        "state": "STARTING",
-        "exit": None,
-        "exit_code": None,
-        "started_at": None,
-        "ended_at": None,
-    }
-
-
 def _first_record(settings: Settings, run_dir: RunDir, log_dir: str | None) -> Record:
-    return {
-        "schema": SCHEMA,
-        "run_id": settings.run_id,
-        "name": settings.name,
-        "dir": str(run_dir.path),
-        "state": "STARTING",
-        "reason": None,
-        "agent": this_agent(),
-        "started_at": time.time(),
-        "ended_at": None,
-        "round": 0,
-        "restarts": {
-            "used": 0,
-            "without_progress": 0,
-            "max": settings.max_restarts,
-            "budget": settings.restart_budget,
-        },
-        "world_size": None,
-        "nproc_per_node": None,
-        "entrypoint": settings.entrypoint,
-        "argv": list(sys.argv),
-        "cwd": os.getcwd(),
-        "start_method": settings.start_method,
-        "interpreter": settings.interpreter,
-        "workers": [],
-        "checkpoint_dir": None if settings.checkpoint_dir is None else str(settings.checkpoint_dir),
-        "checkpoint_glob": settings.checkpoint_glob,
-        "checkpoint": None,
-        "exit_code": None,
-        "failure": None,
-        "log_dir": log_dir,
-        "history": [],
-    }
+    record = first_record(settings.run_id, settings.name, run_dir.path)
+    record["restarts"]["max"] = settings.max_restarts
+    record["restarts"]["budget"] = settings.restart_budget
+    record["entrypoint"] = settings.entrypoint
+    record["start_method"] = settings.start_method
+    record["interpreter"] = settings.interpreter
+    if settings.checkpoint_dir is not None:
+        record["checkpoint_dir"] = str(settings.checkpoint_dir)
+    record["checkpoint_glob"] = settings.checkpoint_glob
+    record["log_dir"] = log_dir
+    return record
+
+
+def _is_preempted(state: State, end: Finish) -> bool:
+    """Whether the run has ended because it was asked to; a worker may end with the same code."""
+    if end.exit_code != PREEMPTED or state.failed:
+        return False
+    over = state.plan is not None and state.plan.phase == "over" and state.plan.failure is None
+    return state.preempted or over or not state.alive
 
 
 def _state_name(state: State, action: Action) -> str:
     if isinstance(action, Finish):
         if action.exit_code == 0:
             return "COMPLETED"
+        if _is_preempted(state, action):
+            return "PREEMPTED"
+        if state.notice is not None and not state.failed and state.interrupted in (None, SIGTERM):
+            return "KILLED"
         return "STOPPED" if state.interrupted is not None and not state.failed else "FAILED"
     if state.phase is Phase.RUNNING:
         return "RUNNING"

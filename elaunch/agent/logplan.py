@@ -45,6 +45,9 @@ class LogPlan:
         stderr_filters: the same for stderr.
         prefix_template: with ``${role_name}``, ``${local_rank}``, ``${rank}``; None for torchrun's.
         role: role name, a part of the prefix.
+        at_once: show what has no line end yet at once, where the console shows one worker only;
+            not where others write to the same place.
+        listener: returns what hears all that a local rank writes, stdout and stderr alike.
     """
 
     log_root: Path | None
@@ -55,6 +58,8 @@ class LogPlan:
     stderr_filters: tuple[str, ...] = ()
     prefix_template: str | None = None
     role: str = "default"
+    at_once: bool = True
+    listener: Callable[[int], Callable[[bytes], None]] | None = None
 
     def prefix(self, local_rank: int, rank: int) -> bytes:
         """Return what a tee'd line of this rank begins with."""

@@ -79,11 +79,13 @@ def open_streams(
             terminal = console if is_pty else None
             stream = Stream(read_end, local_rank, opened.ranks[local_rank], name, terminal)
             opened.streams[local_rank, name] = stream
+            if plan.listener is not None:
+                stream.listener = plan.listener(local_rank)
             ends[local_rank, name] = write_end
             stream.follow_size()
             if console is not None:
                 prefix = plan.prefix(local_rank, stream.rank) if tees else b""
-                alone = len(shown) == 1
+                alone = plan.at_once and len(shown) == 1
                 stream.speaker = Speaker(console, local_rank, prefix=prefix, eager=alone)
     except OSError:
         for fd in [*ends.values(), *(stream.fd for stream in opened.streams.values())]:

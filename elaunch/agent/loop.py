@@ -21,14 +21,7 @@ from typing import TYPE_CHECKING
 
 from elaunch import env
 from elaunch.agent import errorfile, eventlog, events, jobpolicy, policy, seeker
-from elaunch.agent.eventlog import EventLog, WorkerFacts
-from elaunch.agent.failures import FailureReport
-from elaunch.agent.group import RoundStart, WorkerGroup
-from elaunch.agent.journal import Journal
-from elaunch.agent.narrator import Narrator
-from elaunch.agent.report import write_launcher_file
-from elaunch.agent.reporter import Reporter
-from elaunch.agent.state import (
+from elaunch.agent.actions import (
     Action,
     Backoff,
     ChooseCheckpoint,
@@ -37,15 +30,23 @@ from elaunch.agent.state import (
     Forward,
     Hurry,
     KillServer,
-    Limits,
     Meet,
-    Phase,
+    Notify,
     StartRound,
-    State,
     StopWorkers,
-    follow,
-    observe,
+    TakeStacks,
 )
+from elaunch.agent.eventlog import EventLog, WorkerFacts
+from elaunch.agent.failures import FailureReport
+from elaunch.agent.group import RoundStart, WorkerGroup
+from elaunch.agent.hangwatch import HangWatch
+from elaunch.agent.journal import Journal
+from elaunch.agent.limits import known_nproc, limits_of
+from elaunch.agent.links import WorkerLinks
+from elaunch.agent.narrator import Narrator
+from elaunch.agent.report import write_launcher_file
+from elaunch.agent.reporter import Reporter
+from elaunch.agent.state import Phase, State, follow, observe
 from elaunch.config import Settings
 from elaunch.endings import how_it_ended
 from elaunch.errors import ServerError, UsageError
@@ -67,6 +68,8 @@ class Parts:
     journal: Journal
     reporter: Reporter
     events: EventLog
+    links: WorkerLinks
+    hangs: HangWatch
     spokesman: Spokesman | None = None
 
 
@@ -81,6 +84,8 @@ class Agent:
         self._journal = parts.journal
         self._reporter = parts.reporter
         self._events = parts.events
+        self._links = parts.links
+        self._hangs = parts.hangs
         self._spokesman = parts.spokesman
         self._inbox = inbox
         self._made: FailureReport | None = None
@@ -103,7 +108,7 @@ class Agent:
                 return 128 + counted
             nproc = counted
         self._say_omp(environ, nproc)
-        limits = replace(_limits(self._settings, nproc), meets=self._spokesman is not None)
+        limits = limits_of(self._settings, nproc, meets=self._spokesman is not None)
         state = State(limits=limits)
         if self._spokesman is not None:
             self._spokesman.join(nproc, port)
@@ -194,6 +199,12 @@ class Agent:
         elif isinstance(action, Meet):
             self._deadline = None
             self._group.between_rounds()
+        elif isinstance(action, Notify):
+            self._links.notify(action.notice)
+            if action.grace is not None:
+                self._deadline = time.monotonic() + action.grace
+        elif isinstance(action, TakeStacks):
+            self._deadline = time.monotonic() + self._hangs.take_stacks(state.round)
         elif isinstance(action, Forward):
             self._group.send_signal(action.signum, stops=False)
         elif isinstance(action, Backoff):
@@ -214,6 +225,8 @@ class Agent:
         if plan is not None:
             place, store = jobpolicy.place(plan, state.name), (plan.master_addr, plan.master_port)
             start = replace(start, place=place, store=store)
+        self._links.begin(action.round)
+        self._hangs.begin(action.round, action.first_rank)
         self._group.start(start)
         self._events.record("RENDEZVOUS", restarts=restarts, duration_ms=0.0)
 
@@ -231,16 +244,23 @@ class Agent:
     # ── telling ──────────────────────────────────────────────────────────────────────────────────
 
     def _tell(self, state: State, event: events.Event, action: Action, reason: str) -> None:
+        self._hangs.hear(event)
         if isinstance(event, events.WorkerStarted):
             self._events.record("START", self._facts(state, event), restarts=state.restarts)
         elif isinstance(event, events.WorkerExited):
             self._record_exit(state, event)
+        elif isinstance(event, events.HangSeen) and event == state.hang:
+            self._reporter.notice(event)
+        elif isinstance(event, events.StacksTaken) and event == state.stacks and not state.hang:
+            self._reporter.tell_stacks(event)
         elif isinstance(event, events.TreeGone):
             self._group.flush_logs()
         elif isinstance(event, events.PlanSeen) and self._spokesman is not None:
             self._spokesman.tell_plan(event.plan, event.name)
         elif isinstance(event, events.Ping):
             event.answer()
+        elif isinstance(event, events.PreemptAsked):
+            event.answer(reason)
         self._narrator.tell(state, event, action, reason)
 
     def _record_exit(self, state: State, event: events.WorkerExited) -> None:
@@ -281,12 +301,12 @@ class Agent:
         """Tell why the round that ``state`` describes has failed, here or on another node."""
         final = isinstance(action, Finish)
         if self._spokesman is None:
-            if state.first is not None:
+            if state.reportable:
                 self._note_report(self._reporter.report(state, "all" if final else "cause"))
                 if final and self._made is not None:
                     write_launcher_file(self._made, os.environ)
             return
-        if state.first is not None and self._made is None:
+        if state.reportable and self._made is None:
             made = self._reporter.report(state, "nothing")
             self._note_report(made)
             self._spokesman.keep(made)
@@ -319,22 +339,3 @@ class Agent:
     def _note_report(self, made: FailureReport) -> None:
         self._made = made
         self._journal.note_failure(made.to_dict())
-
-
-def known_nproc(name: str) -> int | None:
-    """Return the number of workers that ``--nproc-per-node`` means; None if torch must count."""
-    if name == "cpu":
-        return len(os.sched_getaffinity(0))
-    return int(name) if name.isdigit() else None
-
-
-def _limits(settings: Settings, nproc: int) -> Limits:
-    return Limits(
-        nproc=nproc,
-        max_restarts=settings.max_restarts,
-        lifetime_budget=settings.restart_budget == "lifetime",
-        shutdown_timeout=settings.shutdown_timeout,
-        sibling_grace=settings.sibling_grace,
-        has_checkpoint_dir=settings.checkpoint_dir is not None,
-        forwarded=frozenset(settings.forward_signals),
-    )

@@ -15,19 +15,24 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from elaunch import env, rundir, statedir
-from elaunch.agent import events, signals
+from elaunch.agent import events, openfiles, signals
 from elaunch.agent.control import ControlSocket
 from elaunch.agent.errorfile import write_launcher_error
 from elaunch.agent.eventlog import EventLog, JobFacts
 from elaunch.agent.group import GroupPlan, WorkerGroup
+from elaunch.agent.hangwatch import HangPlan, HangWatch
 from elaunch.agent.healthcheck import HealthCheck
 from elaunch.agent.journal import Journal, shown_code
+from elaunch.agent.limits import known_nproc
+from elaunch.agent.links import WorkerLinks
 from elaunch.agent.logs import LogPlan, LogPump
-from elaunch.agent.loop import Agent, Parts, known_nproc
+from elaunch.agent.loop import Agent, Parts
+from elaunch.agent.progresslines import ProgressLines
 from elaunch.agent.reporter import Reporter, ReportPlan
 from elaunch.agent.tempdir import RunTemp
 from elaunch.config import Settings
@@ -53,9 +58,13 @@ def run(settings: Settings) -> int:
     for what is found wrong before a worker was started.
     """
     inbox: Inbox = queue.SimpleQueue()
-    handled = (*settings.signals_to_handle, *settings.forward_signals)
+    handled = (
+        *settings.signals_to_handle,
+        *settings.forward_signals,
+        *settings.preempt_signals,
+    )
     signals.install(handled, inbox.put)
-    _open_standard_files()
+    openfiles.open_standard_files()
     if settings.workdir is not None:
         os.chdir(settings.workdir)
     processes.become_subreaper()
@@ -78,7 +87,9 @@ def _run(
     log_root = run_dir.logs if settings.log_dir is None else own_log_dir
     log_dir = None if log_root is None else str(log_root)
     journal = Journal(settings, run_dir, log_dir, warn=lambda text: log.warning("%s", text))
-    pump = LogPump(_log_plan(settings, log_root, environ))
+    lines = None if settings.progress_regex is None else ProgressLines(settings.progress_regex)
+    log_plan = _log_plan(settings, log_root, environ)
+    pump = LogPump(replace(log_plan, listener=lines.listener) if lines else log_plan)
     pump.start()
     stack.callback(lambda: pump.close(_console_patience(journal)))
     stack.enter_context(_logging_to(pump.say, settings.log_level))
@@ -90,12 +101,20 @@ def _run(
     group_plan = GroupPlan(settings, run_dir, log_root, environ, inbox.put, own_addr)
     group = WorkerGroup(group_plan, pump)
     stack.callback(group.close)
-    _start_control(run_dir, journal, stack)
+    links = WorkerLinks(inbox.put)
+    links.start()
+    stack.callback(links.close)
+    hangs = HangWatch(HangPlan(settings, links, lines, inbox.put), group)
+    hangs.start()
+    stack.callback(hangs.close)
+    journal.follow(hangs.record)
+    _start_control(run_dir, Served(journal, links, inbox), stack)
+    _start_timer(settings, inbox, stack)
     _start_health_check(settings, journal, inbox, stack)
     reporter = Reporter(ReportPlan(settings, run_dir, pump, group, pump.say))
     event_log = EventLog(settings.event_log_handler, _facts(settings))
     spokesman = _spokesman(group_plan, group, pump.say, stack)
-    parts = Parts(group, journal, reporter, event_log, spokesman)
+    parts = Parts(group, journal, reporter, event_log, links, hangs, spokesman)
     threading.Thread(target=rundir.prune, args=(os.environ,), name="prune", daemon=True).start()
     try:
         return Agent(settings, parts, inbox).run(environ)
@@ -193,15 +212,6 @@ def resolve_nproc(settings: Settings) -> int:
     return counted
 
 
-def _open_standard_files() -> None:
-    """Open what the parent closed, so that no pipe of ours gets to be a worker's stdin."""
-    for fd in (0, 1, 2):
-        try:
-            os.fstat(fd)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)
-
-
 def _own_log_dir(settings: Settings) -> Path | None:
     """Make this run's directory under --log-dir; None without the flag, or for no files at all."""
     if settings.log_dir in (None, NO_FILES):
@@ -255,8 +265,41 @@ def _logging_to(say: Callable[[str], None], level: str) -> Iterator[None]:
         log.removeHandler(handler)
 
 
-def _start_control(run_dir: rundir.RunDir, journal: Journal, stack: contextlib.ExitStack) -> None:
-    control = ControlSocket(run_dir.socket, journal.snapshot)
+@dataclass(frozen=True)
+class Served:
+    """What the control socket serves."""
+
+    journal: Journal
+    links: WorkerLinks
+    inbox: Inbox
+
+    def preempt(self, reason: str) -> str:
+        """Ask that the job end and be continued; return what is done about it."""
+        answers: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.inbox.put(events.PreemptAsked(reason, answers.put))
+        try:
+            return answers.get(timeout=PING_TIMEOUT)
+        except queue.Empty:
+            return "the agent is busy; it will be asked as soon as it is not"
+
+
+def _start_timer(settings: Settings, inbox: Inbox, stack: contextlib.ExitStack) -> None:
+    """Have the workers asked to save and to end at --preempt-at."""
+    if settings.preempt_at is None:
+        return
+    asked = events.PreemptAsked("the time of --preempt-at has come", lambda _: None)
+    # A wait of C's may not be longer than this; nobody waits for 100 days.
+    seconds = min(max(0.0, settings.preempt_at - time.time()), threading.TIMEOUT_MAX, 8_640_000.0)
+    timer = threading.Timer(seconds, inbox.put, (asked,))
+    timer.daemon = True
+    timer.start()
+    stack.callback(timer.cancel)
+
+
+def _start_control(run_dir: rundir.RunDir, served: Served, stack: contextlib.ExitStack) -> None:
+    control = ControlSocket(
+        run_dir.socket, served.journal.snapshot, served.preempt, served.links.adopt
+    )
     try:
         control.start()
     except (RunDirError, OSError) as error:

@@ -6,7 +6,8 @@ import logging
 import os
 
 from elaunch.agent import events
-from elaunch.agent.state import Action, EndTree, Finish, Meet, Nothing, StartRound, State
+from elaunch.agent.actions import Action, EndTree, Finish, Meet, Nothing, StartRound
+from elaunch.agent.state import State
 from elaunch.config import Settings
 
 PASSED_OVER_SHOWN = 10
@@ -95,7 +96,8 @@ def _is_quiet(state: State, event: events.Event, action: Action) -> bool:
     if isinstance(action, Nothing):
         return isinstance(event, events.PlanSeen)
     if isinstance(action, EndTree):
-        return not state.alive or not (state.failed or state.limits.meets)
+        told = state.failed or state.limits.meets or state.notice is not None
+        return not state.alive or not told
     if isinstance(action, Finish) and (
         action.exit_code or (state.limits.meets and not state.member)
     ):

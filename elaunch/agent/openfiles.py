@@ -8,12 +8,22 @@ with.
 from __future__ import annotations
 
 import contextlib
+import os
 import resource
 
 from elaunch.errors import UsageError
 
 PER_WORKER = 6
 RESERVE = 64
+
+
+def open_standard_files() -> None:
+    """Open what the parent closed, so that no pipe of ours gets to be a worker's stdin."""
+    for fd in (0, 1, 2):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
 
 
 def raise_limit() -> tuple[int, int]:

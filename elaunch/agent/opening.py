@@ -52,6 +52,7 @@ def rules(settings: Settings, rendezvous: RendezvousSettings, hosts: bool) -> Ru
         join_timeout=rendezvous.join_timeout,
         heartbeat_timeout=rendezvous.heartbeat_timeout,
         store_timeout=rendezvous.store_timeout,
+        preempt_grace=settings.shutdown_timeout,
         end_timeout=settings.shutdown_timeout + SWEEP_OVERDUE + END_MARGIN,
         max_restarts=settings.max_restarts,
         lifetime_budget=settings.restart_budget == "lifetime",

@@ -13,8 +13,8 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
-from elaunch.agent import events, jobpolicy
-from elaunch.agent.state import (
+from elaunch.agent import events, hangpolicy, jobpolicy, preemptpolicy
+from elaunch.agent.actions import (
     Action,
     Backoff,
     ChooseCheckpoint,
@@ -24,13 +24,11 @@ from elaunch.agent.state import (
     Hurry,
     KillServer,
     Nothing,
-    Phase,
     StartRound,
-    State,
     StopWorkers,
 )
-from elaunch.agent.wording import ended, failure, server_ended, workers
-from elaunch.endings import exit_code
+from elaunch.agent.state import Phase, State
+from elaunch.agent.wording import ended, failure, failure_code, server_ended, workers
 from elaunch.errors import CheckpointError, ServerError, UsageError
 from elaunch.rendezvous.budget import (
     LONG_ENOUGH,
@@ -72,7 +70,10 @@ def _on_exit(state: State, event: events.WorkerExited) -> Decision:
             return _stop_siblings(state, event)
         return NOTHING
     if state.phase is Phase.RUNNING and not state.failed:
-        reason = "all workers ended with 0; ending what they left, if anything"
+        what = "all workers ended with 0"
+        if state.preempted and state.notice is not None:
+            what = f"all workers have saved and ended ({state.notice.reason})"
+        reason = f"{what}; ending what they left, if anything"
         return EndTree(signal.SIGTERM, state.limits.sibling_grace), reason
     if state.phase is Phase.RUNNING:
         return EndTree(), f"{ended(event, state.first_rank)}; no other worker is left"
@@ -98,6 +99,12 @@ def _on_signal(state: State, event: events.SignalReceived) -> Decision:
         if state.phase in (Phase.RUNNING, Phase.STOPPING):
             return Forward(event.signum), f"{name} received: forwarded to the workers"
         return Nothing(), f"{name} received: no worker runs to forward it to"
+    if event.signum in state.limits.preempting:
+        return preemptpolicy.asked(state, f"{name} received")
+    if event.signum is signal.SIGTERM:
+        told = preemptpolicy.on_sigterm(state)
+        if told is not None:
+            return told
     if state.phase is Phase.RUNNING:
         grace = state.limits.shutdown_timeout
         reason = f"{name} received: forwarded to the workers, grace {grace:g} s"
@@ -122,6 +129,10 @@ def _on_not_started(state: State, event: events.WorkerNotStarted) -> Decision:
 
 
 def _on_deadline(state: State, event: events.DeadlinePassed) -> Decision:
+    if state.phase is Phase.RUNNING and state.taking:
+        return hangpolicy.overdue(state)
+    if state.phase is Phase.RUNNING and state.notice is not None:
+        return preemptpolicy.overdue(state)
     if state.phase is Phase.STOPPING:
         return EndTree(), f"the grace is over; killing {workers(len(state.alive))}"
     if state.phase is Phase.SWEEPING:
@@ -142,7 +153,7 @@ def _on_tree_gone(state: State, event: events.TreeGone) -> Decision:
         return NOTHING
     if state.limits.meets:
         return jobpolicy.on_tree_gone(state)
-    if state.completed or not state.failed or state.interrupted is not None:
+    if state.completed or not state.failed or state.interrupted or state.told_to_stop:
         return _finish(state)
     limits = state.limits
     if hopeless(limits.budget, _spent(state)):
@@ -179,19 +190,23 @@ def _spent(state: State) -> Spent:
 
 def lived_long(state: State) -> bool:
     """Whether the round ran long enough not to have died at its start."""
-    if state.first is None or state.began is None:
+    failed = state.first or state.hang
+    if failed is None or state.began is None:
         return False
-    return state.first.at - state.began >= LONG_ENOUGH
+    return failed.at - state.began >= LONG_ENOUGH
 
 
 def _finish(state: State) -> Decision:
+    if state.notice is not None and (state.completed or not state.failed):
+        return preemptpolicy.ended(state)
     if state.completed:
         return Finish(0), "all workers ended with 0"
     if state.failed:
-        first = state.first
-        code = ServerError.exit_code if first is None else exit_code(first.exitcode)
+        code = failure_code(state)
         if state.interrupted is not None:
             why = f"; no restart after {state.interrupted.name}"
+        elif state.told_to_stop and state.notice is not None:
+            why = f"; no restart: {state.notice.reason}"
         else:
             why = why_no_more(state.limits.budget, _spent(state))
         return Finish(code), failure(state) + why
@@ -209,4 +224,6 @@ _ARMS: dict[type, Callable[[State, Any], Decision]] = {
     events.DeadlinePassed: _on_deadline,
     events.ServerLost: _on_server_lost,
     **jobpolicy.ARMS,
+    **preemptpolicy.ARMS,
+    **hangpolicy.ARMS,
 }

@@ -21,8 +21,9 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
-from elaunch.agent import errorfile, tracebacks
+from elaunch.agent import errorfile, hangreport, tracebacks
 from elaunch.agent.failures import (
     Circumstances,
     Failure,
@@ -41,6 +42,7 @@ from elaunch.agent.failuretable import (
     signal_message,
     signal_name,
 )
+from elaunch.agent.hangreport import Hang, source_text
 from elaunch.endings import exit_code
 
 __all__ = [
@@ -63,6 +65,9 @@ WIDTH = 100
 def write_launcher_file(report: FailureReport, environ: Mapping[str, str]) -> bool:
     """Write the launcher's own error file, if ``environ`` names one, from the first failure."""
     first = report.first
+    if report.hang is not None:
+        told = "\n".join(hangreport.lines(report.hang))
+        return errorfile.write_launcher_file(environ, report.exit_code, None, summary(report), told)
     message = summary(report) + (f": {first.message}" if first.message else "")
     callstack = "\n".join(first.traceback) or first.explanation.text or message
     return errorfile.write_launcher_file(
@@ -112,6 +117,9 @@ def _cause(report: FailureReport) -> Iterator[str]:
     when = f" in round {report.round}"
     if report.seconds_into_round is not None:
         when = f", {report.seconds_into_round:.1f} s into round {report.round}"
+    if report.hang is not None:
+        yield from _hang(report, report.hang, when.lstrip(", "))
+        return
     yield f"{_identity(end)} on host {report.host} {ended(end)}{when}"
     explanations = [first.explanation.text, _likelier(report)]
     yield from (line for text in explanations for line in _wrap(text))
@@ -119,6 +127,19 @@ def _cause(report: FailureReport) -> Iterator[str]:
         yield from _wrap(f"{first.error.problem} ({first.error.path})")
     yield from _evidence(first)
     logs = [path for path in (end.stderr_path, end.stdout_path) if path]
+    if logs:
+        yield "Its log: " + " and ".join(dict.fromkeys(logs))
+
+
+def _hang(report: FailureReport, hang: Hang, when: str) -> Iterator[str]:
+    """Yield who stands still, for how long, and what all were doing."""
+    end = report.first.exit
+    yield from _wrap(hang.reason)
+    only = hang.ranks == (end.rank,)
+    who = f"local_rank {end.local_rank}, pid {end.pid}, " if only else ""
+    yield f"({who}on host {report.host}, {when}; known by {source_text(hang.source)})"
+    yield from hangreport.lines(hang)
+    logs = [path for path in (end.stderr_path, end.stdout_path) if path and only]
     if logs:
         yield "Its log: " + " and ".join(dict.fromkeys(logs))
 
@@ -176,6 +197,8 @@ def _how_stopped(end: WorkerExit) -> str:
 def _table(report: FailureReport) -> str:
     others = [f for f in (*report.victims, *report.stopped) if f.exit.exitcode != 0]
     rows = [_row(failure, report.host) for failure in (report.first, *others)]
+    if report.hang is not None:
+        rows[0] = replace(rows[0], traceback=f"{report.hang.reason} (stopped by elaunch)")
     return f"{HEADING}\n{failure_table(report.name, rows, report.first.exit.rank)}"
 
 

@@ -11,12 +11,13 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from elaunch.agent import events, failures, memory, report
 from elaunch.agent.group import WorkerGroup
+from elaunch.agent.hangreport import Hang, lines_of
 from elaunch.agent.journal import wall_time
 from elaunch.agent.logs import LogPump
 from elaunch.agent.state import State
@@ -53,7 +54,7 @@ class Reporter:
         self._shm_free: int | None = None
         self._kept: tuple[failures.WorkerExit, ...] = ()
 
-    def notice(self, event: events.WorkerExited) -> None:
+    def notice(self, _: events.WorkerExited | events.HangSeen) -> None:
         """Take down the state of the machine when the first failure is learned of."""
         self._noticed = time.monotonic()
         count = memory.oom_kill_count()
@@ -63,16 +64,16 @@ class Reporter:
 
     def keep(self, state: State) -> None:
         """Keep what the round's workers left; the log pump forgets it when the next opens."""
-        if state.first is not None:
+        if state.reportable:
             stopped = {event.local_rank for event in state.stopped}
-            everyone = (state.first, *state.later, *state.stopped)
+            first = () if state.first is None else (state.first,)
+            everyone = (*first, *state.later, *state.stopped)
             self._kept = tuple(
                 self._exit(e, e.local_rank in stopped, state.first_rank) for e in everyone
             )
 
     def report(self, state: State, shown: Shown) -> failures.FailureReport:
         """Make, print and write the report of the failed round that ``state`` describes."""
-        assert state.first is not None  # the loop reports failures of workers only
         if not self._kept:
             self.keep(state)
         circumstances = failures.Circumstances(
@@ -80,12 +81,12 @@ class Reporter:
             local_world_size=state.limits.nproc,
             noticed_monotonic=self._noticed,
             shm_free=self._shm_free,
+            hang=_hang(state),
         )
         settings = self._plan.settings
         host = socket.gethostname()
-        first = state.first.local_rank
         made = failures.build(
-            settings.entrypoint, host, state.round, self._kept, first, circumstances
+            settings.entrypoint, host, state.round, self._kept, _first(state), circumstances
         )
         self._kept = ()
         text = report.render(made)
@@ -102,10 +103,19 @@ class Reporter:
         """Print torchrun's table of a report whose cause was printed before."""
         self._plan.say(report.render_table(made))
 
+    def tell_stacks(self, taken: events.StacksTaken) -> None:
+        """Print and write what this node's workers were doing when another node told of a hang."""
+        text = "\n".join(lines_of(taken)) + "\n"
+        self._write_files(taken.round, {"txt": text})
+        self._plan.say(text)
+
     def _write(self, round_number: int, made: failures.FailureReport, text: str) -> None:
         import json
 
         contents = {"json": json.dumps(made.to_dict(), indent=1), "txt": text}
+        self._write_files(round_number, contents)
+
+    def _write_files(self, round_number: int, contents: Mapping[str, str]) -> None:
         for suffix, content in contents.items():
             path = self._plan.run_dir.report(round_number, suffix)
             try:
@@ -132,3 +142,28 @@ class Reporter:
             tail=tuple(self._plan.pump.tail(rank, "stderr", TAIL_LINES)),
             oom_kill=self._oom and event.exitcode in (-9, 128 + 9) and not stopped,
         )
+
+
+def _first(state: State) -> int:
+    """Return the local rank that the report is about: who failed first, or who hung."""
+    if state.first is not None:
+        return state.first.local_rank
+    assert state.hang is not None  # the loop reports failures of workers only
+    ended = [event.local_rank for event in (*state.later, *state.stopped)]
+    hung = [rank - state.first_rank for rank in state.hang.ranks]
+    return next((local_rank for local_rank in hung if local_rank in ended), ended[0])
+
+
+def _hang(state: State) -> Hang | None:
+    if state.hang is None or not state.hung:
+        return None
+    taken = state.stacks
+    return Hang(
+        ranks=state.hang.ranks,
+        reason=state.hang.reason,
+        source=state.hang.source,
+        at=wall_time(state.hang.at),
+        last=state.hang.last,
+        groups=() if taken is None else taken.groups,
+        problems=() if taken is None else taken.problems,
+    )

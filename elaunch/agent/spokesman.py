@@ -19,11 +19,12 @@ from elaunch.agent.failures import FailureReport
 from elaunch.agent.report import render_cause
 from elaunch.agent.state import Phase, State
 from elaunch.agent.wording import failure
-from elaunch.errors import ServerError, SymmetryError
+from elaunch.endings import KILLED, PREEMPTED
+from elaunch.errors import HangError, ServerError, SymmetryError
 from elaunch.rendezvous import words
 from elaunch.rendezvous.facts import differences
 from elaunch.rendezvous.meeting import Meeting
-from elaunch.rendezvous.plan import AgentRecord, Plan, WorkerFailure
+from elaunch.rendezvous.plan import AgentRecord, Plan, Preempted, WorkerFailure
 
 MAX_TEXT = 4000
 LEAVE_DEADLINE = 5.0
@@ -72,7 +73,9 @@ class Spokesman:
         word, round_number = jobpolicy.own_state(state)
         made = self._failure(state) if round_number >= 0 else None
         old = self._record
+        listens, preempted = bool(state.listens), _preempted(state)
         same = (old.state, old.round, old.port) == (word, round_number, port)
+        same = same and (old.listens, old.preempted) == (listens, preempted)
         if same and _without_age(old.failure) == _without_age(made):
             return
         self._record = replace(
@@ -81,6 +84,8 @@ class Spokesman:
             round=round_number,
             port=port,
             failure=made,
+            listens=listens,
+            preempted=preempted,
             reason=_reason(state),
             exit_code=_own_code(state),
         )
@@ -95,6 +100,12 @@ class Spokesman:
             self._text = ""
             return None
         first = state.first
+        if state.hang is not None and state.hung:
+            rank, age = state.hang.ranks[0], time.monotonic() - state.hang.at
+            local_rank = rank - state.first_rank
+            pid, code = state.hang.pid, HangError.exit_code
+            made = self._made(rank, local_rank, pid, code, self._text, age)
+            return {**made, "summary": state.hang.reason}
         if first is None:
             code, text = ServerError.exit_code, failure(state)
             return self._made(state.first_rank, -1, 0, code, text, 0.0)
@@ -175,9 +186,16 @@ class Spokesman:
         self._meeting.leave(LEAVE_DEADLINE)
 
 
+def _preempted(state: State) -> Preempted:
+    """Return why the workers, which have ended with 0, are not done."""
+    return state.notice.kind if state.preempted and state.notice is not None else ""
+
+
 def _reason(state: State) -> str:
     if state.parted is not None:
         return state.parted.problem
+    if state.notice is not None and not state.failed:
+        return state.notice.reason
     if state.interrupted is not None:
         return f"stopped by {state.interrupted.name}"
     return "" if state.phase is not Phase.ENDED else "its agent has ended"
@@ -187,6 +205,10 @@ def _own_code(state: State) -> int | None:
     """Return what this agent will end with, if it leaves the job."""
     if state.parted is not None:
         return state.parted.exit_code
+    if state.preempted and state.told_to_stop:
+        return PREEMPTED
+    if state.notice is not None and state.told_to_stop and state.interrupted is None:
+        return KILLED
     return None if state.interrupted is None else 128 + state.interrupted
 
 

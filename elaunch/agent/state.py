@@ -26,9 +26,22 @@ import signal
 from dataclasses import dataclass, replace
 
 from elaunch.agent import events
+from elaunch.agent.actions import (
+    Action,
+    Backoff,
+    ChooseCheckpoint,
+    EndTree,
+    Finish,
+    Meet,
+    Notify,
+    StartRound,
+    StopWorkers,
+    TakeStacks,
+)
 from elaunch.checkpoint.records import Checkpoint
 from elaunch.rendezvous.budget import Budget, Spent
 from elaunch.rendezvous.plan import Plan
+from elaunch.worklink import Notice
 
 
 class Phase(enum.Enum):
@@ -48,7 +61,8 @@ class Phase(enum.Enum):
 class Limits:
     """What the user asked for, as far as decisions depend on it; times in seconds.
 
-    ``meets`` says that other nodes take part, or may.
+    ``meets`` says that other nodes take part, or may; ``takes_stacks`` that workers can be asked
+    what they are doing (--hang-timeout).
     """
 
     nproc: int
@@ -58,7 +72,9 @@ class Limits:
     sibling_grace: float = 5.0
     has_checkpoint_dir: bool = False
     forwarded: frozenset[signal.Signals] = frozenset()
+    preempting: frozenset[signal.Signals] = frozenset()
     meets: bool = False
+    takes_stacks: bool = False
 
     @property
     def budget(self) -> Budget:
@@ -72,10 +88,13 @@ class State:
 
     ``first`` is the worker whose failure ended the round, ``later`` those that failed by
     themselves after it, ``stopped`` those that ended after they had been told to. ``interrupted``
-    is the first signal that ends the job, ``sigints`` how many SIGINT there were. ``restarts``
+    is the first signal that ends the job, ``sigints`` and ``sigterms`` count those. ``restarts``
     counts for life, ``without_progress`` since a newer checkpoint was seen. ``checkpoint`` is the
     one that this round resumed from, ``chosen`` the one that the next will. ``began`` is when the
-    round's first worker was started, on the monotonic clock.
+    round's first worker was started, on the monotonic clock. ``listens`` are the workers whose
+    scripts ask should_preempt(), ``notice`` is what they were told, if anything, ``acked`` are
+    those that said that they end because of it. ``hang`` is the hang that ended the round,
+    ``stacks`` what the workers were doing then; ``taking`` says that they were asked.
 
     Of a job of several nodes: ``plan`` is the newest, ``name`` ours on the roster, ``member`` the
     name under which this node is in ``round`` (empty: in none), ``first_rank`` the rank of its
@@ -93,12 +112,19 @@ class State:
     succeeded: frozenset[int] = frozenset()
     interrupted: signal.Signals | None = None
     sigints: int = 0
+    sigterms: int = 0
     server_lost: int | None = None
     restarts: int = 0
     without_progress: int = 0
     checkpoint: Checkpoint | None = None
     chosen: Checkpoint | None = None
     began: float | None = None
+    listens: frozenset[int] = frozenset()
+    notice: Notice | None = None
+    acked: frozenset[int] = frozenset()
+    hang: events.HangSeen | None = None
+    taking: bool = False
+    stacks: events.StacksTaken | None = None
     plan: Plan | None = None
     name: str = ""
     member: str = ""
@@ -109,106 +135,34 @@ class State:
     @property
     def failed(self) -> bool:
         """Whether this round has failed; a user's signal is not a failure."""
-        return self.first is not None or self.server_lost is not None
+        return self.first is not None or self.server_lost is not None or self.hung
+
+    @property
+    def hung(self) -> bool:
+        """Whether this round has ended by a hang; one whose workers are all done had none."""
+        return self.hang is not None and not self.completed
+
+    @property
+    def reportable(self) -> bool:
+        """Whether there are ends of workers that a failure report can be made of."""
+        return self.first is not None or (self.hung and bool(self.later or self.stopped))
 
     @property
     def completed(self) -> bool:
         """Whether every worker has ended with 0 by itself; no signal can undo that."""
         return len(self.succeeded) == self.limits.nproc
 
+    @property
+    def preempted(self) -> bool:
+        """Whether the workers have ended with 0 because they were asked to."""
+        return self.completed and bool(self.acked)
 
-# ── actions ──────────────────────────────────────────────────────────────────────────────────────
-
-
-@dataclass(frozen=True)
-class Nothing:
-    """Wait for the next event."""
-
-
-@dataclass(frozen=True)
-class ChooseCheckpoint:
-    """Look for the newest complete checkpoint."""
-
-
-@dataclass(frozen=True)
-class StartRound:
-    """Start all workers of ``round`` from ``checkpoint``; ``first_rank`` is this node's lowest."""
-
-    round: int
-    checkpoint: Checkpoint | None
-    first_rank: int = 0
-
-
-@dataclass(frozen=True)
-class Meet:
-    """Wait for the plan: nothing of a round is left on this node."""
-
-
-@dataclass(frozen=True)
-class Backoff:
-    """Wait about ``seconds`` before the next round; the loop adds the jitter."""
-
-    seconds: float
-
-
-@dataclass(frozen=True)
-class StopWorkers:
-    """Send ``signum`` to every worker; those alive after ``grace`` seconds are killed."""
-
-    signum: signal.Signals
-    grace: float
-
-
-@dataclass(frozen=True)
-class EndTree:
-    """End what is left of the round: ``signum`` and ``grace`` seconds first, if any, then KILL.
-
-    A grace that StopWorkers has begun goes on; it does not begin anew.
-    """
-
-    signum: signal.Signals | None = None
-    grace: float = 0.0
-
-
-@dataclass(frozen=True)
-class Hurry:
-    """Let the grace that runs end after at most ``grace`` seconds from now."""
-
-    grace: float
-
-
-@dataclass(frozen=True)
-class Forward:
-    """Send ``signum`` to every worker and go on."""
-
-    signum: signal.Signals
-
-
-@dataclass(frozen=True)
-class KillServer:
-    """Kill the server, which does not answer; its end is the next event."""
-
-
-@dataclass(frozen=True)
-class Finish:
-    """Leave with ``exit_code``."""
-
-    exit_code: int
-
-
-Action = (
-    Nothing
-    | ChooseCheckpoint
-    | StartRound
-    | Meet
-    | Backoff
-    | StopWorkers
-    | EndTree
-    | Hurry
-    | Forward
-    | KillServer
-    | Finish
-)
+    @property
+    def told_to_stop(self) -> bool:
+        """Whether this node's workers were asked to end, and none are to follow them here."""
+        if self.notice is None:
+            return False
+        return self.notice.kind == "stop" or self.interrupted is not None
 
 
 def observe(state: State, event: events.Event) -> State:
@@ -221,8 +175,15 @@ def observe(state: State, event: events.Event) -> State:
         return _observe_signal(state, event.signum)
     if isinstance(event, events.ServerLost):
         return replace(state, server_lost=event.exitcode, alive=frozenset())
+    if isinstance(event, events.WorkerListens) and event.round == state.round:
+        return replace(state, listens=state.listens | {event.local_rank})
+    if isinstance(event, events.PreemptAcked) and event.round == state.round:
+        notice = state.notice or event.notice
+        return replace(state, notice=notice, acked=state.acked | {event.local_rank})
     if isinstance(event, events.CheckpointChosen) and state.phase is Phase.CHOOSING:
         return _observe_checkpoint(state, event.search.checkpoint)
+    if isinstance(event, events.HangSeen | events.StacksTaken):
+        return _observe_hang(state, event)
     return _observe_news(state, event)
 
 
@@ -238,11 +199,26 @@ def _observe_news(state: State, event: events.Event) -> State:
     return state
 
 
-def _observe_signal(state: State, signum: signal.Signals) -> State:
-    if signum in state.limits.forwarded:
+def _observe_hang(state: State, event: events.HangSeen | events.StacksTaken) -> State:
+    if event.round != state.round:
         return state
-    sigints = state.sigints + (signum is signal.SIGINT)
-    return replace(state, interrupted=state.interrupted or signum, sigints=sigints)
+    if isinstance(event, events.StacksTaken):
+        return replace(state, stacks=event) if state.taking else state
+    ends_already = state.failed or state.interrupted is not None or state.told_to_stop
+    if state.phase is not Phase.RUNNING or not state.alive or ends_already:
+        return state
+    return replace(state, hang=event)
+
+
+def _observe_signal(state: State, signum: signal.Signals) -> State:
+    if signum in state.limits.forwarded or signum in state.limits.preempting:
+        return state
+    return replace(
+        state,
+        interrupted=state.interrupted or signum,
+        sigints=state.sigints + (signum is signal.SIGINT),
+        sigterms=state.sigterms + (signum is signal.SIGTERM),
+    )
 
 
 def _observe_checkpoint(state: State, chosen: Checkpoint | None) -> State:
@@ -260,11 +236,12 @@ def _observe_exit(state: State, event: events.WorkerExited) -> State:
     state = replace(state, alive=state.alive - {event.local_rank})
     # After a person's signal all ends are taken for its effect: many schedulers signal the
     # workers, too, and those that handle it end before the agent's own signal reaches them.
-    if event.stopped or (state.interrupted is not None and state.first is None):
+    told = state.interrupted is not None and state.notice is None
+    if event.stopped or (told and state.first is None):
         return replace(state, stopped=(*state.stopped, event))
     if event.exitcode == 0:
         return replace(state, succeeded=state.succeeded | {event.local_rank})
-    if state.first is None:
+    if state.first is None and state.hang is None:
         return replace(state, first=event)
     return replace(state, later=(*state.later, event))
 
@@ -305,4 +282,8 @@ def follow(state: State, action: Action) -> State:
         EndTree: Phase.SWEEPING,
         Finish: Phase.ENDED,
     }
+    if isinstance(action, Notify):
+        return replace(state, notice=action.notice)
+    if isinstance(action, TakeStacks):
+        return replace(state, taking=True)
     return replace(state, phase=phases.get(type(action), state.phase))

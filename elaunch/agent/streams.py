@@ -12,6 +12,7 @@ import fcntl
 import os
 import termios
 import tty
+from collections.abc import Callable
 
 from elaunch.agent.console import Console, Speaker
 from elaunch.agent.logfiles import LineFilter, LogFile, Tail
@@ -45,6 +46,7 @@ class Stream:
         self.speaker: Speaker | None = None
         self.line_filter: LineFilter | None = None
         self.tail = Tail()
+        self.listener: Callable[[bytes], None] | None = None
         self._terminal = terminal
         self._size = _NO_SIZE
 
@@ -72,6 +74,8 @@ class Stream:
             self.file.write(data)
         if self.line_filter is not None:
             self.line_filter.feed(data)
+        if self.listener is not None:
+            self.listener(data)
         if self.speaker is not None:
             self.speaker.hear(data, now)
         self.follow_size()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from elaunch.agent import events
 from elaunch.agent.state import State
-from elaunch.endings import how_it_ended
+from elaunch.endings import exit_code, how_it_ended
+from elaunch.errors import HangError, ServerError
 
 
 def ended(event: events.WorkerExited, first_rank: int = 0) -> str:
@@ -14,9 +15,18 @@ def ended(event: events.WorkerExited, first_rank: int = 0) -> str:
 
 def failure(state: State) -> str:
     """Return what ended the round on this node."""
+    if state.hang is not None and state.hung:
+        return state.hang.reason
     if state.first is not None:
         return ended(state.first, state.first_rank)
     return server_ended(state.server_lost or 0)
+
+
+def failure_code(state: State) -> int:
+    """Return the exit code of a run that this round's failure ends."""
+    if state.hung:
+        return HangError.exit_code
+    return ServerError.exit_code if state.first is None else exit_code(state.first.exitcode)
 
 
 def server_ended(exitcode: int) -> str:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from elaunch.cli.printing import echo_plain, on_terminal, show
 from elaunch.config.meetingflags import OWN, TORCHRUN
 from elaunch.errors import UsageError
 
@@ -87,7 +88,7 @@ def status(
         from elaunch.monitor.watch import watch
 
         readings = watch(read, interval or 1.0, wait)
-        if as_json or not _on_terminal():
+        if as_json or not on_terminal():
             _follow_in_lines(readings, as_json)
         else:
             _follow_on_terminal(readings)
@@ -151,36 +152,11 @@ def _job_reader(line: Mapping[str, str], stack: ExitStack) -> tuple[Read, Wait]:
     return reader.read, reader.wait
 
 
-def _on_terminal() -> bool:
-    """Tell whether stdout is a terminal on which rich can draw."""
-    encoding = (sys.stdout.encoding or "").lower()
-    return (
-        sys.stdout.isatty()
-        and os.environ.get("TERM", "") not in ("", "dumb", "unknown")
-        and encoding.startswith("utf")
-    )
-
-
 def _print(reading: Reading, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(reading.document, indent=2))
-    elif _on_terminal():
-        from rich.console import Console
-
-        from elaunch.monitor.render import styled
-
-        console = Console()
-        console.print(styled(reading.page, console.width))
     else:
-        _echo_plain(reading)
-
-
-def _echo_plain(reading: Reading) -> None:
-    from elaunch.monitor.render import plain
-
-    encoding = sys.stdout.encoding or "utf-8"
-    text = plain(reading.page).encode(encoding, "backslashreplace").decode(encoding)
-    click.echo(text, nl=False)
+        show(reading.page)
 
 
 def _follow_in_lines(readings: Iterator[Reading], as_json: bool) -> None:
@@ -192,7 +168,7 @@ def _follow_in_lines(readings: Iterator[Reading], as_json: bool) -> None:
             continue
         if number:
             click.echo()
-        _echo_plain(reading)
+        echo_plain(reading.page)
 
 
 def _follow_on_terminal(readings: Iterator[Reading]) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elaunch.config import meetingflags, values
+from elaunch.config import meetingflags, moments, values
 from elaunch.config.flag import (
     CODE,
     OTHER,
@@ -250,6 +250,42 @@ _OWN: tuple[Flag, ...] = (
         "Time from SIGTERM to SIGKILL for the other workers when one fails.",
         "SECONDS",
         "0 or more seconds",
+    ),
+    Flag(
+        "preempt-signals",
+        values.signals,
+        "SIGUSR1,SIGUSR2",
+        STOP,
+        "Signals at which the workers are asked to save and to end (docs/preemption.md).",
+        "SIGNAL,...",
+        "comma-separated names of signals, or none",
+    ),
+    Flag(
+        "preempt-at",
+        moments.moment,
+        None,
+        STOP,
+        "When to do the same: after so long, at a time, or before the end of the Slurm job.",
+        "+3h|TIME|slurm[-2m]",
+        "+30m, +3h, a local time as 2026-11-21T18:00, or slurm, slurm-5m",
+    ),
+    Flag(
+        "hang-timeout",
+        values.hang_timeout,
+        "off",
+        RESTART,
+        "How long a worker may make no progress before the round counts as hung (docs/hangs.md).",
+        "SECONDS|auto|off",
+        "more than 0 seconds, auto (learned from the run) or off",
+    ),
+    Flag(
+        "progress-regex",
+        values.pattern,
+        None,
+        RESTART,
+        "Lines of the workers that show progress; a group in it is the step, as in 'step (\\d+)'.",
+        "PATTERN",
+        "a regular expression with at most one group",
     ),
     one_of(
         "exit-codes",

@@ -73,9 +73,13 @@ class Settings:
     health_check_port: int | None
     signals_to_handle: tuple[signal.Signals, ...]
     forward_signals: tuple[signal.Signals, ...]
+    preempt_signals: tuple[signal.Signals, ...]
+    preempt_at: float | None
     shutdown_timeout: float
     sibling_grace: float
     virtual_local_rank: bool
+    hang_timeout: float | Literal["auto"] | None
+    progress_regex: str | None
     checkpoint_dir: Path | None
     checkpoint_glob: str | None
     env: Mapping[str, str]
@@ -123,6 +127,7 @@ def resolve(
         **_named(answers, command, meet),
         **_places(answers, command, start),
         **_meeting(meeting),
+        "preempt_at": validate.preempt_at(answers, environ),
     }
     return Settings(
         **made,
@@ -149,7 +154,7 @@ def _plain(answers: Answers) -> dict[str, Any]:
         "monitor-interval role redirects tee local-ranks-filter duplicate-stdout-filters "
         "duplicate-stderr-filters logs-specs numa-binding event-log-handler health-check-port "
         "shutdown-timeout sibling-grace virtual-local-rank exit-codes dry-run log-level "
-        "checkpoint-glob tmp"
+        "checkpoint-glob hang-timeout progress-regex tmp"
     ).split()
     fields = {name.replace("-", "_"): answers[name] for name in names}
     spawn = answers["start-method"] == "spawn"
@@ -164,6 +169,7 @@ def _plain(answers: Answers) -> dict[str, Any]:
         "preload": answers["preload"],
         "signals_to_handle": handle,
         "forward_signals": forward,
+        "preempt_signals": validate.preempt_signals(answers, (*handle, *forward)),
     }
 
 

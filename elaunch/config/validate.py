@@ -11,12 +11,12 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from elaunch import env
 from elaunch.checkpoint.placeholder import has_placeholder
-from elaunch.config import gpus, modules, ports, topology, values
+from elaunch.config import gpus, modules, moments, ports, topology, values
 from elaunch.config.answers import Answers
 from elaunch.config.entrypoint import Command
 from elaunch.config.rendezvous import RendezvousSettings
@@ -212,6 +212,35 @@ def signals(answers: Answers) -> tuple[tuple[signal.Signals, ...], tuple[signal.
                 "other signals may be forwarded, such as SIGUSR1 and SIGUSR2",
             )
     return tuple(each for each in handle if each not in both), forward
+
+
+def preempt_signals(
+    answers: Answers, others: Sequence[signal.Signals]
+) -> tuple[signal.Signals, ...]:
+    """Return the signals at which the workers are asked to save and to end.
+
+    What ends the job or is passed on (``others``) does not do this by default, too.
+    """
+    wanted: tuple[signal.Signals, ...] = answers["preempt-signals"]
+    both = [each for each in wanted if each in others]
+    if both and answers.is_set("preempt-signals"):
+        raise answers.fault(
+            "preempt-signals",
+            f"has {both[0].name} in it, which ends the job or is forwarded",
+            "a signal has one meaning; SIGTERM asks workers to save in any case, if they can",
+        )
+    return tuple(each for each in wanted if each not in both)
+
+
+def preempt_at(answers: Answers, environ: Mapping[str, str]) -> float | None:
+    """Return when the workers are to be asked to save and to end, in seconds since the epoch."""
+    given = answers["preempt-at"]
+    if given is None:
+        return None
+    try:
+        return moments.resolved(given, environ)
+    except ValueError as error:
+        raise answers.fault("preempt-at", str(error)) from None
 
 
 def devices(answers: Answers, environ: Mapping[str, str]) -> None:

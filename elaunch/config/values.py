@@ -13,6 +13,7 @@ import re
 import signal
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 TRUE = ("1", "true", "yes", "on", "t", "y")
 FALSE = ("0", "false", "no", "off", "f", "n")
@@ -139,6 +140,37 @@ def positive_seconds(raw: str) -> float:
     if number == 0:
         raise ValueError("is not more than 0 seconds")
     return number
+
+
+def hang_timeout(raw: str) -> float | Literal["auto"] | None:
+    """Return how long nothing may move, in seconds; None for ``off``."""
+    word = raw.strip().lower()
+    if word in ("off", "none", "no"):
+        return None
+    if word == "auto":
+        return "auto"
+    try:
+        number = seconds(raw)
+    except ValueError as error:
+        raise ValueError(f"{error}; auto and off are the other values") from None
+    if number == 0:
+        raise ValueError("is not more than 0 seconds; off switches it off")
+    return number
+
+
+def pattern(raw: str) -> str:
+    """Return a regular expression that compiles; its one group, if any, is a step."""
+    if not raw:
+        raise ValueError("is empty, and would match every line")
+    try:
+        compiled = re.compile(raw)
+    except re.error as error:
+        raise ValueError(f"is not a regular expression: {error}") from None
+    if compiled.groups > 1:
+        raise ValueError(
+            f"has {compiled.groups} groups; one at most, the step's number: write (?:…) for others"
+        )
+    return raw
 
 
 def nnodes(raw: str) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from typing import Any, Final
 from elaunch.monitor.jobview import JobView, NodeView
 from elaunch.monitor.snapshot import RunView, WorkerView
 from elaunch.monitor.standing import Standing
-from elaunch.record import SCHEMA
+from elaunch.runrecord import SCHEMA
 
 JOB_SCHEMA: Final = 1
 

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from elaunch.monitor.amounts import clean, duration
+from elaunch.monitor.failurelines import SHOWN_MESSAGE_LINES
 from elaunch.monitor.jobview import JobView, NodeView
 from elaunch.monitor.page import (
     NOTHING,
-    SHOWN_MESSAGE_LINES,
     Cell,
     Column,
     Facts,

@@ -26,6 +26,7 @@ ENDING      they stop it; another follows, or the end
 COMPLETED   over, with exit code 0
 FAILED      over, with another
 STOPPED     over by a signal, and no worker had failed
+PREEMPTED   over because it was asked to end, and all workers have saved: to be continued
 LOST        not over, and no agent is there any more
 UNREADABLE  (in a list) nothing that this version or this secret can read
 ==========  =========================================================================
@@ -39,6 +40,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
+from elaunch.endings import PREEMPTED
 from elaunch.rendezvous.order import Candidate, by_hint
 from elaunch.rendezvous.plan import AgentRecord, Phase, Plan
 
@@ -55,7 +57,15 @@ NodeState = Literal[
     "joining",
 ]
 JobState = Literal[
-    "FORMING", "RUNNING", "ENDING", "COMPLETED", "FAILED", "STOPPED", "LOST", "UNREADABLE"
+    "FORMING",
+    "RUNNING",
+    "ENDING",
+    "COMPLETED",
+    "FAILED",
+    "STOPPED",
+    "PREEMPTED",
+    "LOST",
+    "UNREADABLE",
 ]
 
 # Start-up facts of the agents from which the budget of restarts is told.
@@ -300,6 +310,8 @@ def _in_order(names: Iterable[str], others: Mapping[str, Present], plan: Plan | 
 def _end(plan: Plan) -> JobState:
     if plan.exit_code == 0:
         return "COMPLETED"
+    if plan.exit_code == PREEMPTED and plan.failure is None:
+        return "PREEMPTED"
     by_signal = plan.exit_code is not None and plan.exit_code > 128
     return "STOPPED" if by_signal and plan.failure is None else "FAILED"
 

@@ -12,17 +12,18 @@ import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
+from elaunch.monitor import progressfacts
 from elaunch.monitor.amounts import clean, date, duration, memory, moment
+from elaunch.monitor.failurelines import SHOWN_MESSAGE_LINES, failure_lines
 from elaunch.monitor.snapshot import RunView, WorkerView
 from elaunch.monitor.standing import Standing
-from elaunch.record import Record, RoundRecord
 from elaunch.rundir import handle
+from elaunch.runrecord import Record, RoundRecord, WorkerProgressRecord
 
 NOTHING: Final = "-"
 SHOWN_ROUNDS: Final = 10
-SHOWN_MESSAGE_LINES: Final = 5
 SHOWN_NODES: Final = 8
 
 _AGENT_NOTES: Final = {
@@ -98,7 +99,7 @@ def run_page(view: RunView) -> Page:
         parts.append(Paragraph(cause))
     parts.append(Facts(tuple((name, clean(value)) for name, value in _progress(view))))
     if view.workers:
-        parts.append(_workers(view.workers))
+        parts.append(_workers(view.workers, progressfacts.by_rank(view.record, view.standing.live)))
     if len(view.record["history"]) > 1:
         parts.append(_history(view.record["history"], view.standing))
     parts.append(Facts(tuple((name, clean(value)) for name, value in _origin(view))))
@@ -169,26 +170,11 @@ def _cause(view: RunView) -> Iterator[str]:
     # An earlier round's failure stays in the record.
     current = failure is not None and failure.get("round") == view.record["round"]
     if failure and current and view.standing.state == "FAILED":
-        yield from (clean(line) for line in _failure(failure))
+        yield from (clean(line) for line in failure_lines(failure))
     elif view.standing.state == "FAILED":
         # The first failure of the job was on another node, whose agent has the report.
         text = str((view.record.get("job_failure") or {}).get("text") or "")
         yield from (clean(line) for line in text.splitlines()[:SHOWN_MESSAGE_LINES])
-
-
-def _failure(failure: Mapping[str, Any]) -> Iterator[str]:
-    # The report has a schema of its own: what is missing in it is left out here.
-    first = failure.get("first") or {}
-    if {"rank", "local_rank", "pid", "ended"} <= first.keys():
-        when = f"in round {failure.get('round')}"
-        if (seconds := failure.get("seconds_into_round")) is not None:
-            when = f"{duration(seconds)} into round {failure.get('round')}"
-        yield (
-            f"rank {first['rank']} (local_rank {first['local_rank']}, pid {first['pid']}) "
-            f"on {failure.get('host')} {first['ended']}, {when}"
-        )
-    for key in ("message", "explanation"):
-        yield from str(first.get(key) or "").splitlines()[:SHOWN_MESSAGE_LINES]
 
 
 def _progress(view: RunView) -> Iterator[tuple[str, str]]:
@@ -207,6 +193,7 @@ def _progress(view: RunView) -> Iterator[tuple[str, str]]:
     )
     yield "world size", f"{_or_nothing(record['world_size'])}, {record['start_method']}"
     yield from _place_among_nodes(record)
+    yield from progressfacts.facts(record, standing.live)
     yield from _checkpoint_facts(view)
     if record["log_dir"]:
         yield "logs", record["log_dir"]
@@ -236,7 +223,8 @@ def _origin(view: RunView) -> Iterator[tuple[str, str]]:
     record, agent = view.record, view.record["agent"]
     yield "command", shlex.join(_command(record))
     yield "cwd", record["cwd"]
-    yield "agent", f"pid {agent['pid']} on {agent['host']}, user {agent['user']}"
+    keeper = "script" if "launcher" in record else "agent"
+    yield keeper, f"pid {agent['pid']} on {agent['host']}, user {agent['user']}"
     yield "record", str(view.standing.run.path)
 
 
@@ -268,11 +256,13 @@ def restarts_text(used: int, without: int, allowed: int | None, budget: str | No
 
 
 def _command(record: Record) -> list[str]:
+    if "launcher" in record:
+        return record["argv"]
     # argv[0] is a path of the installation, or of __main__.py.
     return ["elaunch", *record["argv"][1:]]
 
 
-def _workers(workers: Sequence[WorkerView]) -> Table:
+def _workers(workers: Sequence[WorkerView], progress: Mapping[int, WorkerProgressRecord]) -> Table:
     columns = (
         Column("rank", right=True),
         Column("local_rank", right=True),
@@ -283,8 +273,11 @@ def _workers(workers: Sequence[WorkerView]) -> Table:
         Column("tree RSS", right=True),
         Column("threads", right=True),
         Column("exit"),
+        Column("step", right=True),
+        Column("last", elastic=True),
     )
-    rows = [_worker_row(worker) for worker in sorted(workers, key=lambda w: w.record["rank"])]
+    ordered = sorted(workers, key=lambda worker: worker.record["rank"])
+    rows = [_worker_row(worker, progress.get(worker.record["rank"])) for worker in ordered]
     # A column in which nobody has a value is left out: no usage after the end, no exit before it.
     shown = [i for i in range(len(columns)) if i < 4 or any(r[i].text != NOTHING for r in rows)]
     return Table(
@@ -292,7 +285,7 @@ def _workers(workers: Sequence[WorkerView]) -> Table:
     )
 
 
-def _worker_row(worker: WorkerView) -> tuple[Cell, ...]:
+def _worker_row(worker: WorkerView, progress: WorkerProgressRecord | None) -> tuple[Cell, ...]:
     record, used = worker.record, worker.usage
     return (
         Cell(str(record["rank"])),
@@ -304,6 +297,8 @@ def _worker_row(worker: WorkerView) -> tuple[Cell, ...]:
         Cell(memory(used.tree_rss) if used else NOTHING),
         Cell(str(used.threads) if used else NOTHING),
         Cell(clean(record["exit"] or NOTHING)),
+        Cell(progressfacts.step_text(progress) or NOTHING),
+        Cell(clean(progressfacts.doing_text(progress)) or NOTHING),
     )
 
 

@@ -27,6 +27,8 @@ STYLES: Final = {
     "RESTARTING": "yellow",
     "STOPPING": "yellow",
     "STOPPED": "yellow",
+    "PREEMPTED": "yellow",
+    "KILLED": "yellow",
     "COMPLETED": "cyan",
     "SUCCEEDED": "cyan",
     "FAILED": "bold red",

@@ -12,8 +12,8 @@ from typing import Final
 from elaunch.errors import ElaunchError, RunDirError
 from elaunch.monitor.standing import Standing, living, lost_reason, read_standing
 from elaunch.monitor.usage import SAMPLE_S, Measurement, Usage, measure, usage
-from elaunch.record import Record, WorkerRecord
 from elaunch.rundir import RunDir
+from elaunch.runrecord import Record, WorkerRecord
 
 GONE: Final = "GONE"
 RUNNING: Final = "RUNNING"
@@ -94,7 +94,7 @@ def _settle(standing: Standing, record: Record) -> Standing:
     while survivors and time.monotonic() < deadline:
         threading.Event().wait(RETRY_S)
         survivors = living(survivors)
-    return replace(standing, reason=lost_reason(record["agent"], survivors))
+    return replace(standing, reason=lost_reason(record, survivors))
 
 
 def _running(standing: Standing, workers: Sequence[WorkerRecord]) -> frozenset[int]:
@@ -107,7 +107,7 @@ def _running(standing: Standing, workers: Sequence[WorkerRecord]) -> frozenset[i
 
 def _state(worker: WorkerRecord, running: Collection[int], standing: Standing) -> str:
     lost = worker["state"] in (STARTING, RUNNING) and worker["pid"] not in running
-    return GONE if lost and standing.agent in ("gone", "ended") else worker["state"]
+    return GONE if lost and standing.agent in ("gone", "ended", "runs") else worker["state"]
 
 
 def _first_measurement(pids: Collection[int]) -> Mapping[int, Measurement]:

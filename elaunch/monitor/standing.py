@@ -11,6 +11,7 @@ silent       its process runs but has not answered in time; the reading is ``sta
 stopped      its process is suspended by a signal; the reading is ``state.json``
 gone         it was killed: a live state becomes LOST
 elsewhere    it runs on another host or in another container; the reading is ``state.json``
+runs         there is none: the script keeps the record itself, and runs
 ended        the state is final
 ===========  ===================================================================================
 """
@@ -26,16 +27,15 @@ from typing import Final, Literal
 
 from elaunch.control import ask
 from elaunch.errors import RunDirError
-from elaunch.record import (
+from elaunch.rundir import RunDir, list_runs
+from elaunch.runrecord import (
     LIVE_STATES,
-    AgentRecord,
     Record,
     WorkerRecord,
     check,
     condition,
     worker_is_alive,
 )
-from elaunch.rundir import RunDir, list_runs
 
 LOST: Final = "LOST"
 UNREADABLE: Final = "UNREADABLE"
@@ -45,7 +45,7 @@ LIST_TIMEOUT_S: Final = 0.5
 RETRY_S: Final = 0.05
 RECENT_RUNS: Final = 10
 
-AgentState = Literal["answers", "silent", "stopped", "gone", "elsewhere", "ended"]
+AgentState = Literal["answers", "silent", "stopped", "gone", "elsewhere", "runs", "ended"]
 
 
 @dataclass(frozen=True)
@@ -114,6 +114,8 @@ def _look(run: RunDir, timeout: float) -> Standing:
     written = _written(run)
     if written.agent == "ended":
         return written
+    if written.record is not None and "launcher" in written.record:
+        return _unanswered(run, refused=False)
     try:
         answer = ask(run.socket, {"op": "status"}, timeout)
         record = check(answer, f"the answer of the agent at {run.socket}")
@@ -149,12 +151,15 @@ def _unanswered(run: RunDir, refused: bool) -> Standing:
             final = _written(run)
             if final.agent == "ended":
                 return final
-            reason = lost_reason(record["agent"], living(record["workers"]), found == "rebooted")
+            workers = living(record["workers"])
+            if "launcher" in record and workers:
+                return replace(written, agent="runs")
+            reason = lost_reason(record, workers, found == "rebooted")
             return replace(written, state=LOST, reason=reason, agent="gone")
         case "stopped" | "elsewhere":
             return replace(written, agent=found)
         case _:
-            return written
+            return replace(written, agent="runs") if "launcher" in record else written
 
 
 def _standing(run: RunDir, record: Record, agent: AgentState) -> Standing:
@@ -166,11 +171,13 @@ def living(workers: Iterable[WorkerRecord]) -> tuple[WorkerRecord, ...]:
     return tuple(worker for worker in workers if worker_is_alive(worker))
 
 
-def lost_reason(
-    agent: AgentRecord, survivors: Sequence[WorkerRecord], rebooted: bool = False
-) -> str:
+def lost_reason(record: Record, survivors: Sequence[WorkerRecord], rebooted: bool = False) -> str:
     """Say why a run is LOST and which of its workers are still there."""
-    who = f"the agent (pid {agent['pid']})"
+    pid = record["agent"]["pid"]
+    if "launcher" in record:
+        how = "when the machine was restarted" if rebooted else "without closing its context"
+        return f"the script (pid {pid}) ended {how}" + ("" if rebooted else ": it was killed, say")
+    who = f"the agent (pid {pid})"
     if rebooted:
         return f"{who} ended when the machine was restarted, and its workers with it"
     gone = f"{who} is gone without a word: it was killed"

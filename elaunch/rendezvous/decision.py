@@ -19,6 +19,7 @@ from __future__ import annotations
 import signal
 from dataclasses import replace
 
+from elaunch.endings import PREEMPTED
 from elaunch.rendezvous import formation, growth, words
 from elaunch.rendezvous.plan import Cause, Plan
 from elaunch.rendezvous.view import Decision as Decision
@@ -102,6 +103,9 @@ def _ended(view: View, now: float, rules: Rules) -> Plan | None:
         elif of_round and seat.record.state == "ended" and seat.record.failure is None:
             stopped.append(node)
     if finished == len(plan.nodes):
+        preempted = _preempted(view)
+        if preempted is not None:
+            return preempted
         return over(replace(plan, failure=None), 0, "all workers ended with 0")
     if lost:
         told = [words.gone(node, absent, rules.heartbeat_timeout) for node, absent in lost]
@@ -123,3 +127,18 @@ def _ended(view: View, now: float, rules: Rules) -> Plan | None:
         reason = f"{words.named(stopped)} {were} cut off from the store; the workers there are dead"
         return replace(plan, phase="ending", cause="lost", reason=reason, failure=None)
     return None
+
+
+def _preempted(view: View) -> Plan | None:
+    """Return what follows when all have ended with 0, and some because they were asked to."""
+    plan = view.plan
+    records = [view.present[node.name].record for node in plan.nodes if node.name in view.present]
+    told = [record for record in records if record.preempted]
+    if not told:
+        return None
+    stop = next((record for record in told if record.preempted == "stop"), None)
+    if stop is not None:
+        reason = f"preempted: {stop.reason}; to be continued"
+        return over(replace(plan, failure=None), PREEMPTED, reason)
+    reason = f"{told[0].reason}; the workers have saved"
+    return replace(plan, phase="ending", cause="joined", reason=reason, failure=None)

@@ -5,6 +5,8 @@ newcomers           what happens
 ==================  ==============================================================================
 there is room       announced (``Plan.joining``); when all are ready, and none came for
                     ``debounce`` seconds, the round ends for them: ten cost one restart
+workers listen      announced when all are ready: the workers save and end by themselves; the round
+                    is ended if they have not within ``preempt_grace`` seconds
 the job is full     ``Plan.spares``: they replace the next that is lost
 ``--on-join never`` announced; they are in the next round, whatever it begins for
 a node is done      as never: the job is about to end
@@ -16,7 +18,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elaunch.rendezvous import words
-from elaunch.rendezvous.order import Candidate, order
+from elaunch.rendezvous.order import order, waiting
 from elaunch.rendezvous.plan import AgentRecord
 from elaunch.rendezvous.view import Decision, Publish, Rules, View, Wait
 
@@ -35,19 +37,18 @@ def decide(view: View, now: float, rules: Rules) -> Decision:
     }
     if not there and not plan.spares and not plan.joining:
         return Wait(), ""
-    known = set(plan.spares).union(plan.joining)  # in their order of arrival, now as before
-    ranked = order(
-        (),
-        (
-            Candidate(name, one.record.host, one.record.hint, one.number, name in known)
-            for name, one in there.items()
-        ),
-    )
+    ranked = order((), waiting((*plan.joining, *plan.spares), there))
     room = 0 if rules.static else max(0, rules.max_nodes - len(plan.nodes))
     joining, spares = ranked[:room], ranked[room:]
     waits = []
     if joining and rules.on_join != "never" and not _nearly_done(view):
         begin = _may_begin(view, joining, rules, now)
+        if begin is not None and _may_save(view, rules):
+            if joining != plan.joining and begin > now:
+                return Wait(begin), ""
+            if joining != plan.joining:
+                return Publish(replace(plan, joining=joining, spares=spares)), plan.reason
+            begin = view.posted + rules.preempt_grace
         if begin is not None and begin <= now:
             reason = _joined([view.present[name].record for name in joining])
             plan = replace(plan, phase="ending", cause="joined", reason=reason, failure=None)
@@ -74,14 +75,21 @@ def _may_begin(view: View, joining: tuple[str, ...], rules: Rules, now: float) -
     return patience if ready or patience > now else None
 
 
-def _nearly_done(view: View) -> bool:
-    """Whether a node of the round is done; its workers would be started again for a newcomer."""
+def _members(view: View) -> list[AgentRecord]:
+    """Return what the nodes of the round that runs say of themselves in it."""
     plan = view.plan
     seats = (view.present.get(node.name) for node in plan.nodes)
-    return any(
-        seat is not None and (seat.record.state, seat.record.round) == ("finished", plan.round)
-        for seat in seats
-    )
+    return [s.record for s in seats if s is not None and s.record.round == plan.round]
+
+
+def _nearly_done(view: View) -> bool:
+    """Whether a node of the round is done; its workers would be started again for a newcomer."""
+    return any(one.state == "finished" and not one.preempted for one in _members(view))
+
+
+def _may_save(view: View, rules: Rules) -> bool:
+    """Whether the workers save and end by themselves when newcomers are announced."""
+    return rules.on_join == "graceful" and any(one.listens for one in _members(view))
 
 
 def rested(record: AgentRecord) -> bool:

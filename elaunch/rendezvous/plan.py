@@ -31,6 +31,7 @@ from typing import Any, Literal
 AgentState = Literal["joining", "ready", "running", "failed", "finished", "ended", "leaving"]
 Phase = Literal["forming", "running", "ending", "over"]
 Cause = Literal["", "failure", "lost", "left", "joined"]
+Preempted = Literal["", "stop", "resize"]
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,9 @@ class AgentRecord:
         reason: why it leaves, if it does.
         exit_code: what it ends with, if it leaves (128 + n for a signal).
         note: what the agent wants a reader to see (a stuck process), or "".
+        listens: whether its workers can be asked to save and to end (should_preempt()).
+        preempted: why its workers, which have ended with 0, are not done: the job was asked to end
+            (``stop``) or its nodes change (``resize``); or "".
         seen: what it last heard of the job (job, phase, round, restarts, without_progress, step),
             so that a store that has lost its memory goes on where the job was. The Meeting writes
             it, and ``seq``, which counts what this agent has written.
@@ -70,6 +74,8 @@ class AgentRecord:
     reason: str = ""
     exit_code: int | None = None
     note: str = ""
+    listens: bool = False
+    preempted: Preempted = ""
     seen: Mapping[str, Any] | None = None
     seq: int = 0
 
@@ -145,7 +151,8 @@ class WorkerFailure:
     """The first worker of a node that failed, short enough to be sent to every other node.
 
     ``rank`` is the worker's rank in the job, ``exitcode`` negative for a signal, ``text`` the
-    cause as people read it (elaunch.agent.report.render_cause), at most 4,000 characters.
+    cause as people read it (elaunch.agent.report.render_cause), at most 4,000 characters;
+    ``summary`` is what happened in one line where the exit code does not tell: a hang.
     """
 
     rank: int
@@ -156,6 +163,7 @@ class WorkerFailure:
     text: str
     age: float = 0.0
     node: str = ""
+    summary: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON-able data."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, get_args
 
-from elaunch.rendezvous.plan import AgentState, Cause, Phase
+from elaunch.rendezvous.plan import AgentState, Cause, Phase, Preempted
 
 MAX_SHORT: Final = 1_000
 MAX_TEXT: Final = 60_000
@@ -88,6 +88,7 @@ _COUNT = _integer(0)
 _PORT = _integer(0, 65535)
 _SLOTS = _integer(0, 1_000_000)
 _CODE = _or_none(_integer(0, 255))
+_SWITCH = Kind("true or false", lambda value: type(value) is bool)
 _NAMES = Kind("a list of names", _is_names)
 
 _FAILURE = _object(
@@ -100,6 +101,7 @@ _FAILURE = _object(
         "text": _TEXT,
         "age": Kind("seconds", _is_seconds),
         "node": _SHORT,
+        "summary": _TEXT,
     },
     required=("rank", "exitcode"),
 )
@@ -132,6 +134,8 @@ AGENT: Final[Mapping[str, Kind]] = {
     "reason": _TEXT,
     "exit_code": _CODE,
     "note": _TEXT,
+    "listens": _SWITCH,
+    "preempted": _one_of(get_args(Preempted)),
     "seen": _or_none(_SEEN),
     "seq": _COUNT,
 }
@@ -152,7 +156,7 @@ PLAN: Final[Mapping[str, Kind]] = {
     "failure": _or_none(_FAILURE),
     "notice": _TEXT,
     "facts": Kind("an object of short texts", _is_facts),
-    "strict": Kind("true or false", lambda value: type(value) is bool),
+    "strict": _SWITCH,
     "exit_code": _CODE,
     "coordinator": _SHORT,
 }

@@ -22,6 +22,7 @@ class Rules:
     ``settle`` is waited for more nodes at the first formation, after the last that arrived;
     ``debounce`` for more newcomers while a round runs. ``heartbeat_timeout`` is how long an agent
     is not heard before it counts as lost, ``store_timeout`` how long it goes on without a store,
+    ``preempt_grace`` how long workers may take to save that were asked to for a newcomer,
     ``end_timeout`` what a node may need to end its workers, all graces included.
     ``hosted_by_me``: the store is a part of this agent's process and ends with it.
     """
@@ -33,6 +34,7 @@ class Rules:
     join_timeout: float = 600.0
     heartbeat_timeout: float = 3.0
     store_timeout: float = 30.0
+    preempt_grace: float = 30.0
     end_timeout: float = 0.0
     max_restarts: int = 0
     lifetime_budget: bool = False

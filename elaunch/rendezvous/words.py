@@ -62,9 +62,11 @@ def gone(one: HasPlace, absent: Absent | None, heartbeat_timeout: float) -> str:
 
 
 def failure(found: Mapping[str, Any]) -> str:
-    """Return "rank 3 on node2 was killed by SIGKILL"; without a rank, what its agent says."""
+    """Return "rank 3 on node2 was killed by SIGKILL"; else what its agent says of it."""
     code, host = int(found["exitcode"]), found.get("host") or "a node"
     if int(found["rank"]) < 0 or int(found.get("local_rank", 0)) < 0:
         said = str(found.get("text") or "").strip().partition("\n")[0]
         return f"{said or f'exit code {code}'} (on {host})"
+    if found.get("summary"):
+        return f"{found['summary']} (on {host})"
     return f"rank {found['rank']} on {host} {how_it_ended(code)}"

@@ -20,7 +20,7 @@ from functools import partial
 from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 from importlib.util import MAGIC_NUMBER
 
-from elaunch.server.errorrecord import recorded
+from elaunch import errorrecord
 from elaunch.server.job import Job
 
 _as_main: Callable[..., object] = vars(runpy)["_run_module_as_main"]
@@ -48,7 +48,7 @@ def prepare(job: Job) -> Callable[[], object]:
     main.__dict__.update(__builtins__=builtins, __annotations__={})
     sys.modules["__main__"] = main
     if job.mode == "run-path":
-        return partial(recorded, partial(runpy.run_path, job.entrypoint, run_name="__main__"))
+        return partial(_recorded, partial(runpy.run_path, job.entrypoint, run_name="__main__"))
     if job.mode == "module":
         _put_first_on_path(os.getcwd())
         sys.argv[0] = "-m"  # while the module is looked for; runpy sets the file's path
@@ -59,6 +59,15 @@ def prepare(job: Job) -> Callable[[], object]:
         return partial(_as_main, "__main__", alter_argv=False)
     _put_first_on_path(os.path.dirname(os.path.realpath(job.entrypoint)))
     return partial(exec, _code(main, path), main.__dict__)
+
+
+def _recorded(start: Callable[[], object]) -> None:
+    """Call ``start`` as torchrun's ``--run-path`` does: the script need not ask for its record."""
+    try:
+        start()
+    except Exception as error:
+        errorrecord.write(error)
+        raise
 
 
 def _put_first_on_path(directory: str) -> None:

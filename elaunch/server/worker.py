@@ -8,16 +8,22 @@ tests/integration/test_parity.py compares them, docs/start-methods.md lists the 
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import sys
 import threading
 from collections.abc import Iterable
+from typing import TextIO
 
+from elaunch import env
 from elaunch.server import processes
 from elaunch.server.job import Job
 from elaunch.server.title import set_title
 from elaunch.server.torchfix import mend_exit, mend_stores
+
+_stacks_files: list[TextIO] = []
+"""The file that the handler of env.STACKS_SIGNAL writes to."""
 
 
 def detach(job: Job, server_pid: int, mask: Iterable[int]) -> None:
@@ -59,6 +65,25 @@ def become(job: Job) -> None:
     threading.main_thread()._set_native_id()  # type: ignore[attr-defined]
     mend_stores()
     mend_exit()
+    _write_stacks_when_asked()
+
+
+def _write_stacks_when_asked() -> None:
+    """Have all threads' stacks written to a file at a signal, if the agent looks for hangs.
+
+    The handler needs neither Python's lock nor the main thread's help. The variable goes: who is
+    started from here, and elaunch.init(), must not write to the same file.
+    """
+    path = os.environ.pop(env.STACKS_FILE, None)
+    if path is None:
+        return
+    try:
+        file = open(path, "w")  # noqa: SIM115  it stays open for the life of the process
+    except OSError as error:
+        os.write(2, f"elaunch: no stacks could be shown of a hang: {error}\n".encode())
+        return
+    _stacks_files.append(file)
+    faulthandler.register(env.STACKS_SIGNAL, file=file, all_threads=True, chain=False)
 
 
 def _renew_random_states() -> None:

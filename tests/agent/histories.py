@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elaunch.agent import events, policy
-from elaunch.agent.state import Action, Limits, Nothing, State, follow, observe
+from elaunch.agent.actions import Action, Nothing
+from elaunch.agent.state import Limits, State, follow, observe
 from elaunch.checkpoint.records import Checkpoint, Search
 
 READY = events.ServerReady(threads=1, problem=None, preload_s=0.1)

@@ -129,6 +129,7 @@ def test_to_dict(tmp_path: Path) -> None:
         "noticed_monotonic": 4.5,
         "explanation": None,
         "likely_victim": False,
+        "hang": None,
     }
     traceback = worker.pop("traceback").split("\n")
     assert len(traceback) == 200 and "… 704 lines left out, see /logs/1/stderr.log" in traceback

@@ -8,16 +8,8 @@ from dataclasses import replace
 import pytest
 
 from elaunch.agent import events, jobpolicy
-from elaunch.agent.state import (
-    Action,
-    EndTree,
-    Finish,
-    Limits,
-    Meet,
-    Nothing,
-    StartRound,
-    StopWorkers,
-)
+from elaunch.agent.actions import Action, EndTree, Finish, Meet, Nothing, StartRound, StopWorkers
+from elaunch.agent.state import Limits
 from elaunch.rendezvous.plan import Node, Plan
 from tests.agent.histories import (
     READY,

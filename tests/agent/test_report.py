@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from elaunch.agent.hangreport import Hang
 from elaunch.agent.report import (
     Circumstances,
     FailureReport,
@@ -17,6 +18,7 @@ from elaunch.agent.report import (
     render_cause,
     write_launcher_file,
 )
+from elaunch.agent.stackdump import StackGroup
 
 TRACEBACK = (
     "Traceback (most recent call last):",
@@ -174,3 +176,82 @@ def test_the_launchers_own_error_file(tmp_path: Path) -> None:
         "errorCode": 1,
     }
     assert not write_launcher_file(make(FIRST), {})
+
+
+HANG = Hang(
+    ranks=(1,),
+    reason="rank 1 has made no progress for 60 s (step 41; the others are at step 42)",
+    source="script",
+    at=17e8 + 75.2,
+    last=("rank 0: step 42, silent for 60 s", "rank 1: step 41, silent for 61 s"),
+    groups=(
+        StackGroup((1,), ('File "d.py", line 8 in read', 'File "t.py", line 3 in step')),
+        StackGroup(
+            (0, 2, 3), ('File "t.py", line 9 in sync',), (((0, 2), ('File "l.py", line 1 in x',)),)
+        ),
+    ),
+    problems=(((4,), "the process is stopped by a signal"),),
+)
+
+
+def hung(hang: Hang = HANG) -> FailureReport:
+    """Return the report of a round that hung, in which elaunch has ended all workers."""
+    ends = [
+        WorkerExit(rank, rank, 4000 + rank, -15, 17e8 + 80, stopped_by_us=True)
+        for rank in (1, 0, 2)
+    ]
+    return build("t.py", "node0", 0, ends, 1, replace(KNOWN, hang=hang))
+
+
+def test_a_hang() -> None:
+    """Who stands still comes first, then what all were doing; the signals are of no interest."""
+    out = render_cause(hung()).rstrip().split("\n")
+    assert out == [
+        "rank 1 has made no progress for 60 s (step 41; the others are at step 42)",
+        "(local_rank 1, pid 4001, on host node0, 75.2 s into round 0; known by the script)",
+        "What each rank said last:",
+        "  rank 0: step 42, silent for 60 s",
+        "  rank 1: step 41, silent for 61 s",
+        "Python stacks at that time, most recent call first:",
+        "  rank 1:",
+        '    File "d.py", line 8 in read',
+        '    File "t.py", line 3 in step',
+        "  ranks 0,2-3:",
+        '    File "t.py", line 9 in sync',
+        "  another thread of ranks 0,2:",
+        '    File "l.py", line 1 in x',
+        "No stacks of rank 4: the process is stopped by a signal",
+        "",
+        "Stopped by elaunch: rank 0 (SIGTERM), rank 2 (SIGTERM)",
+    ]
+
+
+def test_a_hang_in_the_table_and_in_json() -> None:
+    """The code of a hang, and its reason in place of a traceback."""
+    made = hung()
+    assert made.exit_code == 77
+    root = render(made).partition("Root Cause")[2]
+    assert f"traceback : {HANG.reason} (stopped by elaunch)" in root
+    found = json.loads(json.dumps(made.to_dict()))
+    assert (found["exit_code"], found["summary"]) == (77, HANG.reason)
+    assert found["seconds_into_round"] == pytest.approx(75.2)
+    assert found["hang"]["stacks"][0]["main"][0] == 'File "d.py", line 8 in read'
+    assert found["hang"]["no_stacks"] == [
+        {"ranks": [4], "problem": "the process is stopped by a signal"}
+    ]
+
+
+def test_a_hang_of_all_without_stacks() -> None:
+    """Nobody is accused; what is missing is said."""
+    text = render_cause(hung(replace(HANG, ranks=(0, 1, 2), groups=(), problems=(), last=())))
+    assert "(on host node0, 75.2 s into round 0; known by the script)" in text
+    assert "The stacks of the workers could not be taken in time." in text
+
+
+def test_the_launchers_file_of_a_hang(tmp_path: Path) -> None:
+    """With the reason, the stacks and the code of the command."""
+    path = tmp_path / "error.json"
+    assert write_launcher_file(hung(), {"TORCHELASTIC_ERROR_FILE": str(path)})
+    told = json.loads(path.read_text())["message"]
+    assert (told["message"], told["errorCode"]) == (HANG.reason, 77)
+    assert "line 8 in read" in told["extraInfo"]["py_callstack"]

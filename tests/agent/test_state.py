@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from elaunch.agent import events
-from elaunch.agent.state import (
+from elaunch.agent.actions import (
     Action,
     Backoff,
     ChooseCheckpoint,
@@ -16,15 +16,11 @@ from elaunch.agent.state import (
     Finish,
     Forward,
     KillServer,
-    Limits,
     Nothing,
-    Phase,
     StartRound,
-    State,
     StopWorkers,
-    follow,
-    observe,
 )
+from elaunch.agent.state import Limits, Phase, State, follow, observe
 from tests.agent.histories import INT, TERM, USR1, checkpoint, chosen, exited, lost, started
 
 RUNNING = State(Limits(3), Phase.RUNNING, 1, alive=frozenset({0, 1, 2}))

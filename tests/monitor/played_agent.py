@@ -19,8 +19,8 @@ import time
 from typing import Any
 
 from elaunch.agent.control import ControlSocket
-from elaunch.record import this_agent
 from elaunch.rundir import RunDir, create
+from elaunch.runrecord import this_agent
 
 WORKER = "import sys; sys.stdin.read()"
 _PR_SET_PDEATHSIG = 1

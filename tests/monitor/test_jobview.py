@@ -89,7 +89,8 @@ def test_the_state_of_a_node(record: dict[str, Any] | None, phase: Any, state: s
         (replace(PLAN, phase="over", exit_code=0), "COMPLETED", False),
         (replace(PLAN, phase="over", exit_code=7, failure=FAILURE.to_dict()), "FAILED", False),
         (replace(PLAN, phase="over", exit_code=137, failure=FAILURE.to_dict()), "FAILED", False),
-        (replace(PLAN, phase="over", exit_code=75), "FAILED", False),
+        (replace(PLAN, phase="over", exit_code=75), "PREEMPTED", False),
+        (replace(PLAN, phase="over", exit_code=69), "FAILED", False),
         (replace(PLAN, phase="over", exit_code=143), "STOPPED", False),
     ],
 )

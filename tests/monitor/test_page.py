@@ -16,8 +16,8 @@ from elaunch.monitor.render import plain, styled
 from elaunch.monitor.snapshot import LatestCheckpoint, RunView, WorkerView
 from elaunch.monitor.standing import AgentState, Standing
 from elaunch.monitor.usage import Usage
-from elaunch.record import Record
 from elaunch.rundir import RunDir
+from elaunch.runrecord import Record
 from tests.monitor.played_agent import new_record
 
 NOW = time.mktime((2026, 11, 21, 12, 0, 0, 0, 0, -1))
@@ -130,6 +130,77 @@ def test_doubts_about_the_agent_are_in_the_title(
 ) -> None:
     title = plain(run_page(viewed(tmp_path, agent=agent))).splitlines()[0]
     assert title == f"train-3fa2c1  RUNNING  {note} for 3m 12s"
+
+
+def progress(source: str, *workers: dict[str, Any], **limit: Any) -> dict[str, Any]:
+    """Return what an agent tells of progress."""
+    known = {"step": None, "progress": None, "status": "", "section": "", "doing": ""}
+    rows = [
+        {"rank": rank, "local_rank": rank, **known, "silent_s": None, **worker}
+        for rank, worker in enumerate(workers)
+    ]
+    return {"source": source, "limit_s": None, "learning": False, "workers": rows, **limit}
+
+
+def test_how_far_the_workers_are(tmp_path: Path) -> None:
+    """By the script: steps, percent and status; by rank also what it does."""
+    told = progress(
+        "script",
+        {"step": 41, "progress": 0.37, "status": "warming up", "silent_s": 0.4},
+        {"step": 42, "section": "eval", "doing": "barrier #3", "silent_s": 12.0},
+        limit_s=600.0,
+    )
+    lines = plain(run_page(viewed(tmp_path, progress=told))).splitlines()
+    assert "  progress      41 to 42 steps, 37 % (by the script)" in lines
+    assert "  status        warming up" in lines
+    assert "  hang timeout  10m 00s" in lines
+    (row,) = (line for line in lines if line.startswith("   1"))
+    assert row.endswith("42  in section eval, barrier #3, 12 s ago")
+
+
+@pytest.mark.parametrize(
+    ("source", "worker", "text"),
+    [
+        ("log lines", {"step": 1}, "1 step (by log lines)"),
+        ("checkpoints", {"step": 400}, "400 steps (by checkpoints)"),
+        ("CPU time", {}, "no step is known; watched by CPU time"),
+    ],
+)
+def test_which_source_is_in_use(
+    tmp_path: Path, source: str, worker: dict[str, Any], text: str
+) -> None:
+    page = plain(run_page(viewed(tmp_path, progress=progress(source, worker, worker))))
+    assert f"  progress    {text}\n" in page
+
+
+def test_a_limit_that_is_being_learned(tmp_path: Path) -> None:
+    view = viewed(tmp_path, progress=progress("script", {"step": 3}, learning=True))
+    assert "  hang timeout  auto: the run's own pauses are not known yet\n" in plain(run_page(view))
+
+
+def test_how_far_a_run_was_that_is_over(tmp_path: Path) -> None:
+    """How long ago a worker said anything is of no interest then."""
+    told = progress("script", {"step": 7, "silent_s": 3.0}, limit_s=60.0)
+    view = viewed(tmp_path, "COMPLETED", "ended", exit_code=0, ended_at=NOW, progress=told)
+    page = plain(run_page(view))
+    assert "7 steps (by the script)" in page
+    assert "ago" not in page and "hang timeout" not in page
+
+
+def test_where_the_workers_of_a_hung_run_were(tmp_path: Path) -> None:
+    """In place of how elaunch has ended them."""
+    stacks = [
+        {"ranks": [1], "main": ['File "d.py", line 8 in read', 'File "t.py", line 3 in step']},
+        {"ranks": [0, 2], "main": ['File "t.py", line 9 in barrier']},
+    ]
+    hang = {"hang": {"stacks": stacks}}
+    reason = "rank 1 has made no progress for 60 s"
+    view = viewed(tmp_path, "FAILED", "ended", round=2, reason=reason, failure=FAILURE | hang)
+    assert plain(run_page(view)).splitlines()[1:4] == [
+        f"  {reason}",
+        '  rank 1: File "d.py", line 8 in read',
+        '  ranks 0,2: File "t.py", line 9 in barrier',
+    ]
 
 
 def test_rounds_are_shown_from_the_second_on_and_the_last_ten(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from elaunch.errors import RunDirError
 from elaunch.monitor.document import list_document, run_document
 from elaunch.monitor.snapshot import take
 from elaunch.monitor.standing import overview
-from elaunch.record import worker_is_alive
 from elaunch.rundir import create
+from elaunch.runrecord import worker_is_alive
 from tests.launching import wait_until
 from tests.monitor.conftest import Play
 from tests.monitor.playing import final

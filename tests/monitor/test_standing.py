@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from elaunch.monitor.standing import LIST_TIMEOUT_S, overview, read_standing
-from elaunch.record import condition, worker_is_alive
+from elaunch.monitor import standing as standing_module
+from elaunch.monitor.standing import overview, read_standing
 from elaunch.rundir import create
+from elaunch.runrecord import condition, worker_is_alive
 from tests.launching import wait_until
 from tests.monitor.conftest import Play
 from tests.monitor.playing import final
@@ -22,7 +23,7 @@ from tests.monitor.playing import final
 
 def test_a_live_agent_answers(play: Play) -> None:
     agent = play(2, reason="first start")
-    standing = read_standing(agent.run)
+    standing = read_standing(agent.run, timeout=60)
     assert (standing.state, standing.agent, standing.live) == ("RUNNING", "answers", True)
     assert standing.record == agent.record()
     assert standing.reason == "first start"
@@ -41,7 +42,7 @@ def test_a_killed_agent_is_lost(play: Play) -> None:
     agent = play()
     agent.kill()
     workers = agent.record()["workers"]
-    wait_until(lambda: not any(worker_is_alive(worker) for worker in workers), 10)
+    wait_until(lambda: not any(worker_is_alive(worker) for worker in workers))
     standing = read_standing(agent.run)
     assert (standing.state, standing.agent, standing.live) == ("LOST", "gone", False)
     assert standing.reason == (
@@ -79,7 +80,7 @@ def test_an_agent_that_does_not_answer(play: Play) -> None:
     agent.write(silent=True)
     began = time.monotonic()
     standing = read_standing(agent.run, timeout=0.4)
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 30  # it would be silent for a minute
     assert (standing.state, standing.agent, standing.live) == ("RUNNING", "silent", True)
 
 
@@ -87,7 +88,7 @@ def test_a_suspended_agent(play: Play) -> None:
     agent = play()
     identity = agent.run.read_state()["agent"]
     agent.process.send_signal(signal.SIGSTOP)
-    wait_until(lambda: condition(identity) == "stopped", 10)
+    wait_until(lambda: condition(identity) == "stopped")
     standing = read_standing(agent.run, timeout=0.4)
     assert (standing.state, standing.agent, standing.live) == ("RUNNING", "stopped", True)
 
@@ -111,8 +112,8 @@ def test_an_agent_that_ends_while_it_is_asked(play: Play) -> None:
 
     thread = threading.Timer(0.3, end)
     thread.start()
-    standing = read_standing(agent.run, timeout=10)
-    thread.join(10)
+    standing = read_standing(agent.run, timeout=60)
+    thread.join(60)
     assert standing.state == "COMPLETED"
 
 
@@ -121,7 +122,7 @@ def test_the_answer_is_newer_than_the_file(play: Play) -> None:
     stale = agent.run.state_file.read_bytes()
     agent.write(round=4)
     agent.run.state_file.write_bytes(stale)
-    standing = read_standing(agent.run)
+    standing = read_standing(agent.run, timeout=60)
     assert standing.record is not None
     assert standing.record["round"] == 4
 
@@ -129,7 +130,7 @@ def test_the_answer_is_newer_than_the_file(play: Play) -> None:
 def test_a_live_agent_is_read_although_its_file_is_torn(play: Play) -> None:
     agent = play()
     agent.run.state_file.write_text('{"sch')
-    assert read_standing(agent.run).agent == "answers"
+    assert read_standing(agent.run, timeout=60).agent == "answers"
     agent.kill()
     standing = read_standing(agent.run)
     assert standing.state == "UNREADABLE"
@@ -202,11 +203,14 @@ def test_the_overview_leaves_out_other_machines_and_old_ends(
 
 
 def test_a_silent_agent_holds_up_the_overview_only_briefly(
-    play: Play, environ: dict[str, str]
+    play: Play, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """For a time of its own: here a longer one, for an agent that answers on a busy machine."""
+    assert standing_module.LIST_TIMEOUT_S < standing_module.ANSWER_TIMEOUT_S
+    monkeypatch.setattr(standing_module, "LIST_TIMEOUT_S", 4.0)
     play(0, run_id="one").write(silent=True)
     play(0, run_id="two")
     began = time.monotonic()
     states = {standing.run.path.name: standing.agent for standing in overview(environ)}
     assert states == {"one": "silent", "two": "answers"}
-    assert time.monotonic() - began < LIST_TIMEOUT_S + 1.5
+    assert 4.0 - standing_module.RETRY_S <= time.monotonic() - began < 30

@@ -33,6 +33,11 @@ def failed(number: int, state: str = "ended", at: float = 99.0, code: int = 7) -
     return seat(number, state, 0, failure=found, failed_at=at)
 
 
+def saved(number: int, why: str) -> Present:
+    """Return an agent whose workers have saved and ended in round 0, because they were asked."""
+    return seat(number, "finished", 0, preempted=why, reason="a node joins")
+
+
 def node(number: int) -> Node:
     """Return a node of a plan."""
     return Node(f"a{number}", f"node{number}", f"10.0.0.{number}", 8, "default")
@@ -45,6 +50,8 @@ ENDING = replace(RUNNING, phase="ending", cause="failure", reason="?", failure=F
 LOST = replace(RUNNING, phase="ending", cause="lost", reason="node2 was lost")
 RUN1, RUN2 = seat(1, "running", 0), seat(2, "running", 0)
 END1, END2 = seat(1, "ended", 0), seat(2, "ended", 0)
+LISTENS1, LISTENS2 = seat(1, "running", 0, listens=True), seat(2, "running", 0, listens=True)
+GROWS = replace(RUNNING, joining=("a3",))
 GONE2 = {"a2": Absent("expired", 99.0, RUN2.record)}
 
 Row = tuple[Rules, Plan, list[Present], dict[str, Any], str, str]
@@ -111,6 +118,34 @@ TABLE: dict[str, Row] = {
         *(TWO, RUNNING, [RUN1], {"absent": GONE2}, "ending/lost/0/None a1 a2"),
         "node node2 (10.0.0.2) was lost: no heartbeat for 3 s",
     ),
+    "workers that can save are not stopped for a newcomer": (
+        *(ELASTIC, RUNNING, [LISTENS1, LISTENS2, seat(3)], {"stirred": 50.0}),
+        *("running//0/None a1 a2 +a3", "first start"),
+    ),
+    "nor before it is ready": (
+        *(ELASTIC, RUNNING, [LISTENS1, LISTENS2, seat(3, "joining", since=99.0)], {}),
+        *("wait 109", ""),
+    ),
+    "they have their time": (
+        *(ELASTIC, GROWS, [LISTENS1, LISTENS2, seat(3)], {"posted": 80.0}),
+        *("wait 110", ""),
+    ),
+    "and no more than that": (
+        *(ELASTIC, GROWS, [LISTENS1, LISTENS2, seat(3)], {"posted": 70.0}),
+        *("ending/joined/0/None a1 a2 +a3", "node node3 (10.0.0.3) joins"),
+    ),
+    "one has saved": (
+        *(ELASTIC, GROWS, [saved(1, "resize"), LISTENS2, seat(3)], {"posted": 80.0}),
+        *("wait 110", ""),
+    ),
+    "all have saved for a newcomer": (
+        *(ELASTIC, GROWS, [saved(1, "resize"), saved(2, "resize"), seat(3)], {}),
+        *("ending/joined/0/None a1 a2 +a3", "a node joins; the workers have saved"),
+    ),
+    "all have saved, and are to stop": (
+        *(ELASTIC, RUNNING, [saved(1, "stop"), saved(2, "")], {}),
+        *("over//0/75 a1 a2", "preempted: a node joins; to be continued"),
+    ),
     "a node is told to leave": (
         *(TWO, RUNNING, [RUN1, seat(2, "leaving", 0, reason="stopped by SIGTERM")], {}),
         *("ending/left/0/None a1 a2", "node node2 (10.0.0.2) leaves: stopped by SIGTERM"),
@@ -145,18 +180,18 @@ TABLE: dict[str, Row] = {
     ),
     "a newcomer is": (
         *(ELASTIC, RUNNING, [RUN1, RUN2, seat(3, since=99.0)], {"stirred": 99.0}),
-        *("ending/joined/0/None a1 a2", "node node3 (10.0.0.3) joins"),
+        *("ending/joined/0/None a1 a2 +a3", "node node3 (10.0.0.3) joins"),
     ),
     "one who never gets ready": (
         *(ELASTIC, RUNNING, [RUN1, RUN2, seat(3, "joining")], {}),
-        *("running//0/None a1 a2", "first start"),
+        *("running//0/None a1 a2 +a3", "first start"),
     ),
     "no room: a spare": (
         *(TWO, RUNNING, [RUN1, RUN2, seat(3)], {}, "running//0/None a1 a2", "first start"),
     ),
     "never: announced": (
         *(replace(ELASTIC, on_join="never"), RUNNING, [RUN1, RUN2, seat(3)], {}),
-        *("running//0/None a1 a2", "first start"),
+        *("running//0/None a1 a2 +a3", "first start"),
     ),
     # ── ending ──
     "one has not ended": (
@@ -188,6 +223,15 @@ TABLE: dict[str, Row] = {
         {"absent": {"a2": Absent("expired", 99.0, END2.record)}},
         *("running//1/None a1", "rank 0 on node1 exited with code 7; restart 1 of 3"),
     ),
+    "the spare that has waited longest, whoever came to this coordinator first": (
+        *(TWO, replace(LOST, spares=("a4", "a3")), [END1, seat(3), seat(4)], {"absent": GONE2}),
+        "running//1/None a1 a4",
+        "node2 was lost; going on with 2 nodes, 16 workers",
+    ),
+    "spares keep their order": (
+        *(TWO, replace(RUNNING, spares=("a4", "a3")), [RUN1, RUN2, seat(3), seat(4)], {}),
+        *("wait None", ""),
+    ),
     "a spare takes over": (
         *(TWO, replace(LOST, spares=("a3",)), [END1, seat(3), seat(4)], {"absent": GONE2}),
         *("running//1/None a1 a3", "node2 was lost; going on with 2 nodes, 16 workers"),
@@ -216,7 +260,7 @@ def told(step: Publish | Search | Wait) -> str:
     if isinstance(step, Publish):
         plan = step.plan
         head = f"{plan.phase}/{plan.cause}/{plan.round}/{plan.exit_code}"
-        return " ".join([head, *(one.name for one in plan.nodes)])
+        return " ".join([head, *(one.name for one in plan.nodes), *(f"+{n}" for n in plan.joining)])
     if isinstance(step, Wait):
         return f"wait {step.until if step.until is None else format(step.until, 'g')}"
     return "search"

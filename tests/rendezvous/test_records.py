@@ -145,14 +145,14 @@ def test_what_nobody_could_read_is_not_written() -> None:
 
 
 def test_a_plan_of_4096_nodes_is_small() -> None:
-    """And read fast enough for 4,096 readers; the bound is loose, machines are busy."""
+    """And read fast enough for 4,096 readers; CPU time, which others on the machine leave alone."""
     nodes = tuple(
         Node(f"{n:06x}", f"node-{n:05d}", f"10.12.{n // 256}.{n % 256}", 8, "default")
         for n in range(4096)
     )
     raw = encode(Plan("job", nodes=nodes), b"s")
     assert len(raw) < 200_000
-    began = time.perf_counter()
+    began = time.thread_time()
     assert decode_plan(raw, b"s", "a1").nodes == nodes
-    assert time.perf_counter() - began < 1.0
+    assert time.thread_time() - began < 1.0
     assert len(raw) < records.MAX_PLAN_BYTES

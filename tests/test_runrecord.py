@@ -1,4 +1,4 @@
-"""elaunch.record: reading foreign and torn records, recognising agents and workers."""
+"""elaunch.runrecord: reading foreign and torn records, recognising agents and workers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from elaunch import record
+from elaunch import runrecord
 from elaunch.errors import RunDirError
 from elaunch.rundir import RunDir
 from tests.launching import wait_until
@@ -40,13 +40,13 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
 def test_a_record_survives_json(valid: dict[str, Any]) -> None:
     valid["argv"] = ["bad\udcffbyte", "ä"]
     valid["checkpoint"] = {"path": "/c", "step": 3, "format": "dcp"}
-    assert record.parse(json.dumps(valid).encode(), "here") == valid
+    assert runrecord.parse(json.dumps(valid).encode(), "here") == valid
 
 
 def test_fields_of_a_later_writer_are_kept(valid: dict[str, Any]) -> None:
     valid["new"] = 1
     valid["agent"]["new"] = 1
-    assert record.check(valid, "here") == valid
+    assert runrecord.check(valid, "here") == valid
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_fields_of_a_later_writer_are_kept(valid: dict[str, Any]) -> None:
 )
 def test_torn_and_foreign_files_are_named(raw: bytes, message: str) -> None:
     with pytest.raises(RunDirError, match="here") as caught:
-        record.parse(raw, "here")
+        runrecord.parse(raw, "here")
     assert message in str(caught.value)
 
 
@@ -96,28 +96,28 @@ def test_each_wrong_field_is_named(
         place = place[key]
     place[path[-1]] = value
     with pytest.raises(RunDirError) as caught:
-        record.check(broken, "here")
+        runrecord.check(broken, "here")
     assert message in str(caught.value)
 
 
 def test_create_time_is_psutils(process: subprocess.Popen[bytes]) -> None:
-    stat = record.process_stat(process.pid)
+    stat = runrecord.process_stat(process.pid)
     assert stat is not None
-    assert abs(record.create_time(stat) - psutil.Process(process.pid).create_time()) < 1.5
+    assert abs(runrecord.create_time(stat) - psutil.Process(process.pid).create_time()) < 1.5
 
 
 def test_names_with_parentheses_and_blanks_do_not_confuse(tmp_path: Path) -> None:
     odd = tmp_path / "a ) S 1 (b"
     odd.symlink_to("/bin/sleep")
     with subprocess.Popen([odd, "60"]) as process:
-        stat = record.process_stat(process.pid)
+        stat = runrecord.process_stat(process.pid)
         process.kill()
     assert stat is not None
     assert not stat.ended
 
 
 def test_this_process_is_alive() -> None:
-    assert record.condition(record.this_agent()) == "alive"
+    assert runrecord.condition(runrecord.this_agent()) == "alive"
 
 
 @pytest.mark.parametrize(
@@ -132,46 +132,46 @@ def test_this_process_is_alive() -> None:
     ],
 )
 def test_condition(changes: dict[str, Any], expected: str) -> None:
-    agent: Any = {**record.this_agent(), **changes}
-    assert record.condition(agent) == expected
+    agent: Any = {**runrecord.this_agent(), **changes}
+    assert runrecord.condition(agent) == expected
 
 
 @pytest.mark.parametrize(("offset", "expected"), [(0.0, "alive"), (2.0, "alive"), (60, "gone")])
 def test_condition_of_an_agent_known_by_its_time(offset: float, expected: str) -> None:
-    exact = record.this_agent()
-    agent: record.AgentRecord = {
+    exact = runrecord.this_agent()
+    agent: runrecord.AgentRecord = {
         "pid": exact["pid"],
         "create_time": exact["create_time"] - offset,
         "host": exact["host"],
         "user": exact["user"],
     }
-    assert record.condition(agent) == expected
+    assert runrecord.condition(agent) == expected
 
 
 def test_a_suspended_agent_is_not_gone_and_a_zombie_is(process: subprocess.Popen[bytes]) -> None:
-    def agent() -> record.AgentRecord:
-        stat = record.process_stat(process.pid)
+    def agent() -> runrecord.AgentRecord:
+        stat = runrecord.process_stat(process.pid)
         assert stat is not None
-        return {**record.this_agent(), "pid": process.pid, "start_ticks": stat.start_ticks}
+        return {**runrecord.this_agent(), "pid": process.pid, "start_ticks": stat.start_ticks}
 
     identity = agent()
-    assert record.condition(identity) == "alive"
+    assert runrecord.condition(identity) == "alive"
     process.send_signal(signal.SIGSTOP)
-    wait_until(lambda: record.condition(identity) == "stopped", 10)
+    wait_until(lambda: runrecord.condition(identity) == "stopped")
     process.kill()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    assert record.condition(identity) == "gone"
+    assert runrecord.condition(identity) == "gone"
     process.wait()
-    assert record.condition(identity) == "gone"
+    assert runrecord.condition(identity) == "gone"
 
 
 def test_a_worker_whose_pid_went_to_a_stranger_is_not_alive(
     valid: dict[str, Any], process: subprocess.Popen[bytes]
 ) -> None:
-    worker: record.WorkerRecord = valid["workers"][0]
+    worker: runrecord.WorkerRecord = valid["workers"][0]
     worker["pid"] = process.pid
-    assert record.worker_is_alive(worker)
+    assert runrecord.worker_is_alive(worker)
     worker["started_at"] = time.time() - 3600
-    assert not record.worker_is_alive(worker)
+    assert not runrecord.worker_is_alive(worker)
     worker["started_at"] = worker["pid"] = None
-    assert not record.worker_is_alive(worker)
+    assert not runrecord.worker_is_alive(worker)

@@ -1,0 +1,124 @@
+"""Preemption: the arms of ``decide`` for a job that is asked to save and to end. Pure.
+
+A notice (elaunch.worklink.Notice) goes to the workers whose scripts ask should_preempt(); they
+agree on the call at which all of them learn of it (elaunch.training.preempt), save, and end with 0.
+
+=====================================  =========================================================
+what comes                             what is done
+=====================================  =========================================================
+SIGTERM, and a worker listens          notice, grace ``--shutdown-timeout``; a second SIGTERM goes
+                                       to the workers, as does the first where nobody listens
+a signal of ``--preempt-signals``,     notice, the same grace; who has not asked should_preempt()
+``elaunch preempt``, ``--preempt-at``  yet is told when it does
+a node joins                           notice of the kind ``resize``: the next round follows at once
+another node's workers know            the same on this node
+all workers end with 0, one has said   the run is PREEMPTED, exit code 75: to be continued
+that it does so because of the notice
+the grace is over                      the workers are ended: KILLED, to be continued as well
+=====================================  =========================================================
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from typing import Any
+
+from elaunch.agent import events
+from elaunch.agent.actions import Action, EndTree, Finish, Hurry, Nothing, Notify
+from elaunch.agent.state import Phase, State
+from elaunch.agent.wording import workers
+from elaunch.endings import KILLED, PREEMPTED
+from elaunch.worklink import Notice
+
+Decision = tuple[Action, str]
+
+NOTHING: Decision = (Nothing(), "")
+
+
+def on_sigterm(state: State) -> Decision | None:
+    """Return what SIGTERM means to workers that can be asked to end; None if none can."""
+    if state.phase is not Phase.RUNNING or not state.listens or state.sigterms > 1:
+        return None
+    if state.notice is not None and state.notice.kind == "stop":
+        grace = state.limits.shutdown_timeout
+        return Hurry(grace), f"SIGTERM received: {state.notice.reason} already, grace {grace:g} s"
+    if state.limits.meets:
+        return notify(state, Notice("a node leaves (SIGTERM)", "resize"))
+    return notify(state, Notice("SIGTERM received"))
+
+
+def notify(state: State, notice: Notice) -> Decision:
+    """Return the decision to tell the workers."""
+    told = f"{len(state.listens)} of {workers(state.limits.nproc)} listen"
+    if notice.kind == "resize" and state.interrupted is None:
+        return Notify(notice, None), f"{notice.reason}: the workers are asked to save ({told})"
+    grace = state.limits.shutdown_timeout
+    reason = (
+        f"{notice.reason}: the workers are asked to save and to end ({told}), grace {grace:g} s"
+    )
+    return Notify(notice, grace), reason
+
+
+def asked(state: State, reason: str) -> Decision:
+    """Return what follows when somebody asks that the whole job end and be continued later."""
+    if state.told_to_stop:
+        return Nothing(), f"{reason}: {state.notice.reason if state.notice else ''} already"
+    if state.phase is Phase.RUNNING:
+        return notify(state, Notice(reason))
+    if state.phase in (Phase.STOPPING, Phase.SWEEPING):
+        return Notify(Notice(reason), None), f"{reason}: no round follows this one"
+    return Finish(PREEMPTED), f"{reason}: no worker runs; to be continued"
+
+
+def ended(state: State) -> Decision:
+    """Return the end of a node whose workers were asked to end, and have not failed."""
+    assert state.notice is not None  # somebody asked
+    if state.preempted:
+        return Finish(PREEMPTED), f"preempted: {state.notice.reason}; to be continued"
+    if state.completed:
+        return Finish(0), "all workers ended with 0"
+    if state.interrupted is not None:
+        reason = f"stopped by {state.interrupted.name}; the workers had not saved and ended before"
+        return Finish(128 + state.interrupted), reason
+    return Finish(KILLED), f"killed: {state.notice.reason}, and the workers did not end in time"
+
+
+def overdue(state: State) -> Decision:
+    """Return what becomes of workers that have not ended within the grace of the notice."""
+    grace = state.limits.shutdown_timeout
+    what = f"the notice was not followed for {grace:g} s; ending {workers(len(state.alive))}"
+    return EndTree(signal.SIGTERM, state.limits.sibling_grace), what
+
+
+def newcomers(state: State) -> Decision:
+    """Return what to tell the workers of the nodes that the plan says are about to join."""
+    plan = state.plan
+    if plan is None or plan.phase != "running" or plan.round != state.round or not plan.joining:
+        return NOTHING
+    if state.phase is not Phase.RUNNING or state.notice is not None or not state.listens:
+        return NOTHING
+    number = len(plan.joining)
+    what = "a node joins" if number == 1 else f"{number} nodes join"
+    return notify(state, Notice(what, "resize"))
+
+
+def _on_asked(state: State, event: events.PreemptAsked) -> Decision:
+    return asked(state, event.reason)
+
+
+def _on_listens(state: State, event: events.WorkerListens) -> Decision:
+    return newcomers(state) if event.round == state.round else NOTHING
+
+
+def _on_heard(state: State, event: events.NoticeHeard) -> Decision:
+    if event.round != state.round or state.phase is not Phase.RUNNING or state.notice is not None:
+        return NOTHING
+    return notify(state, event.notice)
+
+
+ARMS: dict[type, Callable[[State, Any], Decision]] = {
+    events.PreemptAsked: _on_asked,
+    events.WorkerListens: _on_listens,
+    events.NoticeHeard: _on_heard,
+}

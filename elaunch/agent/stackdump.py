@@ -1,0 +1,162 @@
+"""What faulthandler and py-spy write, taken apart; workers with equal stacks, put together. Pure.
+
+::
+
+    Thread 0x00007f3a5d7fa6c0 (most recent call first):
+      File "/usr/lib/python3.11/threading.py", line 324 in wait
+    …
+    Current thread 0x00007f3a7a0c1740 (most recent call first):
+      File "train.py", line 12 in step
+      File "train.py", line 40 in <module>
+
+faulthandler writes the oldest thread last, which is the main thread; py-spy names it. elaunch's own
+frames below a script and its own threads are left out: they say nothing of the script.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+MOST_FRAMES: Final = 100
+MOST_THREADS: Final = 8
+"""Stacks of other threads that a group shows."""
+
+Stack = tuple[str, ...]
+
+_THREAD: Final = re.compile(r"(?:Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first\):")
+_FRAME: Final = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<name>.*)')
+_BOTTOM: Final = re.compile(r'  File "(.*)", line \d+ in <module>$')
+_SPIED_THREAD: Final = re.compile(r"Thread (?:0x)?[0-9A-Fa-f]+ \(.*\)(?:: \"(?P<name>.*)\")?$")
+_SPIED_FRAME: Final = re.compile(r"    (?P<name>.+) \((?P<file>.+):(?P<line>\d+)\)$")
+_OWN_THREADS: Final = ("/elaunch/training/", "/elaunch/server/", "/elaunch/store/")
+_WAITS: Final = ("/selectors.py", "/threading.py", "/socket.py")
+_SCRIPT_API: Final = "/elaunch/training/"
+_SERVER: Final = "/elaunch/server/"
+
+
+@dataclass(frozen=True)
+class Dump:
+    """The stacks of one process, most recent call first; ``threads`` are the other threads'."""
+
+    main: Stack
+    threads: tuple[Stack, ...] = ()
+
+
+@dataclass(frozen=True)
+class StackGroup:
+    """Ranks whose main threads are at the same place; other threads, with whose they are."""
+
+    ranks: tuple[int, ...]
+    main: Stack
+    threads: tuple[tuple[tuple[int, ...], Stack], ...] = ()
+
+
+def is_whole(text: str) -> bool:
+    """Whether a dump of faulthandler has come to its end, as far as can be seen."""
+    last = text.rstrip("\n").rpartition("\n")[2]
+    return text.endswith("\n") and _BOTTOM.match(last) is not None
+
+
+def parse(text: str) -> Dump | None:
+    """Return what faulthandler wrote; None if there is no thread in it."""
+    stacks: list[list[str]] = []
+    for line in text.splitlines():
+        if _THREAD.match(line):
+            stacks.append([])
+        elif stacks and line.startswith("  "):
+            stacks[-1].append(line.strip())
+    if not stacks:
+        return None
+    *others, main = (_cut(stack) for stack in stacks)
+    return _dump(main, others)
+
+
+def parse_spied(text: str) -> Dump | None:
+    """Return what ``py-spy dump`` wrote, in the same form; None if there is no thread in it."""
+    stacks: list[tuple[str, list[str]]] = []
+    for line in text.splitlines():
+        thread, frame = _SPIED_THREAD.match(line), _SPIED_FRAME.match(line)
+        if thread:
+            stacks.append((thread["name"] or "", []))
+        elif frame and stacks:
+            stacks[-1][1].append(f'File "{frame["file"]}", line {frame["line"]} in {frame["name"]}')
+    if not stacks:
+        return None
+    main = next((one for one in stacks if one[0] == "MainThread"), stacks[0])
+    others = [_cut(stack) for one in stacks if one is not main for stack in [one[1]]]
+    return _dump(_cut(main[1]), others)
+
+
+def group(dumps: Mapping[int, Dump]) -> tuple[StackGroup, ...]:
+    """Return the ranks by their main threads' stacks; the smallest group first: the odd ones."""
+    by_main: dict[Stack, list[int]] = {}
+    for rank in sorted(dumps):
+        by_main.setdefault(dumps[rank].main, []).append(rank)
+    groups = [
+        StackGroup(tuple(ranks), main, _threads(ranks, dumps)) for main, ranks in by_main.items()
+    ]
+    return tuple(sorted(groups, key=lambda one: (len(one.ranks), one.ranks)))
+
+
+def _threads(
+    ranks: Sequence[int], dumps: Mapping[int, Dump]
+) -> tuple[tuple[tuple[int, ...], Stack], ...]:
+    found: dict[Stack, list[int]] = {}
+    for rank in ranks:
+        for stack in dict.fromkeys(dumps[rank].threads):
+            found.setdefault(stack, []).append(rank)
+    return tuple((tuple(whose), stack) for stack, whose in list(found.items())[:MOST_THREADS])
+
+
+def _dump(main: Stack, others: Sequence[Stack]) -> Dump:
+    shown = (_without_threading(stack) for stack in others if stack and not _is_own(stack))
+    return Dump(_without_inner(_without_server(main)), tuple(shown))
+
+
+def _without_inner(stack: Stack) -> Stack:
+    """Of a call of the script API leave what the script has called: how it waits is elaunch's."""
+    inner = 0
+    while inner < len(stack) and _file(stack[inner]).endswith(_WAITS):
+        inner += 1
+    if inner == len(stack) or _SCRIPT_API not in _file(stack[inner]):
+        return stack  # the script's own code, perhaps called by ours
+    while inner + 1 < len(stack) and _SCRIPT_API in _file(stack[inner + 1]):
+        inner += 1
+    return stack[inner:]
+
+
+def _cut(stack: Sequence[str]) -> Stack:
+    if len(stack) <= MOST_FRAMES:
+        return tuple(stack)
+    half = MOST_FRAMES // 2
+    left_out = f"… {len(stack) - 2 * half} frames left out"
+    return (*stack[:half], left_out, *stack[-half:])
+
+
+def _without_server(stack: Stack) -> Stack:
+    """Take off the frames at the bottom of a forked worker that are the server's."""
+    frames = list(stack)
+    while len(frames) > 1 and _SERVER in _file(frames[-1]):
+        frames.pop()
+    return tuple(frames)
+
+
+def _without_threading(stack: Stack) -> Stack:
+    frames = list(stack)
+    while len(frames) > 1 and _file(frames[-1]).endswith("/threading.py"):
+        frames.pop()
+    return tuple(frames)
+
+
+def _is_own(stack: Stack) -> bool:
+    """Whether a thread is one of elaunch's: what it runs, right above threading's own frames."""
+    outermost = next((f for f in reversed(stack) if not _file(f).endswith("/threading.py")), "")
+    return any(place in _file(outermost) for place in _OWN_THREADS)
+
+
+def _file(frame: str) -> str:
+    found = _FRAME.match(f"  {frame}")
+    return found["file"] if found else ""

@@ -1,0 +1,43 @@
+"""``elaunch preempt``: ask a running job to save and to end (docs/preemption.md)."""
+
+from __future__ import annotations
+
+import os
+
+import click
+
+from elaunch.errors import UsageError
+
+
+@click.command("preempt")
+@click.argument("run", metavar="RUN")
+@click.option(
+    "--reason",
+    default="elaunch preempt",
+    show_default=True,
+    metavar="TEXT",
+    help="What the script, the log and the record call it.",
+)
+def preempt(run: str, reason: str) -> None:
+    """Ask the workers of RUN to save and to end.
+
+    Their script learns of it by ctx.preempt.should_preempt(), on all ranks and nodes at the same
+    call. When all have ended with 0, the run is PREEMPTED and its command ends with 75; who has not
+    after --shutdown-timeout seconds is killed. RUN is a run id of this machine, or the beginning of
+    one; one node of several is enough.
+    """
+    from elaunch import control, rundir
+
+    found = rundir.find(run, os.environ)
+    if not reason.strip() or not reason.isprintable():
+        raise UsageError(f"--reason {reason!r}: give a text of one line")
+    name = rundir.run_id_of(found)
+    try:
+        answer = control.ask(found.socket, {"op": "preempt", "reason": reason}, timeout=5.0)
+    except (FileNotFoundError, ConnectionRefusedError):
+        raise UsageError(
+            f"RUN {name} does not run: `elaunch status {name}` tells how it ended"
+        ) from None
+    except (TimeoutError, ConnectionError) as error:
+        raise UsageError(f"RUN {name} could not be asked: {error}") from None
+    click.echo(f"{name}: {answer['done']}")

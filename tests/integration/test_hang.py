@@ -1,0 +1,249 @@
+"""Real jobs that hang, or seem to: what is declared, what is reported, what follows."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.jobs import FORK, PROGRESS, SPAWN
+from tests.integration.watching import agent_lines
+from tests.launching import Launcher, wait_until
+
+pytestmark = pytest.mark.slow
+
+LINES = """
+import ctypes, os, sys, time
+rank, number = int(os.environ["RANK"]), int(os.environ["ELAUNCH_ROUND"])
+
+def stuck():
+    time.sleep(120)
+
+for step in range(1, 1000):
+    print(f"step {step}/1000", flush=True)
+    time.sleep(0.05)
+    if step == 5 and rank == 1 and number == 0:
+        stuck()
+    if step == 60:
+        break
+"""
+
+
+def job(*words: str, nproc: int = 3, flags: Sequence[str | Path] = ()) -> list[str | Path]:
+    """Return the arguments for workers that speak of their progress."""
+    return ["run", *FORK, "-r", "3", f"--nproc-per-node={nproc}", *flags, PROGRESS, *words]
+
+
+def failure(elaunch: Launcher, number: int = 0) -> dict[str, Any]:
+    """Return the JSON report of a round of the test's one run."""
+    (path,) = elaunch.state.glob(f"elaunch/runs/*/failure-{number}.json")
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def functions(stack: Sequence[str]) -> list[str]:
+    """Return the names of a stack's functions."""
+    return [frame.rpartition(" in ")[2] for frame in stack]
+
+
+def test_a_rank_that_stays_behind(elaunch: Launcher) -> None:
+    """The report names it, shows where it sleeps, and what the others do."""
+    done = elaunch.run(job("steps=5", "1:hang", "steps=1000", flags=["--hang-timeout=2"]))
+    assert done.returncode == 77
+    (seen, *_) = (line for line in agent_lines(done.stderr) if "no progress" in line)
+    assert re.search(r"rank 1 has made no progress for [\d.]+ s \(step 5; the others are", seen)
+    text = done.stderr
+    assert "rank 1: step 5, silent for 2" in text
+    line = next(
+        n
+        for n, code in enumerate(PROGRESS.read_text().splitlines(), 1)
+        if "time.sleep(120)" in code
+    )
+    assert re.search(rf"  rank 1:\n    File \"{PROGRESS}\", line {line} in hang\n", text)
+    assert re.search(r"  ranks 0,2:\n", text)
+    assert "Root Cause (first observed failure)" in text
+    found = failure(elaunch)
+    assert found["exit_code"] == 77 and found["summary"].startswith("rank 1 has made no progress")
+    hang = found["hang"]
+    assert (hang["ranks"], hang["source"]) == ([1], "script")
+    stacks = {tuple(group["ranks"]): functions(group["main"]) for group in hang["stacks"]}
+    assert stacks[1,] == ["hang", "main", "<module>"]
+    assert found["first"]["rank"] == 1 and found["first"]["stopped_by_us"]
+
+
+def test_all_ranks_stand_still(elaunch: Launcher) -> None:
+    """Nobody is accused; who has the fewest steps would be."""
+    done = elaunch.run(job("steps=5", "hang", flags=["--hang-timeout=2"]))
+    assert done.returncode == 77
+    assert re.search(r"no rank has made progress for [\d.]+ s \(all at step 5\)", done.stderr)
+    assert re.search(r"  ranks 0-2:\n    File .* in hang\n", done.stderr)
+
+
+def test_who_is_waited_for_is_named(elaunch: Launcher) -> None:
+    """The others stand still as well, one step further."""
+    words = ("steps=5", "2:hang", "steps=1", "note=barrier #6", "hang")
+    done = elaunch.run(job(*words, flags=["--hang-timeout=2"]))
+    assert done.returncode == 77
+    assert "(step 5; the others are at step 6)" in done.stderr
+    assert re.search(r"rank 0: step 6, silent for [\d.]+ s, last call barrier #6", done.stderr)
+    assert failure(elaunch)["hang"]["ranks"] == [2]
+
+
+def test_c_code_that_keeps_pythons_lock(elaunch: Launcher) -> None:
+    """Neither the page nor the stacks need it."""
+    done = elaunch.run(job("steps=5", "1:gil", "steps=1000", flags=["--hang-timeout=2"]))
+    assert done.returncode == 77
+    hang = failure(elaunch)["hang"]
+    assert hang["ranks"] == [1] and hang["no_stacks"] == []
+    (odd,) = (group for group in hang["stacks"] if group["ranks"] == [1])
+    assert functions(odd["main"])[0] == "gil"
+
+
+def test_a_section_may_last_longer_than_the_limit(elaunch: Launcher, tmp_path: Path) -> None:
+    """Rank 0 evaluates, the others wait for it: no hang."""
+    words = ("steps=5", "0:enter=eval,60", "0:sleep=4", "0:leave", f"meet={tmp_path}", "steps=3")
+    done = elaunch.run(job(*words, flags=["--hang-timeout=1"]))
+    assert (done.returncode, agent_lines(done.stderr)[1:]) == (0, [])
+
+
+def test_a_section_may_not_last_longer_than_its_own_timeout(
+    elaunch: Launcher, tmp_path: Path
+) -> None:
+    """Long before the limit."""
+    words = ("steps=5", "0:enter=eval,1", "0:hang", f"meet={tmp_path}")
+    done = elaunch.run(job(*words, flags=["--hang-timeout=100"]))
+    assert done.returncode == 77
+    assert "rank 0 has not left section eval in time (step 5" in done.stderr
+    assert "rank 0: step 5, in section eval" in done.stderr
+
+
+def test_lines_of_the_log(elaunch: Launcher, tmp_path: Path) -> None:
+    """An ordinary script; after the restart it goes on and ends well."""
+    script = tmp_path / "lines.py"
+    script.write_text(LINES)
+    flags = ["--hang-timeout=2", r"--progress-regex=step (\d+)/", "--max-restarts=1"]
+    words = ["run", *FORK, "-r", "3", "--nproc-per-node=2", "--run-id=lines", *flags, script]
+    done = elaunch.run(words)
+    assert done.returncode == 0, done.stderr
+    assert "restart 1 of 1" in done.stderr
+    assert "no line matches --progress-regex" in done.stderr
+    hang = failure(elaunch)["hang"]
+    assert (hang["ranks"], hang["source"]) == ([1], "log lines")
+    (odd,) = (group for group in hang["stacks"] if group["ranks"] == [1])
+    assert functions(odd["main"]) == ["stuck", "<module>"]
+    shown = elaunch.run(["status", "lines", "--json"])
+    record = json.loads(shown.stdout)
+    assert (record["state"], record["restarts"]["used"]) == ("COMPLETED", 1)
+    assert record["progress"]["source"] == "log lines"
+    assert record["history"][1]["recovery_s"] > 0
+    assert "60 steps (by log lines)" in elaunch.run(["status", "lines"]).stdout
+
+
+@pytest.mark.parametrize("method", [SPAWN, FORK], ids=["spawn", "fork"])
+def test_cpu_time_is_the_last_resort(elaunch: Launcher, method: Sequence[str]) -> None:
+    """A script that says nothing, and then does nothing."""
+    words = ["run", *method, "-r", "3", "--nproc-per-node=2", "--hang-timeout=1", PROGRESS]
+    done = elaunch.run([*words, "silent", "busy=1.5", "hang"], env={"PYTHONPATH": os.getcwd()})
+    assert done.returncode == 77
+    assert re.search(
+        r"no rank has made progress for [\d.]+ s \(none has used the CPU\)", done.stderr
+    )
+    if method is FORK:
+        assert re.search(r"  ranks 0-1:\n    File .* in hang\n", done.stderr)
+    else:
+        assert "No stacks of ranks 0-1: " in done.stderr
+
+
+def test_who_computes_does_not_hang(elaunch: Launcher) -> None:
+    """Nor who waits for it; for many times the limit."""
+    words = job("silent", "0:busy=6", "sleep=0.1", flags=["--hang-timeout=1"])
+    done = elaunch.run(words)
+    assert (done.returncode, agent_lines(done.stderr)[1:]) == (0, [])
+
+
+def test_without_the_flag_nothing_is_watched(elaunch: Launcher) -> None:
+    """Progress is shown all the same."""
+    running = elaunch.start(
+        job("steps=3", "status=warm", "progress=0.5", "hang", nproc=1, flags=["--run-id=off"])
+    )
+
+    def shown() -> str:
+        return elaunch.run(["status", "off"]).stdout
+
+    wait_until(lambda: "3 steps, 50 % (by the script)" in shown(), what="progress in the status")
+    assert re.search(r"^ +status +warm$", shown(), re.M) and "hang timeout" not in shown()
+    running.send_signal(signal.SIGTERM)
+    assert running.wait().returncode == 143
+
+
+def test_the_limit_is_shown(elaunch: Launcher) -> None:
+    """And the source, before there is any progress."""
+    flags = ["--run-id=on", "--hang-timeout=600"]
+    running = elaunch.start(job("silent", "say=up", "hang", nproc=1, flags=flags))
+    wait_until(lambda: "RUNNING" in elaunch.run(["status", "on"]).stdout)
+    shown = elaunch.run(["status", "on"]).stdout
+    assert "no step is known; watched by CPU time" in shown
+    assert re.search(r"^ +hang timeout +10m", shown, re.M), shown
+    running.send_signal(signal.SIGTERM)
+    assert running.wait().returncode == 143
+
+
+def test_an_agent_that_was_frozen_declares_nothing(elaunch: Launcher, tmp_path: Path) -> None:
+    """Its workers went on, and one of them made a long pause just then."""
+    flags = ["--hang-timeout=3"]
+    words = ("steps=5", "say=up", f"meet={tmp_path}", "sleep=2.5", "steps=40")
+    running = elaunch.start(["run", *FORK, "--nproc-per-node=2", *flags, PROGRESS, *words])
+    running.wait_for_line("up rank=0")
+    running.wait_for_line("up rank=1")
+    os.kill(running.pid, signal.SIGSTOP)
+    # Nothing to wait for: time has to pass in which nobody looks.
+    signal.sigtimedwait([], 8.0)
+    os.kill(running.pid, signal.SIGCONT)
+    done = running.wait()
+    assert (done.returncode, agent_lines(done.stderr)[1:]) == (0, [])
+
+
+def test_a_worker_that_is_stopped(elaunch: Launcher) -> None:
+    """It hangs by all means; the report says what it is."""
+    flags = ["--hang-timeout=1", "--sibling-grace=1"]
+    done = elaunch.run(job("steps=5", "1:stop", "steps=1", "hang", flags=flags))
+    assert done.returncode == 77
+    assert "No stacks of rank 1: the process is stopped by a signal (SIGSTOP)" in done.stderr
+
+
+def test_a_run_that_is_over_by_a_hang_under_another_launcher(
+    elaunch: Launcher, tmp_path: Path
+) -> None:
+    """The launcher's own error file has it."""
+    path = tmp_path / "error.json"
+    done = elaunch.run(
+        job("steps=5", "hang", nproc=1, flags=["--hang-timeout=1"]),
+        env={"TORCHELASTIC_ERROR_FILE": str(path)},
+    )
+    assert done.returncode == 77
+    told = json.loads(path.read_text())["message"]
+    assert told["message"].startswith("rank 0 has made no progress") and told["errorCode"] == 77
+    assert " in hang" in told["extraInfo"]["py_callstack"]
+
+
+@pytest.mark.parametrize(
+    ("flag", "why"),
+    [
+        ("--hang-timeout=soon", "is not a number of seconds"),
+        ("--hang-timeout=0", "is not more than 0 seconds"),
+        ("--progress-regex=step (", "is not a regular expression"),
+        ("--progress-regex=(a)(b)", "has 2 groups"),
+        ("--progress-regex=", "is empty"),
+    ],
+)
+def test_what_is_wrong_is_said_at_once(elaunch: Launcher, flag: str, why: str) -> None:
+    """Before anything starts."""
+    done = elaunch.run(job(flags=[flag]))
+    assert done.returncode == 2
+    assert why in done.stderr

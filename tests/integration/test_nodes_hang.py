@@ -1,0 +1,48 @@
+"""A worker hangs on one of several machines: all nodes tell it, with stacks of every worker."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from tests.integration.jobs import FORK, PROGRESS
+from tests.integration.nodes import BACKENDS, DEADLINE, Build, Job
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_hang_ends_the_round_on_all_nodes(cluster: Build, backend: str) -> None:
+    """One restart, in which it does not hang; each node shows what its own workers were doing."""
+    job = Job(cluster, backend, 2)
+    flags = ["--nnodes=2", "--nproc-per-node=2", "--hang-timeout=4", "--max-restarts=1", "-r", "3"]
+    words = [f"meet={job.share}", "steps=5", "3r0:hang", "steps=1", "r0:note=barrier", "r0:hang"]
+    agents = [
+        job.start(number, flags, [*words, "steps=20"], method=FORK, script=PROGRESS)
+        for number in (1, 2)
+    ]
+    assert [agent.wait(DEADLINE).returncode for agent in agents] == [0, 0]
+    told = [agent.output("stderr") for agent in agents]
+    for text in told:
+        assert re.search(r"on node\d\); restart 1 of 1", text), text
+        assert len(re.findall(r"restart 1 of 1", text)) == 1
+    # Which node finds it first is a matter of moments; both say what their workers did.
+    for text, ranks in zip(told, ((0, 1), (2, 3)), strict=True):
+        for rank in ranks:
+            assert re.search(rf"rank {rank}: step [56], ", text), text
+        assert re.search(r"File .*progress\.py\", line \d+ in hang", text), text
+    assert "rank 3: step 5, silent for " in told[1]
+
+
+def test_the_job_ends_with_the_code_of_a_hang(cluster: Build) -> None:
+    """On all nodes."""
+    job = Job(cluster, "c10d", 2)
+    flags = ["--nnodes=2", "--hang-timeout=3", "-r", "3"]
+    words = [f"meet={job.share}", "steps=5", "hang"]
+    agents = [job.start(number, flags, words, method=FORK, script=PROGRESS) for number in (1, 2)]
+    assert [agent.wait(DEADLINE).returncode for agent in agents] == [77, 77]
+    records = job.machines.directory.rglob("state.json")
+    failures = [json.loads(path.read_text()).get("failure") for path in records]
+    assert any(found and found["hang"]["source"] == "script" for found in failures)

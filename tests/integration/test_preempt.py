@@ -1,0 +1,170 @@
+"""A job that is asked to save and to end: one node, real workers, the real command."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.integration.watching import agent_lines
+from tests.launching import Launcher, Running
+
+pytestmark = pytest.mark.slow
+
+ASKS = Path(__file__).with_name("jobs") / "asks.py"
+CONTEXT = ["run", "--rdzv-id=job", "--preload=none"]
+
+
+def start(
+    elaunch: Launcher, *words: str, nproc: int = 3, flags: list[str] | None = None
+) -> Running:
+    """Start a job and wait until each rank has made a few steps."""
+    share = elaunch.directory / "share"
+    share.mkdir(exist_ok=True)
+    save = [f"--checkpoint-dir={share}", "--checkpoint-glob=step_*.json"]
+    argv = [*CONTEXT, f"--nproc-per-node={nproc}", *save, *(flags or []), ASKS, share, *words]
+    running = elaunch.start(argv)
+    for rank in range(nproc):
+        running.wait_for_line(rf"^steps rank={rank} ", 60.0)
+    return running
+
+
+def ends(elaunch: Launcher, number: int = 0) -> list[int]:
+    """Return the steps at which the ranks of a round were told."""
+    found = sorted((elaunch.directory / "share").glob(f"end.{number}.*"))
+    return [int(path.read_text()) for path in found]
+
+
+def record(elaunch: Launcher) -> dict[str, object]:
+    """Return the run's record as `elaunch status` tells it."""
+    found: dict[str, object] = json.loads(elaunch.run(["status", "job", "--json"]).stdout)
+    return found
+
+
+def preempt(elaunch: Launcher, *flags: str) -> str:
+    """Ask the job to end; return what the command says."""
+    done = elaunch.run(["preempt", "job", *flags])
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+def test_all_ranks_save_at_one_step(elaunch: Launcher) -> None:
+    """However skewed they are; the run is to be continued, and is, from that step."""
+    running = start(elaunch, "skew=0.03")
+    said = preempt(elaunch, "--reason=drain of rack 7")
+    assert said.startswith("job: drain of rack 7: the workers are asked to save and to end (3 of 3")
+    done = running.wait()
+    assert done.returncode == 75
+    (step,) = set(ends(elaunch))
+    assert len(ends(elaunch)) == 3
+    assert f"told rank=2 round=0 step={step} drain of rack 7" in done.stdout
+    assert agent_lines(done.stderr)[-1] == ("round 0: preempted: drain of rack 7; to be continued")
+    assert record(elaunch)["state"] == "PREEMPTED"
+    again = start(elaunch, f"steps={step + 5}")
+    done = again.wait()
+    assert done.returncode == 0
+    assert "up rank=1 round=0 pid=" in done.stdout and f"from={step}" in done.stdout
+    assert record(elaunch)["state"] == "COMPLETED"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
+def test_signals_ask(elaunch: Launcher, number: signal.Signals) -> None:
+    """SIGTERM too, where the script asks."""
+    running = start(elaunch, "gloo", nproc=2)
+    running.send_signal(number)
+    done = running.wait()
+    assert done.returncode == 75
+    assert len(set(ends(elaunch))) == 1 and len(ends(elaunch)) == 2
+    assert record(elaunch)["state"] == "PREEMPTED"
+
+
+def test_the_time_has_come(elaunch: Launcher) -> None:
+    """--preempt-at; it may come before the workers ask for the first time."""
+    share = elaunch.directory / "share"
+    share.mkdir()
+    argv = [*CONTEXT, "--nproc-per-node=3", "--preempt-at=+2s", ASKS, share]
+    done = elaunch.run(argv)
+    assert done.returncode == 75
+    assert done.stdout.count(" the time of --preempt-at has come") == 3
+    assert record(elaunch)["state"] == "PREEMPTED"
+
+
+def test_who_asks_late_is_told_late(elaunch: Launcher) -> None:
+    """A notice waits for a script that is still loading its data."""
+    running = start(elaunch, "late=100")
+    assert "(0 of 3 workers listen)" in preempt(elaunch)
+    assert running.wait().returncode == 75
+    assert set(ends(elaunch)) <= {100, 101}
+
+
+def test_who_does_not_ask_is_killed(elaunch: Launcher) -> None:
+    """After the grace; the run can be continued from what it had saved."""
+    running = start(elaunch, "deaf", flags=["--shutdown-timeout=1"])
+    preempt(elaunch)
+    done = running.wait()
+    assert done.returncode == 137
+    assert "the notice was not followed for 1 s; ending 3 workers" in done.stderr
+    assert record(elaunch)["state"] == "KILLED"
+
+
+def test_sigterm_reaches_who_does_not_ask(elaunch: Launcher) -> None:
+    """As under torchrun."""
+    running = start(elaunch, "deaf")
+    running.send_signal(signal.SIGTERM)
+    done = running.wait()
+    assert done.returncode == 143
+    assert record(elaunch)["state"] == "STOPPED"
+
+
+def test_a_second_sigterm_is_not_patient(elaunch: Launcher) -> None:
+    """Nor is SIGINT."""
+    running = start(elaunch, "late=1000000", "gloo", nproc=2)
+    running.send_signal(signal.SIGUSR1)
+    running.wait_for_line("are asked to save", 60.0, "stderr")
+    running.send_signal(signal.SIGTERM)
+    running.send_signal(signal.SIGTERM)
+    assert running.wait().returncode == 143
+
+
+def test_a_failure_stays_one(elaunch: Launcher) -> None:
+    """A worker that fails on the way out: its code, and no restart."""
+    running = start(elaunch, "fail=1", flags=["--max-restarts=3"])
+    preempt(elaunch)
+    done = running.wait()
+    assert done.returncode == 7
+    assert "no restart: elaunch preempt" in done.stderr
+    assert "up rank=0 round=1" not in done.stdout
+
+
+def test_a_job_that_is_done_is_done(elaunch: Launcher) -> None:
+    """Told in its last step or after it: completed."""
+    running = start(elaunch, "deaf", "steps=60")
+    preempt(elaunch)
+    assert running.wait().returncode == 0
+    assert record(elaunch)["state"] == "COMPLETED"
+
+
+def test_one_rank_that_asks_alone(elaunch: Launcher) -> None:
+    """It is told who did not, and what they did last, instead of waiting for ever."""
+    running = start(elaunch, "only=0")
+    preempt(elaunch)
+    done = running.wait()
+    assert done.returncode == 1
+    assert "CollectiveTimeout" in done.stderr
+    assert (
+        "should_preempt" in done.stderr and "rank 1 (" in done.stderr and "rank 2 (" in done.stderr
+    )
+
+
+def test_mistakes(elaunch: Launcher) -> None:
+    """A run that is not there, one that is over, a reason that is none."""
+    done = elaunch.run(["preempt", "jbo"])
+    assert done.returncode == 2 and "there is no run 'jbo'" in done.stderr
+    running = start(elaunch, "steps=5")
+    assert running.wait().returncode == 0
+    done = elaunch.run(["preempt", "job"])
+    assert done.returncode == 2 and "does not run: `elaunch status job` tells" in done.stderr
+    done = elaunch.run(["preempt", "job", "--reason="])
+    assert done.returncode == 2 and "--reason ''" in done.stderr
