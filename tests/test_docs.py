@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -38,4 +40,12 @@ def test_every_exit_code_is_documented() -> None:
         )
     )
     kinds = [errors.ElaunchError, *errors.ElaunchError.__subclasses__()]
+    kinds.remove(errors.ScriptError)  # raised in a script, whose exit code is its own
     assert rows == {str(kind.exit_code): kind.__name__ for kind in kinds}
+
+
+def test_the_api_page_is_what_the_docstrings_say() -> None:
+    """docs/api.md is written by a script; who changes a docstring runs it."""
+    argv = [sys.executable, ROOT / "scripts" / "api_docs.py", "--check"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -13,7 +13,10 @@ from elaunch.errors import ElaunchError
 
 COMMANDS = {
     "run": ("elaunch.cli.run", "Start a script on every worker and keep it running."),
+    "preempt": ("elaunch.cli.preempt", "Ask a running job to save and to end, to be continued."),
     "status": ("elaunch.cli.status", "Show running and recent jobs, here or on all nodes."),
+    "metrics": ("elaunch.cli.metrics", "Show what a run's script has reported."),
+    "wrap": ("elaunch.cli.wrap", "Run a command as one rank of mpirun's or srun's job."),
 }
 
 

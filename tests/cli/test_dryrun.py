@@ -142,6 +142,6 @@ def test_a_terminal_gets_a_table(job: Job, no_color: str) -> None:
     except OSError:  # the end of a terminal
         pass
     os.close(ours)
-    assert process.wait(30) == 0
+    assert process.wait(60) == 0
     assert b"local_rank" in out
     assert (b"\x1b[" in out) is (not no_color)

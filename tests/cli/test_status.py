@@ -70,7 +70,7 @@ class Terminal:
             self.read(0.05)
             return re.search(pattern, self.text) is not None
 
-        wait_until(seen, 30, f"{pattern!r} on the terminal")
+        wait_until(seen, 60, f"{pattern!r} on the terminal")
 
     def ended(self) -> int:
         """Wait for the end, return the exit code."""
@@ -79,7 +79,7 @@ class Terminal:
             self.read(0.05)
             return self.process.poll() is not None
 
-        wait_until(over, 30, "the command ends")
+        wait_until(over, 60, "the command ends")
         self.read(0)
         os.close(self._fd)
         return self.process.returncode
@@ -179,7 +179,7 @@ def test_a_job_is_watched_to_its_end(meetings: Meetings, environ: dict[str, str]
             assert json.loads(process.stdout.readline())["state"] == "RUNNING"
             job.post(phase="over", exit_code=3, reason="rank 0 exited with code 3")
             assert json.loads(process.stdout.readline())["state"] == "FAILED"
-            assert process.wait(30) == 0
+            assert process.wait(60) == 0
 
 
 def test_several_jobs_in_one_etcd(environ: dict[str, str], tmp_path: Path) -> None:
@@ -243,7 +243,7 @@ def test_a_reader_that_goes_away(play: Play, environ: dict[str, str]) -> None:
     )
     os.close(write_end)
     os.close(read_end)
-    assert b"Traceback" not in process.communicate(timeout=30)[1]
+    assert b"Traceback" not in process.communicate(timeout=60)[1]
 
 
 def test_watching_on_a_pipe_prints_changes_until_the_end(
@@ -261,7 +261,7 @@ def test_watching_on_a_pipe_prints_changes_until_the_end(
         agent.end(**final("FAILED", agent.record(), exit_code=3))
         assert json.loads(process.stdout.readline())["state"] == "FAILED"
         assert process.stdout.read() == ""
-        assert process.wait(30) == 0
+        assert process.wait(60) == 0
 
 
 def test_watching_what_has_ended_shows_it_once(play: Play, environ: dict[str, str]) -> None:
@@ -309,7 +309,7 @@ def test_interrupting_a_watch_on_a_pipe_is_quiet(play: Play, environ: dict[str, 
         assert process.stdout is not None and process.stderr is not None
         process.stdout.readline()
         process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 130
+        assert process.wait(60) == 130
         assert process.stderr.read() == ""
 
 

@@ -1,0 +1,154 @@
+"""``elaunch metrics``: what the script of a run has reported (docs/metrics.md)."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from elaunch.cli.printing import on_terminal, show
+from elaunch.config.values import did_you_mean
+from elaunch.errors import UsageError
+
+if TYPE_CHECKING:
+    from elaunch.monitor.page import Page
+    from elaunch.training.metrics.reading import Reading, StoredRow
+
+LEADING: Final = ("steps_completed", "rank", "group", "round", "time")
+TERMINAL_ROWS: Final = 100
+
+
+@click.command(
+    "metrics", context_settings={"token_normalize_func": lambda name: name.replace("_", "-")}
+)
+@click.argument("run", metavar="RUN")
+@click.option("--group", metavar="NAME", help="Only this group: training, validation, …")
+@click.option("--rank", type=click.IntRange(min=0), metavar="N", help="Only what this rank said.")
+@click.option("--all", "everything", is_flag=True, help="Superseded rows too, marked as such.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object in each line.")
+@click.option("--csv", "as_csv", is_flag=True, help="Comma-separated values.")
+def metrics(
+    run: str, group: str | None, rank: int | None, everything: bool, as_json: bool, as_csv: bool
+) -> None:
+    """Show the metrics of a RUN by steps_completed and rank.
+
+    RUN is a run id, the beginning of one, or a run directory. A run that was started several times
+    under one id is shown as one: rows that a later start or round did again are left out.
+    """
+    if as_json and as_csv:
+        raise UsageError("--json and --csv are two formats: leave one of them out")
+    from elaunch.training.metrics.reading import directories, read
+
+    runs = directories(run, os.environ)
+    reading = read(runs)
+    rows = _chosen(run, reading, group, rank, everything)
+    if as_json:
+        _print_lines(rows, everything)
+    elif as_csv:
+        click.echo(_csv(rows, everything), nl=False)
+    else:
+        show(_page(rows, everything))
+    if reading.torn:
+        lines = "1 line is" if reading.torn == 1 else f"{reading.torn} lines are"
+        click.echo(f"elaunch: {lines} no row and left out", err=True)
+
+
+def _chosen(
+    run: str, reading: Reading, group: str | None, rank: int | None, everything: bool
+) -> list[StoredRow]:
+    """Return the rows that are asked for; UsageError says what there is instead of none."""
+    rows = [row for row in reading.rows if everything or not row.superseded]
+    if not rows:
+        where = ", ".join(str(path) for path in reading.directories)
+        hint = "; --all shows superseded ones" if reading.rows else ""
+        raise UsageError(f"nothing was reported in the run {run!r} ({where}){hint}")
+    groups = sorted({row.place.group for row in rows})
+    if group is not None and group not in groups:
+        hint = did_you_mean(group, groups)
+        raise UsageError(f"no group {group!r} in {run!r}{hint}; there is {', '.join(groups)}")
+    rows = [row for row in rows if group is None or row.place.group == group]
+    ranks = sorted({row.place.rank for row in rows})
+    if rank is not None and rank not in ranks:
+        of = "" if group is None else f" of group {group!r}"
+        raise UsageError(f"rank {rank} has no rows{of} in {run!r}; those that have: {_few(ranks)}")
+    return [row for row in rows if rank is None or row.place.rank == rank]
+
+
+def _few(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    return shown if len(ranks) <= 8 else f"{shown} … {ranks[-1]}"
+
+
+def _names(rows: Iterable[StoredRow], everything: bool) -> list[str]:
+    """Return the columns: what each row has, then the metrics in the order in which they came."""
+    names = dict.fromkeys(LEADING)
+    for row in rows:
+        names.update(dict.fromkeys(row.values))
+    return [*names, *(["superseded"] if everything and "superseded" not in names else [])]
+
+
+def _marked(rows: Iterable[StoredRow], everything: bool) -> Iterator[Mapping[str, Any]]:
+    for row in rows:
+        yield {**row.values, "superseded": row.superseded} if everything else row.values
+
+
+def _print_lines(rows: Iterable[StoredRow], everything: bool) -> None:
+    for row in rows:
+        line = row.line.decode()
+        if everything:
+            line = json.dumps({**row.values, "superseded": row.superseded}) + "\n"
+        click.echo(line, nl=False)
+
+
+def _csv(rows: Sequence[StoredRow], everything: bool) -> str:
+    text = io.StringIO()
+    names = _names(rows, everything)
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(names)
+    for values in _marked(rows, everything):
+        writer.writerow([_csv_value(values.get(name)) for name in names])
+    return text.getvalue()
+
+
+def _csv_value(value: object) -> object:
+    return json.dumps(value) if isinstance(value, bool | list | dict) else value
+
+
+def _page(rows: Sequence[StoredRow], everything: bool) -> Page:
+    from elaunch.monitor.amounts import clean
+    from elaunch.monitor.page import Cell, Column, Paragraph, Table
+
+    shown = rows[-TERMINAL_ROWS:] if on_terminal() else rows
+    names = _names(shown, everything)
+    cells = [
+        [_text(name, values.get(name)) for name in names] for values in _marked(shown, everything)
+    ]
+    numbers = {name for name in names if name not in ("group", "time", "superseded")}
+    columns = tuple(
+        Column(clean(name), right=name in numbers, spare=name in ("time", "round"))
+        for name in names
+    )
+    table = Table(columns, tuple(tuple(Cell(clean(text)) for text in row) for row in cells))
+    left_out = len(rows) - len(shown)
+    if not left_out:
+        return (table,)
+    return (table, Paragraph((f"{left_out} rows before these: --csv, --json or a pipe has all",)))
+
+
+def _text(name: str, value: object) -> str:
+    from elaunch.monitor.amounts import date
+
+    if value is None:
+        return "-"
+    if name == "time" and isinstance(value, int | float):
+        return date(value)
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, bool | list | dict):
+        return json.dumps(value)
+    return str(value)

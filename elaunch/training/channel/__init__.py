@@ -1,0 +1,27 @@
+"""The private channel between the ranks of one job: how objects get from each to all.
+
+Meeting. Every rank puts a record into the round's store (where it listens, on which machine) and
+reads those of all; see meeting.py. Each rank listens on an abstract Unix socket and, where there
+are several nodes, on a TCP port. Who connects proves first that it knows the job's key, and is
+shown the same (handshake.py); before that nothing is unpickled and nothing kept.
+
+Two levels. The ranks of a node are connected to its first one, the node's chief, by Unix sockets.
+The chiefs are a tree; the node of rank 0 is its root.
+
+One call (calls.py) is the same for all kinds: entries go up the tree, and when those of all ranks
+are at the root, what each needs comes down. So it returns nowhere before all ranks have called it,
+and a rank that calls something else is found where its entry meets another.
+
+======================  ===========================================================================
+an object               travels
+======================  ===========================================================================
+small                   inside of its entry
+large, within a node    written once into a sealed memory file; its descriptor goes around, and
+                        every rank maps it privately: the buffers of arrays and tensors lie in it
+large, between nodes    beside the tree: around a ring of the chiefs (allgather, broadcast) or
+                        straight to rank 0's node (gather), from and into memory files
+======================  ===========================================================================
+
+A rank that fails or whose deadline passes tells its neighbours why, and they theirs. From then on
+the channel is of no more use, and says so with the first cause.
+"""

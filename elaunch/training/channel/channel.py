@@ -1,0 +1,245 @@
+"""The channel as one rank has it: opened once, called by one thread at a time, broken for good."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final, NoReturn
+
+from elaunch.errors import CollectiveError, CollectiveTimeout, ContextError, PeerLost
+from elaunch.progress import ProgressPage
+from elaunch.training.channel import forks, inquiry
+from elaunch.training.channel.calls import PLANS, Differs, Exchange
+from elaunch.training.channel.dial import Telephone
+from elaunch.training.channel.frames import Call, encode
+from elaunch.training.channel.inquiry import Activity, Answer
+from elaunch.training.channel.listener import Listener
+from elaunch.training.channel.meeting import meet
+from elaunch.training.channel.members import Layout, Member, lay_out, machine_identity
+from elaunch.training.channel.mesh import Broken, Expired, Mesh
+from elaunch.training.placement import Placement
+from elaunch.training.roundstore import RoundStore
+
+ASK_S: Final = 2.0
+"""Seconds in which other ranks have to say what they do."""
+FIRST_WORD_S: Final = 0.5
+"""Seconds in which the rank where all entries meet is to say first who is missing."""
+CAUSE_FIRST_S: Final = 1.0
+"""Seconds that a rank waits before it fails for the loss of another."""
+_ERRORS: Final[dict[str, type[CollectiveError]]] = {
+    "timeout": CollectiveTimeout,
+    "lost": PeerLost,
+    "other": CollectiveError,
+}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Who did not come to a call, in words and by rank."""
+
+    text: str
+    missing: tuple[int, ...]
+
+
+class Channel:
+    """One rank's end of the channel; all ranks call :meth:`open` together, and every call.
+
+    ``machine`` tells this machine from others, found out where it is not given.
+    """
+
+    def __init__(
+        self, placement: Placement, store: RoundStore, page: ProgressPage, machine: str = ""
+    ) -> None:
+        self._placement = placement
+        self._store = store
+        self._page = page
+        self._machine = machine
+        self._listener = Listener(placement.rank, placement.size)
+        self._mesh: Mesh | None = None
+        self._telephone: Telephone | None = None
+        self._activity = Activity()
+        self._turn = threading.Lock()
+        self._unusable: tuple[type[Exception], str, tuple[int, ...]] | None = None
+
+    @property
+    def layout(self) -> Layout:
+        """Who is where; known once it is open."""
+        if self._mesh is None:
+            raise ContextError("the channel between the ranks is not open")
+        return self._mesh.layout
+
+    def open(self, until: float) -> None:
+        """Meet the others and connect to the neighbours.
+
+        Raises CollectiveTimeout at ``until`` (monotonic clock), PeerLost, and PlacementError where
+        the ranks contradict each other.
+        """
+        forks.leave_behind(self)
+        try:
+            machine = self._machine or machine_identity()
+            met = meet(self._placement, self._store, self._listener, machine, until)
+            layout = lay_out(met.members, self._placement.rank)
+            self._telephone = Telephone(layout.me, met.key)
+            self._listener.start(met.key, lambda: self._activity.told(self._page.last()))
+            mesh = Mesh(layout, self._telephone, self._listener)
+            self._mesh = mesh
+            mesh.open(until)
+        except BaseException:
+            self.close()
+            raise
+
+    def call(self, scope: str, name: str, obj: Any, timeout: float) -> list[Any] | None:
+        """Do one call with all ranks of ``scope``; return the objects in order, None if none come.
+
+        Raises CollectiveError, ContextError.
+        """
+        if not self._turn.acquire(blocking=False):
+            raise ContextError(
+                f"{name}: another thread of this rank is in {self._activity.now}; calls of all "
+                "ranks need one order, so one thread has to make them"
+            )
+        try:
+            self._refuse_unusable(name)
+            call = self._activity.enter(scope, name)
+            self._page.note(str(call))
+            return self._run(call, obj, timeout)
+        finally:
+            self._activity.now = None
+            self._turn.release()
+            if self._mesh is not None and self._mesh.stopped:
+                self._free()
+
+    def describe(self, ranks: Sequence[int], until: float) -> list[str]:
+        """Return what each rank does and did last, in words; blocks until ``until`` at most."""
+        return [str(answer) for answer in self._ask([self.layout.members[r] for r in ranks], until)]
+
+    def close(self) -> None:
+        """Tell the neighbours, and free everything; may be called twice, and from anywhere.
+
+        A call that another thread is in ends with ContextError, and frees everything then.
+        """
+        if self._mesh is not None:
+            self._mesh.stopped = True
+            self._listener.wake()
+        if self._turn.acquire(blocking=False):
+            self._turn.release()
+            self._free()
+
+    def _free(self) -> None:
+        if self._unusable is None:
+            self._unusable = ContextError, "the context is closed", ()
+            if self._mesh is not None:
+                self._mesh.hang_up(encode("bye", {}))
+        self._listener.close()
+        if self._mesh is not None:
+            self._mesh.close()
+
+    def forked(self) -> None:
+        """Let go of everything in a process that was forked from this rank."""
+        rank = self._placement.rank
+        text = f"this process was forked from rank {rank}, which alone may make calls of all ranks"
+        self._unusable = ContextError, text, ()
+        self._turn = threading.Lock()
+        self._listener.forked()
+        if self._mesh is not None:
+            self._mesh.close()
+
+    def _refuse_unusable(self, name: str) -> None:
+        if self._unusable is None:
+            return
+        kind, text, missing = self._unusable
+        if issubclass(kind, CollectiveError):
+            raise kind(f"{name}: the ranks are not connected any more since {text}", missing)
+        raise kind(f"{name}: {text}")
+
+    def _run(self, call: Call, obj: Any, timeout: float) -> list[Any] | None:
+        assert self._mesh is not None
+        until = time.monotonic() + timeout
+        exchange = Exchange(self._mesh, PLANS[call.name.removesuffix("_local")], call, until)
+        try:
+            found = exchange.run(obj)
+        except Broken as error:
+            end = error.end
+            if self._mesh.stopped:
+                self._break(call, "other", f"{call}: {end.text}", ())
+                raise ContextError(f"{call}: {end.text}") from None
+            since = "" if end.call == call or end.how != "abort" else f"{call}: "
+            told = end.text if end.how == "abort" else f"{call}: {end.text}"
+            self._fail(call, end.error, since + told, end.missing)
+        except Expired:
+            self._expired(call, exchange, timeout)
+        except Differs as error:
+            self._fail(call, "other", f"{call}: {error}", ())
+        except CollectiveError:
+            raise  # all ranks are through with the call; the next one works
+        except BaseException as error:
+            self._break(call, "other", f"{call}: {self._me} was interrupted by {error!r}", ())
+            raise
+        return [found[rank] for rank in exchange.ranks if rank in found] or None
+
+    @property
+    def _me(self) -> Member:
+        return self.layout.me
+
+    def _expired(self, call: Call, exchange: Exchange, timeout: float) -> NoReturn:
+        """Raise for a deadline; who is missing is asked of all, if nobody has found out already."""
+        assert self._mesh is not None
+        if exchange.problem is not None:
+            self._fail(call, "other", f"{call}: {exchange.problem}", ())
+        if self._me.rank != exchange.ranks[0] and (end := self._mesh.settle(FIRST_WORD_S)):
+            self._fail(call, end.error, end.text, end.missing)
+        others = [self.layout.members[rank] for rank in exchange.ranks if rank != self._me.rank]
+        missing = [a for a in self._ask(others, time.monotonic() + ASK_S) if a.lacks(call)]
+        text = f"{call}: not all ranks came within {timeout:g} s: {'; '.join(map(str, missing))}"
+        if not missing:
+            text = f"{call}: all ranks have come, but it was not done within {timeout:g} s"
+        verdict = Verdict(text, tuple(answer.member.rank for answer in missing))
+        verdict = self._first_verdict(call, verdict)
+        self._fail(call, "timeout", verdict.text, verdict.missing)
+
+    def _first_verdict(self, call: Call, own: Verdict) -> Verdict:
+        """Return what the first rank whose deadline passed has found.
+
+        It may have ended since, and would be taken for one of those that did not come.
+        """
+        node = self.layout.place if call.scope == "local" else "all"
+        key = f"expired/{node}/{call.number}"
+        until = time.monotonic() + ASK_S
+        try:
+            line = self._store.line(until)
+        except (CollectiveError, ContextError):
+            return own
+        try:
+            found = json.loads(line.compare_set(key, b"", json.dumps(asdict(own)).encode(), until))
+            return Verdict(str(found["text"]), tuple(found["missing"]))
+        except (CollectiveError, ValueError, TypeError, KeyError):
+            return own
+        finally:
+            line.close()
+
+    def _ask(self, members: Sequence[Member], until: float) -> list[Answer]:
+        if self._telephone is None:
+            raise ContextError("the channel between the ranks is not open")
+        others = [member for member in members if member != self._me]
+        answers = {a.member: a for a in inquiry.ask(self._telephone, others, until)}
+        told = self._activity.told(self._page.last())
+        answers[self._me] = Answer(self._me, str(told["text"]), there=True, calls=told["calls"])
+        return [answers[member] for member in members]
+
+    def _fail(self, call: Call, error: str, text: str, missing: tuple[int, ...]) -> NoReturn:
+        self._break(call, error, text, missing)
+        if error == "lost":
+            # The launcher sees the end of the lost rank and ends this one, too. Who fails first is
+            # taken for the cause: let that be the rank that was.
+            threading.Event().wait(CAUSE_FIRST_S)
+        raise _ERRORS.get(error, CollectiveError)(text, missing)
+
+    def _break(self, call: Call, error: str, text: str, missing: tuple[int, ...]) -> None:
+        """Tell the neighbours why, and refuse every later call with the same."""
+        assert self._mesh is not None
+        self._unusable = _ERRORS.get(error, CollectiveError), text, missing
+        said = {"call": call, "error": error, "text": text, "missing": missing}
+        self._mesh.hang_up(encode("abort", said))

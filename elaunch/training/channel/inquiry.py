@@ -1,0 +1,105 @@
+"""Asks other ranks what they do: their listener's thread answers, whatever their script is in."""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from elaunch.training.channel.dial import Telephone, Unreached
+from elaunch.training.channel.frames import Call
+from elaunch.training.channel.handshake import ASK, receive
+from elaunch.training.channel.listener import LENGTH
+from elaunch.training.channel.members import Member
+
+AT_ONCE: Final = 32
+LONGEST: Final = 65536
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What is known of a rank: in words, and how many calls of each scope it has entered.
+
+    ``there`` is False for one that is ``gone`` or does not answer: ``calls`` is empty then.
+    """
+
+    member: Member
+    text: str
+    there: bool = False
+    gone: bool = False
+    calls: dict[str, int] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.member}{self.text}"
+
+    def lacks(self, call: Call) -> bool:
+        """Return whether the rank has not come to ``call``."""
+        return not self.there or self.calls.get(call.scope, 0) < call.number
+
+
+@dataclass
+class Activity:
+    """What this rank does, for whoever asks; written by the thread that is in a call."""
+
+    calls: dict[str, int] = field(default_factory=lambda: {"all": 0, "local": 0})
+    now: Call | None = None
+    since: float = 0.0
+
+    def enter(self, scope: str, name: str) -> Call:
+        """Note that a call begins, and return it."""
+        self.calls[scope] += 1
+        self.since = time.monotonic()
+        self.now = Call(scope, self.calls[scope], name)
+        return self.now
+
+    def told(self, last: str) -> dict[str, Any]:
+        """Return the answer to the question; ``last``: what the progress page has."""
+        now = self.now
+        if now is None:
+            return {"calls": self.calls, "text": f": its last call was {last}"}
+        seconds = time.monotonic() - self.since
+        return {"calls": self.calls, "text": f": in {now} for {seconds:.1f} s"}
+
+
+def ask(telephone: Telephone, members: Sequence[Member], until: float) -> list[Answer]:
+    """Return what each of ``members`` says, in their order; blocks until ``until`` at most."""
+    answers: dict[int, Answer] = {}
+    todo: queue.SimpleQueue[Member] = queue.SimpleQueue()
+    for member in members:
+        todo.put(member)
+
+    def work() -> None:
+        while time.monotonic() < until:
+            try:
+                member = todo.get_nowait()
+            except queue.Empty:
+                return
+            answers[member.rank] = _ask_one(telephone, member, until)
+
+    threads = [
+        threading.Thread(target=work, name="elaunch-ask", daemon=True)
+        for _ in range(min(AT_ONCE, len(members)))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()) + 0.1)
+    return [answers.get(m.rank, Answer(m, " does not answer")) for m in members]
+
+
+def _ask_one(telephone: Telephone, member: Member, until: float) -> Answer:
+    try:
+        with telephone.dial(member, ASK, until) as sock:
+            (length,) = LENGTH.unpack(receive(sock, LENGTH.size, until))
+            said = json.loads(receive(sock, min(length, LONGEST), until))
+            return Answer(member, str(said["text"]), there=True, calls=dict(said["calls"]))
+    except Unreached as error:
+        if error.ended:
+            return Answer(member, " has ended, or has closed its context", gone=True)
+        return Answer(member, " does not answer")
+    except (OSError, ValueError, KeyError, TypeError):
+        return Answer(member, " does not answer")

@@ -1,0 +1,167 @@
+"""How the ranks of a job find each other: by records in the round's store.
+
+================  ==========  ======================================================================
+key               written by  what
+================  ==========  ======================================================================
+``rank/<r>``      rank r      its record: host, pid, machine, where it listens (members.py)
+``key``           rank 0      the job's key where the launcher gives none; anybody who can read the
+                              store can read it then
+``ranks``         every rank  a counter; who makes it complete sets ``all``
+``all``           the last    all records are there
+``outer/<r>``     rank r      its node's address for other machines, where its record says loopback
+``expired/…``     any rank    who did not come to a call, by the first whose deadline passed
+================  ==========  ======================================================================
+
+The last is written later, by channel.py.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import secrets
+import socket
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Final
+
+from elaunch.errors import CollectiveTimeout, PlacementError
+from elaunch.training.channel.handshake import session_key
+from elaunch.training.channel.listener import Listener
+from elaunch.training.channel.members import Member, read_member
+from elaunch.training.placement import Placement
+from elaunch.training.roundstore import Line, RoundStore
+
+ANSWER_S: Final = 10.0
+"""Seconds for the store's answer to who has come, once the deadline has passed."""
+
+
+@dataclass(frozen=True)
+class Met:
+    """All ranks of the job, by rank, and the key of this context."""
+
+    members: tuple[Member, ...]
+    key: bytes
+
+
+def meet(
+    placement: Placement, store: RoundStore, listener: Listener, machine: str, until: float
+) -> Met:
+    """Bind the listener, tell the others of it, and return when all ranks have come.
+
+    ``machine``: what tells this machine from others. All ranks call it together. Raises
+    CollectiveTimeout at ``until`` (monotonic clock) that names those who have not come, and
+    PlacementError where no other machine can reach this one.
+    """
+    line = store.line(until)
+    try:
+        addr = placement.addr or line.local_addr
+        listener.bind(_listening_host(placement, addr))
+        me = Member(
+            rank=placement.rank,
+            node=placement.cross_rank,
+            local=placement.local_rank,
+            local_size=placement.local_size,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            machine=machine,
+            unix=listener.unix,
+            addr=addr,
+            addr_given=bool(placement.addr),
+            port=listener.port,
+        )
+        return _exchange(line, placement, store, me, until)
+    finally:
+        line.close()
+
+
+def _exchange(line: Line, placement: Placement, store: RoundStore, me: Member, until: float) -> Met:
+    size = placement.size
+    if me.rank == 0 and placement.secret is None:
+        line.put("key", secrets.token_bytes(32), until)
+    line.put(f"rank/{me.rank}", me.packed(), until)
+    if line.add("ranks", 1, until) == size:
+        line.put("all", b"1", until)
+    names = [f"rank/{rank}" for rank in range(size)]
+    if not line.wait("all", until):
+        records = line.multi_get(names, time.monotonic() + ANSWER_S)
+        raise _missing(me, records, store)
+    records = line.multi_get(names, until)
+    members = [read_member(raw, rank) for rank, raw in enumerate(records)]
+    members = _reachable(line, me, members, until)
+    secret = placement.secret or line.get("key", until)
+    return Met(tuple(members), session_key(secret, store.prefix))
+
+
+def _missing(me: Member, records: list[bytes], store: RoundStore) -> CollectiveTimeout:
+    missing = tuple(rank for rank, raw in enumerate(records) if not raw)
+    there = [str(read_member(raw, rank)) for rank, raw in enumerate(records) if raw]
+    text = f"{_ranks(missing)} of {len(records)} did not open a context in time"
+    if store.context_number > 1:
+        text += f" (number {store.context_number} of rank {me.rank} in this round)"
+    return CollectiveTimeout(f"{text}; here: {', '.join(there)}", missing)
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    names = ", ".join(map(str, ranks[:20])) + (", …" if len(ranks) > 20 else "")
+    return f"rank {names}" if len(ranks) == 1 else f"ranks {names}"
+
+
+def _listening_host(placement: Placement, addr: str) -> str | None:
+    """Return the address to listen on for other nodes: None without any, "" for all of ours."""
+    if placement.cross_size == 1:
+        return None
+    if placement.addr or not _is_loopback(addr):
+        return addr
+    # Who meets at a loopback address is on this machine. A host name may mean one only here.
+    host = placement.store[0] if placement.store else ""
+    return addr if _is_loopback(host) else ""
+
+
+def _is_loopback(addr: str) -> bool:
+    if addr == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(addr.partition("%")[0]).is_loopback
+    except ValueError:
+        return False
+
+
+def _reachable(line: Line, me: Member, members: list[Member], until: float) -> list[Member]:
+    """Return the members with addresses that other machines can use."""
+    inner = [m for m in members if _is_loopback(m.addr) and not m.addr_given]
+    if not inner or len({m.machine for m in members}) == 1:
+        return members
+    if me in inner:
+        others = [m for m in members if m.machine != me.machine and m not in inner]
+        line.put(f"outer/{me.rank}", _address_towards(others).encode() or b"-", until)
+    found = {m.rank: _outer(line, m, until) for m in inner}
+    return [replace(m, addr=found.get(m.rank, m.addr)) for m in members]
+
+
+def _outer(line: Line, member: Member, until: float) -> str:
+    if not line.wait(f"outer/{member.rank}", until):
+        raise CollectiveTimeout(f"{member} does not say its address", (member.rank,))
+    addr = line.get(f"outer/{member.rank}", until).decode()
+    if addr == "-":
+        raise PlacementError(
+            f"{member} is known by the loopback address {member.addr} only, and ranks on other "
+            "machines cannot reach it: give MASTER_ADDR as an address that they can"
+        )
+    return addr
+
+
+def _address_towards(others: Iterable[Member]) -> str:
+    """Return this machine's address on the way to one of ``others``; nothing is sent."""
+    for member in others:
+        family = socket.AF_INET6 if ":" in member.addr else socket.AF_INET
+        try:
+            with socket.socket(family, socket.SOCK_DGRAM) as sock:
+                sock.connect((member.addr, 9))
+                addr = str(sock.getsockname()[0])
+        except OSError:
+            continue
+        if not _is_loopback(addr):
+            return addr
+    return ""

@@ -1,0 +1,246 @@
+"""All connections of one rank to its neighbours, and the one place where a call waits for them."""
+
+from __future__ import annotations
+
+import math
+import select
+import socket
+import time
+from collections.abc import Collection, Iterable
+from typing import Final, Protocol
+
+from elaunch.errors import CollectiveTimeout, PeerLost
+from elaunch.training.channel import inquiry
+from elaunch.training.channel.dial import Telephone, Unreached
+from elaunch.training.channel.frames import Call, Encoded
+from elaunch.training.channel.handshake import LINK
+from elaunch.training.channel.link import End, Link
+from elaunch.training.channel.listener import Listener
+from elaunch.training.channel.members import Layout, Member
+from elaunch.training.channel.streams import Inflow, Outflow, Stream
+
+SETTLE_S: Final = 0.25
+"""Seconds in which another neighbour may say why one is gone."""
+PROBE_S: Final = 1.0
+"""Seconds between looks whether a rank whose connection is awaited still lives."""
+
+
+class Expired(Exception):
+    """The deadline of a call has passed."""
+
+
+class Broken(Exception):
+    """A call cannot be completed; ``end`` says why."""
+
+    def __init__(self, end: End) -> None:
+        super().__init__(end.text)
+        self.end = end
+
+
+class Party(Protocol):
+    """What the mesh polls: links, streams, the listener."""
+
+    def fileno(self) -> int:
+        """Return the descriptor to poll."""
+
+    def mask(self) -> int:
+        """Return the events to poll for; 0 for none."""
+
+    def ready(self, events: int) -> None:
+        """Do what the events allow, without waiting."""
+
+
+class Mesh:
+    """The connections of one rank; only the thread that is in a call uses it."""
+
+    def __init__(self, layout: Layout, telephone: Telephone, listener: Listener) -> None:
+        self.layout = layout
+        self.stopped = False
+        """Set by another thread, or a signal's handler, to end the call that this one is in."""
+        self.links: dict[int, Link] = {}
+        self._telephone = telephone
+        self._listener = listener
+        self._streams: dict[tuple[bytes, int, type[Stream]], Stream] = {}
+        self._poller = select.poll()
+        self._parties: dict[int, Party] = {}
+        self._masks: dict[int, int] = {}
+
+    def open(self, until: float) -> None:
+        """Connect to the neighbours; raises PeerLost, and CollectiveTimeout at ``until``."""
+        layout = self.layout
+        self._watch(self._listener)
+        above = layout.chief or layout.parent
+        try:
+            if above is not None:
+                self._add(self._telephone.dial(above, LINK, until), above)
+            for member in (*layout.local, *layout.below):
+                self._add(self._accepted(LINK, member, until), member)
+        except Expired:
+            late = [m for m in (*layout.local, *layout.below) if m.rank not in self.links]
+            names = ", ".join(map(str, late))
+            raise CollectiveTimeout(
+                f"no connection came from {names}", tuple(m.rank for m in late)
+            ) from None
+        except (Broken, Unreached) as error:
+            missing = error.end.missing if isinstance(error, Broken) else (above.rank,)  # type: ignore[union-attr]
+            raise PeerLost(str(error), missing) from None
+
+    def send(self, links: Iterable[Link], frame: Encoded) -> None:
+        """Queue a frame; :meth:`exchange` sees it off."""
+        for link in links:
+            link.send(frame)
+            self._watch(link)
+
+    def exchange(
+        self,
+        call: Call,
+        awaited: Collection[Link],
+        until: float,
+        concerned: Collection[Link] = (),
+    ) -> None:
+        """Return when all is sent and every link of ``awaited`` has a frame; or Broken, Expired.
+
+        ``concerned``: neighbours that cannot have left before that, so it is a failure if one has.
+        So it is with those that are needed, and when anyone says that this very call has failed.
+        """
+        waiting = {link for link in awaited if not link.inbox}
+        while True:
+            needed = waiting | {link for link in self.links.values() if link.sending}
+            self._check_aborts(call)
+            if not needed:
+                return
+            self._check({*needed, *concerned})
+            for party in self._poll(until):
+                if isinstance(party, Link) and party.inbox:
+                    waiting.discard(party)
+
+    def flow(self, call: Call, streams: Collection[Stream], until: float) -> None:
+        """Return when all regions of the streams are through; or Broken, Expired."""
+        try:
+            while not all(stream.done for stream in streams):
+                for stream in streams:
+                    self._watch(stream)
+                self._check(streams)
+                self._check_aborts(call)
+                self._poll(until)
+        finally:
+            for stream in streams:
+                stream.regions.clear()
+                self._watch(stream)
+
+    def inflow(self, purpose: bytes, member: Member, until: float) -> Inflow:
+        """Return the stream from ``member``, which connects when there is none yet."""
+        found = self._streams.get((purpose, member.rank, Inflow))
+        if found is None:
+            found = Inflow(self._accepted(purpose, member, until), member)
+            self._streams[purpose, member.rank, Inflow] = found
+        assert isinstance(found, Inflow)
+        return found
+
+    def outflow(self, purpose: bytes, member: Member, until: float) -> Outflow:
+        """Return the stream to ``member``; connects when there is none yet."""
+        found = self._streams.get((purpose, member.rank, Outflow))
+        if found is None:
+            try:
+                sock = self._telephone.dial(member, purpose, until)
+            except Unreached as error:
+                raise Broken(End("lost", str(error), (member.rank,))) from None
+            found = self._streams[purpose, member.rank, Outflow] = Outflow(sock, member)
+        assert isinstance(found, Outflow)
+        return found
+
+    def settle(self, seconds: float) -> End | None:
+        """Wait until a neighbour says why its call has failed; None if none does in time."""
+        until = time.monotonic() + seconds
+        while True:
+            ends = [link.end for link in self.links.values() if link.end is not None]
+            told = [end for end in ends if end.how == "abort"]
+            if told:
+                return told[0]
+            try:
+                self._poll(until)
+            except Expired:
+                return None
+
+    def hang_up(self, last: Encoded) -> None:
+        """Send ``last`` to every neighbour that takes it at once, and nothing more ever."""
+        for link in self.links.values():
+            link.hang_up(last)
+
+    def close(self) -> None:
+        """Free every descriptor; may be called twice."""
+        for link in self.links.values():
+            link.close()
+        for stream in self._streams.values():
+            stream.close()
+        self.links.clear()
+        self._streams.clear()
+        self._parties.clear()
+        self._masks.clear()
+
+    def _add(self, sock: socket.socket, member: Member) -> None:
+        link = self.links[member.rank] = Link(sock, member)
+        self._watch(link)
+
+    def _accepted(self, purpose: bytes, member: Member, until: float) -> socket.socket:
+        """Return the connection that ``member`` makes; it is looked after while it is awaited."""
+        probe = time.monotonic() + PROBE_S
+        while (sock := self._listener.take(purpose, member.rank)) is None:
+            try:
+                self._poll(min(probe, until))
+            except Expired:
+                now = time.monotonic()
+                if now >= until:
+                    raise
+                probe = now + PROBE_S
+                self._probe(member, min(until, probe))
+        return sock
+
+    def _probe(self, member: Member, until: float) -> None:
+        (answer,) = inquiry.ask(self._telephone, [member], until)
+        if answer.gone:
+            raise Broken(self._first_cause(End("lost", str(answer), (member.rank,))))
+
+    def _check(self, neighbours: Iterable[Link | Stream]) -> None:
+        for neighbour in neighbours:
+            if neighbour.end is not None:
+                raise Broken(self._first_cause(neighbour.end))
+
+    def _check_aborts(self, call: Call) -> None:
+        for link in self.links.values():
+            if link.end is not None and link.end.how == "abort" and link.end.call == call:
+                raise Broken(link.end)
+
+    def _first_cause(self, end: End) -> End:
+        """Return ``end``, or what a neighbour says within a moment: it may know more."""
+        if end.how != "lost":
+            return end
+        return self.settle(SETTLE_S) or end
+
+    def _poll(self, until: float) -> list[Party]:
+        left = until - time.monotonic()
+        wait_ms = math.ceil(1000 * min(max(left, 0.0), 3600.0))
+        touched = []
+        for fd, events in self._poller.poll(wait_ms):
+            party = self._parties[fd]
+            party.ready(events)
+            self._watch(party)
+            touched.append(party)
+        if self.stopped:
+            raise Broken(End("bye", f"{self.layout.me} closed its context meanwhile", ()))
+        if not touched and left <= 0:
+            raise Expired
+        return touched
+
+    def _watch(self, party: Party) -> None:
+        """Poll for what the party wants now."""
+        fd, mask = party.fileno(), party.mask()
+        known = self._masks.get(fd, 0)
+        if mask == known:
+            return
+        if mask == 0:
+            self._poller.unregister(fd)
+            del self._masks[fd], self._parties[fd]
+            return
+        self._poller.register(fd, mask)
+        self._masks[fd], self._parties[fd] = mask, party

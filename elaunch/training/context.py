@@ -1,0 +1,270 @@
+"""``elaunch.init()``: one context per script and process, made of its parts.
+
+==================  ===========================================================================
+part                what it is for
+==================  ===========================================================================
+``ctx.info``        what the launcher told: run, round, nodes, what to resume from
+``ctx.distributed`` ranks, and calls that all of them make together (allgather, broadcast …)
+``ctx.preempt``     whether to save and to end now, the same on all ranks; without an agent, SIGUSR1
+                    to any rank asks for it
+``ctx.train``       metrics, progress, status
+``ctx.heartbeat``   that this rank makes progress; every other call says it, too
+``ctx.section``     that it is in a part that takes its own time (evaluation, saving)
+==================  ===========================================================================
+
+The same script runs under ``elaunch run``, torchrun, ``mpirun``/``srun`` and alone. An agent keeps
+the run's record; where there is none the script does, so that ``elaunch status`` shows it.
+Names follow Determined's Core API where it has one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import sys
+import threading
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from elaunch.errors import ContextError, ElaunchError
+from elaunch.progress import ProgressPage
+from elaunch.training import liveness
+from elaunch.training.agentlink import AgentLink
+from elaunch.training.distributed import DistributedContext, leave_to_the_end
+from elaunch.training.info import Info, info
+from elaunch.training.metrics.history import FROM_NOTHING
+from elaunch.training.preempt import PreemptContext
+from elaunch.training.train import TrainContext
+
+AGENT_SOCKET = "ELAUNCH_AGENT_SOCKET"
+
+_current: Context | None = None
+
+
+def init(
+    *,
+    distributed: DistributedContext | None = None,
+    name: str | None = None,
+    timeout: float = 600.0,
+    chief_only: bool = False,
+    tensorboard: bool | str | Path | None = None,
+    announce: bool = True,
+) -> Context:
+    """Open the script's context; every rank calls it, and all of them together.
+
+    Use it as ``with elaunch.init() as ctx:``, or call ``ctx.close()``; at exit it closes itself. It
+    blocks until all ranks have come. It needs no process group of torch and makes none.
+
+    Args:
+        distributed: ranks and sizes; by default those of the launcher that started the script.
+        name: of the run in ``elaunch status`` where no agent keeps its record; by default the
+            script's.
+        timeout: seconds that a call of all ranks waits for the others, this one included; the calls
+            take another one each.
+        chief_only: refuse metrics from other ranks than 0, as Determined's docs ask for.
+        tensorboard: write the metrics for TensorBoard as well: True (beside the metrics) or a
+            directory.
+        announce: have rank 0 say in one line on stderr where the run is to be found.
+
+    Raises:
+        ContextError: a context is open already.
+        PlacementError: the launcher's variables are incomplete or contradict each other.
+        CollectiveTimeout: not all ranks came in time; names those that are missing.
+    """
+    global _current
+    if _current is not None and _current.is_open:
+        raise ContextError(
+            "elaunch.init() was called before, and its context is open: close it first, or use the "
+            "one that is there"
+        )
+    placed = distributed if distributed is not None else DistributedContext.from_environment()
+    options = _Options(name, timeout, chief_only, tensorboard, announce)
+    _current = Context(placed, options)
+    return _current
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What init() was given, beside the ranks."""
+
+    name: str | None
+    timeout: float
+    chief_only: bool
+    tensorboard: bool | str | Path | None
+    announce: bool
+
+
+class Context:
+    """A script's context; made by :func:`init`, which documents it.
+
+    Attributes:
+        info: what the launcher told this process (:class:`elaunch.Info`).
+        distributed: ranks, and calls of all of them (:class:`elaunch.DistributedContext`).
+        preempt: whether to save and to end now.
+        train: metrics, progress, status.
+        directory: where the run keeps its record and metrics on this node.
+    """
+
+    info: Info
+    distributed: DistributedContext
+    preempt: PreemptContext
+    train: TrainContext
+    directory: Path
+
+    def __init__(self, distributed: DistributedContext, options: _Options) -> None:
+        self._pid = os.getpid()
+        self._error: BaseException | None = None
+        self._stack = ExitStack()
+        self.distributed = distributed
+        self.info = info()
+        try:
+            self._open(options)
+        except BaseException as error:
+            self._error = error
+            self._stack.close()
+            raise
+        self.is_open = True
+        self._watch_for_the_end()
+        if options.announce and distributed.rank == 0:
+            where = self.directory.name
+            print(
+                f"elaunch: run {where}: `elaunch status {where}`, {self.directory}", file=sys.stderr
+            )
+
+    def _open(self, options: _Options) -> None:
+        placement = self.distributed.placement
+        self._page = ProgressPage()
+        self._stack.callback(self._page.close)
+        link = self._link()
+        self._stack.callback(self._leave)
+        self.distributed.open(self._page, options.timeout)
+        self.directory = self._own_directory(options)
+        resumed = None
+        if self.info.checkpoint_dir is not None and self.info.launcher == "elaunch":
+            # elaunch has looked for checkpoints: without one the script begins anew.
+            step = self.info.resume_step
+            resumed = FROM_NOTHING if self.info.resume_from is None else step
+        self.train = TrainContext(
+            placement, self._page, self.directory, resumed, options.chief_only, options.tensorboard
+        )
+        self._stack.callback(self._close_train)
+        self.preempt = PreemptContext(self.distributed, self._page, link)
+        self._stack.callback(self.preempt.close)
+        self.preempt.start()
+        if link is not None:
+            link.on_notice = self.preempt.on_notice
+            link.start()
+        elif _is_free(signal.SIGUSR1):
+            self.preempt.on_signal(signal.SIGUSR1)
+        liveness.register_stacks(os.environ)
+        self._page.beat()
+
+    def _close_train(self) -> None:
+        try:
+            self.train.close()
+        except ElaunchError as error:
+            self._error = self._error or error
+            raise
+
+    def _leave(self) -> None:
+        """Close the channel; after an error only the end of the process does.
+
+        Who waits for this rank is told by that that it is lost. Told before, it might end before
+        this process has, and would be taken for the cause.
+        """
+        if self._error is None:
+            self.distributed.close()
+        else:
+            leave_to_the_end(self.distributed)
+
+    def _link(self) -> AgentLink | None:
+        """Return the link to this node's agent; ranks that the script itself placed share one."""
+        path = os.environ.get(AGENT_SOCKET)
+        placement = self.distributed.placement
+        if not path or (placement.launcher != "elaunch" and placement.local_rank != 0):
+            return None
+        link = AgentLink(Path(path), self._page, placement)
+        self._stack.callback(link.close)
+        return link
+
+    def _own_directory(self, options: _Options) -> Path:
+        path = os.environ.get(AGENT_SOCKET)
+        if path:
+            return Path(path).parent
+        from elaunch.training.tracking import Tracking  # an agent's workers do without
+
+        tracking = Tracking(self.distributed, options.name)
+        tracking.start()
+        self._stack.callback(lambda: tracking.end(self._error))
+        return tracking.directory
+
+    # ── liveness ─────────────────────────────────────────────────────────────────────────────────
+
+    def heartbeat(self) -> None:
+        """Say that this rank makes progress; any rank may, alone. Costs a store into memory."""
+        self._page.beat()
+
+    def section(self, name: str, timeout: float | None = None) -> AbstractContextManager[None]:
+        """Say that this rank is in a part of the script that takes its own time.
+
+        Any rank may, alone; sections nest. With ``--hang-timeout`` the agent judges a rank inside
+        of it by ``timeout``, seconds from its beginning, in place of that flag's; without one by
+        ten times that flag's.
+
+        Raises:
+            ContextError: ``name`` is empty, or ``timeout`` is not more than 0.
+        """
+        return liveness.section(self._page, name, timeout)
+
+    # ── the end ──────────────────────────────────────────────────────────────────────────────────
+
+    def close(self) -> None:
+        """Close the context: write what is queued, say goodbye. Each rank by itself; idempotent.
+
+        Raises:
+            RunDirError: metrics could not be written; says where and why.
+        """
+        if not self.is_open or os.getpid() != self._pid:
+            return  # a forked process has no part in it
+        self.is_open = False
+        atexit.unregister(self.close)
+        self._stack.close()
+
+    def __enter__(self) -> Context:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is not None and not _is_plain_exit(error):
+            self._error = error
+        self.close()
+
+    def _watch_for_the_end(self) -> None:
+        """Close at exit, and know then whether an exception ended the script."""
+        atexit.register(self.close)
+        shown = sys.excepthook
+
+        def note(
+            kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+        ) -> None:
+            self._error = error
+            shown(kind, error, traceback)
+
+        sys.excepthook = note
+
+
+def _is_free(signum: signal.Signals) -> bool:
+    """Whether the signal would end this process, and a handler can be set."""
+    default = signal.getsignal(signum) is signal.SIG_DFL
+    return default and threading.current_thread() is threading.main_thread()
+
+
+def _is_plain_exit(error: BaseException) -> bool:
+    return isinstance(error, SystemExit) and error.code in (None, 0)

@@ -1,0 +1,303 @@
+"""What the ranks of a job say to each other: allgather, gather, broadcast, barrier.
+
+The names are Determined's. Objects are whatever pickle takes; what is received is unpickled, so the
+ranks of a job trust each other, and nobody else is listened to (elaunch.training.channel).
+"""
+
+from __future__ import annotations
+
+import atexit
+import math
+import os
+import threading
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakSet
+
+from elaunch.errors import ContextError, PlacementError
+from elaunch.progress import ProgressPage
+from elaunch.training import placement as placements
+from elaunch.training.placement import Numbers, Placement
+from elaunch.training.roundstore import RoundStore
+
+if TYPE_CHECKING:
+    from elaunch.training.channel.channel import Channel
+
+TIMEOUT_S: Final = 600.0
+"""Seconds that a call waits for the other ranks where nothing else is said."""
+_NUMBERS: Final = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
+_open: Final[WeakSet[DistributedContext]] = WeakSet()
+
+
+class DistributedContext:
+    """This rank among the ranks of its job.
+
+    Given the six numbers, or none of them for a job of one rank. Nothing is opened before
+    ``elaunch.init(distributed=…)`` or the first call, which all ranks then make together.
+
+    Every call but those that end in ``_local`` is made by ALL ranks of the job, in the same order;
+    those by all ranks of the node. It blocks until all of them have made it, at most ``timeout``
+    seconds (None: 600). One thread of each rank makes them.
+
+    An object is anything that pickle takes. Arrays of numpy and dense tensors on the CPU are
+    received without a copy, writable, and a change to them is seen nowhere else; an array that is
+    read-only is so for who receives it. A rank's own object comes back as it is.
+
+    Calls raise CollectiveTimeout that names the ranks that have not come, their hosts and what they
+    did last; PeerLost when a rank has ended; CollectiveError when ranks call different things, and
+    when an object cannot be pickled or unpickled. After the first three the ranks are connected no
+    more: every later call raises the same.
+
+    Args:
+        rank: 0 to ``size - 1``.
+        size: ranks of the job.
+        local_rank: 0 to ``local_size - 1``, among the ranks of this node.
+        local_size: ranks of this node.
+        cross_rank: 0 to ``cross_size - 1``, this node among the nodes.
+        cross_size: nodes of the job.
+        chief_ip: address of rank 0's node; needed where there are several nodes.
+        chief_port: port there at which the ranks meet; where a launcher has one it is used.
+
+    Raises PlacementError that names a number that cannot be.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int | None = None,
+        size: int | None = None,
+        local_rank: int | None = None,
+        local_size: int | None = None,
+        cross_rank: int | None = None,
+        cross_size: int | None = None,
+        chief_ip: str | None = None,
+        chief_port: int | None = None,
+    ) -> None:
+        given = dict(
+            zip(
+                _NUMBERS,
+                (rank, size, local_rank, local_size, cross_rank, cross_size),
+                strict=True,
+            )
+        )
+        numbers = {name: number for name, number in given.items() if number is not None}
+        if not numbers:
+            self._place(placements.alone(os.environ))
+            return
+        if missing := [name for name in _NUMBERS if name not in numbers]:
+            raise PlacementError(
+                f"{', '.join(missing)}: give all six numbers, or none for one rank"
+            )
+        self._place(placements.explicit(Numbers(**numbers), chief_ip, chief_port, os.environ))
+
+    @classmethod
+    def from_environment(cls) -> DistributedContext:
+        """Return the context of whatever launcher started this process; one rank if none did.
+
+        Raises PlacementError if what the launcher set is incomplete or contradicts itself.
+        """
+        return cls.of(placements.current(os.environ))
+
+    @classmethod
+    def from_torch_distributed(cls) -> DistributedContext:
+        """Return the context of a worker of torchrun or ``elaunch run``.
+
+        Raises PlacementError that names a variable that is missing or wrong.
+        """
+        return cls.of(placements.from_torch(os.environ))
+
+    @classmethod
+    def from_mpi(cls) -> DistributedContext:
+        """Return the context of a process that mpirun started.
+
+        Raises PlacementError that names a variable that is missing or wrong.
+        """
+        return cls.of(placements.from_mpi(os.environ))
+
+    @classmethod
+    def from_slurm(cls) -> DistributedContext:
+        """Return the context of a task of srun.
+
+        Raises PlacementError that names a variable that is missing or wrong.
+        """
+        return cls.of(placements.from_slurm(os.environ))
+
+    @classmethod
+    def of(cls, placement: Placement) -> DistributedContext:
+        """Return the context of a placement."""
+        made = cls.__new__(cls)
+        made._place(placement)
+        return made
+
+    def _place(self, placement: Placement) -> None:
+        self.placement = placement
+        self.rank, self.size = placement.rank, placement.size
+        self.local_rank, self.local_size = placement.local_rank, placement.local_size
+        self.cross_rank, self.cross_size = placement.cross_rank, placement.cross_size
+        self.store = RoundStore(placement)
+        self.timeout = TIMEOUT_S
+        self.node_addrs: tuple[str, ...] = (placement.addr or "127.0.0.1",)
+        self._channel: Channel | None = None
+        self._page: ProgressPage | None = None
+        self._own_page: ProgressPage | None = None
+        self._alone = 0
+        self._opening = threading.Lock()
+        self._opened = self._closed = False
+
+    def open(self, page: ProgressPage | None = None, timeout: float | None = None) -> None:
+        """Meet the other ranks; ALL ranks call it together, or none does: the first call does it.
+
+        Blocks until all have come, at most ``timeout`` seconds. Raises CollectiveTimeout that names
+        those who have not, PeerLost, and PlacementError where the ranks contradict each other.
+
+        Args:
+            page: where each call is noted; one of its own without.
+            timeout: seconds; also for later calls that give none.
+        """
+        with self._opening:
+            if self._closed:
+                raise ContextError("this DistributedContext is closed; make a new one")
+            if self._opened:
+                return
+            self.timeout = self.timeout if timeout is None else _seconds(timeout)
+            self._page = page
+            if self.size > 1:
+                self._open(page or self._make_page())
+            self._opened = True
+
+    def get_rank(self) -> int:
+        """Return this process's rank in the job."""
+        return self.rank
+
+    def get_size(self) -> int:
+        """Return the number of ranks in the job."""
+        return self.size
+
+    def get_local_rank(self) -> int:
+        """Return this process's rank on its node."""
+        return self.local_rank
+
+    def get_local_size(self) -> int:
+        """Return the number of ranks on this node."""
+        return self.local_size
+
+    def get_cross_rank(self) -> int:
+        """Return this node's rank among the nodes."""
+        return self.cross_rank
+
+    def get_num_agents(self) -> int:
+        """Return the number of nodes."""
+        return self.cross_size
+
+    def allgather(self, obj: Any, timeout: float | None = None) -> list[Any]:
+        """Return every rank's ``obj``, in the order of the ranks. ALL ranks call it together."""
+        return self._call("all", "allgather", obj, timeout) or [obj]
+
+    def gather(self, obj: Any, timeout: float | None = None) -> list[Any] | None:
+        """Return every rank's ``obj`` on rank 0, None elsewhere. ALL ranks call it together."""
+        found = self._call("all", "gather", obj, timeout)
+        return found if self.size > 1 else [obj]
+
+    def broadcast(self, obj: Any = None, timeout: float | None = None) -> Any:
+        """Return rank 0's ``obj``; what others give is ignored. ALL ranks call it together."""
+        return (self._call("all", "broadcast", obj, timeout) or [obj])[0]
+
+    def barrier(self, timeout: float | None = None) -> None:
+        """Return when ALL ranks have called it."""
+        self._call("all", "barrier", None, timeout)
+
+    def allgather_local(self, obj: Any, timeout: float | None = None) -> list[Any]:
+        """Return ``obj`` of every rank of this node. ALL ranks of the node call it together."""
+        return self._call("local", "allgather_local", obj, timeout) or [obj]
+
+    def gather_local(self, obj: Any, timeout: float | None = None) -> list[Any] | None:
+        """Return every ``obj`` on local rank 0, None elsewhere. ALL ranks of the node call it."""
+        found = self._call("local", "gather_local", obj, timeout)
+        return found if self.local_size > 1 else [obj]
+
+    def broadcast_local(self, obj: Any = None, timeout: float | None = None) -> Any:
+        """Return local rank 0's ``obj``. ALL ranks of the node call it together."""
+        return (self._call("local", "broadcast_local", obj, timeout) or [obj])[0]
+
+    def barrier_local(self, timeout: float | None = None) -> None:
+        """Return when ALL ranks of this node have called it."""
+        self._call("local", "barrier_local", None, timeout)
+
+    def describe(self, ranks: Sequence[int], until: float) -> list[str]:
+        """Return what each of ``ranks`` does and did last, in words, for an error about them.
+
+        Any rank may call it alone, from any thread. Blocks until ``until`` on the monotonic clock
+        at the longest: ranks answer at once, whatever their script is in, unless they are gone.
+        """
+        if self._channel is None:
+            return [f"rank {rank}: not met yet" for rank in ranks]
+        return self._channel.describe(ranks, until)
+
+    def close(self) -> None:
+        """End this rank's connections; may be called twice, and blocks for nobody."""
+        self._closed = True
+        _open.discard(self)
+        if self._channel is not None:
+            self._channel.close()
+        self.store.close()
+        if self._own_page is not None:
+            self._own_page.close()
+
+    def _make_page(self) -> ProgressPage:
+        self._own_page = ProgressPage()
+        return self._own_page
+
+    def _open(self, page: ProgressPage) -> None:
+        _at_exit()
+        from elaunch.training.channel.channel import Channel  # one rank alone does without
+
+        channel = Channel(self.placement, self.store, page)
+        try:
+            channel.open(time.monotonic() + self.timeout)
+        except BaseException:
+            self.close()
+            raise
+        self._channel = channel
+        _open.add(self)
+        chiefs = sorted((node[0] for node in channel.layout.nodes), key=lambda chief: chief.node)
+        self.node_addrs = tuple(chief.addr for chief in chiefs)
+
+    def _call(self, scope: str, name: str, obj: Any, timeout: float | None) -> list[Any] | None:
+        seconds = self.timeout if timeout is None else _seconds(timeout)
+        if not self._opened or self._closed:
+            self.open()
+        if self._channel is None or (scope == "local" and self.local_size == 1):
+            self._alone += 1
+            if self._page is not None:
+                self._page.note(f"{name} #{self._alone}")
+            return None
+        return self._channel.call(scope, name, obj, seconds)
+
+
+def _seconds(timeout: float) -> float:
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float):
+        raise ContextError(f"timeout is {timeout!r}; give seconds")
+    if math.isnan(timeout) or timeout <= 0:
+        raise ContextError(f"timeout is {timeout}; give seconds, more than 0")
+    return min(float(timeout), 1e9)
+
+
+_watching_exit: Final = threading.Event()
+
+
+def _at_exit() -> None:
+    """Have the others told when this process ends without having closed its context."""
+    if not _watching_exit.is_set():
+        _watching_exit.set()
+        atexit.register(_close_all)
+
+
+def leave_to_the_end(context: DistributedContext) -> None:
+    """Let nothing but the end of this process close the context's connections."""
+    _open.discard(context)
+
+
+def _close_all() -> None:
+    for context in list(_open):
+        context.close()

@@ -1,0 +1,125 @@
+"""Which rows a later round makes void, decided purely.
+
+A round that resumed from step R does every step beyond R again: rows of earlier rounds beyond R are
+superseded. Where nothing says R, the first report tells it:
+
+* ``training`` at step s: the round goes on from before s; all rows from s on are superseded.
+* ``validation`` at step s: it may stand at s without having done a step; all rows beyond s are.
+* any group at step s: its own rows from s on are, since this round reports them again. Another
+  group tells nothing of the rest: a script may report its settings at step 0 in every round.
+
+Ranks report apart from each other, so a later report may turn out to be the first.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import Any, Final, NamedTuple
+
+TRAINING: Final = "training"
+VALIDATION: Final = "validation"
+FROM_NOTHING: Final = -1
+"""The step of a round that is known to have begun without a checkpoint."""
+
+_PLACE: Final = re.compile(
+    rb'\{"group":("(?:[^"\\]|\\.)*"),"steps_completed":(\d+),"round":(\d+),"rank":(\d+),"time":'
+)
+
+
+class Place(NamedTuple):
+    """Where a row belongs. There may be millions: a tuple is made in a third of the time."""
+
+    group: str
+    step: int
+    round: int
+    rank: int
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """Where a round began: ``resume_step``, None if not known, and each group's first step."""
+
+    resume_step: int | None = None
+    first: Mapping[str, int] = field(default_factory=dict)
+
+    def supersedes(self, group: str, step: int) -> bool:
+        """Tell whether this round has done, or will do, that step of an earlier one again."""
+        own = self.first.get(group)
+        if own is not None and step >= own:
+            return True
+        resumed = self.resumed_step
+        return resumed is not None and step > resumed
+
+    @cached_property
+    def resumed_step(self) -> int | None:
+        """Return the last step that this round did not do; None where nothing tells."""
+        told = [] if self.resume_step is None else [self.resume_step]
+        if TRAINING in self.first:
+            told.append(self.first[TRAINING] - 1)
+        if VALIDATION in self.first:
+            told.append(self.first[VALIDATION])
+        return min(told, default=None)
+
+    def joined(self, other: Beginning) -> Beginning:
+        """Return what two reporters of one round tell together.
+
+        It supersedes what one or the other does.
+        """
+        steps = [b.resume_step for b in (self, other) if b.resume_step is not None]
+        groups = {**self.first, **other.first}
+        first = {
+            group: min(b.first[group] for b in (self, other) if group in b.first)
+            for group in groups
+        }
+        return Beginning(min(steps, default=None), first)
+
+
+def place_of(line: bytes) -> Place | None:
+    """Return where a line of ``metrics.jsonl`` belongs; None for what is no row."""
+    found = _PLACE.match(line)
+    if found is None:
+        return None
+    group, step, round, rank = found.groups()
+    return Place(_group(group), int(step), int(round), int(rank))
+
+
+@lru_cache(maxsize=256)
+def _group(raw: bytes) -> str:
+    return str(json.loads(raw))
+
+
+def firsts(places: Iterable[tuple[str, int]]) -> dict[str, int]:
+    """Return each group's smallest step."""
+    found: dict[str, int] = {}
+    for group, step in places:
+        if step < found.get(group, step + 1):
+            found[group] = step
+    return found
+
+
+def written(beginnings: Mapping[int, Beginning]) -> bytes:
+    """Return the content of ``metrics.rounds.json``."""
+    document = {
+        str(number): {"resume_step": begun.resume_step, "first": dict(begun.first)}
+        for number, begun in sorted(beginnings.items())
+    }
+    return json.dumps(document, indent=1).encode() + b"\n"
+
+
+def parsed(raw: bytes) -> dict[int, Beginning]:
+    """Return the beginnings by round; empty for what nobody can read."""
+    try:
+        document = json.loads(raw)
+        return {int(number): _beginning(entry) for number, entry in document.items()}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return {}
+
+
+def _beginning(entry: Mapping[str, Any]) -> Beginning:
+    step = entry["resume_step"]
+    first = {str(group): int(value) for group, value in entry["first"].items()}
+    return Beginning(None if step is None else int(step), first)

@@ -1,0 +1,162 @@
+"""Reading the rows of a run: of all its directories, with what a later round made void set apart.
+
+A run that was started again under the same id has a directory for each start. They are read in the
+order in which they began; where one began after another had ended, it supersedes rows of that one
+as a later round does. Directories of one time are nodes of one job that share a disk.
+
+Nothing is locked: files are only appended to, or replaced as a whole, and half a line at the end is
+one that is being written.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from elaunch.errors import RunDirError
+from elaunch.rundir import RunDir, find, handle, is_live, list_runs, run_id_of
+from elaunch.training.metrics.files import ROUNDS, ROWS, SUPERSEDED, read_rounds
+from elaunch.training.metrics.history import Beginning, Place, place_of
+
+
+class StoredRow(NamedTuple):
+    """A row as it is on disk; ``superseded`` if a later round began before it.
+
+    There may be millions, so only what they are chosen by is taken out of the line beforehand.
+    """
+
+    place: Place
+    line: bytes
+    superseded: bool
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The columns and the metrics."""
+        values = json.loads(self.line)
+        assert isinstance(values, dict)  # the line begins with one
+        return values
+
+
+@dataclass(frozen=True)
+class Reading:
+    """All rows of a run, by step and rank; ``torn`` counts lines that are no rows."""
+
+    rows: tuple[StoredRow, ...]
+    torn: int
+    directories: tuple[Path, ...]
+
+
+@dataclass(frozen=True)
+class _Start:
+    """One directory of a run: when it began and ended, and where its rounds began."""
+
+    path: Path
+    began: float
+    ended: float
+    rounds: Mapping[int, Beginning]
+
+
+def directories(run: str, environ: Mapping[str, str]) -> list[RunDir]:
+    """Return what ``run`` names: all directories of a run id, or the one of a path or a number.
+
+    Raises UsageError with the nearest names.
+    """
+    found = find(run, environ)
+    run_id = run_id_of(found)
+    if run != run_id and (os.sep in run or run in (found.path.name, handle(found))):
+        return [found]
+    same = [other for other in list_runs(environ) if run_id_of(other) == run_id]
+    return same or [found]
+
+
+def read(runs: Sequence[RunDir]) -> Reading:
+    """Return the rows of a run's directories; raise RunDirError for one that cannot be read."""
+    starts = sorted((_start(run) for run in runs), key=lambda start: start.began)
+    rows: list[StoredRow] = []
+    torn = 0
+    for start in starts:
+        later = [begun for s in starts if s.began >= start.ended for begun in s.rounds.values()]
+        void = _Void(start.rounds, later)
+        # A writer that was killed while it moved rows has left them in both files.
+        moved = set(_lines(start.path / SUPERSEDED))
+        for line in _lines(start.path / ROWS):
+            place = place_of(line)
+            if place is None or not _is_json(line):
+                torn += 1
+                continue
+            moved.discard(line)
+            rows.append(StoredRow(place, line, void.takes(place)))
+        places = ((place_of(line), line) for line in moved)
+        rows += [StoredRow(place, line, True) for place, line in places if place is not None]
+    rows.sort(key=_order)
+    return Reading(tuple(rows), torn, tuple(start.path for start in starts))
+
+
+class _Void:
+    """Tells which rows of one directory are superseded: by its own later rounds, by later starts.
+
+    What supersedes the rows of a round is the same for all of them, and is put together once.
+    """
+
+    def __init__(self, rounds: Mapping[int, Beginning], later: Sequence[Beginning]) -> None:
+        self._rounds = rounds
+        self._later = later
+        self._known: dict[int, Beginning] = {}
+
+    def takes(self, place: Place) -> bool:
+        """Tell whether the row of that place is superseded."""
+        begun = self._known.get(place.round)
+        if begun is None:
+            after = [b for number, b in self._rounds.items() if number > place.round]
+            begun = reduce(Beginning.joined, [*after, *self._later], Beginning())
+            self._known[place.round] = begun
+        return begun.supersedes(place.group, place.step)
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _order(row: StoredRow) -> tuple[int, int, str, int]:
+    place = row.place
+    return (place.step, place.rank, place.group, place.round)
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    try:
+        with open(path, "rb") as file:
+            # The last one without an end is being written, or its writer was killed.
+            yield from (line for line in file if line.endswith(b"\n"))
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise RunDirError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _start(run: RunDir) -> _Start:
+    try:
+        rounds = read_rounds(run.path / ROUNDS)
+    except OSError as error:
+        raise RunDirError(f"cannot read {run.path / ROUNDS}: {error.strerror}") from error
+    try:
+        record = run.read_state()
+    except RunDirError:
+        return _Start(run.path, _changed(run.path), math.inf, rounds)
+    ended = record["ended_at"]
+    if ended is None:
+        ended = math.inf if is_live(run) else _changed(run.path / ROWS, run.state_file)
+    return _Start(run.path, record["started_at"], ended, rounds)
+
+
+def _changed(*paths: Path) -> float:
+    return max((path.stat().st_mtime for path in paths if path.exists()), default=0.0)

@@ -1,0 +1,262 @@
+"""The run directory and the record of a run that no agent keeps: torchrun's, mpirun's, a lone one.
+
+The first worker of each node makes the directory (elaunch.rundir) and its record; each worker
+writes its own end into it, under ``record.lock``:
+
+=============================================  ==========================================
+what happened                                  state of the run on this node
+=============================================  ==========================================
+the context is open in some worker             RUNNING
+a worker closed it with an exception           FAILED
+all closed it, none with an exception          COMPLETED
+Ctrl-C ended them                              STOPPED
+a worker ended without closing it (SIGKILL)    LOST, or FAILED if others closed theirs later
+=============================================  ==========================================
+
+The record's ``agent`` is a worker that has not closed its context, so that it is seen when the last
+one is killed. Torchrun restarts its workers: a round that it starts again goes on in the directory
+of the round before, which is known by the process that started both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from elaunch.errors import ContextError, RunDirError
+from elaunch.newrecord import agent_of, first_record, new_round, new_worker
+from elaunch.rundir import RunDir, create, list_runs, prune
+from elaunch.runrecord import (
+    LIVE_STATES,
+    AgentRecord,
+    Record,
+    WorkerRecord,
+    this_agent,
+    worker_is_alive,
+)
+from elaunch.statedir import locked
+from elaunch.training.placement import Placement
+
+if TYPE_CHECKING:
+    from elaunch.training.distributed import DistributedContext
+
+LOCK: Final = "record.lock"
+INTERRUPTED: Final = 130
+PRUNE_S: Final = 0.5
+"""How long the end waits for old runs to be deleted; the next run goes on with it."""
+
+
+class Tracking:
+    """Keeps one node's part of a run; every worker of the node has one.
+
+    Args:
+        distributed: the ranks; they agree on the run id, and on the directory on each node.
+        name: of the run; by default the script's.
+    """
+
+    def __init__(self, distributed: DistributedContext, name: str | None = None) -> None:
+        self._distributed = distributed
+        self._name = name or _script_name()
+        self._run: RunDir | None = None
+        self._pruning: threading.Thread | None = None
+
+    @property
+    def directory(self) -> Path:
+        """The run directory of this node, after :meth:`start`."""
+        if self._run is None:
+            raise ContextError("the run is not tracked yet: start() was not called")
+        return self._run.path
+
+    def start(self) -> None:
+        """Make the record, or go on with that of the round before. All ranks call it together.
+
+        Blocks until they have. Raises RunDirError on all ranks of a node that has no place for it.
+        """
+        ranks = self._distributed
+        found = _continued(ranks.placement.launcher)
+        run_id = ranks.broadcast(self._run_id(found) if ranks.rank == 0 else None)
+        pids = ranks.gather_local((ranks.rank, os.getpid()))
+        said: tuple[str, str] | None = None
+        if pids is not None:
+            try:
+                said = ("", str(self._open(found, run_id, pids).path))
+            except (RunDirError, OSError) as error:
+                said = (str(error), "")
+        problem, path = ranks.broadcast_local(said)
+        if problem:
+            raise RunDirError(problem)
+        self._run = RunDir(Path(path))
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Note that this worker has ended, by ``error`` or well; each rank calls it by itself.
+
+        What cannot be written is said on stderr: the script has ended, and its end is its own.
+        """
+        if self._run is None:
+            return
+        if self._pruning is not None:
+            self._pruning.join(PRUNE_S)
+        try:
+            with locked(self._run.path / LOCK):
+                record = self._run.read_state()
+                _note_end(record, error)
+                self._run.write_state(record)
+        except (RunDirError, OSError) as problem:
+            print(f"elaunch: the end of this run is not recorded: {problem}", file=sys.stderr)
+
+    def _run_id(self, found: RunDir | None) -> str:
+        given = _given_id(self._distributed.placement, os.environ)
+        if given:
+            return given
+        if found is not None:
+            return found.read_state()["run_id"]
+        return f"{self._name}-{os.urandom(3).hex()}"
+
+    def _open(self, found: RunDir | None, run_id: str, pids: Sequence[tuple[int, int]]) -> RunDir:
+        """Return this node's directory with a record that says that all workers run."""
+        placed = self._distributed.placement
+        if found is not None and self._goes_on(found, run_id):
+            run, record = found, found.read_state()
+            reason = f"restarted by {placed.launcher}"
+            record["history"][-1]["ended_at"] = record["history"][-1]["ended_at"] or time.time()
+        else:
+            run, reason = create(run_id, os.environ), ""
+            if run.notice:
+                print(f"elaunch: {run.notice}", file=sys.stderr)
+            record = self._first_record(run, run_id)
+        now = time.time()
+        record["state"], record["reason"], record["agent"] = "RUNNING", None, this_agent()
+        record["ended_at"] = record["exit_code"] = None
+        record["round"] = record["restarts"]["used"] = placed.round
+        record["world_size"], record["nproc_per_node"] = placed.size, placed.local_size
+        record["workers"] = [
+            _worker(rank, local_rank, pid, now) for local_rank, (rank, pid) in enumerate(pids)
+        ]
+        record["history"].append(new_round(placed.round, reason or None))
+        run.write_state(record)
+        self._pruning = threading.Thread(
+            target=prune, args=(os.environ,), name="prune", daemon=True
+        )
+        self._pruning.start()
+        return run
+
+    def _goes_on(self, found: RunDir, run_id: str) -> bool:
+        """Tell whether this is a later round of that run; torchrun counts only some of them."""
+        record = found.read_state()
+        return record["run_id"] == run_id and record["round"] < self._distributed.placement.round
+
+    def _first_record(self, run: RunDir, run_id: str) -> Record:
+        launcher = self._distributed.placement.launcher
+        record = first_record(run_id, self._name, run.path)
+        record["launcher"] = record["start_method"] = launcher
+        record["started_by"] = _starter(launcher)
+        record["argv"] = list(sys.orig_argv)
+        record["entrypoint"] = sys.argv[0] if sys.argv else ""
+        allowed = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "")
+        record["restarts"]["max"] = int(allowed) if allowed.isdecimal() else 0
+        return record
+
+
+def _script_name() -> str:
+    return Path(sys.argv[0] if sys.argv else "").stem.lstrip("-") or "python"
+
+
+def _given_id(placed: Placement, environ: Mapping[str, str]) -> str:
+    """Return the run id that the launcher gives: torchrun's, or the number of Slurm's job.
+
+    A job that is queued again keeps its number; what runs beside its first step is another run.
+    """
+    if placed.launcher in ("torchrun", "explicit"):
+        return "" if placed.run_id == "none" else placed.run_id
+    job = environ.get("SLURM_JOB_ID", "")
+    if placed.launcher not in ("mpi", "slurm") or not job:
+        return ""
+    step = environ.get("SLURM_STEP_ID", "0")
+    return f"{job}-{step}" if placed.launcher == "slurm" and step != "0" else job
+
+
+def _starter(launcher: str) -> AgentRecord | None:
+    """Return the process whose workers are rounds of one run: the agent of torchrun."""
+    if launcher != "torchrun":
+        return None
+    with contextlib.suppress(RunDirError):
+        return agent_of(os.getppid())
+    return None
+
+
+def _continued(launcher: str) -> RunDir | None:
+    """Return the directory of the round that the same torchrun started before."""
+    starter = _starter(launcher)
+    if starter is None:
+        return None
+    for run in list_runs(os.environ):
+        with contextlib.suppress(RunDirError):
+            if run.read_state().get("started_by") == starter:
+                return run
+    return None
+
+
+def _worker(rank: int, local_rank: int, pid: int, now: float) -> WorkerRecord:
+    worker = new_worker(rank, local_rank)
+    worker["pid"], worker["state"], worker["started_at"] = pid, "RUNNING", now
+    return worker
+
+
+def _note_end(record: Record, error: BaseException | None) -> None:
+    """Write the end of this process into the record, and that of the run if it is the last."""
+    workers = record["workers"]
+    own = next((worker for worker in workers if worker["pid"] == os.getpid()), None)
+    if own is None:
+        return  # a later round has begun
+    _note_worker(own, *_ending(error))
+    if error is not None and own["state"] == "FAILED" and record["state"] in LIVE_STATES:
+        _finish(record, "FAILED", own, f"rank {own['rank']} failed: {_words(error)}")
+    others = [worker for worker in workers if worker["state"] == "RUNNING"]
+    for worker in others:
+        if worker_is_alive(worker):
+            record["agent"] = agent_of(worker["pid"] or 0)
+            return
+    for worker in others:
+        _note_worker(worker, "FAILED", "ended without a word", None)
+        if record["state"] in LIVE_STATES:
+            who = f"rank {worker['rank']} (pid {worker['pid']})"
+            reason = f"{who} ended without closing its context: it was killed, say"
+            _finish(record, "FAILED", worker, reason)
+    record["history"][-1]["ended_at"] = time.time()
+    if record["state"] in LIVE_STATES:
+        stopped = any(worker["state"] == "STOPPED" for worker in workers)
+        _finish(record, "STOPPED" if stopped else "COMPLETED", own, None)
+
+
+def _note_worker(worker: WorkerRecord, state: str, how: str, code: int | None) -> None:
+    worker["state"], worker["exit"], worker["exit_code"] = state, how, code
+    worker["ended_at"] = time.time()
+
+
+def _finish(record: Record, state: str, worker: WorkerRecord, reason: str | None) -> None:
+    record["state"], record["reason"] = state, reason
+    record["exit_code"], record["ended_at"] = worker["exit_code"], time.time()
+
+
+def _ending(error: BaseException | None) -> tuple[str, str, int]:
+    """Return the state, the words and the exit code of a worker that ended by ``error``."""
+    if error is None:
+        return "SUCCEEDED", "exit code 0", 0
+    if isinstance(error, KeyboardInterrupt):
+        return "STOPPED", "KeyboardInterrupt", INTERRUPTED
+    if isinstance(error, SystemExit):
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        return ("FAILED" if code else "SUCCEEDED"), f"exit code {code}", code
+    return "FAILED", type(error).__name__, 1
+
+
+def _words(error: BaseException) -> str:
+    if isinstance(error, SystemExit):
+        return f"exit code {error.code}"
+    return f"{type(error).__name__}: {error}".rstrip(": ")

@@ -1,0 +1,171 @@
+"""What a script tells of its training: metrics, progress, status.
+
+Every rank reports, and its rows carry its rank and round; with ``chief_only`` rank 0 alone does,
+and a report from another is an error. Metrics go to the run directory (elaunch.training.metrics),
+progress and status to the progress page, which the agent shows.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from elaunch.errors import ContextError, MetricError
+from elaunch.progress import ProgressPage
+from elaunch.training.metrics.board import Board, require
+from elaunch.training.metrics.files import TENSORBOARD, MetricFiles
+from elaunch.training.metrics.history import TRAINING, VALIDATION
+from elaunch.training.metrics.rows import Encoder
+from elaunch.training.metrics.writer import Writer
+from elaunch.training.placement import Placement
+
+CLOSE_TIMEOUT_S: Final = 30.0
+
+
+class TrainContext:
+    """``ctx.train``: reports of one rank. Made by ``elaunch.init()``, closed with its context.
+
+    Args:
+        placement: where this rank stands.
+        page: takes progress, status and the newest step; each report is a heartbeat.
+        directory: the run directory; None where there is none: metrics are refused then.
+        resume_step: step of the checkpoint that this round resumed from, -1 if it began from
+            nothing, None if that is not known.
+        chief_only: refuse reports of all ranks but rank 0.
+        tensorboard: write files for TensorBoard too: in ``tensorboard/`` of the run directory
+            (True), or in a directory of your own.
+
+    Raises ContextError if ``tensorboard`` is asked for and not installed.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        page: ProgressPage,
+        directory: Path | None,
+        resume_step: int | None = None,
+        chief_only: bool = False,
+        tensorboard: bool | str | Path | None = None,
+    ) -> None:
+        self._rank = placement.rank
+        self._page = page
+        self._chief_only = chief_only
+        self._encoder = Encoder(placement.rank, placement.round)
+        self._writer: Writer | None = None
+        board = None
+        if tensorboard is not None and tensorboard is not False:
+            board = _board(directory, tensorboard, placement.rank, resume_step)
+        if directory is not None:
+            self._writer = Writer(MetricFiles(directory, placement.round, resume_step), board)
+
+    def report_training_metrics(
+        self, steps_completed: int, metrics: Mapping[str, Any], chief_only: bool | None = None
+    ) -> None:
+        """Report metrics of training at a step: :meth:`report_metrics` of group ``training``."""
+        self.report_metrics(TRAINING, steps_completed, metrics, chief_only)
+
+    def report_validation_metrics(
+        self, steps_completed: int, metrics: Mapping[str, Any], chief_only: bool | None = None
+    ) -> None:
+        """Report metrics of validation: :meth:`report_metrics` of group ``validation``."""
+        self.report_metrics(VALIDATION, steps_completed, metrics, chief_only)
+
+    def report_metrics(
+        self,
+        group: str,
+        steps_completed: int,
+        metrics: Mapping[str, Any],
+        chief_only: bool | None = None,
+    ) -> None:
+        """Report metrics of any group at a step; any rank may, none waits for another.
+
+        Does not block: a thread writes them within a tenth of a second. Only if the disk is slower
+        than the script for 100,000 rows, it waits for room. To take the number out of a tensor on
+        an accelerator waits for that device, as ``.item()`` does.
+
+        Args:
+            group: text that can be printed, without a dot.
+            steps_completed: the x axis of everything; at least 0.
+            metrics: names with numbers, text, None, or lists and dicts of them. Numpy's scalars,
+                arrays and tensors of no dimension count as numbers; NaN and infinity are kept.
+            chief_only: refuse this report of all ranks but rank 0; by default as in ``init()``.
+
+        Raises MetricError, which is a ValueError too, for what cannot be written, naming it;
+        ContextError on a rank that may not report, or after the end of the context; RunDirError
+        if rows could not be written for 5 s.
+        """
+        self._check_chief(chief_only, f"metrics of group {group!r}")
+        if self._writer is None:
+            raise ContextError("this context has no run directory to write metrics to")
+        row = self._encoder.row(group, steps_completed, metrics, time.time())
+        self._page.step(row.steps_completed)
+        self._writer.put(row)
+
+    def report_progress(self, progress: float, chief_only: bool | None = None) -> None:
+        """Say how much of the whole training is done, from 0 to 1; does not block.
+
+        Raises MetricError, a ValueError, for anything else.
+        """
+        self._check_chief(chief_only, "progress")
+        fraction = _number(progress)
+        if not 0.0 <= fraction <= 1.0:
+            raise MetricError(f"progress is {progress!r}: it goes from 0.0 to 1.0")
+        self._page.progress(fraction)
+
+    def set_status(self, text: str, chief_only: bool | None = None) -> None:
+        """Say in a few words what is being done, for ``elaunch status``; does not block.
+
+        Raises MetricError for what is no text.
+        """
+        self._check_chief(chief_only, "a status")
+        if not isinstance(text, str):
+            raise MetricError(f"the status is {text!r}, a {type(text).__name__}: give text")
+        self._page.status(text)
+
+    def flush(self, timeout: float = CLOSE_TIMEOUT_S) -> None:
+        """Wait until all that this rank reported is written, so that its death loses none of it.
+
+        Raises RunDirError, with path and reason, if that cannot be done in ``timeout`` seconds.
+        """
+        if self._writer is not None:
+            self._writer.flush(timeout)
+
+    def close(self, timeout: float = CLOSE_TIMEOUT_S) -> None:
+        """Write what is left, and end the thread; reports are refused then. Again: nothing.
+
+        Raises RunDirError, with path and reason, if rows could not be written.
+        """
+        if self._writer is not None:
+            self._writer.close(timeout)
+
+    def _check_chief(self, chief_only: bool | None, what: str) -> None:
+        only = self._chief_only if chief_only is None else chief_only
+        if only and self._rank != 0:
+            raise ContextError(
+                f"rank {self._rank} reports {what}, and with chief_only=True only rank 0 may: put "
+                "it under `if ctx.distributed.rank == 0:`"
+            )
+
+
+def _number(value: Any) -> float:
+    """Return a number as float; nan for what is none."""
+    if isinstance(value, str):
+        return math.nan
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return math.nan
+
+
+def _board(
+    directory: Path | None, where: bool | str | Path, rank: int, resume_step: int | None
+) -> Board:
+    require()
+    if where is True:
+        if directory is None:
+            raise ContextError("tensorboard=True needs a run directory: give a directory")
+        where = directory / TENSORBOARD
+    return Board(Path(str(where)).absolute() / f"rank-{rank}", resume_step)

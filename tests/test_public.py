@@ -1,0 +1,41 @@
+"""What a script may import: the list, its types, and that no module hides a name of it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import elaunch
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "elaunch"
+NAMES = [name for name in elaunch.__all__ if name != "__version__"]
+
+
+def test_type_checkers_see_the_same_names() -> None:
+    """The stub and the table that is used at run time."""
+    stub = (PACKAGE / "__init__.pyi").read_text()
+    assert sorted(re.findall(r" as (\w+)$", stub, re.M)) == sorted(NAMES)
+
+
+def test_no_module_has_a_public_name() -> None:
+    """Importing it would put it in the place of what a script asks for."""
+    modules = {path.stem for path in PACKAGE.glob("*.py")} | {p.name for p in PACKAGE.iterdir()}
+    assert not modules & set(NAMES)
+
+
+def test_every_name_is_there_and_nothing_is_loaded_before() -> None:
+    """A command does not pay for what scripts use."""
+    code = (
+        "import sys, elaunch\n"
+        "before = [m for m in sys.modules if m.startswith('elaunch.')]\n"
+        f"for name in {NAMES}: getattr(elaunch, name)\n"
+        "print(before, sorted(set(elaunch.__all__) - set(dir(elaunch))))\n"
+        "elaunch.nothing\n"
+    )
+    argv = [sys.executable, "-c", code]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=100, cwd=ROOT)
+    assert done.stdout == "[] []\n"
+    assert done.stderr.endswith("AttributeError: module 'elaunch' has no attribute 'nothing'\n")

@@ -1,0 +1,283 @@
+"""elaunch.training.metrics.writer: nothing blocks, nothing is lost, what fails is said."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elaunch.errors import ContextError, RunDirError
+from elaunch.statedir import locked
+from elaunch.training.metrics import writer as module
+from elaunch.training.metrics.files import LOCK, ROWS, MetricFiles
+from elaunch.training.metrics.rows import Encoder, Row
+from elaunch.training.metrics.writer import Writer
+from tests.launching import wait_until
+
+ROOT = Path(__file__).parents[3]
+ENCODER = Encoder(rank=0, round=0)
+
+
+def put(writer: Writer, *steps: int) -> None:
+    """Report one row for each step."""
+    for step in steps:
+        writer.put(ENCODER.row("training", step, {"loss": 0.5}, time.time()))
+
+
+def steps(directory: Path) -> list[int]:
+    """Return the steps on disk."""
+    path = directory / ROWS
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line)["steps_completed"] for line in lines]
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """Return a run directory."""
+    (tmp_path / "run").mkdir()
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def writer(directory: Path) -> Iterator[Writer]:
+    """Return a writer that is closed with the test."""
+    made = Writer(MetricFiles(directory, 0, None))
+    yield made
+    directory.mkdir(exist_ok=True)
+    made.close(30)
+
+
+def test_close_writes_all_and_joins_the_thread(writer: Writer, directory: Path) -> None:
+    threads = threading.active_count()
+    put(writer, *range(10_000))
+    began = time.monotonic()
+    writer.close(30)
+    assert time.monotonic() - began < 5
+    assert steps(directory) == list(range(10_000))
+    assert threading.active_count() == threads
+    writer.close(30)
+    with pytest.raises(ContextError, match="closed"):
+        put(writer, 1)
+
+
+def test_nothing_reported_leaves_nothing(writer: Writer, directory: Path) -> None:
+    threads = threading.active_count()
+    writer.flush(30)
+    writer.close(30)
+    assert list(directory.iterdir()) == []
+    assert threading.active_count() == threads
+
+
+def test_rows_come_to_the_disk_without_being_asked(writer: Writer, directory: Path) -> None:
+    put(writer, 1)
+    wait_until(lambda: steps(directory) == [1])
+    put(writer, 2)
+    wait_until(lambda: steps(directory) == [1, 2])
+
+
+def test_flush_waits_for_what_was_put(writer: Writer, directory: Path) -> None:
+    for step in range(20):
+        put(writer, step)
+        writer.flush(30)
+        assert steps(directory)[-1] == step
+
+
+def test_threads_may_report_at_once(writer: Writer, directory: Path) -> None:
+    threads = [threading.Thread(target=put, args=(writer, *range(2000))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    writer.close(30)
+    assert sorted(steps(directory)) == sorted(list(range(2000)) * 4)
+
+
+def test_a_report_does_not_wait_for_a_disk_that_hangs(writer: Writer, directory: Path) -> None:
+    """The lock is held by somebody else: rows wait in the queue, the script does not."""
+    with locked(directory / LOCK):
+        put(writer, *range(1000))
+        with pytest.raises(RunDirError, match=r"it takes too long; 1000 rows were not written"):
+            writer.flush(0.2)
+        assert steps(directory) == []
+    writer.flush(30)
+    assert len(steps(directory)) == 1000
+
+
+def test_a_full_queue_waits_and_says_so_once(
+    writer: Writer,
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(module, "MOST_ROWS", 100)
+    done = threading.Event()
+
+    def report() -> None:
+        put(writer, *range(1000))
+        done.set()
+
+    with caplog.at_level(logging.WARNING):
+        with locked(directory / LOCK):
+            thread = threading.Thread(target=report)
+            thread.start()
+            wait_until(lambda: caplog.records)
+            assert not done.is_set()
+        thread.join(30)
+    writer.close(30)
+    assert steps(directory) == list(range(1000))
+    assert [record.getMessage() for record in caplog.records] == [
+        f"100 reported rows wait to be written to {directory / ROWS}: reporting now waits for the "
+        "disk"
+    ]
+
+
+def test_a_full_queue_does_not_wait_for_ever(
+    writer: Writer, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MOST_ROWS", 100)
+    monkeypatch.setattr(module, "ROOM_S", 0.2)
+    with locked(directory / LOCK), pytest.raises(RunDirError, match=r"nothing for 0\.2 s"):
+        put(writer, *range(1000))
+
+
+def test_what_cannot_be_written_is_said_by_the_next_report_and_by_close(
+    writer: Writer, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "RETRY_S", 0.3)
+    put(writer, 1)
+    writer.flush(30)
+    shutil.rmtree(directory)
+    put(writer, 2)  # it is not known yet
+
+    def report() -> bool:
+        try:
+            put(writer, 3)
+        except RunDirError as error:
+            assert str(error) == f"cannot write {directory / ROWS}: No such file or directory"
+            return True
+        return False
+
+    wait_until(report)
+    with pytest.raises(RunDirError, match=r"cannot write .*: No such file or .*not written"):
+        writer.flush(30)
+    with pytest.raises(RunDirError, match=r"cannot write .*: No such file or .*not written"):
+        writer.close(30)
+    writer.close(30)
+    assert not [t for t in threading.enumerate() if t.name == "elaunch-metrics"]
+
+
+def test_a_disk_that_comes_back_loses_nothing(
+    writer: Writer, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "RETRY_S", 0.3)
+    directory.rmdir()
+    put(writer, 1, 2)
+    with pytest.raises(RunDirError):
+        writer.flush(30)
+    with pytest.raises(RunDirError):
+        put(writer, 3)
+    directory.mkdir()
+    writer.flush(30)
+    put(writer, 4)
+    writer.close(30)
+    assert steps(directory) == [1, 2, 4]
+
+
+def test_close_gives_up_in_time(writer: Writer, directory: Path) -> None:
+    """Whoever holds the lock for ever holds nobody's exit up."""
+    with locked(directory / LOCK):
+        put(writer, 1)
+        began = time.monotonic()
+        with pytest.raises(RunDirError, match="1 row was not written"):
+            writer.close(0.3)
+        assert time.monotonic() - began < 10
+
+
+def test_a_forked_process_reports_nothing(writer: Writer, directory: Path) -> None:
+    put(writer, 1)
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            writer.flush(30)
+            writer.close(30)
+            put(writer, 2)
+        except ContextError as error:
+            code = 42 if f"was forked from the rank (pid {os.getppid()})" in str(error) else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 42
+    writer.close(30)
+    assert steps(directory) == [1]
+
+
+def test_a_signal_handler_may_report(writer: Writer, directory: Path) -> None:
+    """It runs in the middle of another report of the same thread."""
+    told = 0
+
+    def tell(number: int, frame: object) -> None:
+        nonlocal told
+        told += 1
+        put(writer, 10**6)
+
+    before = signal.signal(signal.SIGALRM, tell)
+    signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
+    try:
+        until = time.monotonic() + 30
+        while told < 50 and time.monotonic() < until:
+            put(writer, 1)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    writer.close(30)
+    assert steps(directory).count(10**6) == told >= 50
+
+
+def test_a_defect_of_the_thread_is_no_silence(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+    writer = Writer(MetricFiles(directory, 0, None))
+    writer.put(Row("training", 1, 0.0, b"no text", {}))  # type: ignore[arg-type]
+    with pytest.raises(RunDirError, match="the thread that writes metrics has failed"):
+        writer.flush(30)
+    with pytest.raises(RunDirError, match="has failed"):
+        put(writer, 2)
+    with pytest.raises(RunDirError, match="1 row was not written"):
+        writer.close(30)
+
+
+def test_a_report_is_cheap(writer: Writer) -> None:
+    """Twenty microseconds are asked for; a loaded machine may take ten times as long."""
+    put(writer, 0)
+    best = 1.0
+    for _ in range(20):
+        began = time.perf_counter()
+        put(writer, *range(500))
+        best = min(best, (time.perf_counter() - began) / 500)
+    assert best < 200e-6
+
+
+def test_an_exception_in_the_script_loses_no_row(tmp_path: Path) -> None:
+    code = (
+        "import sys; from tests.training.metrics.test_writer import *\n"
+        "writer = Writer(MetricFiles(Path(sys.argv[1]), 0, None))\n"
+        "try:\n"
+        "    put(writer, *range(100))\n"
+        "    raise ValueError\n"
+        "finally:\n"
+        "    writer.close(30)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], cwd=ROOT, capture_output=True)
+    assert done.returncode == 1
+    assert steps(tmp_path) == list(range(100))

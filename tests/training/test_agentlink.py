@@ -1,0 +1,257 @@
+"""The worker's end of the link, against a real Unix socket on whose other side an agent speaks."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elaunch.progress import PageReader, ProgressPage
+from elaunch.training.agentlink import AgentLink
+from elaunch.training.placement import Placement
+from tests.launching import wait_until
+from tests.training.agentend import Agent
+
+SECONDS = 60.0
+PLACE = Placement("elaunch", 5, 8, 1, 4, 1, 2, None, False, "job/3", "job", 3, "", None)
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[Agent]:
+    """An agent that listens."""
+    listening = Agent(tmp_path / "agent.sock")
+    yield listening
+    listening.end()
+
+
+@pytest.fixture
+def page() -> Iterator[ProgressPage]:
+    """A worker's page."""
+    opened = ProgressPage()
+    yield opened
+    opened.close()
+
+
+Notices = list[tuple[str, str]]
+
+
+@pytest.fixture
+def notices() -> Notices:
+    """What on_notice was called with."""
+    return []
+
+
+@pytest.fixture
+def link(agent: Agent, page: ProgressPage, notices: Notices) -> Iterator[AgentLink]:
+    """A worker's link, not yet started."""
+    made = AgentLink(agent.path, page, PLACE)
+    made.on_notice = lambda reason, kind: notices.append((reason, kind))
+    yield made
+    made.close()
+
+
+def threads() -> list[str]:
+    """Return the names of the link's threads that run."""
+    return [t.name for t in threading.enumerate() if t.name == "elaunch-agent"]
+
+
+def test_it_attaches_with_its_page(agent: Agent, link: AgentLink, page: ProgressPage) -> None:
+    """The agent reads there what the worker writes from then on."""
+    link.start()
+    assert agent.accept() == {"op": "attach", "round": 3, "local_rank": 1, "pid": os.getpid()}
+    reader = PageReader(os.dup(agent.fds[0]))
+    page.note("allgather #3")
+    assert reader.read().doing == "allgather #3"
+    reader.close()
+
+
+def test_what_the_script_does_is_told(agent: Agent, link: AgentLink) -> None:
+    """In the order in which it did it, to the end."""
+    link.start()
+    agent.accept()
+    link.listens()
+    link.heard("node b leaves", "resize")
+    link.ack("node b leaves", "resize")
+    link.close()
+    link.ack("after the end", "stop")
+    told = []
+    while line := agent.hear():
+        told.append(line)
+    notice = {"reason": "node b leaves", "kind": "resize"}
+    assert told == [
+        {"op": "listens"},
+        {"op": "heard", **notice},
+        {"op": "ack", **notice},
+        {"op": "detach"},
+    ]
+    assert threads() == []
+
+
+def test_notices_are_handed_on(agent: Agent, link: AgentLink, notices: Notices) -> None:
+    """However the lines are cut on their way, and whatever else is said in between."""
+    link.start()
+    agent.accept()
+    agent.say(
+        {"op": "attached"},
+        {"op": "preempt", "reason": "Slurm's time limit", "kind": "stop"},
+        ["no", "object"],
+        {"op": "of a later version"},
+    )
+    assert agent.worker is not None
+    agent.worker.sendall(b'no JSON\n{"op": "preempt", "rea')
+    wait_until(lambda: len(notices) == 1, SECONDS)
+    agent.worker.sendall('son": "größer", "kind": "resize"}\n'.encode())
+    agent.say({"op": "preempt", "reason": "odd", "kind": "of a later version"})
+    wait_until(lambda: len(notices) == 3, SECONDS)
+    assert notices == [("Slurm's time limit", "stop"), ("größer", "resize"), ("odd", "stop")]
+
+
+ACK_AND_DIE = """
+import os, sys
+from pathlib import Path
+from elaunch.progress import ProgressPage
+from elaunch.training.agentlink import AgentLink
+from elaunch.training.placement import Placement
+place = Placement("elaunch", 0, 1, 0, 1, 0, 1, None, False, "job/0", "job", 0, "", None)
+link = AgentLink(Path(sys.argv[1]), ProgressPage(), place)
+link.start()
+link.ack("why", "stop")
+os._exit(0)
+"""
+
+
+def test_an_ack_arrives_even_if_the_script_ends_at_once(agent: Agent) -> None:
+    """It decides whether exit code 0 means preempted or completed."""
+    subprocess.run([sys.executable, "-c", ACK_AND_DIE, str(agent.path)], check=True, timeout=60)
+    assert agent.accept()["op"] == "attach"
+    assert agent.hear() == {"op": "ack", "reason": "why", "kind": "stop"}
+    assert agent.hear() == {}
+
+
+def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Return the warnings of elaunch so far."""
+    return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+def go_on(link: AgentLink) -> None:
+    """Do what a script does that goes on."""
+    for _ in range(3):
+        link.listens()
+        link.heard("x", "stop")
+        link.ack("x", "stop")
+
+
+def test_an_agent_that_ends_is_no_error(
+    agent: Agent, link: AgentLink, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One line in the log, and the script goes on."""
+    link.start()
+    agent.accept()
+    agent.end()
+    wait_until(lambda: threads() == [], SECONDS)
+    go_on(link)
+    link.close()
+    (line,) = warned(caplog)
+    assert "agent has closed the connection" in line
+    assert "goes on without it" in line
+
+
+def test_an_agent_that_is_not_there_is_no_error(
+    tmp_path: Path, page: ProgressPage, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One line with the path and the reason."""
+    link = AgentLink(tmp_path / "gone.sock", page, PLACE)
+    link.start()
+    go_on(link)
+    link.close()
+    (line,) = warned(caplog)
+    assert str(tmp_path / "gone.sock") in line
+    assert "No such file" in line
+
+
+def test_a_refusal_is_no_error(
+    agent: Agent, link: AgentLink, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its reason is in the log, once."""
+    link.start()
+    agent.accept()
+    agent.say({"error": "round 3 is over"})
+    agent.end()
+    wait_until(lambda: threads() == [], SECONDS)
+    go_on(link)
+    (line,) = warned(caplog)
+    assert "round 3 is over" in line
+
+
+@pytest.mark.slow
+def test_an_agent_that_reads_nothing_does_not_hold_the_script_for_long(
+    agent: Agent, link: AgentLink, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is given up when its buffer is full."""
+    link.start()
+    began = time.monotonic()
+    for _ in range(20):
+        link.heard("x" * 100_000, "stop")
+    assert time.monotonic() - began < 30
+    assert len(warned(caplog)) == 1
+    assert "does not read any more" in warned(caplog)[0]
+
+
+def test_lines_without_end_are_given_up(agent: Agent, link: AgentLink) -> None:
+    """What answers is no agent: its bytes are not kept forever."""
+    link.start()
+    agent.accept()
+    assert agent.worker is not None
+    with pytest.raises((BrokenPipeError, ConnectionResetError)):
+        while True:
+            agent.worker.sendall(b"x" * 65536)
+    wait_until(lambda: threads() == [], SECONDS)
+
+
+def test_a_path_that_is_too_long_for_an_address(tmp_path: Path, page: ProgressPage) -> None:
+    """A run directory may lie deep."""
+    deep = tmp_path / ("d" * 100)
+    deep.mkdir()
+    short = tmp_path / "s"
+    agent = Agent(short)
+    os.rename(short, deep / "agent.sock")
+    link = AgentLink(deep / "agent.sock", page, PLACE)
+    link.start()
+    assert agent.accept()["op"] == "attach"
+    link.close()
+    agent.end()
+
+
+def test_a_fork_says_nothing_in_its_parents_name(agent: Agent, link: AgentLink) -> None:
+    """Neither that it ends nor that it was told to."""
+    link.start()
+    agent.accept()
+    pid = os.fork()
+    if pid == 0:
+        link.ack("x", "stop")
+        link.close()
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    link.listens()
+    assert agent.hear() == {"op": "listens"}
+
+
+def test_a_worker_that_is_killed_is_seen_at_once(agent: Agent) -> None:
+    """Its end of the connection is closed by the kernel."""
+    code = ACK_AND_DIE.replace("os._exit(0)", "import signal; signal.pause()")
+    worker = subprocess.Popen([sys.executable, "-c", code, str(agent.path)])
+    try:
+        agent.accept()
+        assert agent.hear()["op"] == "ack"
+    finally:
+        worker.send_signal(signal.SIGKILL)
+        worker.wait(60)
+    assert agent.hear() == {}

@@ -1,0 +1,191 @@
+"""elaunch.training.channel.objects and blobs: objects as bytes, in memory files, and back."""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import os
+import re
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from elaunch.training.channel import blobs, objects
+
+
+def through_memory(obj: object) -> Any:
+    """Return what a rank of the same node gets."""
+    packed = objects.pack(obj)
+    fd = blobs.written(packed)
+    view = blobs.mapped(fd, 0, packed.size)
+    os.close(fd)
+    return objects.unpack(view)
+
+
+def through_bytes(obj: object) -> Any:
+    """Return what a rank gets of a small object."""
+    packed = objects.pack(obj)
+    assert len(packed.joined()) == packed.size
+    return objects.unpack(memoryview(bytearray(packed.joined())))
+
+
+WAYS = pytest.mark.parametrize("through", [through_memory, through_bytes])
+
+
+@WAYS
+@pytest.mark.parametrize(
+    "obj",
+    [
+        None,
+        {"a": [1, (2, 3.5)], "b": {4}, "c": "é" * 70_000},
+        os.urandom(300_000),
+        [bytearray(b"x" * 300_000), b"y" * 300_000],
+        [b"z" * 100] * 5000,
+    ],
+    ids=["none", "nested", "bytes", "bytearray", "many"],
+)
+def test_what_pickle_takes_comes_back_equal(through: Any, obj: object) -> None:
+    """Small and large."""
+    assert through(obj) == obj
+
+
+@WAYS
+@pytest.mark.parametrize(
+    "array",
+    [
+        numpy.arange(100_000, dtype=numpy.int32),
+        numpy.asfortranarray(numpy.random.default_rng(0).random((300, 200))),
+        numpy.random.default_rng(0).random((300, 200))[::2, ::3],
+        numpy.array([{"an": "object"}, None], dtype=object),
+        numpy.zeros((0, 5)),
+        numpy.float32(3.0),
+        numpy.rec.array([(1, 2.0)] * 1000),
+    ],
+    ids=["plain", "fortran", "strided", "objects", "empty", "scalar", "record"],
+)
+def test_arrays_come_back_equal(through: Any, array: Any) -> None:
+    """Of every layout."""
+    back = through(array)
+    assert back.dtype == array.dtype and back.shape == array.shape
+    assert numpy.array_equal(back, array)
+
+
+@WAYS
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.rand(300, 200),
+        torch.rand(300, 200).to(torch.bfloat16),
+        torch.rand(300, 200).t(),
+        torch.rand(300, 200)[:, ::2],
+        torch.rand(5000, dtype=torch.complex64),
+        torch.rand(5000, dtype=torch.complex64).conj(),
+        torch.rand(5000) > 0.5,
+        torch.tensor(3),
+        torch.zeros(0, 3),
+        torch.rand(5000, requires_grad=True),
+        torch.nn.Parameter(torch.rand(5000)),
+        torch.eye(100).to_sparse(),
+    ],
+    ids=(
+        "dense bfloat16 transposed strided complex conj bool scalar empty grad parameter sparse"
+    ).split(),
+)
+def test_tensors_come_back_equal(through: Any, tensor: torch.Tensor) -> None:
+    """Whether they go as a buffer or in torch's own way."""
+    back = through({"t": tensor})["t"]
+    assert type(back) is type(tensor) and back.dtype == tensor.dtype
+    assert back.requires_grad == tensor.requires_grad and back.layout == tensor.layout
+    assert torch.equal(back.to_dense(), tensor.to_dense())
+
+
+@WAYS
+def test_what_comes_back_is_writable_and_ones_own(through: Any) -> None:
+    """Each receiver of one memory file has its own."""
+    array, tensor = numpy.ones(50_000), torch.ones(50_000)
+    first, second = through([array, tensor]), through([array, tensor])
+    first[0] += 1
+    first[1] += 1
+    for one in (array, tensor, *second):
+        assert float(one.sum()) == 50_000
+    assert float(first[0].sum()) == float(first[1].sum()) == 100_000
+
+
+def test_large_things_are_not_copied_to_be_sent() -> None:
+    """The parts are the memory of the objects themselves."""
+    array, tensor, data = numpy.ones(50_000), torch.ones(50_000), os.urandom(200_000)
+    parts = objects.pack([array, tensor, data]).parts
+    array[:], tensor[:] = 7, 7
+    buffers = [part for part in parts if isinstance(part, memoryview)]
+    assert [set(numpy.frombuffer(buffers[0])), set(numpy.frombuffer(buffers[1], "f4"))] == [{7}] * 2
+    assert any(part is data for part in parts)
+
+
+def test_a_view_of_a_large_tensor_travels_alone() -> None:
+    """Torch's own pickle takes the whole storage along."""
+    assert objects.pack(torch.zeros(1_000_000)[:10]).size < 1000
+
+
+def test_two_ways_to_one_object_stay_one() -> None:
+    """As pickle has it."""
+    tensor, array = torch.ones(5000), numpy.ones(5000)
+    back = through_bytes([tensor, tensor, array, array])
+    assert back[0] is back[1] and back[2] is back[3]
+
+
+def test_a_memory_file_is_sealed_and_costs_no_descriptor() -> None:
+    """What many map cannot be changed, nor cut short, by any of them."""
+    packed = objects.pack(numpy.ones(50_000))
+    fd = blobs.written(packed)
+    with pytest.raises(PermissionError):
+        os.pwrite(fd, b"x", 0)
+    with pytest.raises(PermissionError):
+        os.ftruncate(fd, 0)
+    assert fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SEAL
+    before = len(os.listdir("/proc/self/fd"))
+    kept = [blobs.mapped(fd, 0, packed.size) for _ in range(20)]
+    assert len(os.listdir("/proc/self/fd")) == before
+    del kept
+    os.close(fd)
+
+
+def test_memory_goes_with_the_last_array_in_it() -> None:
+    """And not before."""
+
+    def mappings() -> int:
+        return len(re.findall("elaunch-object", Path("/proc/self/maps").read_text()))
+
+    gc.collect()
+    before = mappings()
+    array, other = through_memory([numpy.ones(50_000), numpy.ones(50_000)])
+    assert mappings() > before
+    del other
+    gc.collect()
+    assert array.sum() == 50_000
+    del array
+    gc.collect()
+    assert mappings() == before
+
+
+def test_a_file_that_is_too_short_is_refused() -> None:
+    """Reading beyond its end would kill the process."""
+    fd = blobs.written(objects.pack(b"x" * 10_000))
+    with pytest.raises(ValueError, match="shorter"):
+        blobs.mapped(fd, 0, 1_000_000)
+    os.close(fd)
+
+
+def test_more_parts_than_one_system_call_takes() -> None:
+    """IOV_MAX is 1024."""
+    arrays = [numpy.full(600, number) for number in range(3000)]
+    assert all((a == b).all() for a, b in zip(through_memory(arrays), arrays, strict=True))
+
+
+def test_what_an_object_raises_is_raised() -> None:
+    """It is the caller who says to whom."""
+    with pytest.raises(TypeError, match=r"_thread\.lock"):
+        objects.pack([threading.Lock()])

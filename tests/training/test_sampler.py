@@ -1,0 +1,415 @@
+"""Every sample of an epoch once, whatever restarts, world sizes and batch sizes come in it."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import os
+import pickle
+import subprocess
+import sys
+import tracemalloc
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+
+from elaunch.errors import PlacementError, SamplerError
+from elaunch.training.sampler import ElasticDistributedSampler
+
+
+def samplers(data: Any, world: int, **options: Any) -> list[ElasticDistributedSampler]:
+    """Return the samplers of all ranks."""
+    return [ElasticDistributedSampler(data, world, rank, **options) for rank in range(world)]
+
+
+def saved(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state as it comes back from a checkpoint: through torch.save, then through JSON."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    loaded: dict[str, Any] = json.loads(json.dumps(torch.load(buffer, weights_only=True)))
+    assert loaded == state
+    return loaded
+
+
+def steps(
+    ranks: list[ElasticDistributedSampler], batch_size: int, most: int | None = None
+) -> Iterator[list[int]]:
+    """Train: yield what each step takes over all ranks, until the epoch's end or ``most``."""
+    iterators = [iter(sampler) for sampler in ranks]
+    for _ in range(sys.maxsize if most is None else most):
+        batches = [list(itertools.islice(one, batch_size)) for one in iterators]
+        assert len({len(batch) for batch in batches}) == 1, "a rank would wait for the others"
+        if not batches[0]:
+            return
+        for sampler, batch in zip(ranks, batches, strict=True):
+            sampler.advance(len(batch))
+        assert len({json.dumps(sampler.state_dict()) for sampler in ranks}) == 1
+        yield [index for batch in batches for index in batch]
+
+
+@dataclass(frozen=True)
+class Leg:
+    """What happens between two restarts."""
+
+    world: int
+    batch_size: int
+    steps: int
+    lost: int = 0
+    """Steps after the last checkpoint, which the next leg does again."""
+
+
+@dataclass
+class Account:
+    """What has been trained on and was not lost again."""
+
+    seen: list[int] = field(default_factory=list)
+    state: dict[str, Any] | None = None
+
+    def train(self, length: int, leg: Leg, **options: Any) -> None:
+        """Do one leg from the last checkpoint."""
+        ranks = samplers(range(length), leg.world, **options)
+        for sampler in ranks:
+            if self.state is not None:
+                sampler.load_state_dict(self.state)
+            sampler.set_epoch(sampler.epoch)
+        for number, step in enumerate(steps(ranks, leg.batch_size, leg.steps + leg.lost), 1):
+            if number <= leg.steps:
+                self.seen += step
+                self.state = saved(ranks[0].state_dict())
+
+
+legs = st.lists(
+    st.builds(Leg, st.integers(1, 8), st.integers(1, 9), st.integers(0, 12), st.integers(0, 5)),
+    min_size=1,
+    max_size=5,
+)
+HOLES = [Leg(4, 2, 1), Leg(3, 5, 2), Leg(5, 1, 1), Leg(2, 3, 1)]
+
+
+@settings(max_examples=300)
+@given(
+    length=st.integers(0, 300),
+    chain=legs,
+    last=st.builds(Leg, st.integers(1, 8), st.integers(1, 40), st.just(10**6)),
+    shuffle=st.booleans(),
+    seed=st.integers(0, 3),
+)
+@example(length=100, chain=HOLES, last=Leg(7, 4, 10**6), shuffle=True, seed=0)
+@example(length=3, chain=[Leg(2, 1, 1)], last=Leg(8, 9, 10**6), shuffle=True, seed=0)
+def test_any_chain_is_exact(
+    length: int, chain: list[Leg], last: Leg, shuffle: bool, seed: int
+) -> None:
+    """Nothing is lost, repeated is only the padding, and that is counted; twice, for two epochs."""
+    options = {"shuffle": shuffle, "seed": seed}
+    account = Account()
+    for epoch in range(2):
+        account.seen.clear()
+        for leg in [*chain, last]:
+            account.train(length, leg, **options)
+        counts = Counter(account.seen)
+        assert sorted(counts) == list(range(length)), "something was lost"
+        if account.state is None:  # without any data
+            return
+        world = max(leg.world for leg in [*chain, last])
+        assert sum(counts.values()) - length == account.state["padding"] < world
+        assert (account.state["offset"], account.state["epoch"]) == (length, epoch)
+        ranks = samplers(range(length), last.world, **options)
+        ranks[0].load_state_dict(account.state)
+        ranks[0].set_epoch(epoch + 1)
+        account.state = ranks[0].state_dict()
+
+
+@settings(max_examples=200)
+@given(
+    length=st.integers(0, 300),
+    chain=legs,
+    last=st.builds(Leg, st.integers(1, 8), st.integers(1, 40), st.just(10**6)),
+)
+def test_any_chain_with_drop_last(length: int, chain: list[Leg], last: Leg) -> None:
+    """Nothing is repeated, and less than one sample per rank is left out."""
+    account = Account()
+    for leg in [*chain, last]:
+        account.train(length, leg, drop_last=True)
+    assert max(Counter(account.seen).values(), default=1) == 1
+    assert length - len(account.seen) < last.world
+    assert account.state is None or account.state["offset"] == len(account.seen)
+
+
+@given(length=st.integers(1, 200), world=st.integers(1, 8), batch_size=st.integers(1, 9))
+def test_a_step_takes_what_comes_next(length: int, world: int, batch_size: int) -> None:
+    """The same samples as one rank with the whole batch would take, in whatever order."""
+    alone = list(ElasticDistributedSampler(range(length), 1, 0))
+    wide = world * batch_size
+    for number, step in enumerate(steps(samplers(range(length), world), batch_size)):
+        expected = alone[number * wide : (number + 1) * wide]
+        padding = len(step) - len(expected)
+        assert sorted(step) == sorted(expected + (alone * world)[:padding])
+    assert (number + 1) * wide >= length
+
+
+@pytest.mark.parametrize("world", range(1, 9))
+@pytest.mark.parametrize("length", [1, 7, 64, 101])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_shares_are_those_of_torch(world: int, length: int, drop_last: bool) -> None:
+    """Without a shuffle each rank's indices are equal to torch's; with one their numbers are."""
+    for rank in range(world):
+        for shuffle in (False, True):
+            words: dict[str, Any] = {"shuffle": shuffle, "drop_last": drop_last}
+            theirs: Any = DistributedSampler(range(length), world, rank, **words)  # type: ignore
+            ours = ElasticDistributedSampler(range(length), world, rank, **words)
+            assert len(list(ours)) == len(list(theirs)) == len(ours) == len(theirs)
+            assert ours.total_size == theirs.total_size
+            assert ours.num_samples == theirs.num_samples
+            if not shuffle:
+                assert list(ours) == list(theirs)
+
+
+def test_is_taken_for_torchs() -> None:
+    """Trainers that look for a DistributedSampler leave it in its place and call set_epoch."""
+    assert isinstance(ElasticDistributedSampler(range(3), 1, 0), DistributedSampler)
+
+
+def test_epochs_and_seeds_differ() -> None:
+    """And the same ones are the same."""
+    orders = set()
+    for seed, epoch in itertools.product((0, 1), (0, 1, 2)):
+        sampler = ElasticDistributedSampler(range(50), 1, 0, seed=seed)
+        sampler.set_epoch(epoch)
+        assert list(sampler) == list(sampler)
+        orders.add(tuple(sampler))
+    assert len(orders) == 6
+
+
+def test_length_is_what_is_left() -> None:
+    """For this rank, padding included; the loader's as well."""
+    sampler = ElasticDistributedSampler(range(103), 4, 1)
+    loader: DataLoader[int] = DataLoader(range(103), 8, sampler=sampler)  # type: ignore[arg-type]
+    assert (len(sampler), len(loader)) == (26, 4)
+    sampler.advance(8)
+    assert (len(sampler), len(loader), sampler.offset) == (18, 3, 32)
+    for _ in range(3):
+        sampler.advance(8)
+    assert (len(sampler), sampler.offset, sampler.padding) == (0, 103, 1)
+
+
+def test_an_epoch_that_is_done_is_not_done_again() -> None:
+    """After a restart at its very end it is empty; without set_epoch it is an error."""
+    sampler = ElasticDistributedSampler(range(5), 1, 0)
+    sampler.advance(5)
+    with pytest.raises(SamplerError, match=r"all of epoch 0 is done: call set_epoch\(1\)"):
+        iter(sampler)
+    with pytest.raises(SamplerError, match=r"after the end of epoch 0.*set_epoch\(1\)"):
+        sampler.advance(1)
+    again = ElasticDistributedSampler(range(5), 1, 0)
+    again.load_state_dict(sampler.state_dict())
+    again.set_epoch(0)
+    assert list(again) == []
+    again.set_epoch(1)
+    assert sorted(again) == [0, 1, 2, 3, 4]
+
+
+def test_a_state_of_other_data_is_refused() -> None:
+    """By name, with both values; the sampler is as it was."""
+    sampler = ElasticDistributedSampler(range(10), 2, 0, seed=3)
+    sampler.advance(1)
+    before = sampler.state_dict()
+    for change, words in [
+        ({"length": 11}, r"of other data: length 11 \(here 10\)"),
+        ({"seed": 4}, r"seed 4 \(here 3\)"),
+        ({"shuffle": False, "seed": 0}, r"seed 0 \(here 3\), shuffle False \(here True\)"),
+        ({"version": 2}, "version 2"),
+        ({"offset": 11}, "no place in 10 samples: epoch 0 offset 11"),
+        ({"offset": -1}, "offset -1"),
+        ({"offset": 1.5}, "offset 1.5"),
+        ({"epoch": "1"}, "epoch 1"),
+    ]:
+        with pytest.raises(SamplerError, match=words):
+            sampler.load_state_dict({**before, **change})
+    with pytest.raises(SamplerError, match="epoch, length"):
+        sampler.load_state_dict({"offset": 3})
+    assert sampler.state_dict() == before
+
+
+def test_counting_more_than_was_read_is_an_error() -> None:
+    """As who counts all ranks' batches together does; nothing is skipped in silence."""
+    sampler = ElasticDistributedSampler(range(100), 2, 1)
+    iterator = iter(sampler)
+    for _ in range(4):
+        next(iterator)
+    with pytest.raises(SamplerError, match=r"advance\(8\), but rank 1 was given only 4 samples"):
+        sampler.advance(8)
+    sampler.advance(4)
+    with pytest.raises(SamplerError, match="only 0 samples since"):
+        sampler.advance(1)
+    with pytest.raises(SamplerError, match=r"advance\(-1\)"):
+        sampler.advance(-1)
+    assert sampler.offset == 8
+
+
+@pytest.mark.parametrize(("world", "rank"), [(2, 2), (2, -1), (0, 0)])
+def test_ranks_are_checked(world: int, rank: int) -> None:
+    """At once."""
+    with pytest.raises(PlacementError, match=f"rank {rank} "):
+        ElasticDistributedSampler(range(3), world, rank)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_long_epochs(shuffle: bool) -> None:
+    """Indices are computed in pieces: where one ends and the next begins, nothing is lost."""
+    length = 100_003
+    shares = [list(sampler) for sampler in samplers(range(length), 3, shuffle=shuffle)]
+    alone = list(ElasticDistributedSampler(range(length), 1, 0, shuffle=shuffle))
+    together = [index for indices in zip(*shares, strict=True) for index in indices]
+    assert together == alone + alone[:2]
+
+
+def test_memory_does_not_grow_with_the_data() -> None:
+    """Of 10^9 samples any part costs the same, and begins at once."""
+    tracemalloc.start()
+    sampler = ElasticDistributedSampler(range(10**9), 8, 3)
+    sampler.load_state_dict(sampler.state_dict() | {"offset": 999_000_000})
+    count = sum(1 for _ in sampler)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert count == len(sampler) == 125_000
+    assert peak < 4_000_000
+
+
+class Squares(Dataset[tuple[int, int]]):
+    """A map-style dataset."""
+
+    def __len__(self) -> int:
+        return 143
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        return index, index * index
+
+
+class Stream(IterableDataset[int]):
+    """An iterable dataset, as the docstring of ``positions`` has it."""
+
+    def __init__(self, sampler: ElasticDistributedSampler, batch_size: int) -> None:
+        self.sampler, self.batch_size = sampler, batch_size
+
+    def __iter__(self) -> Iterator[int]:
+        me: Any = torch.utils.data.get_worker_info()
+        part = (me.id, me.num_workers) if me else (0, 1)
+        wanted = self.sampler.positions(self.batch_size, *part)
+        position = next(wanted, None)
+        for at, line in enumerate(range(143)):
+            if at == position:
+                yield line
+                position = next(wanted, None)
+
+
+def load(loader: DataLoader[Any], sampler: ElasticDistributedSampler, most: int) -> list[int]:
+    """Train ``most`` steps on what a loader gives."""
+    seen = []
+    for number, batch in enumerate(loader, 1):
+        indices = batch[0] if isinstance(batch, list) else batch
+        seen += indices.tolist()
+        sampler.advance(len(indices))
+        if number == most:
+            break
+    return seen
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["map", "stream"])
+def test_with_a_loader_that_reads_ahead(workers: int, kind: str) -> None:
+    """What was read ahead and not trained on comes again after the restart, to other ranks."""
+    options: dict[str, Any] = {"num_workers": workers}
+    if workers:
+        options |= {"prefetch_factor": 4, "multiprocessing_context": "fork"}
+    words = {"shuffle": kind == "map", "drop_last": kind == "stream"}
+    state: dict[str, Any] | None = None
+    seen: list[int] = []
+    for world, batch_size, most in [(2, 8, 3), (3, 5, 2), (1, 7, 10**6)]:
+        after: list[dict[str, Any]] = []
+        for sampler in samplers(Squares(), world, **words):
+            if state is not None:
+                sampler.load_state_dict(state)
+            data: Any = Squares() if kind == "map" else Stream(sampler, batch_size)
+            given = {"sampler": sampler} if kind == "map" else {}
+            loader: DataLoader[Any] = DataLoader(data, batch_size, **given, **options)
+            seen += load(loader, sampler, most)
+            after.append(sampler.state_dict())
+        assert all(one == after[0] for one in after)
+        state = after[0]
+    assert sorted(seen) == list(range(143))
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_with_torchdatas_loader(workers: int) -> None:
+    """Its own state may be loaded too: nothing is skipped twice, and both count the same."""
+    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+
+    def make() -> tuple[ElasticDistributedSampler, Any]:
+        sampler = ElasticDistributedSampler(Squares(), 2, 1)
+        return sampler, stateful(Squares(), 8, sampler=sampler, num_workers=workers)
+
+    expected = list(ElasticDistributedSampler(Squares(), 2, 1))
+    sampler, loader = make()
+    seen = load(loader, sampler, 3)
+    state, mine = loader.state_dict(), sampler.state_dict()
+    for also_mine in (False, True):
+        again, its_loader = make()
+        if also_mine:
+            again.load_state_dict(mine)
+        its_loader.load_state_dict(state)
+        assert seen + load(its_loader, again, 10**6) == expected
+        assert (again.offset, again.padding) == (143, 1)
+
+
+def test_a_copy_goes_its_own_way() -> None:
+    """Also through pickle, as a dataset that holds it goes to the workers of a loader."""
+    sampler = ElasticDistributedSampler(range(20), 2, 0)
+    next(iter(sampler))
+    other = pickle.loads(pickle.dumps(sampler))
+    other.advance(3)
+    assert (sampler.offset, other.offset) == (0, 6)
+    assert list(other) == list(sampler)[3:]
+
+
+def test_a_pass_that_has_begun_is_not_moved() -> None:
+    """Neither by what is counted meanwhile nor before its first index is asked for."""
+    sampler = ElasticDistributedSampler(range(20), 2, 0)
+    whole = list(sampler)
+    iterator = iter(sampler)
+    sampler._reading = None  # as if another process had read
+    sampler.advance(4)
+    assert list(iterator) == whole
+    assert list(sampler) == whole[4:]
+
+
+def test_rank_and_world_are_the_launchers() -> None:
+    """Of torch's process group, else of the launcher's variables, else one alone."""
+    code = (
+        "import elaunch, torch.distributed as dist, sys\n"
+        "if 'group' in sys.argv: dist.init_process_group('gloo', store=dist.HashStore(), rank=0,"
+        " world_size=1)\n"
+        "sampler = elaunch.ElasticDistributedSampler(range(10))\n"
+        "print(sampler.rank, sampler.num_replicas)\n"
+        "if 'group' in sys.argv: dist.destroy_process_group()\n"
+    )
+    names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE".split()
+    launched = dict(zip(names, "3 4 1 2 1 2".split(), strict=True))
+    launched |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "x"}
+    for words, variables, wanted in [
+        ([], {}, "0 1"),
+        ([], launched, "3 4"),
+        (["group"], launched, "0 1"),
+    ]:
+        environ = {k: v for k, v in os.environ.items() if k not in launched} | variables
+        argv = [sys.executable, "-c", code, *words]
+        done = subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=100)
+        assert done.stdout == f"{wanted}\n", done.stderr
