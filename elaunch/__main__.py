@@ -13,7 +13,7 @@ def main() -> int:
     # PID 1 of a container has no default action: a SIGTERM without a handler would be lost. An
     # interrupt in the middle of an import may be swallowed there, and the job would go on.
     signal.signal(signal.SIGTERM, _leave)
-    if sys.argv[1:2] == ["run"]:
+    if sys.argv[1:2] in (["run"], ["wrap"]):
         signal.signal(signal.SIGINT, _leave)
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the parent (>&-)

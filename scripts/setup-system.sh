@@ -8,7 +8,8 @@ set -eu
 PATH=$PATH:/usr/sbin:/sbin # where nft and ip are, which not every user has in the PATH
 missing=
 # program:package
-for pair in ps:procps etcd:etcd-server ip:iproute2 nft:nftables faketime:faketime openssl:openssl; do
+for pair in ps:procps etcd:etcd-server ip:iproute2 nft:nftables faketime:faketime openssl:openssl \
+    mpirun:openmpi-bin srun:slurm-client slurmctld:slurmctld slurmd:slurmd; do
     command -v "${pair%%:*}" >/dev/null || missing="$missing ${pair##*:}"
 done
 [ -n "$missing" ] || exit 0

@@ -1,0 +1,267 @@
+"""What ``elaunch wrap`` does, decided before anything starts: rank, environment, log files.
+
+The launcher's variables are read by elaunch.training.launchers. Torchrun's variables are set from
+them; the six numbers always, everything else only where it is not set: inside a job of elaunch or
+torchrun (a worker that calls mpirun) the round's own store and run id stay in use.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import string
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from elaunch import env, statedir
+from elaunch.agent.logfiles import round_directory
+from elaunch.agent.logplan import LogPlan
+from elaunch.config import ports
+from elaunch.config.values import StreamMap, did_you_mean
+from elaunch.errors import PlacementError, UsageError
+from elaunch.training import launchers
+from elaunch.training.launchers import LauncherNames
+from elaunch.training.placement import LOOPBACK, Numbers, meeting_point
+from elaunch.training.ranks import launcher_numbers
+
+
+@dataclass(frozen=True)
+class WrapRequest:
+    """What the command line of ``elaunch wrap`` says; ``shutdown_timeout`` is in seconds."""
+
+    command: tuple[str, ...]
+    rank_env: str | None = None
+    master_addr: str | None = None
+    master_port: int | None = None
+    log_dir: Path | None = None
+    redirects: StreamMap = field(default_factory=StreamMap)
+    tee: StreamMap = field(default_factory=lambda: StreamMap(3))
+    role: str = "default"
+    shutdown_timeout: float = 30.0
+
+
+@dataclass(frozen=True)
+class WrapPlan:
+    """One wrapped rank: what is started, in which environment, and where its output goes.
+
+    ``launched`` says that a launcher of the table started this process, as its parent.
+    """
+
+    command: tuple[str, ...]
+    numbers: Numbers
+    job: str
+    round: int
+    environ: Mapping[str, str]
+    logs: LogPlan
+    shutdown_timeout: float
+    launched: bool
+
+    @property
+    def is_python(self) -> bool:
+        """Whether the command is Python itself, which ends its own helpers."""
+        return re.fullmatch(r"python[\d.]*t?", os.path.basename(self.command[0])) is not None
+
+
+def plan(request: WrapRequest, environ: Mapping[str, str]) -> WrapPlan:
+    """Return what is to be done for this rank.
+
+    Raises UsageError where rank, size, node or meeting point can neither be read nor derived, where
+    rank 0's port is taken, and where the log directory cannot be made.
+    """
+    try:
+        return _plan(request, environ)
+    except PlacementError as error:
+        raise UsageError(str(error)) from error
+
+
+def _plan(request: WrapRequest, environ: Mapping[str, str]) -> WrapPlan:
+    names, rank = _find(request.rank_env, environ)
+    numbers = launcher_numbers(names, environ, rank)
+    job = launchers.job_name(names, environ)
+    own = dict(environ)
+    if request.master_addr is not None:
+        own["MASTER_ADDR"] = request.master_addr
+    if request.master_port is not None:
+        own["MASTER_PORT"] = str(request.master_port)
+    addr, port = meeting_point(names, numbers, own) or _alone(own, job)
+    if numbers.rank == 0 and not _is_hosted(environ):
+        _check_port(addr, port, given="MASTER_PORT" in own)
+    restarts = launchers.number(environ, ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+    facts = _facts(request, numbers, (addr, port), job, restarts or 0)
+    variables = _torch_variables(facts, numbers, environ)
+    log_root = _log_root(request, job)
+    if log_root is not None:
+        directory = round_directory(log_root, facts.round) / str(numbers.rank)
+        variables[env.ERROR_FILE] = str(directory / "error.json")
+    return WrapPlan(
+        command=request.command,
+        numbers=numbers,
+        job=job,
+        round=facts.round,
+        environ={**environ, **variables},
+        logs=_log_plan(request, numbers, log_root, environ),
+        shutdown_timeout=request.shutdown_timeout,
+        launched=names.family != "torch",
+    )
+
+
+def _find(rank_env: str | None, environ: Mapping[str, str]) -> tuple[LauncherNames, int | None]:
+    """Return who says the numbers, and the rank where ``--rank-env`` names it."""
+    found = launchers.find(environ)
+    if rank_env is None:
+        if found is None:
+            raise UsageError(_no_launcher(environ))
+        return found, None
+    if rank_env.strip().isdecimal():
+        return found or launchers.TORCH, int(rank_env)
+    named = tuple(name.strip() for name in rank_env.split(",") if name.strip())
+    name = launchers.first_set(environ, named)
+    if not name:
+        raise UsageError(_none_named(named, environ))
+    known = [names for names in launchers.LAUNCHERS if name in names.rank]
+    if found is not None and name in found.rank:
+        known = [found]
+    owner = known[0] if known else found or launchers.TORCH
+    return replace(owner, rank=(name,)), launchers.number(environ, (name,))
+
+
+def _no_launcher(environ: Mapping[str, str]) -> str:
+    known = ", ".join(launchers.rank_names())
+    if environ.get("SLURM_JOB_ID"):
+        how = "this is inside a Slurm job, but in no step of it: put `srun` before `elaunch wrap`"
+    else:
+        how = (
+            "start it with mpirun or srun, as in `mpirun -np 4 elaunch wrap -- COMMAND`, or say "
+            "where the rank is: --rank-env NAME"
+        )
+    return f"no launcher says which rank this is: none of {known} is set; {how}"
+
+
+def _none_named(named: tuple[str, ...], environ: Mapping[str, str]) -> str:
+    said = ", ".join(named)
+    known = [name for name in launchers.rank_names() if environ.get(name)]
+    hint = did_you_mean(named[0], known) if named else ""
+    if known and not hint:
+        hint = f"; {' and '.join(known)} {'is' if len(known) == 1 else 'are'} set"
+    if not named:
+        return f"--rank-env: it names no variable{hint}"
+    what = "is not set" if len(named) == 1 else "are all not set"
+    return f"--rank-env {said}: {said} {what}{hint}"
+
+
+def _alone(environ: Mapping[str, str], job: str) -> tuple[str, int]:
+    """Return a place for the store of one rank by itself: init_process_group wants one, too."""
+    port = launchers.number(environ, ("MASTER_PORT",))
+    if port is None and job:
+        port = launchers.derived_port(job)
+    if port is None:
+        with socket.socket() as probe:
+            probe.bind((LOOPBACK, 0))
+            port = int(probe.getsockname()[1])
+    return environ.get("MASTER_ADDR") or LOOPBACK, port
+
+
+def _is_hosted(environ: Mapping[str, str]) -> bool:
+    """Whether the launcher around this one hosts the store that MASTER_PORT names."""
+    return bool(environ.get("ELAUNCH_RUN_ID")) or environ.get(env.AGENT_STORE) == "True"
+
+
+def _check_port(addr: str, port: int, given: bool) -> None:
+    problem = ports.why_not_free(addr, port)
+    if problem is None:
+        return
+    which = "" if given else ", which was made of the job's id,"
+    raise UsageError(
+        f"port {port}{which} {problem}: rank 0 hosts the job's store there; give every rank "
+        "another with --master-port PORT, or set MASTER_PORT"
+    )
+
+
+def _facts(
+    request: WrapRequest, numbers: Numbers, store: tuple[str, int], job: str, restarts: int
+) -> env.RoundFacts:
+    first = numbers.rank - numbers.local_rank
+    place = env.NodePlace(
+        node_rank=numbers.cross_rank,
+        addrs=("",) * numbers.cross_size,
+        first_rank=first,
+        world_size=numbers.size,
+        first_role_rank=first,
+        role_world_size=numbers.size,
+    )
+    return env.RoundFacts(
+        run_id=job or "none",
+        round=restarts,
+        restarts=restarts,
+        max_restarts=0,
+        reason="",
+        local_world_size=numbers.local_size,
+        role=request.role,
+        place=place,
+        master_addr=store[0],
+        master_port=store[1],
+        agent_socket="",
+        checkpoint_dir=None,
+        resume_from="",
+        resume_step="",
+        signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+        use_agent_store="",
+        virtual_local_rank=False,
+    )
+
+
+def _torch_variables(
+    facts: env.RoundFacts, numbers: Numbers, environ: Mapping[str, str]
+) -> dict[str, str]:
+    """Return torchrun's variables, without what only an agent's workers have.
+
+    Without TORCHELASTIC_USE_AGENT_STORE the process of rank 0 hosts the store, as in any job that
+    torchrun did not start.
+    """
+    variables = env.worker_environment(facts, numbers.local_rank, "", environ)
+    kept = {
+        name: value
+        for name, value in variables.items()
+        if not name.startswith("ELAUNCH_") and name not in (env.AGENT_STORE, env.ERROR_FILE)
+    }
+    held = ("TORCHELASTIC_", "ROLE_NAME")  # those of a launcher around this one
+    changed = {n: v for n, v in kept.items() if not (n.startswith(held) and environ.get(n))}
+    if len(os.sched_getaffinity(0)) == os.cpu_count():  # else the launcher has given out the cores
+        changed |= env.default_omp_threads(environ, numbers.local_size)
+    # A pipe is not a terminal: Python would keep what it prints until much later.
+    return changed | {"PYTHONUNBUFFERED": environ.get("PYTHONUNBUFFERED") or "1"}
+
+
+def _log_root(request: WrapRequest, job: str) -> Path | None:
+    """Make the directory of this job's log files, which all its ranks share."""
+    if request.log_dir is None:
+        return None
+    root = Path(request.log_dir, statedir.file_name(job or "wrap")).absolute()
+    try:
+        os.makedirs(root, mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"--log-dir {request.log_dir}: cannot create a directory there: {error.strerror}"
+        ) from error
+    return root
+
+
+def _log_plan(
+    request: WrapRequest, numbers: Numbers, log_root: Path | None, environ: Mapping[str, str]
+) -> LogPlan:
+    """Return the plan of the one rank here, which the pump knows by its global rank."""
+    redirects = request.redirects.of(numbers.local_rank)
+    tee = request.tee.of(numbers.local_rank)
+    template = environ.get(env.LOG_PREFIX_TEMPLATE)
+    if template:
+        template = string.Template(template).safe_substitute(local_rank=numbers.local_rank)
+    return LogPlan(
+        log_root=log_root,
+        redirects=lambda rank: redirects,
+        tee=lambda rank: tee,
+        prefix_template=template,
+        role=request.role,
+        at_once=False,
+    )

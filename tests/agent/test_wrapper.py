@@ -1,0 +1,320 @@
+"""``elaunch wrap`` as a process: output, files, signals, exit codes, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from signal import SIGHUP, SIGINT, SIGKILL, SIGTERM, SIGUSR1, SIGUSR2, SIGWINCH, Signals
+
+import pytest
+
+from tests.launching import Launcher, Running, wait_until
+
+RANK_2 = {
+    "OMPI_COMM_WORLD_RANK": "2",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "2",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+    "PMIX_NAMESPACE": "77",
+}
+HEAR = """
+import signal, sys, time
+def hear(number, frame):
+    print("got", signal.Signals(number).name, flush=True)
+    if "leave" in sys.argv:
+        sys.exit(5)
+for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGWINCH"):
+    signal.signal(getattr(signal, name), hear)
+print("up", flush=True)
+while True:
+    time.sleep(600)
+"""
+
+
+def start(
+    elaunch: Launcher, words: Sequence[str | Path], *flags: str, env: dict[str, str] | None = None
+) -> Running:
+    """Start ``elaunch wrap`` as rank 2 of 4."""
+    return elaunch.start(["wrap", *flags, "--", *words], env=RANK_2 | (env or {}))
+
+
+def python(code: str, *words: str) -> list[str]:
+    """Return the command for a program."""
+    return [sys.executable, "-c", code, *words]
+
+
+@pytest.mark.parametrize(
+    ("code", "expected", "said"),
+    [
+        ("pass", 0, ""),
+        ("import sys; sys.exit(7)", 7, "exited with code 7"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", 137, "was killed by SIGKILL"),
+        ("import os; os.abort()", 134, "was killed by SIGABRT"),
+    ],
+)
+def test_exit_codes(elaunch: Launcher, code: str, expected: int, said: str) -> None:
+    """The command's own; 128 + n for a signal; a line that names the rank and the host."""
+    done = start(elaunch, python(code)).wait()
+    assert done.returncode == expected
+    lines = re.findall(r"^elaunch: rank 2 on (\S+), pid \d+ \(.*\): (.*)$", done.stderr, re.M)
+    assert lines == ([(os.uname().nodename, said)] if said else [])
+
+
+def test_a_command_that_cannot_be_started(elaunch: Launcher, tmp_path: Path) -> None:
+    """127 and 126 as in a shell; what was probably meant."""
+    script = tmp_path / "train.py"
+    script.write_text("")
+    done = start(elaunch, ["no-such-command"]).wait()
+    assert done.returncode == 127
+    assert "cannot execute no-such-command: No such file or directory" in done.stderr
+    done = start(elaunch, [script]).wait()
+    assert done.returncode == 126
+    assert f"did you mean `elaunch wrap -- python {script}`?" in done.stderr
+
+
+def test_lines_have_the_rank(elaunch: Launcher) -> None:
+    """Bars, bytes that are no UTF-8, long lines, a last line without an end: all of it."""
+    code = r"""
+import os
+os.write(1, b"one\ntwo \xff\xc3\n" + b"x" * 200_000 + b"\n")
+os.write(2, b"\r 10%\r 20%\n")
+os.write(1, b"no end")
+"""
+    running = start(elaunch, python(code))
+    assert running.wait().returncode == 0
+    lines = running.output_bytes().split(b"\n")
+    assert lines[:2] == [b"[default2]:one", b"[default2]:two \xff\xc3"]
+    assert lines[2] == b"[default2]:" + b"x" * 200_000
+    assert lines[3:] == [b"[default2]:no end"]
+    assert running.output_bytes("stderr").count(b"[default2]:") == 2
+
+
+@pytest.mark.slow
+def test_a_line_printed_in_pieces_is_shown_whole(elaunch: Launcher) -> None:
+    """Other ranks write to the same place between the pieces."""
+    code = "import os\nfor _ in range(50):\n    os.write(1, b'a')\n    os.write(1, b'b\\n')"
+    running = start(elaunch, python(code))
+    assert running.wait().stdout == "[default2]:ab\n" * 50
+
+
+def test_files_by_rank(elaunch: Launcher, tmp_path: Path) -> None:
+    """Exact bytes, all ranks of a job in one directory; -r shows nothing on the console."""
+    code = "import os; os.write(1, b'\\xff out'); os.write(2, b'err')"
+    running = start(elaunch, python(code), f"--log-dir={tmp_path}", "-r", "1", "--tee=2")
+    done = running.wait()
+    directory = tmp_path / "mpi-77" / "attempt_0" / "2"
+    assert (directory / "stdout.log").read_bytes() == b"\xff out"
+    assert (directory / "stderr.log").read_bytes() == b"err"
+    assert (done.stdout, done.stderr) == ("", "[default2]:err")
+
+
+@pytest.mark.slow
+def test_an_error_file_is_pointed_out(elaunch: Launcher, tmp_path: Path) -> None:
+    """Where @record wrote the traceback."""
+    code = "import os; open(os.environ['TORCHELASTIC_ERROR_FILE'], 'w').write('{}'); os._exit(3)"
+    done = start(elaunch, python(code), f"--log-dir={tmp_path}").wait()
+    path = tmp_path / "mpi-77" / "attempt_0" / "2" / "error.json"
+    assert done.returncode == 3 and f"its traceback is in {path}" in done.stderr
+
+
+@pytest.mark.slow
+def test_as_written(elaunch: Launcher) -> None:
+    """``--tee 0`` adds nothing."""
+    assert start(elaunch, ["echo", "a"], "--tee", "0").wait().stdout == "a\n"
+
+
+@pytest.mark.slow
+def test_arguments_and_stdin_reach_the_command(elaunch: Launcher) -> None:
+    """Flags after the command are its own; stdin is the wrapper's."""
+    code = "import sys; print(sys.argv[1:], repr(sys.stdin.read()))"
+    line = (
+        f"printf hello | {sys.executable} -m elaunch wrap {sys.executable} -c '{code}' --tee -- x"
+    )
+    done = elaunch.start_command(["sh", "-c", line], env=RANK_2).wait()
+    assert done.stdout == "[default2]:['--tee', '--', 'x'] 'hello'\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [SIGUSR1, SIGUSR2, SIGWINCH])
+def test_signals_are_passed_on(elaunch: Launcher, number: Signals) -> None:
+    """Those that mean no end may come as often as they like."""
+    running = start(elaunch, python(HEAR))
+    running.wait_for_line(r":up$")
+    for times in (1, 2):
+        running.send_signal(number)
+        wait_until(lambda times=times: running.output().count(f"got {number.name}") == times)
+    running.send_signal(SIGKILL)
+    assert running.wait().returncode == -9
+
+
+@pytest.mark.parametrize("number", [SIGTERM, SIGINT, SIGHUP])
+def test_the_command_decides_how_it_ends(elaunch: Launcher, number: Signals) -> None:
+    """It may save, and its code is kept."""
+    running = start(elaunch, python(HEAR, "leave"))
+    running.wait_for_line(r":up$")
+    running.send_signal(number)
+    done = running.wait()
+    assert (done.returncode, f"got {number.name}" in done.stdout) == (5, True)
+
+
+@pytest.mark.slow
+def test_a_signal_without_a_handler_ends_it(elaunch: Launcher) -> None:
+    """128 + n."""
+    running = start(elaunch, ["sh", "-c", "echo up; exec sleep 600"])
+    running.wait_for_line(r":up$")
+    running.send_signal(SIGTERM)
+    assert running.wait().returncode == 143
+
+
+@pytest.mark.slow
+def test_a_shell_s_program_gets_the_signal_too(elaunch: Launcher, tmp_path: Path) -> None:
+    """A command that is not Python is often a shell around what has to save."""
+    script = tmp_path / "hear.py"
+    script.write_text(HEAR)
+    running = start(elaunch, ["sh", "-c", f"{sys.executable} {script} leave; exit $?"])
+    running.wait_for_line(r":up$")
+    running.send_signal(SIGTERM)
+    assert "got SIGTERM" in running.wait().stdout
+
+
+@pytest.mark.slow
+def test_helpers_of_python_are_its_own_to_end(elaunch: Launcher) -> None:
+    """DataLoader workers must not die before the script has saved."""
+    code = """
+import signal, subprocess, sys
+helper = subprocess.Popen(["sleep", "600"])
+def save(number, frame):
+    print("helper", helper.poll(), flush=True)
+    helper.kill()
+    sys.exit(0)
+signal.signal(signal.SIGTERM, save)
+print("up", flush=True)
+signal.pause()
+"""
+    running = start(elaunch, python(code))
+    running.wait_for_line(r":up$")
+    running.send_signal(SIGTERM)
+    assert "helper None" in running.wait().stdout
+
+
+@pytest.mark.slow
+def test_who_does_not_end_is_killed(elaunch: Launcher) -> None:
+    """After the shutdown timeout."""
+    running = start(elaunch, python(HEAR), "--shutdown-timeout=0.3")
+    running.wait_for_line(r":up$")
+    running.send_signal(SIGTERM)
+    done = running.wait()
+    assert done.returncode == 137 and "it has not ended in 0.3 s; killing it" in done.stderr
+
+
+@pytest.mark.slow
+def test_told_twice_means_now(elaunch: Launcher) -> None:
+    """A second signal is no request any more; within a second it is the same one."""
+    running = start(elaunch, python(HEAR))
+    running.wait_for_line(r":up$")
+    running.send_signal(SIGTERM)
+    running.wait_for_line(r":got SIGTERM$")
+
+    def tell_again() -> bool:
+        running.send_signal(SIGINT)
+        return "SIGINT again: killing the command at once" in running.output("stderr")
+
+    wait_until(tell_again)
+    assert running.wait().returncode == 137
+
+
+@pytest.mark.slow
+def test_a_signal_to_all_processes_comes_once(elaunch: Launcher) -> None:
+    """Slurm signals the wrapper and everything below it."""
+    running = start(elaunch, python(HEAR))
+    running.wait_for_line(r":up$")
+    for pid in elaunch.leftovers():
+        os.kill(pid, SIGUSR1)
+    running.wait_for_line(r":got SIGUSR1$")
+    running.send_signal(SIGUSR2)  # passed on after the first, if that had been
+    running.wait_for_line(r":got SIGUSR2$")
+    assert running.output().count("got SIGUSR1") == 1
+    running.send_signal(SIGKILL)
+
+
+TREE = """
+import os, signal, subprocess, sys, time
+if "end" not in sys.argv:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+subprocess.Popen(["sleep", "600"])
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        os.write(1, b"daemon\\n")
+        time.sleep(600)
+    os._exit(0)
+os.wait()
+os.write(1, b"up\\n")
+if "end" not in sys.argv:
+    time.sleep(600)
+"""
+
+
+def test_nothing_is_left_when_the_wrapper_is_killed(elaunch: Launcher) -> None:
+    """Not the command, its children, or a daemon of its own session."""
+    running = start(elaunch, python(TREE))
+    running.wait_for_line(r":daemon$")
+    running.wait_for_line(r":up$")
+    assert len(elaunch.leftovers()) >= 5
+    os.kill(running.pid, SIGKILL)
+    running.wait()
+    wait_until(lambda: not elaunch.leftovers(), what="nothing is left")
+
+
+@pytest.mark.slow
+def test_nothing_is_left_when_the_command_ends(elaunch: Launcher) -> None:
+    """What it has left running is ended, and told to before."""
+    running = start(elaunch, python(TREE, "end"))
+    assert running.wait().returncode == 0
+    assert not elaunch.leftovers()
+
+
+@pytest.mark.slow
+def test_a_server_that_is_lost(elaunch: Launcher) -> None:
+    """An error that says so; nothing is left."""
+    running = start(elaunch, python(TREE))
+    running.wait_for_line(r":up$")
+    children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
+    os.kill(int(children[0]), SIGKILL)
+    done = running.wait()
+    assert done.returncode == 71 and "the server that started the command was lost" in done.stderr
+    assert not elaunch.leftovers()
+
+
+@pytest.mark.slow
+def test_a_launcher_that_is_killed_takes_the_command_with_it(elaunch: Launcher) -> None:
+    """mpirun that gets SIGKILL tells nobody."""
+    words = [sys.executable, "-m", "elaunch", "wrap", *python(HEAR, "leave")]
+    launcher = "import subprocess, sys; subprocess.run(sys.argv[1:])"
+    running = elaunch.start_command([sys.executable, "-c", launcher, *words], env=RANK_2)
+    running.wait_for_line(r":up$")
+    running.send_signal(SIGKILL)
+    done = running.wait()
+    assert "got SIGTERM" in done.stdout and "the launcher has ended" in done.stderr
+    wait_until(lambda: not elaunch.leftovers(), what="nothing is left")
+
+
+@pytest.mark.slow
+def test_closed_standard_files(elaunch: Launcher) -> None:
+    """No pipe of the wrapper's becomes the command's stdin."""
+    line = f"exec {sys.executable} -m elaunch wrap sh -c 'exit 4' <&- >&- 2>&-"
+    assert elaunch.start_command(["sh", "-c", line], env=RANK_2).wait().returncode == 4
+
+
+@pytest.mark.slow
+def test_nohup(elaunch: Launcher) -> None:
+    """A SIGHUP that is ignored before stays ignored, in the command too."""
+    code = "import signal; print(signal.getsignal(signal.SIGHUP).name, signal.getsignal(10).name)"
+    line = f"trap '' HUP; exec {sys.executable} -m elaunch wrap {sys.executable} -c '{code}'"
+    done = elaunch.start_command(["sh", "-c", line], env=RANK_2).wait()
+    assert done.stdout == "[default2]:SIG_IGN SIG_DFL\n"
+    assert signal.SIGUSR1 == 10
