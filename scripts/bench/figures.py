@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from launchers import ELAUNCH, TORCHRUN, Launcher
 
-Unit = Literal["s", "ms", "MB", "B/s", "/s", "%", "share", "steps", "trials", "count"]
+Unit = Literal["s", "ms", "us", "MB", "B/s", "/s", "%", "share", "steps", "trials", "count"]
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,10 @@ from typing import Any
 import procfs
 
 CLEAR_PREFIXES = ("PET_", "ELAUNCH_", "TORCHELASTIC_", "TORCH_", "BENCH_")
-CLEAR_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "LOGLEVEL")
+CLEAR_NAMES = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "LOGLEVEL"),
+    "PYTHONDONTWRITEBYTECODE",  # with it a checkout, unlike an installed torch, is compiled anew
+)
 POLL = 0.02
 CLEAN_UP_SECONDS = 10.0
 

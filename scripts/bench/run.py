@@ -23,7 +23,7 @@ import hosts
 import machine
 import procfs
 import table
-from families import commands, empty, goodput, idle, notice, recovery, start, teardown
+from families import api, commands, empty, goodput, idle, notice, recovery, start, teardown
 from figures import (
     Case,
     Figure,
@@ -48,6 +48,7 @@ FAMILIES: dict[str, Callable[[Options], list[Case]]] = {
     "commands": commands.cases,
     "empty": empty.cases,
     "goodput": goodput.cases,
+    "api": api.cases,
 }
 NAMES = (TORCHRUN, ELAUNCH)
 WARM_UP_SECONDS = 60.0

@@ -5,6 +5,8 @@
     mono    time.monotonic(), one clock for all processes of a machine
     wall    time.time()
     pid     of the worker
+
+or what the worker measured itself (``leave``).
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 
 def round_number() -> int:
@@ -45,3 +49,9 @@ def write(descriptor: int) -> None:
     """Write a stamp with the time of the call to a prepared descriptor."""
     now = {"mono": time.monotonic(), "wall": time.time(), "pid": os.getpid()}
     os.write(descriptor, json.dumps(now).encode())
+
+
+def leave(name: str, found: Mapping[str, Any]) -> None:
+    """Write what this worker measured itself, under ``name`` as a stamp would be."""
+    descriptor = prepare(name)
+    os.write(descriptor, json.dumps(found).encode())
