@@ -2,7 +2,8 @@
 #
 #   make demo    train on real data, kill a worker in the middle, show what it cost
 #   make test    every test
-#   make check   format, lint, types, fast tests: under a minute
+#   make lint    format, lint, types
+#   make check   the same and the fast tests: about two minutes
 #   make bench   elaunch beside torchrun: a table, and JSON in bench-results/
 #   make bench-cluster  the same with several nodes, through a TCPStore and through etcd
 #   make clean   remove everything that the other targets made
@@ -16,9 +17,9 @@ SETUP := setup.cfg pyproject.toml constraints.txt scripts/setup-venv.sh
 # The name holds a digest of all that decides what is installed, and of the place, which the
 # environment's own scripts contain: nothing is installed again until one of these changes.
 STAMP := $(VENV)/.installed-$(shell { cat $(SETUP); pwd; $(PYTHON) -V; } 2>&1 | cksum | cut -d' ' -f1)
-PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
+PYTEST := $(BIN)/python -m pytest -n 3 --dist worksteal
 
-.PHONY: demo test check bench bench-cluster clean venv
+.PHONY: demo test lint check bench bench-cluster clean venv
 
 venv: $(STAMP)
 
@@ -32,10 +33,12 @@ test: $(STAMP)
 	scripts/setup-system.sh
 	$(PYTEST)
 
-check: $(STAMP)
+lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+check: lint
 	$(PYTEST) -q -m "not slow"
 
 bench: $(STAMP)

@@ -19,8 +19,6 @@ import traceback
 
 from elaunch import env
 
-_log = logging.getLogger(__name__)
-
 
 def write(error: Exception) -> None:
     """Write ``error``, which is being handled, to the launcher's file; without one do nothing.
@@ -37,4 +35,6 @@ def write(error: Exception) -> None:
         with open(path, "w", encoding="utf-8") as file:
             json.dump(record, file)
     except OSError as problem:
-        _log.warning("%s=%s cannot be written: %s", env.ERROR_FILE, path, problem.strerror)
+        # A logger made at the import would be found in every forked worker.
+        log = logging.getLogger("elaunch")
+        log.warning("%s=%s cannot be written: %s", env.ERROR_FILE, path, problem.strerror)

@@ -61,7 +61,7 @@ def run(settings: Settings) -> int:
     handled = (
         *settings.signals_to_handle,
         *settings.forward_signals,
-        *settings.preempt_signals,
+        *signals.not_ignored(settings.preempt_signals),
     )
     signals.install(handled, inbox.put)
     openfiles.open_standard_files()

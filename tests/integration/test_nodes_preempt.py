@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.nodes import BACKENDS, DEADLINE, Build, Job, said, wait_until_said
+from tests.integration.nodes import DEADLINE, Build, Job, said, wait_until_said
 from tests.launching import Running
 
 pytestmark = pytest.mark.slow
 
-both_backends = pytest.mark.parametrize("backend", BACKENDS)
 ASKS = Path(__file__).with_name("jobs") / "asks.py"
 
 
@@ -36,7 +35,7 @@ def ends(job: Job, round: int) -> dict[int, int]:
     return {int(path.suffix[1:]): int(path.read_text()) for path in found}
 
 
-@both_backends
+@pytest.mark.parametrize("backend", ["etcd"])
 def test_one_node_leaves(cluster: Build, backend: str) -> None:
     """All four ranks save at one step; the other node goes on from there, uncounted."""
     job = Job(cluster, backend, 2)
@@ -83,7 +82,7 @@ def test_one_notice_is_enough(cluster: Build, backend: str) -> None:
     assert [agent.wait(DEADLINE).returncode for agent in agents] == [0, 0]
 
 
-@both_backends
+@pytest.mark.parametrize("backend", ["c10d"])
 def test_a_node_joins(cluster: Build, backend: str) -> None:
     """The workers save by themselves, and all go on from that step: nothing is done twice."""
     job = Job(cluster, backend, 2)

@@ -1,6 +1,6 @@
 """Preemptions of skewed ranks, at random moments and in random ways: always one step.
 
-``ELAUNCH_PREEMPT_TRIALS=5`` makes it fifty.
+``ELAUNCH_PREEMPT_TRIALS=50`` makes fifty of them.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from tests.launching import Launcher, Running, wait_until
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 SKEWED = Path(__file__).with_name("jobs") / "skewed.py"
-RANKS, PARTS = 4, 10
-PER_PART = int(os.environ.get("ELAUNCH_PREEMPT_TRIALS", "2"))
+TRIALS = int(os.environ.get("ELAUNCH_PREEMPT_TRIALS", "6"))
+RANKS, PER_PART = 4, 2
+PARTS = -(-TRIALS // PER_PART)
 DEADLINE = 120.0
 
 
