@@ -30,7 +30,7 @@ def record(function: Callable[_P, _R]) -> Callable[_P, _R | None]:
 
         @elaunch.record
         def main():
-            ...
+            train()
 
     Exceptions go on as they were raised. As with torch's, ``sys.exit(0)`` makes the function return
     None, other exits go on and are not recorded, and a fatal signal in C code prints the stacks of
