@@ -6,6 +6,8 @@ import fcntl
 import gc
 import os
 import re
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -189,3 +191,19 @@ def test_what_an_object_raises_is_raised() -> None:
     """It is the caller who says to whom."""
     with pytest.raises(TypeError, match=r"_thread\.lock"):
         objects.pack([threading.Lock()])
+
+
+def test_what_is_packed_keeps_the_memory_that_it_points_to() -> None:
+    """A tensor that had to be made contiguous exists for the pickle only."""
+    code = (
+        "import gc, torch\n"
+        "from elaunch.training.channel import objects\n"
+        "tensor = torch.rand(2000, 2000)[:, ::2]\n"
+        "packed = objects.pack({'t': tensor})\n"
+        "gc.collect()\n"
+        "back = objects.unpack(memoryview(bytearray(packed.joined())))['t']\n"
+        "print(torch.equal(back, tensor))\n"
+    )
+    argv = [sys.executable, "-c", code]  # what is read after its end may end the process
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout) == (0, "True\n")

@@ -48,7 +48,6 @@ class _Pickler(pickle.Pickler):
     def __init__(self) -> None:
         self.written: list[Bytes] = []
         self.buffers: list[memoryview] = []
-        self.kept: list[object] = []
         super().__init__(self, protocol=5, buffer_callback=self._aside)
 
     def write(self, data: Bytes) -> None:
@@ -62,9 +61,8 @@ class _Pickler(pickle.Pickler):
             return NotImplemented
         if not _is_plain(obj, torch):
             return NotImplemented
-        dense = obj.contiguous()
-        self.kept.append(dense)
-        return _tensor, (_memory_of(dense), str(obj.dtype).partition(".")[2], tuple(obj.shape))
+        memory = _memory_of(obj.contiguous())
+        return _tensor, (memory, str(obj.dtype).partition(".")[2], tuple(obj.shape))
 
     def _aside(self, buffer: pickle.PickleBuffer) -> bool:
         raw = buffer.raw()
@@ -90,6 +88,9 @@ def pack(obj: object) -> Packed:
         gap = -size % ALIGNMENT
         parts += [_PADDING[:gap], buffer]
         size += gap + buffer.nbytes
+    # It refers to itself: without this, what it has seen would live until the next collection.
+    pickler.clear_memo()
+    pickler.written, pickler.buffers = [], []
     return Packed(size, tuple(parts))
 
 
@@ -136,7 +137,11 @@ def _memory_of(tensor: Any) -> pickle.PickleBuffer:
     import ctypes
 
     size = tensor.numel() * tensor.element_size()
-    memory = (ctypes.c_char * size).from_address(tensor.data_ptr()) if size else b""
+    if not size:
+        return pickle.PickleBuffer(b"")
+    memory = (ctypes.c_char * size).from_address(tensor.data_ptr())
+    # An address alone keeps nothing alive, and the tensor may have been made for the pickle only.
+    memory.owner = tensor
     return pickle.PickleBuffer(memory)
 
 
