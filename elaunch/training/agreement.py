@@ -21,13 +21,13 @@ from elaunch.training.distributed import DistributedContext
 from elaunch.training.preemptboard import (
     NOTICE,
     Agreed,
-    Notice,
     PreemptBoard,
     Stage,
     Standing,
     agree,
 )
 from elaunch.training.steadyline import SLICE_S, SteadyLine
+from elaunch.worklink import Notice
 
 PATIENCE_S: Final = 5.0
 """Seconds that the agreement goes on without reaching the store."""

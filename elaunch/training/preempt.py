@@ -33,8 +33,7 @@ from elaunch.progress import ProgressPage
 from elaunch.training.agentlink import AgentLink
 from elaunch.training.agreement import Agreement, Heard
 from elaunch.training.distributed import DistributedContext
-from elaunch.training.preemptboard import Notice
-from elaunch.worklink import Kind
+from elaunch.worklink import Kind, Notice
 
 log = logging.getLogger("elaunch")
 

@@ -30,18 +30,10 @@ from typing import Any, Final, Literal
 from elaunch.errors import PeerLost
 from elaunch.training.roundstore import Line
 from elaunch.training.steadyline import SteadyLine
-from elaunch.worklink import KINDS, Kind
+from elaunch.worklink import KINDS, Notice
 
 NOTICE: Final = "preempt/notice"
 Stage = Literal["at", "in", "out"]
-
-
-@dataclass(frozen=True)
-class Notice:
-    """The job is asked to end (``stop``) or to make room for other nodes (``resize``)."""
-
-    reason: str
-    kind: Kind
 
 
 @dataclass(frozen=True)
