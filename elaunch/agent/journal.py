@@ -196,10 +196,9 @@ def _first_record(settings: Settings, run_dir: RunDir, log_dir: str | None) -> R
 
 def _is_preempted(state: State, end: Finish) -> bool:
     """Whether the run has ended because it was asked to; a worker may end with the same code."""
-    if end.exit_code != PREEMPTED or state.failed:
-        return False
-    over = state.plan is not None and state.plan.phase == "over" and state.plan.failure is None
-    return state.preempted or over or not state.alive
+    plan = state.plan
+    elsewhere = plan is not None and plan.phase == "over" and plan.failure is not None
+    return end.exit_code == PREEMPTED and not state.failed and not elsewhere
 
 
 def _state_name(state: State, action: Action) -> str:
