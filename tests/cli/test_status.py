@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import fcntl
 import json
 import os
@@ -13,7 +14,6 @@ import struct
 import subprocess
 import sys
 import termios
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -53,15 +53,22 @@ class Terminal:
             cwd=ROOT,
         )
         os.close(terminal)
+        self._decoder = codecs.getincrementaldecoder("utf-8")()
         self.text = ""
 
-    def read(self, seconds: float) -> None:
-        """Take what is written within ``seconds``, less if there is something at once."""
-        if select.select([self._fd], [], [], seconds)[0]:
-            try:
-                self.text += os.read(self._fd, 1 << 16).decode()
-            except OSError:
-                time.monotonic()
+    def read(self, seconds: float) -> bool:
+        """Take what is written within ``seconds``, less if there is something at once.
+
+        Return whether there may be more: the kernel cuts what it hands over anywhere, also in the
+        middle of a character.
+        """
+        if not select.select([self._fd], [], [], seconds)[0]:
+            return False
+        try:
+            self.text += self._decoder.decode(os.read(self._fd, 1 << 16))
+        except OSError:  # EIO: nobody has the other end open any more
+            return False
+        return True
 
     def wait_for(self, pattern: str) -> None:
         """Wait until the output matches."""
@@ -80,7 +87,8 @@ class Terminal:
             return self.process.poll() is not None
 
         wait_until(over, 60, "the command ends")
-        self.read(0)
+        while self.read(0):
+            continue
         os.close(self._fd)
         return self.process.returncode
 
