@@ -1,3 +1,5 @@
+from elaunch.checkpoint.keep import Keep as Keep
+from elaunch.errors import CheckpointError as CheckpointError
 from elaunch.errors import CollectiveError as CollectiveError
 from elaunch.errors import CollectiveTimeout as CollectiveTimeout
 from elaunch.errors import ContextError as ContextError
@@ -7,7 +9,10 @@ from elaunch.errors import PeerLost as PeerLost
 from elaunch.errors import PlacementError as PlacementError
 from elaunch.errors import RunDirError as RunDirError
 from elaunch.errors import SamplerError as SamplerError
+from elaunch.errors import SaveError as SaveError
 from elaunch.errors import ScriptError as ScriptError
+from elaunch.training.checkpoint.perrank import PerRank as PerRank
+from elaunch.training.checkpoint.perrank import rng_state as rng_state
 from elaunch.training.context import Context as Context
 from elaunch.training.context import init as init
 from elaunch.training.distributed import DistributedContext as DistributedContext

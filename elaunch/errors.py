@@ -12,6 +12,7 @@
     ├── ServerError             the process that starts the workers could not start or was lost
     ├── RunDirError             the run directory cannot be created or written
     ├── CheckpointError         a checkpoint is torn, foreign or unreadable
+    │   └── SaveError           a checkpoint was not committed; what was there before is untouched
     ├── JoinTimeoutError        too few nodes came together before the join timeout
     ├── SymmetryError           the nodes do not run the same thing, and --strict-symmetry is given
     ├── HangError               the workers made no progress for longer than --hang-timeout
@@ -90,6 +91,17 @@ class CheckpointError(ElaunchError):
     """A checkpoint is torn, foreign or unreadable."""
 
     exit_code = 74
+
+
+class SaveError(CheckpointError):
+    """A checkpoint was not committed; what was there before is untouched.
+
+    ``no_room``: a disk, or a quota, was full on some rank. ``stays``: the stage belongs to another
+    process, or to who chooses the next checkpoint, and is not to be removed.
+    """
+
+    no_room = False
+    stays = False
 
 
 class JoinTimeoutError(ElaunchError):

@@ -9,6 +9,7 @@ PATH=$PATH:/usr/sbin:/sbin # where nft and ip are, which not every user has in t
 missing=
 # program:package
 for pair in ps:procps etcd:etcd-server ip:iproute2 nft:nftables faketime:faketime openssl:openssl \
+    strace:strace \
     mpirun:openmpi-bin srun:slurm-client slurmctld:slurmctld slurmd:slurmd; do
     command -v "${pair%%:*}" >/dev/null || missing="$missing ${pair##*:}"
 done

@@ -23,8 +23,8 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"elaunch"}),
     frozenset({"errors"}),
     frozenset({"endings", "env"}),
-    frozenset("errorrecord runrecord newrecord statedir rundir".split()),
-    frozenset("config control checkpoint store progress worklink".split()),
+    frozenset("errorrecord saverecord runrecord newrecord statedir rundir".split()),
+    frozenset("config control checkpoint store progress worklink keeperline handshake".split()),
     frozenset({"server", "rendezvous", "training"}),
     frozenset({"agent"}),
     frozenset({"monitor"}),
@@ -40,18 +40,28 @@ FORBIDDEN_NAMES = frozenset(
 # Rule and place ("module" or "module:function") -> the reason for the exception.
 EXCEPTIONS: dict[tuple[str, str], str] = {
     ("parameters", "elaunch.training.distributed:DistributedContext.__init__"): "as in Determined",
+    ("parameters", "elaunch.training.checkpoint.context:CheckpointContext.save"): "by name only",
+    ("file", "elaunch.training.checkpoint.context"): "a script's calls, mostly what they promise",
     ("sleep", "elaunch.server.torchfix:_settle"): "nothing tells when a thread of C++ is at rest",
 }
 
 # "module:function" that may catch everything -> what becomes of the exception.
 BROAD_EXCEPTS: dict[str, str] = {
+    "elaunch.agent.courierport:CourierPort._attend": "top of a thread: logged, others are served",
     "elaunch.agent.seeker:look": "whatever a search runs into is its answer, and is told",
+    "elaunch.checkpoint.atonce:_run": "top of a thread: raised again in the one that has asked",
+    "elaunch.checkpoint.objects:Objects._at": "whatever a storage's driver raises is an OSError",
     "elaunch.rendezvous.coordinator:Coordinator._find": "top of a thread: the job ends with it",
     "elaunch.rendezvous.meeting:Meeting._run": "top of a thread: ends this agent, and is told",
     "elaunch.agent.control:ControlSocket._serve": "top of a thread: logged, others are served",
     "elaunch.agent.logs:LogPump._run": "top of a thread: logged with what it means for the job",
+    "elaunch.agent.keeperdesk:Desk._run": "top of a thread: logged, the worker is hung up on",
+    "elaunch.checkpoint.keeping:Keeping._commit": "top of a thread: the save fails with it",
+    "elaunch.checkpoint.keeping:Keeping._write": "top of a thread: the save fails with it",
     "elaunch.agent.watchdog:Watchdog._run": "top of a thread: logged, the job goes on unwatched",
     "elaunch.training.channel.objects:attempt": "what a user's object raises is the call's error",
+    "elaunch.training.checkpoint.guarding:guarded": "what torch or a user's object raises on one "
+    "rank is an error of all",
     "elaunch.server.devices:count_in_fork": "whatever a driver raises is the answer to the agent",
     "elaunch.server.preload:_import": "whatever a user's module raises is the answer to the agent",
 }

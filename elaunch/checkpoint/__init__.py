@@ -3,8 +3,21 @@
 ===============  ==================================================================
 module           holds
 ===============  ==================================================================
-records          ``Checkpoint``, ``PassedOver``, ``Search``: what a search returns
+records          what the modules hand to each other: ``Stage``, ``Committed``, ``Search``, …
 layout           every file name of elaunch's own layout, and its JSON documents
+depot            ``open_depot`` and the ``Depot`` protocol: where a run's checkpoints are
+posixdepot,      its two kinds: a directory; an fsspec URL (``objects``: what is asked of
+fsspecdepot      such a storage)
+committing       from sealed parts to what readers see; what two committers make of it
+assembling,      what a commit writes; one rank's part; what several ranks say, put
+manifests,       together
+merging
+filewriter,      files put on the disk for good; files that scripts have written
+sealing
+ownership,       whose directory it is: ``run.json``; one job at a time; file systems that
+locking, mounts  show what others wrote late
+trash,           taken away from readers: to be deleted; damaged
+quarantine
 latest           ``find_latest``: the newest complete checkpoint below a directory
 candidates       which names below that directory can be checkpoints, and their steps
 globs            ``check_glob`` and the walk for ``--checkpoint-glob``
@@ -19,6 +32,6 @@ pickles,
 pickleops, files
 ===============  ==================================================================
 
-Everything here only reads. Nothing imports torch, and nothing in a checkpoint can run code.
+Nothing imports torch, and nothing in a checkpoint can run code. What ``latest`` reaches only reads.
 Import from the modules: the placeholders and the pattern's check do not load the readers.
 """

@@ -32,6 +32,7 @@ from elaunch.errors import CheckpointError
 TORCH_SAVE = "torch.save"
 SAFETENSORS = "safetensors"
 JSON = "json"
+_CLOSED = (layout.STAGE, layout.QUARANTINE, layout.TRASH)
 _FORMATS = {".safetensors": SAFETENSORS, ".json": JSON}
 
 
@@ -131,4 +132,4 @@ def _is_closed(target: str, top: str) -> bool:
     if os.path.commonpath((target, top)) != top:
         return False
     parts = Path(target).relative_to(top).parts
-    return not parts or is_temporary(parts[-1]) or parts[0] in (layout.STAGE, layout.QUARANTINE)
+    return not parts or is_temporary(parts[-1]) or parts[0] in _CLOSED

@@ -36,7 +36,7 @@ def verify(path: Path) -> None:
     if size == 0:
         # torch syncs the file before it writes to it, so a power cut can leave it empty.
         raise CheckpointError(f"{METADATA} is empty")
-    for name, wanted in _wanted_sizes(path / METADATA).items():
+    for name, wanted in wanted_sizes(path).items():
         size = regular_size(inside(path, name, METADATA))
         if size < wanted:
             raise CheckpointError(f"truncated: {name} has {size} bytes, {METADATA} wants {wanted}")
@@ -50,8 +50,12 @@ def verify_below(path: Path, name: str) -> None:
         raise CheckpointError(f"{name}{os.sep}: {error}") from None
 
 
-def _wanted_sizes(metadata: Path) -> dict[str, int]:
-    with open_regular(metadata) as file:
+def wanted_sizes(path: Path) -> dict[str, int]:
+    """Return each file that ``.metadata`` names, and up to which byte it must reach.
+
+    Raises CheckpointError where it cannot be read as what torch writes.
+    """
+    with open_regular(path / METADATA) as file:
         loaded = load_inert(file.read(), METADATA)
     pieces = attribute(loaded, "storage_data")
     found = mapping(pieces)

@@ -22,12 +22,15 @@ from elaunch.errors import CheckpointError
 __all__ = ["Checkpoint", "PassedOver", "Search", "find_latest"]
 
 
-def find_latest(root: Path, *, glob: str | None = None, run_id: str | None = None) -> Search:
+def find_latest(
+    root: Path, *, glob: str | None = None, run_id: str | None = None, content: bool = True
+) -> Search:
     """Return the newest complete checkpoint below ``root``, and what was passed over.
 
     ``glob``, relative to ``root``: only its matches count. ``run_id``: checkpoints in elaunch's
-    own layout that another run wrote are passed over. A ``root`` that does not exist has none.
-    Raises UsageError for a pattern that leaves ``root``.
+    own layout that another run wrote are passed over. Without ``content`` the files of that layout
+    are not read, only their sizes compared. A ``root`` that does not exist has none. Raises
+    UsageError for a pattern that leaves ``root``.
     """
     entries, passed_over = globs.find(root, "*" if glob is None else glob)
     candidates = []
@@ -41,7 +44,7 @@ def find_latest(root: Path, *, glob: str | None = None, run_id: str | None = Non
     for candidate in candidates:
         path = candidate.path
         try:
-            format_ = _verify(candidate, run_id)
+            format_ = verify_candidate(candidate, run_id, content)
         except CheckpointError as error:
             passed_over.append(PassedOver(path, str(error)))
         except OSError as error:
@@ -53,13 +56,17 @@ def find_latest(root: Path, *, glob: str | None = None, run_id: str | None = Non
     return Search(None, tuple(passed_over))
 
 
-def _verify(candidate: Candidate, run_id: str | None) -> str | None:
-    """Return the format of a complete candidate, None for a directory that is no checkpoint."""
+def verify_candidate(candidate: Candidate, run_id: str | None, content: bool = True) -> str | None:
+    """Return the format of a complete candidate, None for a directory that is no checkpoint.
+
+    ``content``: read the files of elaunch's own layout, too.
+    Raises CheckpointError for one that is not complete, and OSError.
+    """
     path = candidate.path
     if candidate.format is None:
         return _verify_directory(candidate)
     if candidate.format == own.FORMAT:
-        own.verify(path, run_id)
+        own.verify(path, run_id, content)
     elif candidate.format == SAFETENSORS:
         check_safetensors(path)
     elif candidate.format == JSON:

@@ -2,71 +2,110 @@
 
 In this order: COMMIT is there, metadata.json fits the run and the directory's name, every rank has
 a manifest, the manifests have COMMIT's digest, every file has its size and its checksum. Sizes
-come before checksums, so that most damage is found without reading much.
+come before checksums, so that most damage is found without reading much; several files are read at
+once, each in pieces.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Mapping
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from elaunch.checkpoint import layout
+from elaunch.checkpoint.atonce import at_once
 from elaunch.checkpoint.files import (
+    JSON_LIMIT,
     inside,
     open_regular,
     parse_json,
-    read_json,
     regular_size,
     sha256_of,
     whole_number,
 )
+from elaunch.checkpoint.manifests import Entry, entries, schema_checked
 from elaunch.errors import CheckpointError
 
 FORMAT = "elaunch"
 
+_READERS = 4  # files that are read at once; hashing one takes one core
 
-def verify(path: Path, run_id: str | None) -> None:
+
+def verify(path: Path, run_id: str | None, content: bool = True) -> None:
     """Raise CheckpointError unless the checkpoint is committed, whole and of this run.
 
-    ``run_id`` None accepts every run's checkpoints.
+    ``run_id`` None accepts every run's checkpoints. Without ``content`` files of the right size
+    count as whole, and none of them is read. Raises OSError for a file that is missing or cannot be
+    read.
     """
+    check_files(path, chain(*read_documents(path, run_id).values()), content)
+
+
+def read_documents(path: Path, run_id: str | None) -> dict[int, tuple[Entry, ...]]:
+    """Check COMMIT, metadata.json and the manifests; return each rank's files."""
     names = os.listdir(path)
     if layout.COMMIT not in names:
         raise CheckpointError(f"not committed: {layout.COMMIT} is missing")
-    commit = _document(read_json(path / layout.COMMIT), layout.COMMIT)
-    metadata = _document(read_json(path / layout.METADATA), layout.METADATA)
-    _check_identity(path, metadata, run_id)
-    manifests = _read_manifests(path, names)
+    contents = {name: _read(path / name) for name in (layout.COMMIT, layout.METADATA)}
+    return check_documents(path.name, {**contents, **read_manifests(path, names)}, run_id)
+
+
+def check_documents(
+    name: str, contents: Mapping[str, bytes], run_id: str | None
+) -> dict[int, tuple[Entry, ...]]:
+    """Check the documents (name → content) of a checkpoint of this name; return ranks' files."""
+    commit = _document(contents, layout.COMMIT)
+    metadata = _document(contents, layout.METADATA)
+    _check_identity(name, metadata, run_id)
+    manifests = {
+        name: content
+        for name, content in contents.items()
+        if layout.parse_manifest_name(name) is not None
+    }
     _check_ranks(manifests, whole_number(metadata, "world_size", layout.METADATA))
     if commit.get("digest") != layout.digest(manifests):
         raise CheckpointError(f"the manifests do not have the digest in {layout.COMMIT}")
-    files = [file for name, content in manifests.items() for file in _files(path, name, content)]
-    for file, size, _checksum in files:
-        _check_size(path, file, size)
-    for file, _size, checksum in files:
-        if f"{layout.CHECKSUM}:{sha256_of(file)}" != checksum:
-            raise CheckpointError(f"bad checksum: {file.relative_to(path)}")
+    described = layout.checksum(contents[layout.METADATA])
+    if commit.get("metadata", described) != described:
+        raise CheckpointError(f"{layout.METADATA} does not have the checksum in {layout.COMMIT}")
+    return dict(_files(name, content) for name, content in manifests.items())
 
 
-def _document(document: dict[str, Any], name: str) -> dict[str, Any]:
-    schema = document.get("schema")
-    if schema != layout.SCHEMA:
-        raise CheckpointError(f"{name} has schema {schema!r}, this elaunch reads {layout.SCHEMA}")
-    return document
+def check_files(path: Path, files: Iterable[Entry], content: bool = True) -> None:
+    """Raise CheckpointError unless all files below ``path`` are what their entries say."""
+    unique = list(dict.fromkeys(files))
+    for file in unique:
+        _check_size(path, file)
+    if content:
+        at_once([partial(_check_content, path, file) for file in unique], _READERS, "verify")
 
 
-def _check_identity(path: Path, metadata: dict[str, Any], run_id: str | None) -> None:
+def _read(path: Path) -> bytes:
+    with open_regular(path) as file:
+        return file.read(JSON_LIMIT + 1)
+
+
+def _document(contents: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    if name not in contents:
+        raise CheckpointError(f"missing: {name}")
+    return schema_checked(parse_json(contents[name], name), name)
+
+
+def _check_identity(name: str, metadata: dict[str, Any], run_id: str | None) -> None:
     owner = metadata.get("run_id")
     if run_id is not None and owner != run_id:
         raise CheckpointError(f"belongs to run {owner}")
     found = tuple(whole_number(metadata, key, layout.METADATA) for key in ("step", "round"))
-    if found != layout.parse_step_name(path.name):
+    if found != layout.parse_step_name(name):
         step, round_ = found
         raise CheckpointError(f"{layout.METADATA} says step {step} of round {round_}")
 
 
-def _read_manifests(path: Path, names: list[str]) -> dict[str, bytes]:
+def read_manifests(path: Path, names: Iterable[str]) -> dict[str, bytes]:
+    """Return the manifests among ``names``, those of a directory's files: name → content."""
     manifests = {}
     for name in sorted(names):
         if layout.parse_manifest_name(name) is None:
@@ -76,7 +115,7 @@ def _read_manifests(path: Path, names: list[str]) -> dict[str, bytes]:
     return manifests
 
 
-def _check_ranks(manifests: dict[str, bytes], world_size: int) -> None:
+def _check_ranks(manifests: Mapping[str, bytes], world_size: int) -> None:
     if world_size < 1:
         raise CheckpointError(f"{layout.METADATA}: world_size is {world_size}")
     # The first gap is at most behind the last manifest: an absurd world size costs nothing.
@@ -90,29 +129,23 @@ def _check_ranks(manifests: dict[str, bytes], world_size: int) -> None:
         raise CheckpointError(f"{last} is there, but the world size is {world_size}")
 
 
-def _files(path: Path, name: str, content: bytes) -> list[tuple[Path, int, str]]:
-    manifest = _document(parse_json(content, name), name)
-    if manifest.get("rank") != layout.parse_manifest_name(name):
+def _files(name: str, content: bytes) -> tuple[int, tuple[Entry, ...]]:
+    manifest = schema_checked(parse_json(content, name), name)
+    rank = layout.parse_manifest_name(name)
+    if rank is None or manifest.get("rank") != rank:
         raise CheckpointError(f"{name} says it is of rank {manifest.get('rank')!r}")
-    entries = manifest.get("files")
-    if not isinstance(entries, list):
-        raise CheckpointError(f"{name} has no list of files")
-    return [_file(path, name, entry) for entry in entries]
+    return rank, entries(manifest, name)
 
 
-def _file(path: Path, name: str, entry: object) -> tuple[Path, int, str]:
-    if not isinstance(entry, dict):
-        raise CheckpointError(f"{name}: {entry!r} describes no file")
-    file = inside(path, entry.get("path"), name)
-    checksum = entry.get("checksum")
-    if not isinstance(checksum, str) or not checksum.startswith(f"{layout.CHECKSUM}:"):
-        raise CheckpointError(f"{name}: {entry.get('path')} has the unknown checksum {checksum!r}")
-    return file, whole_number(entry, "size", name), checksum
+def _check_size(path: Path, file: Entry) -> None:
+    size = regular_size(inside(path, file.path, "a manifest"))
+    if size != file.size:
+        word = "truncated" if size < file.size else "changed"
+        raise CheckpointError(
+            f"{word}: {file.path} has {size} bytes, its manifest wants {file.size}"
+        )
 
 
-def _check_size(path: Path, file: Path, wanted: int) -> None:
-    size = regular_size(file)
-    if size != wanted:
-        word = "truncated" if size < wanted else "changed"
-        relative = file.relative_to(path)
-        raise CheckpointError(f"{word}: {relative} has {size} bytes, its manifest wants {wanted}")
+def _check_content(path: Path, file: Entry) -> None:
+    if f"{layout.CHECKSUM}:{sha256_of(path / file.path)}" != file.checksum:
+        raise CheckpointError(f"bad checksum: {file.path}")

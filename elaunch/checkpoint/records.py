@@ -1,9 +1,31 @@
-"""What a search for checkpoints returns: plain frozen data."""
+"""What the checkpoint modules hand to each other: plain frozen data.
+
+===============  ==================================================================
+record           says
+===============  ==================================================================
+``Checkpoint``   a complete checkpoint of any format that a search found
+``PassedOver``   something that looked like one and was not taken
+``Search``       what a search returns
+``Stage``        a checkpoint that is being written, by all ranks together
+``Part``         what one rank contributes to it, but for the files
+``Image``        a file that is to be: its name and its bytes, wherever they lie
+``Committed``    a committed checkpoint in elaunch's own layout
+===============  ==================================================================
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+from elaunch.checkpoint import layout
+from elaunch.errors import CheckpointError
+
+Place = Path | str  # a directory, or an fsspec URL such as "s3://bucket/run"
 
 
 @dataclass(frozen=True)
@@ -14,7 +36,7 @@ class Checkpoint:
     ``safetensors``; ``round`` is known for elaunch's own layout only.
     """
 
-    path: Path
+    path: Place
     step: int
     format: str
     round: int | None = None
@@ -34,3 +56,91 @@ class Search:
 
     checkpoint: Checkpoint | None
     passed_over: tuple[PassedOver, ...] = ()
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A checkpoint that is being written: the same on all ranks, ``uuid`` from the chief."""
+
+    step: int
+    round: int
+    uuid: str
+
+    def __post_init__(self) -> None:
+        """Refuse what would not come back from the name: CheckpointError."""
+        if layout.parse_stage_name(self.name) != (self.step, self.round, self.uuid):
+            raise CheckpointError(
+                f"no checkpoint can be called {self.name!r}: step and round are whole numbers"
+                " >= 0, the uuid letters, digits, - and _"
+            )
+
+    @property
+    def name(self) -> str:
+        """The directory's name while it is written: ``step-00000120.r3.<uuid>``."""
+        return layout.stage_name(self.step, self.round, self.uuid)
+
+    @property
+    def final(self) -> str:
+        """The directory's name once it is committed: ``step-00000120.r3``."""
+        return layout.step_name(self.step, self.round)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank puts into a checkpoint, but for the files.
+
+    ``metadata`` is the rank's own user metadata: JSON values under string keys, with
+    ``steps_completed``. ``copied``: it is written by another node than that rank's, which may be at
+    it too; its files' times are not to be told.
+    """
+
+    rank: int
+    world_size: int
+    run_id: str
+    metadata: Mapping[str, Any]
+    host: str = field(default_factory=socket.gethostname)
+    pid: int = field(default_factory=os.getpid)
+    copied: bool = False
+
+
+@dataclass(frozen=True)
+class Image:
+    """A file that is to be: ``path`` below the stage, and its bytes, piece after piece.
+
+    The pieces may lie in a tensor's or in an agent's memory: nothing copies them.
+    """
+
+    path: str
+    pieces: Sequence[memoryview | bytes]
+
+    @property
+    def size(self) -> int:
+        """Bytes in all."""
+        return sum(memoryview(piece).nbytes for piece in self.pieces)
+
+
+@dataclass(frozen=True)
+class Committed:
+    """A committed checkpoint: ``place`` is its own directory or URL, ``metadata`` the user's.
+
+    ``committed`` is in seconds since 1970, ``size`` in bytes; ``document`` is all of
+    ``metadata.json``, for who wants durations, versions, hosts.
+    """
+
+    name: str
+    place: Place
+    step: int
+    round: int
+    uuid: str
+    metadata: Mapping[str, Any]
+    size: int
+    run_id: str = ""
+    world_size: int = 1
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    committed: float = 0.0
+    document: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """Order checkpoints from old to new."""
+        return (self.step, self.round)

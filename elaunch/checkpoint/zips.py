@@ -11,7 +11,7 @@ import os
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -23,6 +23,7 @@ from elaunch.errors import CheckpointError
 PICKLE = "data.pkl"
 PICKLE_LIMIT = 2**30  # bytes; a data.pkl holds the structure, not the tensors
 
+_CHUNK = 2**20
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 _LOCAL_MAGIC = b"PK\x03\x04"
 # What zipfile raises for malformed input.
@@ -54,6 +55,27 @@ def global_step(path: Path) -> int | None:
     saved = mapping(load_inert(content, f"{path.name}:{PICKLE}")) or {}
     step = saved.get("global_step")
     return step if isinstance(step, int) and not isinstance(step, bool) and step >= 0 else None
+
+
+def check_sums(path: Path, progress: Callable[[int], object]) -> None:
+    """Read every byte of an archive; raise CheckpointError where a member's CRC is wrong.
+
+    ``progress`` is told of bytes read.
+    """
+    with _archive(path) as (_, archive):
+        for member in archive.infolist():
+            _check_sum(archive, member, path.name, progress)
+
+
+def _check_sum(
+    archive: zipfile.ZipFile, member: zipfile.ZipInfo, name: str, progress: Callable[[int], object]
+) -> None:
+    try:
+        with archive.open(member) as content:
+            while chunk := content.read(_CHUNK):
+                progress(len(chunk))
+    except _MALFORMED as error:
+        raise CheckpointError(f"{name} is damaged: {error}") from None
 
 
 @contextmanager

@@ -21,6 +21,23 @@ def test_step_name_there_and_back(step: int, round_: int) -> None:
     assert layout.parse_step_name(layout.step_name(step, round_)) == (step, round_)
 
 
+@given(NUMBERS, NUMBERS, st.from_regex(r"[0-9A-Za-z_-]+", fullmatch=True))
+def test_stage_name_there_and_back(step: int, round_: int, uuid: str) -> None:
+    name = layout.stage_name(step, round_, uuid)
+    assert layout.parse_stage_name(name) == (step, round_, uuid)
+    assert layout.unclaimed(name) == name == layout.unclaimed(layout.claim_name(name))
+    assert layout.parse_stage_name(layout.claim_name(name)) is None
+    assert layout.parse_step_name(name) is None
+
+
+@pytest.mark.parametrize(
+    "name", ["COMMIT", "metadata.json", "manifest.rank-00003.json", ".rank-00001", ".tmp-elaunch-1"]
+)
+def test_names_that_only_elaunch_writes(name: str) -> None:
+    assert layout.is_reserved(name)
+    assert not layout.is_reserved(f"my-{name}")
+
+
 @given(NUMBERS)
 def test_manifest_name_there_and_back(rank: int) -> None:
     assert layout.parse_manifest_name(layout.manifest_name(rank)) == rank

@@ -1,0 +1,199 @@
+"""Is a checkpoint directory fit for use: can it be written, has it room, do all nodes share it?
+
+::
+
+    CHECKPOINT_DIR/.probe/<nonce>     empty; written by a node's agent, there while the agent lives
+
+A node that shares the directory with others leaves a file under a name that only it knows, before
+it says that name to the others. Who chooses the checkpoint of a round looks for the files of all.
+File systems that keep what they know of a directory for a while (NFS) are asked again, and each
+time after a change of the asker's own, which makes them look.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import threading
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from elaunch.checkpoint import layout
+from elaunch.errors import UsageError
+
+SEEN_S: Final = 10.0
+"""Seconds until a file that another node has written must be seen."""
+LOOK_AGAIN_S: Final = 0.2
+STALE_S: Final = 365 * 86_400.0
+"""Files of agents that were killed go after this time, by the file system's own clock."""
+BLOCK: Final = 65_536
+"""Bytes that are written to find out whether anything can be."""
+AMPLE: Final = 1.2
+
+
+@dataclass(frozen=True)
+class Probed:
+    """A directory can be used; ``remark`` is a warning in one line, or ""."""
+
+    remark: str = ""
+
+
+def check(place: Path, local: bool, frees: bool) -> Probed:
+    """Make the directory if it is not there, and write in it; may block as the storage does.
+
+    Args:
+        place: the checkpoint directory, absolute.
+        local: whether it is this node's own, so that a checkpoint in it is only a part.
+        frees: whether old checkpoints make room for new ones (``Keep``).
+
+    Raises:
+        UsageError: it cannot be made or written, or has less room than the newest checkpoint takes.
+    """
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        _write(place)
+        needed, name = _newest_size(place, local)
+        room = os.statvfs(place)
+    except OSError as error:
+        raise UsageError(_told(place, error)) from None
+    free = room.f_bavail * room.f_frsize
+    if free >= needed * AMPLE:
+        return Probed()
+    told = (
+        f"--checkpoint-dir {place}: {_amount(free)} are free on {_host()}, and the newest "
+        f"checkpoint, {name}, takes {_amount(needed)}"
+    )
+    if free < needed and not frees:
+        raise UsageError(f"{told}; make room, or have old ones removed by --checkpoint-keep-last")
+    return Probed(told)
+
+
+def leave_mark(place: Path, nonce: str) -> None:
+    """Write the file by which other nodes tell that this one uses the same directory."""
+    directory = place / layout.PROBE
+    try:
+        directory.mkdir(exist_ok=True)
+        mark = directory / nonce
+        mark.touch()
+        _remove_stale(directory, mark.stat().st_mtime)
+    except OSError as error:
+        raise UsageError(_told(place, error)) from None
+
+
+def remove_mark(place: Path, nonce: str) -> None:
+    """Take the file back; what cannot be removed stays."""
+    directory = place / layout.PROBE
+    with contextlib.suppress(OSError):
+        (directory / nonce).unlink()
+        directory.rmdir()  # by the last one
+
+
+def unseen(place: Path, nonces: Collection[str], patience: float = SEEN_S) -> frozenset[str]:
+    """Return which of these files are not there, after ``patience`` seconds of looking."""
+    missing = frozenset(nonces)
+    until, never = time.monotonic() + patience, threading.Event()
+    while missing:
+        missing -= _names(place / layout.PROBE)
+        if not missing or time.monotonic() >= until:
+            break
+        never.wait(LOOK_AGAIN_S)
+        _stir(place / layout.PROBE)
+    return missing
+
+
+# ── file work ────────────────────────────────────────────────────────────────────────────────────
+
+
+def _write(place: Path) -> None:
+    """Write and remove a file: rights, quotas, a read-only mount and a full disk show here."""
+    path = place / f"{layout.PROBE}-{os.urandom(8).hex()}"
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        view = memoryview(bytes(BLOCK))
+        while view:
+            view = view[os.write(descriptor, view) :]
+    finally:
+        os.close(descriptor)
+        path.unlink()
+
+
+def _newest_size(place: Path, local: bool) -> tuple[int, str]:
+    """Return size and name of the newest checkpoint in elaunch's own layout; 0 without one."""
+    steps = [(layout.parse_step_name(name), name) for name in os.listdir(place)]
+    found = max(((step, name) for step, name in steps if step is not None), default=None)
+    if found is None:
+        return 0, ""
+    name = found[1]
+    if local:
+        return _size_below(place / name), name
+    try:
+        size = json.loads((place / name / layout.METADATA).read_bytes())["size"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return _size_below(place / name), name
+    return (size, name) if isinstance(size, int) else (_size_below(place / name), name)
+
+
+def _size_below(directory: Path) -> int:
+    total = 0
+    for root, _, files in os.walk(directory):
+        for name in files:
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(root, name)).st_size
+    return total
+
+
+def _names(directory: Path) -> frozenset[str]:
+    try:
+        return frozenset(os.listdir(directory))
+    except OSError:
+        return frozenset()
+
+
+def _stir(directory: Path) -> None:
+    """Change the directory, so that a cached picture of it is given up."""
+    name = directory / f".{os.urandom(8).hex()}"
+    with contextlib.suppress(OSError):
+        name.touch()
+        name.unlink()
+
+
+def _remove_stale(directory: Path, now: float) -> None:
+    for name in os.listdir(directory):
+        with contextlib.suppress(OSError):
+            if (directory / name).stat().st_mtime < now - STALE_S:
+                (directory / name).unlink()
+
+
+# ── words ────────────────────────────────────────────────────────────────────────────────────────
+
+_FIXES = {
+    errno.EROFS: "it is mounted read-only; mount it read-write, or give another directory",
+    errno.EACCES: "this user may not write there; give it the rights, or another directory",
+    errno.EPERM: "this user may not write there; give it the rights, or another directory",
+    errno.ENOSPC: "no space is left there; make room, or give another directory",
+    errno.EDQUOT: "this user's quota is used up; make room, or give another directory",
+    errno.ENOTDIR: "a part of the path is a file; give another directory",
+    errno.EEXIST: "it is a file; give a directory",
+}
+
+
+def _told(place: Path, error: OSError) -> str:
+    fix = _FIXES.get(error.errno or 0, "give a directory that can be written")
+    return f"--checkpoint-dir {place} cannot be written on {_host()}: {error.strerror}: {fix}"
+
+
+def _host() -> str:
+    return os.uname().nodename
+
+
+def _amount(count: float) -> str:
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"

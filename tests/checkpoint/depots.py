@@ -1,0 +1,46 @@
+"""Stages and parts for the tests of depots: small, and told apart by their content."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+from uuid import uuid4
+
+from elaunch.checkpoint.depot import Committed, Depot, Image, Part, Stage
+
+
+def stage(step: int = 120, round_: int = 3) -> Stage:
+    """Return a new stage."""
+    return Stage(step, round_, str(uuid4()))
+
+
+def part(rank: int, world_size: int = 2, step: int = 120, **metadata: Any) -> Part:
+    """Return a rank's part of run "digits"."""
+    return Part(rank, world_size, "digits", {"steps_completed": step, **metadata})
+
+
+def write(depot: Depot, at: Stage, files: Mapping[int, Mapping[str, bytes]] | None = None) -> None:
+    """Write and seal all ranks' parts; ``files``: rank → name → content."""
+    files = files or {rank: {f"rank{rank}.bin": bytes([rank]) * 1000} for rank in range(2)}
+    for rank, content in files.items():
+        images = [Image(name, [data]) for name, data in content.items()]
+        depot.write_part(at, part(rank, len(files), at.step), images)
+
+
+def save(depot: Depot, step: int = 120, round_: int = 3) -> Committed:
+    """Write and commit a checkpoint of two ranks."""
+    at = stage(step, round_)
+    write(depot, at)
+    return depot.commit(at, lambda: None)
+
+
+def save_scripts_files(depot: Depot, step: int = 120, round_: int = 3) -> Committed:
+    """Commit what the scripts of two ranks wrote: own files, and one that both wrote."""
+    at = stage(step, round_)
+    for rank in range(2):
+        below = depot.open_stage(at, rank)
+        (below / "sub").mkdir()
+        for name, content in ((f"sub/{rank}.bin", bytes([rank])), ("both.bin", b"both")):
+            (below / name).write_bytes(content)
+        depot.seal(at, part(rank, 2, step), depot.own_files(at, below), below)
+    return depot.commit(at, lambda: None)
