@@ -12,7 +12,11 @@ ELAUNCH_ROUND                   0 at the first start, one more at each restart
 ELAUNCH_RESTART_REASON          why this round began; empty in round 0
 ELAUNCH_NODE_ADDRS              addresses of all nodes in the order of their node ranks, by comma
 ELAUNCH_AGENT_SOCKET            path of this node's agent's Unix socket
-ELAUNCH_CHECKPOINT_DIR          ``--checkpoint-dir``, absolute; unset without it
+ELAUNCH_CHECKPOINT_DIR          ``--checkpoint-dir``, absolute, or its URL; unset without it
+ELAUNCH_CHECKPOINT_LOCAL        ``1`` with ``--checkpoint-local``; unset without it
+ELAUNCH_RUN_ID_GIVEN            ``1`` where a person chose the run id and there is a
+                                ``--checkpoint-dir``: a later start has the same id; else unset
+ELAUNCH_CHECKPOINT_KEEP         the ``--checkpoint-keep-…`` flags as JSON; unset without any
 ELAUNCH_RESUME_FROM             the checkpoint that every rank of this round resumes from, or empty
 ELAUNCH_RESUME_STEP             its step, or empty
 ELAUNCH_CHANNEL_KEY             key by which the round's workers know each other, as hex; not set
@@ -41,8 +45,13 @@ VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 NCCL_ASYNC_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 TEMP_PREFIX = "elaunch-"
 """How the name of a run's own TMPDIR begins."""
+AGENT_SOCKET = "ELAUNCH_AGENT_SOCKET"
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 CHANNEL_KEY = "ELAUNCH_CHANNEL_KEY"
+CHECKPOINT_DIR = "ELAUNCH_CHECKPOINT_DIR"
+RUN_ID_GIVEN = "ELAUNCH_RUN_ID_GIVEN"
+CHECKPOINT_LOCAL = "ELAUNCH_CHECKPOINT_LOCAL"
+CHECKPOINT_KEEP = "ELAUNCH_CHECKPOINT_KEEP"
 STACKS_FILE = "ELAUNCH_STACKS_FILE"
 STACKS_SIGNAL = signal.SIGRTMIN + 12
 """At this signal a worker writes the stacks of its threads to its STACKS_FILE."""
@@ -97,6 +106,9 @@ class RoundFacts:
     use_agent_store: str
     virtual_local_rank: bool
     channel_key: str = ""
+    run_id_given: bool = False
+    checkpoint_local: bool = False
+    checkpoint_keep: str = ""
 
 
 def worker_environment(
@@ -134,12 +146,18 @@ def worker_environment(
         "ELAUNCH_ROUND": str(facts.round),
         "ELAUNCH_RESTART_REASON": facts.reason,
         "ELAUNCH_NODE_ADDRS": ",".join(place.addrs),
-        "ELAUNCH_AGENT_SOCKET": facts.agent_socket,
+        AGENT_SOCKET: facts.agent_socket,
         "ELAUNCH_RESUME_FROM": facts.resume_from,
         "ELAUNCH_RESUME_STEP": facts.resume_step,
     }
     if facts.checkpoint_dir is not None:
-        variables["ELAUNCH_CHECKPOINT_DIR"] = facts.checkpoint_dir
+        variables[CHECKPOINT_DIR] = facts.checkpoint_dir
+        if facts.run_id_given:
+            variables[RUN_ID_GIVEN] = "1"
+    if facts.checkpoint_local:
+        variables[CHECKPOINT_LOCAL] = "1"
+    if facts.checkpoint_keep:
+        variables[CHECKPOINT_KEEP] = facts.checkpoint_keep
     if facts.channel_key:
         variables[CHANNEL_KEY] = facts.channel_key
     if facts.virtual_local_rank:
@@ -170,4 +188,5 @@ def launcher_environment() -> dict[str, str]:
 
     What an outer elaunch has set for one of its workers alone is left out.
     """
-    return {name: value for name, value in os.environ.items() if name != STACKS_FILE}
+    own = (STACKS_FILE, RUN_ID_GIVEN)
+    return {name: value for name, value in os.environ.items() if name not in own}

@@ -85,7 +85,10 @@ def facts(settings: Settings, nproc: int) -> list[tuple[str, str]]:
     ]
     if settings.checkpoint_dir:
         glob = f" ({settings.checkpoint_glob})" if settings.checkpoint_glob else ""
-        found.append(("checkpoints", f"{settings.checkpoint_dir}{glob}"))
+        local = ", each node's own" if settings.checkpoint_local else ""
+        found.append(("checkpoints", f"{settings.checkpoint_dir}{glob}{local}"))
+    if settings.checkpoint_keep:
+        found.append(("kept", settings.checkpoint_keep.describe()))
     return found
 
 
@@ -112,6 +115,9 @@ def worker(
         signals_to_handle=",".join(each.name for each in settings.signals_to_handle),
         use_agent_store=LATER,
         virtual_local_rank=settings.virtual_local_rank,
+        run_id_given=settings.run_id_given,
+        checkpoint_local=settings.checkpoint_local,
+        checkpoint_keep=settings.checkpoint_keep.to_json() if settings.checkpoint_keep else "",
     )
     variables = env.worker_environment(round_facts, local_rank, LATER, launcher)
     if settings.master_port is None:

@@ -16,12 +16,13 @@ from elaunch.config.flag import Flag
 from elaunch.config.flags import FLAGS
 from elaunch.config.given import Given, JobFile, convert, fault
 from elaunch.config.variables import ETCD_PASSWORD, ETCD_USER, VARIABLES
+from elaunch.env import AGENT_SOCKET, CHECKPOINT_KEEP
 from elaunch.errors import UsageError
 
 _TABLE = {flag.name: flag for flag in (*FLAGS, *VARIABLES)}
 # Set by an agent for its workers: flags only outside of a job.
-_OUTER_JOB = "ELAUNCH_AGENT_SOCKET"
-_SET_FOR_WORKERS = ("ELAUNCH_CHECKPOINT_DIR", "ELAUNCH_RUN_ID")
+_OUTER_JOB = AGENT_SOCKET
+_SET_FOR_WORKERS = ("ELAUNCH_CHECKPOINT_DIR", "ELAUNCH_CHECKPOINT_LOCAL", "ELAUNCH_RUN_ID")
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def from_variables(flag: Flag, environ: Mapping[str, str]) -> Given | None:
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
     """Return a notice for each ELAUNCH_ or PET_ variable that is nearly the name of a flag's."""
     known = {name for flag in (*FLAGS, *VARIABLES) for name in flag.environment}
-    known |= {ETCD_USER, ETCD_PASSWORD}
+    known |= {ETCD_USER, ETCD_PASSWORD, CHECKPOINT_KEEP}
     notices = []
     for name in sorted(environ):
         if name in known or not name.startswith(("ELAUNCH_", "PET_")):

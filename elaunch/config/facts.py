@@ -115,7 +115,8 @@ def _versions(settings: Settings) -> dict[str, str]:
 
 def _flags(settings: Settings) -> dict[str, str]:
     low, high = settings.min_nodes, settings.max_nodes
-    checkpoints = str(settings.checkpoint_dir or "")
+    local = settings.checkpoint_local
+    checkpoints = "each node's own" if local else str(settings.checkpoint_dir or "")
     if settings.checkpoint_glob:
         checkpoints += f" ({settings.checkpoint_glob})"
     found = {
@@ -123,7 +124,10 @@ def _flags(settings: Settings) -> dict[str, str]:
         "max_restarts": str(settings.max_restarts),
         "restart_budget": settings.restart_budget,
         "checkpoint_dir": short(checkpoints),
+        "checkpoint_keep": settings.checkpoint_keep.to_json() if settings.checkpoint_keep else "",
     }
+    if settings.checkpoint_replicas:
+        found["checkpoint_replicas"] = str(settings.checkpoint_replicas)
     if settings.rendezvous:
         found["heartbeat_timeout"] = f"{settings.rendezvous.heartbeat_timeout:g}"
         found["on_join"] = settings.rendezvous.on_join

@@ -9,12 +9,13 @@ from elaunch.config import values
 
 SIZE = "Size of the job"
 CODE = "What is started"
-RESTART = "Restarts and checkpoints"
+RESTART = "Restarts"
+CHECKPOINT = "Checkpoints"
 STOP = "Signals and stopping"
 OUTPUT = "Output and logs"
 MEETING = "Rendezvous"
 OTHER = "Other"
-GROUPS = (SIZE, CODE, RESTART, STOP, OUTPUT, MEETING, OTHER)
+GROUPS = (SIZE, CODE, RESTART, CHECKPOINT, STOP, OUTPUT, MEETING, OTHER)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elaunch.config import meetingflags, moments, values
+from elaunch.config import checkpointflags, meetingflags, moments, values
 from elaunch.config.flag import (
     CODE,
     OTHER,
@@ -216,24 +216,6 @@ _OWN: tuple[Flag, ...] = (
         "Whether a newer checkpoint refills the restarts, or the job has them once.",
     ),
     Flag(
-        "checkpoint-dir",
-        values.text,
-        None,
-        RESTART,
-        "Where the script saves; each round resumes from the newest complete checkpoint there.",
-        "DIR",
-        "a directory; it may not exist yet",
-    ),
-    Flag(
-        "checkpoint-glob",
-        values.text,
-        None,
-        RESTART,
-        "Which names in the checkpoint directory are checkpoints, as in 'step_*.pt'.",
-        "PATTERN",
-        "a pattern of file names",
-    ),
-    Flag(
         "forward-signals",
         values.signals,
         "",
@@ -311,5 +293,5 @@ _OWN: tuple[Flag, ...] = (
 FLAGS = (
     *_TORCHRUN,
     *meetingflags.TORCHRUN,
-    *(replace(flag, torchrun=False) for flag in (*_OWN, *meetingflags.OWN)),
+    *(replace(flag, torchrun=False) for flag in (*_OWN, *checkpointflags.OWN, *meetingflags.OWN)),
 )

@@ -7,7 +7,7 @@ any flag's name                        that flag, with ``-`` or ``_``
 nodes, slots, restarts                 --nnodes, --nproc-per-node, --max-restarts
 entrypoint                             the command: a string or a list
 environment                            variables of the workers
-checkpoint: {dir, glob}                --checkpoint-dir, --checkpoint-glob
+checkpoint: {dir, glob, local, …}      --checkpoint-dir, --checkpoint-glob, … (by any such flag)
 resources: {slots_per_trial}           --nproc-per-node (Determined's spelling)
 searcher: {name: single, ...}          run once (Determined's); any other search is refused
 =====================================  =========================================================
@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from elaunch.config import endpoints, rdzvconf, values
+from elaunch.config import checkpointflags, endpoints, rdzvconf, values
 from elaunch.config.flag import Flag, by_key
 from elaunch.config.flags import FLAGS
 from elaunch.config.given import Entrypoint, Given, JobFile
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 KEYS = {key: flag for key, flag in by_key(FLAGS).items() if flag.name not in ("file", "dry-run")}
 SECTIONS = ("entrypoint", "environment", "checkpoint", "resources", "searcher")
 SEARCHER_KEYS = ("name", "metric", "max_length", "smaller_is_better", "max_time", "time_metric")
-CHECKPOINT_KEYS = {"dir": "checkpoint-dir", "glob": "checkpoint-glob"}
+CHECKPOINT_KEYS = {flag.name.removeprefix("checkpoint-"): flag.name for flag in checkpointflags.OWN}
 BLOCK_STYLES = ("|", ">")
 
 

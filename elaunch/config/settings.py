@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from elaunch.checkpoint.keep import Keep
 from elaunch.config import (
+    checkpointplace,
     entrypoint,
     jobfile,
     notices,
@@ -80,8 +82,12 @@ class Settings:
     virtual_local_rank: bool
     hang_timeout: float | Literal["auto"] | None
     progress_regex: str | None
-    checkpoint_dir: Path | None
+    checkpoint_dir: Path | str | None
     checkpoint_glob: str | None
+    checkpoint_local: bool
+    checkpoint_replicas: int
+    checkpoint_memory: int | None
+    checkpoint_keep: Keep
     env: Mapping[str, str]
     workdir: Path | None
     tmp: Literal["private", "shared"]
@@ -154,7 +160,8 @@ def _plain(answers: Answers) -> dict[str, Any]:
         "monitor-interval role redirects tee local-ranks-filter duplicate-stdout-filters "
         "duplicate-stderr-filters logs-specs numa-binding event-log-handler health-check-port "
         "shutdown-timeout sibling-grace virtual-local-rank exit-codes dry-run log-level "
-        "checkpoint-glob hang-timeout progress-regex tmp"
+        "checkpoint-glob checkpoint-local checkpoint-replicas checkpoint-memory hang-timeout "
+        "progress-regex tmp"
     ).split()
     fields = {name.replace("-", "_"): answers[name] for name in names}
     spawn = answers["start-method"] == "spawn"
@@ -189,7 +196,8 @@ def _meeting(meeting: topology.Meeting) -> dict[str, Any]:
 def _places(answers: Answers, command: Command, start: Path) -> dict[str, Any]:
     return {
         "log_dir": validate.log_dir(answers, start),
-        "checkpoint_dir": validate.checkpoint_dir(answers, start, command.args),
+        "checkpoint_dir": checkpointplace.place(answers, start, command.args),
+        "checkpoint_keep": checkpointplace.keep(answers),
         "workdir": start if answers["workdir"] else None,
     }
 
@@ -249,6 +257,8 @@ def _reserved() -> frozenset[str]:
         master_port=0,
         agent_socket="",
         checkpoint_dir="",
+        checkpoint_local=True,
+        checkpoint_keep="{}",
         resume_from="",
         resume_step="",
         signals_to_handle="",

@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from elaunch import env
-from elaunch.checkpoint.placeholder import has_placeholder
 from elaunch.config import gpus, modules, moments, ports, topology, values
 from elaunch.config.answers import Answers
 from elaunch.config.entrypoint import Command
@@ -138,46 +137,12 @@ def log_dir(answers: Answers, start: Path) -> str | None:
     if not raw or raw == NO_FILES:
         return raw or None
     path = Path(os.path.abspath(start / Path(raw).expanduser()))
-    _writable_directory(answers, "log-dir", path)
+    writable_directory(answers, "log-dir", path)
     return str(path)
 
 
-def checkpoint_dir(answers: Answers, start: Path, args: tuple[str, ...]) -> Path | None:
-    """Return the absolute checkpoint directory; it need not exist before the first save."""
-    raw, glob = answers["checkpoint-dir"], answers["checkpoint-glob"]
-    if glob:
-        _pattern(answers, glob)
-    if raw:
-        path = Path(os.path.abspath(start / Path(raw).expanduser()))
-        if path.exists() and not path.is_dir():
-            raise answers.fault("checkpoint-dir", "is a file, not a directory")
-        if path.is_dir() and not os.access(path, os.R_OK | os.X_OK):
-            raise answers.fault("checkpoint-dir", "may not be read by this user")
-        return path
-    if glob:
-        raise answers.fault(
-            "checkpoint-glob", "has no directory to look in", "add --checkpoint-dir"
-        )
-    asking = [arg for arg in args if has_placeholder([arg])]
-    if asking:
-        raise UsageError(
-            f"script argument {asking[0]!r} asks for the newest checkpoint, which needs "
-            "--checkpoint-dir; write {{checkpoint}} for the word itself"
-        )
-    return None
-
-
-def _pattern(answers: Answers, glob: str) -> None:
-    from elaunch.checkpoint.globs import check_glob
-
-    try:
-        check_glob(glob)
-    except UsageError as exc:
-        where = answers.given["checkpoint-glob"].where
-        raise UsageError(f"{exc}{f' (from {where})' if where else ''}") from None
-
-
-def _writable_directory(answers: Answers, flag: str, path: Path) -> None:
+def writable_directory(answers: Answers, flag: str, path: Path) -> None:
+    """Check that the directory of a flag can be written, or made."""
     existing = path
     while not existing.exists() and existing != existing.parent:
         existing = existing.parent
