@@ -10,6 +10,8 @@ request                answer
 ``"reason": …}``
 ``{"op": "attach",``   a worker stays connected (``elaunch.worklink``)
 ``…}``
+``{"op": "checkpoint"  a worker stays connected for its checkpoints (``elaunch.keeperline``)
+``, …}``
 anything else          ``{"error": "what is wrong with it"}``
 =====================  =====================================================================
 

@@ -42,6 +42,7 @@ from typing import (
 )
 
 from elaunch.errors import RunDirError
+from elaunch.saverecord import SavesRecord
 
 SCHEMA: Final = 1
 LIVE_STATES: Final = frozenset({"STARTING", "RUNNING", "STOPPING", "RESTARTING"})
@@ -184,7 +185,7 @@ class Record(_RecordRequired, total=False):
     round), all nodes, whether this one stands by as a spare, how many nodes wait to join, and the
     first failure of the job where it was on another node. Where the script itself keeps it
     (elaunch.training.tracking): what started it; ``agent`` is then one of the workers.
-    ``progress`` is there where something is known of it.
+    ``progress`` and ``saves`` are there where something is known of them.
     """
 
     node_rank: int | None
@@ -195,6 +196,7 @@ class Record(_RecordRequired, total=False):
     launcher: str
     started_by: AgentRecord | None
     progress: ProgressRecord
+    saves: SavesRecord
 
 
 def parse(raw: bytes, source: str) -> Record:

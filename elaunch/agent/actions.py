@@ -87,6 +87,13 @@ class TakeStacks:
 
 
 @dataclass(frozen=True)
+class Settle:
+    """Bring to the disk what the round has left in memory; at most ``grace`` seconds."""
+
+    grace: float
+
+
+@dataclass(frozen=True)
 class KillServer:
     """Kill the server, which does not answer; its end is the next event."""
 
@@ -110,6 +117,7 @@ Action = (
     | Forward
     | Notify
     | TakeStacks
+    | Settle
     | KillServer
     | Finish
 )

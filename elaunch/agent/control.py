@@ -3,7 +3,8 @@
 One thread serves one client after the other, so it costs the agent nothing while nobody asks. No
 client can disturb the agent: each is dropped when its request has not come within 1 s, is longer
 than 64 KiB, or when it has not read the answer within 2 s of connecting. Only the agent's own user
-and root are served. A worker that attaches (elaunch.worklink) stays: its connection is handed over.
+and root are served. A worker that attaches (elaunch.worklink), or that has its checkpoints written
+(elaunch.keeperline), stays: its connection is handed over.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ class ControlSocket:
         snapshot: returns a record that nobody changes any more.
         preempt: asks, for the reason given, that the job end and be continued; returns what is done
             about it.
-        attach: takes a worker's connection, its message and its descriptors, for good.
+        adopters: by ``op``, who takes a worker's connection, its message and its descriptors, for
+            good.
     """
 
     def __init__(
@@ -57,12 +59,12 @@ class ControlSocket:
         path: Path,
         snapshot: Callable[[], Mapping[str, object]],
         preempt: Preempt | None = None,
-        attach: Attach | None = None,
+        adopters: Mapping[str, Attach] | None = None,
     ) -> None:
         self._path = path
         self._snapshot = snapshot
         self._preempt = preempt
-        self._attach = attach
+        self._adopters = adopters or {}
         self._listener: socket.socket | None = None
         self._client: socket.socket | None = None
         self._lock = threading.Lock()
@@ -131,8 +133,9 @@ class ControlSocket:
             raise PermissionError(f"user {uid} may not ask")
         request, files = _read_request(client, connected + REQUEST_DEADLINE_S)
         fields = _fields(request)
-        if fields.get("op") == "attach" and self._attach is not None:
-            self._attach(client.dup(), fields, files)
+        adopt = self._adopters.get(str(fields.get("op")))
+        if adopt is not None:
+            adopt(client.dup(), fields, files)
             return
         for fd in files:
             os.close(fd)
@@ -151,7 +154,7 @@ class ControlSocket:
             return {"done": self._preempt(" ".join(reason.split()))}
         if "error" in fields:
             return fields
-        return {"error": f"unknown op {op!r}, known: 'status', 'preempt', 'attach'"}
+        return {"error": f"unknown op {op!r}, known: 'status', 'preempt', 'attach', 'checkpoint'"}
 
 
 def _fields(request: bytes) -> Mapping[str, Any]:

@@ -11,6 +11,7 @@ WorkerExited        server reader            a worker's wait returned
 TreeGone            server reader            nothing of the round is left, but for the survivors
 StoreLost           server reader            the round's TCPStore could not be hosted any longer
 DevicesCounted      server reader            the answer to ``count_devices``
+Probed              probe                    the checkpoint directory can be used, or cannot
 ServerLost          reaper                   the server itself ended
 CheckpointChosen    checkpoint search        the newest complete checkpoint, or none
 SignalReceived      signal handlers          a person, a scheduler or the kernel signalled the agent
@@ -23,6 +24,9 @@ PreemptAcked        workers' links           a script says that it ends because 
 PreemptAsked        control socket, timer    somebody asks that the job end, to be continued
 HangSeen            watchdog                 the workers make no progress for too long
 StacksTaken         stacks                   what the workers were doing then
+KeeperUsed          keeper                   a worker has the agent write its checkpoints
+SavesSettled        keeper                   what the round has left in memory is on disk, or lost
+FenceAsked          keeper                   answer, whether a round may still commit
 Ping                health check             answer, to show that the loop is alive
 PlanSeen, CutOff,   the rendezvous           what the other nodes' agents have to do with
 Rejoined, …                                  (elaunch.rendezvous.news)
@@ -37,6 +41,7 @@ from dataclasses import dataclass, field
 
 from elaunch.agent.stackdump import StackGroup
 from elaunch.checkpoint.records import Search
+from elaunch.errors import CheckpointError
 from elaunch.rendezvous.news import CutOff as CutOff
 from elaunch.rendezvous.news import MeetingFailed as MeetingFailed
 from elaunch.rendezvous.news import PlanSeen as PlanSeen
@@ -115,6 +120,14 @@ class StoreLost:
 
 
 @dataclass(frozen=True)
+class Probed:
+    """The checkpoint directory was looked at; ``problem``: it cannot be used; else a remark."""
+
+    problem: str = ""
+    remark: str = ""
+
+
+@dataclass(frozen=True)
 class DevicesCounted:
     """How many workers a name like ``gpu`` means on this machine."""
 
@@ -131,10 +144,14 @@ class ServerLost:
 
 @dataclass(frozen=True)
 class CheckpointChosen:
-    """The search for the newest complete checkpoint came back; ``problem`` if it could not."""
+    """The search for the newest complete checkpoint came back.
+
+    ``problem`` says why it could not, and ``exit_code`` is what the agent then ends with.
+    """
 
     search: Search
     problem: str | None = None
+    exit_code: int = CheckpointError.exit_code
 
 
 @dataclass(frozen=True)
@@ -227,6 +244,30 @@ class StacksTaken:
 
 
 @dataclass(frozen=True)
+class KeeperUsed:
+    """A worker of ``round`` leaves its checkpoints in the agent's memory (elaunch.keeperline)."""
+
+    round: int
+
+
+@dataclass(frozen=True)
+class SavesSettled:
+    """Nothing of ``round`` is in memory only: names of what was ``committed``, and what is lost."""
+
+    round: int
+    committed: tuple[str, ...] = ()
+    lost: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class FenceAsked:
+    """May ``round`` still commit a checkpoint? ``answer`` takes why not, or ""."""
+
+    round: int
+    answer: Callable[[str], None] = field(compare=False)
+
+
+@dataclass(frozen=True)
 class Ping:
     """Somebody asks whether the loop is alive; calling ``answer`` says yes."""
 
@@ -242,6 +283,7 @@ Event = (
     | TreeGone
     | StoreLost
     | DevicesCounted
+    | Probed
     | ServerLost
     | CheckpointChosen
     | SignalReceived
@@ -254,6 +296,9 @@ Event = (
     | PreemptAsked
     | HangSeen
     | StacksTaken
+    | KeeperUsed
+    | SavesSettled
+    | FenceAsked
     | Ping
     | PlanSeen
     | CutOff

@@ -214,6 +214,9 @@ class WorkerGroup:
             use_agent_store="True" if self._preloads_torch else "1",
             virtual_local_rank=settings.virtual_local_rank,
             channel_key=self._channel_key(start),
+            run_id_given=settings.run_id_given,
+            checkpoint_local=settings.checkpoint_local,
+            checkpoint_keep=settings.checkpoint_keep.to_json() if settings.checkpoint_keep else "",
         )
 
     def _channel_key(self, start: RoundStart) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Final
 
 from elaunch.agent import events, stacks
@@ -99,7 +100,7 @@ class HangWatch:
 
 def _growth(settings: Settings) -> CheckpointGrowth | None:
     asked, root = settings.hang_timeout, settings.checkpoint_dir
-    if asked is None or root is None:
+    if asked is None or not isinstance(root, Path):
         return None
     interval = GROWTH_LONGEST_S
     if asked != "auto":

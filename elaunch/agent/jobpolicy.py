@@ -28,6 +28,7 @@ from elaunch.agent.state import Phase, State
 from elaunch.agent.wording import failure, failure_code, workers
 from elaunch.checkpoint.records import Checkpoint
 from elaunch.endings import PREEMPTED
+from elaunch.errors import UsageError
 from elaunch.rendezvous.plan import AgentState, Plan
 
 Decision = tuple[Action, str]
@@ -48,7 +49,7 @@ def own_state(state: State) -> tuple[AgentState, int]:
         return "ready" if state.phase is Phase.MEETING else "joining", -1
     if state.phase is Phase.RUNNING:
         return "running", state.round
-    if state.phase in (Phase.STOPPING, Phase.SWEEPING):
+    if state.phase in (Phase.STOPPING, Phase.SWEEPING, Phase.FLUSHING):
         return "failed" if state.failed else "running", state.round
     return "finished" if state.completed and not state.failed else "ended", state.round
 
@@ -59,7 +60,7 @@ def _leaves(state: State) -> bool:
         return True
     if state.notice is None or state.failed:
         return state.interrupted is not None
-    if state.phase in (Phase.RUNNING, Phase.STOPPING, Phase.SWEEPING):
+    if state.phase in (Phase.RUNNING, Phase.STOPPING, Phase.SWEEPING, Phase.FLUSHING):
         return False
     return state.told_to_stop and not (state.completed and state.interrupted is None)
 
@@ -103,11 +104,17 @@ def at_rest(state: State, what: str) -> Decision:
     if plan is not None and plan.phase == "over":
         unused = "" if state.member else "; this node took part in no round"
         return Finish(plan.exit_code or 0), plan.reason + unused
+    if plan is not None and state.name in plan.strangers and not _begins(state, plan):
+        return Finish(UsageError.exit_code), (
+            "--checkpoint-dir of this node is not that of the job: what was written here is not "
+            f"seen on {plan.nodes[0].host}; mount the same file system here, or give "
+            "--checkpoint-local on all nodes"
+        )
     if plan is not None and state.told_to_stop and _moved_on(state, plan):
         return preemptpolicy.ended(state)
     if plan is not None and _begins(state, plan):
         first_rank = place(plan, state.name).first_rank
-        return StartRound(plan.round, _checkpoint(plan), first_rank), plan.reason
+        return StartRound(plan.round, _checkpoint(state, plan), first_rank), plan.reason
     return (Meet(), f"{what}; waiting for the other nodes") if what else NOTHING
 
 
@@ -122,11 +129,16 @@ def _begins(state: State, plan: Plan) -> bool:
     return state.member != state.name or plan.round > state.round
 
 
-def _checkpoint(plan: Plan) -> Checkpoint | None:
+def _checkpoint(state: State, plan: Plan) -> Checkpoint | None:
     found = plan.checkpoint
     if found is None:
         return None
-    return Checkpoint(Path(found["path"]), int(found["step"]), str(found["format"]))
+    if "://" in str(found["path"]):
+        return Checkpoint(str(found["path"]), int(found["step"]), str(found["format"]))
+    path = Path(found["path"])
+    if state.limits.checkpoint_root is not None:
+        path = state.limits.checkpoint_root / path
+    return Checkpoint(path, int(found["step"]), str(found["format"]))
 
 
 def on_tree_gone(state: State) -> Decision:

@@ -23,6 +23,7 @@ from elaunch.newrecord import first_record, new_round, new_worker
 from elaunch.rendezvous.plan import Plan
 from elaunch.rundir import RunDir
 from elaunch.runrecord import CheckpointRecord, ProgressRecord, Record
+from elaunch.saverecord import SavesRecord
 
 
 def wall_time(monotonic: float) -> float:
@@ -52,16 +53,21 @@ class Journal:
         self._record = _first_record(settings, run_dir, log_dir)
         self._published = json.dumps(self._record)
         self._progress: Callable[[], ProgressRecord | None] = lambda: None
+        self._saves: Callable[[], SavesRecord | None] = lambda: None
 
-    def follow(self, progress: Callable[[], ProgressRecord | None]) -> None:
-        """Have the record say how far the workers are; ``progress`` tells it, to any thread."""
-        self._progress = progress
+    def follow(
+        self,
+        progress: Callable[[], ProgressRecord | None],
+        saves: Callable[[], SavesRecord | None] = lambda: None,
+    ) -> None:
+        """Have the record say how far the workers are, and what they save; any thread may ask."""
+        self._progress, self._saves = progress, saves
 
     def snapshot(self) -> dict[str, Any]:
         """Return the record as it was last written, with the progress of now; for other threads."""
         published: dict[str, Any] = json.loads(self._published)
-        found = self._progress()
-        return published if found is None else {**published, "progress": found}
+        now = {"progress": self._progress(), "saves": self._saves()}
+        return published | {name: found for name, found in now.items() if found is not None}
 
     def note(self, state: State, event: events.Event, action: Action, reason: str) -> None:
         """Write down what ``event`` and ``action`` changed."""
@@ -118,6 +124,9 @@ class Journal:
         found = self._progress()
         if found is not None:
             self._record["progress"] = found
+        saves = self._saves()
+        if saves is not None:
+            self._record["saves"] = saves
         self._published = json.dumps(self._record)
         try:
             self._run_dir.write_state(self._record)
@@ -212,7 +221,7 @@ def _state_name(state: State, action: Action) -> str:
         return "STOPPED" if state.interrupted is not None and not state.failed else "FAILED"
     if state.phase is Phase.RUNNING:
         return "RUNNING"
-    if state.phase in (Phase.STOPPING, Phase.SWEEPING):
+    if state.phase in (Phase.STOPPING, Phase.SWEEPING, Phase.FLUSHING):
         restarts = state.failed and state.interrupted is None and state.limits.max_restarts > 0
         restarts = restarts or (state.limits.meets and state.interrupted is None)
         return "RESTARTING" if restarts else "STOPPING"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from elaunch.agent.state import Limits
 from elaunch.config import Settings
@@ -28,4 +29,11 @@ def limits_of(settings: Settings, nproc: int, meets: bool) -> Limits:
         preempting=frozenset(settings.preempt_signals),
         meets=meets,
         takes_stacks=settings.hang_timeout is not None,
+        checkpoint_root=_own_root(settings),
     )
+
+
+def _own_root(settings: Settings) -> Path | None:
+    directory = settings.checkpoint_dir
+    local = settings.checkpoint_local and settings.rendezvous is not None
+    return directory if local and isinstance(directory, Path) else None

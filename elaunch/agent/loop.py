@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from elaunch import env
-from elaunch.agent import errorfile, eventlog, events, jobpolicy, policy, seeker
+from elaunch.agent import errorfile, eventlog, events, fencing, jobpolicy, policy, seeker
 from elaunch.agent.actions import (
     Action,
     Backoff,
@@ -32,27 +32,36 @@ from elaunch.agent.actions import (
     KillServer,
     Meet,
     Notify,
+    Settle,
     StartRound,
     StopWorkers,
     TakeStacks,
 )
-from elaunch.agent.eventlog import EventLog, WorkerFacts
+from elaunch.agent.awaiting import count_devices
+from elaunch.agent.eventlog import EventLog
 from elaunch.agent.failures import FailureReport
 from elaunch.agent.group import RoundStart, WorkerGroup
 from elaunch.agent.hangwatch import HangWatch
 from elaunch.agent.journal import Journal
+from elaunch.agent.keeper import CheckpointKeeper
+from elaunch.agent.keeperround import round_of
 from elaunch.agent.limits import known_nproc, limits_of
 from elaunch.agent.links import WorkerLinks
 from elaunch.agent.narrator import Narrator
+from elaunch.agent.probing import Probing
 from elaunch.agent.report import write_launcher_file
 from elaunch.agent.reporter import Reporter
 from elaunch.agent.state import Phase, State, follow, observe
+from elaunch.agent.workerfacts import worker_facts
 from elaunch.config import Settings
-from elaunch.endings import how_it_ended
-from elaunch.errors import ServerError, UsageError
 
 if TYPE_CHECKING:
     from elaunch.agent.spokesman import Spokesman
+
+SETTLE_LEAST = 5.0
+"""Seconds for what is in memory to be written out, however little of a grace is left."""
+SETTLE_OVERDUE = 2.0
+"""Seconds after which the loop goes on without the word that it was."""
 
 log = logging.getLogger("elaunch")
 
@@ -70,6 +79,8 @@ class Parts:
     events: EventLog
     links: WorkerLinks
     hangs: HangWatch
+    keeper: CheckpointKeeper
+    probing: Probing
     spokesman: Spokesman | None = None
 
 
@@ -86,12 +97,15 @@ class Agent:
         self._events = parts.events
         self._links = parts.links
         self._hangs = parts.hangs
+        self._keeper = parts.keeper
+        self._probing = parts.probing
         self._spokesman = parts.spokesman
         self._inbox = inbox
         self._made: FailureReport | None = None
         self._told = False
         self._exit_code = 0
         self._deadline: float | None = None
+        self._grace_until: float | None = None
         self._narrator = Narrator(settings)
 
     def run(self, environ: Mapping[str, str]) -> int:
@@ -100,14 +114,15 @@ class Agent:
         nproc = known_nproc(self._settings.nproc_per_node)
         self._group.prepare(nproc, env.default_omp_threads(environ, nproc or 2))
         if nproc is None:
-            counted = self._count_devices(environ)
-            if isinstance(counted, signal.Signals):
-                reason = f"stopped by {counted.name}"
-                self._journal.note_exit_code(128 + counted, reason, "STOPPED")
-                log.warning("%s", reason)
-                return 128 + counted
+            counted = count_devices(self._settings, self._group, self._inbox)
+            if isinstance(counted, events.SignalReceived):
+                return self._stopped_early(counted.signum)
             nproc = counted
-        self._say_omp(environ, nproc)
+            self._group.settle(nproc, env.default_omp_threads(environ, nproc))
+        stopped = self._probing.await_answer(self._inbox)
+        if stopped is not None:
+            return self._stopped_early(stopped)
+        self._narrator.tell_threads(environ, nproc)
         limits = limits_of(self._settings, nproc, meets=self._spokesman is not None)
         state = State(limits=limits)
         if self._spokesman is not None:
@@ -147,39 +162,11 @@ class Agent:
             self._deadline = None
             return events.DeadlinePassed()
 
-    def _count_devices(self, environ: Mapping[str, str]) -> int | signal.Signals:
-        """Ask the server how many devices there are; return the signal when one came first."""
-        kind = self._settings.nproc_per_node
-        interpreter = self._settings.interpreter
-        self._group.server.send({"op": "count_devices", "kind": kind, "interpreter": interpreter})
-        later: list[events.Event] = []
-        while True:
-            event = self._inbox.get()
-            if isinstance(event, events.DevicesCounted):
-                break
-            if isinstance(event, events.SignalReceived):
-                if event.signum not in self._settings.forward_signals:
-                    return event.signum
-                continue  # no worker runs to forward it to
-            later.append(event)
-            if isinstance(event, events.ServerLost):
-                how = how_it_ended(event.exitcode)
-                raise ServerError(f"the server that counts the devices {how}")
-        for waiting in later:
-            self._inbox.put(waiting)
-        if event.count is None:
-            raise UsageError(f"--nproc-per-node {kind}: {event.problem}; give a number, or cpu")
-        self._group.settle(event.count, env.default_omp_threads(environ, event.count))
-        return event.count
-
-    def _say_omp(self, environ: Mapping[str, str], nproc: int) -> None:
-        if env.default_omp_threads(environ, nproc):
-            log.warning(
-                "%s is not set: each of the %d workers gets 1 thread, so that they do not overload "
-                "the machine; set it to tune your script",
-                env.OMP_NUM_THREADS,
-                nproc,
-            )
+    def _stopped_early(self, signum: signal.Signals) -> int:
+        reason = f"stopped by {signum.name}"
+        self._journal.note_exit_code(128 + signum, reason, "STOPPED")
+        log.warning("%s", reason)
+        return 128 + signum
 
     # ── doing ────────────────────────────────────────────────────────────────────────────────────
 
@@ -190,7 +177,7 @@ class Agent:
             threading.Thread(target=self._choose, name="checkpoints", daemon=True).start()
         elif isinstance(action, StopWorkers):
             self._group.send_signal(action.signum, stops=True)
-            self._deadline = time.monotonic() + action.grace
+            self._grace_until = self._deadline = time.monotonic() + action.grace
         elif isinstance(action, Hurry):
             now = time.monotonic()
             self._deadline = min(self._deadline or math.inf, now + action.grace)
@@ -202,7 +189,7 @@ class Agent:
         elif isinstance(action, Notify):
             self._links.notify(action.notice)
             if action.grace is not None:
-                self._deadline = time.monotonic() + action.grace
+                self._grace_until = self._deadline = time.monotonic() + action.grace
         elif isinstance(action, TakeStacks):
             self._deadline = time.monotonic() + self._hangs.take_stacks(state.round)
         elif isinstance(action, Forward):
@@ -211,11 +198,13 @@ class Agent:
             # The jitter keeps many jobs that died of one cause from coming back in step.
             seconds = action.seconds * random.uniform(0.5, 1.0)
             self._deadline = time.monotonic() + seconds
+        elif isinstance(action, Settle):
+            self._settle(state, action)
         elif isinstance(action, KillServer):
             self._group.server.kill()
 
     def _start_round(self, state: State, action: StartRound, reason: str) -> None:
-        self._deadline = None
+        self._deadline = self._grace_until = None
         if action.round > 0 and self._spokesman is None:
             self._reporter.keep(state)
         plan = state.plan
@@ -227,6 +216,7 @@ class Agent:
             start = replace(start, place=place, store=store)
         self._links.begin(action.round)
         self._hangs.begin(action.round, action.first_rank)
+        self._keeper.begin(round_of(state, action))
         self._group.start(start)
         self._events.record("RENDEZVOUS", restarts=restarts, duration_ms=0.0)
 
@@ -237,16 +227,24 @@ class Agent:
         overdue = self._group.end_tree(state.round, action.signum, grace)
         self._deadline = now + overdue
 
+    def _settle(self, state: State, action: Settle) -> None:
+        seconds, now = action.grace, time.monotonic()
+        if state.interrupted is not None and self._grace_until is not None:
+            # Who sent the signal may send SIGKILL when the grace is over.
+            seconds = min(seconds, max(SETTLE_LEAST, self._grace_until - now))
+        self._keeper.settle(seconds)
+        self._deadline = now + seconds + SETTLE_OVERDUE
+
     def _choose(self) -> None:
         """Look for the newest complete checkpoint; a thread of its own, since storage may hang."""
-        self._inbox.put(seeker.look(self._settings))
+        self._inbox.put(seeker.look(self._settings, self._keeper.finishing))
 
     # ── telling ──────────────────────────────────────────────────────────────────────────────────
 
     def _tell(self, state: State, event: events.Event, action: Action, reason: str) -> None:
         self._hangs.hear(event)
         if isinstance(event, events.WorkerStarted):
-            self._events.record("START", self._facts(state, event), restarts=state.restarts)
+            self._events.record("START", worker_facts(state, event), restarts=state.restarts)
         elif isinstance(event, events.WorkerExited):
             self._record_exit(state, event)
         elif isinstance(event, events.HangSeen) and event == state.hang:
@@ -259,6 +257,8 @@ class Agent:
             self._spokesman.tell_plan(event.plan, event.name)
         elif isinstance(event, events.Ping):
             event.answer()
+        elif isinstance(event, events.FenceAsked):
+            event.answer(fencing.refusal(state, event.round))
         elif isinstance(event, events.PreemptAsked):
             event.answer(reason)
         self._narrator.tell(state, event, action, reason)
@@ -275,26 +275,9 @@ class Agent:
         left = errorfile.read(self._group.error_file(event.round, event.local_rank))
         self._events.record(
             name,
-            self._facts(state, event),
+            worker_facts(state, event),
             restarts=state.restarts,
             raw_error=None if left is None or left.record is None else json.dumps(left.record),
-        )
-
-    def _facts(
-        self, state: State, event: events.WorkerStarted | events.WorkerExited
-    ) -> WorkerFacts:
-        place = env.only_node("", state.limits.nproc)
-        if state.plan is not None and state.plan.node_rank(state.member) is not None:
-            place = jobpolicy.place(state.plan, state.member)
-        code = event.exitcode if isinstance(event, events.WorkerExited) else None
-        role_rank = place.first_role_rank + event.local_rank
-        return WorkerFacts(
-            rank=state.first_rank + event.local_rank,
-            local_rank=event.local_rank,
-            role_rank=role_rank,
-            role_world_size=place.role_world_size,
-            pid=event.pid,
-            exit_code=code,
         )
 
     def _report(self, state: State, action: Action) -> None:

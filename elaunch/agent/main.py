@@ -24,14 +24,18 @@ from elaunch.agent import events, openfiles, signals
 from elaunch.agent.control import ControlSocket
 from elaunch.agent.errorfile import write_launcher_error
 from elaunch.agent.eventlog import EventLog, JobFacts
+from elaunch.agent.finishing import Finishing
 from elaunch.agent.group import GroupPlan, WorkerGroup
 from elaunch.agent.hangwatch import HangPlan, HangWatch
 from elaunch.agent.healthcheck import HealthCheck
 from elaunch.agent.journal import Journal, shown_code
+from elaunch.agent.keeper import CheckpointKeeper
+from elaunch.agent.keeperround import KeeperPlan
 from elaunch.agent.limits import known_nproc
 from elaunch.agent.links import WorkerLinks
 from elaunch.agent.logs import LogPlan, LogPump
 from elaunch.agent.loop import Agent, Parts
+from elaunch.agent.probing import Probing
 from elaunch.agent.progresslines import ProgressLines
 from elaunch.agent.reporter import Reporter, ReportPlan
 from elaunch.agent.tempdir import RunTemp
@@ -88,10 +92,7 @@ def _run(
     log_dir = None if log_root is None else str(log_root)
     journal = Journal(settings, run_dir, log_dir, warn=lambda text: log.warning("%s", text))
     lines = None if settings.progress_regex is None else ProgressLines(settings.progress_regex)
-    log_plan = _log_plan(settings, log_root, environ)
-    pump = LogPump(replace(log_plan, listener=lines.listener) if lines else log_plan)
-    pump.start()
-    stack.callback(lambda: pump.close(_console_patience(journal)))
+    pump = _start_pump(_log_plan(settings, log_root, environ), lines, journal, stack)
     stack.enter_context(_logging_to(pump.say, settings.log_level))
     if run_dir.notice is not None:
         log.warning("%s", run_dir.notice)
@@ -101,22 +102,23 @@ def _run(
     group_plan = GroupPlan(settings, run_dir, log_root, environ, inbox.put, own_addr)
     group = WorkerGroup(group_plan, pump)
     stack.callback(group.close)
-    links = WorkerLinks(inbox.put)
-    links.start()
-    stack.callback(links.close)
-    hangs = HangWatch(HangPlan(settings, links, lines, inbox.put), group)
-    hangs.start()
-    stack.callback(hangs.close)
-    journal.follow(hangs.record)
-    _start_control(run_dir, Served(journal, links, inbox), stack)
+    links, hangs = _start_links(settings, lines, inbox, group, stack)
+    keeper = CheckpointKeeper(KeeperPlan(settings, inbox.put, Finishing(settings)))
+    journal.follow(hangs.record, keeper.record)
+    _start_control(run_dir, Served(journal, links, keeper, inbox), stack)
     _start_timer(settings, inbox, stack)
     _start_health_check(settings, journal, inbox, stack)
     reporter = Reporter(ReportPlan(settings, run_dir, pump, group, pump.say))
     event_log = EventLog(settings.event_log_handler, _facts(settings))
-    spokesman = _spokesman(group_plan, group, pump.say, stack)
-    parts = Parts(group, journal, reporter, event_log, links, hangs, spokesman)
+    probing = Probing(settings, inbox.put)
+    stack.callback(probing.close)
+    probing.start()
+    spokesman = _join(group_plan, group, pump.say, stack, probing.nonce, keeper)
+    stack.callback(keeper.close)
+    parts = Parts(group, journal, reporter, event_log, links, hangs, keeper, probing, spokesman)
     threading.Thread(target=rundir.prune, args=(os.environ,), name="prune", daemon=True).start()
     try:
+        keeper.check()
         return Agent(settings, parts, inbox).run(environ)
     except BaseException as error:
         # Also a defect of elaunch ends the record; it goes on to show its traceback.
@@ -124,6 +126,31 @@ def _run(
         journal.note_exit_code(code, f"{type(error).__name__}: {error}")
         write_launcher_error(os.environ, error)
         raise
+
+
+def _start_pump(
+    plan: LogPlan, lines: ProgressLines | None, journal: Journal, stack: contextlib.ExitStack
+) -> LogPump:
+    pump = LogPump(replace(plan, listener=lines.listener) if lines else plan)
+    pump.start()
+    stack.callback(lambda: pump.close(_console_patience(journal)))
+    return pump
+
+
+def _start_links(
+    settings: Settings,
+    lines: ProgressLines | None,
+    inbox: Inbox,
+    group: WorkerGroup,
+    stack: contextlib.ExitStack,
+) -> tuple[WorkerLinks, HangWatch]:
+    links = WorkerLinks(inbox.put)
+    links.start()
+    stack.callback(links.close)
+    hangs = HangWatch(HangPlan(settings, links, lines, inbox.put), group)
+    hangs.start()
+    stack.callback(hangs.close)
+    return links, hangs
 
 
 def _own_addr(settings: Settings) -> str | None:
@@ -134,42 +161,23 @@ def _own_addr(settings: Settings) -> str | None:
     return own_address(settings.rendezvous)
 
 
-def _spokesman(
-    plan: GroupPlan, group: WorkerGroup, say: Callable[[str], None], stack: contextlib.ExitStack
+def _join(
+    plan: GroupPlan,
+    group: WorkerGroup,
+    say: Callable[[str], None],
+    stack: contextlib.ExitStack,
+    probe: str,
+    keeper: CheckpointKeeper,
 ) -> Spokesman | None:
     """Make ready what a job of several nodes needs; None for one node by itself."""
-    settings, own_addr = plan.settings, plan.own_addr
-    rendezvous = settings.rendezvous
-    if rendezvous is None or own_addr is None:
+    if plan.settings.rendezvous is None:
         return None
-    # One node by itself starts a twentieth of a second sooner without these.
-    from elaunch.agent.opening import Opening, rules
-    from elaunch.agent.seeker import for_all_nodes
-    from elaunch.agent.spokesman import Identity, Spokesman
-    from elaunch.config.facts import facts
-    from elaunch.rendezvous.meeting import Meeting, World
+    from elaunch.agent.joining import join
 
-    opening = Opening(rendezvous, settings.run_id, own_addr, group.host_hello)
-    opening.prepare()
-    stack.callback(opening.close)
-    search = for_all_nodes(settings, plan.post)
-    world = World(post=plan.post, search=search, fence=group.fence, clock=time.monotonic)
-    meeting = Meeting(
-        opening.open, rules(settings, rendezvous, opening.hosts), rendezvous.secret, world
-    )
-    identity = Identity(
-        host=os.uname().nodename,
-        addr=own_addr,
-        role=settings.role,
-        hint=rendezvous.node_hint,
-        facts=facts(settings, plan.environ),
-        say=say,
-        post=plan.post,
-        strict=rendezvous.strict_symmetry,
-    )
-    spokesman = Spokesman(meeting, identity)
-    stack.callback(spokesman.leave)
-    return spokesman
+    joined = join(plan, group, say, stack, probe, keeper.finishing)
+    keeper.meet(joined.meeting.read_plan, joined.courier)
+    joined.courier.attach(keeper)
+    return joined.spokesman
 
 
 def _own_temp(
@@ -271,6 +279,7 @@ class Served:
 
     journal: Journal
     links: WorkerLinks
+    keeper: CheckpointKeeper
     inbox: Inbox
 
     def preempt(self, reason: str) -> str:
@@ -298,7 +307,10 @@ def _start_timer(settings: Settings, inbox: Inbox, stack: contextlib.ExitStack) 
 
 def _start_control(run_dir: rundir.RunDir, served: Served, stack: contextlib.ExitStack) -> None:
     control = ControlSocket(
-        run_dir.socket, served.journal.snapshot, served.preempt, served.links.adopt
+        run_dir.socket,
+        served.journal.snapshot,
+        served.preempt,
+        {"attach": served.links.adopt, "checkpoint": served.keeper.adopt},
     )
     try:
         control.start()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 
+from elaunch import env
 from elaunch.agent import events
 from elaunch.agent.actions import Action, EndTree, Finish, Meet, Nothing, StartRound
 from elaunch.agent.state import State
@@ -22,6 +24,16 @@ class Narrator:
         self._settings = settings
         self._passed_over: set[str] = set()
 
+    def tell_threads(self, environ: Mapping[str, str], nproc: int) -> None:
+        """Say how many threads a worker gets, where the user has not said it."""
+        if env.default_omp_threads(environ, nproc):
+            log.warning(
+                "%s is not set: each of the %d workers gets 1 thread, so that they do not overload "
+                "the machine; set it to tune your script",
+                env.OMP_NUM_THREADS,
+                nproc,
+            )
+
     def tell(self, state: State, event: events.Event, action: Action, reason: str) -> None:
         """Log what ``event`` means to a reader, then why ``action`` follows it."""
         if isinstance(event, events.TreeGone) and event.round >= 0:
@@ -30,6 +42,8 @@ class Narrator:
             self._tell_passed_over(event)
         elif isinstance(event, events.ServerWarmed):
             self._tell_warmed(event)
+        elif isinstance(event, events.SavesSettled):
+            self._tell_settled(event)
         elif isinstance(event, events.StoreLost):
             # A script that runs without torch never asks for the store.
             level = logging.INFO if "No module named 'torch'" in event.problem else logging.WARNING
@@ -43,6 +57,12 @@ class Narrator:
         if reason:
             level = logging.INFO if _is_quiet(state, event, action) else logging.WARNING
             log.log(level, "%s%s", _round(state, action), reason)
+
+    def _tell_settled(self, event: events.SavesSettled) -> None:
+        for name in event.committed:
+            log.info("round %d: %s was in memory and is committed now", event.round, name)
+        for line in event.lost:
+            log.warning("round %d: lost what was in memory only: %s", event.round, line)
 
     def _tell_warmed(self, event: events.ServerWarmed) -> None:
         if event.problem is not None:

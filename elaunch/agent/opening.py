@@ -53,13 +53,15 @@ def rules(settings: Settings, rendezvous: RendezvousSettings, hosts: bool) -> Ru
         heartbeat_timeout=rendezvous.heartbeat_timeout,
         store_timeout=rendezvous.store_timeout,
         preempt_grace=settings.shutdown_timeout,
-        end_timeout=settings.shutdown_timeout + SWEEP_OVERDUE + END_MARGIN,
+        # The workers have one grace to end, what they left in memory another to be written out.
+        end_timeout=2 * settings.shutdown_timeout + SWEEP_OVERDUE + END_MARGIN,
         max_restarts=settings.max_restarts,
         lifetime_budget=settings.restart_budget == "lifetime",
         on_join=rendezvous.on_join,
         static=rendezvous.backend == "static",
         strict_symmetry=rendezvous.strict_symmetry,
         has_checkpoint_dir=settings.checkpoint_dir is not None,
+        checkpoint_local=settings.checkpoint_local,
         hosted_by_me=hosts,
     )
 

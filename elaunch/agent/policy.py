@@ -24,12 +24,13 @@ from elaunch.agent.actions import (
     Hurry,
     KillServer,
     Nothing,
+    Settle,
     StartRound,
     StopWorkers,
 )
 from elaunch.agent.state import Phase, State
 from elaunch.agent.wording import ended, failure, failure_code, server_ended, workers
-from elaunch.errors import CheckpointError, ServerError, UsageError
+from elaunch.errors import ServerError, UsageError
 from elaunch.rendezvous.budget import (
     LONG_ENOUGH,
     NoMore,
@@ -116,6 +117,10 @@ def _on_signal(state: State, event: events.SignalReceived) -> Decision:
         if state.phase is Phase.STOPPING and state.failed and state.interrupted is event.signum:
             return Hurry(state.limits.shutdown_timeout), f"{reason}; no restart"
         return Nothing(), reason
+    if state.phase is Phase.FLUSHING:
+        if event.signum is signal.SIGINT and state.sigints == 2:
+            return _after_tree(state, "SIGINT again: what is in memory only is lost")
+        return Nothing(), f"{name} received: the checkpoint in memory is being written out"
     if state.limits.meets:
         return jobpolicy.stopped(event.signum)
     return _finish(state)
@@ -137,6 +142,8 @@ def _on_deadline(state: State, event: events.DeadlinePassed) -> Decision:
         return EndTree(), f"the grace is over; killing {workers(len(state.alive))}"
     if state.phase is Phase.SWEEPING:
         return KillServer(), "the server that starts the workers does not answer; killing it"
+    if state.phase is Phase.FLUSHING:
+        return _after_tree(state)
     if state.phase is Phase.WAITING:
         return StartRound(state.round + 1, state.chosen), failure(state)
     return NOTHING
@@ -151,6 +158,24 @@ def _on_server_lost(state: State, event: events.ServerLost) -> Decision:
 def _on_tree_gone(state: State, event: events.TreeGone) -> Decision:
     if event.round != state.round or state.phase is not Phase.SWEEPING:
         return NOTHING
+    if state.saves:
+        return Settle(state.limits.shutdown_timeout), ""
+    return _after_tree(state)
+
+
+def _on_settled(state: State, event: events.SavesSettled) -> Decision:
+    if event.round != state.round or state.phase is not Phase.FLUSHING:
+        return NOTHING
+    return _after_tree(state)
+
+
+def _after_tree(state: State, also: str = "") -> Decision:
+    """Decide what follows a round of which nothing is left here, in memory neither."""
+    action, reason = _next(state)
+    return action, f"{also}; {reason}" if also and reason else reason or also
+
+
+def _next(state: State) -> Decision:
     if state.limits.meets:
         return jobpolicy.on_tree_gone(state)
     if state.completed or not state.failed or state.interrupted or state.told_to_stop:
@@ -167,7 +192,7 @@ def _on_checkpoint(state: State, event: events.CheckpointChosen) -> Decision:
     if state.phase is not Phase.CHOOSING:
         return NOTHING
     if event.problem is not None:
-        return Finish(CheckpointError.exit_code), f"cannot look for checkpoints: {event.problem}"
+        return Finish(event.exit_code), f"cannot look for checkpoints: {event.problem}"
     if state.failed:
         return _restart(state)
     return StartRound(0, state.chosen), "first start"
@@ -219,6 +244,7 @@ _ARMS: dict[type, Callable[[State, Any], Decision]] = {
     events.WorkerNotStarted: _on_not_started,
     events.WorkerExited: _on_exit,
     events.TreeGone: _on_tree_gone,
+    events.SavesSettled: _on_settled,
     events.CheckpointChosen: _on_checkpoint,
     events.SignalReceived: _on_signal,
     events.DeadlinePassed: _on_deadline,

@@ -3,50 +3,100 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
 
 from elaunch.agent import events
-from elaunch.checkpoint.records import Search
+from elaunch.agent.finishing import Finishing
+from elaunch.checkpoint.records import Checkpoint, PassedOver, Search
 from elaunch.config import Settings
-from elaunch.errors import CheckpointError
+from elaunch.errors import CheckpointError, ElaunchError
+from elaunch.rendezvous import view
 
 
-def look(settings: Settings) -> events.CheckpointChosen:
-    """Return what is found below ``--checkpoint-dir``; blocks as long as the storage does."""
-    from elaunch.checkpoint.latest import find_latest  # only jobs with checkpoints pay for it
+def look(settings: Settings, finishing: Finishing | None = None) -> events.CheckpointChosen:
+    """Return what is found below ``--checkpoint-dir``; blocks as long as the storage does.
 
+    With ``finishing``, what the round before has left there is finished first, and what is damaged
+    is put aside: nobody else may write there meanwhile.
+    """
     root = settings.checkpoint_dir
     assert root is not None  # the policy asks only then
     shared = settings.run_id_given or settings.rendezvous is not None
     run_id = settings.run_id if shared else None
-    problem = None
+    problem, exit_code = None, CheckpointError.exit_code
     try:
-        search = find_latest(root, glob=settings.checkpoint_glob, run_id=run_id)
+        if finishing is not None:
+            finishing.finish(root, run_id)
+        search = _search(root, settings.checkpoint_glob, run_id)
+        if finishing is not None and isinstance(root, Path):
+            finishing.put_aside(root, search.passed_over, run_id)
+    except ElaunchError as error:
+        search, problem = Search(None), str(error)
+        exit_code = error.exit_code
     except Exception as error:  # the round waits for the answer, whatever it is
         search, problem = Search(None), f"{root}: {type(error).__name__}: {error}"
     unreadable = [passed.reason for passed in search.passed_over if passed.path == root]
     if unreadable:  # not the same as a directory without checkpoints: nobody may start afresh
         problem = f"{root}: {unreadable[0]}"
-    return events.CheckpointChosen(search, problem)
+    return events.CheckpointChosen(search, problem, exit_code)
+
+
+def _search(root: Path | str, glob: str | None, run_id: str | None) -> Search:
+    if isinstance(root, Path):
+        from elaunch.checkpoint.latest import find_latest  # only jobs with checkpoints pay for it
+
+        return find_latest(root, glob=glob, run_id=run_id)
+    from elaunch.checkpoint.depot import open_depot
+    from elaunch.checkpoint.own import FORMAT
+
+    depot, passed = open_depot(root), []
+    for found in reversed(depot.listed()):
+        try:
+            depot.verify(found, run_id)
+        except (CheckpointError, OSError) as error:
+            passed.append(PassedOver(Path(found.name), str(error)))
+            if isinstance(error, CheckpointError) and run_id in (None, found.run_id):
+                depot.quarantine(found, str(error))
+        else:
+            newest = Checkpoint(found.place, found.step, FORMAT, found.round)
+            return Search(newest, tuple(passed))
+    return Search(None, tuple(passed))
 
 
 def for_all_nodes(
-    settings: Settings, post: Callable[[events.Event], None]
-) -> Callable[[], dict[str, Any] | None]:
+    settings: Settings,
+    post: Callable[[events.Event], None],
+    finishing: Finishing | None = None,
+) -> Callable[[view.Search], view.Found]:
     """Return the coordinator's search: what it finds, every node resumes from.
 
     The agent's loop is told as well, for its log. The search raises CheckpointError where the
     storage cannot be read.
     """
 
-    def search() -> dict[str, Any] | None:
-        found = look(settings)
+    def search(asked: view.Search) -> view.Found:
+        unseen = _unseen(settings, asked.probes)
+        if unseen:  # those who share no directory have no checkpoint in common either
+            return view.Found(asked=asked.probes, unseen=unseen)
+        if finishing is not None:
+            finishing.jobs |= asked.jobs
+        found = look(settings, finishing)
         post(found)
         if found.problem is not None:
             raise CheckpointError(f"cannot look for checkpoints: {found.problem}")
         chosen = found.search.checkpoint
         if chosen is None:
-            return None
-        return {"path": str(chosen.path), "step": chosen.step, "format": chosen.format}
+            return view.Found(asked=asked.probes)
+        said = {"path": str(chosen.path), "step": chosen.step, "format": chosen.format}
+        return view.Found(said, asked=asked.probes)
 
     return search
+
+
+def _unseen(settings: Settings, probes: frozenset[str]) -> frozenset[str]:
+    """Return the marks of other nodes that are not seen from here, after a bounded time."""
+    if not probes or not isinstance(settings.checkpoint_dir, Path):
+        return frozenset()
+    from elaunch.checkpoint import probe
+
+    return probe.unseen(settings.checkpoint_dir, probes)

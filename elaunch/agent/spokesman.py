@@ -24,9 +24,11 @@ from elaunch.errors import HangError, ServerError, SymmetryError
 from elaunch.rendezvous import words
 from elaunch.rendezvous.facts import differences
 from elaunch.rendezvous.meeting import Meeting
-from elaunch.rendezvous.plan import AgentRecord, Plan, Preempted, WorkerFailure
+from elaunch.rendezvous.plan import AgentRecord, AgentState, Plan, Preempted, WorkerFailure
 
 MAX_TEXT = 4000
+AT_REST: frozenset[AgentState] = frozenset(("joining", "ready", "ended", "finished"))
+"""What an agent says of itself while nothing of a round is left on its node."""
 LEAVE_DEADLINE = 5.0
 """Seconds to take our entry off the roster, and for those who still wait to hear the end."""
 
@@ -37,7 +39,9 @@ log = logging.getLogger("elaunch")
 class Identity:
     """What this agent says of itself and does not change.
 
-    ``say`` prints lines on stderr, ``post`` tells the loop; ``strict`` is --strict-symmetry.
+    ``say`` prints lines on stderr, ``post`` tells the loop; ``strict`` is --strict-symmetry;
+    ``courier`` is the port for other agents; ``rests`` is told whether workers run here; ``probe``
+    is the name of the mark in the checkpoint directory.
     """
 
     host: str
@@ -48,6 +52,9 @@ class Identity:
     say: Callable[[str], None]
     post: Callable[[events.Event], None]
     strict: bool = False
+    courier: int = 0
+    probe: str = ""
+    rests: Callable[[bool], object] = bool
 
 
 class Spokesman:
@@ -64,13 +71,17 @@ class Spokesman:
     def join(self, slots: int, port: int) -> None:
         """Join the rendezvous with ``slots`` workers; ``port`` is bound for a round's store."""
         own = self._identity
-        self._record = AgentRecord(own.host, own.addr, port, slots, own.role, own.hint, own.facts)
+        self._record = AgentRecord(
+            own.host, own.addr, port, slots, own.role, own.hint, own.facts, courier=own.courier
+        )
+        self._record = replace(self._record, probe=own.probe)
         self._meeting.start(self._record)
 
     def say(self, state: State, port: int) -> None:
         """Put on the roster how this agent is, if that has changed."""
         assert self._record is not None  # joined before the first event
         word, round_number = jobpolicy.own_state(state)
+        self._identity.rests(word in AT_REST)
         made = self._failure(state) if round_number >= 0 else None
         old = self._record
         listens, preempted = bool(state.listens), _preempted(state)

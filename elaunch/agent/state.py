@@ -3,14 +3,16 @@
 ::
 
     STARTING ──ready──► CHOOSING ──chosen──► RUNNING ──all exited 0──► SWEEPING ──gone──► ENDED
-        │                  ▲                   │ failure, signal             │ gone, failed
-        └──no directory────┼──────────────────►│                             ▼
+        │                  ▲                   │ failure, signal          │ gone, failed
+        └──no directory────┼──────────────────►│                          ▼
                            │                STOPPING ──all exited──► SWEEPING ──► CHOOSING | WAITING
-                           └─────────────────────────────────────────────────────────┘
+                           │                                              │ gone, saves in memory
+                           └──────────────────settled──────────────── FLUSHING ──settled──► ENDED
 
 STARTING: the server imports. CHOOSING: the newest complete checkpoint is looked for; the old tree
 is dead. RUNNING: workers run. STOPPING: they were signalled, the grace runs. SWEEPING: what they
-left is ended. WAITING: a backoff before the next round. ENDED: the agent leaves its loop.
+left is ended. FLUSHING: checkpoints that the workers have left in the agent's memory are written
+out. WAITING: a backoff before the next round. ENDED: the agent leaves its loop.
 
 In a job of several nodes the coordinator chooses and waits for all (elaunch.rendezvous), and the
 agent is MEETING instead: nothing of a round is left here, and the plan says what comes::
@@ -24,6 +26,7 @@ from __future__ import annotations
 import enum
 import signal
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from elaunch.agent import events
 from elaunch.agent.actions import (
@@ -34,6 +37,7 @@ from elaunch.agent.actions import (
     Finish,
     Meet,
     Notify,
+    Settle,
     StartRound,
     StopWorkers,
     TakeStacks,
@@ -52,6 +56,7 @@ class Phase(enum.Enum):
     RUNNING = "RUNNING"
     STOPPING = "STOPPING"
     SWEEPING = "SWEEPING"
+    FLUSHING = "FLUSHING"
     WAITING = "WAITING"
     MEETING = "MEETING"
     ENDED = "ENDED"
@@ -62,7 +67,8 @@ class Limits:
     """What the user asked for, as far as decisions depend on it; times in seconds.
 
     ``meets`` says that other nodes take part, or may; ``takes_stacks`` that workers can be asked
-    what they are doing (--hang-timeout).
+    what they are doing (--hang-timeout). ``checkpoint_root`` is this node's own directory, to which
+    the path of a plan's checkpoint is relative (--checkpoint-local).
     """
 
     nproc: int
@@ -75,6 +81,7 @@ class Limits:
     preempting: frozenset[signal.Signals] = frozenset()
     meets: bool = False
     takes_stacks: bool = False
+    checkpoint_root: Path | None = None
 
     @property
     def budget(self) -> Budget:
@@ -94,7 +101,8 @@ class State:
     round's first worker was started, on the monotonic clock. ``listens`` are the workers whose
     scripts ask should_preempt(), ``notice`` is what they were told, if anything, ``acked`` are
     those that said that they end because of it. ``hang`` is the hang that ended the round,
-    ``stacks`` what the workers were doing then; ``taking`` says that they were asked.
+    ``stacks`` what the workers were doing then; ``taking`` says that they were asked. ``saves``
+    says that workers have checkpoints written by the agent, ``settled`` what became of the last.
 
     Of a job of several nodes: ``plan`` is the newest, ``name`` ours on the roster, ``member`` the
     name under which this node is in ``round`` (empty: in none), ``first_rank`` the rank of its
@@ -125,6 +133,8 @@ class State:
     hang: events.HangSeen | None = None
     taking: bool = False
     stacks: events.StacksTaken | None = None
+    saves: bool = False
+    settled: events.SavesSettled | None = None
     plan: Plan | None = None
     name: str = ""
     member: str = ""
@@ -184,6 +194,10 @@ def observe(state: State, event: events.Event) -> State:
         return _observe_checkpoint(state, event.search.checkpoint)
     if isinstance(event, events.HangSeen | events.StacksTaken):
         return _observe_hang(state, event)
+    if isinstance(event, events.KeeperUsed) and event.round == state.round:
+        return replace(state, saves=True)
+    if isinstance(event, events.SavesSettled) and event.round == state.round:
+        return replace(state, settled=event)
     return _observe_news(state, event)
 
 
@@ -280,6 +294,7 @@ def follow(state: State, action: Action) -> State:
         Meet: Phase.MEETING,
         StopWorkers: Phase.STOPPING,
         EndTree: Phase.SWEEPING,
+        Settle: Phase.FLUSHING,
         Finish: Phase.ENDED,
     }
     if isinstance(action, Notify):

@@ -10,6 +10,7 @@ decision          what follows from the plan and the roster: a new plan, a wait,
 growth            newcomers while a round runs (pure)
 formation         how a round comes about, and membership: who is in it (pure)
 order             in which order (pure)
+sharing           whether they share the checkpoint directory (pure)
 budget            whether a failed round may be followed by another (pure)
 facts, words      what differs between nodes, and how things are said (pure)
 coordinatorstate  what the coordinator knows and does next, without waiting

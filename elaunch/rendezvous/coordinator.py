@@ -11,7 +11,6 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from elaunch.errors import StoreError, StoreUnreachable
 from elaunch.rendezvous.coordinatorstate import RETRY, Coming, CoordinatorState, Reread
@@ -39,7 +38,7 @@ class Coordinator:
         self,
         store: Store,
         state: CoordinatorState,
-        search: Callable[[], dict[str, Any] | None],
+        search: Callable[[Search], Found],
         clock: Callable[[], float],
         settled: Callable[[CoordinatorState], None],
     ) -> None:
@@ -80,7 +79,9 @@ class Coordinator:
             elif isinstance(step, Reread):
                 self._reread()
             elif isinstance(step, Search):
-                threading.Thread(target=self._find, name="checkpoint-search", daemon=True).start()
+                threading.Thread(
+                    target=self._find, args=(step,), name="checkpoint-search", daemon=True
+                ).start()
             else:
                 self._settled(state)
                 stopped = self._hear(None if step.until is None else step.until - clock())
@@ -130,8 +131,8 @@ class Coordinator:
             if changes:
                 self._queue.put(_Changed(changes))
 
-    def _find(self) -> None:
+    def _find(self, search: Search) -> None:
         try:
-            self._queue.put(Found(self._search()))
+            self._queue.put(self._search(search))
         except Exception as exc:
             self._queue.put(Found(problem=str(exc) or type(exc).__name__))

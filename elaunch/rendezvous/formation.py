@@ -15,7 +15,7 @@ from typing import Any
 
 from elaunch.endings import exit_code
 from elaunch.errors import CheckpointError, JoinTimeoutError, StoreError, SymmetryError
-from elaunch.rendezvous import budget, membership, words
+from elaunch.rendezvous import budget, membership, sharing, words
 from elaunch.rendezvous.facts import differences
 from elaunch.rendezvous.membership import Enough, Few, Refused
 from elaunch.rendezvous.plan import AgentRecord, Cause, Node, Plan
@@ -37,6 +37,7 @@ def decide(view: View, now: float, rules: Rules) -> Decision:
         if not isinstance(judged, budget.Again):
             return judged
         verdict = judged
+    view = sharing.without_strangers(view)
     enough = membership.enough(view, now, rules)
     if isinstance(enough, Refused):
         return _over(plan, enough.exit_code, enough.problem)
@@ -44,8 +45,11 @@ def decide(view: View, now: float, rules: Rules) -> Decision:
         return _too_few(view, now, rules, enough)
     if enough.settled > now:
         return Wait(enough.settled), "waiting for more nodes"
-    if rules.has_checkpoint_dir and view.found is None:
-        return _search(view)
+    if rules.has_checkpoint_dir and sharing.is_unknown(view, enough.names):
+        return _search(view, rules, enough.names)
+    strangers = sharing.strangers(view, enough.names)
+    if strangers:
+        return _over(plan, sharing.EXIT_CODE, sharing.problem(view, strangers))
     if view.found is not None and view.found.problem:
         return _over(plan, CheckpointError.exit_code, _unreadable(view.found.problem))
     if verdict is not None:
@@ -137,8 +141,9 @@ def _verdict(view: View, rules: Rules) -> budget.Again | Decision:
     plan, found = view.plan, view.found
     allowed = budget.Budget(rules.max_restarts, rules.lifetime_budget, rules.has_checkpoint_dir)
     spent = budget.Spent(plan.restarts, plan.without_progress)
-    if rules.has_checkpoint_dir and found is None and not budget.hopeless(allowed, spent):
-        return _search(view)
+    unknown = rules.has_checkpoint_dir and (found is None or found.again)
+    if unknown and not budget.hopeless(allowed, spent):
+        return _search(view, rules)
     if found is not None and found.problem:
         return _over(plan, CheckpointError.exit_code, _unreadable(found.problem))
     step = _step(found.checkpoint if found else None)
@@ -157,8 +162,17 @@ def _lived_long(view: View) -> bool:
     return (ended_at(view) if failed_at is None else failed_at) - view.ran >= budget.LONG_ENOUGH
 
 
-def _search(view: View) -> Decision:
-    return (Wait() if view.searching else Search()), "looking for the newest checkpoint"
+def _search(view: View, rules: Rules, names: tuple[str, ...] = ()) -> Decision:
+    reason = "looking for the newest checkpoint"
+    if view.searching:
+        return Wait(), reason
+    if rules.checkpoint_local and not view.plan.reason:
+        # The agents that are to be asked know each other by the job's word: post it.
+        return _pause(view, f"{reason} on {words.count(len(view.present))}", view.began)
+    present = {name: seat.record for name, seat in view.present.items()}
+    seen = (record.seen["job"] for record in present.values() if record.seen is not None)
+    jobs = frozenset([view.plan.job, *seen])
+    return Search(present, sharing.probes(view, names), names, jobs), reason
 
 
 def _unreadable(problem: str) -> str:
@@ -260,7 +274,7 @@ def _start(view: View, rules: Rules, enough: Enough, verdict: budget.Again | Non
 
 
 def _node(name: str, record: AgentRecord) -> Node:
-    return Node(name, record.host, record.addr, record.slots, record.role)
+    return Node(name, record.host, record.addr, record.slots, record.role, record.courier)
 
 
 def _why(view: View, rules: Rules, nodes: tuple[Node, ...], before: _Before) -> str:

@@ -33,7 +33,7 @@ def decide(view: View, now: float, rules: Rules) -> Decision:
     there = {
         name: one
         for name, one in view.present.items()
-        if name not in members and one.record.state != "leaving"
+        if name not in members and name not in plan.strangers and one.record.state != "leaving"
     }
     if not there and not plan.spares and not plan.joining:
         return Wait(), ""

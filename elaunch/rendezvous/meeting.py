@@ -21,18 +21,17 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-from elaunch.errors import StoreError
+from elaunch.errors import StoreError, StoreUnreachable
 from elaunch.rendezvous import tasks
 from elaunch.rendezvous.coordinator import Coordinator
 from elaunch.rendezvous.coordinatorstate import CoordinatorState
 from elaunch.rendezvous.member import MemberState
 from elaunch.rendezvous.news import MeetingFailed, News
-from elaunch.rendezvous.plan import AgentRecord
-from elaunch.rendezvous.records import RecordError
+from elaunch.rendezvous.plan import AgentRecord, Plan
+from elaunch.rendezvous.records import RecordError, decode_plan
 from elaunch.rendezvous.tasks import Effect, Fence, Idle, Open, Task
-from elaunch.rendezvous.view import Rules
+from elaunch.rendezvous.view import Found, Rules, Search
 from elaunch.store.protocol import Store
 
 SLICE = 5.0
@@ -57,14 +56,14 @@ class World:
 
     Attributes:
         post: takes news; called from several threads, must not block.
-        search: returns the newest complete checkpoint as {path, step, format}, or None; may raise.
+        search: looks for the newest complete checkpoint, as {path, step, format}; may raise.
         fence: has all workers killed at that moment of ``clock`` unless it is called again.
         clock: monotonic seconds.
         make_name: a new random name for each enrolment.
     """
 
     post: Callable[[News], None]
-    search: Callable[[], dict[str, Any] | None]
+    search: Callable[[Search], Found]
     fence: Callable[[float, float], None]
     clock: Callable[[], float] = time.monotonic
     make_name: Callable[[], str] = random_name
@@ -143,6 +142,21 @@ class Meeting:
         until = min(until, time.monotonic() + JOIN)
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
+
+    def read_plan(self) -> Plan:
+        """Return the newest plan that the store has now; any thread may ask.
+
+        It is as slow as the store, whose calls have deadlines. Raises StoreError, also for an agent
+        that is not on the roster at present, and RecordError.
+        """
+        with self._changed:
+            store = self._store if self._member.name and not self._closed else None
+        if store is None:
+            raise StoreUnreachable("this agent is cut off from it")
+        post = store.latest()
+        if post is None:
+            raise StoreUnreachable(f"{store.place} has no plan of this job")
+        return decode_plan(post.value, self._secret, "the coordinator")
 
     # ── leaving ──────────────────────────────────────────────────────────────────────────────────
 
@@ -312,4 +326,4 @@ def member_call(store: Store, task: Task, ttl: float) -> None:
 
 def draw_job_and_jitter() -> tuple[str, float]:
     """Return a new job word, and which part of a backoff to wait."""
-    return os.urandom(4).hex(), random.uniform(0.5, 1.0)
+    return os.urandom(16).hex(), random.uniform(0.5, 1.0)

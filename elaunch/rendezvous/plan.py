@@ -59,6 +59,9 @@ class AgentRecord:
         seen: what it last heard of the job (job, phase, round, restarts, without_progress, step),
             so that a store that has lost its memory goes on where the job was. The Meeting writes
             it, and ``seq``, which counts what this agent has written.
+        courier: the port on which other agents reach this one; 0: none.
+        probe: the name of the file that it has written where all nodes should see it
+            (elaunch.rendezvous.sharing), or "".
     """
 
     host: str
@@ -78,17 +81,23 @@ class AgentRecord:
     preempted: Preempted = ""
     seen: Mapping[str, Any] | None = None
     seq: int = 0
+    courier: int = 0
+    probe: str = ""
 
 
 @dataclass(frozen=True)
 class Node:
-    """One node of a round; the node's rank is its place in ``Plan.nodes``."""
+    """One node of a round; the node's rank is its place in ``Plan.nodes``.
+
+    ``courier`` is the port of its agent for the others', at ``addr``; 0: none.
+    """
 
     name: str
     host: str
     addr: str
     slots: int
     role: str
+    courier: int = 0
 
 
 @dataclass(frozen=True)
@@ -96,7 +105,8 @@ class Plan:
     """What the coordinator has decided; the newest post on the board.
 
     Attributes:
-        job: a random word; another job with the same run id, later, has another.
+        job: a random word; another job with the same run id, later, has another. Agents know each
+            other by it where there is no --rdzv-secret-file, so it is long.
         round: the round that runs, or ran last; -1 before the first. It only grows.
         reason: why this phase began: a log line, a status text, what tests assert.
         cause: why a round ends; ``failure`` alone counts as a restart.
@@ -104,7 +114,8 @@ class Plan:
         spares: names of agents that stand by.
         joining: names of newcomers that the next round will have.
         master_addr, master_port: where the workers' store of ``round`` is: on ``nodes[0]``.
-        checkpoint: path, step and format of what ``round`` resumes from; None: a fresh start.
+        checkpoint: path, step and format of what ``round`` resumes from; None: a fresh start. The
+            path is relative where every node has a directory of its own (--checkpoint-local).
         restarts, without_progress: of the whole job: rounds that followed a failure, and those
             since a newer checkpoint was last seen.
         failure: the first failure of the round that ended last, of the whole job: a
@@ -113,6 +124,7 @@ class Plan:
         facts: the start-up facts of ``nodes[0]``, for a newcomer to compare with its own.
         strict: whether a newcomer whose facts differ is to end with an error.
         exit_code: of every agent, when over.
+        strangers: names of agents that do not share the checkpoint directory, and so end.
         coordinator: the name of the agent that wrote this.
     """
 
@@ -134,6 +146,7 @@ class Plan:
     facts: Mapping[str, str] = field(default_factory=dict)
     strict: bool = False
     exit_code: int | None = None
+    strangers: tuple[str, ...] = ()
     coordinator: str = ""
 
     @property

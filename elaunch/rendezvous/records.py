@@ -136,7 +136,7 @@ def decode_plan(raw: bytes, secret: bytes | None, sender: str) -> Plan:
     _require(said, ("job",), sender)
     if "nodes" in said:
         said["nodes"] = _nodes(said["nodes"], sender)
-    for name in ("spares", "joining"):
+    for name in ("spares", "joining", "strangers"):
         if name in said:
             said[name] = tuple(said[name])
     return Plan(**said)
@@ -192,6 +192,8 @@ def _require(said: Mapping[str, Any], names: tuple[str, ...], sender: str) -> No
 
 
 _NODE_FIELDS: Final = tuple(f.name for f in fields(Node))
+_NODE_NUMBERS: Final = {"slots": 9_999_999, "courier": 65_535}
+"""The columns that are numbers, and their largest values."""
 
 
 def _nodes(columns: dict[str, Any], sender: str) -> tuple[Node, ...]:
@@ -200,10 +202,13 @@ def _nodes(columns: dict[str, Any], sender: str) -> tuple[Node, ...]:
     split = {name: _column(columns[name], name, sender) for name in _NODE_FIELDS}
     if len({len(values) for values in split.values()}) != 1:
         raise _refused(sender, "the columns of its nodes differ in length")
-    slots = split["slots"]
-    if not all(len(text) <= 7 and text.isascii() and text.isdigit() for text in set(slots)):
-        raise _refused(sender, "its nodes have slots that are no numbers")
-    split["slots"] = list(map(int, slots))
+    for name, most in _NODE_NUMBERS.items():
+        texts = split[name]
+        if not all(len(text) <= 7 and text.isascii() and text.isdigit() for text in set(texts)):
+            raise _refused(sender, f"its nodes have {name} that are no numbers")
+        split[name] = list(map(int, texts))
+        if max(split[name], default=0) > most:
+            raise _refused(sender, f"its nodes have {name} above {most}")
     return tuple(map(Node, *(split[name] for name in _NODE_FIELDS)))
 
 

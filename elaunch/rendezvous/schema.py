@@ -138,6 +138,8 @@ AGENT: Final[Mapping[str, Kind]] = {
     "preempted": _one_of(get_args(Preempted)),
     "seen": _or_none(_SEEN),
     "seq": _COUNT,
+    "courier": _PORT,
+    "probe": _SHORT,
 }
 PLAN: Final[Mapping[str, Kind]] = {
     "job": _SHORT,
@@ -158,6 +160,7 @@ PLAN: Final[Mapping[str, Kind]] = {
     "facts": Kind("an object of short texts", _is_facts),
     "strict": _SWITCH,
     "exit_code": _CODE,
+    "strangers": _NAMES,
     "coordinator": _SHORT,
 }
 

@@ -7,7 +7,7 @@ which the coordinator heard of things by its own monotonic clock. No other clock
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from elaunch.rendezvous.plan import AgentRecord, Plan
@@ -42,6 +42,7 @@ class Rules:
     static: bool = False
     strict_symmetry: bool = False
     has_checkpoint_dir: bool = False
+    checkpoint_local: bool = False
     hosted_by_me: bool = False
 
 
@@ -74,10 +75,19 @@ class Absent:
 
 @dataclass(frozen=True)
 class Found:
-    """What the search for a checkpoint brought: a checkpoint, none, or a problem."""
+    """What the search for a checkpoint brought: a checkpoint, none, or a problem.
+
+    ``asked`` are the probes that were looked for (elaunch.rendezvous.sharing), ``unseen`` those of
+    them that are not there. ``ready`` are the nodes on which the checkpoint is, where each has a
+    directory of its own; None: on all. ``again``: a node was not reached, so nothing is known.
+    """
 
     checkpoint: Mapping[str, Any] | None = None
     problem: str = ""
+    asked: frozenset[str] = frozenset()
+    unseen: frozenset[str] = frozenset()
+    ready: frozenset[str] | None = None
+    again: bool = False
 
 
 @dataclass(frozen=True)
@@ -130,7 +140,17 @@ class Publish:
 
 @dataclass(frozen=True)
 class Search:
-    """Look for the newest complete checkpoint."""
+    """Look for the newest complete checkpoint, and for the probes of newcomers.
+
+    ``present`` is what every agent on the roster says of itself, by name; ``nodes`` are the names
+    of those that the round will have, as far as that is known. ``jobs`` are the words
+    of this job's plans: a store that is lost and made anew has another.
+    """
+
+    present: Mapping[str, AgentRecord] = field(default_factory=dict)
+    probes: frozenset[str] = frozenset()
+    nodes: tuple[str, ...] = ()
+    jobs: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

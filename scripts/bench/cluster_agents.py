@@ -35,7 +35,7 @@ from dataclasses import dataclass, replace
 from elaunch.rendezvous.meeting import Meeting, World
 from elaunch.rendezvous.news import News, PlanSeen, Rejoined, StoreBack
 from elaunch.rendezvous.plan import AgentRecord, Plan, WorkerFailure
-from elaunch.rendezvous.view import Rules
+from elaunch.rendezvous.view import Found, Rules
 from elaunch.store.protocol import Store
 
 CONNECT_SECONDS = 120.0
@@ -108,7 +108,7 @@ class Crowd:
             rules = Rules(task.of, task.of, heartbeat_timeout=task.ttl, hosted_by_me=hosts)
             world = World(
                 lambda news, number=number: self._post(number, news),  # type: ignore[misc]
-                lambda: None,
+                lambda _: Found(),
                 lambda *_: None,
             )
             meeting = Meeting(OpenAtGate(self._gate, store, task), rules, None, world)

@@ -8,7 +8,16 @@ from dataclasses import replace
 import pytest
 
 from elaunch.agent import events, jobpolicy
-from elaunch.agent.actions import Action, EndTree, Finish, Meet, Nothing, StartRound, StopWorkers
+from elaunch.agent.actions import (
+    Action,
+    EndTree,
+    Finish,
+    Meet,
+    Nothing,
+    Settle,
+    StartRound,
+    StopWorkers,
+)
 from elaunch.agent.state import Limits
 from elaunch.rendezvous.plan import Node, Plan
 from tests.agent.histories import (
@@ -49,6 +58,8 @@ FAILED = events.MeetingFailed(69, "the store was lost")
 RUNS = (READY, seen(FIRST), started(0), started(1))
 BAD = (*RUNS, exited(1, 7))
 ENDED = (*BAD, exited(0, -15, stopped=True), gone())
+SAVED = (*RUNS, events.KeeperUsed(0), exited(1, 7), exited(0, -15, stopped=True))
+SETTLED = events.SavesSettled(0)
 GOOD = (*RUNS, exited(0, 0), exited(1, 0))
 KILLED = (exited(0, -9, stopped=True), exited(1, -9, stopped=True), gone())
 WITH_IT = replace(SECOND, nodes=(THERE, replace(HERE, name="cc")))
@@ -71,6 +82,19 @@ TABLE: dict[str, tuple[tuple[events.Event, ...], Action, str]] = {
         "first start",
     ),
     "the same plan again": ((*RUNS, seen(FIRST)), Nothing(), ""),
+    "a newcomer whose checkpoint directory is another one": (
+        (READY, seen(replace(ALONE, strangers=("zz", "aa")))),
+        Finish(2),
+        "--checkpoint-dir of this node is not that of the job: what was written here is not seen "
+        "on node2; mount the same file system here, or give --checkpoint-local on all nodes",
+    ),
+    "it hears so while it still imports": (
+        (seen(replace(ALONE, strangers=("aa",))), READY),
+        Finish(2),
+        "--checkpoint-dir of this node is not that of the job: what was written here is not seen "
+        "on node2; mount the same file system here, or give --checkpoint-local on all nodes",
+    ),
+    "another newcomer's is": ((READY, seen(replace(ALONE, strangers=("zz",)))), Nothing(), ""),
     # ── a failure here ──
     "a worker fails here": (
         BAD,
@@ -131,6 +155,28 @@ TABLE: dict[str, tuple[tuple[events.Event, ...], Action, str]] = {
         Finish(0),
         "all workers ended with 0; this node took part in no round",
     ),
+    # ── checkpoints that are in memory only ──
+    "what is in memory is written out first": ((*SAVED, gone()), Settle(30.0), ""),
+    "the plan is heard while it is": ((*SAVED, gone(), seen(ENDING)), Nothing(), ""),
+    "then it meets the others": (
+        (*SAVED, gone(), SETTLED),
+        Meet(),
+        f"rank 4 exited with code 7; {SAY}",
+    ),
+    "the end was heard while it was": (
+        (*SAVED, gone(), seen(OVER), SETTLED),
+        Finish(3),
+        OVER.reason,
+    ),
+    "told to go while it is": (
+        (*SAVED, gone(), TERM),
+        Nothing(),
+        "SIGTERM received: the checkpoint in memory is being written out",
+    ),
+    "and goes": ((*SAVED, gone(), TERM, SETTLED), Finish(143), "stopped by SIGTERM"),
+    "cut off while it is": ((*SAVED, gone(), CUT), Nothing(), f"cut off: {CUT.reason}"),
+    "the store is lost while it is": ((*SAVED, gone(), FAILED), Nothing(), ""),
+    "and it ends": ((*SAVED, gone(), FAILED, SETTLED), Finish(69), "the store was lost"),
     # ── signals ──
     "told to go before the first round": ((READY, TERM), Finish(143), "stopped by SIGTERM"),
     "told to go": (
@@ -208,6 +254,8 @@ OWN: dict[str, tuple[tuple[events.Event, ...], tuple[str, int]]] = {
     "a worker has failed": (BAD, ("failed", 0)),
     "and all is gone": (ENDED, ("ended", 0)),
     "stopped from elsewhere": ((*RUNS, seen(ENDING)), ("running", 0)),
+    "what is in memory is written out": ((*SAVED, gone()), ("failed", 0)),
+    "it is on the disk": ((*SAVED, gone(), SETTLED), ("ended", 0)),
     "done, with children left": (GOOD, ("running", 0)),
     "done": ((*GOOD, gone()), ("finished", 0)),
     "told to go": ((*RUNS, TERM), ("leaving", 0)),

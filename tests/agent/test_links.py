@@ -29,7 +29,7 @@ class Agent:
         self.links = WorkerLinks(self.posted.put)
         self.links.start()
         self.path = path
-        self.control = ControlSocket(path, dict, str.upper, self.links.adopt)
+        self.control = ControlSocket(path, dict, str.upper, {"attach": self.links.adopt})
         self.control.start()
         self.links.begin(0)
 

@@ -26,6 +26,7 @@ from elaunch.agent.actions import (
     Meet,
     Nothing,
     Notify,
+    Settle,
     StartRound,
     StopWorkers,
     TakeStacks,
@@ -56,6 +57,8 @@ FORWARDING = Limits(2, forwarded=frozenset({signal.SIGUSR1}))
 RUNS = (READY, started(0), started(1))
 FAILED = (*RUNS, exited(0, 7), exited(1, -15, stopped=True))
 SUCCEEDED = (*RUNS, exited(0, 0), exited(1, 0))
+USED, SETTLED = events.KeeperUsed(0), events.SavesSettled(0, ("step-00000010.r0",))
+SAVED = (READY, chosen(None), started(0), started(1), USED, *FAILED[3:])
 BROKEN = events.ServerReady(1, "--preload nope: ModuleNotFoundError: nope", 0.0)
 SWEEP = EndTree(signal.SIGTERM, 5.0)
 
@@ -286,6 +289,7 @@ TABLE: dict[str, Row] = {
     "the store is lost": (TWO, (*RUNS, events.StoreLost("gone")), Nothing(), ""),
     "the server has more modules": (TWO, (*RUNS, events.ServerWarmed(None, 0.5)), Nothing(), ""),
     "a late answer": (TWO, (*RUNS, events.DevicesCounted(2, None)), Nothing(), ""),
+    "a late look at the directory": (TWO, (*RUNS, events.Probed("full")), Nothing(), ""),
     "a health check": (TWO, (*RUNS, events.Ping(print)), Nothing(), ""),
     # ── signals ──
     "SIGTERM while importing": (TWO, (TERM,), Finish(143), "stopped by SIGTERM"),
@@ -441,6 +445,89 @@ TABLE: dict[str, Row] = {
         Finish(0),
         "all workers ended with 0",
     ),
+    # ── checkpoints that are in memory only ──
+    "what is in memory is written out first": (
+        SAVING,
+        (*SAVED, gone()),
+        Settle(30.0),
+        "",
+    ),
+    "then the choice is made": (SAVING, (*SAVED, gone(), SETTLED), ChooseCheckpoint(), ""),
+    "without a directory the next round begins": (
+        THREE_RESTARTS,
+        (*RUNS, USED, exited(0, 7), exited(1, -15, stopped=True), gone(), SETTLED),
+        StartRound(1, None),
+        "rank 0 exited with code 7; restart 1 of 3",
+    ),
+    "a signal has them written out, too": (
+        TWO,
+        (*RUNS, USED, TERM, exited(0, -15), exited(1, -15), gone()),
+        Settle(30.0),
+        "",
+    ),
+    "and the exit code is the same": (
+        TWO,
+        (*RUNS, USED, TERM, exited(0, -15), exited(1, -15), gone(), SETTLED),
+        Finish(143),
+        "stopped by SIGTERM",
+    ),
+    "at the end of a job that is done": (
+        TWO,
+        (*RUNS, USED, exited(0, 0), exited(1, 0), gone(), SETTLED),
+        Finish(0),
+        "all workers ended with 0",
+    ),
+    "a signal meanwhile": (
+        SAVING,
+        (*SAVED, gone(), TERM),
+        Nothing(),
+        "SIGTERM received: the checkpoint in memory is being written out",
+    ),
+    "after which nothing is restarted": (
+        SAVING,
+        (*SAVED, gone(), TERM, SETTLED),
+        Finish(7),
+        "rank 0 exited with code 7; no restart after SIGTERM",
+    ),
+    "the second SIGINT does not wait for it": (
+        SAVING,
+        (*SAVED, gone(), INT, INT),
+        Finish(7),
+        "SIGINT again: what is in memory only is lost; "
+        "rank 0 exited with code 7; no restart after SIGINT",
+    ),
+    "the storage hangs": (SAVING, (*SAVED, gone(), DEADLINE), ChooseCheckpoint(), ""),
+    "and answers when it is too late": (
+        SAVING,
+        (*SAVED, gone(), DEADLINE, SETTLED),
+        Nothing(),
+        "",
+    ),
+    "what another round has left": (
+        SAVING,
+        (*SAVED, gone(), events.SavesSettled(3)),
+        Nothing(),
+        "",
+    ),
+    "the server dies while it is written": (
+        SAVING,
+        (*SAVED, gone(), lost()),
+        EndTree(),
+        "the server that starts the workers was killed by SIGKILL; its workers ended with it",
+    ),
+    "and it is settled after that": (SAVING, (*SAVED, gone(), lost(), gone()), Settle(30.0), ""),
+    "the next round has left nothing": (
+        SAVING,
+        (*SAVED, gone(), SETTLED, chosen(10), *again(1)),
+        ChooseCheckpoint(),
+        "",
+    ),
+    "a worker of the round before": (
+        SAVING,
+        (*SAVED[:4], events.KeeperUsed(5), *FAILED[3:], gone()),
+        ChooseCheckpoint(),
+        "",
+    ),
     "nothing is decided after the end": (TWO, (TERM, INT), Nothing(), ""),
 }
 
@@ -460,6 +547,7 @@ def test_every_arm_has_a_row() -> None:
         *preemptpolicy.ARMS,
         *hangpolicy.ARMS,
         events.PreemptAcked,
+        events.FenceAsked,
     }  # tables of their own
     assert seen == set(events.Event.__args__) - elsewhere
     actions = {type(action) for _, _, action, _ in TABLE.values()}
@@ -523,6 +611,8 @@ ANY_EVENT = st.one_of(
     st.builds(gone, st.integers(0, 3)),
     st.builds(lost, CODES),
     st.builds(chosen, st.one_of(st.none(), st.integers(0, 9))),
+    st.builds(events.KeeperUsed, st.integers(0, 3)),
+    st.builds(events.SavesSettled, st.integers(0, 3)),
 )
 
 
@@ -539,7 +629,9 @@ def test_no_history_breaks_the_policy(limits: Limits, history: list[events.Event
         if isinstance(action, StartRound):
             assert action.round == (before.round + 1 if before.failed or state.round else 0)
             swept = isinstance(event, events.TreeGone) and event.round == before.round
-            assert swept or before.phase in (Phase.STARTING, Phase.CHOOSING, Phase.WAITING)
+            waited = (Phase.STARTING, Phase.FLUSHING, Phase.CHOOSING, Phase.WAITING)
+            assert swept or before.phase in waited
+            assert not (before.phase is Phase.SWEEPING and before.saves)
     spent = state.restarts if limits.lifetime_budget else state.without_progress
     assert spent <= limits.max_restarts
 
@@ -562,6 +654,8 @@ class PlayedServer(RuleBasedStateMachine):
         self.told = False
         self.searching = False
         self.sweeping: int | None = None
+        self.settling: list[int] = []
+        self.uses = False
         self.deadline = False
         self.step_saved = 0
         self.post(READY)
@@ -575,9 +669,15 @@ class PlayedServer(RuleBasedStateMachine):
             assert not self.alive, "a round was started while workers of the last one were alive"
             self.alive = dict.fromkeys(range(self.limits.nproc), action.round)
             self.server, self.told, self.deadline = True, False, False
+            self.uses = False
         elif isinstance(action, ChooseCheckpoint):
             assert not self.alive, "the choice was made before the old tree was dead"
+            assert not self.uses, "the choice was made before memory was on the disk"
             self.searching = True
+        elif isinstance(action, Settle):
+            assert not self.alive, "workers may still hand over"
+            self.settling.append(before.round)
+            self.deadline = True
         elif isinstance(action, StopWorkers):
             self.told = self.deadline = True
         elif isinstance(action, EndTree):
@@ -617,6 +717,20 @@ class PlayedServer(RuleBasedStateMachine):
         self.server, self.alive, self.sweeping = False, {}, None
         self.post(lost())
 
+    @precondition(lambda self: self.alive)
+    @rule()
+    def use_keeper(self) -> None:
+        """A worker leaves its checkpoints in the agent's memory."""
+        self.uses = True
+        self.post(events.KeeperUsed(next(iter(self.alive.values()))))
+
+    @precondition(lambda self: self.settling)
+    @rule()
+    def end_settling(self) -> None:
+        """What is in memory is on the disk, perhaps when nobody waits for it any more."""
+        self.uses = False
+        self.post(events.SavesSettled(self.settling.pop(0)))
+
     @precondition(lambda self: self.searching)
     @rule(saved=st.integers(0, 1))
     def end_search(self, saved: int) -> None:
@@ -630,6 +744,7 @@ class PlayedServer(RuleBasedStateMachine):
     def pass_deadline(self) -> None:
         """A grace or a backoff is over."""
         self.deadline = False
+        self.uses = self.uses and self.state.phase is not Phase.FLUSHING
         self.post(DEADLINE)
 
     @rule(event=st.sampled_from([TERM, INT, USR1]))
@@ -641,6 +756,7 @@ class PlayedServer(RuleBasedStateMachine):
     def waits_for_something(self) -> None:
         """While the job has not ended, something will come that takes it on."""
         coming = self.alive or self.searching or self.deadline or self.sweeping is not None
+        coming = coming or self.settling
         assert coming or not self.running()
 
     def teardown(self) -> None:
@@ -654,6 +770,8 @@ class PlayedServer(RuleBasedStateMachine):
                 self.end_worker(0, 0, 9.0)
             elif self.searching:
                 self.end_search(0)
+            elif self.settling:
+                self.end_settling()
             else:
                 self.pass_deadline()
         assert sum(isinstance(action, Finish) for action in self.actions) == 1

@@ -10,6 +10,7 @@ import pytest
 from elaunch.agent import events, seeker
 from elaunch.config import Settings, resolve
 from elaunch.errors import CheckpointError
+from elaunch.rendezvous.view import Found, Search
 
 
 def settings(directory: Path, cwd: Path) -> Settings:
@@ -27,7 +28,7 @@ def test_every_node_is_told_what_the_coordinator_found(tmp_path: Path) -> None:
     for step in (2, 10):
         torch.save({"step": step}, tmp_path / f"step_{step}.pt")
     posted: list[events.Event] = []
-    found = seeker.for_all_nodes(settings(tmp_path, tmp_path), posted.append)()
+    found = seeker.for_all_nodes(settings(tmp_path, tmp_path), posted.append)(Search()).checkpoint
     assert found is not None
     assert (found["path"], found["step"]) == (str(tmp_path / "step_10.pt"), 10)
     (event,) = posted
@@ -37,7 +38,10 @@ def test_every_node_is_told_what_the_coordinator_found(tmp_path: Path) -> None:
 def test_nothing_to_resume_from(tmp_path: Path) -> None:
     """A directory that is empty."""
     (tmp_path / "ck").mkdir()
-    assert seeker.for_all_nodes(settings(tmp_path / "ck", tmp_path), lambda _: None)() is None
+    assert (
+        seeker.for_all_nodes(settings(tmp_path / "ck", tmp_path), lambda _: None)(Search())
+        == Found()
+    )
 
 
 def test_storage_that_cannot_be_read_is_no_fresh_start(tmp_path: Path) -> None:
@@ -47,4 +51,4 @@ def test_storage_that_cannot_be_read_is_no_fresh_start(tmp_path: Path) -> None:
         (tmp_path / "ck").rmdir()
     (tmp_path / "ck").write_text("a file where the directory was")
     with pytest.raises(CheckpointError, match="cannot look for checkpoints"):
-        seeker.for_all_nodes(made, lambda _: None)()
+        seeker.for_all_nodes(made, lambda _: None)(Search())

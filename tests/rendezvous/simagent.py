@@ -271,7 +271,7 @@ class Agent:
         elif isinstance(step, Search):
 
             def found() -> None:
-                state.on_found(Found(self.sim.checkpoint()))
+                state.on_found(Found(self.sim.checkpoint(), asked=step.probes))
                 self._step(client, state)
 
             self.later(self.sim.random.uniform(0.001, 0.3), found)

@@ -15,6 +15,8 @@ from elaunch.rendezvous.view import Absent, Found, Present, View
 TWO = Rules(2, 2, max_restarts=3)
 ELASTIC = Rules(1, 3, max_restarts=3)
 SAVING = replace(TWO, has_checkpoint_dir=True)
+LOCAL = replace(SAVING, checkpoint_local=True)
+CKPT = {"path": "step-00000040.r0", "step": 40, "format": "elaunch"}
 STATIC = replace(TWO, static=True)
 NOW = 100.0
 
@@ -88,6 +90,51 @@ TABLE: dict[str, Row] = {
     "and cannot be": (
         *(SAVING, EMPTY, [seat(1), seat(2)], {"found": Found(problem="/ck: no")}),
         *("over//-1/74", "cannot look for checkpoints: /ck: no"),
+    ),
+    "and the files of those who come": (
+        *(SAVING, EMPTY, [seat(1, probe="p1"), seat(2, probe="p2")], {"found": Found()}),
+        *("search", "looking for the newest checkpoint"),
+    ),
+    "which are all seen": (
+        *(SAVING, EMPTY, [seat(1, probe="p1"), seat(2, probe="p2")]),
+        {"found": Found(asked=frozenset({"p1", "p2"}))},
+        *("running//0/None a1 a2", "first start: 2 nodes, 16 workers, from the start"),
+    ),
+    "one is not seen": (
+        *(SAVING, EMPTY),
+        [
+            seat(1, probe="p1", facts={"checkpoint_dir": "/ck"}),
+            seat(2, probe="p2", facts={"checkpoint_dir": "/ck"}),
+        ],
+        {"found": Found(asked=frozenset({"p1", "p2"}), unseen=frozenset({"p2"}))},
+        "over//-1/2",
+        "--checkpoint-dir is not one directory on all nodes: what node2 (10.0.0.2) in /ck has "
+        "written there is not seen on node1 (10.0.0.1) in /ck; mount one file system on all of "
+        "them, or give --checkpoint-local if each node is to keep its own checkpoints",
+    ),
+    "who was in the round before is not looked for again": (
+        *(SAVING, LOST, [seat(1, "ended", 0, probe="p1"), seat(2, "ended", 0, probe="p2")]),
+        {"found": Found()},
+        *(
+            "running//1/None a1 a2",
+            "node2 was lost; going on with 2 nodes, 16 workers, from the start",
+        ),
+    ),
+    "a newcomer is looked for": (
+        *(SAVING, LOST, [seat(1, "ended", 0, probe="p1"), seat(3, probe="p3")]),
+        {"absent": GONE2, "found": Found()},
+        *("search", "looking for the newest checkpoint"),
+    ),
+    "a newcomer with another directory is left out": (
+        *(replace(ELASTIC, has_checkpoint_dir=True), LOST),
+        [seat(1, "ended", 0, probe="p1"), seat(3, probe="p3")],
+        {"absent": GONE2, "found": Found(asked=frozenset({"p3"}), unseen=frozenset({"p3"}))},
+        "running//1/None a1 !a3",
+        "node2 was lost; going on with 1 node, 8 workers, from the start",
+    ),
+    "and waited for no more": (
+        *(ELASTIC, replace(RUNNING, strangers=("a3",)), [RUN1, RUN2, seat(3)], {}),
+        *("wait None", ""),
     ),
     "the nodes differ": (
         *(replace(TWO, strict_symmetry=True), EMPTY),
@@ -193,6 +240,38 @@ TABLE: dict[str, Row] = {
         *(replace(ELASTIC, on_join="never"), RUNNING, [RUN1, RUN2, seat(3)], {}),
         *("running//0/None a1 a2 +a3", "first start"),
     ),
+    # ── each node has a checkpoint directory of its own ──
+    "first, the agents hear by which word they know each other": (
+        *(LOCAL, EMPTY, [seat(1), seat(2)], {}, "forming//-1/None"),
+        "looking for the newest checkpoint on 2 nodes",
+    ),
+    "then they are asked": (
+        *(LOCAL, replace(EMPTY, reason="looking"), [seat(1), seat(2)], {}),
+        *("search", "looking for the newest checkpoint"),
+    ),
+    "again, if one was not reached": (
+        *(LOCAL, replace(EMPTY, reason="looking"), [seat(1), seat(2)]),
+        *({"found": Found(again=True)}, "search", "looking for the newest checkpoint"),
+    ),
+    "also where the restarts are counted by what is found": (
+        *(LOCAL, ENDING, [failed(1), END2], {"found": Found(again=True)}),
+        *("search", "looking for the newest checkpoint"),
+    ),
+    "and where one has come since": (
+        *(LOCAL, LOST, [END1, seat(3)]),
+        {"absent": GONE2, "found": Found(CKPT, ready=frozenset({"a1"}))},
+        *("search", "looking for the newest checkpoint"),
+    ),
+    "the checkpoint is on all nodes": (
+        *(LOCAL, LOST, [END1, seat(3)]),
+        {"absent": GONE2, "found": Found(CKPT, ready=frozenset({"a1", "a2", "a3"}))},
+        "running//1/None a1 a3",
+        "node2 was lost; going on with 2 nodes, 16 workers, from step 40",
+    ),
+    "it cannot be had": (
+        *(LOCAL, LOST, [END1, seat(3)], {"absent": GONE2, "found": Found(problem="node2: full")}),
+        *("over/lost/0/74 a1 a2", "cannot look for checkpoints: node2: full"),
+    ),
     # ── ending ──
     "one has not ended": (
         *(TWO, ENDING, [failed(1), RUN2], {"since": 90.0}, "wait 690"),
@@ -260,7 +339,19 @@ def told(step: Publish | Search | Wait) -> str:
     if isinstance(step, Publish):
         plan = step.plan
         head = f"{plan.phase}/{plan.cause}/{plan.round}/{plan.exit_code}"
-        return " ".join([head, *(one.name for one in plan.nodes), *(f"+{n}" for n in plan.joining)])
+        names = [*(one.name for one in plan.nodes), *(f"+{n}" for n in plan.joining)]
+        left_out = [f"!{name}" for name in plan.strangers]
+        return " ".join([head, *names, *left_out])
     if isinstance(step, Wait):
         return f"wait {step.until if step.until is None else format(step.until, 'g')}"
     return "search"
+
+
+def test_a_search_knows_whom_the_round_will_have() -> None:
+    """By node rank, and what all on the roster say of themselves."""
+    there = {"a2": seat(2), "a1": seat(1), "a3": seat(3)}
+    plan = replace(EMPTY, reason="looking")
+    step, _ = decide(View("a1", plan, there, {}), NOW, LOCAL)
+    assert isinstance(step, Search)
+    assert step.nodes == ("a1", "a2")
+    assert step.present == {name: one.record for name, one in there.items()}

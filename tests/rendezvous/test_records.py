@@ -38,8 +38,9 @@ AGENTS = st.builds(
     exit_code=st.none() | st.integers(0, 255),
     note=TEXT,
     seq=COUNT,
+    courier=st.integers(0, 65535),
 )
-NODES = st.builds(Node, SHORT, SHORT, SHORT, st.integers(0, 64), SHORT)
+NODES = st.builds(Node, SHORT, SHORT, SHORT, st.integers(0, 64), SHORT, st.integers(0, 65535))
 PLANS = st.builds(
     Plan,
     job=SHORT,
@@ -112,6 +113,9 @@ def spoil(**said: Any) -> bytes:
         (spoil(port=True), None, "its port is True"),
         (spoil(host="a\nb"), None, "its host is 'a\\nb', not one line"),
         (spoil(hint=-1), None, "its hint is -1"),
+        (spoil(courier="29500"), None, "its courier is '29500', not an integer from 0 to 65535"),
+        (spoil(courier=65536), None, "its courier is 65536"),
+        (spoil(courier=[29500]), None, "its courier is [29500]"),
         (spoil(state="dead"), None, "its state is 'dead'"),
         (spoil(extra=1), None, "it has an unknown field 'extra'"),
         (spoil(elaunch=2), None, "it is of version 2, this agent reads 1"),
@@ -138,6 +142,29 @@ def test_what_is_wrong_is_said(raw: bytes, secret: bytes | None, problem: str) -
     )
 
 
+@pytest.mark.parametrize(
+    ("column", "problem"),
+    [
+        ("65536", "its nodes have courier above 65535"),
+        ("-1", "its nodes have courier that are no numbers"),
+        ("1" * 5000, "its nodes have courier that are no numbers"),
+        ("1,2", "the columns of its nodes differ in length"),
+        (29500, "the column courier of its nodes is malformed"),
+        ([29500], "the column courier of its nodes is malformed"),
+        (None, "its nodes have the columns"),
+    ],
+)
+def test_what_is_wrong_with_a_port_of_a_node_is_said(column: object, problem: str) -> None:
+    """No agent calls a port that is none, whoever wrote the plan."""
+    said = json.loads(encode(Plan("job", nodes=(Node("a", "h", "10.0.0.1", 8, "x", 29500),)), None))
+    said["nodes"]["courier"] = column
+    if column is None:
+        del said["nodes"]["courier"]
+    with pytest.raises(RecordError) as caught:
+        decode_plan(json.dumps(said).encode(), None, "a1")
+    assert str(caught.value).startswith(f"the record of a1 is refused: {problem}")
+
+
 def test_what_nobody_could_read_is_not_written() -> None:
     """The writer hears it, not every reader."""
     with pytest.raises(RecordError, match="this agent"):
@@ -147,7 +174,7 @@ def test_what_nobody_could_read_is_not_written() -> None:
 def test_a_plan_of_4096_nodes_is_small() -> None:
     """And read fast enough for 4,096 readers; CPU time, which others on the machine leave alone."""
     nodes = tuple(
-        Node(f"{n:06x}", f"node-{n:05d}", f"10.12.{n // 256}.{n % 256}", 8, "default")
+        Node(f"{n:06x}", f"node-{n:05d}", f"10.12.{n // 256}.{n % 256}", 8, "default", 30000 + n)
         for n in range(4096)
     )
     raw = encode(Plan("job", nodes=nodes), b"s")

@@ -11,6 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elaunch.handshake import (
+    HELLO,
+    LINK,
+    Answering,
+    Caller,
+    Stranger,
+    call_up,
+    session_key,
+)
 from elaunch.training.channel.frames import (
     BadFrame,
     Call,
@@ -19,15 +28,6 @@ from elaunch.training.channel.frames import (
     Parser,
     encode,
     encode_entries,
-)
-from elaunch.training.channel.handshake import (
-    HELLO,
-    LINK,
-    Answering,
-    Caller,
-    Stranger,
-    call_up,
-    session_key,
 )
 
 CALL = Call("all", 3, "allgather")

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
+from elaunch.handshake import HELLO, LINK
 from elaunch.training.channel import inquiry
 from elaunch.training.channel.dial import Telephone, Unreached
-from elaunch.training.channel.handshake import HELLO, LINK
 from elaunch.training.channel.listener import MOST_UNPROVED, Listener
 from elaunch.training.channel.members import Member
 from tests.launching import wait_until

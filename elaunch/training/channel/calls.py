@@ -21,9 +21,9 @@ from functools import partial
 from typing import Any, Final
 
 from elaunch.errors import CollectiveError
+from elaunch.handshake import GATHER, RING
 from elaunch.training.channel import blobs, objects
 from elaunch.training.channel.frames import Call, Entry, encode_entries
-from elaunch.training.channel.handshake import GATHER, RING
 from elaunch.training.channel.link import Link, close_all
 from elaunch.training.channel.members import Member
 from elaunch.training.channel.mesh import Mesh

@@ -8,8 +8,8 @@ import threading
 import time
 from typing import Final
 
+from elaunch.handshake import Caller, Stranger, call_up
 from elaunch.store import tcpline
-from elaunch.training.channel.handshake import Caller, Stranger, call_up
 from elaunch.training.channel.listener import peer_uid
 from elaunch.training.channel.members import Member
 

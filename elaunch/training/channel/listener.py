@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from elaunch.training.channel.handshake import ASK, GATHER, LINK, RING, Answering, Stranger
+from elaunch.handshake import ASK, GATHER, LINK, RING, Answering, Stranger
 
 PATIENCE_S: Final = 10.0
 MOST_UNPROVED: Final = 128

@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from elaunch.errors import CollectiveTimeout, PlacementError
-from elaunch.training.channel.handshake import session_key
+from elaunch.handshake import session_key
 from elaunch.training.channel.listener import Listener
 from elaunch.training.channel.members import Member, read_member
 from elaunch.training.placement import Placement

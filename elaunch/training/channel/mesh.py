@@ -10,10 +10,10 @@ from collections.abc import Collection, Iterable
 from typing import Final, Protocol
 
 from elaunch.errors import CollectiveTimeout, PeerLost
+from elaunch.handshake import LINK
 from elaunch.training.channel import inquiry
 from elaunch.training.channel.dial import Telephone, Unreached
 from elaunch.training.channel.frames import Call, Encoded
-from elaunch.training.channel.handshake import LINK
 from elaunch.training.channel.link import End, Link
 from elaunch.training.channel.listener import Listener
 from elaunch.training.channel.members import Layout, Member

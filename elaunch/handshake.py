@@ -1,4 +1,4 @@
-"""How two ranks prove to each other that they belong to one job, before anything else is said.
+"""How two processes prove to each other that they belong to one job, before they say anything else.
 
 ::
 
@@ -6,9 +6,11 @@
     who listens     32 random bytes, proof("listens", both randoms, its rank)
     who connects    purpose, its rank, proof("connects", both randoms, purpose, its rank)
 
-A proof is HMAC-SHA256 under a key that only the job's processes know (derived anew for each
-context). Everything has a fixed length, so a stranger can make the other side keep 40 bytes, for a
-few seconds; it learns nothing and is hung up on. What is said after that is not encrypted.
+Ranks do so (elaunch.training.channel), and agents (elaunch.agent.courier), whose "rank" is the port
+that they listen on. A proof is HMAC-SHA256 under a key that only the job's processes know (derived
+anew for each context). Everything has a fixed length, so a stranger can make the other side keep 40
+bytes, for a few seconds; it learns nothing and is hung up on. What is said after that is not
+encrypted.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ LINK: Final = b"link"
 RING: Final = b"ring"
 GATHER: Final = b"gath"
 ASK: Final = b"ask?"
+COURIER: Final = b"cour"
 
 
 class Stranger(ConnectionError):

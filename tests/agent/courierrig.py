@@ -1,0 +1,77 @@
+"""Agents of one job as far as their couriers see it: threads of this process, real sockets."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from elaunch.agent.courier import Courier
+from elaunch.agent.localcopies import LocalCopies, LocalPlace
+from elaunch.checkpoint.depot import open_depot
+from elaunch.rendezvous.plan import AgentRecord, Node, Plan
+
+HERE = "127.0.0.1"
+
+
+@contextmanager
+def couriers(count: int, secret: bytes | None = b"s") -> Iterator[list[Courier]]:
+    """Yield couriers that know each other as the nodes of one plan."""
+    with ExitStack() as stack:
+        made = [Courier(HERE, "digits", secret) for _ in range(count)]
+        for courier in made:
+            courier.start()
+            stack.callback(courier.close)
+        tell(made)
+        yield made
+
+
+def tell(made: list[Courier], job: str | None = None) -> Plan:
+    """Have all of them hear of a plan of which they are the nodes."""
+    nodes = tuple(
+        Node(f"a{number}", f"node{number}", HERE, 1, "default", courier.port)
+        for number, courier in enumerate(made)
+    )
+    plan = Plan(job or secrets.token_hex(16), round=0, phase="running", nodes=nodes)
+    for number, courier in enumerate(made):
+        courier.hear(plan, f"a{number}")
+    return plan
+
+
+@contextmanager
+def local_nodes(
+    tmp_path: Path, count: int, glob: str | None = None
+) -> Iterator[tuple[list[Courier], list[LocalCopies], list[Path]]]:
+    """Yield couriers of nodes that each serve a checkpoint directory of their own."""
+    with couriers(count) as made:
+        roots = [tmp_path / f"disk{number}" for number in range(count)]
+        for root in roots:
+            root.mkdir()
+        copies = [
+            LocalCopies(one, LocalPlace(root, glob, "digits", finish))
+            for one, root in zip(made, roots, strict=True)
+        ]
+        yield made, copies, roots
+
+
+def finish(root: Path | str, run_id: str | None) -> None:
+    """Bring stages of dead rounds to an end."""
+    open_depot(root, local=True).finish_stages(run_id)
+
+
+def roster(made: list[Courier]) -> dict[str, AgentRecord]:
+    """Return what the agents say of themselves between two rounds."""
+    return {
+        f"a{number}": AgentRecord(f"node{number}", HERE, 0, 1, state="ready", courier=courier.port)
+        for number, courier in enumerate(made)
+    }
+
+
+def content(root: Path) -> dict[str, bytes]:
+    """Return every visible file below a directory, by its relative path."""
+    return {
+        str(path.relative_to(root)): path.read_bytes()
+        for path in sorted(root.rglob("*"))
+        if path.is_file() and not path.relative_to(root).parts[0].startswith(".")
+    }
