@@ -32,6 +32,13 @@ ORDER: dict[str, tuple[str, ...]] = {
     "Calls of all ranks: `ctx.distributed`": (f"{TRAINING}.distributed:DistributedContext",),
     "Ending in time: `ctx.preempt`": (f"{TRAINING}.preempt:PreemptContext",),
     "Metrics, progress, status: `ctx.train`": (f"{TRAINING}.train:TrainContext",),
+    "Checkpoints: `ctx.checkpoint`": (
+        f"{TRAINING}.checkpoint.context:CheckpointContext",
+        "elaunch.checkpoint.records:Committed",
+        "elaunch.checkpoint.keep:Keep",
+        f"{TRAINING}.checkpoint.perrank:PerRank",
+        f"{TRAINING}.checkpoint.perrank:rng_state",
+    ),
     "The order of the data": (f"{TRAINING}.sampler:ElasticDistributedSampler",),
     "Telling of an error": (f"{TRAINING}.recording:record",),
 }
@@ -41,10 +48,13 @@ INNER: dict[str, tuple[str, ...]] = {
     "DistributedContext": ("of", "describe"),
     "PreemptContext": ("start", "on_notice", "on_signal", "close"),
     "TrainContext": ("close",),
+    "CheckpointContext": ("close",),
+    "Committed": ("age",),
+    "Keep": ("to_json", "from_json", "describe"),
 }
 
 # Made by init(): how it is constructed is no business of a script.
-MADE = ("Context", "PreemptContext", "TrainContext", "Info")
+MADE = ("Context", "PreemptContext", "TrainContext", "CheckpointContext", "Committed", "Info")
 
 BEGINNING = """# What a script imports
 

@@ -8,6 +8,7 @@ part                what it is for
 ``ctx.preempt``     whether to save and to end now, the same on all ranks; without an agent, SIGUSR1
                     to any rank asks for it
 ``ctx.train``       metrics, progress, status
+``ctx.checkpoint``  what is saved, kept and resumed from
 ``ctx.heartbeat``   that this rank makes progress; every other call says it, too
 ``ctx.section``     that it is in a part that takes its own time (evaluation, saving)
 ==================  ===========================================================================
@@ -20,6 +21,7 @@ Names follow Determined's Core API where it has one.
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import signal
 import sys
@@ -28,7 +30,9 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
+from elaunch.env import AGENT_SOCKET, RUN_ID_GIVEN
 from elaunch.errors import ContextError, ElaunchError
 from elaunch.progress import ProgressPage
 from elaunch.training import liveness
@@ -39,7 +43,10 @@ from elaunch.training.metrics.history import FROM_NOTHING
 from elaunch.training.preempt import PreemptContext
 from elaunch.training.train import TrainContext
 
-AGENT_SOCKET = "ELAUNCH_AGENT_SOCKET"
+if TYPE_CHECKING:
+    from elaunch.training.checkpoint.context import CheckpointContext
+
+log = logging.getLogger("elaunch")
 
 _current: Context | None = None
 
@@ -105,6 +112,7 @@ class Context:
         distributed: ranks, and calls of all of them (:class:`elaunch.DistributedContext`).
         preempt: whether to save and to end now.
         train: metrics, progress, status.
+        checkpoint: what is saved and resumed from; opens its directory when it is first used.
         directory: where the run keeps its record and metrics on this node.
     """
 
@@ -118,6 +126,8 @@ class Context:
         self._pid = os.getpid()
         self._error: BaseException | None = None
         self._stack = ExitStack()
+        self._checkpoint: CheckpointContext | None = None
+        self._run_id = ("", False)
         self.distributed = distributed
         self.info = info()
         try:
@@ -169,6 +179,15 @@ class Context:
             self._error = self._error or error
             raise
 
+    def _close_checkpoint(self, checkpoint: CheckpointContext) -> None:
+        try:
+            checkpoint.close()
+        except ElaunchError as error:
+            if self._error is None:
+                self._error = error
+                raise
+            log.error("%s", error)  # the script's own error is what it ends with
+
     def _leave(self) -> None:
         """Close the channel; after an error only the end of the process does.
 
@@ -193,13 +212,29 @@ class Context:
     def _own_directory(self, options: _Options) -> Path:
         path = os.environ.get(AGENT_SOCKET)
         if path:
+            self._run_id = (self.info.run_id, os.environ.get(RUN_ID_GIVEN) == "1")
             return Path(path).parent
         from elaunch.training.tracking import Tracking  # an agent's workers do without
 
         tracking = Tracking(self.distributed, options.name)
         tracking.start()
         self._stack.callback(lambda: tracking.end(self._error))
+        self._run_id = (tracking.run_id, tracking.run_id_given)
         return tracking.directory
+
+    @property
+    def checkpoint(self) -> CheckpointContext:
+        """This script's checkpoints."""
+        if self._checkpoint is None:
+            from elaunch.training.checkpoint.context import CheckpointContext  # who saves pays
+            from elaunch.training.checkpoint.opening import Opening
+
+            run_id, given = self._run_id
+            self._checkpoint = CheckpointContext(
+                Opening(self.info, self.distributed, self.train, self._page, run_id, given)
+            )
+            self._stack.callback(self._close_checkpoint, self._checkpoint)
+        return self._checkpoint
 
     # ── liveness ─────────────────────────────────────────────────────────────────────────────────
 

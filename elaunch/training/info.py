@@ -42,9 +42,10 @@ class Info:
         slots: workers on this node.
         rank, local_rank, world_size: this worker's place.
         resume_from: the checkpoint that all ranks of this round resume from; None at a fresh start
-            and under other launchers.
+            and under other launchers. A Path, or the text of its URL.
         resume_step: its step; None where it has none.
-        checkpoint_dir: ``--checkpoint-dir``; None without it and under other launchers.
+        checkpoint_dir: ``--checkpoint-dir``, a Path or the text of a URL; None without it and under
+            other launchers.
         launcher: who started this process: ``elaunch``, ``torchrun``, ``mpi``, ``slurm``,
             ``explicit`` (torch's variables, set by hand), ``alone``.
     """
@@ -59,9 +60,9 @@ class Info:
     rank: int
     local_rank: int
     world_size: int
-    resume_from: Path | None
+    resume_from: Path | str | None
     resume_step: int | None
-    checkpoint_dir: Path | None
+    checkpoint_dir: Path | str | None
     launcher: Launcher
 
     @property
@@ -80,12 +81,12 @@ def info() -> Info:
     return read(os.environ)
 
 
-def latest_checkpoint() -> Path | None:
+def latest_checkpoint() -> Path | str | None:
     """Return the checkpoint to resume from, chosen once for the whole round.
 
     The agents chose it before the round began: it is the same on all ranks, and stays the same
-    while newer ones are written. None at a fresh start and under other launchers. Any rank may call
-    it alone; it does not block.
+    while newer ones are written. None at a fresh start and under other launchers; text for what is
+    at a URL. Any rank may call it alone; it does not block.
     """
     return _resume_from(os.environ)
 
@@ -109,14 +110,18 @@ def read(environ: Mapping[str, str], place: Placement | None = None) -> Info:
         world_size=place.size,
         resume_from=resume_from,
         resume_step=None if resume_from is None else _step(environ),
-        checkpoint_dir=Path(directory) if by_agent and directory else None,
+        checkpoint_dir=_place(directory) if by_agent and directory else None,
         launcher=place.launcher,
     )
 
 
-def _resume_from(environ: Mapping[str, str]) -> Path | None:
+def _place(text: str) -> Path | str:
+    return text if "://" in text else Path(text)
+
+
+def _resume_from(environ: Mapping[str, str]) -> Path | str | None:
     chosen = environ.get("ELAUNCH_RESUME_FROM", "") if environ.get("ELAUNCH_RUN_ID") else ""
-    return Path(chosen) if chosen else None
+    return _place(chosen) if chosen else None
 
 
 def _step(environ: Mapping[str, str]) -> int | None:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 import threading
 import time
@@ -58,11 +59,15 @@ class Tracking:
     Args:
         distributed: the ranks; they agree on the run id, and on the directory on each node.
         name: of the run; by default the script's.
+
+    ``run_id`` is known after :meth:`start`; ``run_id_given`` if a person has chosen it, so that it
+    is the same whenever this job is started again, and another's is another job.
     """
 
     def __init__(self, distributed: DistributedContext, name: str | None = None) -> None:
         self._distributed = distributed
         self._name = name or _script_name()
+        self.run_id, self.run_id_given = "", False
         self._run: RunDir | None = None
         self._pruning: threading.Thread | None = None
 
@@ -80,7 +85,8 @@ class Tracking:
         """
         ranks = self._distributed
         found = _continued(ranks.placement.launcher)
-        run_id = ranks.broadcast(self._run_id(found) if ranks.rank == 0 else None)
+        run_id = ranks.broadcast(self._choose_id(found) if ranks.rank == 0 else None)
+        self.run_id, self.run_id_given = run_id, _is_chosen(ranks.placement, run_id)
         pids = ranks.gather_local((ranks.rank, os.getpid()))
         said: tuple[str, str] | None = None
         if pids is not None:
@@ -110,7 +116,7 @@ class Tracking:
         except (RunDirError, OSError) as problem:
             print(f"elaunch: the end of this run is not recorded: {problem}", file=sys.stderr)
 
-    def _run_id(self, found: RunDir | None) -> str:
+    def _choose_id(self, found: RunDir | None) -> str:
         given = _given_id(self._distributed.placement, os.environ)
         if given:
             return given
@@ -179,6 +185,12 @@ def _given_id(placed: Placement, environ: Mapping[str, str]) -> str:
         return ""
     step = environ.get("SLURM_STEP_ID", "0")
     return f"{job}-{step}" if placed.launcher == "slurm" and step != "0" else job
+
+
+def _is_chosen(placed: Placement, run_id: str) -> bool:
+    """Tell whether a person has chosen the id: torchrun makes one up, a UUID, without --rdzv-id."""
+    made_up = re.fullmatch(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", run_id)
+    return placed.run_id == run_id and run_id != "none" and made_up is None
 
 
 def _starter(launcher: str) -> AgentRecord | None:

@@ -18,6 +18,7 @@ from elaunch.progress import ProgressPage
 from elaunch.training.metrics.board import Board, require
 from elaunch.training.metrics.files import TENSORBOARD, MetricFiles
 from elaunch.training.metrics.history import TRAINING, VALIDATION
+from elaunch.training.metrics.latest import Latest
 from elaunch.training.metrics.rows import Encoder
 from elaunch.training.metrics.writer import Writer
 from elaunch.training.placement import Placement
@@ -54,6 +55,7 @@ class TrainContext:
         self._page = page
         self._chief_only = chief_only
         self._encoder = Encoder(placement.rank, placement.round)
+        self._latest = Latest()
         self._writer: Writer | None = None
         board = None
         if tensorboard is not None and tensorboard is not False:
@@ -102,7 +104,15 @@ class TrainContext:
             raise ContextError("this context has no run directory to write metrics to")
         row = self._encoder.row(group, steps_completed, metrics, time.time())
         self._page.step(row.steps_completed)
+        self._latest.take(row)
         self._writer.put(row)
+
+    def metrics_at(self, steps_completed: int) -> dict[str, float]:
+        """Return the numbers that this rank last reported at a step, if it is one of the newest.
+
+        By their names, and as ``group.name``; where two groups have a name, validation's counts.
+        """
+        return self._latest.at(steps_completed)
 
     def report_progress(self, progress: float, chief_only: bool | None = None) -> None:
         """Say how much of the whole training is done, from 0 to 1; does not block.

@@ -1,0 +1,339 @@
+"""The state that a script saves or loads, as flat leaves under torch.distributed.checkpoint's keys.
+
+=====================================  ==========================================================
+in the state                           leaves
+=====================================  ==========================================================
+``nn.Module`` (DDP, FSDP1, FSDP2, TP)  its get_model_state_dict: no ``module.``, shards stay shards
+``Optimizer``                          its get_optimizer_state_dict, with the module of the state
+                                       that has its parameters
+``elaunch.PerRank(value)``             those of the value, under ``key.rank-00003``
+``state_dict``/``load_state_dict``     those of its state_dict
+dict, list with dicts or tensors       ``key.name``, ``key.0``
+tensor                                 itself
+anything else                          itself, as one pickled value
+=====================================  ==========================================================
+
+The keys are those of plain ``dcp.save``, so plain ``dcp.load`` reads what is saved. One exception:
+a dict with keys that are no strings is one value, since flattened it would come back with other
+keys. Where a checkpoint has it flattened it is loaded so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.stateful import Stateful
+
+from elaunch.errors import CheckpointError
+from elaunch.training.checkpoint import optimizers, tensors
+from elaunch.training.checkpoint.perrank import PerRank, rank_name
+from elaunch.training.checkpoint.stored import Stored
+
+Path = tuple[str | int, ...]
+
+
+@dataclass(frozen=True)
+class Share:
+    """What is done about a value that several ranks have, where it is no sharded tensor.
+
+    Attributes:
+        lowest: the lowest of these ranks writes it; else they share the work.
+        compared: it is an error if it is not the same on all of them.
+        own: it has a key of its own on each rank.
+    """
+
+    lowest: bool
+    compared: bool
+    own: bool = False
+
+
+PARAMETER = Share(lowest=False, compared=True)
+MOMENT = Share(lowest=False, compared=False)
+"""What an optimizer keeps for a parameter."""
+BUFFER = Share(lowest=True, compared=False)
+"""DDP takes rank 0's at the next forward; and so does a checkpoint."""
+PLAIN = Share(lowest=True, compared=True)
+"""What stands in the state by itself."""
+OWN = Share(lowest=True, compared=False, own=True)
+"""What is marked by PerRank."""
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One value of the state; ``holder[name]`` is where it stands, and a loaded one is put."""
+
+    key: str
+    path: Path
+    value: Any
+    holder: Any
+    name: Any
+    share: Share = PLAIN
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether it is saved as a tensor."""
+        return isinstance(self.value, torch.Tensor)
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether it has to be the same on all ranks that have it."""
+        if self.is_tensor:
+            return self.share.compared and not tensors.is_sharded(self.value)
+        return not self.share.own
+
+
+@dataclass
+class Captured:
+    """The leaves by key, and what is to be called, in this order, when values were loaded."""
+
+    leaves: dict[str, Leaf] = field(default_factory=dict)
+    restores: list[Callable[[], None]] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The leaves that are tensors."""
+        return {key: leaf.value for key, leaf in self.leaves.items() if leaf.is_tensor}
+
+
+def capture(state: Mapping[str, Any], rank: int, stored: Stored | None = None) -> Captured:
+    """Return the leaves of ``state``, which is not changed.
+
+    FSDP1 makes calls of its ranks for it: ALL ranks call it together.
+
+    Args:
+        state: what the script gave.
+        rank: this process's, for PerRank.
+        stored: what the checkpoint has, if its values are to be put into the leaves.
+
+    Raises:
+        CheckpointError: names what cannot be saved, and says what to do.
+    """
+    if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
+        raise CheckpointError(
+            'the state is a dict with names as keys, as in {"model": model, "step": step}; '
+            f"this is {type(state).__name__}"
+        )
+    walk = _Walk(rank, stored)
+    walk.find_modules(state, ())
+    walk.members(state, ())
+    return walk.captured
+
+
+class _Walk:
+    """One walk through a state."""
+
+    def __init__(self, rank: int, stored: Stored | None) -> None:
+        self.captured = Captured()
+        self._rank = rank
+        self._stored = stored
+        self._modules: list[optimizers.Named] = []
+        self._own_depth = 0
+
+    def find_modules(self, value: object, path: Path) -> None:
+        """Note every module, wherever it stands: an optimizer may come before its own."""
+        if isinstance(value, PerRank):
+            value = value.value
+        if isinstance(value, nn.Module):
+            self._modules.append((_key(path), value))
+        elif isinstance(value, Mapping):
+            for name, member in value.items():
+                self.find_modules(member, (*path, str(name)))
+        elif isinstance(value, list | tuple):
+            for index, member in enumerate(value):
+                self.find_modules(member, (*path, index))
+
+    def members(self, value: Any, path: Path, share: Share = PLAIN) -> None:
+        """Walk through what a dict or a list holds."""
+        if isinstance(value, Mapping):
+            for name, member in value.items():
+                self._visit(value, name, member, (*path, str(name)), share)
+        else:
+            for index, member in enumerate(value):
+                self._visit(value, index, member, (*path, index), share)
+
+    def _visit(self, holder: Any, name: Any, value: Any, path: Path, share: Share = PLAIN) -> None:
+        if isinstance(value, torch.Tensor):
+            tensors.refuse(_key(path), value)
+            self._leaf(Leaf(_key(path), path, value, holder, name, share))
+        elif isinstance(value, PerRank):
+            self._per_rank(value, path)
+        elif isinstance(value, nn.Module):
+            self._module(value, path)
+        elif isinstance(value, torch.optim.Optimizer):
+            self._optimizer(value, path)
+        elif isinstance(value, Stateful) and not isinstance(value, type):
+            self._stateful(value, path)
+        elif self._is_walked(value, path):
+            self.members(value, path, share)
+        else:
+            self._leaf(Leaf(_key(path), path, value, holder, name, share))
+
+    def _is_walked(self, value: object, path: Path) -> bool:
+        if isinstance(value, Mapping):
+            if optimizers.is_raw(value):
+                raise optimizers.refuse_raw(_key(path))
+            plain = all(isinstance(name, str) for name in value)
+            if value and (plain or _holds_more(value)):
+                return True
+            return self._stored is not None and _key(path) not in self._stored.keys
+        if isinstance(value, tuple) and _holds_objects(value):
+            raise CheckpointError(
+                f"{_key(path)} is a tuple with modules or optimizers in it: make it a list"
+            )
+        return isinstance(value, list) and _holds_more(value)
+
+    def _leaf(self, leaf: Leaf) -> None:
+        if self._own_depth:
+            leaf = replace(leaf, share=OWN)
+        other = self.captured.leaves.setdefault(leaf.key, leaf)
+        if other is not leaf:
+            raise CheckpointError(
+                f"two values of the state would have the key {leaf.key!r}: {other.path} and "
+                f"{leaf.path}; rename one"
+            )
+
+    def _module(self, module: nn.Module, path: Path) -> None:
+        own = {parameter.data_ptr() for parameter in module.parameters()}
+        # torch's function refuses a module without a state.
+        state = get_model_state_dict(module) if own else module.state_dict()
+        for name, value in state.items():
+            shared = isinstance(value, torch.Tensor) and not tensors.is_sharded(value)
+            buffer = shared and value.data_ptr() not in own
+            share = BUFFER if buffer else PARAMETER
+            self._visit(state, name, value, (*path, name), share)
+        if own:
+            self._then(lambda: set_model_state_dict(module, state))
+        else:
+            self._then(lambda: module.load_state_dict(state))
+
+    def _optimizer(self, optimizer: torch.optim.Optimizer, path: Path) -> None:
+        module = optimizers.owner(_key(path), optimizer, self._modules)
+        if self._stored is None:
+            state = optimizers.state_to_save(module, optimizer)
+        elif self._stored.has_names_below((*path, optimizers.GROUPS)):
+            state = optimizers.flat_state_to_fill(module, optimizer)
+        else:
+            saved = self._stored.names_below((*path, optimizers.STATE))
+            state = optimizers.state_to_fill(module, optimizer, saved)
+        self.members(state, path, MOMENT)
+        self._then(lambda: optimizers.set_state(module, optimizer, state))
+
+    def _stateful(self, value: Any, path: Path) -> None:
+        state = value.state_dict()
+        if isinstance(state, Mapping) and optimizers.is_raw(state):
+            raise optimizers.refuse_raw(_key(path))
+        if self._stored is None:
+            self._visit({}, "", state, path)
+            return
+        held = self._rebuilt(path, state)
+        self._then(lambda: value.load_state_dict(held[""]))
+
+    def _per_rank(self, marked: PerRank, path: Path) -> None:
+        if self._stored is None:
+            self._own_depth += 1
+            self._visit({}, "", marked.value, (*path, rank_name(self._rank)))
+            self._own_depth -= 1
+            return
+        saved = self._stored.ranks_below(path)
+        if not saved:
+            self.captured.missing.append(_key((*path, rank_name(self._rank))))
+            return
+        if _is_changed_in_place(marked.value):
+            wanted = saved[self._rank % len(saved)]
+            self._visit({}, "", marked.value, (*path, rank_name(wanted)))
+        elif marked.on_resize is not None and len(saved) != self._stored.world_size_now:
+            self._resized(marked, path, saved)
+        elif self._rank < len(saved) or marked.wrap:
+            self._own(marked, (*path, rank_name(saved[self._rank % len(saved)])))
+
+    def _own(self, marked: PerRank, path: Path) -> None:
+        """Load one rank's value in place of this rank's."""
+        if isinstance(marked.value, Stateful):
+            self._stateful(marked.value, path)
+            return
+        held = self._rebuilt(path, marked.value)
+
+        def put() -> None:
+            marked.value = held[""]
+
+        self._then(put)
+
+    def _resized(self, marked: PerRank, path: Path, saved: list[int]) -> None:
+        """Load all ranks' values, and have the script make one of them."""
+        every = [self._rebuilt((*path, rank_name(rank)), None) for rank in saved]
+
+        def put() -> None:
+            assert marked.on_resize is not None
+            value = marked.on_resize([held[""] for held in every])
+            if isinstance(marked.value, Stateful):
+                marked.value.load_state_dict(value)
+            else:
+                marked.value = value
+
+        self._then(put)
+
+    def _rebuilt(self, path: Path, value: Any) -> dict[str, Any]:
+        """Return ``{"": …}`` of what the checkpoint has below ``path``, as leaves to be read.
+
+        Tensors that ``value`` has at the same place are loaded into; other things are new.
+        """
+        assert self._stored is not None
+        here = _Walk(self._rank, None)
+        here._visit({}, "", value, path)
+        own = here.captured.tensors
+        self.captured.missing += sorted(set(own) - self._stored.keys)
+        held = self._stored.build(path, own)
+        if not held:
+            self.captured.missing += [_key(path)] if here.captured.leaves and not own else []
+            return {"": value}
+        for key, rest in self._stored.below(path):
+            holder: Any = held
+            name: str | int = ""
+            for part in rest:
+                holder, name = holder[name], part
+            self._leaf(Leaf(key, (*path, *rest), holder[name], holder, name))
+        return held
+
+    def _then(self, call: Callable[[], None]) -> None:
+        if self._stored is not None:
+            self.captured.restores.append(call)
+
+
+def _key(path: Path) -> str:
+    return ".".join(map(str, path))
+
+
+def _holds_more(value: Mapping[Any, Any] | list[Any]) -> bool:
+    """Tell whether a container is walked through, as torch.distributed.checkpoint does it."""
+    members = value.values() if isinstance(value, Mapping) else value
+    return any(
+        isinstance(member, torch.Tensor | PerRank | nn.Module | torch.optim.Optimizer)
+        or (isinstance(member, Stateful) and not isinstance(member, type))
+        or (isinstance(member, Mapping) and (isinstance(value, list) or _holds_more(member)))
+        or (isinstance(member, list) and _holds_more(member))
+        for member in members
+    )
+
+
+def _is_changed_in_place(value: object) -> bool:
+    """Tell whether a load goes into what a value holds, and does not replace it."""
+    if isinstance(value, nn.Module | torch.optim.Optimizer):
+        return True
+    return isinstance(value, Mapping | list) and _holds_objects(value)
+
+
+def _holds_objects(value: Mapping[Any, Any] | list[Any] | tuple[Any, ...]) -> bool:
+    """Tell whether there is anything in a container that a load changes in place."""
+    members = value.values() if isinstance(value, Mapping) else value
+    return any(
+        isinstance(member, PerRank | nn.Module | torch.optim.Optimizer)
+        or (isinstance(member, Stateful) and not isinstance(member, type))
+        or (isinstance(member, Mapping | list | tuple) and _holds_objects(member))
+        for member in members
+    )

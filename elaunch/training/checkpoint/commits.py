@@ -1,0 +1,167 @@
+"""``stage_path`` and ``commit``: checkpoints that other people's code writes.
+
+The files are linked into the stage, or copied where the disks differ; where they were they are
+removed when the checkpoint is committed, and not before. Ranks that give the same directory, and
+see the same there, have one part together: the lowest of them lists it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import threading
+import uuid
+from pathlib import Path
+from typing import Any, Final
+
+from elaunch.checkpoint.depot import Committed, Stage
+from elaunch.checkpoint.layout import TEMPORARY
+from elaunch.checkpoint.sealing import list_files
+from elaunch.errors import CollectiveError, SaveError
+from elaunch.training.checkpoint.agreeing import agree, attempt
+from elaunch.training.checkpoint.parts import Parts, Saving
+from elaunch.training.checkpoint.storing import begin, check_steps, discard, finish, part_of
+
+SEEN_S: Final = 1.0
+"""Seconds until an entry that another node made is seen in a directory that both share."""
+
+
+def open_path(parts: Parts, saving: Saving) -> Path:
+    """Begin a save and return the directory that all ranks that share it write to."""
+    stage = begin(parts, saving)
+    path = parts.depot.open_stage(stage)
+    parts.known.staged[str(path)] = stage
+    return path
+
+
+def commit_path(parts: Parts, path: str | os.PathLike[str], saving: Saving) -> Committed:
+    """Commit what lies at ``path``. ALL ranks call it together.
+
+    Raises SaveError, on all ranks, and leaves the files where they are.
+    """
+    source = Path(path).absolute()
+    stage = parts.known.staged.get(str(source))
+    kinds = agree(parts.distributed, saving.what, None, (stage, saving.step), saving.timeout)
+    check_steps(saving.what, [step for _, step in kinds])
+    if any(kind != kinds[0][0] for kind, _ in kinds):
+        raise SaveError(
+            f"{saving.what}: some ranks give the path of stage_path() and others another one"
+        )
+    if stage is not None:
+        return _commit_staged(parts, source, stage, saving)
+    return _commit_other(parts, source, saving)
+
+
+def _commit_staged(parts: Parts, root: Path, stage: Stage, saving: Saving) -> Committed:
+    """Commit a stage into which the script has written itself."""
+    if stage.step != saving.step:
+        raise SaveError(f"{root} was opened for step {stage.step}, not for {saving.step}")
+    lists = parts.rank == 0
+    if isinstance(parts.depot.place, str):
+        lists = True
+    elif parts.local:
+        lists = parts.is_node_chief
+    # Nobody lists before all have written.
+    try:
+        parts.distributed.barrier(saving.timeout)
+    except CollectiveError:
+        discard(parts, stage, agreed=False)
+        raise
+
+    def seal() -> bytes:
+        files = parts.depot.own_files(stage) if lists else []
+        return parts.depot.seal(stage, part_of(parts, saving), files)
+
+    parts.known.staged.pop(str(root))
+    return finish(parts, saving, stage, attempt(seal))
+
+
+def _commit_other(parts: Parts, source: Path, saving: Saving) -> Committed:
+    leads = _leads(parts, source, saving)
+    stage = begin(parts, saving)
+
+    def seal() -> bytes:
+        files: list[str] = []
+        own = parts.depot.open_stage(stage, parts.rank)
+        if leads:
+            files = _link(source, own)
+        return parts.depot.seal(stage, part_of(parts, saving), files, below=own)
+
+    committed = finish(parts, saving, stage, attempt(seal))
+    if leads:
+        _remove(source)
+    # Who writes to the same path again must not meet its removal.
+    parts.distributed.barrier(saving.timeout)
+    return committed
+
+
+def _link(source: Path, own: Path) -> list[str]:
+    """Put what is at ``source`` into this rank's directory of the stage, and return what it is."""
+    if not source.is_dir():
+        _link_file(source, own / source.name)
+        return [source.name]
+    if own.resolve().is_relative_to(source.resolve()):
+        raise SaveError(
+            f"{source} holds the directory in which checkpoints are kept: commit what one save has "
+            "written, in a directory of its own"
+        )
+    files = list_files(source, staged=False)
+    for path in files:
+        (own / path).parent.mkdir(parents=True, exist_ok=True)
+        _link_file(source / path, own / path)
+    return files
+
+
+def _link_file(source: Path, target: Path) -> None:
+    """Put a file there too, without a copy if the disk can."""
+    if not source.is_symlink():
+        with contextlib.suppress(OSError):
+            os.link(source, target)
+            return
+    shutil.copyfile(source, target)
+
+
+def _leads(parts: Parts, source: Path, saving: Saving) -> bool:
+    """Return whether this rank lists the files at ``source``: the lowest of those who see the same.
+
+    Ranks with one path see the same if they find what the lowest of them has put there. Who finds
+    nothing there has nothing to list.
+    """
+    what = f"{saving.what}, looking at what was written"
+    mine = (str(source), source.exists(), uuid.uuid4().hex)
+    said = agree(parts.distributed, what, None, mine, saving.timeout)
+    if not any(exists for _, exists, _ in said):
+        raise SaveError(f"{saving.what}: nothing is at {said[0][0]}, on no rank")
+    first = next((rank for rank, each in enumerate(said) if each[:2] == (mine[0], True)), None)
+    mark: Path | None = None
+    if first is not None:
+        mark = (source if source.is_dir() else source.parent) / f"{TEMPORARY}{said[first][2]}"
+    try:
+        problem = attempt(lambda: mark.touch() if mark and first == parts.rank else None)[1]
+        agree(parts.distributed, what, problem, None, saving.timeout)
+        sees = mark is not None and mine[1] and _sees(mark)
+        place = (mine[0], parts.distributed.cross_rank, mine[1], sees)
+        places: list[Any] = agree(parts.distributed, what, None, place, saving.timeout)
+    finally:
+        if mark is not None and first == parts.rank:
+            mark.unlink(missing_ok=True)
+    leader = first if sees else places.index(place)
+    return mine[1] and leader == parts.rank
+
+
+def _sees(mark: Path) -> bool:
+    """Look for an entry that another rank has made, twice: a network's cache may be old."""
+    for pause in (0.0, SEEN_S / 4, SEEN_S):
+        threading.Event().wait(pause)
+        if mark.parent.is_dir() and mark.name in os.listdir(mark.parent):
+            return True
+    return False
+
+
+def _remove(source: Path) -> None:
+    """Remove what was committed from where it was; a copy of it stays if that cannot be."""
+    if source.is_dir():
+        shutil.rmtree(source, ignore_errors=True)
+        return
+    source.unlink(missing_ok=True)

@@ -1,0 +1,467 @@
+"""``ctx.checkpoint``: one object per context; opens its directory when it is first used.
+
+====================================  ============================================================
+call                                  made by
+====================================  ============================================================
+store_path(shard=True), commit,       ALL ranks together, in the same order
+stage_path, save, load, save_ddp,
+load_ddp, restore_path, reserve,
+wait, check_same
+latest                                ALL ranks together the first time where no agent has chosen;
+                                      else any rank, alone
+store_path(shard=False)               rank 0 alone
+list, get_metadata, delete, pin,      any rank, alone
+unpin, quarantine
+====================================  ============================================================
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from elaunch.checkpoint import pins, readers
+from elaunch.checkpoint.depot import Committed, Place
+from elaunch.checkpoint.retention import Keep
+from elaunch.errors import CheckpointError, ContextError
+from elaunch.training import liveness
+from elaunch.training.checkpoint import blocks, commits, restoring
+from elaunch.training.checkpoint.opening import Opening
+from elaunch.training.checkpoint.parts import Mode, Saving
+from elaunch.training.checkpoint.storing import metadata_of
+
+if TYPE_CHECKING:
+    from elaunch.training.checkpoint.saving import Busy, Sharded
+
+SECTION = "checkpoint"
+
+
+class CheckpointContext:
+    """A script's checkpoints; part of the context, as ``ctx.checkpoint``.
+
+    A checkpoint is there for readers when all of it is: every rank's files are written, fsynced and
+    listed with their checksums before it gets its name. Where anything goes wrong, every rank gets
+    an error that says so, and what was there before is untouched.
+
+    ``timeout`` is, everywhere, the seconds that each wait for the other ranks may take; None: those
+    of ``elaunch.init()``. ``keep`` says which older checkpoints may go after the commit: an
+    ``elaunch.Keep``, the number of the newest that stay, or None for what the command's flags say.
+
+    Calls of all ranks raise CollectiveTimeout and PeerLost, which name the ranks that did not come;
+    the others' errors are CheckpointErrors, the same on all ranks, after which the next call works.
+    """
+
+    def __init__(self, opening: Opening) -> None:
+        self._opening = opening
+        self._remembered: Sharded | None = None
+
+    @property
+    def directory(self) -> Place:
+        """The directory (a Path) or URL (a str) in which the checkpoints are."""
+        return self._opening.place
+
+    # ── writing ──────────────────────────────────────────────────────────────────────────────────
+
+    @contextlib.contextmanager
+    def store_path(
+        self,
+        metadata: Mapping[str, Any],
+        *,
+        shard: bool = False,
+        keep: Keep | int | None = None,
+        timeout: float | None = None,
+    ) -> Iterator[tuple[Path, str]]:
+        """Store what is written in the block of ``with …store_path(metadata) as (path, uuid)``.
+
+        With ``shard=True`` ALL ranks enter and leave together, and each writes to a ``path`` of its
+        own; the checkpoint holds the files of all. Else rank 0 alone enters, and waits for nobody.
+        The checkpoint is committed when the block ends; an exception in the block, on any rank,
+        leaves nothing.
+
+        Args:
+            metadata: ``steps_completed``, the number of steps done, and more for JSON. What the
+                ranks give is merged; different values for one key are an error.
+            shard: whether all ranks write.
+            keep: see the class.
+            timeout: see the class. The others also wait that long for a rank that is in its block.
+
+        Raises:
+            ContextError: at once, on other ranks than 0 without ``shard``.
+            SaveError: nothing was committed. The rank whose block raised gets its own exception.
+        """
+        if not shard:
+            blocks.refuse_unless_chief(self._opening.distributed.rank)
+        parts = self._opening.together(timeout) if shard else self._opening.alone()
+        asked = _saving(metadata, keep, timeout, "store_path")
+        store = blocks.store_together if shard else blocks.store_alone
+        with self._section(), store(parts, asked) as given:
+            yield given
+
+    def stage_path(
+        self,
+        step: int,
+        metadata: Mapping[str, Any] | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> Path:
+        """Return a directory for other people's code to write to; then :meth:`commit` it.
+
+        ALL ranks call it together. It is one directory for all ranks that share storage; each
+        checkpoint needs a new one. What is not committed is gone with the job.
+        """
+        parts = self._opening.together(timeout)
+        return commits.open_path(parts, _at_step(step, metadata, None, timeout, "stage_path"))
+
+    def commit(
+        self,
+        path: str | os.PathLike[str],
+        step: int,
+        metadata: Mapping[str, Any] | None = None,
+        *,
+        keep: Keep | int | None = None,
+        timeout: float | None = None,
+    ) -> Committed:
+        """Make a checkpoint of what somebody else's code has written, and return it.
+
+        ALL ranks call it together, when all have written. ``path`` is a directory (that of
+        :meth:`stage_path`, or any other) or a file; ranks may give different ones. Files on the
+        same disk are not copied. After the commit they are in the checkpoint only; after an error
+        they are where they were, but for those below ``stage_path()``, which are gone.
+
+        Raises:
+            SaveError: nothing was committed.
+        """
+        parts = self._opening.together(timeout)
+        with self._section():
+            asked = _at_step(step, metadata, keep, timeout, "commit")
+            return commits.commit_path(parts, path, asked)
+
+    # ── reading ──────────────────────────────────────────────────────────────────────────────────
+
+    @contextlib.contextmanager
+    def restore_path(
+        self, uuid: str | None = None, *, timeout: float | None = None
+    ) -> Iterator[Path]:
+        """Give a directory to read from: of a checkpoint's uuid or name, or of the latest.
+
+        ALL ranks enter it together, and read on their own. Nobody deletes the checkpoint meanwhile.
+
+        Raises:
+            CheckpointError: on all ranks; there is none, or it is damaged, or a rank cannot reach
+                it.
+        """
+        parts = self._opening.together(timeout)
+        what = "restore_path"
+        with self._section():
+            if uuid is None:
+                self._opening.ask_for_latest()
+            found = restoring.choose(parts, uuid, timeout, what)
+            if found is None:
+                raise restoring.not_there(what)
+            with restoring.opened(parts, found, timeout, what) as path:
+                yield path
+
+    def latest(self) -> Committed | None:
+        """Return the newest checkpoint, None if there is none; the same on all ranks.
+
+        It is what the round resumed from, or what calls of all ranks have committed since; it does
+        not change by what others commit meanwhile. If it is deleted, put aside or damaged, the next
+        :meth:`load`, :meth:`load_ddp` or :meth:`restore_path` takes the newest that is whole, and
+        so does this. With ``--checkpoint-dir`` any rank may ask, alone; without, ALL ranks ask
+        together the first time, since rank 0 then looks.
+
+        Raises:
+            CheckpointError: the checkpoint that the round resumes from cannot be read any more.
+        """
+        return self._opening.latest()
+
+    def get_metadata(self, uuid: str | None = None) -> dict[str, Any]:
+        """Return the metadata of a checkpoint, by uuid or name; of the latest without.
+
+        Any rank may call it. Raises CheckpointError, with what is there, if it is not.
+        """
+        if uuid is not None:
+            return dict(self._opening.depot.find(uuid).metadata)
+        found = self.latest()
+        if found is None:
+            raise restoring.not_there("get_metadata")
+        return dict(found.metadata)
+
+    def list(self) -> list[Committed]:
+        """Return the committed checkpoints, from old to new; any rank may call it."""
+        return self._opening.depot.listed()
+
+    # ── sharded, by torch.distributed.checkpoint ─────────────────────────────────────────────────
+
+    def save(
+        self,
+        state: Mapping[str, Any],
+        step: int,
+        *,
+        metadata: Mapping[str, Any] | None = None,
+        keep: Keep | int | None = None,
+        block: bool = True,
+        when_busy: Busy = "wait",
+        timeout: float | None = None,
+    ) -> Committed | None:
+        """Save ``state``, each rank its part, in the format of torch.distributed.checkpoint.
+
+        ALL ranks call it together. With ``block=False`` the training stands still only while each
+        rank's part is copied into memory that its agent owns; from then on the agents write, and a
+        worker that is killed loses nothing. One such save is in flight at most.
+
+        Args:
+            state: modules (plain, DDP, FSDP, tensor parallel), their optimizers, others with
+                ``state_dict``, tensors, plain values, dicts of them; ``elaunch.PerRank`` for what
+                each rank has of its own.
+            step: number of steps done.
+            metadata: more for JSON, beside ``steps_completed``.
+            keep: see the class.
+            block: return when it is committed; else when it is in memory.
+            when_busy: with ``block=False``, while the save before is in flight: ``wait`` for it,
+                or ``skip`` this one.
+            timeout: see the class.
+
+        Returns what was committed; None with ``block=False``.
+
+        Raises:
+            SaveError: nothing was committed; or, once, that an earlier save in the background was
+                not.
+            CheckpointError: the state cannot be saved so that it can be loaded; says what to do.
+        """
+        from elaunch.training.checkpoint import saving
+
+        parts = self._opening.together(timeout)
+        with self._section():
+            asked = _at_step(step, metadata, keep, timeout, "save")
+            return saving.save(parts, self._sharded(), state, asked, block, when_busy)
+
+    def load(
+        self,
+        state: Mapping[str, Any],
+        *,
+        uuid: str | None = None,
+        strict: bool = True,
+        timeout: float | None = None,
+    ) -> Committed | None:
+        """Load what :meth:`save` saved into the objects of ``state``; None if there is nothing.
+
+        ALL ranks call it together; there may be more or fewer of them than saved. What is still in
+        the memory of living agents is not read from the disk.
+
+        Args:
+            state: as for :meth:`save`.
+            uuid: of a checkpoint, or its name; the latest without.
+            strict: refuse what is missing in the checkpoint, and what only it has.
+            timeout: see the class.
+
+        Raises:
+            CheckpointError: on all ranks; names keys and ranks.
+        """
+        from elaunch.training.checkpoint import loading
+
+        parts = self._opening.together(timeout)
+        with self._section():
+            if uuid is None:
+                self._opening.ask_for_latest()
+            return loading.load(parts, state, uuid, strict, timeout)
+
+    def reserve(self, state: Mapping[str, Any], *, timeout: float | None = None) -> None:
+        """Have the memory for ``save(state, block=False)`` mapped before the first one.
+
+        ALL ranks call it together. Raises SaveError if it would be over --checkpoint-memory.
+        """
+        from elaunch.training.checkpoint import saving
+
+        parts = self._opening.together(timeout)
+        saving.reserve(parts, self._sharded(), state, timeout)
+
+    def wait(self, *, timeout: float | None = None) -> Committed | None:
+        """Wait until no save is in flight, and return the newest checkpoint of this context.
+
+        ALL ranks call it together. Raises SaveError if a save in flight came to nothing.
+        """
+        from elaunch.training.checkpoint import saving
+
+        parts = self._opening.together(timeout)
+        return saving.wait(parts, self._sharded(), timeout)
+
+    def check_same(self, state: Mapping[str, Any], *, timeout: float | None = None) -> None:
+        """Check that all ranks have the same state, as after a load in data parallel training.
+
+        ALL ranks call it together. Raises CheckpointError that names the ranks that differ and the
+        first key.
+        """
+        from elaunch.training.checkpoint import sameness
+
+        sameness.check_same(self._opening.distributed, state, timeout)
+
+    # ── one file for all ranks ───────────────────────────────────────────────────────────────────
+
+    def save_ddp(
+        self,
+        state: Mapping[str, Any],
+        step: int,
+        *,
+        metadata: Mapping[str, Any] | None = None,
+        keep: Keep | int | None = None,
+        timeout: float | None = None,
+    ) -> Committed:
+        """Save what all ranks have alike as one file, ``state.pt``; rank 0 writes it.
+
+        ALL ranks call it together. For a model in DistributedDataParallel, or none; what is sharded
+        over ranks needs :meth:`save`. ``torch.load`` reads the file anywhere.
+
+        Args:
+            state: modules, optimizers and others with ``state_dict``, tensors, plain values, dicts
+                of them; ``elaunch.PerRank`` for what each rank has of its own.
+            step: number of steps done.
+            metadata: more for JSON, beside ``steps_completed``.
+            keep: see the class.
+            timeout: see the class.
+
+        Raises:
+            SaveError: nothing was committed.
+        """
+        from elaunch.training.checkpoint import singlefile
+
+        parts = self._opening.together(timeout)
+        with self._section():
+            asked = _at_step(step, metadata, keep, timeout, "save_ddp")
+            return singlefile.save(parts, state, asked)
+
+    def load_ddp(
+        self,
+        state: Mapping[str, Any],
+        *,
+        uuid: str | None = None,
+        mode: Mode = "all",
+        strict: bool = True,
+        timeout: float | None = None,
+    ) -> Committed | None:
+        """Load what :meth:`save_ddp` saved into the objects of ``state``; None if there is nothing.
+
+        ALL ranks call it together, before or after the model is wrapped. Tensors are read to the
+        CPU, whatever device they were on, and copied to where the state's own are. Plain values are
+        replaced in the dict.
+
+        Args:
+            state: as for :meth:`save_ddp`.
+            uuid: of a checkpoint, or its name; the latest without.
+            mode: ``all`` ranks read; rank 0 alone reads and sends to the others (``broadcast``); or
+                each after the one before (``sequential``).
+            strict: refuse what is missing in the checkpoint, and what only it has.
+            timeout: see the class.
+
+        Raises:
+            CheckpointError: on all ranks; names keys and ranks.
+            ContextError: there is no such mode.
+        """
+        from elaunch.training.checkpoint import singlefile
+
+        parts = self._opening.together(timeout)
+        singlefile.check_mode(mode)
+        with self._section():
+            if uuid is None:
+                self._opening.ask_for_latest()
+            found = restoring.choose(parts, uuid, timeout, "load_ddp")
+            if found is not None:
+                singlefile.load(parts, state, found, (mode, strict), timeout)
+            return found
+
+    # ── keeping ──────────────────────────────────────────────────────────────────────────────────
+
+    def delete(self, uuid: str) -> None:
+        """Delete a checkpoint, by uuid or name; one rank calls it.
+
+        Raises:
+            CheckpointError: it is not there; or it is being read, or the round resumed from it and
+                has no newer one, and so it stays.
+        """
+        depot = self._opening.depot
+        found = depot.find(uuid)
+        resumed = self._opening.known.resumed
+        needed = resumed is not None and resumed.name == found.name
+        if needed and depot.listed()[-1].name == found.name:
+            raise CheckpointError(
+                f"{found.name} stays: this round resumed from it, and would again; store a newer "
+                "one first"
+            )
+        with readers.claimed(found.place) as free:
+            if not free:
+                raise CheckpointError(f"{found.name} stays: a process is reading it just now")
+            depot.remove(found)
+
+    def pin(self, uuid: str) -> None:
+        """Have retention leave a checkpoint alone; any rank may call it."""
+        pins.pin(self.directory, self._opening.depot.find(uuid).name)
+
+    def unpin(self, uuid: str) -> None:
+        """Take back :meth:`pin`; any rank may call it."""
+        pins.unpin(self.directory, self._opening.depot.find(uuid).name)
+
+    def quarantine(self, uuid: str, reason: str) -> None:
+        """Take a checkpoint away from all readers, and keep it with the reason; one rank calls it.
+
+        Raises:
+            CheckpointError: it is not there.
+            ContextError: there is no reason.
+        """
+        if not reason.strip():
+            raise ContextError("quarantine() needs a reason, for who finds it there")
+        depot = self._opening.depot
+        depot.quarantine(depot.find(uuid), reason)
+
+    # ── the end ──────────────────────────────────────────────────────────────────────────────────
+
+    def close(self) -> None:
+        """Wait for the saves in flight, and give the directory's lock back; the context calls it.
+
+        Raises:
+            SaveError: a save in flight came to nothing.
+        """
+        if self._remembered is not None:
+            self._remembered.close()
+        self._opening.close()
+
+    def _sharded(self) -> Sharded:
+        """Return what is remembered from one sharded save to the next."""
+        from elaunch.training.checkpoint import saving
+
+        if self._remembered is None:
+            self._remembered = saving.Sharded()
+        return self._remembered
+
+    def _section(self) -> contextlib.AbstractContextManager[None]:
+        return liveness.section(self._opening.page, SECTION)
+
+
+def _saving(metadata: Any, keep: Keep | int | None, timeout: float | None, what: str) -> Saving:
+    """Return what the script asks for; what is wrong with the metadata is said on all ranks."""
+    step = metadata.get("steps_completed") if isinstance(metadata, Mapping) else None
+    number = step if isinstance(step, int) and not isinstance(step, bool) and step >= 0 else 0
+    return Saving(number, metadata, _rule(keep), timeout, what)
+
+
+def _at_step(
+    step: int,
+    metadata: Mapping[str, Any] | None,
+    keep: Keep | int | None,
+    timeout: float | None,
+    what: str,
+) -> Saving:
+    return Saving(step, metadata_of(step, metadata), _rule(keep), timeout, what)
+
+
+def _rule(keep: Keep | int | None) -> Keep | None:
+    if keep is None or isinstance(keep, Keep):
+        return keep
+    try:
+        return Keep(last=keep)
+    except ValueError:
+        raise ContextError(
+            f"keep={keep!r}: give an elaunch.Keep, how many of the newest stay, or None"
+        ) from None

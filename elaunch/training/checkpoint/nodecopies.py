@@ -1,0 +1,203 @@
+"""Checkpoints where every node has a directory of its own: what the nodes have together.
+
+With ``--checkpoint-local`` a node has the files of its own ranks. Before a checkpoint is read, each
+node's first rank says which files it has whole, by their checksums; what all nodes have together
+must be complete; then each gets what it lacks from one that has it, in pieces, checked at the end.
+(At the start of a round elaunch's agents do the same: elaunch.agent.localsearch.)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+from itertools import chain
+from pathlib import Path
+from typing import IO, Any, Final
+
+from elaunch.checkpoint import layout, own
+from elaunch.checkpoint.depot import Committed
+from elaunch.checkpoint.files import inside, regular_size
+from elaunch.checkpoint.filewriter import (
+    make_parents,
+    sync_directory,
+    sync_parents,
+    temporary_name,
+)
+from elaunch.checkpoint.inventory import Kept, Looked, list_kept, look
+from elaunch.checkpoint.union import Held, Union, unite
+from elaunch.errors import CheckpointError
+from elaunch.training.checkpoint.agreeing import agree, attempt
+from elaunch.training.checkpoint.parts import Parts
+
+PIECE: Final = 16 << 20
+"""Bytes of a file that travel at once."""
+_PAIR: Final = (layout.METADATA, layout.COMMIT)
+WHAT: Final = "looking for what the nodes have of a checkpoint"
+
+
+def newest_together(parts: Parts, run_id: str | None, timeout: float | None) -> str:
+    """Return the name of the newest checkpoint that the nodes have together, "" if there is none.
+
+    ALL ranks call it together; each node has all of it then. ``run_id`` None: of any run.
+    """
+    found, problem = _on_chiefs(parts, lambda root: list_kept(root, None, run_id)[0])
+    lists = agree(parts.distributed, WHAT, problem, found, timeout, CheckpointError)
+    kept: set[Kept] = {one for each in lists if each for one in each if one.format == own.FORMAT}
+    for one in sorted(kept, key=lambda one: one.age, reverse=True):
+        if not _bring(parts, one, timeout).missing:
+            return one.path
+    return ""
+
+
+def bring(parts: Parts, found: Committed, timeout: float | None) -> None:
+    """Have all of a checkpoint on every node; ALL ranks call it together.
+
+    Raises CheckpointError, on all ranks, that names a file that no node has whole.
+    """
+    lacks, problem = _on_chiefs(parts, lambda root: _lacks(root / found.name))
+    if not any(agree(parts.distributed, WHAT, problem, lacks, timeout, CheckpointError)):
+        return
+    listed, problem = _on_chiefs(parts, lambda root: list_kept(root, None, None)[0])
+    lists = agree(parts.distributed, WHAT, problem, listed, timeout, CheckpointError)
+    kept = [one for each in lists if each for one in each if one.path == found.name]
+    if not kept:
+        raise CheckpointError(f"{found.name} is on no node any more")
+    union = _bring(parts, kept[0], timeout)
+    if union.missing:
+        raise CheckpointError(
+            f"{found.name} is incomplete on the nodes that are here: {', '.join(union.missing)}"
+        )
+
+
+def _bring(parts: Parts, kept: Kept, timeout: float | None) -> Union:
+    """Return what the nodes have of a checkpoint; if that is all of it, each has it then."""
+    looked, problem = _on_chiefs(parts, lambda root: look(root, kept, _ignore))
+    said: list[Looked | None]
+    said = agree(parts.distributed, WHAT, problem, looked, timeout, CheckpointError)
+    chiefs = [rank for rank, one in enumerate(said) if one is not None]
+    union = unite([one for one in said if one is not None])
+    if union.missing:
+        return union
+    place = chiefs.index(parts.rank) if parts.rank in chiefs else -1
+    written, problem = [], None
+    for held in union.files:
+        if not any(map(held.is_lacking, range(len(chiefs)))):
+            continue
+        problem = _send(parts, kept, held, (chiefs[held.places[0]], place), timeout) or problem
+        written += [held.entry.path] if held.is_lacking(place) else []
+    if written and place >= 0 and problem is None:
+        root = _root(parts) / kept.path
+        problem = attempt(lambda: _sync(root, written))[1]
+    agree(parts.distributed, WHAT, problem, None, timeout, CheckpointError)
+    return union
+
+
+def _send(
+    parts: Parts, kept: Kept, held: Held, who: tuple[int, int], timeout: float | None
+) -> Exception | None:
+    """Bring a file to the nodes that lack it; return what went wrong on this rank.
+
+    ``who``: the rank that has it, and this rank's place among the nodes' first ones, or -1.
+    """
+    source, place = who
+    checkpoint = _root(parts) / kept.path
+    takes = place >= 0 and held.is_lacking(place)
+    with ExitStack() as stack:
+        pieces: Iterator[bytes] = iter(())
+        writer, problem = None, None
+        if parts.rank == source:
+            path = inside(checkpoint, held.entry.path, "a manifest")
+            file, problem = attempt(lambda: stack.enter_context(path.open("rb")))
+            pieces = _pieces(file) if file is not None else pieces
+        if takes:
+            writer, problem = attempt(lambda: stack.enter_context(_Writer(checkpoint, held)))
+        for _ in range(-(-held.entry.size // PIECE)):
+            piece, failed = attempt(lambda: next(pieces, b""))
+            problem = problem or failed
+            data = parts.distributed.allgather(piece, timeout)[source]
+            if writer is not None and problem is None:
+                problem = _written(writer, data)
+        if writer is not None and problem is None:
+            problem = attempt(writer.finish)[1]
+    return problem
+
+
+def _aside(name: str) -> str:
+    """Return what a document of ``_PAIR`` is called until both are here: each needs the other."""
+    return f"{layout.TEMPORARY}{name}"
+
+
+def _sync(root: Path, written: list[str]) -> None:
+    """Have it on the disk, and put the documents in place now that all of them are here."""
+    sync_parents(root, written)
+    for name in written:
+        if name in _PAIR:
+            os.replace(root / _aside(name), root / name)
+    sync_directory(root)
+
+
+def _written(writer: _Writer, data: bytes) -> Exception | None:
+    return attempt(lambda: writer.write(data))[1]
+
+
+def _pieces(file: IO[bytes]) -> Iterator[bytes]:
+    while piece := file.read(PIECE):
+        yield piece
+
+
+class _Writer:
+    """A file that comes in pieces: it has its name when it is whole, or the one of ``_aside``."""
+
+    def __init__(self, checkpoint: Path, held: Held) -> None:
+        path = inside(checkpoint, held.entry.path, "a manifest")
+        self._path = checkpoint / _aside(path.name) if held.entry.path in _PAIR else path
+        self._entry = held.entry
+        self._total = hashlib.sha256()
+        checkpoint.mkdir(exist_ok=True)
+        make_parents(checkpoint, held.entry.path)
+        self._temporary = self._path.with_name(temporary_name())
+        self._file = self._temporary.open("xb")
+
+    def __enter__(self) -> _Writer:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._file.close()
+        self._temporary.unlink(missing_ok=True)
+
+    def write(self, data: Any) -> None:
+        """Take the next piece."""
+        self._total.update(data)
+        self._file.write(data)
+
+    def finish(self) -> None:
+        """Put the file in its place; CheckpointError if it is not what it should be."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        if f"{layout.CHECKSUM}:{self._total.hexdigest()}" != self._entry.checksum:
+            raise CheckpointError(f"{self._entry.path} did not arrive as it was sent")
+        os.replace(self._temporary, self._path)
+
+
+def _lacks(checkpoint: Path) -> bool:
+    """Tell whether some file of a checkpoint is not here, by the manifests; none is read."""
+    try:
+        files = chain(*own.read_documents(checkpoint, None).values())
+        return any(regular_size(checkpoint / file.path) != file.size for file in files)
+    except (CheckpointError, FileNotFoundError):
+        return True
+
+
+def _on_chiefs(parts: Parts, work: Any) -> tuple[Any, Exception | None]:
+    return attempt(lambda: work(_root(parts))) if parts.is_node_chief else (None, None)
+
+
+def _root(parts: Parts) -> Path:
+    return Path(parts.depot.place)
+
+
+def _ignore(count: int) -> None:
+    """Take no notice of progress: the wait for this rank has its timeout."""
+    del count

@@ -1,0 +1,225 @@
+"""Opening what ``ctx.checkpoint`` works with, when it is first used.
+
+==============  ==================================================================================
+property, call  needs
+==============  ==================================================================================
+``place``       nothing: variables and the run id say it
+``depot``       nothing, and touches nothing
+``latest``      an agent's choice; without an agent rank 0 looks, and ALL ranks ask together
+``alone``       rank 0: it makes the directory, and locks it where no agent has
+``together``    ALL ranks: rank 0's word on run id and round; all see the same directory
+==============  ==================================================================================
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from elaunch.checkpoint import layout
+from elaunch.checkpoint.depot import Committed, Depot, Place, open_depot
+from elaunch.errors import CheckpointError, ContextError, SaveError
+from elaunch.training.checkpoint import restoring, where
+from elaunch.training.checkpoint.agreeing import agree, attempt
+from elaunch.training.checkpoint.parts import Known, Parts
+from elaunch.training.checkpoint.where import Whose
+
+if TYPE_CHECKING:
+    from elaunch.progress import ProgressPage
+    from elaunch.training.distributed import DistributedContext
+    from elaunch.training.info import Info
+    from elaunch.training.train import TrainContext
+
+log = logging.getLogger("elaunch")
+
+
+@dataclass
+class Opening:
+    """What the context gives, and what is opened of it.
+
+    Attributes:
+        info: what the launcher told.
+        distributed: the ranks.
+        train: flushed before each commit.
+        page: progress page of this rank.
+        run_id: of the run.
+        given: the run id is the same when the job is started again.
+    """
+
+    info: Info
+    distributed: DistributedContext
+    train: TrainContext
+    page: ProgressPage
+    run_id: str
+    given: bool
+    known: Known = field(default_factory=Known)
+    _depot: Depot | None = None
+    _whose: Whose | None = None
+    _parts: Parts | None = None
+    _met: bool = False
+    _closed: bool = False
+    _stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+
+    @property
+    def place(self) -> Place:
+        """The directory or URL."""
+        return self.depot.place
+
+    @property
+    def depot(self) -> Depot:
+        """The directory or URL, opened; nothing in it is touched by that."""
+        if self._depot is None:
+            self._depot = open_depot(
+                where.place_of(self.info, self.run_id, os.environ)[0], self.local
+            )
+        return self._depot
+
+    @property
+    def by_agent(self) -> bool:
+        """Whether agents look after the directory: they lock it, and choose the latest in it."""
+        return self.info.launcher == "elaunch" and self.info.checkpoint_dir is not None
+
+    @property
+    def local(self) -> bool:
+        """Whether each node has a directory of its own."""
+        return where.is_local(self.info, os.environ)
+
+    def alone(self) -> Parts:
+        """Return the parts on rank 0, which asks nobody."""
+        self._refuse_if_closed()
+        if self._parts is None:
+            self._whose = self._take()
+            self._parts = self._made(self._whose)
+        return self._parts
+
+    def together(self, timeout: float | None) -> Parts:
+        """Return the parts; ALL ranks call it together.
+
+        Raises CheckpointError, on all ranks: the directory cannot be made, or is not the same on
+        all nodes. One that belongs to another job or run can be read from.
+        """
+        self._refuse_if_closed()
+        if self._met and self._parts is not None:
+            return self._parts
+        whose, problem = None, None
+        if self.distributed.rank == 0 or (self.local and self.distributed.local_rank == 0):
+            whose, problem = attempt(lambda: self._whose or self._take())
+        else:
+            problem = attempt(lambda: self.depot)[1]
+        what = "opening the checkpoint directory"
+        said = agree(self.distributed, what, problem, whose, timeout, CheckpointError)
+        self._whose = said[0]
+        where.check_shared(self.distributed, self.depot, self.local, timeout)
+        parts, problem = attempt(lambda: self._parts or self._made(said[0]))
+        lacks = "" if parts is None else parts.keeper.lacks
+        lacking = agree(self.distributed, what, problem, lacks, timeout)
+        self._parts = self._with_one_kind_of_keeper(parts, lacking)
+        self._met = True
+        return self._parts
+
+    def _with_one_kind_of_keeper(self, parts: Parts, lacking: list[str]) -> Parts:
+        """Return the parts without an agent if some rank cannot reach its own, for ``lacking``."""
+        if not any(lacking):
+            return parts
+        rank, reason = next((rank, reason) for rank, reason in enumerate(lacking) if reason)
+        if parts.rank == 0:
+            log.warning(
+                "rank %d cannot reach its agent (%s): the workers write checkpoints themselves; "
+                "one that is killed loses what it has in flight",
+                rank,
+                reason,
+            )
+        if parts.keeper.lacks:
+            return parts
+        from elaunch.training.checkpoint.keeper import without_agent
+
+        why = f"that of rank {rank} cannot be reached: {reason}"
+        keeper = without_agent(self.distributed, self.depot, why, parts.keeper.fence)
+        self._stack.callback(keeper.close)
+        return replace(parts, keeper=keeper)
+
+    def latest(self) -> Committed | None:
+        """Return the newest checkpoint that all ranks know of."""
+        if not self.known.asked:
+            self._refuse_if_closed()
+            if self.by_agent:
+                self.known.resumed = self._chosen_by_agent()
+            else:
+                self.known.resumed = restoring.look(self.together(None), None)
+            self.known.asked = True
+        return self.known.latest()
+
+    def ask_for_latest(self) -> None:
+        """Have :meth:`latest` known before a call of all ranks, where rank 0's word counts."""
+        if self.by_agent:
+            self.known.problem = attempt(self.latest)[1]
+        else:
+            self.latest()
+
+    def close(self) -> None:
+        """Wait for saves in flight; give the lock back. SaveError if a save came to nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        self._stack.close()
+
+    def _refuse_if_closed(self) -> None:
+        if self._closed:
+            raise ContextError("ctx.checkpoint is used after the end of its context")
+
+    def _take(self) -> Whose:
+        """Make the directory ready, lock it where no agent does, and tell whose it is."""
+        place, chosen = where.place_of(self.info, self.run_id, os.environ)
+        if self.distributed.rank == 0:
+            where.say(place, chosen)
+        if not chosen:
+            where.make_default(place)
+        elif isinstance(place, Path):
+            place.mkdir(parents=True, exist_ok=True)
+        try:
+            if self.info.launcher != "elaunch":  # an agent has its keeper lock it
+                self._stack.callback(where.lock(self.depot).close)
+            self._whose = where.take(self.depot, self.info, self.run_id, self.given)
+        except SaveError as error:
+            # Another job's, or another run's: it can be read from all the same.
+            self.known.taken = error
+            self._whose = Whose(self.run_id, 0)
+        return self._whose
+
+    def _made(self, whose: Whose) -> Parts:
+        from elaunch.training.checkpoint.keeper import open_keeper
+
+        keeper = open_keeper(self.distributed, self.depot, whose.round)
+        self._stack.callback(keeper.close)
+        return Parts(
+            distributed=self.distributed,
+            depot=self.depot,
+            keeper=keeper,
+            run_id=whose.run_id,
+            reads=whose.run_id if self.given else None,
+            round=whose.round,
+            local=self.local,
+            keep=where.keep_of(os.environ),
+            train=self.train,
+            page=self.page,
+            agent=self.by_agent,
+            known=self.known,
+        )
+
+    def _chosen_by_agent(self) -> Committed | None:
+        """Return what the round resumes from; the agents chose it before it began."""
+        path, step = self.info.resume_from, self.info.resume_step
+        if path is None:
+            return None
+        where_, _, name = str(path).rstrip("/").rpartition("/")
+        at_url = layout.parse_stage_name(name)  # there the uuid is part of the name
+        own = at_url is not None or layout.parse_step_name(name) is not None
+        if own and where_ == str(self.place).rstrip("/"):
+            found = self.depot.find(at_url[2] if at_url else name)
+            self.known.whole.add(found.uuid)
+            return found
+        return Committed(name, path, step or 0, 0, "", {}, 0)

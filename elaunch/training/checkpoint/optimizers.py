@@ -1,0 +1,162 @@
+"""Optimizers by the names of their parameters, through torch's get/set_optimizer_state_dict.
+
+``optimizer.state_dict()`` numbers the parameters, and what is loaded under numbers into a fresh
+optimizer restores nothing, without a word. By names it is restored, resharded too. Three things
+that torch's functions do are kept from happening:
+
+* a save before the first step would make that step: torch calls ``optimizer.step()`` to have a
+  state to save, after which Adam counts one step more. Nothing is saved in its place, and a load
+  leaves the optimizer fresh;
+* a load with gradients in place would restore nothing into a fresh optimizer;
+* a load would give a state to parameters that had none when it was saved.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+from elaunch.errors import CheckpointError
+
+STATE = "state"
+GROUPS = "param_groups"
+_PARAMS = "params"
+Named = tuple[str, nn.Module]
+
+
+def is_raw(value: Mapping[Any, Any]) -> bool:
+    """Tell whether a dict is what ``optimizer.state_dict()`` returned: parameters by number."""
+    if set(value) != {STATE, GROUPS} or not isinstance(value[GROUPS], Sequence):
+        return False
+    members = [
+        member
+        for group in value[GROUPS]
+        if isinstance(group, Mapping)
+        for member in group.get(_PARAMS, ())
+    ]
+    return bool(members) and all(isinstance(member, int) for member in members)
+
+
+def refuse_raw(key: str) -> CheckpointError:
+    """Return the error about what :func:`is_raw`."""
+    return CheckpointError(
+        f"{key} is optimizer.state_dict(), which numbers the parameters: loaded into a fresh "
+        'optimizer it would restore nothing. Give the optimizer itself, {"model": model, '
+        '"optimizer": optimizer}, or get_optimizer_state_dict(model, optimizer) of '
+        "torch.distributed.checkpoint.state_dict"
+    )
+
+
+def owner(key: str, optimizer: torch.optim.Optimizer, modules: Sequence[Named]) -> nn.Module:
+    """Return the module, of those in the state, that has all of the optimizer's parameters.
+
+    Raises CheckpointError if none or several have.
+    """
+    wanted = {id(parameter) for parameter in parameters(optimizer)}
+    found = [
+        (name, module)
+        for name, module in modules
+        if wanted <= {id(parameter) for parameter in module.parameters()}
+    ]
+    if len(found) == 1:
+        return found[0][1]
+    if found:
+        names = ", ".join(name for name, _ in found)
+        raise CheckpointError(
+            f"the parameters of {key} belong to several modules of the state ({names}): put each "
+            "module into it once"
+        )
+    names = ", ".join(name for name, _ in modules)
+    raise CheckpointError(
+        f"no module of the state has all parameters of {key} ("
+        + (f"modules: {names}" if names else "there is no module in it")
+        + '): save them together, as in {"model": model, "optimizer": optimizer}; several modules '
+        "go into one nn.ModuleDict"
+    )
+
+
+def parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return all that the optimizer changes."""
+    return [member for group in optimizer.param_groups for member in group[_PARAMS]]
+
+
+def state_to_save(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the optimizer's state by name; tensors in it are its own. It is not changed."""
+    keeping = contextlib.nullcontext() if optimizer.state else _no_first_step(optimizer)
+    with keeping:
+        return dict(get_optimizer_state_dict(module, optimizer))
+
+
+def state_to_fill(
+    module: nn.Module, optimizer: torch.optim.Optimizer, saved: frozenset[str] | None
+) -> dict[str, Any]:
+    """Return the optimizer's state by name, to be loaded into; a fresh optimizer gets one first.
+
+    Args:
+        module: has the parameters.
+        optimizer: is changed only in that a state is made where it has none.
+        saved: the names of the parameters that have a state in the checkpoint; None: all.
+    """
+    if saved is not None and not saved:
+        state = state_to_save(module, optimizer)
+        return {**state, STATE: {}}
+    with _no_gradients(optimizer):
+        state = dict(get_optimizer_state_dict(module, optimizer))
+    if saved is not None:
+        # None is known by its name: some other code has saved it, and the keys will tell.
+        known = {name: held for name, held in state[STATE].items() if name in saved}
+        state[STATE] = known or state[STATE]
+    return state
+
+
+def flat_state_to_fill(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return it as ``flatten_optimizer_state_dict`` makes it, which some other code saves."""
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    with _no_gradients(optimizer):
+        return dict(get_optimizer_state_dict(module, optimizer, options=options))
+
+
+def set_state(module: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Give the optimizer ``state``, by name; a parameter that is not in it has no state after."""
+    # Not strict: torch would refuse parameters without a state. Keys were compared before.
+    options = StateDictOptions(strict=False, flatten_optimizer_state_dict=STATE not in state)
+    keeping = contextlib.nullcontext() if optimizer.state else _no_first_step(optimizer)
+    with keeping:
+        set_optimizer_state_dict(module, optimizer, state, options=options)
+
+
+@contextlib.contextmanager
+def _no_first_step(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Keep torch from calling ``step()`` to make a state: it does not where there is a gradient."""
+    members = parameters(optimizer)
+    if not members or any(member.grad is not None for member in members):
+        yield
+        return
+    smallest = min(members, key=torch.Tensor.numel)
+    smallest.grad = torch.zeros_like(smallest)
+    try:
+        yield
+    finally:
+        smallest.grad = None
+
+
+@contextlib.contextmanager
+def _no_gradients(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Put the gradients aside: torch makes no state for an optimizer where there are some."""
+    aside = [(member, member.grad) for member in parameters(optimizer)]
+    for member, _ in aside:
+        member.grad = None
+    try:
+        yield
+    finally:
+        for member, gradient in aside:
+            member.grad = gradient

@@ -1,0 +1,165 @@
+"""What the calls of ``ctx.checkpoint`` work with; made once, when the first of them is made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from elaunch.checkpoint.depot import Committed, Depot, Stage
+    from elaunch.checkpoint.retention import Keep
+    from elaunch.errors import SaveError
+    from elaunch.keeperline import Keeper
+    from elaunch.progress import ProgressPage
+    from elaunch.training.distributed import DistributedContext
+    from elaunch.training.train import TrainContext
+
+Mode = Literal["all", "broadcast", "sequential"]
+"""Who opens the file in ``load_ddp``."""
+
+
+@dataclass
+class Known:
+    """Which checkpoints this rank knows of.
+
+    Attributes:
+        asked: whether ``resumed`` is known.
+        resumed: the one that the round began with.
+        newest: the newest that was committed since, or was read in place of one that is gone; like
+            ``resumed`` it changes in calls of all ranks only, so it is the same on all of them.
+        own: the newest that this rank has committed without the others.
+        whole: uuids of those that were verified, or written by this job.
+        unrecalled: uuids of those that could not be had from memory: it is said once.
+        taken: why nothing can be saved here: the directory is another job's.
+        problem: why this rank does not find what the round resumed from.
+        staged: paths that the script was given to write to, until it commits them.
+    """
+
+    asked: bool = False
+    resumed: Committed | None = None
+    newest: Committed | None = None
+    own: Committed | None = None
+    taken: SaveError | None = None
+    problem: Exception | None = None
+    whole: set[str] = field(default_factory=set)
+    unrecalled: set[str] = field(default_factory=set)
+    staged: dict[str, Stage] = field(default_factory=dict)
+
+    def note(self, committed: Committed) -> None:
+        """Take what all ranks have committed together for the newest, if it is."""
+        self.whole.add(committed.uuid)
+        self.newest = newer(self.newest, committed)
+
+    def note_own(self, committed: Committed) -> None:
+        """Take what this rank has committed alone; the others learn of it by the next restore."""
+        self.whole.add(committed.uuid)
+        self.own = newer(self.own, committed)
+
+    def choose(self, chosen: Committed | None) -> None:
+        """Take what all ranks read as the latest for it; what is known and newer is gone."""
+        self.asked, self.problem = True, None
+        self.resumed = _not_newer(self.resumed, chosen)
+        self.newest = _not_newer(self.newest, chosen)
+        self.own = _not_newer(self.own, chosen)
+        if chosen is None:
+            return
+        self.whole.add(chosen.uuid)
+        if self.resumed is None or self.resumed.place != chosen.place:
+            self.newest = chosen
+
+    def latest(self) -> Committed | None:
+        """Return the newest that all ranks know of."""
+        return newer(self.resumed, self.newest)
+
+    def protected(self) -> frozenset[str]:
+        """Return the names that retention leaves alone."""
+        # What the round resumed from is needed until there is a newer one; so is what this rank has
+        # committed alone.
+        resumed = self.resumed if self.newest is None else None
+        own = self.own if newer(self.own, self.latest()) is self.own else None
+        known = (resumed, self.newest, own)
+        return frozenset(found.name for found in known if found is not None)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What every call on checkpoints needs; all fields but ``depot`` are the same on all ranks.
+
+    Attributes:
+        distributed: the ranks; ``distributed.timeout`` is the default of every timeout.
+        depot: the directory or URL, as this node sees it.
+        keeper: who writes what was handed over, and who knows whether the round is still on: this
+            node's agent, else a thread of this process.
+        run_id: of the run; it stands in every checkpoint.
+        reads: the run whose checkpoints count when the latest is looked for; None: any run's,
+            where nobody has chosen an id.
+        round: of the names of the checkpoints that are written now.
+        local: each node has a directory of its own (``--checkpoint-local``).
+        keep: the rule of the flags: which checkpoints may go after a commit.
+        train: what is flushed before a commit; knows the metrics of a step.
+        page: progress page of this rank, for ``section("checkpoint")``.
+        agent: this process has an agent, which then holds the directory's lock and looks after
+            what is left in stages.
+        known: what this context knows of checkpoints, the one thing here that changes.
+    """
+
+    distributed: DistributedContext
+    depot: Depot
+    keeper: Keeper
+    run_id: str
+    reads: str | None
+    round: int
+    local: bool
+    keep: Keep
+    train: TrainContext
+    page: ProgressPage
+    agent: bool
+    known: Known = field(default_factory=Known)
+
+    @property
+    def rank(self) -> int:
+        """This process's rank."""
+        return self.distributed.rank
+
+    @property
+    def is_node_chief(self) -> bool:
+        """Whether this rank acts for its node where each has a directory of its own."""
+        return self.distributed.local_rank == 0
+
+    def seconds(self, timeout: float | None) -> float:
+        """Return the seconds that one wait for the other ranks may take."""
+        return self.distributed.timeout if timeout is None else timeout
+
+
+def newer(one: Committed | None, other: Committed | None) -> Committed | None:
+    """Return the newer of two checkpoints; the second if they are equal."""
+    if one is None or other is None:
+        return one or other
+    return other if other.age >= one.age else one
+
+
+def _not_newer(known: Committed | None, chosen: Committed | None) -> Committed | None:
+    if known is None or chosen is None or known.age > chosen.age:
+        return None
+    return known
+
+
+@dataclass(frozen=True)
+class Saving:
+    """One save, as the script asked for it; the same on all ranks but for ``metadata``.
+
+    Attributes:
+        step: steps completed; the checkpoint's number.
+        metadata: this rank's own; those of all ranks are merged.
+        keep: which checkpoints may go after the commit; None: the rule of the flags.
+        timeout: seconds that each wait for the other ranks may take; None: the context's.
+        what: the call, for errors.
+        size: bytes that this rank is about to write, as far as it knows; for errors.
+    """
+
+    step: int
+    metadata: Any
+    keep: Keep | None = None
+    timeout: float | None = None
+    what: str = "save"
+    size: int = 0

@@ -1,0 +1,138 @@
+"""Tensors as bytes: which of them a checkpoint can hold, and how they get into memory.
+
+=======================================  =========================================================
+tensor                                   in a checkpoint
+=======================================  =========================================================
+dense, of any dtype with whole bytes     its elements, contiguous, as in ``tensor.contiguous()``
+non-contiguous, expanded, conjugated     the same: what one sees, not how it lies in memory
+DTensor, ShardedTensor                   this rank's shards
+sparse, nested, quantised, on ``meta``,  refused, with what to save in its place
+made of other tensors (torchao)
+=======================================  =========================================================
+
+Nothing here initialises CUDA: a tensor on a device is copied by that device's own means.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Iterable
+from typing import Any, Final
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from elaunch.errors import CheckpointError
+
+log = logging.getLogger("elaunch")
+
+Memory = memoryview
+_SPARSE: Final = "save value.to_dense(), or its indices and values by themselves"
+
+
+def is_sharded(value: object) -> bool:
+    """Tell whether a tensor is one of which each rank has a part: DTensor or ShardedTensor."""
+    return isinstance(value, DTensor) or hasattr(value, "local_shards")
+
+
+def refuse(key: str, tensor: torch.Tensor) -> None:
+    """Raise CheckpointError if a checkpoint cannot hold ``tensor``; says what can be done."""
+    if reason := _why_not(tensor):
+        raise CheckpointError(f"{key} cannot be saved: {reason}")
+
+
+def _why_not(tensor: torch.Tensor) -> str:
+    if is_sharded(tensor):
+        return ""
+    if tensor.is_nested:
+        return "it is a nested tensor; save its parts in a list"
+    if tensor.layout != torch.strided:
+        return f"it is sparse ({tensor.layout}); {_SPARSE}"
+    if tensor.is_quantized:
+        return (
+            f"it is quantised ({tensor.dtype}); save value.int_repr(), scale and zero point by "
+            "themselves"
+        )
+    if tensor.device.type == "meta":
+        return "it has no data (device meta); module.to_empty(device=…) gives it some"
+    if hasattr(tensor, "__tensor_flatten__"):
+        return f"it is a {type(tensor).__name__}, made of other tensors; save those by themselves"
+    return ""
+
+
+def memory_of(tensor: torch.Tensor) -> Memory:
+    """Return the bytes of a dense tensor; its own memory where that is contiguous and on the CPU.
+
+    They are valid until the tensor is changed; the view keeps the tensor alive.
+    """
+    # resolve_*: a conjugated or negated view keeps that in a flag, not in the bytes.
+    dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    size = dense.numel() * dense.element_size()
+    if not size:
+        return memoryview(b"")
+    # Not by numpy, which need not be there nor knows bfloat16.
+    memory = (ctypes.c_ubyte * size).from_address(dense.data_ptr())
+    memory.owner = dense  # an address alone keeps nothing alive
+    return memoryview(memory).cast("B")
+
+
+def copy_into(memory: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Copy a dense tensor's elements into ``memory``, bytes of that size on the CPU.
+
+    From a device the copy may still be under way: call :func:`settle` after the last one.
+    """
+    source = tensor.detach()
+    flagged = source.is_conj() or source.is_neg()
+    if source.device.type == "cpu" and source.is_contiguous() and not flagged:
+        memory.copy_(source.reshape(-1).view(torch.uint8))
+    else:
+        memory.view(source.dtype).view(source.shape).copy_(source, non_blocking=True)
+
+
+def settle(tensors: Iterable[torch.Tensor]) -> None:
+    """Wait until the copies from the devices of ``tensors`` are done."""
+    for device in {tensor.device for tensor in tensors if tensor.device.type != "cpu"}:
+        torch.accelerator.synchronize(device)
+
+
+class Pinning:
+    """Page-locks memory that GPUs copy into; closing it, or locking another, lets it go."""
+
+    def __init__(self) -> None:
+        self._address = self._size = 0
+
+    def pin(self, memory: torch.Tensor) -> None:
+        """Lock ``memory``; where that is refused copies are slower, and right all the same."""
+        if (memory.data_ptr(), memory.nbytes) == (self._address, self._size):
+            return
+        self.close()
+        status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+        if int(status) != 0:
+            log.warning("checkpoint memory is not page-locked (CUDA error %s): slower", status)
+            return
+        self._address, self._size = memory.data_ptr(), memory.nbytes
+
+    def make_way(self, size: int) -> None:
+        """Unlock memory that is shorter than ``size``: longer one is about to take its place."""
+        if size > self._size:
+            self.close()
+
+    def close(self) -> None:
+        """Unlock what is locked; to be called before the memory is unmapped."""
+        if self._address:
+            torch.cuda.cudart().cudaHostUnregister(self._address)
+            self._address = self._size = 0
+
+
+def over(memory: Any) -> torch.Tensor:
+    """Return a tensor of bytes that lies in a writable buffer."""
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def narrowed(tensor: torch.Tensor, offsets: Iterable[int], lengths: Iterable[int]) -> torch.Tensor:
+    """Return the box of ``tensor`` that begins at ``offsets`` and has ``lengths``; a view."""
+    for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
+        if tensor.size(dim) != length:
+            tensor = tensor.narrow(dim, offset, length)
+    return tensor

@@ -1,0 +1,248 @@
+"""Where this run's checkpoints are, whose directory it is, and whether all nodes see the same.
+
+================================  ==============================================================
+``ctx.checkpoint`` uses           under
+================================  ==============================================================
+``--checkpoint-dir``              ``elaunch run`` with that flag
+``ELAUNCH_CHECKPOINT_DIR``        every other launcher, and alone, where it is set
+``$XDG_STATE_HOME/elaunch/        all of them, else
+<run id>/checkpoints``
+================================  ==============================================================
+
+Rank 0 makes the directory. Where no agent does, it also holds its lock, finishes or clears the
+stages that an earlier job left behind, and counts the round: one more than the largest there. (An
+agent locks it, and then looks after the stages.) With ``--checkpoint-local`` the first rank of each
+node does it for its own.
+
+Whether nodes share a directory is not asked of the device and inode numbers, which are equal by
+accident: rank 0 leaves a mark with a random name, and every rank looks for it
+(elaunch.checkpoint.probe).
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+from urllib.parse import unquote
+
+from elaunch import env
+from elaunch.checkpoint import layout, probe, readers
+from elaunch.checkpoint.defaultplace import default_place
+from elaunch.checkpoint.depot import Closeable, Committed, Depot, Place
+from elaunch.checkpoint.files import read_json
+from elaunch.checkpoint.retention import Keep
+from elaunch.errors import CheckpointError, SaveError, UsageError
+from elaunch.statedir import make_private
+from elaunch.training.checkpoint.agreeing import agree, attempt
+from elaunch.training.checkpoint.parts import Known
+from elaunch.training.distributed import DistributedContext
+from elaunch.training.info import Info
+
+SEEN_S: Final = 15.0
+"""Seconds after which what another node has made counts as not there: attribute caches are slow."""
+LOCK_S: Final = 5.0
+"""Seconds for a job that was killed a moment ago to give the lock back."""
+LOCK_AGAIN_S: Final = 0.1
+
+log = logging.getLogger("elaunch")
+
+
+@dataclass(frozen=True)
+class Whose:
+    """Which run writes here, and the round in the names of what it writes."""
+
+    run_id: str
+    round: int
+
+
+def place_of(info: Info, run_id: str, environ: Mapping[str, str]) -> tuple[Place, bool]:
+    """Return the directory or URL, and whether a person has chosen it.
+
+    Raises UsageError where there is none: no variable and no home.
+    """
+    given = environ.get(env.CHECKPOINT_DIR, "")
+    if given:
+        return _place(given), True
+    found = default_place(run_id or info.run_id or "", environ)
+    if found is None:
+        raise UsageError(
+            "there is no directory for checkpoints: this user has no home; give --checkpoint-dir "
+            f"or set {env.CHECKPOINT_DIR}"
+        )
+    return found, False
+
+
+def keep_of(environ: Mapping[str, str]) -> Keep:
+    """Return the rule of the flags; raises UsageError for a variable that says none."""
+    text = environ.get(env.CHECKPOINT_KEEP, "")
+    try:
+        return Keep.from_json(text)
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"{env.CHECKPOINT_KEEP}={text!r}: {error}") from None
+
+
+def is_local(info: Info, environ: Mapping[str, str]) -> bool:
+    """Return whether each of several nodes has a directory of its own."""
+    return environ.get(env.CHECKPOINT_LOCAL, "") == "1" and info.nodes > 1
+
+
+def take(depot: Depot, info: Info, run_id: str, given: bool) -> Whose:
+    """Make the directory ready and return whose it is; the rank that acts for it calls it.
+
+    Args:
+        depot: the directory, locked by the caller where no agent has it.
+        info: what the launcher told.
+        run_id: the run's.
+        given: a person chose the run id, or the launcher did, so that a later start has the same.
+
+    Raises SaveError for another run's directory; OSError if it cannot be made.
+    """
+    has_agent = info.launcher == "elaunch"
+    if not given and not has_agent:
+        run_id = _owner(depot.place) or run_id
+    depot.prepare(run_id, given)
+    if has_agent:
+        return Whose(run_id, info.round)
+    for found in depot.finish_stages(run_id if given else None):
+        log.info("%s was complete, but its writer had died: committed now", found.name)
+    depot.clear_trash()
+    rounds = [found.round for found in depot.listed()]
+    return Whose(run_id, max(rounds, default=-1) + 1)
+
+
+def lock(depot: Depot) -> Closeable:
+    """Lock the directory for this job; the rank that acts for it calls it, where no agent has it.
+
+    Raises SaveError if another job has it still after LOCK_S, OSError if it cannot be locked.
+    """
+    until, never = time.monotonic() + LOCK_S, threading.Event()
+    while True:
+        try:
+            return depot.lock()
+        except SaveError:
+            if time.monotonic() >= until:
+                raise
+        never.wait(LOCK_AGAIN_S)
+
+
+def newest(depot: Depot, run_id: str | None, known: Known) -> Committed | None:
+    """Return the newest checkpoint of a run that is whole; put damaged ones into quarantine.
+
+    One rank calls it, for all. What cannot be read just now is passed over, and stays; so does what
+    is another job's. ``run_id`` None: of any run.
+    """
+    for found in reversed(depot.listed()):
+        if run_id is not None and found.run_id != run_id:
+            continue
+        reason = check(depot, found, known)
+        if not reason:
+            return found
+        log.warning("an older checkpoint is looked for: %s", reason)
+    return None
+
+
+def check(depot: Depot, found: Committed, known: Known) -> str:
+    """Return why a checkpoint cannot be read from, "" if it can; put a damaged one aside.
+
+    Of what was whole before only documents and sizes are looked at.
+    """
+    try:
+        with readers.reading(found.place):
+            depot.verify(found, content=found.uuid not in known.whole)
+    except CheckpointError as error:
+        if known.taken is None:
+            depot.quarantine(found, str(error))
+        return f"{found.name} is damaged: {error}"
+    except FileNotFoundError:
+        return f"{found.name} is gone: it was removed meanwhile"
+    except OSError as error:
+        return f"{found.name} cannot be read: {error}"
+    known.whole.add(found.uuid)
+    return ""
+
+
+def check_shared(
+    distributed: DistributedContext, depot: Depot, local: bool, timeout: float | None
+) -> None:
+    """Raise CheckpointError, on all ranks, unless the nodes share what they are said to share.
+
+    ALL ranks call it together, when rank 0 has made the directory.
+    """
+    if isinstance(depot.place, str) or distributed.size == 1:
+        return
+    what = "looking for the checkpoint directory"
+    place, mark = depot.place, uuid.uuid4().hex
+    problem: BaseException | None = None
+    if distributed.rank == 0:
+        problem = attempt(lambda: probe.leave_mark(place, mark))[1]
+    try:
+        left: str = agree(distributed, what, problem, mark, timeout, CheckpointError)[0]
+        problem = _look(distributed, place, left, local)
+        agree(distributed, what, problem, None, timeout, CheckpointError)
+    finally:
+        if distributed.rank == 0:
+            probe.remove_mark(place, mark)
+
+
+def say(place: Place, given: bool) -> None:
+    """Tell a person where checkpoints go if nobody has chosen it; rank 0 does, once."""
+    if not given:
+        print(
+            f"elaunch: checkpoints are kept in {place} (--checkpoint-dir or {env.CHECKPOINT_DIR} "
+            "choose another place)",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def make_default(place: Place) -> None:
+    """Make the default directory and its parents, for this user only."""
+    if isinstance(place, Path):
+        make_private(place)
+
+
+def _place(text: str) -> Place:
+    """Return a path, also for ``file://``, or the text of any other URL."""
+    scheme, separator, rest = text.partition("://")
+    if separator and scheme.lower() not in ("file", "local"):
+        return text
+    return Path(unquote(rest) if separator else text).expanduser().absolute()
+
+
+def _owner(place: Place) -> str:
+    """Return the run id in the directory's run.json; empty without one."""
+    if isinstance(place, str):
+        return ""
+    try:
+        found = read_json(place / layout.RUN).get("run_id")
+    except (OSError, CheckpointError):
+        return ""
+    return found if isinstance(found, str) else ""
+
+
+def _look(
+    distributed: DistributedContext, place: Path, mark: str, local: bool
+) -> CheckpointError | None:
+    """Look for rank 0's mark; return what is wrong about seeing it or not."""
+    node = distributed.cross_rank
+    if local and node != 0:
+        if probe.unseen(place, {mark}, 0.0):
+            return None
+        return CheckpointError(
+            f"--checkpoint-local is given, but nodes 0 and {node} share {place}: leave the flag out"
+        )
+    if not probe.unseen(place, {mark}, SEEN_S):
+        return None
+    return CheckpointError(
+        f"{place} of host {socket.gethostname()} (node {node}) is not the directory that rank 0 "
+        "writes to: use storage that all nodes share, or give --checkpoint-local (or set "
+        f"{env.CHECKPOINT_LOCAL}=1) if each node has its own"
+    )

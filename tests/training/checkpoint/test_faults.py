@@ -1,0 +1,136 @@
+"""What a fault at each step of a save leaves: the old checkpoint or the new one, never half."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from elaunch.checkpoint.depot import open_depot
+from tests.training.checkpoint.rig import Job, checkpoints, committed, stages
+
+Start = Callable[..., Job]
+
+DIES = """
+calls, at = [0], {at}
+def counted(name):
+    real = getattr(os, name)
+    def call(*args, **options):
+        if rank == 0 and armed and threading.current_thread() is threading.main_thread():
+            calls[0] += 1
+            if calls[0] == at:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return real(*args, **options)
+    setattr(os, name, call)
+armed = False
+for name in ("rename", "replace", "fsync", "mkdir", "open"):
+    counted(name)
+store(10, {{f"{{rank}}": "ten"}})
+armed = True
+say(json.dumps(tried(lambda: store(20, {{f"{{rank}}": "twenty"}})[:0])))
+if rank == 0:
+    say(json.dumps(calls[0]))
+os._exit(0)
+"""
+
+
+@pytest.mark.slow
+def test_a_chief_killed_at_any_call(start: Start, tmp_path: Path) -> None:
+    """The other is told; the next start has step 10 or 20, whole, and no stage is left."""
+    job = start(DIES.format(at=0), 2)
+    steps = json.loads(job.ends(0)[1].splitlines()[-1])
+    job.close()
+    assert steps > 20
+    taken = []
+    for at in [*range(1, steps, max(1, steps // 4)), steps]:
+        directory = tmp_path / f"at{at}"
+        directory.mkdir()
+        job = Job(directory, DIES.format(at=at), 2)
+        try:
+            assert job.ends(0)[0] == -9, f"call {at}"
+            said = json.loads(job.ends(1)[1].splitlines()[-1])
+        finally:
+            job.close()
+        assert said.startswith("PeerLost: ") and "rank 0 (host " in said, f"call {at}"
+        again = Job(directory, "say(json.dumps([ck.latest().step, len(ck.list())]))", 2)
+        try:
+            (step, count), other = again.said()
+        finally:
+            again.close()
+        assert other == [step, count]
+        assert (step, count) in ((10, 1), (20, 2)), f"call {at}"
+        place = checkpoints(directory)
+        assert stages(place) == []
+        for found in open_depot(place).listed():
+            open_depot(place).verify(found)
+        taken.append(step)
+    assert taken == sorted(taken) and taken[0] == 10 and taken[-1] == 20
+
+
+def test_a_round_that_is_over_commits_nothing(start: Start, tmp_path: Path) -> None:
+    """The fence is asked before the commit; all ranks are told its reason."""
+    script = """
+store(10)
+if rank == 0:
+    def over(round_number):
+        raise SaveError(f"round {round_number} is over")
+    ck._opening.alone().keeper.fence = over
+say(json.dumps([tried(lambda: store(20)), [each.step for each in ck.list()]]))
+"""
+    one, other = start(script, 2).said()
+    assert one == other
+    assert one[0].startswith("SaveError: store_path of step 20: rank 0 on host")
+    assert one[0].endswith("round 0 is over")
+    assert one[1] == [10]
+    assert stages(checkpoints(tmp_path)) == []
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """Mount a file system of 4 MiB."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    argv = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(path)]
+    if subprocess.run(argv, capture_output=True).returncode != 0:
+        why = "no right to mount"
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(why)
+    yield path
+    subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+@pytest.mark.slow
+def test_a_full_disk(start: Start, small_disk: Path) -> None:
+    """What may go makes room for a save that can be repeated; else an error with the figures."""
+    script = """
+import torch
+mega = {"x": torch.zeros(1 << 18)}
+keep = Keep(last=2)
+for step in (10, 20, 30, 40, 50):
+    ck.save_ddp(mega, step, keep=keep)
+kept = [each.step for each in ck.list()]
+ck.save_ddp(mega, 60, keep=Keep(last=9))
+def fills():
+    with ck.store_path({"steps_completed": 80}, shard=True) as (path, _):
+        (path / f"{rank}").write_bytes(bytes(1 << 20))
+full = [tried(fills), tried(lambda: ck.save_ddp(mega, 90, keep=Keep(last=9)))]
+ctx.distributed.barrier()
+left = [each.step for each in ck.list()], os.listdir(ck.directory / ".stage")
+ck.save_ddp(mega, 100, keep=1)
+say(json.dumps([kept, full, left, tried(lambda: [each.step for each in ck.list()])]))
+"""
+    env = {"ELAUNCH_CHECKPOINT_DIR": str(small_disk / "ckpt")}
+    one, other = start(script, 2, env=env).said()
+    assert one[0] == [40, 50]
+    assert one[2] == [[40, 50, 60], []]
+    for text in (one[1][0], other[1][0]):
+        assert (
+            "o space left on" in text and "store_path of step 80" in text
+        ) or "[Errno 28]" in text
+    assert one[1][1] == other[1][1]
+    assert one[1][1].startswith("SaveError: save_ddp of step 90, writing: rank 0 on host")
+    assert f"no space left on {small_disk / 'ckpt'}: needs about 1 MiB, has " in one[1][1]
+    assert committed(small_disk / "ckpt") == ["step-00000100.r0"]

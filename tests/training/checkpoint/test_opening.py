@@ -1,0 +1,101 @@
+"""What the agents have chosen for the round, as the script's calls know it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from elaunch.checkpoint.depot import Image, Part, Stage, open_depot
+from elaunch.training.checkpoint.opening import Opening
+from elaunch.training.info import read
+from tests.training.checkpoint.rig import Job, checkpoints, stages
+
+
+def test_the_choice_at_a_url(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There the uuid is part of the directory's name; it is elaunch's own all the same."""
+    url, stage = f"memory://{uuid.uuid4().hex}", Stage(40, 2, uuid.uuid4().hex)
+    depot = open_depot(url)
+    depot.prepare("digits", given=True)
+    part = Part(0, 1, "digits", {"steps_completed": 40})
+    depot.write_part(stage, part, [Image("model.pt", [b"x"])])
+    saved = depot.commit(stage, lambda: None)
+    monkeypatch.setenv("ELAUNCH_CHECKPOINT_DIR", url)
+    told = {"ELAUNCH_RUN_ID": "digits", "ELAUNCH_CHECKPOINT_DIR": url, "ELAUNCH_RESUME_STEP": "40"}
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    place |= {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
+    info = read({**told, **place, "ELAUNCH_RESUME_FROM": str(saved.place)})
+    nobody = cast("Any", None)  # any rank learns it alone
+    opening = Opening(info, nobody, nobody, nobody, "digits", given=True)
+    assert opening.latest() == saved
+
+
+def test_one_rank_cannot_reach_its_agent(start: Callable[..., Job]) -> None:
+    """Then all write themselves; rank 0's agent, which is there, is still asked for the fence."""
+    script = """
+from elaunch.training.checkpoint import keeper
+asked = []
+def opened(distributed, depot, number):
+    if rank == 1:
+        return keeper.without_agent(distributed, depot, "/x.sock: No such file")
+    return keeper.without_agent(distributed, depot, fence=asked.append)  # stands for an agent's
+keeper.open_keeper = opened
+store(10)
+kept = ck._opening.together(None).keeper
+say(json.dumps([kept.lacks, asked]))
+"""
+    job = start(script, 2)
+    (_, said, logged), (_, other, nothing) = [job.ends(rank) for rank in range(2)]
+    why = "/x.sock: No such file"
+    assert json.loads(said) == [f"that of rank 1 cannot be reached: {why}", [0]]
+    assert json.loads(other) == [why, []]
+    assert logged.count(f"rank 1 cannot reach its agent ({why}): the workers write") == 1
+    assert "cannot reach" not in nothing
+
+
+def test_another_jobs_directory_gets_no_save_in_the_background(
+    start: Callable[..., Job], tmp_path: Path
+) -> None:
+    """It is refused like one that blocks, and before anything is taken for it."""
+    depot = open_depot(checkpoints(tmp_path))
+    depot.prepare("job", given=True)
+    script = """
+import elaunch.training.checkpoint.where as where
+where.LOCK_S = 0.0
+say(json.dumps([tried(work) for work in (
+    lambda: ck.save({"a": 1}, 10),
+    lambda: ck.save({"a": 1}, 10, block=False),
+    lambda: ck.reserve({"a": 1}),
+    lambda: ck.wait() and 1,
+)]))
+"""
+    with contextlib.closing(depot.lock()):
+        (said,) = start(script, 1).said()
+    for text in said[:3]:
+        assert f"is in use by another job (process {os.getpid()} on" in text
+    assert said[3] is None
+    assert stages(checkpoints(tmp_path)) == []
+    assert depot.listed() == []
+
+
+def test_a_refusal_of_one_agent_is_an_error_of_all(start: Callable[..., Job]) -> None:
+    """No rank goes on, and waits for the others, where one is refused."""
+    script = """
+from elaunch.training.checkpoint import keeper
+def opened(distributed, depot, number):
+    if rank == 1:
+        raise SaveError("round 0 is over")
+    return keeper.without_agent(distributed, depot)
+keeper.open_keeper = opened
+say(json.dumps(tried(lambda: store(10))))
+"""
+    one, other = start(script, 2).said()
+    assert one == other
+    assert one.startswith("SaveError: opening the checkpoint directory: rank 1 on host")
+    assert one.endswith("round 0 is over")

@@ -1,0 +1,201 @@
+"""What a save remembers, what it copies, and what it leaves alone."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import elaunch
+from elaunch.training.checkpoint import planning
+from tests.training.checkpoint.groups import Raised, in_group
+from tests.training.checkpoint.models import bits, plain, train
+
+
+def counted_plans() -> list[int]:
+    """Count how often this process plans from now on, in the list that is returned."""
+    made: list[int] = []
+    make = planning.make
+
+    def counting(*args: Any) -> Any:
+        made.append(1)
+        return make(*args)
+
+    planning.make = counting
+    return made
+
+
+def cached(ctx: Any) -> Any:
+    """Save states of changing values, then of changing shape; load the last of each."""
+    made = counted_plans()
+    rank = ctx.distributed.rank
+    model = plain()
+    state: dict[str, Any] = {"model": model, "step": 0, "text": "x", "own": elaunch.PerRank("")}
+    told = []
+
+    def saved(step: int, block: bool, value: int = 0) -> None:
+        with torch.no_grad():
+            model[0].weight.fill_(step)
+        state["step"] = value
+        ctx.checkpoint.save(state, step, block=block)
+        ctx.checkpoint.wait()
+        target = {"model": plain(1), "step": 0, "text": "", "own": elaunch.PerRank("")}
+        target |= {key: 0 for key in state if key.startswith("more")}
+        ctx.checkpoint.load(target)
+        assert target["model"][0].weight.unique().tolist() == [step]
+        assert (target["step"], target["text"]) == (value, state["text"])
+        assert target["own"].value == state["own"].value
+        told.append(len(made))
+
+    saved(1, True)
+    saved(2, False, 2**40)
+    state["text"] = "longer " * 50
+    saved(3, True)
+    state["own"].value = "only one rank's is longer" * 300 * rank
+    saved(4, False)
+    saved(5, True)
+    state["text"], state["own"].value = "", ""
+    saved(6, False)
+    if rank == 1:
+        model.register_parameter("3", nn.Parameter(torch.zeros(2)))
+        del model._parameters["3"]
+    state["more"] = 5
+    saved(7, True)
+    del state["more"]
+    saved(8, False)
+    state["model"] = model = plain(3)
+    saved(9, True)
+    return told
+
+
+def test_plans_are_kept_while_the_state_keeps_its_shape(tmp_path: Path) -> None:
+    """Values may grow and shrink; new keys need a new plan, and the old one is still known."""
+    said = in_group(cached, 2, tmp_path)
+    assert said[0] == said[1] == [1, 1, 1, 1, 1, 1, 2, 2, 2], said
+
+
+def fresh_optimizer(ctx: Any, kind: str) -> Any:
+    """Save before the first step, load it; train both, and one that was never saved."""
+    made = {
+        "adam": lambda model: torch.optim.AdamW(model.parameters(), lr=0.1),
+        "sgd": lambda model: torch.optim.SGD(
+            model.parameters(), lr=0.1, momentum=0.9, dampening=0.5
+        ),
+        "plain": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+    }[kind]
+    models = [plain(seed) for seed in (0, 0, 1)]
+    _, saved, loaded = models
+    optimizers = [made(model) for model in models]
+    ctx.checkpoint.save({"model": saved, "optimizer": optimizers[1]}, 0)
+    assert not optimizers[1].state and saved[0].weight.grad is None
+    train(loaded, optimizers[2], 1)
+    ctx.checkpoint.load({"model": loaded, "optimizer": optimizers[2]})
+    for model, optimizer in zip(models, optimizers, strict=True):
+        train(model, optimizer)
+    results = [
+        bits([m.state_dict(), o.state_dict()]) for m, o in zip(models, optimizers, strict=True)
+    ]
+    return results[0] == results[1] == results[2]
+
+
+@pytest.mark.parametrize("kind", ["adam", "sgd", "plain"])
+def test_a_save_before_the_first_step_makes_none(tmp_path: Path, kind: str) -> None:
+    """torch would call ``step()`` to have something to save, and Adam would count it."""
+    assert in_group(fresh_optimizer, 1, tmp_path, kind) == [True]
+
+
+class Shared(nn.Module):
+    """Has a tied, a frozen and an unused parameter, and a buffer that is not saved."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first = nn.Linear(8, 8, bias=False)
+        self.second = nn.Linear(8, 8, bias=False)
+        self.second.weight = self.first.weight
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.unused = nn.Linear(3, 3)
+        self.register_buffer("scratch", torch.rand(4), persistent=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Use all but one."""
+        return self.second(self.frozen(self.first(inputs)))
+
+
+def shared_parameters(ctx: Any) -> Any:
+    """Save and load it."""
+    model, other = Shared(0), Shared(1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    fresh = torch.optim.Adam(other.parameters(), lr=0.02)
+    train(model, optimizer)
+    scratch = other.scratch.clone()
+    ctx.checkpoint.save({"model": model, "optimizer": optimizer}, 3)
+    ctx.checkpoint.load({"model": other, "optimizer": fresh})
+    assert other.second.weight is other.first.weight and bits(other.scratch) == bits(scratch)
+    assert not other.frozen.weight.requires_grad
+    assert bits(fresh.state_dict()) == bits(optimizer.state_dict())
+    assert len(fresh.state) == 1, "neither the unused nor the frozen one has a state"
+    return bits(other.state_dict()) == bits(model.state_dict())
+
+
+def test_tied_frozen_and_unused_parameters(tmp_path: Path) -> None:
+    """They come back as they were: tied, frozen, and without a state."""
+    assert in_group(shared_parameters, 2, tmp_path) == [True, True]
+
+
+def busy(ctx: Any) -> Any:
+    """Save while a save is in flight."""
+    parts = ctx.checkpoint._opening.together(None)
+    keeper, begin = parts.keeper, parts.keeper.begin
+    told = []
+    ctx.checkpoint.save({"x": 1}, 1, block=False)
+    keeper.begin = lambda wait, timeout=None: begin(wait, timeout) and ctx.distributed.rank == 0
+    told.append(ctx.checkpoint.save({"x": 2}, 2, block=False, when_busy="skip"))
+    keeper.begin = begin
+    ctx.checkpoint.save({"x": 3}, 3, block=False, when_busy="wait")
+    told.append(ctx.checkpoint.save({"x": 4}, 4).step)
+    told.append(ctx.checkpoint.wait().step)
+    try:
+        ctx.checkpoint.save({"x": 5}, 5, block=False, when_busy="sometimes")
+    except elaunch.ContextError as error:
+        told.append("sometimes" in str(error))
+    return told, sorted(found.step for found in ctx.checkpoint.list())
+
+
+def test_at_most_one_is_in_flight(tmp_path: Path) -> None:
+    """If one rank is busy all skip, or all wait; a blocking save comes after."""
+    said = in_group(busy, 2, tmp_path)
+    assert said[0] == said[1] == ([None, 4, 4, True], [1, 3, 4]), said
+
+
+def full_disk(ctx: Any) -> Any:
+    """Have the disk of one rank full, in the foreground and in the background."""
+    parts = ctx.checkpoint._opening.together(None)
+    write = parts.depot.write_part
+
+    def fails(stage: Any, part: Any, images: Any) -> bytes:
+        if part.rank == 1:
+            raise OSError(28, os.strerror(28), "__1_0.distcp")
+        return bytes(write(stage, part, images))
+
+    parts.depot.write_part = fails
+    told = []
+    for block in (True, False):
+        try:
+            ctx.checkpoint.save({"x": torch.zeros(3)}, 1, block=block)
+            ctx.checkpoint.wait()
+        except elaunch.SaveError as error:
+            told.append("No space left" in str(error) or "no space left" in str(error))
+    parts.depot.write_part = write
+    return told, ctx.checkpoint.save({"x": torch.zeros(3)}, 2).step, len(ctx.checkpoint.list())
+
+
+def test_a_full_disk_fails_the_save_and_not_the_job(tmp_path: Path) -> None:
+    """All ranks hear of it; the next save works."""
+    said = in_group(full_disk, 2, tmp_path)
+    assert not isinstance(said[0], Raised), said[0]
+    assert said[0] == said[1] == ([True, True], 2, 1), said
