@@ -16,6 +16,7 @@ COMMANDS = {
     "preempt": ("elaunch.cli.preempt", "Ask a running job to save and to end, to be continued."),
     "status": ("elaunch.cli.status", "Show running and recent jobs, here or on all nodes."),
     "metrics": ("elaunch.cli.metrics", "Show what a run's script has reported."),
+    "checkpoints": ("elaunch.cli.checkpoints", "List, verify, pin, remove, convert checkpoints."),
     "wrap": ("elaunch.cli.wrap", "Run a command as one rank of mpirun's or srun's job."),
 }
 

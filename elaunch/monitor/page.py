@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from elaunch.monitor import progressfacts
+from elaunch.monitor import progressfacts, savefacts
 from elaunch.monitor.amounts import clean, date, duration, memory, moment
 from elaunch.monitor.failurelines import SHOWN_MESSAGE_LINES, failure_lines
 from elaunch.monitor.snapshot import RunView, WorkerView
@@ -195,6 +195,7 @@ def _progress(view: RunView) -> Iterator[tuple[str, str]]:
     yield from _place_among_nodes(record)
     yield from progressfacts.facts(record, standing.live)
     yield from _checkpoint_facts(view)
+    yield from savefacts.facts(record, view.standing)
     if record["log_dir"]:
         yield "logs", record["log_dir"]
     report = standing.run.report(record["round"], "txt")

@@ -118,15 +118,21 @@ def _first_measurement(pids: Collection[int]) -> Mapping[int, Measurement]:
 
 
 def _latest_checkpoint(record: Record, now: float) -> tuple[LatestCheckpoint | None, str | None]:
-    """Return the newest complete checkpoint, and what was passed over or went wrong."""
+    """Return the newest complete checkpoint, and what was passed over or went wrong.
+
+    It costs little, however large the checkpoint is: who waits for a look also waits for the disk.
+    """
     if record["checkpoint_dir"] is None:
         return None, None
+    if "://" in record["checkpoint_dir"]:
+        return _latest_at_url(record["checkpoint_dir"], now)
     from elaunch.checkpoint.latest import find_latest
 
     try:
-        search = find_latest(Path(record["checkpoint_dir"]), glob=record["checkpoint_glob"])
+        glob = record["checkpoint_glob"]
+        search = find_latest(Path(record["checkpoint_dir"]), glob=glob, content=False)
         found = search.checkpoint
-        changed = found.path.stat().st_mtime if found else None
+        changed = Path(found.path).stat().st_mtime if found else None
     except (ElaunchError, OSError) as exc:
         return None, f"cannot be looked for: {exc}"
     note = None
@@ -137,3 +143,18 @@ def _latest_checkpoint(record: Record, now: float) -> tuple[LatestCheckpoint | N
         return None, note
     age_s = max(0.0, now - changed)
     return LatestCheckpoint(str(found.path), found.step, found.format, age_s), note
+
+
+def _latest_at_url(url: str, now: float) -> tuple[LatestCheckpoint | None, str | None]:
+    """Return the newest that is committed at a URL; its files are not fetched for that."""
+    from elaunch.checkpoint.depot import open_depot
+
+    try:
+        listed = open_depot(url).listed()
+    except (ElaunchError, OSError) as exc:
+        return None, f"cannot be looked for: {exc}"
+    if not listed:
+        return None, None
+    found = listed[-1]
+    age_s = max(0.0, now - found.committed)
+    return LatestCheckpoint(str(found.place), found.step, "elaunch", age_s), None

@@ -173,6 +173,35 @@ def test_which_source_is_in_use(
     assert f"  progress    {text}\n" in page
 
 
+SAVES = {"step": None, "committed_at": None, "seconds": 0.0, "saving": None, "problem": ""}
+DONE = {"step": 120, "committed_at": NOW - 12.0, "seconds": 0.84}
+
+
+@pytest.mark.parametrize(
+    ("state", "saves", "texts"),
+    [
+        ("RUNNING", {}, ["none yet"]),
+        ("RUNNING", DONE, ["step 120 committed 12 s ago, in 0.84 s"]),
+        (
+            "RUNNING",
+            DONE | {"saving": 130},
+            ["step 120 committed 12 s ago, in 0.84 s, step 130 is being written"],
+        ),
+        ("LOST", {"saving": 130}, ["one was unfinished"]),
+        ("RUNNING", {"problem": "rank 1: it is full"}, ["none yet", "rank 1: it is full"]),
+    ],
+)
+def test_what_the_agent_writes(
+    tmp_path: Path, state: str, saves: dict[str, Any], texts: list[str]
+) -> None:
+    """The newest commit, what is on its way, what came to nothing."""
+    agent: AgentState = "answers" if state == "RUNNING" else "gone"
+    lines = plain(run_page(viewed(tmp_path, state, agent, saves=SAVES | saves))).splitlines()
+    (at,) = (number for number, line in enumerate(lines) if line.startswith("  saves "))
+    shown = [line.removeprefix("  saves").strip() for line in lines[at : at + len(texts)]]
+    assert shown == texts
+
+
 def test_a_limit_that_is_being_learned(tmp_path: Path) -> None:
     view = viewed(tmp_path, progress=progress("script", {"step": 3}, learning=True))
     assert "  hang timeout  auto: the run's own pauses are not known yet\n" in plain(run_page(view))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from elaunch.checkpoint.depot import Image, Part, Stage, open_depot
 from elaunch.errors import RunDirError
 from elaunch.monitor.document import list_document, run_document
 from elaunch.monitor.snapshot import take
@@ -82,6 +83,31 @@ def test_the_newest_checkpoint_is_found_live(play: Play, tmp_path: Path) -> None
     view = take(agent.run)
     assert view.latest is not None and view.latest.step == 40
     assert view.latest_note is not None and "passed over step_60.pt" in view.latest_note
+
+
+def test_the_look_at_a_checkpoint_of_elaunchs_own_is_cheap(play: Play, tmp_path: Path) -> None:
+    """Sizes are compared, contents not read; a URL has its newest shown, too."""
+    agent = play(0, checkpoint_dir=str(tmp_path / "c"))
+    for place in (tmp_path / "c", f"file://{tmp_path / 'u'}"):
+        depot = open_depot(place)
+        depot.prepare("digits", given=True)
+        for step in (10, 20):
+            stage, part = (
+                Stage(step, 0, f"u{step}"),
+                Part(0, 1, "digits", {"steps_completed": step}),
+            )
+            depot.write_part(stage, part, [Image("model.pt", [b"12345678"])])
+            depot.commit(stage, lambda: None)
+    newest = tmp_path / "c" / "step-00000020.r0" / "model.pt"
+    newest.write_bytes(b"1234567X")
+    latest = take(agent.run).latest
+    assert latest is not None and latest.step == 20
+    newest.write_bytes(b"1234")
+    view = take(agent.run)
+    assert view.latest is not None and view.latest.step == 10
+    assert view.latest_note is not None and "truncated: model.pt" in view.latest_note
+    at_url = take(play(0, checkpoint_dir=f"file://{tmp_path / 'u'}").run).latest
+    assert at_url is not None and (at_url.step, at_url.format) == (20, "elaunch")
 
 
 def test_a_checkpoint_directory_that_cannot_be_searched(play: Play, tmp_path: Path) -> None:

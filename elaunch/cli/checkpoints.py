@@ -1,0 +1,312 @@
+"""``elaunch checkpoints``: what is in a checkpoint directory, and what is done with it.
+
+=========  =====================================================  ================================
+command    does                                                   exit code 1
+=========  =====================================================  ================================
+ls         lists them, with those in quarantine                   the directory cannot be read
+show       says all about one
+verify     reads them and compares checksums                      one of them is damaged
+rm         removes some                                           one cannot be removed
+pin unpin  keeps one from retention                               that cannot be written
+export     writes one to a file of torch.save                     it cannot be read or written
+import     makes one of a file of torch.save                      the same
+=========  =====================================================  ================================
+
+Exit code 2: what was asked for is not there or must not be done; nothing was changed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, cast
+
+import click
+
+from elaunch.cli.printing import show as print_page
+from elaunch.errors import CheckpointError, UsageError
+
+if TYPE_CHECKING:
+    from elaunch.monitor.checkpointview import Entry, Listing
+
+P = ParamSpec("P")
+
+FAILED = 1
+
+
+@click.group(
+    "checkpoints",
+    context_settings={"token_normalize_func": lambda name: name.replace("_", "-")},
+)
+def checkpoints() -> None:
+    """List, verify, pin, remove and convert checkpoints.
+
+    RUN_OR_DIR is a checkpoint directory, a URL, or a run of this machine, whose record knows where
+    it saves. A NAME is as `ls` shows it, a step (120), latest, or the beginning of a uuid.
+    """
+
+
+def _opened(
+    function: Callable[Concatenate[Listing, str, P], int | None],
+) -> Callable[Concatenate[str, P], int]:
+    """Hand the listing of RUN_OR_DIR to a command; make one line and 1 of what goes wrong."""
+
+    @wraps(function)
+    def command(where: str, *args: P.args, **kwargs: P.kwargs) -> int:
+        from elaunch.monitor.checkpointtarget import listing, resolve
+
+        try:
+            target = resolve(where, os.environ)
+            there = listing(target, os.environ)
+            return function(there, target.name, *args, **kwargs) or 0
+        except CheckpointError as error:
+            click.echo(f"elaunch: error: {error}", err=True)
+        except OSError as error:
+            what = f"{error.filename}: " if error.filename else ""
+            click.echo(f"elaunch: error: {what}{error.strerror or error}", err=True)
+        return FAILED
+
+    return cast("Callable[Concatenate[str, P], int]", command)
+
+
+_where = click.argument("where", metavar="RUN_OR_DIR")
+_json = click.option("--json", "as_json", is_flag=True, help="Print JSON (docs/checkpoints.md).")
+_force = click.option("--force", is_flag=True, help="Do it all the same.")
+
+
+@checkpoints.command("ls")
+@_where
+@_json
+@_opened
+def ls(there: Listing, _: str, as_json: bool) -> int | None:
+    """List the checkpoints from old to new, those in quarantine with the reason.
+
+    The files are not read: `verify` does that.
+    """
+    from elaunch.monitor.checkpointpage import list_page
+    from elaunch.monitor.checkpointview import document
+
+    if isinstance(there.place, Path) and not there.place.is_dir():
+        raise UsageError(f"there is no directory {str(there.place)!r}: nothing was saved yet")
+    if as_json:
+        _print_json(document(there))
+    else:
+        print_page(list_page(there, time.time()))
+    return None
+
+
+@checkpoints.command("show")
+@_where
+@click.argument("name", required=False)
+@_json
+@_opened
+def show(there: Listing, pointed: str, name: str | None, as_json: bool) -> int | None:
+    """Say all about one checkpoint: who wrote it, its metadata, metrics and files."""
+    from elaunch.monitor.checkpointpage import show_page
+    from elaunch.monitor.checkpointtarget import pick
+    from elaunch.monitor.checkpointview import entry_document
+
+    entry = pick(there, name or pointed or "latest")
+    files = _files(entry)
+    if as_json:
+        _print_json({**entry_document(entry), "files": files})
+    else:
+        print_page(show_page(entry, files, time.time()))
+    return None
+
+
+@checkpoints.command("verify")
+@_where
+@click.argument("names", nargs=-1, metavar="[NAME]...")
+@_json
+@_opened
+def verify(there: Listing, pointed: str, names: tuple[str, ...], as_json: bool) -> int:
+    """Read checkpoints whole, all of them without a NAME; 1 if any is damaged.
+
+    In elaunch's own layout a missing file, a truncation and a flipped bit are found. Other formats
+    have no checksums: what their headers tell is compared.
+    """
+    from elaunch.monitor.checkpointpage import verdict_page
+    from elaunch.monitor.checkpointtarget import choose
+    from elaunch.monitor.checkpointview import problem_of
+
+    asked = names or ((pointed,) if pointed else ())
+    entries = choose(there, asked) if asked else list(there.entries)
+    if not entries:
+        raise UsageError(f"{there.place} has no checkpoints")
+    verdicts = [(entry, problem_of(there.depot, entry)) for entry in entries]
+    bad = any(problem for _, problem in verdicts)
+    if as_json:
+        said = [
+            {"name": entry.name, "good": not problem, "reason": problem or None}
+            for entry, problem in verdicts
+        ]
+        _print_json({"schema": 1, "directory": str(there.place), "checkpoints": said})
+    else:
+        print_page(verdict_page(verdicts))
+    return FAILED if bad else 0
+
+
+@checkpoints.command("rm")
+@_where
+@click.argument("names", nargs=-1, required=True, metavar="NAME...")
+@_force
+@_opened
+def rm(there: Listing, _: str, names: tuple[str, ...], force: bool) -> int | None:
+    """Remove checkpoints in elaunch's own layout.
+
+    Not the newest, a pinned one, or one that a living run has resumed from or reads, without
+    --force.
+    """
+    from elaunch.checkpoint import pins, readers
+    from elaunch.monitor.checkpointtarget import choose
+
+    entries = choose(there, names)
+    for entry in entries:
+        _check_removal(there, entry, force)
+    for entry in entries:
+        assert entry.found is not None  # the check has refused others
+        with readers.claimed(entry.found.place) as free:
+            if not free and not force:
+                raise UsageError(f"{entry.name} is being read; wait, or give --force")
+            there.depot.remove(entry.found)
+        if entry.pinned:
+            pins.unpin(there.place, entry.name)
+        click.echo(f"removed {entry.name}")
+    return None
+
+
+def _check_removal(there: Listing, entry: Entry, force: bool) -> None:
+    if entry.found is None:
+        raise UsageError(
+            f"{entry.name} is not a committed checkpoint in elaunch's own layout: remove it with "
+            f"`rm -r` below {there.place}"
+        )
+    if force:
+        return
+    problem = ""
+    if entry.pinned:
+        problem = "is pinned: unpin it"
+    elif entry.name in there.resumed:
+        problem = f"is what the living run {there.resumed[entry.name]} has resumed from: wait"
+    elif there.newest is not None and entry.name == there.newest.name:
+        problem = "is the newest, which the next start resumes from: remove an older one"
+    if problem:
+        raise UsageError(f"{entry.name} {problem}, or give --force")
+
+
+@checkpoints.command("pin")
+@_where
+@click.argument("names", nargs=-1, required=True, metavar="NAME...")
+@_opened
+def pin(there: Listing, _: str, names: tuple[str, ...]) -> int | None:
+    """Keep checkpoints from retention (--checkpoint-keep-…), until they are unpinned."""
+    _set_pins(there, names, True)
+    return None
+
+
+@checkpoints.command("unpin")
+@_where
+@click.argument("names", nargs=-1, required=True, metavar="NAME...")
+@_opened
+def unpin(there: Listing, _: str, names: tuple[str, ...]) -> int | None:
+    """Let retention decide about checkpoints again."""
+    _set_pins(there, names, False)
+    return None
+
+
+def _set_pins(there: Listing, names: tuple[str, ...], on: bool) -> None:
+    from elaunch.checkpoint import pins
+    from elaunch.monitor.checkpointtarget import choose
+
+    for entry in choose(there, names):
+        if entry.found is None:
+            raise UsageError(
+                f"{entry.name} is not a committed checkpoint in elaunch's own layout: retention "
+                "leaves it alone anyway"
+            )
+        (pins.pin if on else pins.unpin)(there.place, entry.name)
+        click.echo(f"{'pinned' if on else 'unpinned'} {entry.name}")
+
+
+@checkpoints.command("export")
+@_where
+@click.argument("name")
+@click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
+@_force
+@_opened
+def export(there: Listing, _: str, name: str, file: Path, force: bool) -> int | None:
+    """Write one checkpoint of torch.distributed.checkpoint to one FILE of torch.save.
+
+    --force replaces a FILE that is there. Needs torch, and the memory for all of it.
+    """
+    from elaunch.checkpoint import readers
+    from elaunch.monitor.checkpointtarget import pick
+    from elaunch.monitor.checkpointview import problem_of
+    from elaunch.training.conversion import to_torch_file
+
+    entry = pick(there, name)
+    if file.exists() and not force:
+        raise UsageError(f"{str(file)!r} is there already; give another name, or --force")
+    if not file.absolute().parent.is_dir():
+        raise UsageError(f"there is no directory {str(file.parent)!r} to write {file.name!r} to")
+    problem = problem_of(there.depot, entry)
+    if problem:
+        raise CheckpointError(f"{entry.name} is damaged: {problem}")
+    if entry.found is not None:
+        with readers.reading(entry.found.place), there.depot.fetch(entry.found) as path:
+            to_torch_file(path, file, entry.found.metadata)
+    elif entry.candidate is not None:
+        to_torch_file(entry.candidate.path, file)
+    click.echo(f"wrote {entry.name} to {file}")
+    return None
+
+
+@checkpoints.command("import")
+@click.argument("file", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.argument("directory", metavar="DIR")
+@click.option("--step", type=click.IntRange(min=0), required=True, help="Its step.", metavar="N")
+@click.option(
+    "--run-id", "--rdzv-id", "run_id", metavar="ID", help="The run that it is for.  [DIR's own]"
+)
+@click.option("--trust", is_flag=True, help="Read a FILE that runs code when it is read.")
+def import_(file: Path, directory: str, step: int, run_id: str | None, trust: bool) -> int:
+    """Make a committed checkpoint in DIR of one FILE of torch.save.
+
+    A run that is given its id by --rdzv-id resumes from its own checkpoints only: give that id.
+    """
+    from elaunch.training.conversion import import_file
+
+    place = directory if "://" in directory else Path(directory).absolute()
+    try:
+        found = import_file(file, place, step, run_id, trust)
+    except CheckpointError as error:
+        click.echo(f"elaunch: error: {error}", err=True)
+        return FAILED
+    except OSError as error:
+        click.echo(f"elaunch: error: {error.filename or file}: {error.strerror}", err=True)
+        return FAILED
+    click.echo(f"committed {found.name} of run {found.run_id} in {directory}")
+    return 0
+
+
+def _files(entry: Entry) -> list[dict[str, Any]]:
+    """Return the files as the manifests list them; of other formats none."""
+    found = entry.found
+    if found is None or not isinstance(found.place, Path):
+        return []
+    from elaunch.checkpoint import own
+
+    return [
+        {"path": file.path, "rank": rank, "size": file.size, "checksum": file.checksum}
+        for rank, files in own.read_documents(found.place, None).items()
+        for file in files
+    ]
+
+
+def _print_json(said: dict[str, Any]) -> None:
+    click.echo(json.dumps(said, indent=2))

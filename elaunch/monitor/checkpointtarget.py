@@ -1,0 +1,173 @@
+"""What a person means by RUN_OR_DIR and by the NAME of a checkpoint.
+
+====================  ==============================================================================
+RUN_OR_DIR            is
+====================  ==============================================================================
+``s3://bucket/run``   a URL of fsspec
+a directory           the checkpoint directory; or a checkpoint itself, then no NAME is needed
+anything else         a run of this machine, or the beginning of its id: its record knows the place
+====================  ==============================================================================
+
+====================  ==============================================================================
+NAME                  is
+====================  ==============================================================================
+``latest``            the newest that a round could resume from
+``120``               the one of that step; of several rounds the latest
+a name                as ``elaunch checkpoints ls`` shows it
+8 digits of a uuid    or more, or fewer if only one begins with them
+====================  ==============================================================================
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from elaunch import rundir
+from elaunch.checkpoint import dcp, layout
+from elaunch.checkpoint.defaultplace import default_place
+from elaunch.checkpoint.records import Place
+from elaunch.config.values import did_you_mean
+from elaunch.errors import RunDirError, UsageError
+from elaunch.monitor.checkpointview import Entry, Listing, look
+
+LATEST = "latest"
+
+
+@dataclass(frozen=True)
+class Target:
+    """A checkpoint directory; ``name`` is the checkpoint in it that was pointed at, or ""."""
+
+    place: Place
+    glob: str | None = None
+    name: str = ""
+
+
+def resolve(words: str, environ: Mapping[str, str]) -> Target:
+    """Return what RUN_OR_DIR means; UsageError if it is neither."""
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", words):
+        return Target(words.rstrip("/"))
+    path = Path(words).expanduser()
+    if path.is_dir() and not (path / rundir.STATE_FILE).is_file():
+        return _directory(Path(os.path.abspath(path)))
+    if os.sep in words and not path.exists():
+        raise UsageError(f"there is no directory {words!r}")
+    if path.is_file() and os.sep in words:
+        raise UsageError(f"{words!r} is a file; give the directory that it is in")
+    return _run(words, environ)
+
+
+def listing(target: Target, environ: Mapping[str, str]) -> Listing:
+    """Return what is there, and which of it living runs have resumed from.
+
+    Raises:
+        CheckpointError, OSError: it cannot be read.
+    """
+    found = look(target.place, target.glob)
+    return replace(found, resumed=_resumed(target.place, environ))
+
+
+def choose(there: Listing, names: Sequence[str]) -> list[Entry]:
+    """Return the entries that these names mean, each once.
+
+    Raises:
+        UsageError: a name that nothing has, or several, or two names of one checkpoint.
+    """
+    chosen: dict[str, str] = {}
+    entries = []
+    for name in names:
+        entry = pick(there, name)
+        if entry.name in chosen:
+            raise UsageError(
+                f"{chosen[entry.name]!r} and {name!r} are the same checkpoint, {entry.name}"
+                if chosen[entry.name] != name
+                else f"{name!r} is given twice"
+            )
+        chosen[entry.name] = name
+        entries.append(entry)
+    return entries
+
+
+def pick(there: Listing, name: str) -> Entry:
+    """Return the entry that ``name`` means; UsageError if there is none, or more than one."""
+    if name == LATEST:
+        if there.newest is None:
+            raise UsageError(f"{there.place} has no checkpoint to resume from")
+        return there.newest
+    everything = (*there.entries, *there.quarantined)
+    for entry in reversed(everything):
+        if name in (entry.name, f"{entry.name}/"):
+            return entry
+    if name.isascii() and name.isdigit() and len(name) < 19:
+        of_step = [entry for entry in there.entries if entry.step == int(name)]
+        if of_step:
+            return of_step[-1]
+    fitting = [
+        entry
+        for entry in there.entries
+        if name and entry.found is not None and entry.found.uuid.startswith(name)
+    ]
+    if len(fitting) > 1:
+        names = ", ".join(entry.name for entry in fitting[:5])
+        raise UsageError(f"{name!r} begins {len(fitting)} uuids: of {names}; give more of it")
+    if fitting:
+        return fitting[0]
+    raise UsageError(_no_such(there, name))
+
+
+def _no_such(there: Listing, name: str) -> str:
+    names = [entry.name for entry in there.entries]
+    text = f"{there.place} has no checkpoint {name!r}"
+    hint = did_you_mean(name, names)
+    if hint:
+        return text + hint
+    if not names:
+        return f"{text}; there is none at all"
+    return f"{text}; there are {len(names)}, the newest: {', '.join(names[:-6:-1])}"
+
+
+def _directory(path: Path) -> Target:
+    """Return the directory, or the one that it is a checkpoint of."""
+    is_own = layout.parse_step_name(path.name) is not None
+    if is_own or (path / dcp.METADATA).is_file():
+        return Target(path.parent, name=path.name)
+    return Target(path)
+
+
+def _run(words: str, environ: Mapping[str, str]) -> Target:
+    found = rundir.find(words, environ)
+    try:
+        record = found.read_state()
+    except RunDirError as error:
+        raise UsageError(f"RUN {words!r}: {error}; give the checkpoint directory") from None
+    directory = record["checkpoint_dir"]
+    if directory is not None:
+        place: Place = directory if "://" in directory else Path(directory)
+        return Target(place, record["checkpoint_glob"])
+    default = default_place(record["run_id"], environ)
+    if default is not None and default.is_dir():
+        return Target(default)
+    raise UsageError(
+        f"RUN {record['run_id']!r} had no --checkpoint-dir, and its script has saved nothing by "
+        "elaunch; give a directory"
+    )
+
+
+def _resumed(place: Place, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the names of checkpoints here that living runs have resumed from, with their runs."""
+    found: dict[str, str] = {}
+    for run in rundir.list_runs(environ):
+        try:
+            record = run.read_state()
+        except RunDirError:
+            continue
+        checkpoint = record["checkpoint"]
+        if checkpoint is None or not rundir.is_live(run):
+            continue
+        parent, _, name = str(checkpoint["path"]).rstrip("/").rpartition("/")
+        if parent == str(place).rstrip("/"):
+            found[name] = record["run_id"]
+    return found
