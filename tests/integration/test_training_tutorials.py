@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from elaunch.checkpoint.depot import open_depot
 from tests.integration.jobs import FORK, SPAWN
 from tests.integration.nodes import Build, Job
 from tests.launching import Launcher, Running, wait_until
@@ -137,7 +138,7 @@ def test_sharded(elaunch: Launcher, launcher: str, size: int) -> None:
     assert [(row["steps_completed"], row["rank"]) for row in training] == expected
     assert all(0 <= row["loss"] < 1 and row["round"] == 0 for row in training)
     assert [row["steps_completed"] for row in validation] == list(range(9, 100, 10))
-    assert_parts(Path(run["dir"]) / "checkpoints", size)
+    assert_parts(own_place(elaunch, run["run_id"]), size)
     if (launcher, size) == ("elaunch", 2):
         assert rows(elaunch, run["run_id"], "--group=training") == training
         assert rows(elaunch, run["run_id"], "--group=validation") == validation
@@ -147,14 +148,18 @@ def test_sharded(elaunch: Launcher, launcher: str, size: int) -> None:
 
 def assert_parts(directory: Path, size: int) -> None:
     """See that the four checkpoints have what all ranks wrote."""
-    found = sorted(directory.glob("step_*.json"))
-    assert [path.stem for path in found] == [f"step_{batch:06d}" for batch in (24, 49, 74, 99)]
-    for path in found:
-        batch = int(path.stem[5:])
-        said = {"steps_completed": batch} | {f"rank_{rank}": "ok" for rank in range(size)}
-        assert json.loads(path.read_text()) == said
-        parts = {part.name: part.read_text() for part in path.with_suffix("").iterdir()}
-        assert parts == {f"state_{rank}": f"{batch},{rank}" for rank in range(size)}
+    found = open_depot(directory).listed()
+    assert [each.step for each in found] == [24, 49, 74, 99]
+    for each in found:
+        said = {"steps_completed": each.step} | {f"rank_{rank}": "ok" for rank in range(size)}
+        assert each.metadata == said
+        parts = {part.name: part.read_text() for part in Path(each.place).glob("state_*")}
+        assert parts == {f"state_{rank}": f"{each.step},{rank}" for rank in range(size)}
+
+
+def own_place(elaunch: Launcher, run: str) -> Path:
+    """Return where a run without --checkpoint-dir keeps its checkpoints."""
+    return elaunch.state / "elaunch" / run / "checkpoints"
 
 
 def start_slowly(elaunch: Launcher, seconds: float) -> Running:
@@ -239,7 +244,7 @@ def test_only_loopback_is_needed(elaunch: Launcher) -> None:
     assert done.returncode == 0, done.stderr
     run = the_run(elaunch)
     assert run["state"] == "COMPLETED"
-    assert_parts(Path(run["dir"]) / "checkpoints", 2)
+    assert_parts(own_place(elaunch, run["run_id"]), 2)
 
 
 # ── the script that is its own launcher ──────────────────────────────────────────────────────────
@@ -357,10 +362,10 @@ def test_increment_on_two_nodes(cluster: Build) -> None:
 def test_sharded_on_two_nodes(cluster: Build) -> None:
     """Each node keeps the rows of its own ranks; the parts are put together in shared storage."""
     job = Job(cluster, "c10d", 2)
-    flags = ["--nnodes=2", "--nproc-per-node=2", *saved(job.share)]
+    flags = ["--nnodes=2", "--nproc-per-node=2", f"--checkpoint-dir={job.share / 'ckpt'}"]
     agents = [job.start(number, flags, script=SHARDED, method=FORK) for number in (1, 2)]
     assert [agent.wait(DEADLINE).returncode for agent in agents] == [0, 0]
-    assert_parts(job.share, 4)
+    assert_parts(job.share / "ckpt", 4)
     for number in (1, 2):
         argv = ["metrics", "job", "--group=training", "--json"]
         shown = job.machines[number].elaunch(argv).wait(DEADLINE).stdout
