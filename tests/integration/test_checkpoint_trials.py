@@ -1,0 +1,182 @@
+"""A random rank, agent or node is killed at any moment of saving: nothing torn, nothing lost.
+
+``ELAUNCH_CHECKPOINT_TRIALS=100`` makes a hundred trials. Each one ends bitwise as if nobody had
+been killed, and whatever it loaded on the way was what had been saved.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from signal import SIGKILL
+
+import pytest
+
+from tests.integration import checkpointing
+from tests.integration.checkpointing import JOBS, Job, Trajectory
+from tests.integration.jobs import checkpoint_fault
+from tests.launching import Launcher
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+TRIALS = int(os.environ.get("ELAUNCH_CHECKPOINT_TRIALS", "6"))
+FIRST = int(os.environ.get("ELAUNCH_CHECKPOINT_FIRST", "0"))
+BLOCKING, EVERY, AT = ("save", "store", "ddp"), 2, 6
+VICTIMS = ("rank", "agent", "node", "rank", "agent", "rank")
+"""In turn; a node costs as much as two others."""
+
+PART = ("begin", "create", "write", "sync", "place", "manifest", "sync stage")
+COMMIT = ("claim", "metadata", "COMMIT", "sync claimed", "publish", "sync root")
+RETENTION = ("retire", "delete", "deleted")
+SAID = ("ask", "hand over")
+"""Rows of ``checkpoint_fault.STEPS``."""
+
+Moment = tuple[str, str, int, str]
+"""Mode, who looks for the moment (``worker``, ``agent``), of which rank or node, and the step."""
+
+
+def moments() -> list[Moment]:
+    """Return every step of every mode, in an order that mixes them."""
+    found: list[Moment] = []
+    for mode in BLOCKING:
+        found += [(mode, "worker", 0, step) for step in (*PART, *COMMIT, "fence", *RETENTION)]
+        found += [(mode, "worker", 1, step) for step in PART]
+    for step in PART:  # rank 0 alone writes, under the file's own name
+        found.remove(("ddp", "worker", 1, step))
+    found.remove(("ddp", "worker", 0, "place"))
+    found += [("aside", "worker", rank, step) for rank in (0, 1) for step in SAID]
+    found += 2 * [("aside", "agent", 0, step) for step in (*PART, *COMMIT, *RETENTION)]
+    random.Random(1).shuffle(found)
+    return found
+
+
+MOMENTS = moments()
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What chance has chosen.
+
+    Attributes:
+        number: of the trial.
+        victim: a rank, an agent, or a node: an agent and all below it.
+        which: rank or node that is killed.
+        moment: the step at which, or None for a random time.
+        after: whether the step's call is made before.
+        flush: (aside, agent) the moment is in what the agent does after a worker's death ("die"),
+            or after SIGTERM ("term"), before it goes on.
+        step: (random time) when rank 0 has made that step,
+        delay: and that many seconds have passed.
+    """
+
+    number: int
+    mode: str
+    victim: str
+    which: int
+    moment: Moment | None
+    after: bool
+    flush: str
+    step: int
+    delay: float
+
+    @classmethod
+    def drawn(cls, number: int) -> Trial:
+        """Return the trial with this number."""
+        chance = random.Random(number)
+        victim, after = VICTIMS[number % len(VICTIMS)], chance.random() < 0.5
+        forced = number % 4 != 3
+        moment = MOMENTS[(number - number // 4) % len(MOMENTS)] if forced else None
+        mode = moment[0] if moment else chance.choice([*BLOCKING, "aside", "aside"])
+        flush = ""
+        if moment and moment[1] == "agent" and moment[3] not in RETENTION and victim != "node":
+            flush = chance.choice(["", "die", "term", "die", "term"])
+        step, delay = chance.randrange(0, 11), chance.uniform(0, 0.02)
+        return cls(number, mode, victim, chance.randrange(2), moment, after, flush, step, delay)
+
+    def job(self, elaunch: Launcher) -> Job:
+        """Return the job, not yet started."""
+        nodes = 2 if self.victim == "node" else 1
+        job = Job(elaunch, f"trial{self.number}", self.mode, nodes=nodes, nproc=2 // nodes)
+        job.words = ["time=0.01"]
+        if self.moment:
+            job.fault = self.fault()
+        if self.flush:
+            job.words = [*job.words, f"{self.flush}=1.{AT}"]
+            job.fault["slow"] = 0.05
+        return job
+
+    def fault(self) -> dict[str, object]:
+        """Return what is to happen."""
+        assert self.moment is not None
+        _, where, rank, step = self.moment
+        fault: dict[str, object] = {"where": where, "rank": rank, "step": step, "after": self.after}
+        fault["victims"] = self.victims()
+        if step in SAID or step == "fence":
+            fault["nth"] = AT // EVERY
+        elif step not in RETENTION:
+            fault["within"] = f"step-{AT:08d}"
+        if step == "sync root":
+            fault["since"] = "publish"
+        return fault
+
+    def victims(self) -> list[str]:
+        """Return whom it hits: with a flush the rank is dead already."""
+        which = 0 if self.victim == "agent" else self.which
+        return [f"{self.victim} {which}"]
+
+
+@pytest.fixture(scope="module")
+def trajectory(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Trajectory]:
+    """Return how a job of so many ranks goes if it is left alone."""
+    return lambda world: checkpointing.undisturbed(tmp_path_factory, world)
+
+
+@pytest.mark.parametrize("number", range(FIRST, FIRST + TRIALS))
+def test_whoever_is_killed_whenever(
+    elaunch: Launcher, trajectory: Callable[[int], Trajectory], number: int
+) -> None:
+    """See the module's text."""
+    trial = Trial.drawn(number)
+    print(trial)
+    expected = trajectory(2)
+    job = trial.job(elaunch)
+    agents = [job.start(node) for node in range(job.nodes)]
+    if trial.moment is None:
+        job.wait_for("trained", trial.step)
+        time.sleep(trial.delay)
+        checkpoint_fault.kill(trial.victims(), job.directory)
+    every = job.drive({-SIGKILL, 143 if trial.flush == "term" else -SIGKILL}, agents)
+    starts = [line["at"] for line in job.notes()[0] if checkpointing.begins(line)]
+    print(f"started {len(starts)} times\n{checkpointing.told(every)}")
+    assert trial.moment is None or job.struck, "the moment has not come"
+    job.check_trained(expected)
+    lost_memory = trial.mode == "aside" and trial.victim != "rank"
+    job.check_nothing_lost(EVERY if lost_memory else 0)
+    job.check_clean()
+
+
+def test_a_save_is_killed_before_each_of_its_calls(elaunch: Launcher) -> None:
+    """Plain torch.save to one name leaves nothing to load; elaunch the old one or the new one.
+
+    All calls of all ways to save with as many trials as there are calls, else each seventh.
+    """
+    stride = 1 if TRIALS >= 100 else 7
+    (elaunch.directory / "each").mkdir()
+    ways = ["plain", "store", "ddp", "save", "aside"]
+    words = [JOBS / "checkpoint_each.py", elaunch.directory / "each", str(stride), *ways]
+    done = elaunch.start_command([sys.executable, *words], env=checkpointing.ENV).wait(400)
+    assert done.returncode == 0, done.stderr
+    plain, *contracts = [json.loads(line) for line in done.stdout.splitlines()]
+    print(plain, *contracts, sep="\n")
+    assert plain["steps"]["-1"] > 0
+    assert [found["mode"] for found in contracts] == ways[1:]
+    for found in contracts:
+        assert found["kills"] >= 28 // stride and found["wrong"] == 0, found
+        assert set(found["steps"]) == {"2", "3"}, found
+        # What retention removes behind the back of a process may be left by its end.
+        assert found["left"] == 0 or found["mode"] == "aside", found
