@@ -6,6 +6,7 @@
 #   make check   the same and the fast tests: about two minutes
 #   make bench   elaunch beside torchrun: a table, and JSON in bench-results/
 #   make bench-cluster  the same with several nodes, through a TCPStore and through etcd
+#   make bench-checkpoint  saving and resuming, beside torch.save and torch.distributed.checkpoint
 #   make clean   remove everything that the other targets made
 #
 # PYTHON=python3.12 chooses the interpreter of the virtual environment.
@@ -19,7 +20,7 @@ SETUP := setup.cfg pyproject.toml constraints.txt scripts/setup-venv.sh
 STAMP := $(VENV)/.installed-$(shell { cat $(SETUP); pwd; $(PYTHON) -V; } 2>&1 | cksum | cut -d' ' -f1)
 PYTEST := $(BIN)/python -m pytest -n 3 --dist worksteal
 
-.PHONY: demo test lint check bench bench-cluster clean venv
+.PHONY: demo test lint check bench bench-cluster bench-checkpoint clean venv
 
 venv: $(STAMP)
 
@@ -31,6 +32,8 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	scripts/setup-system.sh
+	# The tests start elaunch a thousand times; where Python may not write bytecode, it is here.
+	$(BIN)/python -m compileall -q elaunch
 	$(PYTEST)
 
 lint: $(STAMP)
@@ -47,6 +50,9 @@ bench: $(STAMP)
 bench-cluster: $(STAMP)
 	scripts/setup-system.sh
 	$(BIN)/python scripts/bench/cluster.py
+
+bench-checkpoint: $(STAMP)
+	$(BIN)/python scripts/bench/checkpoint.py
 
 clean:
 	rm -rf $(VENV) build dist bench-results .pytest_cache .mypy_cache .ruff_cache .hypothesis
