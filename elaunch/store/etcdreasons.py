@@ -37,6 +37,8 @@ _DENIED = (
 )
 _TOKEN = ("invalid auth token", "auth: revision in header is old", "auth store is old")
 _TLS = ("handshake", "unwrap failed", "security handshaker", "certificate")
+_CUT_OFF = "tcp handshaker shutdown"
+"""What gRPC says when time ran out before the other side's first frame: packets are lost."""
 _WRONG = frozenset("INVALID_ARGUMENT OUT_OF_RANGE ALREADY_EXISTS".split())
 
 
@@ -103,6 +105,8 @@ def refusal(code: str, details: str, waited: float) -> Refusal:
 def _unavailable(low: str, short: str) -> Refusal:
     if "connection refused" in low:
         return Refusal("refused", "connection refused")
+    if low.endswith(_CUT_OFF):
+        return Refusal("silent", "the connection did not come about in time")
     if any(text in low for text in _TLS):
         return Refusal("tls", short)
     if "failed to connect" in low and "socket closed" in low:

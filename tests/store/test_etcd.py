@@ -495,6 +495,13 @@ def test_the_fast_protobuf_is_said_to_be_in_the_way() -> None:
         ("UNAVAILABLE", "etcdserver: no leader", "leaderless", "it has no leader"),
         ("UNAVAILABLE", "etcdserver: leader changed", "failing", "leader changed"),
         ("UNAVAILABLE", "Socket closed", "failing", "Socket closed"),
+        (
+            "UNAVAILABLE",
+            "failed to connect to all addresses; last error: UNKNOWN: ipv4:1.2.3.4:1: tcp "
+            "handshaker shutdown",
+            "silent",
+            "the connection did not come about in time",
+        ),
         ("DEADLINE_EXCEEDED", "Deadline Exceeded", "silent", "no answer within 0.5 s"),
         ("UNAUTHENTICATED", "etcdserver: invalid auth token", "token", "invalid auth token"),
         ("NOT_FOUND", "etcdserver: requested lease not found", "gone", "requested lease not found"),
