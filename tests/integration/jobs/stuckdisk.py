@@ -1,6 +1,7 @@
 """Run ``elaunch`` on a machine whose disk never finishes to write a checkpoint's file.
 
-Arguments: a word that the paths of those files have in them, then those of ``elaunch``.
+Arguments: a word that the paths of those files have in them, then those of ``elaunch``. The lock of
+the directory is none of them.
 """
 
 import os
@@ -13,7 +14,8 @@ WORD = sys.argv.pop(1)
 
 def stuck(real):
     def synced(fd, *rest):
-        if WORD in os.readlink(f"/proc/self/fd/{fd}"):
+        path = os.readlink(f"/proc/self/fd/{fd}")
+        if WORD in path and not path.endswith("/.lock"):
             threading.Event().wait()
         return real(fd, *rest)
 
