@@ -36,6 +36,7 @@ from elaunch.agent.localsources import Fetched, Sources
 from elaunch.checkpoint import layout, own, seals
 from elaunch.checkpoint.committing import read_stage
 from elaunch.checkpoint.files import inside, open_regular, read_json
+from elaunch.checkpoint.filewriter import sync_directory
 from elaunch.checkpoint.inventory import Kept, Looked, list_kept, look
 from elaunch.checkpoint.manifests import Entry
 from elaunch.checkpoint.seals import Seals
@@ -202,10 +203,10 @@ class LocalCopies:
             _put(fetched, inside(made, one.entry.path, "a file") if one.entry.path else made)
         for directory in _missing(path.parent):
             directory.mkdir()
-            _sync(directory.parent)
+            sync_directory(directory.parent)
         self._set_aside(path)
         os.rename(made, path)
-        _sync(path.parent)
+        sync_directory(path.parent)
 
     def _complete(
         self, path: Path, files: Sequence[Fetched], workplace: Path, sources: Sources
@@ -318,9 +319,9 @@ def _put(fetched: Path, target: Path) -> None:
     """Move a file to where it belongs, and have that on the disk."""
     for directory in _missing(target.parent):
         directory.mkdir()
-        _sync(directory.parent)
+        sync_directory(directory.parent)
     os.rename(fetched, target)
-    _sync(target.parent)
+    sync_directory(target.parent)
 
 
 def _missing(directory: Path) -> list[Path]:
@@ -330,11 +331,3 @@ def _missing(directory: Path) -> list[Path]:
         missing.append(directory)
         directory = directory.parent
     return missing[::-1]
-
-
-def _sync(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from pathlib import Path
 
 from elaunch.checkpoint import layout
+from elaunch.checkpoint.filewriter import sync_directory
 from elaunch.checkpoint.objects import Objects
 from elaunch.checkpoint.records import Place
 from elaunch.errors import CheckpointError
@@ -42,7 +42,7 @@ def pin(place: Place, name: str) -> None:
     directory.mkdir(exist_ok=True)
     (directory / name).touch()
     for changed in (directory, place):
-        _sync(changed)
+        sync_directory(changed)
 
 
 def unpin(place: Place, name: str) -> None:
@@ -53,7 +53,7 @@ def unpin(place: Place, name: str) -> None:
         return
     with contextlib.suppress(FileNotFoundError):
         (place / layout.PINS / name).unlink()
-        _sync(place / layout.PINS)
+        sync_directory(place / layout.PINS)
 
 
 def _check(name: str) -> None:
@@ -62,11 +62,3 @@ def _check(name: str) -> None:
             f"{name!r} cannot be pinned: only checkpoints in elaunch's own layout can, whose names "
             "are as step-00000120.r3"
         )
-
-
-def _sync(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
