@@ -21,6 +21,8 @@ import os
 import socket
 import struct
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 HELLO: Final = b"elnchan1"
@@ -29,6 +31,7 @@ PROOF: Final = 32
 OPENING: Final = len(HELLO) + NONCE
 REPLY: Final = NONCE + PROOF
 _WHO: Final = struct.Struct("<4sI")
+MOST_UNPROVED: Final = 128
 CLOSING: Final = _WHO.size + PROOF
 
 LINK: Final = b"link"
@@ -93,6 +96,88 @@ class Answering:
         if not hmac.compare_digest(proof, _proof(self._key, b"connects", self._nonces, said)):
             raise Stranger("does not know the job's key")
         self.caller = Caller(*_WHO.unpack(said))
+
+
+@dataclass
+class Knock:
+    """A connection that has not proved yet whose it is."""
+
+    sock: socket.socket
+    answering: Answering
+    until: float
+
+
+class Doorstep:
+    """Who has connected and has yet to prove who it is; one thread uses it, and never waits in it.
+
+    Who has proved nothing after ``patience`` seconds is dropped; where MOST_UNPROVED have not, the
+    one that came first is, for the next.
+    """
+
+    def __init__(self, patience: float) -> None:
+        self._patience = patience
+        self._knocks: dict[int, Knock] = {}
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._knocks)
+
+    def __len__(self) -> int:
+        return len(self._knocks)
+
+    def __contains__(self, fd: int) -> bool:
+        return fd in self._knocks
+
+    def wait_ms(self, now: float, pause: float) -> int | None:
+        """Return how long to poll: until somebody's time is over or ``pause`` is; None: for ever.
+
+        ``now`` and ``pause`` are on the monotonic clock, in seconds.
+        """
+        times = [knock.until for knock in self._knocks.values()]
+        if pause > now:
+            times.append(pause)
+        return max(1, int(1000 * (min(times) - now)) + 1) if times else None
+
+    def admit(self, sock: socket.socket, answering: Answering) -> None:
+        """Take a connection; its handshake begins."""
+        sock.setblocking(False)
+        if len(self._knocks) >= MOST_UNPROVED:
+            self._drop(next(iter(self._knocks)))
+        self._knocks[sock.fileno()] = Knock(sock, answering, time.monotonic() + self._patience)
+
+    def hear(self, fd: int) -> tuple[socket.socket, Caller] | None:
+        """Read what has come; return the connection, given away, when it has proved whose it is."""
+        knock = self._knocks[fd]
+        try:
+            data = knock.sock.recv(knock.answering.wanted)
+            if not data:
+                raise Stranger("hung up")
+            reply = knock.answering.feed(data)
+            if reply:
+                knock.sock.send(reply)
+        except BlockingIOError:
+            return None
+        except OSError:  # a Stranger is one too
+            self._drop(fd)
+            return None
+        caller = knock.answering.caller
+        if caller is None:
+            return None
+        del self._knocks[fd]
+        return knock.sock, caller
+
+    def drop_late(self) -> None:
+        """Hang up on those whose time is over."""
+        now = time.monotonic()
+        for fd in [fd for fd, knock in self._knocks.items() if knock.until <= now]:
+            self._drop(fd)
+
+    def close(self) -> None:
+        """Hang up on all."""
+        for fd in list(self._knocks):
+            self._drop(fd)
+
+    def _drop(self, fd: int) -> None:
+        self._knocks.pop(fd).sock.close()
 
 
 def call_up(sock: socket.socket, key: bytes, rank: int, caller: Caller, until: float) -> None:

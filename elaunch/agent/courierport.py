@@ -14,30 +14,19 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Final
 
 from elaunch.agent.endpoint import listen_for_nodes
-from elaunch.handshake import COURIER, Answering, Stranger
+from elaunch.handshake import COURIER, Answering, Doorstep
 
 HANDSHAKE_S: Final = 10.0
 """Seconds in which who connects has to show who it is."""
-MOST_UNPROVED: Final = 128
 MOST_SERVED: Final = 256
 PAUSE_S: Final = 0.2
 """Seconds without accepting while there are no descriptors left."""
 JOIN_S: Final = 2.0
 
 log = logging.getLogger("elaunch")
-
-
-@dataclass
-class _Knock:
-    """A connection that has not shown yet whose it is."""
-
-    sock: socket.socket
-    answering: Answering
-    until: float
 
 
 class CourierPort:
@@ -57,7 +46,7 @@ class CourierPort:
         self._door: socket.socket | None = None
         self._wake = -1
         self._closing = False
-        self._knocks: dict[int, _Knock] = {}
+        self._doorstep = Doorstep(HANDSHAKE_S)
         self._served: set[socket.socket] = set()
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="courier", daemon=True)
@@ -92,18 +81,17 @@ class CourierPort:
             poller = select.poll()
             poller.register(self._wake, select.POLLIN)
             takes = now >= pause and len(self._served) < MOST_SERVED
-            for fd in [*self._knocks, *([door.fileno()] if takes else [])]:
+            for fd in [*self._doorstep, *([door.fileno()] if takes else [])]:
                 poller.register(fd, select.POLLIN)
-            for fd, _ in poller.poll(self._wait_ms(now, pause)):
+            for fd, _ in poller.poll(self._doorstep.wait_ms(now, pause)):
                 if fd == self._wake:
                     os.eventfd_read(self._wake)
                 elif fd == door.fileno() and not self._accept(door):
                     pause = time.monotonic() + PAUSE_S
-                elif fd in self._knocks:
+                elif fd in self._doorstep:
                     self._hear(fd)
-            self._drop_late()
-        for fd in list(self._knocks):
-            self._drop(fd)
+            self._doorstep.drop_late()
+        self._doorstep.close()
         door.close()
         with self._lock:
             wake, self._wake = self._wake, -1
@@ -115,12 +103,6 @@ class CourierPort:
             if self._wake >= 0:
                 os.eventfd_write(self._wake, 1)
 
-    def _wait_ms(self, now: float, pause: float) -> int | None:
-        times = [knock.until for knock in self._knocks.values()]
-        if pause > now:
-            times.append(pause)
-        return max(1, int(1000 * (min(times) - now)) + 1) if times else None
-
     def _accept(self, door: socket.socket) -> bool:
         try:
             sock, _ = door.accept()
@@ -131,39 +113,22 @@ class CourierPort:
         if not self.key:  # the caller tries again; the plan with the job's word comes soon
             sock.close()
             return True
-        sock.setblocking(False)
-        if len(self._knocks) >= MOST_UNPROVED:
-            self._drop(next(iter(self._knocks)))
-        until = time.monotonic() + HANDSHAKE_S
-        self._knocks[sock.fileno()] = _Knock(sock, Answering(self.key, self.port), until)
+        self._doorstep.admit(sock, Answering(self.key, self.port))
         return True
 
     def _hear(self, fd: int) -> None:
-        knock = self._knocks[fd]
-        try:
-            data = knock.sock.recv(knock.answering.wanted)
-            if not data:
-                raise Stranger("hung up")
-            reply = knock.answering.feed(data)
-            if reply:
-                knock.sock.send(reply)
-        except BlockingIOError:
+        proved = self._doorstep.hear(fd)
+        if proved is None:
             return
-        except OSError:  # a Stranger is one too
-            self._drop(fd)
-            return
-        caller = knock.answering.caller
-        if caller is None:
-            return
+        sock, caller = proved
         if caller.purpose != COURIER:
-            self._drop(fd)
+            sock.close()
             return
-        del self._knocks[fd]
-        knock.sock.setblocking(True)
+        sock.setblocking(True)
         with self._lock:
-            self._served.add(knock.sock)
+            self._served.add(sock)
         threading.Thread(
-            target=self._attend, args=(knock.sock,), name="courier-peer", daemon=True
+            target=self._attend, args=(sock,), name="courier-peer", daemon=True
         ).start()
 
     def _attend(self, sock: socket.socket) -> None:
@@ -176,14 +141,6 @@ class CourierPort:
                 self._served.discard(sock)
             sock.close()
             self._poke()  # there is room for another one
-
-    def _drop_late(self) -> None:
-        now = time.monotonic()
-        for fd in [fd for fd, knock in self._knocks.items() if knock.until <= now]:
-            self._drop(fd)
-
-    def _drop(self, fd: int) -> None:
-        self._knocks.pop(fd).sock.close()
 
 
 def _cut(sock: socket.socket) -> None:

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from elaunch.handshake import HELLO, LINK
+from elaunch.handshake import HELLO, LINK, MOST_UNPROVED
 from elaunch.training.channel import inquiry
 from elaunch.training.channel.dial import Telephone, Unreached
-from elaunch.training.channel.listener import MOST_UNPROVED, Listener
+from elaunch.training.channel.listener import Listener
 from elaunch.training.channel.members import Member
 from tests.launching import wait_until
 from tests.training.channelrig import PATIENCE
@@ -142,7 +142,7 @@ def test_a_flood_of_half_open_connections_keeps_nobody_out(listener: Listener) -
         socket.create_connection(("127.0.0.1", listener.port), timeout=PATIENCE)
         for _ in range(3 * MOST_UNPROVED)
     ]
-    wait_until(lambda: len(listener._knocks) == MOST_UNPROVED, PATIENCE)
+    wait_until(lambda: len(listener._doorstep) == MOST_UNPROVED, PATIENCE)
     dial(listener, "elsewhere").close()
     ours = len(flood)
     held = len(os.listdir("/proc/self/fd")) - before - ours

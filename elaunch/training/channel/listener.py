@@ -17,26 +17,15 @@ import struct
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Final
 
-from elaunch.handshake import ASK, GATHER, LINK, RING, Answering, Stranger
+from elaunch.handshake import ASK, GATHER, LINK, RING, Answering, Caller, Doorstep
 
 PATIENCE_S: Final = 10.0
-MOST_UNPROVED: Final = 128
 PAUSE_S: Final = 0.2
 """Seconds without accepting when there are no descriptors left."""
 LENGTH: Final = struct.Struct("<I")
 _UCRED: Final = struct.Struct("3i")
-
-
-@dataclass
-class _Knock:
-    """A connection that has not proved yet whose it is."""
-
-    sock: socket.socket
-    answering: Answering
-    until: float
 
 
 class Listener:
@@ -50,9 +39,8 @@ class Listener:
         self.port = 0
         self._rank = rank
         self._size = size
-        self._patience = patience
         self._listening: list[socket.socket] = []
-        self._knocks: dict[int, _Knock] = {}
+        self._doorstep = Doorstep(patience)
         self._accepted: dict[tuple[bytes, int], socket.socket] = {}
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -128,13 +116,13 @@ class Listener:
         """Free every descriptor; alone in a fork, where the thread is not."""
         self._thread = None
         self._lock = threading.Lock()
-        socks = [*self._listening, *(knock.sock for knock in self._knocks.values())]
-        for sock in [*socks, *self._accepted.values()]:
+        self._doorstep.close()
+        for sock in [*self._listening, *self._accepted.values()]:
             sock.close()
         for fd in (self._stop, self._arrived):
             if fd >= 0:
                 os.close(fd)
-        self._listening, self._knocks, self._accepted = [], {}, {}
+        self._listening, self._accepted = [], {}
         self._stop = self._arrived = -1
 
     def _run(self) -> None:
@@ -144,22 +132,16 @@ class Listener:
             poller = select.poll()
             poller.register(self._stop, select.POLLIN)
             now = time.monotonic()
-            for fd in [*self._knocks, *(doors if now >= pause else ())]:
+            for fd in [*self._doorstep, *(doors if now >= pause else ())]:
                 poller.register(fd, select.POLLIN)
-            for fd, _ in poller.poll(self._wait_ms(now, pause)):
+            for fd, _ in poller.poll(self._doorstep.wait_ms(now, pause)):
                 if fd == self._stop:
                     return
                 if fd in doors and not self._accept(doors[fd]):
                     pause = time.monotonic() + PAUSE_S
-                elif fd in self._knocks:
+                elif fd in self._doorstep:
                     self._hear(fd)
-            self._drop_late()
-
-    def _wait_ms(self, now: float, pause: float) -> int | None:
-        times = [knock.until for knock in self._knocks.values()]
-        if pause > now:
-            times.append(pause)
-        return max(1, int(1000 * (min(times) - now)) + 1) if times else None
+            self._doorstep.drop_late()
 
     def _accept(self, door: socket.socket) -> bool:
         try:
@@ -171,45 +153,26 @@ class Listener:
         if not _may_enter(sock):
             sock.close()
             return True
-        sock.setblocking(False)
-        until = time.monotonic() + self._patience
-        if len(self._knocks) >= MOST_UNPROVED:
-            self._drop(next(iter(self._knocks)))
-        self._knocks[sock.fileno()] = _Knock(sock, Answering(self._key, self._rank), until)
+        self._doorstep.admit(sock, Answering(self._key, self._rank))
         return True
 
     def _hear(self, fd: int) -> None:
-        knock = self._knocks[fd]
-        try:
-            data = knock.sock.recv(knock.answering.wanted)
-            if not data:
-                raise Stranger("hung up")
-            reply = knock.answering.feed(data)
-            if reply:
-                knock.sock.send(reply)
-        except BlockingIOError:
-            return
-        except OSError:  # a Stranger is one too
-            self._drop(fd)
-            return
-        if knock.answering.caller is not None:
-            del self._knocks[fd]
-            self._admit(knock)
+        proved = self._doorstep.hear(fd)
+        if proved is not None:
+            self._admit(*proved)
 
-    def _admit(self, knock: _Knock) -> None:
-        caller = knock.answering.caller
-        assert caller is not None
+    def _admit(self, sock: socket.socket, caller: Caller) -> None:
         if caller.purpose == ASK:
-            self._tell(knock.sock)
+            self._tell(sock)
         elif caller.purpose in (LINK, RING, GATHER) and caller.rank < self._size:
             with self._lock:
                 older = self._accepted.pop((caller.purpose, caller.rank), None)
-                self._accepted[caller.purpose, caller.rank] = knock.sock
+                self._accepted[caller.purpose, caller.rank] = sock
             if older is not None:
                 older.close()
             self.wake()
         else:
-            knock.sock.close()
+            sock.close()
 
     def _tell(self, sock: socket.socket) -> None:
         said = json.dumps(self._answer()).encode()
@@ -218,14 +181,6 @@ class Listener:
                 sock.send(LENGTH.pack(len(said)) + said)
             except OSError:
                 return  # who asked is gone
-
-    def _drop_late(self) -> None:
-        now = time.monotonic()
-        for fd in [fd for fd, knock in self._knocks.items() if knock.until <= now]:
-            self._drop(fd)
-
-    def _drop(self, fd: int) -> None:
-        self._knocks.pop(fd).sock.close()
 
 
 def _family(host: str) -> socket.AddressFamily:
