@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -79,10 +79,10 @@ def agents() -> Iterator[Callable[..., Agent]]:
     """Start agents that are ended at the end: ``agents(place, name)``."""
     with ExitStack() as stack:
 
-        def start(place: EtcdPlace, name: str) -> Agent:
+        def start(place: EtcdPlace, name: str, ttl: float = 3.0) -> Agent:
             store = etcd.connect(place, "job", deadline=LONG)
             assert isinstance(store, EtcdStore)
-            agent = Agent(store, name)
+            agent = Agent(store, name, ttl)
             stack.callback(agent.close)
             return agent
 
@@ -117,10 +117,12 @@ def retry(call: Callable[[], object]) -> object:
         threading.Event().wait(0.05)
 
 
-def connected(cluster: Cluster, agents: Callable[..., Agent], member: Member) -> Agent:
+def connected(
+    cluster: Cluster, agents: Callable[..., Agent], member: Member, ttl: float = 3.0
+) -> Agent:
     """Return an agent that talks to ``member``, and knows the others."""
     for number in range(100):
-        agent = agents(cluster.place(), f"at{number}")
+        agent = agents(cluster.place(), f"at{number}", ttl)
         if cluster.member_at(agent.store.member) is member:
             return agent
         agent.close()
@@ -137,11 +139,17 @@ def connected(cluster: Cluster, agents: Callable[..., Agent], member: Member) ->
 def test_a_member_is_lost(
     three: Cluster, agents: Callable[..., Agent], hurt: str, which: str
 ) -> None:
-    """No seat is lost, and everything goes on, for who was connected to it and who was not."""
+    """No seat is lost, and everything goes on, for who was connected to it and who was not.
+
+    A leader that was frozen for longer than a lease still revokes what ran out by its own clock, in
+    etcd before 3.4.29 and 3.5.11 (etcd-io/etcd#15247). So the leases are longer then, and that they
+    are renewed is seen while it is frozen.
+    """
     leader = three.leader()
     victim = leader if which == "leader" else next(m for m in three.members if m is not leader)
-    first = connected(three, agents, victim)
-    others = [agents(three.place(), f"n{number}") for number in range(4)]
+    ttl = 4 * LONG if (which, hurt) == ("leader", "freeze") else 3.0
+    first = connected(three, agents, victim, ttl)
+    others = [agents(three.place(), f"n{number}", ttl) for number in range(4)]
     everyone = [first, *others]
     assert first.store.await_lead(first.name, LONG)
     assert first.store.publish(1, b"before")
@@ -156,10 +164,9 @@ def test_a_member_is_lost(
     seen: list[Change] = []
     while Change("n0", b"changed", "put") not in seen:
         seen += retry(lambda: first.store.changes(5.0))  # type: ignore[arg-type]
+    all_renew(everyone)
     victim.start() if hurt == "kill" else victim.thaw()
-    renewed = [a.renewed for a in everyone]
-    retry(lambda: all(a.renewed > before for a, before in zip(everyone, renewed, strict=True)))
-    assert [a.lost for a in everyone] == [None] * 5
+    all_renew(everyone)
     assert not [
         change
         for change in seen
@@ -208,6 +215,13 @@ def test_etcd_is_down_and_comes_back(one: Cluster, agents: Callable[..., Agent])
     retry(lambda: first.store.publish(2, b"two"))
     assert retry(lambda: second.store.follow(1, 5.0)) == Post(2, b"two")
     assert first.lost is None and second.lost is None
+
+
+def all_renew(agents: Sequence[Agent]) -> None:
+    """Wait until each agent has renewed its seat once more; none may have lost it."""
+    renewed = [a.renewed for a in agents]
+    retry(lambda: all(a.lost or a.renewed > n for a, n in zip(agents, renewed, strict=True)))
+    assert [a.lost for a in agents] == [None] * len(agents)
 
 
 def retry_refused(store: EtcdStore) -> None:
