@@ -20,6 +20,8 @@ from elaunch.errors import (
 from elaunch.progress import ProgressPage
 from elaunch.training.channel.calls import INLINE
 from elaunch.training.channel.channel import Channel
+from elaunch.training.channel.dial import Unreached
+from elaunch.training.channel.members import Member
 from elaunch.training.roundstore import RoundStore
 from tests.training.channelrig import PATIENCE, Outcome, Ranks, StoreHost, in_threads
 
@@ -361,3 +363,30 @@ def test_pickle_is_what_is_used(host: StoreHost) -> None:
         return pickle.dumps(found[1 - rank][0])
 
     assert len(Ranks(host, 2, 2, False).run(work).all()) == 2
+
+
+def test_who_waits_for_a_large_object_hears_that_the_call_has_failed(host: StoreHost) -> None:
+    """From any neighbour, not only from the one that it waits for, and before that has ended."""
+    over = threading.Event()
+
+    def unreached(member: Member, *_: Any) -> Any:
+        raise Unreached(f"{member} does not answer", False)
+
+    def work(channel: Channel, rank: int) -> Any:
+        channel.call("all", "barrier", None, PATIENCE)
+        mesh = channel._mesh
+        assert mesh is not None
+        if rank == 1:
+            mesh._telephone.dial = unreached  # type: ignore[method-assign]
+        elif rank == 2:  # a machine without power sends nothing any more, and no end either
+            mesh._telephone.dial = lambda *_: over.wait(PATIENCE)  # type: ignore
+        try:
+            return channel.call("all", "allgather", blob(rank), 3.0)
+        finally:
+            if rank == 0:
+                over.set()
+
+    outcome = Ranks(host, 3, 1, machines=True).run(work)
+    for rank in (0, 1):
+        error = outcome.errors[rank]
+        assert isinstance(error, PeerLost) and error.missing == (2,), (rank, error)

@@ -220,7 +220,7 @@ class Exchange:
         return stream
 
     def _inflow(self, purpose: bytes, member: Member, regions: list[Region]) -> Stream:
-        stream = self._mesh.inflow(purpose, member, self._until)
+        stream = self._mesh.inflow(purpose, member, self._until, self._call)
         stream.regions = regions
         return stream
 

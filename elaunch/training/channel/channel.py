@@ -240,7 +240,7 @@ class Channel:
             # The launcher sees the end of the lost rank and ends this one, too. Who fails first is
             # taken for the cause: let that be the rank that was.
             threading.Event().wait(CAUSE_FIRST_S)
-        raise _ERRORS.get(error, CollectiveError)(text, missing)
+        raise _ERRORS.get(error, CollectiveError)(text, missing) from None
 
     def _break(self, call: Call, error: str, text: str, missing: tuple[int, ...]) -> None:
         """Tell the neighbours why, and refuse every later call with the same."""

@@ -128,11 +128,14 @@ class Mesh:
                 stream.regions.clear()
                 self._watch(stream)
 
-    def inflow(self, purpose: bytes, member: Member, until: float) -> Inflow:
-        """Return the stream from ``member``, which connects when there is none yet."""
+    def inflow(self, purpose: bytes, member: Member, until: float, call: Call) -> Inflow:
+        """Return the stream from ``member``, which connects when there is none yet.
+
+        Broken if anyone says meanwhile that ``call`` has failed.
+        """
         found = self._streams.get((purpose, member.rank, Inflow))
         if found is None:
-            found = Inflow(self._accepted(purpose, member, until), member)
+            found = Inflow(self._accepted(purpose, member, until, call), member)
             self._streams[purpose, member.rank, Inflow] = found
         assert isinstance(found, Inflow)
         return found
@@ -182,10 +185,14 @@ class Mesh:
         link = self.links[member.rank] = Link(sock, member)
         self._watch(link)
 
-    def _accepted(self, purpose: bytes, member: Member, until: float) -> socket.socket:
+    def _accepted(
+        self, purpose: bytes, member: Member, until: float, call: Call | None = None
+    ) -> socket.socket:
         """Return the connection that ``member`` makes; it is looked after while it is awaited."""
         probe = time.monotonic() + PROBE_S
         while (sock := self._listener.take(purpose, member.rank)) is None:
+            if call is not None:
+                self._check_aborts(call)
             try:
                 self._poll(min(probe, until))
             except Expired:
