@@ -10,6 +10,7 @@ from elaunch import env
 from elaunch.agent import events
 from elaunch.agent.actions import Action, EndTree, Finish, Meet, Nothing, StartRound
 from elaunch.agent.state import State
+from elaunch.checkpoint import layout
 from elaunch.config import Settings
 
 PASSED_OVER_SHOWN = 10
@@ -93,7 +94,8 @@ class Narrator:
         root, glob = self._settings.checkpoint_dir, self._settings.checkpoint_glob
         assert root is not None  # it was searched
         try:
-            found = sum(not name.startswith(".") for name in os.listdir(root))
+            names = set(os.listdir(root)) - {layout.RUN}
+            found = sum(not name.startswith(".") for name in names)
         except OSError:
             return  # it is not there yet
         if found and not passed_over:

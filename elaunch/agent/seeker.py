@@ -7,10 +7,16 @@ from pathlib import Path
 
 from elaunch.agent import events
 from elaunch.agent.finishing import Finishing
+from elaunch.agent.patience import telling
 from elaunch.checkpoint.records import Checkpoint, PassedOver, Search
 from elaunch.config import Settings
 from elaunch.errors import CheckpointError, ElaunchError
 from elaunch.rendezvous import view
+
+STILL = (
+    "still looking for the newest complete checkpoint in {root}, for {seconds:.0f} s: files are "
+    "read and compared with their checksums, if the storage answers at all"
+)
 
 
 def look(settings: Settings, finishing: Finishing | None = None) -> events.CheckpointChosen:
@@ -25,11 +31,12 @@ def look(settings: Settings, finishing: Finishing | None = None) -> events.Check
     run_id = settings.run_id if shared else None
     problem, exit_code = None, CheckpointError.exit_code
     try:
-        if finishing is not None:
-            finishing.finish(root, run_id)
-        search = _search(root, settings.checkpoint_glob, run_id)
-        if finishing is not None and isinstance(root, Path):
-            finishing.put_aside(root, search.passed_over, run_id)
+        with telling(lambda seconds: STILL.format(root=root, seconds=seconds)):
+            if finishing is not None:
+                finishing.finish(root, run_id)
+            search = _search(root, settings.checkpoint_glob, run_id, finishing)
+            if finishing is not None and isinstance(root, Path):
+                finishing.put_aside(root, search.passed_over, run_id)
     except ElaunchError as error:
         search, problem = Search(None), str(error)
         exit_code = error.exit_code
@@ -41,11 +48,17 @@ def look(settings: Settings, finishing: Finishing | None = None) -> events.Check
     return events.CheckpointChosen(search, problem, exit_code)
 
 
-def _search(root: Path | str, glob: str | None, run_id: str | None) -> Search:
+def _search(
+    root: Path | str, glob: str | None, run_id: str | None, finishing: Finishing | None
+) -> Search:
     if isinstance(root, Path):
         from elaunch.checkpoint.latest import find_latest  # only jobs with checkpoints pay for it
 
-        return find_latest(root, glob=glob, run_id=run_id)
+        doubted = None if finishing is None else finishing.doubted(root)
+        search = find_latest(root, glob=glob, run_id=run_id, doubted=doubted)
+        if doubted is not None and search.checkpoint is not None:
+            doubted.discard(Path(search.checkpoint.path).name)
+        return search
     from elaunch.checkpoint.depot import open_depot
     from elaunch.checkpoint.own import FORMAT
 

@@ -9,6 +9,8 @@ name                           step                     taken for
 ``step-00000120.r3/``          the number               elaunch's own layout
 ``*.ckpt``, ``*.ckpt/``        ``step=120``, else       Lightning
                                ``global_step`` inside
+``step-00000120.r3.<uuid>/``   none                     nothing: copied from a URL, and to be
+                                                        renamed first
 any other directory            number behind "step",    what its content is: Hugging Face, DCP
                                else the last one
 any other file, by glob only   the same                 torch.save, safetensors, JSON
@@ -66,6 +68,9 @@ def classify(entry: Entry, globbed: bool) -> Candidate | PassedOver | None:
     if parsed:
         step, round_ = parsed
         return Candidate(path, step, own.FORMAT, round_)
+    if entry.is_dir and layout.is_name_at_url(path.name):
+        name = path.name.rpartition(".")[0]
+        return PassedOver(path, f"it has the name of a checkpoint at a URL; rename it to {name}")
     if path.name.endswith(lightning.SUFFIX):
         return _lightning(entry, globbed)
     if not entry.is_dir and not globbed:

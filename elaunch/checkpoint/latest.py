@@ -9,6 +9,7 @@ and what vanishes or cannot be read in the middle is a reason, not an exception.
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from pathlib import Path
 
 from elaunch.checkpoint import dcp, globs, huggingface, lightning, own
@@ -23,14 +24,20 @@ __all__ = ["Checkpoint", "PassedOver", "Search", "find_latest"]
 
 
 def find_latest(
-    root: Path, *, glob: str | None = None, run_id: str | None = None, content: bool = True
+    root: Path,
+    *,
+    glob: str | None = None,
+    run_id: str | None = None,
+    content: bool = True,
+    doubted: Collection[str] | None = None,
 ) -> Search:
     """Return the newest complete checkpoint below ``root``, and what was passed over.
 
     ``glob``, relative to ``root``: only its matches count. ``run_id``: checkpoints in elaunch's
     own layout that another run wrote are passed over. Without ``content`` the files of that layout
-    are not read, only their sizes compared. A ``root`` that does not exist has none. Raises
-    UsageError for a pattern that leaves ``root``.
+    are not read, only their sizes compared. ``doubted`` are the names of those that are read as a
+    whole (None: all); of others only what was written to since it was sealed. A ``root`` that does
+    not exist has none. Raises UsageError for a pattern that leaves ``root``.
     """
     entries, passed_over = globs.find(root, "*" if glob is None else glob)
     candidates = []
@@ -44,7 +51,8 @@ def find_latest(
     for candidate in candidates:
         path = candidate.path
         try:
-            format_ = verify_candidate(candidate, run_id, content)
+            read = doubted is None or path.name in doubted
+            format_ = verify_candidate(candidate, run_id, content, read)
         except CheckpointError as error:
             passed_over.append(PassedOver(path, str(error)))
         except OSError as error:
@@ -56,17 +64,19 @@ def find_latest(
     return Search(None, tuple(passed_over))
 
 
-def verify_candidate(candidate: Candidate, run_id: str | None, content: bool = True) -> str | None:
+def verify_candidate(
+    candidate: Candidate, run_id: str | None, content: bool = True, doubted: bool = True
+) -> str | None:
     """Return the format of a complete candidate, None for a directory that is no checkpoint.
 
-    ``content``: read the files of elaunch's own layout, too.
+    ``content`` and ``doubted`` are for elaunch's own layout: see elaunch.checkpoint.own.verify.
     Raises CheckpointError for one that is not complete, and OSError.
     """
     path = candidate.path
     if candidate.format is None:
         return _verify_directory(candidate)
     if candidate.format == own.FORMAT:
-        own.verify(path, run_id, content)
+        own.verify(path, run_id, content, doubted)
     elif candidate.format == SAFETENSORS:
         check_safetensors(path)
     elif candidate.format == JSON:

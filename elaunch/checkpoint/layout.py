@@ -70,6 +70,7 @@ STEPS_COMPLETED = "steps_completed"  # the key that every checkpoint's user meta
 
 _STEP = re.compile(r"step-([0-9]+)\.r([0-9]+)")
 _STAGE = re.compile(r"step-([0-9]+)\.r([0-9]+)\.([0-9A-Za-z_-]+)")
+_AT_URL = re.compile(r"step-[0-9]+\.r[0-9]+\.[0-9a-f-]{32,36}")
 _CLAIM = re.compile(r"(.+)\.commit-[0-9a-f]+")
 _MANIFEST = re.compile(r"manifest\.rank-([0-9]+)\.json")
 
@@ -94,6 +95,11 @@ def parse_stage_name(name: str) -> tuple[int, int, str] | None:
     """Return (step, round, uuid) of a stage's directory name, or None for any other name."""
     match = _STAGE.fullmatch(name)
     return (int(match[1]), int(match[2]), match[3]) if match else None
+
+
+def is_name_at_url(name: str) -> bool:
+    """Tell whether a name is that of a checkpoint on storage that cannot rename."""
+    return _AT_URL.fullmatch(name) is not None
 
 
 def claim_name(stage: str) -> str:

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import threading
 from pathlib import Path
 
 import pytest
 
-from elaunch.agent import events, seeker
+from elaunch.agent import events, patience, seeker
+from elaunch.agent.finishing import Finishing
+from elaunch.checkpoint import records
+from elaunch.checkpoint.posixdepot import PosixDepot
+from elaunch.checkpoint.records import Image, Part, Stage
 from elaunch.config import Settings, resolve
 from elaunch.errors import CheckpointError
 from elaunch.rendezvous.view import Found, Search
+from tests.launching import wait_until
 
 
-def settings(directory: Path, cwd: Path) -> Settings:
+def settings(directory: Path, cwd: Path, glob: str | None = "step_*.pt") -> Settings:
     """Return the settings of a job with a checkpoint directory."""
-    line = {"checkpoint-dir": str(directory), "checkpoint-glob": "step_*.pt"}
+    line = {"checkpoint-dir": str(directory)} | ({"checkpoint-glob": glob} if glob else {})
     script = cwd / "train.py"
     script.write_text("")
     return resolve(line, [str(script)], {"PATH": os.environ["PATH"]}, cwd)
@@ -52,3 +59,79 @@ def test_storage_that_cannot_be_read_is_no_fresh_start(tmp_path: Path) -> None:
     (tmp_path / "ck").write_text("a file where the directory was")
     with pytest.raises(CheckpointError, match="cannot look for checkpoints"):
         seeker.for_all_nodes(made, lambda _: None)(Search())
+
+
+def commit(place: Path, made: Settings, step: int) -> Path:
+    """Have a checkpoint of one rank committed in ``place``; return its data file."""
+    depot, stage = PosixDepot(place), Stage(step, 0, f"{step:032x}")
+    depot.prepare(made.run_id, given=False)
+    part = Part(0, 1, made.run_id, {"steps_completed": step})
+    depot.write_part(stage, part, [Image("model.pt", [b"content"])])
+    done = depot.commit(stage, lambda: None, {})
+    return place / done.name / "model.pt"
+
+
+def damage(file: Path, *, told: bool) -> None:
+    """Flip a bit; unless ``told``, as a disk does it, that changes no time."""
+    times = file.stat()
+    file.write_bytes(b"Content")
+    if not told:
+        os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+def found(made: Settings, finishing: Finishing) -> str | None:
+    """Return the name of what the next round would resume from."""
+    search = seeker.look(made, finishing).search
+    return None if search.checkpoint is None else Path(search.checkpoint.path).name
+
+
+def test_what_this_job_has_sealed_is_not_read_again(tmp_path: Path) -> None:
+    """A restart does not wait for it; what was written to since is read, and put aside."""
+    place = tmp_path / "ck"
+    made = settings(place, tmp_path, None)
+    finishing = Finishing(made)
+    assert found(made, finishing) is None
+    files = [commit(place, made, step) for step in (10, 20)]
+    damage(files[1], told=False)
+    assert found(made, finishing) == "step-00000020.r0"
+    damage(files[1], told=True)
+    assert found(made, finishing) == "step-00000010.r0"
+    assert (place / ".quarantine" / "step-00000020.r0").is_dir()
+    finishing.close()
+
+
+def test_what_was_there_before_is_read_once(tmp_path: Path) -> None:
+    """Nobody knows what a power cut has left of it."""
+    place = tmp_path / "ck"
+    made = settings(place, tmp_path, None)
+    files = [commit(place, made, step) for step in (10, 20)]
+    damage(files[1], told=False)
+    finishing = Finishing(made)
+    assert found(made, finishing) == "step-00000010.r0"
+    damage(files[0], told=False)
+    assert found(made, finishing) == "step-00000010.r0"
+    finishing.close()
+
+
+def test_a_search_that_takes_long_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A round that waits for the storage does not do so in silence."""
+    storage = threading.Event()
+
+    def hang(*_: object) -> records.Search:
+        assert storage.wait(60.0)
+        return records.Search(None)
+
+    monkeypatch.setattr(patience, "TOLD_S", 0.01)
+    monkeypatch.setattr(seeker, "_search", hang)
+    with caplog.at_level(logging.WARNING, "elaunch"):
+        looking = threading.Thread(target=seeker.look, args=(settings(tmp_path, tmp_path),))
+        looking.start()
+        wait_until(lambda: bool(caplog.messages), 60.0)
+        storage.set()
+        looking.join(60.0)
+    (line,) = caplog.messages
+    assert line.startswith(
+        f"still looking for the newest complete checkpoint in {tmp_path}, for 0 s"
+    )

@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 
 from elaunch.checkpoint import layout
+from elaunch.checkpoint.depot import open_depot
 from elaunch.checkpoint.latest import Checkpoint, Search, find_latest
 from elaunch.errors import UsageError
-from tests.checkpoint import makers
+from tests.checkpoint import depots, makers
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +140,20 @@ def test_stage_quarantine_and_temporary_names_are_not_looked_at(
         shutil.copytree(template, tmp_path / name)
     assert find_latest(tmp_path) == Search(None, ())
     assert find_latest(tmp_path, glob="**/*500*") == Search(None, ())
+
+
+def test_a_copy_from_a_url(tmp_path: Path) -> None:
+    """It has another name there, by which no depot in a directory knows it; renamed it is one."""
+    pytest.importorskip("fsspec")
+    made = depots.save(open_depot(f"file://{tmp_path}"), 120, 3)
+    search = find_latest(tmp_path)
+    name = Path(str(made.place)).name
+    assert found(search) is None
+    assert reasons(search) == {
+        name: "it has the name of a checkpoint at a URL; rename it to step-00000120.r3"
+    }
+    (tmp_path / name).rename(tmp_path / "step-00000120.r3")
+    assert found(find_latest(tmp_path)) == "step-00000120.r3"
 
 
 def test_things_that_are_no_checkpoints_are_not_mentioned(tmp_path: Path, archive: Path) -> None:

@@ -144,6 +144,10 @@ def test_a_directory_without_anything_known_is_pointed_out(
     assert done.returncode == 0
     assert f"no checkpoint is recognised among 1 entries of {saves}" in done.stderr
     assert "--checkpoint-glob" in done.stderr
+    (saves / "step_10.pt").unlink()
+    (saves / "run.json").write_text('{"schema": 1, "run_id": "", "given": false, "created": 0}')
+    again = elaunch.run(act(SPAWN, "say=up", nproc=1, flags=[f"--checkpoint-dir={saves}"]))
+    assert (again.returncode, "recognised" in again.stderr) == (0, False), again.stderr
 
 
 def test_closed_output_and_a_deleted_directory(elaunch: Launcher, tmp_path: Path) -> None:
