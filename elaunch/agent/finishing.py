@@ -26,6 +26,7 @@ from elaunch.errors import CheckpointError, SaveError, UsageError
 
 if TYPE_CHECKING:
     from elaunch.checkpoint.depot import Closeable, Depot
+    from elaunch.checkpoint.ownership import Origin
     from elaunch.checkpoint.records import PassedOver
 
 MOST: Final = 1 << 20
@@ -56,6 +57,8 @@ class Finishing:
         self._job = ""
         self._taking = threading.Lock()
         self._held: dict[str, Closeable] = {}
+        self._origins: dict[str, Origin] = {}
+        self._doubted: set[str] | None = None
 
     def enter(self, job: str) -> None:
         """Note that a round of ``job`` begins here: others may know the lock by that word."""
@@ -66,8 +69,11 @@ class Finishing:
         """Take the directory for this job, once; SaveError names the job that has it.
 
         Another agent of the same job of several nodes may have it: that is as good. Waits LOCK_S
-        for another job of the same run id, with several nodes.
+        for another job of the same run id, with several nodes. SaveError, too, if the directory is
+        gone since an earlier call, or is another one.
         """
+        if isinstance(depot.place, Path):
+            self._demand_origin(depot.place)
         until = time.monotonic() + LOCK_S
         while not self._try_lock(depot, time.monotonic() >= until):
             threading.Event().wait(LOOK_S)
@@ -110,8 +116,11 @@ class Finishing:
     def finish(self, place: Path | str, run_id: str | None) -> None:
         """Lock the directory and bring its stages to an end; raises CheckpointError, OSError.
 
-        UsageError: the directory is another run's, or a living job's.
+        UsageError: the directory is another run's, or a living job's. CheckpointError: it is not
+        the one that this job has had.
         """
+        if str(place) in self._origins and isinstance(place, Path):
+            self._demand_origin(place)
         if isinstance(place, Path) and not (place / layout.RUN).exists():
             return
         from elaunch.checkpoint.depot import open_depot  # jobs that elaunch writes nothing for
@@ -123,6 +132,15 @@ class Finishing:
         except SaveError as error:
             raise UsageError(f"--checkpoint-dir {place}: {error}") from error
         self._tidy(depot, run_id, self.round)
+
+    def _demand_origin(self, place: Path) -> None:
+        """Raise SaveError unless this is the directory of the first call for that path."""
+        from elaunch.checkpoint.ownership import Origin
+
+        origin = self._origins.get(str(place), Origin(place))
+        if lost := origin.lost():
+            raise SaveError(lost)
+        self._origins[str(place)] = origin
 
     def tidy(self, depot: Depot) -> None:
         """Bring to an end what rounds before this one left in a directory that has been locked.
@@ -137,6 +155,21 @@ class Finishing:
         for done in depot.finish_stages(run_id, self.unfinished(), after):
             log.warning("%s was complete and is committed now: its writer had died", done.name)
         depot.clear_trash()
+
+    def doubted(self, place: Path) -> set[str] | None:
+        """Return the names of the checkpoints that nobody has read for this job yet; None: of all.
+
+        They were there when this agent first looked for one: what has happened since they were
+        sealed, as a power cut, is not known. Who has read one takes it out of the set.
+        """
+        if self._doubted is None:
+            try:
+                self._doubted = set(os.listdir(place))
+            except FileNotFoundError:
+                self._doubted = set()
+            except OSError:
+                return None  # the search will say
+        return self._doubted
 
     def put_aside(self, place: Path, passed: Iterable[PassedOver], run_id: str | None) -> None:
         """Put into quarantine what is damaged of ``passed``, and of this run.

@@ -68,7 +68,8 @@ class Depot(Protocol):
         With ``rank`` it is a directory that this rank has for itself, so that two ranks that write
         different files under one name are found out: give it to ``own_files`` and ``seal`` as
         ``below``. On a URL it is a temporary directory of this process. Raises SaveError if a
-        checkpoint of that step and round is committed.
+        checkpoint of that step and round is committed, or if the directory of :meth:`prepare` is
+        gone or another one, which later calls raise, too.
         """
 
     def write_part(self, stage: Stage, part: Part, images: Sequence[Image]) -> bytes:

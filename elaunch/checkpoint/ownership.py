@@ -8,19 +8,69 @@ its own id         fine; ``given`` is put right
 another id         refused if a user chose both ids; otherwise: a chosen id stays, or takes
                    the directory over; of two that were made up the later one has it
 =================  ==========================================================================
+
+``created`` stays through all that: it tells the directory from another one at the same path.
 """
 
 from __future__ import annotations
 
+import errno
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from elaunch.checkpoint import layout
 from elaunch.checkpoint.files import read_json
-from elaunch.checkpoint.filewriter import sync_directory, write_document
+from elaunch.checkpoint.filewriter import read_patiently, sync_directory, write_document
 from elaunch.checkpoint.manifests import dump, schema_checked
 from elaunch.errors import CheckpointError, SaveError
+
+NOT_THE_ONE: Final = "is not the directory that this job began with"
+"""Said of a directory that went away; then nothing can be said of the checkpoints in it, either."""
+
+_GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
+
+
+class Origin:
+    """Which directory it was that a job began with at a path: that of the first look.
+
+    While the job runs it may be unmounted, removed or replaced. Who then made it anew would fill
+    another disk, with checkpoints that nobody finds after a remount.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._created: Any = None
+
+    @property
+    def known(self) -> bool:
+        """Whether it was there at an earlier look."""
+        return self._created is not None
+
+    def lost(self, patience: float = 0.0) -> str:
+        """Return why nothing may be saved at the path, "" if the directory is what it was.
+
+        ``patience``: seconds that what another machine has made may be hidden here. OSError if it
+        cannot be looked at.
+        """
+        try:
+            found = read_patiently(self._read, 0.0 if self.known else patience)
+        except CheckpointError as error:
+            return self._told(str(error))
+        except OSError as error:
+            if error.errno not in _GONE:
+                raise
+            return self._told(f"{layout.RUN} is gone; was it unmounted or removed?")
+        if self.known and found.get("created") != self._created:
+            return self._told(f"{layout.RUN} is that of another one; was it replaced?")
+        self._created = found.get("created")
+        return ""
+
+    def _read(self) -> dict[str, Any]:
+        return schema_checked(read_json(self._root / layout.RUN), layout.RUN)
+
+    def _told(self, reason: str) -> str:
+        return f"{self._root} {NOT_THE_ONE} ({reason}): nothing is saved there"
 
 
 def claim_directory(root: Path, run_id: str, given: bool) -> None:
@@ -57,7 +107,7 @@ def decide(
             f" run a directory of its own, or start it with --run-id {found.get('run_id')} to go"
             " on where that one ended"
         )
-    return None if theirs else document
+    return None if theirs else {**document, "created": found.get("created", document["created"])}
 
 
 def unreadable(place: Path | str, error: CheckpointError) -> str:

@@ -11,11 +11,15 @@ directory with files
 fsync                  file before its rename, directory after: a power cut loses nothing committed
 flock                  one job per directory; where it does not work, a warning says so
 =====================  ============================================================================
+
+``prepare`` alone makes the directory. All that write into it demand ``run.json``, as it was when
+they first looked, and the commit does once more: what was unmounted or removed is not made anew.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -39,11 +43,12 @@ from elaunch.checkpoint.filewriter import (
 from elaunch.checkpoint.locking import DirectoryLock
 from elaunch.checkpoint.manifests import Entry, check_metadata, check_path, seal
 from elaunch.checkpoint.mounts import is_remote
-from elaunch.checkpoint.ownership import claim_directory
+from elaunch.checkpoint.ownership import Origin, claim_directory
 from elaunch.checkpoint.records import Committed, Image, Part, Place, Stage
 from elaunch.checkpoint.sealing import list_files, move_in, seal_files
 from elaunch.errors import CheckpointError, SaveError
 
+_TAKEN_AWAY = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ESTALE)
 _WRITERS = 4  # files that are written at once
 _PATIENCE = 60.0  # seconds; attribute caches of NFS live that long by default
 
@@ -61,6 +66,7 @@ class PosixDepot:
         self._root = Path(os.path.abspath(place))
         self._local = local
         self._patience = patience
+        self._origin = Origin(self._root)
 
     @property
     def place(self) -> Path:
@@ -73,6 +79,8 @@ class PosixDepot:
         for name in (layout.STAGE, layout.TRASH):
             (self._root / name).mkdir(exist_ok=True)
         sync_directory(self._root)
+        self._origin = Origin(self._root)
+        self._demand_origin()
 
     def lock(self, job: str = "") -> DirectoryLock:
         """Take the directory for this job; SaveError names who has it."""
@@ -82,9 +90,13 @@ class PosixDepot:
         """Return the stage's directory, or in it that of ``rank``; SaveError if it is committed."""
         if os.path.lexists(self._root / stage.final):
             raise in_the_way(self._root, stage.final)
+        self._demand_origin()
         path = committing.stage_path(self._root, stage)
-        path = path if rank is None else path / layout.private_name(rank)
-        path.mkdir(parents=True, exist_ok=True)
+        for each in (path.parent, path):  # not the root: see above
+            each.mkdir(exist_ok=True)
+        if rank is not None:
+            path /= layout.private_name(rank)
+            path.mkdir(exist_ok=True)
         return path
 
     def write_part(self, stage: Stage, part: Part, images: Sequence[Image]) -> bytes:
@@ -122,7 +134,12 @@ class PosixDepot:
 
     def own_files(self, stage: Stage, below: Path | None = None) -> list[str]:
         """Return the files that are below the stage's directory, or below ``below``."""
-        return list_files(below or committing.stage_path(self._root, stage), staged=below is None)
+        try:
+            path = below or committing.stage_path(self._root, stage)
+            return list_files(path, staged=below is None)
+        except (FileNotFoundError, NotADirectoryError):
+            self._demand_origin()
+            raise
 
     def manifests(self, stage: Stage) -> dict[int, bytes]:
         """Return the manifests that are there; none if the stage is gone."""
@@ -149,13 +166,23 @@ class PosixDepot:
         self, stage: Stage, fence: Callable[[], None], extra: Mapping[str, Any] | None = None
     ) -> Committed:
         """Commit a stage that all ranks have sealed."""
-        return committing.commit(
-            self._root, stage, fence, extra or {}, patience=self._wait(), local=self._local
-        )
+
+        def fenced() -> None:
+            fence()
+            self._demand_origin()
+
+        try:
+            return committing.commit(
+                self._root, stage, fenced, extra or {}, patience=self._wait(), local=self._local
+            )
+        except (SaveError, FileNotFoundError, NotADirectoryError):
+            self._demand_origin()
+            raise
 
     def discard(self, stage: Stage) -> None:
         """Remove a stage."""
-        committing.discard(self._root, stage)
+        if os.path.lexists(committing.stage_path(self._root, stage)):  # else no trash is made
+            committing.discard(self._root, stage)
 
     def finish_stages(
         self, run_id: str | None, keep: Collection[str] = (), after: int = 0
@@ -220,8 +247,19 @@ class PosixDepot:
     def _wait(self) -> float:
         """Return for how long what another machine has written may be hidden here, in seconds."""
         if self._patience is None:
-            self._patience = _PATIENCE if is_remote(self._root) else 0.0
+            # The directory itself may be hidden, too.
+            there = next(path for path in (self._root, *self._root.parents) if path.exists())
+            self._patience = _PATIENCE if is_remote(there) else 0.0
         return self._patience
+
+    def _lost(self) -> str:
+        """Return why nothing may be saved here any more, or ""."""
+        return self._origin.lost(0.0 if self._origin.known else self._wait())
+
+    def _demand_origin(self) -> None:
+        """Raise SaveError unless this is the directory that the job began with."""
+        if lost := self._lost():
+            raise SaveError(lost) from None
 
     def _put_manifest(self, path: Path, stage: Stage, part: Part, files: Sequence[Entry]) -> bytes:
         """Put the directories and then the manifest on the disk."""
@@ -239,10 +277,14 @@ class PosixDepot:
         path = committing.stage_path(self._root, stage)
         try:
             yield
-        except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
-            if path.is_dir() and isinstance(error, FileNotFoundError):
+        except OSError as error:
+            if error.errno not in _TAKEN_AWAY:
                 raise
-            if path.is_dir():
+            self._demand_origin()
+            there = path.is_dir()
+            if there and error.errno in (errno.ENOENT, errno.ESTALE):
+                raise
+            if there:
                 raise SaveError(
                     f"rank {part.rank} has a file where another has a directory, or the other way"
                     f" round: {error.filename2 or error.filename}"

@@ -20,6 +20,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
+from elaunch.checkpoint.ownership import NOT_THE_ONE
 from elaunch.checkpoint.records import Committed, Stage
 from elaunch.errors import SaveError
 from elaunch.keeperline import Handed
@@ -266,7 +267,8 @@ class Books:
             return
         save.done, save.problem = True, problem
         self._problem = save.verdict
-        log.warning("%s; the ones before it are untouched", self._problem)
+        others = "" if NOT_THE_ONE in problem else "; the ones before it are untouched"
+        log.warning("%s%s", self._problem, others)
         for rank in self._ranks:
             self.tell(rank, save)
         self.changed.notify_all()
@@ -292,7 +294,8 @@ class Books:
         if self._last is None or self._last.age <= done.age:
             self._last = done
         for own in self._ranks.values():
-            own.newest = done
+            if own.newest is None or own.newest.age <= done.age:
+                own.newest = done
 
     def end_round(self) -> None:
         """Forget the ranks: the next ones are others."""

@@ -6,7 +6,9 @@ import dataclasses
 import errno
 import json
 import os
+import shutil
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -204,3 +206,38 @@ def test_storage_that_hangs_does_not_hold_up_the_end(
     assert asked.acquire(timeout=60)
     assert asked.acquire(timeout=60)
     hung.set()
+
+
+def moved_away(root: Path) -> None:
+    """Have an empty directory there, as when the file system is unmounted."""
+    root.rename(root.with_name("away"))
+    root.mkdir()
+
+
+def remade(root: Path) -> None:
+    """Have another one there, as when a worker has made it anew."""
+    moved_away(root)
+    open_depot(root).prepare("digits", given=True)
+
+
+@pytest.mark.parametrize("go", [shutil.rmtree, moved_away, remade])
+@pytest.mark.parametrize("by", ["look", "lock"])
+def test_a_directory_that_has_gone(
+    settings: Settings, depot: Depot, go: Callable[[Path], None], by: str
+) -> None:
+    """Nobody starts afresh in what is there instead: neither the next round nor its workers."""
+    finishing, place = Finishing(settings), Path(depot.place)
+    if by == "look":
+        assert chosen(settings, finishing) is None
+    else:
+        finishing.lock(depot)
+    go(place)
+    left = sorted(place.glob("*"))
+    found = seeker.look(settings, finishing)
+    assert found.problem is not None
+    assert f"{place} is not the directory that this job began with" in found.problem
+    assert found.exit_code == 74
+    with pytest.raises(SaveError, match="is not the directory that this job began with"):
+        finishing.lock(depot)
+    assert sorted(place.glob("*")) == left
+    finishing.close()

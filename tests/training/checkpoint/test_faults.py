@@ -134,3 +134,64 @@ say(json.dumps([kept, full, left, tried(lambda: [each.step for each in ck.list()
     assert one[1][1].startswith("SaveError: save_ddp of step 90, writing: rank 0 on host")
     assert f"no space left on {small_disk / 'ckpt'}: needs about 1 MiB, has " in one[1][1]
     assert committed(small_disk / "ckpt") == ["step-00000100.r0"]
+
+
+GOES_AWAY = """
+import torch.distributed
+torch.distributed.init_process_group("gloo")
+local = bool(os.environ.get("ELAUNCH_CHECKPOINT_LOCAL"))
+state = {"x": torch.zeros(4)}
+def goes(act):
+    ctx.distributed.barrier()
+    if rank == 1:
+        act()
+    ctx.distributed.barrier()
+def files(path):
+    Path(path).mkdir(exist_ok=True)
+    (Path(path) / f"{rank}").write_text("x")
+    ctx.distributed.barrier()
+    return path
+def background():
+    ck.save(state, 50, block=False)
+    ck.wait()
+def staged():
+    path = ck.stage_path(60)
+    goes(lambda: os.rename(root, away) or os.mkdir(root))
+    ck.commit(path, 60)
+root, away = ck.directory, Path("away")
+store(10)
+said = [tried(staged)]
+said += [tried(lambda: store(20, {f"{rank}": ""})), tried(lambda: ck.save(state, 30))]
+said += [tried(lambda: ck.save_ddp(state, 40)), tried(lambda: ck.commit(files("out"), 70))]
+said += [] if local else [tried(background)]
+alone = tried(lambda: store(80, shard=False)) if rank == 0 and not local else ""
+left = sorted(map(str, root.rglob("*"))) if rank == 1 else []
+goes(lambda: os.rmdir(root))
+said += [tried(lambda: ck.save(state, 81))]
+said += [root.exists()] if rank == 1 else [False]
+goes(lambda: os.rename(away, root))
+store(90)
+steps = [each.step for each in ck.list()]
+ctx.distributed.barrier()
+say(json.dumps([said, alone, left, steps, len(os.listdir("out"))]))
+"""
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_directory_that_goes_away(start: Start, tmp_path: Path, nodes: int) -> None:
+    """Every way to save is refused on all ranks, for one reason; what is there stays empty.
+
+    Also where each node has a directory of its own, and that of the second is gone.
+    """
+    env = {"ELAUNCH_CHECKPOINT_DIR": str(tmp_path / "c{node}")}
+    env |= {"ELAUNCH_CHECKPOINT_LOCAL": "1"} if nodes == 2 else {}
+    ended = start(GOES_AWAY, 2, nodes=nodes, env=env).said()
+    gone = tmp_path / f"c{nodes - 1}"
+    why = f"{gone} is not the directory that this job began with (run.json is gone; was it"
+    for said, alone, left, steps, files in ended:
+        *texts, there = said
+        assert all(text.startswith("SaveError: ") and why in text for text in texts), texts
+        assert (there, left, steps, files) == (False, [], [10, 90], 2)
+        assert not alone or why in alone
+    assert ended[0][0] == ended[1][0]
+    assert (ended[0][1] == "") == (nodes == 2)
