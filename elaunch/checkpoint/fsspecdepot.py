@@ -94,6 +94,8 @@ class FsspecDepot:
         if stage.name not in self._local:
             self._local[stage.name] = tempfile.TemporaryDirectory(prefix="elaunch-stage-")
         path = Path(self._local[stage.name].name)
+        if not path.is_dir():
+            raise SaveError(f"{path} was removed while {stage.name} was written into it")
         path = path if rank is None else path / layout.private_name(rank)
         path.mkdir(exist_ok=True)
         return path

@@ -24,18 +24,18 @@ from typing import Any
 from elaunch.checkpoint import layout
 from elaunch.checkpoint.filewriter import BackgroundChecksum, plain_views
 from elaunch.checkpoint.manifests import Entry
+from elaunch.checkpoint.places import BUCKETS, without_slash
 from elaunch.checkpoint.records import Image
 from elaunch.errors import UsageError
 
 _CHUNK = 2**22
-_BUCKETS = frozenset("s3 s3a gs gcs az abfs abfss adl oci ocilake oss obs swift b2 r2".split())
 
 
 class Objects:
     """All objects below ``url``. UsageError if what fsspec needs for it is not installed."""
 
     def __init__(self, url: str) -> None:
-        self.url = url.rstrip("/")
+        self.url = without_slash(url)
         self._connect()
 
     def _connect(self) -> tuple[Any, str]:
@@ -163,7 +163,7 @@ def _with_parents(system: Any, paths: Sequence[str], call: Callable[[], Any]) ->
     try:
         return call()
     except FileNotFoundError:
-        if _BUCKETS.intersection(_protocols(system)):
+        if BUCKETS.intersection(_protocols(system)):
             raise
         for parent in sorted({path.rpartition("/")[0] for path in paths}):
             system.makedirs(parent, exist_ok=True)

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Final
 
 from elaunch.checkpoint import layout
+from elaunch.checkpoint.places import broken_link
 from elaunch.errors import UsageError
 
 SEEN_S: Final = 10.0
@@ -179,10 +180,13 @@ _FIXES = {
     errno.EDQUOT: "this user's quota is used up; make room, or give another directory",
     errno.ENOTDIR: "a part of the path is a file; give another directory",
     errno.EEXIST: "it is a file; give a directory",
+    errno.ENAMETOOLONG: "give a shorter one",
 }
 
 
 def _told(place: Path, error: OSError) -> str:
+    if broken := broken_link(place):
+        return f"--checkpoint-dir {place} cannot be made on {_host()}: {broken}; mend the link"
     fix = _FIXES.get(error.errno or 0, "give a directory that can be written")
     return f"--checkpoint-dir {place} cannot be written on {_host()}: {error.strerror}: {fix}"
 

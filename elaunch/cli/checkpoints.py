@@ -18,9 +18,11 @@ Exit code 2: what was asked for is not there or must not be done; nothing was ch
 from __future__ import annotations
 
 import json
+import math
 import os
+import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, cast
@@ -66,6 +68,8 @@ def _opened(
         except CheckpointError as error:
             click.echo(f"elaunch: error: {error}", err=True)
         except OSError as error:
+            if isinstance(error, BrokenPipeError) and not error.filename:
+                raise  # nobody reads on, as behind `| head`: that is no error of the directory
             what = f"{error.filename}: " if error.filename else ""
             click.echo(f"elaunch: error: {what}{error.strerror or error}", err=True)
         return FAILED
@@ -181,6 +185,12 @@ def rm(there: Listing, _: str, names: tuple[str, ...], force: bool) -> int | Non
 
 
 def _check_removal(there: Listing, entry: Entry, force: bool) -> None:
+    from elaunch.checkpoint import layout
+
+    if entry.state == "quarantined":
+        aside = f"/{layout.QUARANTINE}" if isinstance(there.place, Path) else ""
+        at = f"{there.place}{aside}/{entry.name}"
+        raise UsageError(f"{entry.name} is in quarantine: remove {at} yourself")
     if entry.found is None:
         raise UsageError(
             f"{entry.name} is not a committed checkpoint in elaunch's own layout: remove it with "
@@ -242,7 +252,8 @@ def _set_pins(there: Listing, names: tuple[str, ...], on: bool) -> None:
 def export(there: Listing, _: str, name: str, file: Path, force: bool) -> int | None:
     """Write one checkpoint of torch.distributed.checkpoint to one FILE of torch.save.
 
-    --force replaces a FILE that is there. Needs torch, and the memory for all of it.
+    --force replaces a FILE that is there; of a link, what it leads to. Needs torch, and the memory
+    for all of it.
     """
     from elaunch.checkpoint import readers
     from elaunch.monitor.checkpointtarget import pick
@@ -250,20 +261,34 @@ def export(there: Listing, _: str, name: str, file: Path, force: bool) -> int | 
     from elaunch.training.conversion import to_torch_file
 
     entry = pick(there, name)
-    if file.exists() and not force:
-        raise UsageError(f"{str(file)!r} is there already; give another name, or --force")
-    if not file.absolute().parent.is_dir():
-        raise UsageError(f"there is no directory {str(file.parent)!r} to write {file.name!r} to")
-    problem = problem_of(there.depot, entry)
-    if problem:
+    target = _target(file, force)
+    if problem := problem_of(there.depot, entry):
         raise CheckpointError(f"{entry.name} is damaged: {problem}")
     if entry.found is not None:
         with readers.reading(entry.found.place), there.depot.fetch(entry.found) as path:
-            to_torch_file(path, file, entry.found.metadata)
+            to_torch_file(path, target, entry.found.metadata)
     elif entry.candidate is not None:
-        to_torch_file(entry.candidate.path, file)
+        to_torch_file(entry.candidate.path, target)
     click.echo(f"wrote {entry.name} to {file}")
     return None
+
+
+def _target(file: Path, force: bool) -> Path:
+    """Return the file that is to be written, behind links; UsageError if it must not be."""
+    try:
+        mode: int | None = file.stat().st_mode
+    except FileNotFoundError:
+        mode = None
+    except OSError as error:
+        raise UsageError(f"{str(file)!r} cannot be written: {error.strerror}") from None
+    if mode is not None and not stat.S_ISREG(mode):
+        raise UsageError(f"{str(file)!r} is no regular file, and is not replaced; give another")
+    if mode is not None and not force:
+        raise UsageError(f"{str(file)!r} is there already; give another name, or --force")
+    target = Path(os.path.realpath(file))
+    if not target.parent.is_dir():
+        raise UsageError(f"there is no directory {str(file.parent)!r} to write {file.name!r} to")
+    return target
 
 
 @checkpoints.command("import")
@@ -279,9 +304,13 @@ def import_(file: Path, directory: str, step: int, run_id: str | None, trust: bo
 
     A run that is given its id by --rdzv-id resumes from its own checkpoints only: give that id.
     """
+    from elaunch.checkpoint.places import parse_place
     from elaunch.training.conversion import import_file
 
-    place = directory if "://" in directory else Path(directory).absolute()
+    try:
+        place = parse_place(directory)
+    except ValueError as error:
+        raise UsageError(f"{directory!r} {error}") from None
     try:
         found = import_file(file, place, step, run_id, trust)
     except CheckpointError as error:
@@ -309,4 +338,13 @@ def _files(entry: Entry) -> list[dict[str, Any]]:
 
 
 def _print_json(said: dict[str, Any]) -> None:
-    click.echo(json.dumps(said, indent=2))
+    click.echo(json.dumps(_known(said), indent=2, allow_nan=False))
+
+
+def _known(value: Any) -> Any:
+    """Return a value with None for each number that JSON has no word for: NaN, infinity."""
+    if isinstance(value, Mapping):
+        return {key: _known(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_known(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

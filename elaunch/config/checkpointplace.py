@@ -7,24 +7,24 @@ a path                      an absolute ``Path``; whoever writes first makes it
 ``file://``, ``local://``   the same: a path
 any other ``scheme://``     text, for fsspec; no patterns, no ``--checkpoint-local``
 ==========================  ========================================================================
+
+How a text is read: elaunch.checkpoint.places.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
-from urllib.parse import unquote
 
 from elaunch.checkpoint.keep import Keep
 from elaunch.checkpoint.placeholder import has_placeholder
+from elaunch.checkpoint.places import broken_link, parse_place
 from elaunch.config import validate
 from elaunch.config.answers import Answers
 from elaunch.errors import UsageError
 
-_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _KEEPING = ("checkpoint-keep-last", "checkpoint-keep-every", "checkpoint-keep-best")
 
 
@@ -45,16 +45,19 @@ def place(answers: Answers, start: Path, args: tuple[str, ...]) -> Path | str | 
     if not raw:
         _needless(answers, args)
         return None
-    url = _URL.fullmatch(raw)
-    if url and url[1].lower() not in ("file", "local"):
-        _only_paths(answers, glob)
-        if importlib.util.find_spec("fsspec") is None:
-            raise answers.fault(
-                "checkpoint-dir", "is a URL, which needs fsspec", "pip install 'elaunch[storage]'"
-            )
-        return str(raw)
-    text = unquote(url[2]) if url else raw
-    return _directory(answers, Path(os.path.abspath(start / Path(text).expanduser())))
+    try:
+        found = parse_place(raw, start)
+    except ValueError as error:
+        why, _, fix = str(error).partition("; ")
+        raise answers.fault("checkpoint-dir", why, fix) from None
+    if isinstance(found, Path):
+        return _directory(answers, found)
+    _only_paths(answers, glob)
+    if importlib.util.find_spec("fsspec") is None:
+        raise answers.fault(
+            "checkpoint-dir", "is a URL, which needs fsspec", "pip install 'elaunch[storage]'"
+        )
+    return found
 
 
 def keep(answers: Answers) -> Keep:
@@ -86,7 +89,14 @@ def remarks(answers: Answers, nodes: int) -> Iterator[str]:
 
 
 def _directory(answers: Answers, path: Path) -> Path:
-    if path.exists() and not path.is_dir():
+    if broken := broken_link(path):
+        raise answers.fault("checkpoint-dir", f"cannot be made: {broken}", "mend the link")
+    try:
+        there = path.exists()
+    except OSError as error:  # a name that is too long, a parent that may not be entered
+        why = f"cannot be used: {error.strerror}"
+        raise answers.fault("checkpoint-dir", why, "give another directory") from None
+    if there and not path.is_dir():
         raise answers.fault("checkpoint-dir", "is a file, not a directory")
     if path.is_dir():
         if not os.access(path, os.R_OK | os.X_OK):

@@ -3,7 +3,7 @@
 ====================  ==============================================================================
 RUN_OR_DIR            is
 ====================  ==============================================================================
-``s3://bucket/run``   a URL of fsspec
+``s3://bucket/run``   a URL of fsspec; ``file:///d`` is the directory ``/d``
 a directory           the checkpoint directory; or a checkpoint itself, then no NAME is needed
 anything else         a run of this machine, or the beginning of its id: its record knows the place
 ====================  ==============================================================================
@@ -12,7 +12,8 @@ anything else         a run of this machine, or the beginning of its id: its rec
 NAME                  is
 ====================  ==============================================================================
 ``latest``            the newest that a round could resume from
-``120``               the one of that step; of several rounds the latest
+``120``               the one of that step; of several rounds the latest; one in quarantine only
+                      if there is no other
 a name                as ``elaunch checkpoints ls`` shows it
 8 digits of a uuid    or more, or fewer if only one begins with them
 ====================  ==============================================================================
@@ -21,7 +22,6 @@ a name                as ``elaunch checkpoints ls`` shows it
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,6 +29,7 @@ from pathlib import Path
 from elaunch import rundir
 from elaunch.checkpoint import dcp, layout
 from elaunch.checkpoint.defaultplace import default_place
+from elaunch.checkpoint.places import parse_place, without_slash
 from elaunch.checkpoint.records import Place
 from elaunch.config.values import did_you_mean
 from elaunch.errors import RunDirError, UsageError
@@ -48,9 +49,9 @@ class Target:
 
 def resolve(words: str, environ: Mapping[str, str]) -> Target:
     """Return what RUN_OR_DIR means; UsageError if it is neither."""
-    if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", words):
-        return Target(words.rstrip("/"))
-    path = Path(words).expanduser()
+    if "://" in words:
+        return _of_url(words)
+    path = Path(os.path.expanduser(words))
     if path.is_dir() and not (path / rundir.STATE_FILE).is_file():
         return _directory(Path(os.path.abspath(path)))
     if os.sep in words and not path.exists():
@@ -102,9 +103,10 @@ def pick(there: Listing, name: str) -> Entry:
         if name in (entry.name, f"{entry.name}/"):
             return entry
     if name.isascii() and name.isdigit() and len(name) < 19:
-        of_step = [entry for entry in there.entries if entry.step == int(name)]
-        if of_step:
-            return of_step[-1]
+        for entries in (there.entries, there.quarantined):
+            of_step = [entry for entry in entries if entry.step == int(name)]
+            if of_step:
+                return of_step[-1]
     fitting = [
         entry
         for entry in there.entries
@@ -125,8 +127,21 @@ def _no_such(there: Listing, name: str) -> str:
     if hint:
         return text + hint
     if not names:
-        return f"{text}; there is none at all"
+        aside = ", ".join(entry.name for entry in there.quarantined[-5:])
+        return f"{text}; there is none {f'but in quarantine: {aside}' if aside else 'at all'}"
     return f"{text}; there are {len(names)}, the newest: {', '.join(names[:-6:-1])}"
+
+
+def _of_url(words: str) -> Target:
+    try:
+        place = parse_place(words)
+    except ValueError as error:
+        raise UsageError(f"{words!r} {error}") from None
+    if isinstance(place, str):
+        return Target(without_slash(place))
+    if not place.is_dir():
+        raise UsageError(f"there is no directory {str(place)!r}")
+    return _directory(place)
 
 
 def _directory(path: Path) -> Target:
@@ -167,7 +182,7 @@ def _resumed(place: Place, environ: Mapping[str, str]) -> dict[str, str]:
         checkpoint = record["checkpoint"]
         if checkpoint is None or not rundir.is_live(run):
             continue
-        parent, _, name = str(checkpoint["path"]).rstrip("/").rpartition("/")
-        if parent == str(place).rstrip("/"):
+        parent, _, name = without_slash(str(checkpoint["path"])).rpartition("/")
+        if parent == without_slash(str(place)):
             found[name] = record["run_id"]
     return found

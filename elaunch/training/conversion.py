@@ -4,8 +4,9 @@ This runs in the command's own process, by torch's public functions: the whole s
 once. A file of ``torch.save`` is read with ``weights_only=True`` unless it is trusted. What is no
 tensor in a checkpoint is a pickle that torch runs: export only what you have written yourself.
 
-DCP makes texts of the keys of dicts, also of the numbers in a plain ``optimizer.state_dict()``.
-Which dicts had numbers is kept in the checkpoint's metadata, so that they come out as they were.
+DCP makes texts of the keys of dicts, also of the numbers in a plain ``optimizer.state_dict()``, and
+leaves out dicts without a key. Which dicts had numbers, and which had nothing, is kept in the
+checkpoint's metadata, so that they come out as they were. An OrderedDict comes out as a dict.
 """
 
 from __future__ import annotations
@@ -13,22 +14,25 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import struct
 import time
 import uuid
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from elaunch.checkpoint import layout
 from elaunch.checkpoint.dcp import METADATA
 from elaunch.checkpoint.depot import Committed, Depot, Part, Place, Stage, open_depot
 from elaunch.checkpoint.files import read_json
 from elaunch.errors import CheckpointError
+from elaunch.training.checkpoint.torcherrors import os_error_behind
 
 NOBODY = "imported"
 """Run id of what is imported into a directory that no run has; any run may take it over."""
 NUMBER_KEYS = "number_keys"
+EMPTY_DICTS = "empty_dicts"
 # What torch.load raises for bytes that it did not write, beside UnpicklingError.
 _UNREADABLE = (
     EOFError,
@@ -38,6 +42,7 @@ _UNREADABLE = (
     ValueError,
     LookupError,
     TypeError,
+    struct.error,
 )
 
 
@@ -56,31 +61,52 @@ def to_torch_file(directory: Path, file: Path, metadata: Mapping[str, Any] | Non
             "and what it holds is in its files as the script wrote them"
         )
     from torch.distributed.checkpoint import CheckpointException
-    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     part = file.with_name(f".{file.name}.{os.urandom(4).hex()}.tmp")
     try:
-        dcp_to_torch_save(directory, part)
-        numbered = (metadata or {}).get(NUMBER_KEYS)
-        if isinstance(numbered, list):
-            _renumber(part, numbered)
+        _convert(directory, part, metadata or {})
         _sync(part)
         os.replace(part, file)
         _sync(file.parent)
     except CheckpointException as error:  # a BaseException, with one failure for each rank
         raise CheckpointError(f"torch cannot read {directory}: {_first(error.failures)}") from None
+    except OSError as error:
+        error.filename = str(file) if error.filename == str(part) else error.filename
+        raise
+    except RuntimeError as error:
+        if behind := os_error_behind(error, file):
+            raise behind from None
+        why = str(error).partition("\n")[0]
+        raise CheckpointError(f"torch cannot write {directory} to {file}: {why}") from None
     finally:
         part.unlink(missing_ok=True)
 
 
-def from_torch_file(file: Path, directory: Path, trusted: bool = False) -> list[list[str]]:
+def _convert(directory: Path, part: Path, metadata: Mapping[str, Any]) -> None:
+    import torch
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    with part.open("wb") as opened:  # of a file that it opens itself torch hides what is wrong
+        dcp_to_torch_save(directory, cast("Path", opened))
+    empty, numbered = metadata.get(EMPTY_DICTS) or [], metadata.get(NUMBER_KEYS) or []
+    if not (empty or numbered):
+        return
+    state = torch.load(part, map_location="cpu", weights_only=False)
+    _refill(state, empty)
+    _renumber(state, numbered)
+    with part.open("wb") as opened:
+        torch.save(state, opened)
+
+
+def from_torch_file(file: Path, directory: Path, trusted: bool = False) -> dict[str, Any]:
     """Write what ``file`` holds as a DCP checkpoint into ``directory``; tensors come to the CPU.
 
     ``trusted``: the file may hold anything that can be pickled, and so may run anything. Returns
-    the paths of the dicts whose keys were numbers.
+    the metadata that :func:`to_torch_file` needs: the paths of the dicts that DCP does not keep.
 
     Raises:
         CheckpointError: torch cannot read the file, or it holds no dict.
+        OSError: the directory cannot be written.
     """
     import torch
     from torch.distributed import checkpoint
@@ -98,15 +124,19 @@ def from_torch_file(file: Path, directory: Path, trusted: bool = False) -> list[
     if not isinstance(state, dict) or not state:
         held = "nothing" if isinstance(state, dict) else f"a {type(state).__name__}"
         raise CheckpointError(f"{file} holds {held}, not a dict with what was saved")
-    numbered = list(_numbered(state, [], file))
+    numbered, empty = list(_numbered(state, [], file)), list(_empty(state, []))
     writer = checkpoint.FileSystemWriter(directory, single_file_per_rank=True)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            checkpoint.save(state, storage_writer=writer, no_dist=True)
+            checkpoint.save(_without_gaps(state), storage_writer=writer, no_dist=True)
     except checkpoint.CheckpointException as error:
+        for failure, _ in error.failures.values():
+            if behind := os_error_behind(failure, directory):
+                raise behind from None
         raise CheckpointError(f"torch cannot store {file}: {_first(error.failures)}") from None
-    return numbered
+    said = {NUMBER_KEYS: numbered, EMPTY_DICTS: empty}
+    return {name: paths for name, paths in said.items() if paths}
 
 
 def _numbered(value: object, path: list[str], file: Path) -> Iterator[list[str]]:
@@ -128,24 +158,74 @@ def _numbered(value: object, path: list[str], file: Path) -> Iterator[list[str]]
         yield from _numbered(child, [*path, str(key)], file)
 
 
+def _empty(value: object, path: list[str | int]) -> Iterator[list[str | int]]:
+    """Yield the paths of the dicts in ``value`` that have no key; an int is the place in a list."""
+    if isinstance(value, Mapping) and not value:
+        yield path
+    for key, child in _children(value):
+        place = key if isinstance(value, list) and isinstance(key, int) else str(key)
+        yield from _empty(child, [*path, place])
+
+
 def _children(value: object) -> Iterable[tuple[object, object]]:
+    """Return what DCP stores one by one; a tuple, or a list of plain values, is one value to it."""
     if isinstance(value, Mapping):
         return value.items()
-    return enumerate(value) if isinstance(value, list | tuple) else ()
+    return enumerate(value) if isinstance(value, list) and _is_taken_apart(value) else ()
 
 
-def _renumber(file: Path, paths: list[list[str]]) -> None:
-    """Make numbers of the keys of these dicts again."""
+def _is_taken_apart(value: object) -> bool:
+    """Tell whether an item of a list has DCP take the list apart."""
     import torch
 
-    state = torch.load(file, map_location="cpu", weights_only=False)
+    if isinstance(value, list):
+        return any(map(_is_taken_apart, value))
+    return isinstance(value, Mapping | torch.Tensor)
+
+
+def _without_gaps(value: Any) -> Any:
+    """Return ``value`` with None for each item of a list of which DCP would store nothing.
+
+    It does not read lists again that have gaps.
+    """
+    if isinstance(value, Mapping):
+        return {key: _without_gaps(child) for key, child in value.items()}
+    if not (isinstance(value, list) and _is_taken_apart(value)):
+        return value
+    return [None if _is_nothing(item) else _without_gaps(item) for item in value]
+
+
+def _is_nothing(value: object) -> bool:
+    return isinstance(value, Mapping) and all(map(_is_nothing, value.values()))
+
+
+def _refill(state: Any, paths: list[list[str | int]]) -> None:
+    """Put dicts without a key, and what held nothing else, back to where they were."""
+    for path in paths:
+        holder = state
+        for at, key in enumerate(path, 1):
+            in_list = at < len(path) and isinstance(path[at], int)
+            holder = _at(holder, key, [] if in_list else {})
+
+
+def _at(holder: Any, key: str | int, new: Any) -> Any:
+    """Return what is at a key or a place in a list; ``new``, which is put there, if nothing is."""
+    if not isinstance(key, int):
+        return holder.setdefault(key, new)
+    holder.extend([None] * (key + 1 - len(holder)))
+    if holder[key] is None:
+        holder[key] = new
+    return holder[key]
+
+
+def _renumber(state: Any, paths: list[list[str]]) -> None:
+    """Make numbers of the keys of these dicts again."""
     for path in paths:
         holder: Any = state
         for key in path[:-1]:
-            holder = holder[int(key) if isinstance(holder, list | tuple) else key]
+            holder = holder[int(key) if isinstance(holder, list) else key]
         last = int(path[-1]) if isinstance(holder, list) else path[-1]
         holder[last] = {int(key): value for key, value in holder[last].items()}
-    torch.save(state, file)
 
 
 def import_file(
@@ -171,9 +251,8 @@ def import_file(
         rounds = [found.round for found in depot.listed() if found.step == step]
         stage = Stage(step, max(rounds, default=-1) + 1, uuid.uuid4().hex)
         try:
-            numbered = from_torch_file(file, depot.open_stage(stage), trusted)
-            said = {layout.STEPS_COMPLETED: step, "imported_from": file.name}
-            said |= {NUMBER_KEYS: numbered} if numbered else {}
+            said = from_torch_file(file, depot.open_stage(stage), trusted)
+            said |= {layout.STEPS_COMPLETED: step, "imported_from": file.name}
             depot.seal(stage, Part(0, 1, owner, said), depot.own_files(stage))
             return depot.commit(stage, _no_fence, {"started": began})
         except BaseException:

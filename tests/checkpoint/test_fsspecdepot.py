@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shutil
 import subprocess
 import sys
 import uuid
@@ -284,6 +285,27 @@ def test_without_fsspec(tmp_path: Path) -> None:
     argv = [sys.executable, "-c", code, str(tmp_path)]
     done = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert done.stderr.endswith("not installed: pip install 'elaunch[storage]'\n")
+
+
+def test_a_stage_that_the_script_has_removed(depot: FsspecDepot) -> None:
+    """No empty checkpoint is made of it; the step can be saved again."""
+    at = depots.stage()
+    shutil.rmtree(depot.open_stage(at))
+    with pytest.raises(SaveError, match=f"was removed while {at.name} was written into it"):
+        depot.own_files(at)
+    depot.discard(at)
+    assert depot.listed() == []
+    depots.save(depot)
+
+
+def test_the_root_of_the_memory() -> None:
+    """Its URL keeps its slashes."""
+    depot = open_depot("memory:///")
+    assert depot.place == "memory://"
+    done = depots.save(depot)
+    assert str(done.place).startswith(f"memory:///{done.name}.")
+    assert done in depot.listed()
+    depot.remove(done)
 
 
 def test_local_copies_do_not_stay(depot: FsspecDepot) -> None:

@@ -91,6 +91,15 @@ def test_a_part_of_the_path_is_a_file(tmp_path: Path) -> None:
             probe.check(place, local=False, frees=False)
 
 
+def test_links_and_long_names(tmp_path: Path) -> None:
+    """What is wrong with them is told, and no exception of the system's gets out."""
+    (tmp_path / "lost").symlink_to("nowhere")
+    with pytest.raises(UsageError, match=r"lost cannot be made on .*which is not there; mend the"):
+        probe.check(tmp_path / "lost", local=False, frees=False)
+    with pytest.raises(UsageError, match=r"File name too long: give a shorter one"):
+        probe.check(tmp_path / ("x" * 300), local=False, frees=False)
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_directory_without_rights(tmp_path: Path) -> None:
     """Named with the host and what to do."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import resource
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +170,10 @@ def test_names(command: Command, saves: Path) -> None:
         (["verify", "{}/.stage"], "has no checkpoints"),
         (["export", "{}", "100", "{}/no/dir/x.pt"], "there is no directory"),
         (["export", "{}", "100", "{}/run.json"], "is there already; give another name"),
+        (["export", "{}", "100", "{}/" + 300 * "x"], "cannot be written: File name too long"),
+        (["ls", "file://{}/nowhere"], "there is no directory '{}/nowhere'"),
+        (["ls", "s3://"], "'s3://' is a URL without a bucket; write s3://BUCKET/PATH"),
+        (["import", "{}/run.json", "gs:///x", "--step=1"], "'gs:///x' is a URL without a bucket"),
     ],
 )
 def test_what_is_not_there(command: Command, saves: Path, words: list[str], told: str) -> None:
@@ -183,6 +189,27 @@ def test_a_uuid_that_several_begin_with(command: Command, saves: Path) -> None:
         makers.edit_json(path, uuid=f"abc-{path.parent.name}")
     code, told = command("show", saves, "abc")
     assert code == 2 and "'abc' begins 3 uuids: of step-00000100.r0, step-00000110.r0" in told
+
+
+def test_one_in_quarantine(command: Command, saves: Path) -> None:
+    """A step finds it if no other has it, and it is said where it lies; the list can be JSON."""
+    depot = PosixDepot(saves)
+    commit(depot, 130, float("nan"))
+    assert json.loads(command("show", saves, "--json")[1])["metrics"] == {"loss": None}
+    assert command("ls", saves, "--json")[1].count("NaN") == 0
+    for found in depot.listed():
+        depot.quarantine(found, "bad checksum: rank0.bin")
+    code, told = command("show", saves, "110")
+    assert code == 0 and "step-00000110.r0" in told and "bad checksum: rank0.bin" in told
+    code, told = command("rm", saves, "110")
+    at = f"{saves}/.quarantine/step-00000110.r0"
+    assert code == 2 and f"step-00000110.r0 is in quarantine: remove {at} yourself" in told
+    code, told = command("show", saves, "7")
+    assert code == 2 and "; there is none but in quarantine: step-00000100.r0, step-" in told
+    code, told = command("verify", saves, "110")
+    assert code == 1 and "bad checksum" in told
+    commit(depot, 110, 1.0, round_=1)
+    assert json.loads(command("show", saves, "110", "--json")[1])["state"] == "committed"
 
 
 def test_an_empty_directory(command: Command, tmp_path: Path) -> None:
@@ -385,6 +412,80 @@ def test_a_file_goes_in_and_comes_out_equal_to_the_bit(command: Command, tmp_pat
     assert [path.name for path in tmp_path.glob(".out*")] == []
 
 
+def test_dicts_without_a_key(command: Command, tmp_path: Path) -> None:
+    """DCP leaves them out; alone, in lists, beside numbers, behind an URL of files."""
+    import torch
+
+    one = torch.ones(1)
+    saved = {
+        "fresh": {"state": {}, "param_groups": [{"lr": 0.1, "params": [0]}]},
+        "only": {"a": {"b": {}}},
+        "list": [{}, one, {}, {"c": [{}]}, {}],
+        "numbers": {0: {}, 7: {"x": {}}, 8: one},
+        "whole": ({}, {1: {}}, [{}]),
+        "plain": [None, []],
+        "e": {},
+    }
+    torch.save(saved, tmp_path / "in.pt")
+    root = f"file://{tmp_path}/ck"
+    assert command("import", tmp_path / "in.pt", root, "--step=1")[0] == 0
+    assert names(tmp_path / "ck") == ["step-00000001.r0"]
+    assert command("export", root, "1", tmp_path / "out.pt")[0] == 0
+    assert same(torch.load(tmp_path / "out.pt", weights_only=True), saved)
+    torch.save({"e": {}}, tmp_path / "in.pt")
+    assert command("import", tmp_path / "in.pt", root, "--step=2")[0] == 0
+    assert command("export", root, "2", tmp_path / "out.pt", "--force")[0] == 0
+    assert torch.load(tmp_path / "out.pt", weights_only=True) == {"e": {}}
+    assert command("rm", root, "1")[0] == command("verify", root)[0] == 0
+
+
+def test_what_an_export_replaces(command: Command, tmp_path: Path) -> None:
+    """A regular file, also behind a link; nothing else."""
+    import torch
+
+    makers.dcp_directory(tmp_path / "dcp" / "step_120")
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "target.pt").write_text("old")
+    for name, target in (("link", "target.pt"), ("new", "new.pt"), ("loop", "loop")):
+        (tmp_path / name).symlink_to(target)
+    for name, told in (("fifo", "is no regular file"), ("loop", "symbolic links")):
+        code, said = command("export", tmp_path / "dcp", "120", tmp_path / name, "--force")
+        assert code == 2 and told in said
+    for name, target in (("link", "target.pt"), ("new", "new.pt")):
+        assert command("export", tmp_path / "dcp", "120", tmp_path / name, "--force")[0] == 0
+        assert (tmp_path / name).is_symlink()
+        assert torch.load(tmp_path / target, weights_only=True)["step"] == 120
+    assert (tmp_path / "fifo").is_fifo() and (tmp_path / "loop").is_symlink()
+
+
+def test_a_file_that_cannot_be_written(command: Command, tmp_path: Path) -> None:
+    """What the system says of it, not what torch makes of that; nothing is left behind."""
+    import torch
+
+    torch.save({"w": torch.zeros(1 << 16)}, tmp_path / "in.pt")
+    assert command("import", tmp_path / "in.pt", tmp_path / "ck", "--step=1")[0] == 0
+    with no_file_beyond(1 << 16):
+        code, told = command("export", tmp_path / "ck", "1", tmp_path / "out.pt")
+        assert (code, told) == (1, f"elaunch: error: {tmp_path}/out.pt: File too large\n")
+        code, told = command("import", tmp_path / "in.pt", tmp_path / "ck", "--step=2")
+    assert code == 1 and told.endswith(": File too large\n") and str(tmp_path / "ck") in told
+    assert names(tmp_path / "ck") == ["step-00000001.r0"]
+    assert not list(tmp_path.glob("*out.pt*")) and not os.listdir(tmp_path / "ck" / ".stage")
+    code, told = command("export", tmp_path / "ck", "1", "/proc/x.pt")
+    assert code == 1 and told.startswith("elaunch: error: /proc/x.pt: ")
+
+
+@contextlib.contextmanager
+def no_file_beyond(size: int) -> Iterator[None]:
+    """Have the system refuse writes behind this offset of a file."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
 def test_a_directory_of_dcp_alone_is_exported(command: Command, tmp_path: Path) -> None:
     """Also where the checkpoint itself is given."""
     import torch
@@ -410,7 +511,9 @@ def test_damage_is_not_exported(command: Command, tmp_path: Path) -> None:
     assert not (tmp_path / "out.pt").exists()
 
 
-@pytest.mark.parametrize("what", ["text", "list", "empty", "class", "zip", "keys", "mixed"])
+@pytest.mark.parametrize(
+    "what", ["text", "short", "list", "empty", "class", "zip", "keys", "mixed"]
+)
 def test_what_cannot_be_imported(command: Command, tmp_path: Path, what: str) -> None:
     """Exit code 1, the reason, and nothing is left in the directory."""
     import torch
@@ -418,6 +521,8 @@ def test_what_cannot_be_imported(command: Command, tmp_path: Path, what: str) ->
     file, root = tmp_path / "in.pt", tmp_path / "ck"
     if what == "text":
         file.write_text("hello")
+    elif what == "short":
+        file.write_text("junk")
     elif what == "zip":
         makers.saved(file)
         makers.truncate(file, 100)
@@ -463,6 +568,16 @@ def test_listing_does_not_import_torch(saves: Path, environ: dict[str, str]) -> 
     argv = [sys.executable, "-c", code]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60, env=environ)
     assert done.stdout.splitlines()[-1:] == ["0 []"], done.stderr
+
+
+def test_nobody_reads_on(saves: Path, environ: dict[str, str]) -> None:
+    """As behind ``| head``: nothing is said of it."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    argv = [sys.executable, "-m", "elaunch", "checkpoints", "show", str(saves)]
+    done = subprocess.run(argv, stdout=writing, stderr=subprocess.PIPE, timeout=60, env=environ)
+    os.close(writing)
+    assert done.stderr == b"" and done.returncode != 0
 
 
 def test_a_url(command: Command) -> None:

@@ -70,11 +70,23 @@ def test_a_url_without_fsspec(job: Job, monkeypatch: pytest.MonkeyPatch) -> None
         ("--checkpoint-keep-best loss:up train.py", "neither min nor max"),
         ("--checkpoint-memory 8GX train.py", "--checkpoint-memory: '8GX' is not a size such as"),
         ("--checkpoint-dir train.py/ck train.py", "is below '{}/train.py', which is a file"),
+        (
+            "--checkpoint-dir s3:///run train.py",
+            "--checkpoint-dir: 's3:///run' is a URL without a bucket; write s3://BUCKET/PATH",
+        ),
+        (f"--checkpoint-dir {'x' * 300} train.py", "' cannot be used: File name too long; give an"),
     ],
 )
 def test_what_contradicts_or_means_nothing(job: Job, line: str, told: str) -> None:
     """An error, before anything is started."""
     assert told.format(job.directory) in job.error(line)
+
+
+def test_links_that_lead_nowhere(job: Job) -> None:
+    """They are no files."""
+    (job.directory / "lost").symlink_to("nowhere")
+    told = job.error("--checkpoint-dir lost/ck train.py")
+    assert f"cannot be made: '{job.directory}/lost' is a link to 'nowhere', which is not" in told
 
 
 @pytest.mark.parametrize(

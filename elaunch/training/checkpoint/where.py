@@ -21,6 +21,7 @@ accident: rank 0 leaves a mark with a random name, and every rank looks for it
 
 from __future__ import annotations
 
+import json
 import logging
 import socket
 import sys
@@ -31,13 +32,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
-from urllib.parse import unquote
 
 from elaunch import env
 from elaunch.checkpoint import layout, probe, readers
 from elaunch.checkpoint.defaultplace import default_place
 from elaunch.checkpoint.depot import Closeable, Committed, Depot, Place
 from elaunch.checkpoint.files import read_json
+from elaunch.checkpoint.places import parse_place
 from elaunch.checkpoint.retention import Keep
 from elaunch.errors import CheckpointError, SaveError, UsageError
 from elaunch.statedir import make_private
@@ -66,11 +67,14 @@ class Whose:
 def place_of(info: Info, run_id: str, environ: Mapping[str, str]) -> tuple[Place, bool]:
     """Return the directory or URL, and whether a person has chosen it.
 
-    Raises UsageError where there is none: no variable and no home.
+    Raises UsageError where there is none: no variable and no home, or a variable that says none.
     """
     given = environ.get(env.CHECKPOINT_DIR, "")
     if given:
-        return _place(given), True
+        try:
+            return parse_place(given), True
+        except ValueError as error:
+            raise UsageError(f"{env.CHECKPOINT_DIR}={given!r} {error}") from None
     found = default_place(run_id or info.run_id or "", environ)
     if found is None:
         raise UsageError(
@@ -86,12 +90,27 @@ def keep_of(environ: Mapping[str, str]) -> Keep:
     try:
         return Keep.from_json(text)
     except (ValueError, TypeError) as error:
-        raise UsageError(f"{env.CHECKPOINT_KEEP}={text!r}: {error}") from None
+        why = "it is no JSON" if isinstance(error, json.JSONDecodeError) else str(error)
+        raise UsageError(
+            f"{env.CHECKPOINT_KEEP}={text!r} is no rule of what is kept: {why}; write a JSON "
+            """object such as '{"last": 3}', or unset it"""
+        ) from None
 
 
 def is_local(info: Info, environ: Mapping[str, str]) -> bool:
-    """Return whether each of several nodes has a directory of its own."""
-    return environ.get(env.CHECKPOINT_LOCAL, "") == "1" and info.nodes > 1
+    """Return whether each of several nodes has a directory of its own.
+
+    Raises UsageError for a variable that says neither yes nor no.
+    """
+    text = environ.get(env.CHECKPOINT_LOCAL, "")
+    if text in ("", "1"):
+        return text == "1" and info.nodes > 1
+    from elaunch.config.values import switch
+
+    try:
+        return switch(text) and info.nodes > 1
+    except ValueError as error:
+        raise UsageError(f"{env.CHECKPOINT_LOCAL}={text!r} {error}; write 1 or 0") from None
 
 
 def take(depot: Depot, info: Info, run_id: str, given: bool) -> Whose:
@@ -207,14 +226,6 @@ def make_default(place: Place) -> None:
     """Make the default directory and its parents, for this user only."""
     if isinstance(place, Path):
         make_private(place)
-
-
-def _place(text: str) -> Place:
-    """Return a path, also for ``file://``, or the text of any other URL."""
-    scheme, separator, rest = text.partition("://")
-    if separator and scheme.lower() not in ("file", "local"):
-        return text
-    return Path(unquote(rest) if separator else text).expanduser().absolute()
 
 
 def _owner(place: Place) -> str:

@@ -17,6 +17,21 @@ from elaunch.training.checkpoint.opening import Opening
 from elaunch.training.info import read
 from tests.training.checkpoint.rig import Job, checkpoints, stages
 
+PLACE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+PLACE |= {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
+
+
+def test_the_choice_of_another_format(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In a directory a name that could be one at a URL is looked up nowhere."""
+    monkeypatch.setenv("ELAUNCH_CHECKPOINT_DIR", str(tmp_path))
+    chosen = tmp_path / "step-40.r0.backup"
+    told = {"ELAUNCH_RUN_ID": "digits", "ELAUNCH_CHECKPOINT_DIR": str(tmp_path)}
+    told |= {"ELAUNCH_RESUME_FROM": str(chosen), "ELAUNCH_RESUME_STEP": "40"}
+    nobody = cast("Any", None)
+    opening = Opening(read(told | PLACE), nobody, nobody, nobody, "digits", given=True)
+    latest = opening.latest()
+    assert latest is not None and (latest.place, latest.step) == (chosen, 40)
+
 
 def test_the_choice_at_a_url(monkeypatch: pytest.MonkeyPatch) -> None:
     """There the uuid is part of the directory's name; it is elaunch's own all the same."""
@@ -28,9 +43,7 @@ def test_the_choice_at_a_url(monkeypatch: pytest.MonkeyPatch) -> None:
     saved = depot.commit(stage, lambda: None)
     monkeypatch.setenv("ELAUNCH_CHECKPOINT_DIR", url)
     told = {"ELAUNCH_RUN_ID": "digits", "ELAUNCH_CHECKPOINT_DIR": url, "ELAUNCH_RESUME_STEP": "40"}
-    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    place |= {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
-    info = read({**told, **place, "ELAUNCH_RESUME_FROM": str(saved.place)})
+    info = read({**told, **PLACE, "ELAUNCH_RESUME_FROM": str(saved.place)})
     nobody = cast("Any", None)  # any rank learns it alone
     opening = Opening(info, nobody, nobody, nobody, "digits", given=True)
     assert opening.latest() == saved

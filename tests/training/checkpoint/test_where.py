@@ -16,6 +16,7 @@ from elaunch.training.info import Info, read
 from tests.training.checkpoint.rig import Job, checkpoints, committed, stages, user_files
 
 Start = Callable[..., Job]
+NODE_0 = {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
 
 
 def info(**environ: str) -> Info:
@@ -38,6 +39,8 @@ def test_the_place() -> None:
     assert where.place_of(alone, "x", as_file) == (Path("/c d"), True)
     relative, _ = where.place_of(alone, "x", {"ELAUNCH_CHECKPOINT_DIR": "c"})
     assert relative == Path.cwd() / "c"
+    with pytest.raises(UsageError, match=r"ELAUNCH_CHECKPOINT_DIR='s3://' is a URL without a buck"):
+        where.place_of(alone, "x", {"ELAUNCH_CHECKPOINT_DIR": "s3://"})
     # The directory of all runs is not one run's.
     runs, _ = where.place_of(alone, "runs", {"XDG_STATE_HOME": "/s"})
     assert runs == Path("/s/elaunch/runs.run/checkpoints")
@@ -49,6 +52,29 @@ def test_the_rule_of_the_flags() -> None:
     for text in ("{", '{"first": 1}', "[]", '{"last": 0}'):
         with pytest.raises(UsageError, match="ELAUNCH_CHECKPOINT_KEEP="):
             where.keep_of({"ELAUNCH_CHECKPOINT_KEEP": text})
+
+
+def test_variables_that_mean_nothing(start: Start, tmp_path: Path) -> None:
+    """On all ranks the variable, its value and what to write; a word for yes is one."""
+    two = info(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", **NODE_0)
+    for text, local in (("1", True), ("yes", True), ("0", False), ("off", False), ("", False)):
+        assert where.is_local(two, {"ELAUNCH_CHECKPOINT_LOCAL": text}) is local
+    script = """
+told = [tried(lambda: store(1))]
+os.environ["ELAUNCH_CHECKPOINT_LOCAL"] = "1" if rank == 0 else "maybe"
+told.append(tried(lambda: store(2)))
+os.environ["ELAUNCH_CHECKPOINT_LOCAL"] = ""
+del os.environ["ELAUNCH_CHECKPOINT_KEEP"]
+told.append(type(store(3)).__name__)
+say(json.dumps(told))
+"""
+    env = {"ELAUNCH_CHECKPOINT_KEEP": "xx", "ELAUNCH_CHECKPOINT_DIR": str(tmp_path / "c")}
+    ended = start(script, 2, env=env).said()
+    assert ended == [ended[0]] * 2
+    rule, local_, third = ended[0]
+    assert "ELAUNCH_CHECKPOINT_KEEP='xx' is no rule of what is kept: it is no JSON; write" in rule
+    assert "rank 1 on " in local_ and "_LOCAL='maybe' is neither yes nor no; write 1" in local_
+    assert third == "str"
 
 
 # Every file is the same file, by what the kernel says: as two machines' disks may have it.
@@ -218,7 +244,7 @@ def test_a_url(start: Start, tmp_path: Path) -> None:
     """Through fsspec, which cannot rename: all ranks store, one of each node fetches for them."""
     script = """
 import elaunch.training.checkpoint.where as where
-where._place = lambda text: text  # not as the path that it stands for
+where.parse_place = lambda text: text  # not as the path that it stands for
 store(10, {f"{rank}": str(rank), "same": "same"})
 refused = [tried(lambda: store(20, {"x": str(rank)}))]
 refused += [tried(lambda: store(20, metadata={"k": rank}))]
