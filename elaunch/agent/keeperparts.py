@@ -5,7 +5,8 @@ kept as        what it is, and until when
 =============  =====================================================================================
 ``worker k``   the part that the worker with local rank k left; until that one's next save begins
 ``replica r``  rank r's part, of the node before this one (``--checkpoint-replicas``); until the
-               next one of that rank comes
+               next one of that rank comes. With a directory on each node that waits until this one
+               is on the disk (elaunch.agent.keepercopies)
 ``fetched …``  a part out of another node's memory, for loading; until a save begins here
 =============  =====================================================================================
 """

@@ -4,7 +4,8 @@
 :class:`Peers`                what the keeper asks of the courier; each call blocks for at most
                               its ``timeout`` seconds, in a thread of the keeper's
 :class:`Received`             what the courier hands to the keeper, in threads of the courier's;
-                              no call blocks for longer than memory takes to be made
+                              no call blocks for longer than memory takes to be made, but for
+                              ``replica_room``
 ============================  ====================================================================
 
 A part is known by (step, round, rank), and by the stage's uuid where two saves could be meant. A
@@ -75,7 +76,8 @@ class Received(Protocol):
     def replica_room(self, handed: Handed) -> memoryview:
         """Return room for a replica of another node's part; SaveError if there is none.
 
-        From here on the replica of that rank that was kept before is gone.
+        From here on the replica of that rank that was kept before is gone. With a directory on each
+        node that one is on its way to the disk, and is waited for, for a bounded time.
         """
 
     def replica_came(self, handed: Handed) -> None:

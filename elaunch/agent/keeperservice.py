@@ -7,6 +7,7 @@ Desk, one a worker    the connection, and the thread that answers it
 CheckpointMemory      the memfds, within --checkpoint-memory
 Parts                 what lies in them, and what other nodes have
 Keeping               the saves in flight, and the threads that write and commit
+Copies                other nodes' parts on the way to this node's own disk (--checkpoint-local)
 RoundWorld            the fence, word to other nodes, retention
 ====================  ============================================================================
 """
@@ -19,6 +20,7 @@ import threading
 import time
 
 from elaunch.agent import events
+from elaunch.agent.keepercopies import Copies
 from elaunch.agent.keeperdesk import Desk
 from elaunch.agent.keepermemory import CheckpointMemory, Segment
 from elaunch.agent.keeperparts import REPLICA, Parts
@@ -55,6 +57,8 @@ class KeeperService:
         self.world = RoundWorld(plan, self._depot, self._released)
         self.keeping = Keeping(self._depot, self.world)
         self.parts = Parts(plan, self._memory)
+        self._copies = Copies(self._depot, self.keeping, self._memory)
+        self.world.on_commit = self._copies.committed
 
     # ── rounds ───────────────────────────────────────────────────────────────────────────────────
 
@@ -88,12 +92,14 @@ class KeeperService:
             more = self.keeping.settle(min(until, time.monotonic() + SEALS_S), patient=True)
             done = (*settled.committed, *more.committed)
             settled = Settled(done, (*settled.lost, *more.lost))
+            self._copies.settle(until)
         names = tuple(done.name for done in settled.committed)
         return events.SavesSettled(number, names, settled.lost)
 
     def close(self, until: float) -> None:
         """End; a save that only lacks parts of other nodes may get them until then."""
         self.keeping.settle(until, patient=True)
+        self._copies.settle(until)
         with self._changed:
             desks = list(self._desks.values())
         for desk in desks:
@@ -238,11 +244,14 @@ class KeeperService:
     def _is_lacking(self, handed: Handed) -> bool:
         if any(done.uuid == handed.stage.uuid for done in self._depot.listed()):
             return False
+        if handed.local and self.keeping.is_sealed(handed.stage, handed.part.rank):
+            return False  # a seal of our own would make another checkpoint of it than theirs
         return handed.part.rank not in self._depot.manifests(handed.stage)
 
     def replica_room(self, handed: Handed) -> memoryview:
         """Make room for a replica; see ``Received``."""
         name = f"{REPLICA}{handed.part.rank}"
+        self._copies.await_room(handed.part.rank)
         self.parts.forget(name)
         return self._memory.lease(name, handed.end).view
 
@@ -252,6 +261,8 @@ class KeeperService:
         segment = self._memory.find(name)
         if segment is not None:
             self.parts.keep(name, handed, segment)
+            if handed.local:
+                self._copies.came(handed, segment)
 
 
 def _name(desk: Desk) -> str:

@@ -12,7 +12,7 @@ from typing import Final
 from elaunch.agent import events
 from elaunch.agent.keeperround import KeeperPlan, KeeperRound
 from elaunch.checkpoint.depot import Depot
-from elaunch.checkpoint.records import Committed
+from elaunch.checkpoint.records import Committed, Stage
 from elaunch.checkpoint.retiring import Retiring
 from elaunch.errors import SaveError, StoreError
 from elaunch.keeperline import Handed
@@ -40,6 +40,8 @@ class RoundWorld:
     def __init__(self, plan: KeeperPlan, depot: Depot, released: Callable[[Handed], None]) -> None:
         self._plan = plan
         self.released = released
+        self.on_commit: Callable[[Stage], object] = lambda _: None
+        """Is told of each save that was committed here."""
         self.round: KeeperRound | None = None
         self.ending = False
         """Whether the round's workers have ended: who commits may be gone with its node."""
@@ -133,8 +135,9 @@ class RoundWorld:
     # ── retention ────────────────────────────────────────────────────────────────────────────────
 
     def committed(self, handed: Handed, done: Committed) -> None:
-        """Remove what may go now."""
+        """Remove what may go now, then tell of the commit: what comes next needs room."""
         self._retiring.after(handed, done)
+        self.on_commit(handed.stage)
 
     def make_room(self, handed: Handed) -> bool:
         """Remove what may go once this one is committed."""

@@ -42,7 +42,7 @@ from elaunch.checkpoint.manifests import Entry
 from elaunch.checkpoint.seals import Seals
 from elaunch.errors import CheckpointError
 
-_GATHERED: Final = "gather."
+GATHERED: Final = "gather."
 """What a directory below STAGE begins with that files are fetched into."""
 
 log = logging.getLogger("elaunch")
@@ -137,7 +137,7 @@ class LocalCopies:
 
     def _tidy(self) -> None:
         """Finish or clear what workers and earlier searches have left."""
-        for left in (self._root / layout.STAGE).glob(f"{_GATHERED}*"):
+        for left in (self._root / layout.STAGE).glob(f"{GATHERED}*"):
             shutil.rmtree(left, ignore_errors=True)
         self._place.finish(self._root, self._place.run_id)
 
@@ -171,7 +171,7 @@ class LocalCopies:
         path = inside(self._root, kept.path, line.who)
         self._check_within(path)
         self._check_room(sum(one.entry.size for one in files))
-        workplace = self._root / layout.STAGE / f"{_GATHERED}{secrets.token_hex(8)}"
+        workplace = self._root / layout.STAGE / f"{GATHERED}{secrets.token_hex(8)}"
         workplace.mkdir(parents=True)
         try:
             with Sources(self._courier, kept.path, nodes, self._progress(line)) as sources:

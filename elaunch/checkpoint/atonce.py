@@ -1,14 +1,20 @@
 """Calls that wait for storage, in threads that never hold up the end of the process.
 
-The threads of concurrent.futures are joined when the interpreter exits: one that hangs in a file
-system would keep an agent from ever ending.
+Those that write beside a training stand back behind it. The threads of concurrent.futures are
+joined when the interpreter exits: one that hangs in a file system would keep an agent from ever
+ending.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import Final, TypeVar
+
+NICER: Final = 10
+"""How much the threads that write lower their priority. Much more, and they would not run at all
+beside a training that uses every processor: what is in memory would stay there only."""
 
 _T = TypeVar("_T")
 
@@ -65,6 +71,15 @@ def within(seconds: float, call: Callable[[], object], name: str) -> bool:
     if errors:
         raise errors[0]
     return not thread.is_alive()
+
+
+def stand_back() -> None:
+    """Have this thread, and those that it starts, run behind the training.
+
+    Where no other wants the processor that costs nothing.
+    """
+    thread = threading.get_native_id()
+    os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + NICER)
 
 
 def _run(call: Callable[[], object], errors: list[BaseException]) -> None:

@@ -30,6 +30,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
 
+from elaunch.checkpoint.atonce import stand_back
 from elaunch.checkpoint.depot import Depot
 from elaunch.checkpoint.records import Committed, Image, Stage
 from elaunch.checkpoint.saves import Books, Save
@@ -37,7 +38,6 @@ from elaunch.errors import ElaunchError, SaveError
 from elaunch.keeperline import Handed
 
 FULL: Final = (errno.ENOSPC, errno.EDQUOT)
-
 log = logging.getLogger("elaunch")
 
 
@@ -201,6 +201,18 @@ class Keeping:
             save = self._books.saves.get(stage.name)
             return save is not None and not save.done
 
+    def is_sealed(self, stage: Stage, rank: int) -> bool:
+        """Whether the part of ``rank`` is known to be on a disk."""
+        with self._changed:
+            save = self._books.saves.get(stage.name)
+            return save is not None and rank in save.sealed
+
+    def left_sealed(self, stage: Stage, rank: int) -> bytes | None:
+        """Return the seal of ``rank`` in a save that no thread works on; None if there is none."""
+        with self._changed:
+            save = self._books.saves.get(stage.name)
+            return None if save is None or save.busy else save.sealed.get(rank)
+
     def unfinished(self) -> tuple[str, ...]:
         """Return the names of the stages that threads of this process still write into.
 
@@ -319,4 +331,9 @@ def told(error: Exception) -> str:
 
 
 def _start(name: str, target: Any, *args: Any) -> None:
-    threading.Thread(target=target, args=args, name=name, daemon=True).start()
+    threading.Thread(target=_aside, args=(target, *args), name=name, daemon=True).start()
+
+
+def _aside(target: Any, *args: Any) -> None:
+    stand_back()
+    target(*args)

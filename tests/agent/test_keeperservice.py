@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +19,7 @@ from elaunch.agent.control import ControlSocket
 from elaunch.agent.finishing import Finishing
 from elaunch.agent.keeper import CheckpointKeeper
 from elaunch.agent.keeperround import KeeperPlan, KeeperRound
+from elaunch.checkpoint import own
 from elaunch.checkpoint.depot import open_depot
 from elaunch.checkpoint.posixdepot import PosixDepot
 from elaunch.checkpoint.records import Part, Stage
@@ -340,22 +343,119 @@ def test_a_round_that_ends_may_still_commit(agents: list[Agent], phase: Any) -> 
     agents[0].worker(0).fence(0)
 
 
-def test_a_directory_on_each_node(tmp_path: Path) -> None:
-    """Every node commits, with the seals of all."""
+@pytest.fixture
+def disks(tmp_path: Path) -> Iterator[list[Agent]]:
+    """The agents of two nodes with a directory of its own each."""
+    made = apart(tmp_path)
+    yield made
+    for agent in made:
+        agent.close()
+
+
+def apart(root: Path, **changes: Any) -> list[Agent]:
     agents: list[Agent] = []
     for rank in (0, 1):
-        place = tmp_path / f"disk{rank}"
+        place = root / f"disk{rank}"
         open_depot(place).prepare("digits", given=True)
-        agents.append(Agent(tmp_path, rank, agents, place=place, checkpoint_local=True))
+        agents.append(Agent(root, rank, agents, place=place, checkpoint_local=True, **changes))
+    return agents
+
+
+def push(agent: Agent, step: int, rank: int, content: bytes) -> None:
+    """Have a replica come."""
+    part = handed(step, rank, local=True)
+    agent.keeper.replica_room(part)[:8] = content
+    agent.keeper.replica_came(part)
+
+
+def test_a_directory_on_each_node(disks: list[Agent]) -> None:
+    """Every node commits, with the seals of all."""
+    workers = [disks[0].worker(0), disks[1].worker(1)]
+    save(workers, 10, local=True)
+    done = [worker.wait(LONG) for worker in workers]
+    assert [each and each.name for each in done] == ["step-00000010.r0"] * 2
+    for rank, agent in enumerate(disks):
+        path = Path(agent.place) / "step-00000010.r0"
+        assert [file.name for file in path.glob("part-*")] == [f"part-{rank}"]
+        assert len(list(path.glob("manifest.*"))) == 2
+
+
+def test_a_copy_goes_to_the_neighbours_own_disk(tmp_path: Path) -> None:
+    """With its checkpoint, whenever it comes; the next one waits until it is there."""
+    agents = apart(tmp_path, checkpoint_replicas=1)
+    try:
+        workers = [agents[0].worker(0), agents[1].worker(1)]
+        for step in (10, 20):
+            save(workers, step, local=True)
+        for worker in workers:
+            assert worker.begin(True, LONG)
+        for agent in agents:
+            own.verify(Path(agent.place) / "step-00000010.r0", "digits")
+        end(*workers)
+        for agent in agents:
+            agent.settle()
+            own.verify(Path(agent.place) / "step-00000020.r0", "digits")
+            assert os.listdir(Path(agent.place) / ".stage") == []
+    finally:
+        for agent in agents:
+            agent.close()
+
+
+def test_only_what_was_sealed_is_copied(disks: list[Agent]) -> None:
+    """Another content makes nothing whole; what is of no checkpoint here is dropped."""
+    workers = [disks[0].worker(0), disks[1].worker(1)]
+    push(disks[0], 5, 1, b"00050001")
+    save(workers, 10, local=True)
+    for worker in workers:
+        worker.wait(LONG)
+    path = Path(disks[0].place) / "step-00000010.r0"
+    push(disks[0], 10, 1, b"00100009")
+    push(disks[0], 10, 1, b"00100001")
+    wait_until((path / "part-1").exists, LONG)
+    own.verify(path, "digits")
+    shutil.rmtree(path)
+    push(disks[0], 10, 1, b"00100001")
+    end(*workers)
+    disks[0].settle()
+    assert sorted(os.listdir(disks[0].place)) == [".lock", ".stage", ".trash", "run.json"]
+    assert os.listdir(Path(disks[0].place) / ".stage") == []
+
+
+def test_another_content_is_said(
+    disks: list[Agent], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy that cannot be written is logged by name, and fails no save."""
+    monkeypatch.setattr(logging.getLogger("elaunch"), "propagate", True)
+    workers = [disks[0].worker(0), disks[1].worker(1)]
+    save(workers, 10, local=True)
+    workers[0].wait(LONG)
+    push(disks[0], 10, 1, b"00100009")
+    end(*workers)
+    disks[0].settle()
+    said = "this node's disk has no copy of rank 1's part of step-00000010.r0: part-1 is not what"
+    assert said in caplog.text
+    assert not (Path(disks[0].place) / "step-00000010.r0" / "part-1").exists()
+    assert os.listdir(Path(disks[0].place) / ".stage") == []
+
+
+def test_a_copy_in_what_the_round_left_uncommitted(tmp_path: Path) -> None:
+    """Who chooses the next checkpoint commits it, as the very one that the other node has."""
+    agents = apart(tmp_path, checkpoint_replicas=1)
+    agents[0].plan = dataclasses.replace(FIRST, phase="forming")
     try:
         workers = [agents[0].worker(0), agents[1].worker(1)]
         save(workers, 10, local=True)
-        done = [worker.wait(LONG) for worker in workers]
-        assert [each and each.name for each in done] == ["step-00000010.r0"] * 2
-        for rank, agent in enumerate(agents):
-            path = Path(agent.place) / "step-00000010.r0"
-            assert [file.name for file in path.glob("part-*")] == [f"part-{rank}"]
-            assert len(list(path.glob("manifest.*"))) == 2
+        assert workers[1].wait(LONG) is not None
+        with pytest.raises(SaveError, match="the next round is being formed"):
+            workers[0].wait(LONG)
+        end(*workers)
+        agents[0].settle()
+        assert open_depot(agents[0].place, local=True).finish_stages("digits")
+        one, other = (Path(agent.place) / "step-00000010.r0" for agent in agents)
+        own.verify(one, "digits")
+        for rank in (0, 1):
+            name = f"manifest.rank-0000{rank}.json"
+            assert (one / name).read_bytes() == (other / name).read_bytes()
     finally:
         for agent in agents:
             agent.close()

@@ -164,6 +164,21 @@ def test_what_lies_in_memory_is_committed(rig: Rig) -> None:
     assert (record["step"], record["saving"], record["problem"]) == (10, None, "")
 
 
+def test_the_training_comes_first(rig: Rig) -> None:
+    """What writes has a lower priority than the process has, and that keeps its own."""
+    found: list[int] = []
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+
+    def note(_: Stage, rank: int) -> None:
+        found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+
+    rig.disk.before = note  # type: ignore[method-assign]
+    assert rig.saved(10)
+    assert len(found) == 2
+    assert min(found) > own or own == 19
+    assert os.getpriority(os.PRIO_PROCESS, 0) == own
+
+
 def test_one_save_after_the_other(rig: Rig) -> None:
     """The second waits, or is skipped as asked; a rank that has yet to hand over does not wait."""
     gate = Gate(rig, 0)
@@ -497,3 +512,24 @@ def test_a_copy_tells_no_times(tmp_path: Path) -> None:
     assert times == {0: True, 1: False}
     os.utime(tmp_path / ".stage" / Stage(7, 0, "u").name / "part-0", ns=(1, 1))
     assert rig.disk.commit(Stage(7, 0, "u"), lambda: None).step == 7
+
+
+def test_a_directory_that_has_gone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The ranks are told that it has; of what was in it nothing is said, and it is not made."""
+    rig = Rig(tmp_path / "ck")
+    assert rig.saved(10) is not None
+    rig.root.rename(tmp_path / "away")
+    rig.root.mkdir()
+    caplog.clear()
+    for rank in rig.ranks:
+        rig.stage(20, rank)
+    for rank in rig.ranks:
+        with pytest.raises(SaveError, match="is not the directory that this job began with"):
+            rig.keeping.wait(rank, LONG)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "run.json is gone; was it unmounted or removed?): nothing is saved there" in said
+    assert "untouched" not in said and "its round is over" not in said
+    assert os.listdir(rig.root) == []
+    rig.root.rmdir()
+    (tmp_path / "away").rename(rig.root)  # mounted again
+    assert rig.saved(30) is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -10,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.checkpoint import layout
+from elaunch.checkpoint import layout, own
+from elaunch.errors import CheckpointError
 from tests.checkpoint import makers
 from tests.integration.nodes import BACKENDS, DEADLINE, Build, Job, said, wait_until_said
 from tests.launching import Running, wait_until
@@ -19,6 +21,7 @@ pytestmark = pytest.mark.slow
 
 RESUMED = Path(__file__).with_name("jobs") / "resumed.py"
 LOCALSAVE = RESUMED.with_name("localsave.py")
+TRAIN = RESUMED.with_name("checkpoint_train.py")
 LINE = r"^resumed rank=(\d+) round=(\d+) step=(\d*) from=(\S+) tree=(\w+)$"
 
 
@@ -221,3 +224,39 @@ def test_what_elaunch_saved_on_each_node_is_brought_together(cluster: Build, way
     assert [int(step) for step, _ in one] == [last]
     for root in roots:
         assert not (root / layout.QUARANTINE).exists()
+
+
+@pytest.mark.parametrize(("backend", "victim"), [("c10d", 1), ("etcd", 0)])
+def test_a_neighbour_has_a_dead_nodes_part_on_its_own_disk(
+    cluster: Build, backend: str, victim: int
+) -> None:
+    """Power off after the commit: the other goes on alone from that very step, equal to the bit."""
+    job = Job(cluster, backend, 2)
+    roots = [job.machines[number].state / f"ck{number}" for number in (1, 2)]
+    hold = job.share / "hold"
+    words = [job.share, "aside", "4", "2", "keep=0", f"hold={hold}"]
+    flags = ["--checkpoint-local", "--checkpoint-replicas=1", "--nnodes=1:2"]
+    agents = []
+    for number, root in enumerate(roots, 1):
+        places = [f"--checkpoint-dir={root}", *flags]
+        agents.append(job.start(number, places, words, method=(), script=TRAIN))
+    survivor, newest = agents[1 - victim], roots[1 - victim] / layout.step_name(4, 0)
+
+    def whole() -> bool:
+        try:
+            own.verify(newest, "job")
+        except (CheckpointError, OSError):
+            return False
+        return True
+
+    wait_until(whole, DEADLINE, "both nodes' parts on one disk")
+    job.machines.power_off(job.machines[victim + 1])
+    told = job.share / "notes.0"
+    wait_until(lambda: '"loaded"' in told.read_text(), DEADLINE, "the next round")
+    hold.touch()
+    assert survivor.wait(DEADLINE).returncode == 0
+    notes = [json.loads(line) for line in told.read_text().splitlines()]
+    saved = next(note for note in notes if (note["what"], note["step"]) == ("saved", 4))
+    loaded = [note for note in notes if note["what"] == "loaded"]
+    assert [(note["step"], note["world"], note["saved_by"]) for note in loaded] == [(4, 1, 2)]
+    assert [loaded[0][key] for key in ("digest", "own")] == [saved["digest"], saved["own"]]
