@@ -182,11 +182,11 @@ class Keeper(Protocol):
         :meth:`begin`: loading ends, on all ranks, before that.
         """
 
-    def close(self) -> None:
+    def close(self, patient: bool = True) -> None:
         """Wait a bounded time for what is in flight, and let go of the keeper.
 
-        Raises SaveError, once, if a save came to nothing. What an agent has not done by then it
-        goes on with; without one the process's end would end it, so that it is waited for longer.
+        Raises SaveError, once, if a save came to nothing, or takes longer. Without ``patient`` an
+        agent goes on alone; without an agent the process's end would end it: it is waited for.
         """
 
 

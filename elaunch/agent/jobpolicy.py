@@ -25,10 +25,10 @@ from elaunch.agent.actions import (
     StopWorkers,
 )
 from elaunch.agent.state import Phase, State
-from elaunch.agent.wording import failure, failure_code, workers
+from elaunch.agent.wording import LOST, failure, failure_code, workers
 from elaunch.checkpoint.records import Checkpoint
 from elaunch.endings import PREEMPTED
-from elaunch.errors import UsageError
+from elaunch.errors import CheckpointError, UsageError
 from elaunch.rendezvous.plan import AgentState, Plan
 
 Decision = tuple[Action, str]
@@ -103,6 +103,8 @@ def at_rest(state: State, what: str) -> Decision:
         return Finish(state.parted.exit_code), state.parted.problem
     if plan is not None and plan.phase == "over":
         unused = "" if state.member else "; this node took part in no round"
+        if state.lost_save and not plan.exit_code:
+            return Finish(CheckpointError.exit_code), LOST
         return Finish(plan.exit_code or 0), plan.reason + unused
     if plan is not None and state.name in plan.strangers and not _begins(state, plan):
         return Finish(UsageError.exit_code), (

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from elaunch.agent import events
 from elaunch.agent.keeperround import KeeperPlan, KeeperRound
+from elaunch.agent.patience import telling
 from elaunch.errors import ElaunchError, SaveError
 from elaunch.rendezvous.plan import Plan
 from elaunch.saverecord import SavesRecord
@@ -83,11 +84,15 @@ class CheckpointKeeper:
             self._plan.post(events.SavesSettled(number))
             return
         until = time.monotonic() + seconds
-        threading.Thread(
-            target=lambda: self._plan.post(service.settle(number, until)),
-            name="settle checkpoints",
-            daemon=True,
-        ).start()
+
+        def settle() -> None:
+            saving = service.keeping.record()["saving"]
+            what = f"the save of step {saving}" if saving is not None else "what is in memory"
+            with telling(lambda passed: f"still writing out {what}, for {passed:.0f} s"):
+                settled = service.settle(number, until)
+            self._plan.post(settled)
+
+        threading.Thread(target=settle, name="settle checkpoints", daemon=True).start()
 
     def close(self) -> None:
         """Give the memory back; waits a bounded time for other nodes' parts of the last save."""

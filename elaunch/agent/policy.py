@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 from elaunch.agent import events, hangpolicy, jobpolicy, preemptpolicy
 from elaunch.agent.actions import (
@@ -29,8 +29,8 @@ from elaunch.agent.actions import (
     StopWorkers,
 )
 from elaunch.agent.state import Phase, State
-from elaunch.agent.wording import ended, failure, failure_code, server_ended, workers
-from elaunch.errors import ServerError, UsageError
+from elaunch.agent.wording import LOST, ended, failure, failure_code, server_ended, workers
+from elaunch.errors import CheckpointError, ServerError, UsageError
 from elaunch.rendezvous.budget import (
     LONG_ENOUGH,
     NoMore,
@@ -43,6 +43,8 @@ from elaunch.rendezvous.budget import (
 Decision = tuple[Action, str]
 
 NOTHING: Decision = (Nothing(), "")
+LAST_SAVE_S: Final = 1800.0
+"""Seconds for the storage to take the last save of a job that is done; a signal cuts that short."""
 
 
 def decide(state: State, event: events.Event) -> Decision:
@@ -120,7 +122,11 @@ def _on_signal(state: State, event: events.SignalReceived) -> Decision:
     if state.phase is Phase.FLUSHING:
         if event.signum is signal.SIGINT and state.sigints == 2:
             return _after_tree(state, "SIGINT again: what is in memory only is lost")
-        return Nothing(), f"{name} received: the checkpoint in memory is being written out"
+        grace = state.limits.shutdown_timeout
+        reason = (
+            f"{name} received: the checkpoint in memory is being written out, grace {grace:g} s"
+        )
+        return Hurry(grace), reason
     if state.limits.meets:
         return jobpolicy.stopped(event.signum)
     return _finish(state)
@@ -159,7 +165,8 @@ def _on_tree_gone(state: State, event: events.TreeGone) -> Decision:
     if event.round != state.round or state.phase is not Phase.SWEEPING:
         return NOTHING
     if state.saves:
-        return Settle(state.limits.shutdown_timeout), ""
+        done = state.completed and state.interrupted is None and state.notice is None
+        return Settle(LAST_SAVE_S if done else state.limits.shutdown_timeout), ""
     return _after_tree(state)
 
 
@@ -224,6 +231,8 @@ def lived_long(state: State) -> bool:
 def _finish(state: State) -> Decision:
     if state.notice is not None and (state.completed or not state.failed):
         return preemptpolicy.ended(state)
+    if state.lost_save:
+        return Finish(CheckpointError.exit_code), LOST
     if state.completed:
         return Finish(0), "all workers ended with 0"
     if state.failed:

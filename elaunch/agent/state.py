@@ -143,6 +143,13 @@ class State:
     parted: events.MeetingFailed | None = None
 
     @property
+    def lost_save(self) -> bool:
+        """Whether all ended well and what they left in memory is not known to be on the disk."""
+        settled = self.settled is not None and self.settled.round == self.round
+        written = settled and self.settled is not None and not self.settled.lost
+        return self.saves and self.completed and not written
+
+    @property
     def failed(self) -> bool:
         """Whether this round has failed; a user's signal is not a failure."""
         return self.first is not None or self.server_lost is not None or self.hung

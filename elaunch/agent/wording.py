@@ -7,6 +7,8 @@ from elaunch.agent.state import State
 from elaunch.endings import exit_code, how_it_ended
 from elaunch.errors import HangError, ServerError
 
+LOST = "all workers ended with 0, but their last checkpoint was in memory only, and is lost"
+
 
 def ended(event: events.WorkerExited, first_rank: int = 0) -> str:
     """Return "rank 1 exited with code 7" or "rank 1 was killed by SIGKILL"."""

@@ -181,7 +181,7 @@ class Context:
 
     def _close_checkpoint(self, checkpoint: CheckpointContext) -> None:
         try:
-            checkpoint.close()
+            checkpoint.close(patient=self._error is None)
         except ElaunchError as error:
             if self._error is None:
                 self._error = error

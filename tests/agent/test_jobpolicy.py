@@ -12,6 +12,7 @@ from elaunch.agent.actions import (
     Action,
     EndTree,
     Finish,
+    Hurry,
     Meet,
     Nothing,
     Settle,
@@ -170,8 +171,8 @@ TABLE: dict[str, tuple[tuple[events.Event, ...], Action, str]] = {
     ),
     "told to go while it is": (
         (*SAVED, gone(), TERM),
-        Nothing(),
-        "SIGTERM received: the checkpoint in memory is being written out",
+        Hurry(30.0),
+        "SIGTERM received: the checkpoint in memory is being written out, grace 30 s",
     ),
     "and goes": ((*SAVED, gone(), TERM, SETTLED), Finish(143), "stopped by SIGTERM"),
     "cut off while it is": ((*SAVED, gone(), CUT), Nothing(), f"cut off: {CUT.reason}"),

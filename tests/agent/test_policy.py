@@ -477,11 +477,29 @@ TABLE: dict[str, Row] = {
         Finish(0),
         "all workers ended with 0",
     ),
+    "which waits for it long": (
+        TWO,
+        (*RUNS, USED, exited(0, 0), exited(1, 0), gone()),
+        Settle(1800.0),
+        "",
+    ),
+    "and has not ended well if it is lost": (
+        TWO,
+        (*RUNS, USED, exited(0, 0), exited(1, 0), gone(), events.SavesSettled(0, (), ("step-1",))),
+        Finish(74),
+        "all workers ended with 0, but their last checkpoint was in memory only, and is lost",
+    ),
+    "or the storage hangs": (
+        TWO,
+        (*RUNS, USED, exited(0, 0), exited(1, 0), gone(), DEADLINE),
+        Finish(74),
+        "all workers ended with 0, but their last checkpoint was in memory only, and is lost",
+    ),
     "a signal meanwhile": (
         SAVING,
         (*SAVED, gone(), TERM),
-        Nothing(),
-        "SIGTERM received: the checkpoint in memory is being written out",
+        Hurry(30.0),
+        "SIGTERM received: the checkpoint in memory is being written out, grace 30 s",
     ),
     "after which nothing is restarted": (
         SAVING,

@@ -106,6 +106,35 @@ def test_storage_that_hangs_does_not_hold_up_the_end(elaunch: Launcher, tmp_path
     assert "step-00000020.r0" not in names(place)
 
 
+@pytest.mark.parametrize("word", ["", "30:leave"])
+def test_the_last_save_of_a_job_that_is_done(elaunch: Launcher, tmp_path: Path, word: str) -> None:
+    """It is waited for, however short the shutdown may be: nobody is in a hurry."""
+    place = tmp_path / "ck"
+    argv = [sys.executable, str(JOBS / "slowagent.py"), str(elaunch.directory), "write=30"]
+    words = flags(place, "--shutdown-timeout=0.1")
+    running = elaunch.start_command([*argv, *words, *filter(None, [word])])
+    running.wait_for_line("0 handed over 30")
+    if word:
+        running.wait_for_line("still writing out the save of step 30, for 4 s", stream="stderr")
+    else:
+        wait_until((elaunch.directory / "reached").exists, LONG)
+    (elaunch.directory / "go").touch()
+    assert running.wait().returncode == 0
+    assert names(place)[-1] == "step-00000030.r0"
+
+
+def test_a_last_save_that_is_lost_is_no_good_end(elaunch: Launcher, tmp_path: Path) -> None:
+    """A signal cuts the waiting short; the exit code tells, also where all workers ended with 0."""
+    place = tmp_path / "ck"
+    argv = [sys.executable, str(JOBS / "slowagent.py"), str(elaunch.directory), "write=30"]
+    running = elaunch.start_command([*argv, *flags(place, "--shutdown-timeout=1"), "30:leave"])
+    running.wait_for_line("still writing out the save of step 30", stream="stderr")
+    running.send_signal(signal.SIGTERM)
+    done = running.wait()
+    assert done.returncode == 74
+    assert "their last checkpoint was in memory only, and is lost" in done.stderr
+
+
 def test_two_jobs_in_one_directory(elaunch: Launcher, tmp_path: Path) -> None:
     """The second one is told who has it, before any worker is started."""
     place = tmp_path / "ck"

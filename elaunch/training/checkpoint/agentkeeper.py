@@ -35,8 +35,8 @@ from elaunch.training.placement import Placement
 if TYPE_CHECKING:
     from elaunch.checkpoint.records import Committed, Stage
 
-CLOSE_S: Final = 30.0
-"""Seconds that closing waits for the agent to write; it goes on without us."""
+CLOSE_S: Final = 1800.0
+"""Seconds that the end of a script waits for the agent to write its last save."""
 ADMIT_S: Final = 300.0
 """Seconds for the agent to bring to an end what earlier rounds left in the directory."""
 MEMORY_S: Final = 120.0
@@ -167,13 +167,14 @@ class AgentKeeper:
                 _close(files)
         return found
 
-    def close(self) -> None:
-        """Wait a moment for what is in flight, then hang up."""
+    def close(self, patient: bool = True) -> None:
+        """Wait for what is in flight, then hang up; without ``patient`` at once."""
         connection = self._socket
         if connection is None or os.getpid() != self._pid:
             return
         try:
-            self._ask("wait", CLOSE_S + MARGIN_S, timeout=CLOSE_S, patient=False)
+            if patient:
+                self._ask("wait", CLOSE_S + MARGIN_S, timeout=CLOSE_S)
         finally:
             self._socket = None
             self._view = None
@@ -181,9 +182,7 @@ class AgentKeeper:
 
     # ── the line ─────────────────────────────────────────────────────────────────────────────────
 
-    def _ask(
-        self, op: str, seconds: float, patient: bool = True, **fields: object
-    ) -> tuple[dict[str, Any], list[int]]:
+    def _ask(self, op: str, seconds: float, **fields: object) -> tuple[dict[str, Any], list[int]]:
         """Make one request; SaveError if it is refused, or not answered within ``seconds``."""
         if os.getpid() != self._pid:
             raise SaveError(
@@ -206,8 +205,7 @@ class AgentKeeper:
             files = self._take_files()
         if not answer.get("ok"):
             _close(files)
-            if patient or answer.get("kind") != "timeout":
-                raise SaveError(str(answer.get("error")))
+            raise SaveError(str(answer.get("error")))
         return answer, files
 
     def _receive(self, until: float) -> dict[str, Any]:

@@ -24,14 +24,14 @@ import time
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Final
 
-from elaunch.checkpoint.keep import Keep
 from elaunch.checkpoint.keeping import Keeping
 from elaunch.checkpoint.retiring import Retiring
 from elaunch.checkpoint.saves import PART_DEADLINE_S
-from elaunch.env import CHECKPOINT_KEEP
 from elaunch.errors import CheckpointError, ContextError, SaveError
 from elaunch.keeperline import MARGIN_S, Handed
+from elaunch.training.checkpoint.agreeing import agree
 from elaunch.training.checkpoint.pages import release, touch
+from elaunch.training.checkpoint.where import keep_of
 
 if TYPE_CHECKING:
     from elaunch.checkpoint.depot import Committed, Depot, Stage
@@ -115,7 +115,8 @@ class LocalKeeper:
     def share(self, wait: bool, timeout: float) -> None:
         """Tell rank 0 of a part that has failed here."""
         own = self._keeping.await_part(self._rank, timeout if wait else 0.0)
-        for failed in self._distributed.allgather(own, timeout + MARGIN_S):
+        what = "save(block=False) or wait"
+        for failed in agree(self._distributed, what, None, own, timeout + MARGIN_S):
             for stage, problem in failed:
                 self._keeping.failed_elsewhere(stage, problem)
 
@@ -137,8 +138,9 @@ class LocalKeeper:
         """Nothing: what an earlier process had in memory is gone with it."""
         return {}
 
-    def close(self) -> None:
-        """Wait for what is in flight."""
+    def close(self, patient: bool = True) -> None:
+        """Wait for what is in flight, also without ``patient``."""
+        del patient
         if os.getpid() != self._pid:
             return
         try:
@@ -159,7 +161,7 @@ class _Alone:
         self._depot = depot
         self._distributed = distributed
         self._rank = distributed.rank
-        self._retiring = Retiring(depot, Keep.from_json(os.environ.get(CHECKPOINT_KEEP, "")))
+        self._retiring = Retiring(depot, keep_of(os.environ))
 
     def own_ranks(self) -> frozenset[int]:
         """Return this rank."""

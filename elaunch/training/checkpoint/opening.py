@@ -62,6 +62,7 @@ class Opening:
     _parts: Parts | None = None
     _met: bool = False
     _closed: bool = False
+    _patient: bool = True
     _stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     @property
@@ -105,11 +106,7 @@ class Opening:
         self._refuse_if_closed()
         if self._met and self._parts is not None:
             return self._parts
-        whose, problem = None, None
-        if self.distributed.rank == 0 or (self.local and self.distributed.local_rank == 0):
-            whose, problem = attempt(lambda: self._whose or self._take())
-        else:
-            problem = attempt(lambda: self.depot)[1]
+        whose, problem = attempt(self._begun)
         what = "opening the checkpoint directory"
         said = agree(self.distributed, what, problem, whose, timeout, CheckpointError)
         self._whose = said[0]
@@ -139,7 +136,7 @@ class Opening:
 
         why = f"that of rank {rank} cannot be reached: {reason}"
         keeper = without_agent(self.distributed, self.depot, why, parts.keeper.fence)
-        self._stack.callback(keeper.close)
+        self._stack.callback(lambda: keeper.close(self._patient))
         return replace(parts, keeper=keeper)
 
     def latest(self) -> Committed | None:
@@ -160,16 +157,25 @@ class Opening:
         else:
             self.latest()
 
-    def close(self) -> None:
-        """Wait for saves in flight; give the lock back. SaveError if a save came to nothing."""
+    def close(self, patient: bool = True) -> None:
+        """Wait for saves in flight; give the lock back. SaveError if a save came to nothing.
+
+        ``patient``: see ``Keeper.close``.
+        """
         if self._closed:
             return
-        self._closed = True
+        self._closed, self._patient = True, patient
         self._stack.close()
 
     def _refuse_if_closed(self) -> None:
         if self._closed:
             raise ContextError("ctx.checkpoint is used after the end of its context")
+
+    def _begun(self) -> Whose | None:
+        """Open the directory; return whose it is if this rank acts for it."""
+        _ = self.depot  # every rank finds out by itself whether it can be opened
+        acts = self.distributed.rank == 0 or (self.local and self.distributed.local_rank == 0)
+        return self._whose or self._take() if acts else None
 
     def _take(self) -> Whose:
         """Make the directory ready, lock it where no agent does, and tell whose it is."""
@@ -194,7 +200,7 @@ class Opening:
         from elaunch.training.checkpoint.keeper import open_keeper
 
         keeper = open_keeper(self.distributed, self.depot, whose.round)
-        self._stack.callback(keeper.close)
+        self._stack.callback(lambda: keeper.close(self._patient))
         return Parts(
             distributed=self.distributed,
             depot=self.depot,
@@ -216,7 +222,8 @@ class Opening:
         if path is None:
             return None
         where_, _, name = str(path).rstrip("/").rpartition("/")
-        at_url = layout.parse_stage_name(name)  # there the uuid is part of the name
+        # There the uuid is part of the name.
+        at_url = layout.parse_stage_name(name) if isinstance(self.place, str) else None
         own = at_url is not None or layout.parse_step_name(name) is not None
         if own and where_ == str(self.place).rstrip("/"):
             found = self.depot.find(at_url[2] if at_url else name)

@@ -5,6 +5,7 @@ Arguments: the checkpoint directory, then words:
 ==============  =================================================================================
 ``K:kill=R``    when step K was handed over in round 0, rank R is killed at once
 ``K:wait``      when step K was handed over in round 0, all wait to be ended
+``K:leave``     when step K was handed over, all end at once, without a word, with 0
 ==============  =================================================================================
 """
 
@@ -50,6 +51,8 @@ with elaunch.init(announce=False) as ctx:
         print(f"{ranks.rank} handed over {step}", flush=True)
         if info.round == 0 and f"{step}:kill={ranks.rank}" in words:
             os.kill(os.getpid(), signal.SIGKILL)
+        if f"{step}:leave" in words:
+            os._exit(0)
         if info.round == 0 and any(word.startswith(f"{step}:") for word in words):
             threading.Event().wait(LONG)
     keeper.wait(LONG)
