@@ -18,6 +18,7 @@ ownership,       whose directory it is: ``run.json``; one job at a time; file sy
 locking, mounts  show what others wrote late
 trash,           taken away from readers: to be deleted; damaged
 quarantine
+places           what a text that says where checkpoints are means
 latest           ``find_latest``: the newest complete checkpoint below a directory
 candidates       which names below that directory can be checkpoints, and their steps
 globs            ``check_glob`` and the walk for ``--checkpoint-glob``

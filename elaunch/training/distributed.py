@@ -160,7 +160,7 @@ class DistributedContext:
                 raise ContextError("this DistributedContext is closed; make a new one")
             if self._opened:
                 return
-            self.timeout = self.timeout if timeout is None else _seconds(timeout)
+            self.timeout = self.timeout if timeout is None else checked_timeout(timeout)
             self._page = page
             if self.size > 1:
                 self._open(page or self._make_page())
@@ -271,7 +271,7 @@ class DistributedContext:
         self.node_addrs = tuple(chief.addr for chief in chiefs)
 
     def _call(self, scope: str, name: str, obj: Any, timeout: float | None) -> list[Any] | None:
-        seconds = self.timeout if timeout is None else _seconds(timeout)
+        seconds = self.timeout if timeout is None else checked_timeout(timeout)
         if not self._opened or self._closed:
             self.open()
         if self._channel is None or (scope == "local" and self.local_size == 1):
@@ -282,7 +282,8 @@ class DistributedContext:
         return self._channel.call(scope, name, obj, seconds)
 
 
-def _seconds(timeout: float) -> float:
+def checked_timeout(timeout: float) -> float:
+    """Return the seconds that a script gave; raise ContextError for what are none."""
     if isinstance(timeout, bool) or not isinstance(timeout, int | float):
         raise ContextError(f"timeout is {timeout!r}; give seconds")
     if math.isnan(timeout) or timeout <= 0:

@@ -14,7 +14,11 @@ restoring     ``restore_path``: files that the script reads itself
 nodecopies    what nodes with a directory each have together
 commits       ``commit``: files that somebody else has written
 singlefile    ``save_ddp`` and ``load_ddp``: one file for all ranks
+plainstate    what is in that file, and what has to be the same on all ranks
+loadable      what torch would not load is not saved
+filling       what is in that file, into the objects of a state
 saving        ``save``: sharded, by torch.distributed.checkpoint
 loading       ``load``
+torcherrors   the OSError behind what torch raises
 ============  ======================================================================================
 """

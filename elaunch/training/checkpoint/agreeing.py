@@ -62,7 +62,10 @@ def agree(
         CollectiveTimeout, PeerLost: not all ranks came; names them.
     """
     own = Word(what, in_words(problem), _full(problem), socket.gethostname(), payload)
-    words = distributed.allgather(own, timeout)
+    try:
+        words = distributed.allgather(own, timeout)
+    except CollectiveError as lost:
+        raise type(lost)(f"{what}: {lost}", lost.missing) from None
     _check_calls(words)
     if failed := [rank for rank, word in enumerate(words) if word.problem]:
         text = f"{what}: {_told(words, failed)}"

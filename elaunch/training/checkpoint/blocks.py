@@ -58,14 +58,13 @@ def store_alone(parts: Parts, saving: Saving) -> Iterator[tuple[Path, str]]:
     check_new(parts, saving.step)
     stage = new_stage(parts, saving.step)
     try:
-        yield parts.depot.open_stage(stage), stage.uuid
-        try:
+        path = parts.depot.open_stage(stage)
+        yield path, stage.uuid
+        with _as_save_error(called(saving, stage)):
             flush(parts)
-            files = parts.depot.own_files(stage)
+            files = parts.depot.own_files(stage, below=path)  # nothing of elaunch's is there yet
             parts.depot.seal(stage, part_of(parts, saving, writers=1), files)
             committed = commit_alone(parts, stage, documented(parts, stage, {}))
-        except OSError as error:
-            raise SaveError(f"{called(saving, stage)}: {in_words(error)}") from error
     except BaseException:
         discard(parts, stage, agreed=True)
         raise
@@ -73,6 +72,16 @@ def store_alone(parts: Parts, saving: Saving) -> Iterator[tuple[Path, str]]:
     if parts.distributed.size == 1:
         parts.known.note(committed)
     keep_by_rule(parts, saving.keep, committed)
+
+
+@contextlib.contextmanager
+def _as_save_error(what: str) -> Iterator[None]:
+    try:
+        yield
+    except SaveError:
+        raise
+    except (CheckpointError, OSError) as error:
+        raise SaveError(f"{what}: {in_words(error)}") from error
 
 
 @contextlib.contextmanager

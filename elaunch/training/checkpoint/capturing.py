@@ -26,11 +26,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-from torch.distributed.checkpoint.stateful import Stateful
 
 from elaunch.errors import CheckpointError
-from elaunch.training.checkpoint import optimizers, tensors
+from elaunch.training.checkpoint import kinds, modules, optimizers, tensors
 from elaunch.training.checkpoint.perrank import PerRank, rank_name
 from elaunch.training.checkpoint.stored import Stored
 
@@ -115,10 +113,7 @@ def capture(state: Mapping[str, Any], rank: int, stored: Stored | None = None) -
         CheckpointError: names what cannot be saved, and says what to do.
     """
     if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
-        raise CheckpointError(
-            'the state is a dict with names as keys, as in {"model": model, "step": step}; '
-            f"this is {type(state).__name__}"
-        )
+        raise kinds.no_dict(state)
     walk = _Walk(rank, stored)
     walk.find_modules(state, ())
     walk.members(state, ())
@@ -167,10 +162,12 @@ class _Walk:
             self._module(value, path)
         elif isinstance(value, torch.optim.Optimizer):
             self._optimizer(value, path)
-        elif isinstance(value, Stateful) and not isinstance(value, type):
+        elif kinds.is_stateful(value):
             self._stateful(value, path)
         elif self._is_walked(value, path):
             self.members(value, path, share)
+        elif self._is_grown(value, path):
+            self._fill(value, path)
         else:
             self._leaf(Leaf(_key(path), path, value, holder, name, share))
 
@@ -179,14 +176,35 @@ class _Walk:
             if optimizers.is_raw(value):
                 raise optimizers.refuse_raw(_key(path))
             plain = all(isinstance(name, str) for name in value)
-            if value and (plain or _holds_more(value)):
+            if value and (plain or kinds.holds_more(value)):
                 return True
-            return self._stored is not None and _key(path) not in self._stored.keys
-        if isinstance(value, tuple) and _holds_objects(value):
+            return bool(value) and self._stored is not None and _key(path) not in self._stored.keys
+        if isinstance(value, tuple) and kinds.holds_objects(value):
             raise CheckpointError(
                 f"{_key(path)} is a tuple with modules or optimizers in it: make it a list"
             )
-        return isinstance(value, list) and _holds_more(value)
+        return isinstance(value, list) and kinds.holds_more(value)
+
+    def _is_grown(self, value: object, path: Path) -> bool:
+        """Tell whether this is an empty dict or list of which the checkpoint has the content."""
+        return (
+            self._stored is not None
+            and type(value) in (dict, list)
+            and not value
+            and _key(path) not in self._stored.keys
+            and bool(self._stored.below(path))
+        )
+
+    def _fill(self, value: dict[str, Any] | list[Any], path: Path) -> None:
+        held = self._rebuilt(path, value)
+
+        def put() -> None:
+            if isinstance(value, list):
+                value.extend(held[""])
+            else:
+                value.update(held[""])
+
+        self._then(put)
 
     def _leaf(self, leaf: Leaf) -> None:
         if self._own_depth:
@@ -199,18 +217,14 @@ class _Walk:
             )
 
     def _module(self, module: nn.Module, path: Path) -> None:
-        own = {parameter.data_ptr() for parameter in module.parameters()}
-        # torch's function refuses a module without a state.
-        state = get_model_state_dict(module) if own else module.state_dict()
+        own = modules.addresses(module)
+        state = modules.state_of(module)
         for name, value in state.items():
             shared = isinstance(value, torch.Tensor) and not tensors.is_sharded(value)
             buffer = shared and value.data_ptr() not in own
             share = BUFFER if buffer else PARAMETER
             self._visit(state, name, value, (*path, name), share)
-        if own:
-            self._then(lambda: set_model_state_dict(module, state))
-        else:
-            self._then(lambda: module.load_state_dict(state))
+        self._then(lambda: modules.set_state(module, state))
 
     def _optimizer(self, optimizer: torch.optim.Optimizer, path: Path) -> None:
         module = optimizers.owner(_key(path), optimizer, self._modules)
@@ -219,10 +233,22 @@ class _Walk:
         elif self._stored.has_names_below((*path, optimizers.GROUPS)):
             state = optimizers.flat_state_to_fill(module, optimizer)
         else:
-            saved = self._stored.names_below((*path, optimizers.STATE))
-            state = optimizers.state_to_fill(module, optimizer, saved)
+            state = self._optimizer_to_fill(module, optimizer, path)
         self.members(state, path, MOMENT)
         self._then(lambda: optimizers.set_state(module, optimizer, state))
+
+    def _optimizer_to_fill(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, path: Path
+    ) -> dict[str, Any]:
+        """Return an optimizer's state, by name, to be loaded into."""
+        assert self._stored is not None
+        below = (*path, optimizers.STATE)
+        state = None
+        if optimizers.is_of_one_shape(self._stored.below(below)):
+            saved = self._stored.names_below(below)
+            state = optimizers.state_to_fill(module, optimizer, saved)
+        # LBFGS has lists that grow, and others cannot be given a state: as it was saved, then.
+        return state or self._stored.build(path, {}).get("", {})
 
     def _stateful(self, value: Any, path: Path) -> None:
         state = value.state_dict()
@@ -244,7 +270,7 @@ class _Walk:
         if not saved:
             self.captured.missing.append(_key((*path, rank_name(self._rank))))
             return
-        if _is_changed_in_place(marked.value):
+        if kinds.is_changed_in_place(marked.value):
             wanted = saved[self._rank % len(saved)]
             self._visit({}, "", marked.value, (*path, rank_name(wanted)))
         elif marked.on_resize is not None and len(saved) != self._stored.world_size_now:
@@ -254,7 +280,7 @@ class _Walk:
 
     def _own(self, marked: PerRank, path: Path) -> None:
         """Load one rank's value in place of this rank's."""
-        if isinstance(marked.value, Stateful):
+        if kinds.is_stateful(marked.value):
             self._stateful(marked.value, path)
             return
         held = self._rebuilt(path, marked.value)
@@ -271,7 +297,7 @@ class _Walk:
         def put() -> None:
             assert marked.on_resize is not None
             value = marked.on_resize([held[""] for held in every])
-            if isinstance(marked.value, Stateful):
+            if kinds.is_stateful(marked.value):
                 marked.value.load_state_dict(value)
             else:
                 marked.value = value
@@ -307,33 +333,3 @@ class _Walk:
 
 def _key(path: Path) -> str:
     return ".".join(map(str, path))
-
-
-def _holds_more(value: Mapping[Any, Any] | list[Any]) -> bool:
-    """Tell whether a container is walked through, as torch.distributed.checkpoint does it."""
-    members = value.values() if isinstance(value, Mapping) else value
-    return any(
-        isinstance(member, torch.Tensor | PerRank | nn.Module | torch.optim.Optimizer)
-        or (isinstance(member, Stateful) and not isinstance(member, type))
-        or (isinstance(member, Mapping) and (isinstance(value, list) or _holds_more(member)))
-        or (isinstance(member, list) and _holds_more(member))
-        for member in members
-    )
-
-
-def _is_changed_in_place(value: object) -> bool:
-    """Tell whether a load goes into what a value holds, and does not replace it."""
-    if isinstance(value, nn.Module | torch.optim.Optimizer):
-        return True
-    return isinstance(value, Mapping | list) and _holds_objects(value)
-
-
-def _holds_objects(value: Mapping[Any, Any] | list[Any] | tuple[Any, ...]) -> bool:
-    """Tell whether there is anything in a container that a load changes in place."""
-    members = value.values() if isinstance(value, Mapping) else value
-    return any(
-        isinstance(member, PerRank | nn.Module | torch.optim.Optimizer)
-        or (isinstance(member, Stateful) and not isinstance(member, type))
-        or (isinstance(member, Mapping | list | tuple) and _holds_objects(member))
-        for member in members
-    )

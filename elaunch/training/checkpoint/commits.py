@@ -1,8 +1,10 @@
 """``stage_path`` and ``commit``: checkpoints that other people's code writes.
 
 The files are linked into the stage, or copied where the disks differ; where they were they are
-removed when the checkpoint is committed, and not before. Ranks that give the same directory, and
-see the same there, have one part together: the lowest of them lists it.
+removed when the checkpoint is committed, and not before. What cannot be removed is copied: who
+wrote to it again would change the checkpoint. Of a symbolic link the link alone is removed. Ranks
+that give the same directory, and see the same there, have one part together: the lowest of them
+lists it.
 """
 
 from __future__ import annotations
@@ -98,8 +100,9 @@ def _commit_other(parts: Parts, source: Path, saving: Saving) -> Committed:
 
 def _link(source: Path, own: Path) -> list[str]:
     """Put what is at ``source`` into this rank's directory of the stage, and return what it is."""
+    put = shutil.copyfile if source.is_symlink() else _link_file
     if not source.is_dir():
-        _link_file(source, own / source.name)
+        put(source, own / source.name)
         return [source.name]
     if own.resolve().is_relative_to(source.resolve()):
         raise SaveError(
@@ -109,13 +112,13 @@ def _link(source: Path, own: Path) -> list[str]:
     files = list_files(source, staged=False)
     for path in files:
         (own / path).parent.mkdir(parents=True, exist_ok=True)
-        _link_file(source / path, own / path)
+        put(source / path, own / path)
     return files
 
 
 def _link_file(source: Path, target: Path) -> None:
-    """Put a file there too, without a copy if the disk can."""
-    if not source.is_symlink():
+    """Put a file there too, without a copy if the disk can and the file can be removed here."""
+    if os.access(source.parent, os.W_OK | os.X_OK):
         with contextlib.suppress(OSError):
             os.link(source, target)
             return
@@ -161,7 +164,8 @@ def _sees(mark: Path) -> bool:
 
 def _remove(source: Path) -> None:
     """Remove what was committed from where it was; a copy of it stays if that cannot be."""
-    if source.is_dir():
+    if source.is_dir() and not source.is_symlink():
         shutil.rmtree(source, ignore_errors=True)
         return
-    source.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        source.unlink()

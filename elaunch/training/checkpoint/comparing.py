@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
 from typing import Any, Final
 
 import torch
@@ -38,34 +37,35 @@ def digest(*parts: Any) -> bytes:
 def sampled(values: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
     """Return a digest of each tensor's type, shape and of a sample of its elements."""
     samples = {key: _sample(value) for key, value in values.items()}
-    by_device: dict[torch.device, list[str]] = {}
+    alike: dict[tuple[torch.device, torch.dtype], list[str]] = {}
     for key, sample in samples.items():
-        by_device.setdefault(sample.device, []).append(key)
+        alike.setdefault((sample.device, sample.dtype), []).append(key)
     found = {}
-    for keys in by_device.values():
+    for keys in alike.values():
         # One copy for all of a device's samples, since each would wait for the device.
         host = torch.cat([samples[key] for key in keys]).cpu()
-        at = 0
+        memory, at = tensors.memory_of(host), 0
         for key in keys:
-            end = at + samples[key].numel()
+            end = at + samples[key].numel() * host.element_size()
             told = f"{values[key].dtype} {tuple(values[key].shape)}".encode()
-            found[key] = digest(told, tensors.memory_of(host[at:end]))
+            found[key] = digest(told, memory[at:end])
             at = end
     return found
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    """Return bytes of some elements, evenly spread, of the first and of the last."""
+    """Return some elements as integers, evenly spread up to the last one; a view if it can be.
+
+    At least ``_SAMPLE`` of them where there are as many, and never twice that.
+    """
     value = tensor.detach().resolve_conj().resolve_neg()
-    if value.numel() > _SAMPLE:
-        places = torch.unravel_index(_positions(value.numel()).to(value.device), value.shape)
-        value = value.view(_bits(value))[places]
-    return value.reshape(-1).contiguous().view(torch.uint8)
-
-
-@lru_cache(maxsize=256)
-def _positions(count: int) -> torch.Tensor:
-    return torch.linspace(0, count - 1, _SAMPLE, dtype=torch.float64).long()
+    value = value.view(_bits(value))
+    step = max(1, value.numel() // _SAMPLE)
+    first = (value.numel() - 1) % step
+    if value.is_contiguous():
+        return value.view(-1)[first::step]
+    places = torch.arange(first, value.numel(), step, device=value.device)
+    return value[torch.unravel_index(places, value.shape)]
 
 
 def _bits(tensor: torch.Tensor) -> torch.dtype:
@@ -108,7 +108,7 @@ def settle(
         holders = [rank for rank, held in enumerate(everyone) if key in held]
         values = [_unpacked(everyone[rank][key]) for rank in holders]
         if not values:
-            ranks = "; ".join(_ranks(group) for group in groups.values())
+            ranks = "; ".join(ranks_in_words(group) for group in groups.values())
             problems.append(f"{key} is a tensor that differs between the ranks ({ranks})")
         elif not all(_equal(value, values[0]) for value in values):
             problems.append(f"{key} is {_told(holders, values)}")
@@ -128,7 +128,9 @@ def _told(holders: Sequence[int], values: Sequence[Any]) -> str:
     told: dict[str, list[int]] = {}
     for rank, value in zip(holders, values, strict=True):
         told.setdefault(_short(value), []).append(rank)
-    return ", ".join(f"{value} on {_ranks(ranks)}" for value, ranks in list(told.items())[:4])
+    return ", ".join(
+        f"{value} on {ranks_in_words(ranks)}" for value, ranks in list(told.items())[:4]
+    )
 
 
 def _short(value: Any) -> str:
@@ -136,7 +138,8 @@ def _short(value: Any) -> str:
     return text if len(text) <= _TOLD else f"{text[:_TOLD]}…"
 
 
-def _ranks(ranks: Iterable[int]) -> str:
+def ranks_in_words(ranks: Iterable[int]) -> str:
+    """Return ranks as an error calls them."""
     numbers = list(ranks)
     told = ", ".join(map(str, numbers[:16])) + (", …" if len(numbers) > 16 else "")
     return f"rank {told}" if len(numbers) == 1 else f"ranks {told}"

@@ -215,8 +215,8 @@ class CheckpointContext:
 
         Args:
             state: modules (plain, DDP, FSDP, tensor parallel), their optimizers, others with
-                ``state_dict``, tensors, plain values, dicts of them; ``elaunch.PerRank`` for what
-                each rank has of its own.
+                ``state_dict``, tensors, plain values, dicts and lists of them;
+                ``elaunch.PerRank`` for what each rank has of its own.
             step: number of steps done.
             metadata: more for JSON, beside ``steps_completed``.
             keep: see the class.
@@ -410,22 +410,28 @@ class CheckpointContext:
             CheckpointError: it is not there.
             ContextError: there is no reason.
         """
-        if not reason.strip():
-            raise ContextError("quarantine() needs a reason, for who finds it there")
+        if not isinstance(reason, str) or not reason.strip():
+            raise ContextError(
+                f"quarantine() needs a reason in words, for who finds it there; this is {reason!r}"
+            )
         depot = self._opening.depot
         depot.quarantine(depot.find(uuid), reason)
 
     # ── the end ──────────────────────────────────────────────────────────────────────────────────
 
-    def close(self) -> None:
+    def close(self, patient: bool = True) -> None:
         """Wait for the saves in flight, and give the directory's lock back; the context calls it.
+
+        Args:
+            patient: wait, half an hour at most; without it, as after an exception, the agent goes
+                on with them while the round ends.
 
         Raises:
             SaveError: a save in flight came to nothing.
         """
         if self._remembered is not None:
             self._remembered.close()
-        self._opening.close()
+        self._opening.close(patient)
 
     def _sharded(self) -> Sharded:
         """Return what is remembered from one sharded save to the next."""

@@ -14,7 +14,7 @@ that torch's functions do are kept from happening:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from elaunch.errors import CheckpointError
 STATE = "state"
 GROUPS = "param_groups"
 _PARAMS = "params"
+_STEP_FAILS = (TypeError, RuntimeError, ValueError, AttributeError, KeyError, AssertionError)
 Named = tuple[str, nn.Module]
 
 
@@ -84,6 +85,14 @@ def owner(key: str, optimizer: torch.optim.Optimizer, modules: Sequence[Named]) 
     )
 
 
+def is_of_one_shape(saved: Iterable[tuple[str, Sequence[str | int]]]) -> bool:
+    """Tell whether no list stands in an optimizer's saved state: those grow, as LBFGS's do.
+
+    ``saved`` is what a checkpoint has below its ``state``: keys, and the rest of their paths.
+    """
+    return not any(isinstance(part, int) for _, rest in saved for part in rest)
+
+
 def parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Return all that the optimizer changes."""
     return [member for group in optimizer.param_groups for member in group[_PARAMS]]
@@ -98,8 +107,11 @@ def state_to_save(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
 
 def state_to_fill(
     module: nn.Module, optimizer: torch.optim.Optimizer, saved: frozenset[str] | None
-) -> dict[str, Any]:
+) -> dict[str, Any] | None:
     """Return the optimizer's state by name, to be loaded into; a fresh optimizer gets one first.
+
+    None if it cannot be given one: torch does that by a step without gradients and closure, which
+    LBFGS and SparseAdam do not make.
 
     Args:
         module: has the parameters.
@@ -110,7 +122,11 @@ def state_to_fill(
         state = state_to_save(module, optimizer)
         return {**state, STATE: {}}
     with _no_gradients(optimizer):
-        state = dict(get_optimizer_state_dict(module, optimizer))
+        try:
+            state = dict(get_optimizer_state_dict(module, optimizer))
+        except _STEP_FAILS:
+            optimizer.state.clear()
+            return None
     if saved is not None:
         # None is known by its name: some other code has saved it, and the keys will tell.
         known = {name: held for name, held in state[STATE].items() if name in saved}

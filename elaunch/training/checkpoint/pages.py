@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
+import threading
+from collections.abc import Sequence
 from typing import Final
 
 SLICE: Final = 64 << 20
@@ -21,6 +24,24 @@ def touch(mapping: mmap.mmap) -> None:
             view = memoryview(mapping)
             pages = view[at : at + length : mmap.PAGESIZE]
             pages[:] = pages.tobytes()
+
+
+def unmap(views: Sequence[memoryview]) -> None:
+    """End views and the mappings that they are of, beside the caller: that takes a while.
+
+    A mapping that somebody still has a part of goes with that part.
+    """
+    mappings = {id(view.obj): view.obj for view in views if isinstance(view.obj, mmap.mmap)}
+    for view in views:
+        release(view)
+
+    def close() -> None:
+        for mapping in mappings.values():
+            with contextlib.suppress(BufferError):
+                mapping.close()
+
+    if mappings:
+        threading.Thread(target=close, name="unmap", daemon=True).start()
 
 
 def release(view: memoryview) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from elaunch.training.distributed import checked_timeout
+
 if TYPE_CHECKING:
     from elaunch.checkpoint.depot import Committed, Depot, Stage
     from elaunch.checkpoint.retention import Keep
@@ -128,7 +130,7 @@ class Parts:
 
     def seconds(self, timeout: float | None) -> float:
         """Return the seconds that one wait for the other ranks may take."""
-        return self.distributed.timeout if timeout is None else timeout
+        return self.distributed.timeout if timeout is None else checked_timeout(timeout)
 
 
 def newer(one: Committed | None, other: Committed | None) -> Committed | None:

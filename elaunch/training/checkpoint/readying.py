@@ -94,6 +94,7 @@ class Offer:
     slots: dict[str, int] | None
     digests: bytes
     busy: bool = False
+    block: bool = True
 
 
 @dataclass(frozen=True)
@@ -155,10 +156,13 @@ def offered(
     offer = (
         None
         if ready is None
-        else dataclasses.replace(ready.offer, busy=waits is not None and not begun)
+        else dataclasses.replace(
+            ready.offer, busy=waits is not None and not begun, block=waits is None
+        )
     )
     try:
         offers = agree(parts.distributed, saving.what, problem, offer, seconds + MARGIN_S)
+        _check_block(saving.what, [one.block for one in offers])
         storing.check_steps(saving.what, [one.step for one in offers])
         # Now, and not when the agents commit: then it would be the next save's error.
         merge_metadata({rank: one.metadata for rank, one in enumerate(offers)})
@@ -170,6 +174,13 @@ def offered(
         give_up(parts)
     assert ready is not None
     return ready, offers
+
+
+def _check_block(what: str, given: list[bool]) -> None:
+    """Raise SaveError unless all ranks wait for the commit, or none does."""
+    if len(set(given)) > 1:
+        told = ", ".join(f"{block} on rank {given.index(block)}" for block in (True, False))
+        raise SaveError(f"{what}: block differs: {told}; all ranks make the same call")
 
 
 def _ready(parts: Parts, sharded: Sharded, state: Mapping[str, Any], saving: Saving) -> Ready:

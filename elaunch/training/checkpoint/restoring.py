@@ -19,7 +19,7 @@ from typing import Any, Final
 from elaunch.checkpoint import readers
 from elaunch.checkpoint.depot import Committed
 from elaunch.errors import CheckpointError, CollectiveError
-from elaunch.training.checkpoint import nodecopies, where
+from elaunch.training.checkpoint import where
 from elaunch.training.checkpoint.agreeing import agree, attempt
 from elaunch.training.checkpoint.parts import Parts, newer
 
@@ -47,6 +47,8 @@ def choose(parts: Parts, uuid: str | None, timeout: float | None, what: str) -> 
     chosen, reason = said[0][1]
     chosen = None if chosen is None else here(parts, chosen)
     if parts.local and chosen is not None and not is_foreign(chosen):
+        from elaunch.training.checkpoint import nodecopies  # a third of what all of this imports
+
         try:
             nodecopies.bring(parts, chosen, timeout)
         except CheckpointError as error:
@@ -64,6 +66,8 @@ def look(parts: Parts, timeout: float | None) -> Committed | None:
     """Return the newest checkpoint that is whole; rank 0 chooses. ALL ranks call it together."""
     found, problem, name = None, None, ""
     if parts.local:
+        from elaunch.training.checkpoint import nodecopies
+
         name = nodecopies.newest_together(parts, parts.reads, timeout)
     if parts.rank == 0 and (name or not parts.local):
         found, problem = attempt(lambda: _newest(parts, name))

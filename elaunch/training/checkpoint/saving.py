@@ -152,7 +152,7 @@ def _copied(parts: Parts, sharded: Sharded, saving: Saving, stage: Stage, filled
 
     problem = guarded(copy, saving.what)[1]
     storing.flush(parts)
-    agree(parts.distributed, f"{what}, copied", problem, None, saving.timeout)
+    agree(parts.distributed, f"{what}, copying", problem, None, saving.timeout)
     times = {"started": started, "durations": {"copy": round(time.monotonic() - begun, 6)}}
     return _handed(parts, saving, stage, filled, times)
 

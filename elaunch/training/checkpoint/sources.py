@@ -15,7 +15,7 @@ from typing import Final
 
 from elaunch.checkpoint.depot import Committed
 from elaunch.errors import CheckpointError, SaveError
-from elaunch.training.checkpoint import stored
+from elaunch.training.checkpoint import pages, stored
 from elaunch.training.checkpoint.parts import Parts
 from elaunch.training.checkpoint.restoring import is_foreign
 
@@ -35,7 +35,7 @@ class Source:
         self._open: dict[str, int] = {}
 
     def hold(self, files: Mapping[str, memoryview]) -> None:
-        """Take these files from memory."""
+        """Take these files from memory, whose mappings are this source's from here on."""
         self._held.update({name: view.cast("B") for name, view in files.items()})
 
     def lacks(self, names: Iterable[str]) -> bool:
@@ -81,7 +81,9 @@ class Source:
         for descriptor in self._open.values():
             os.close(descriptor)
         self._open.clear()
+        held = list(self._held.values())
         self._held.clear()
+        pages.unmap(held)
 
     def _descriptor(self, name: str) -> int:
         if name not in self._open:

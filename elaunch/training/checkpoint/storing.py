@@ -210,7 +210,6 @@ def check_metadata(saving: Saving) -> None:
     """Raise SaveError unless it is a dict for JSON with ``steps_completed``, which is the step."""
     if not isinstance(saving.metadata, Mapping):
         raise SaveError(f"metadata is {saving.metadata!r}: give a dict with steps_completed")
-    manifests.check_metadata(saving.metadata)
     step = saving.metadata.get(layout.STEPS_COMPLETED)
     if step is None:
         raise SaveError(
@@ -220,10 +219,14 @@ def check_metadata(saving: Saving) -> None:
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise SaveError(
             f"{layout.STEPS_COMPLETED} is {step!r}, a {type(step).__name__}: give a whole number, "
-            "0 or more"
+            "0 or more, as int(step) is"
         )
     if step != saving.step:
         raise SaveError(f"{layout.STEPS_COMPLETED} is {step}, but the step is {saving.step}")
+    try:
+        manifests.check_metadata(saving.metadata)
+    except CheckpointError as error:
+        raise SaveError(str(error)) from None
 
 
 def check_new(parts: Parts, step: int) -> None:

@@ -85,7 +85,8 @@ def copy_into(memory: torch.Tensor, tensor: torch.Tensor) -> None:
     source = tensor.detach()
     flagged = source.is_conj() or source.is_neg()
     if source.device.type == "cpu" and source.is_contiguous() and not flagged:
-        memory.copy_(source.reshape(-1).view(torch.uint8))
+        # Not copy_, which reads what it is about to overwrite: a third slower.
+        ctypes.memmove(memory.data_ptr(), source.data_ptr(), memory.nbytes)
     else:
         memory.view(source.dtype).view(source.shape).copy_(source, non_blocking=True)
 

@@ -3,7 +3,8 @@
 Arguments: megabytes of state, a directory. Round 0 saves step 7 with ``save(block=False)``, and
 rank 1 kills itself as soon as the call has returned. Round 1 loads; ``$BENCH_DIR/loads.1.<rank>``
 has the step that was found, and the seconds that the two ways of loading took, each into a
-training that has just been made. The files are in the page cache: they have just been written.
+training that has just been made. The files are in the page cache: they have just been written. Both
+ways are imported before, and ``latest()`` was asked for, as a script does to see where to begin.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from stamp import leave
 from torch.distributed.checkpoint.state_dict import set_state_dict
 
 import elaunch
+import elaunch.training.checkpoint.loading  # as torch.distributed.checkpoint, above
 
 STEP = 7
 
@@ -32,6 +34,7 @@ def main() -> None:
     dist.init_process_group("cpu:gloo")
     with elaunch.init(announce=False) as context:
         training = Training(megabytes)
+        context.checkpoint.latest()
         if context.info.round == 0:
             _save_and_die(training, context)
         with torch.no_grad():

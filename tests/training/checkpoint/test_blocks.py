@@ -114,9 +114,10 @@ def test_one_rank_alone(start: Start, tmp_path: Path) -> None:
 stored = tried(lambda: store(10, {"model": "m"}, shard=False))
 again = tried(lambda: store(10, {"model": "m"}, shard=False)) if rank == 0 else ""
 bad = tried(lambda: store(-1, shard=False)) if rank == 0 else ""
+ours = tried(lambda: store(20, {"manifest.rank-00000.json": "m"}, shard=False)) if rank == 0 else ""
 with ck.restore_path() as path:
     content = (path / "model").read_text()
-say(json.dumps([stored, content, again, bad, ck.latest().step, len(ck.list())]))
+say(json.dumps([stored, content, again, bad, ours, ck.latest().step, len(ck.list())]))
 """
     chief, other = start(script, 2).said()
     refused = "ContextError: store_path(shard=False) on rank 1: only rank 0 may save by itself; put"
@@ -125,7 +126,8 @@ say(json.dumps([stored, content, again, bad, ck.latest().step, len(ck.list())]))
     assert chief[1] == other[1] == "m"
     assert "is there already, and a committed checkpoint is never replaced" in chief[2]
     assert "SaveError: steps_completed is -1" in chief[3]
-    assert chief[4:] == other[4:] == [10, 1]
+    assert "a checkpoint's file cannot be called 'manifest.rank-00000.json'" in chief[4]
+    assert chief[5:] == other[5:] == [10, 1]
 
 
 def test_blocks_in_all_shapes(start: Start, tmp_path: Path) -> None:
@@ -253,7 +255,8 @@ os._exit(0)
 """
     job = start(script, 2)
     said = json.loads(job.ends(0)[1])
-    assert said.startswith("CollectiveTimeout: ") and "rank 1 (host " in said
+    assert said.startswith("CollectiveTimeout: opening the checkpoint directory: allgather #")
+    assert "rank 1 (host " in said
 
 
 def test_shard_differs_on_ranks(start: Start) -> None:

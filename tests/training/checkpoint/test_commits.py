@@ -121,6 +121,24 @@ say(json.dumps(said, default=str))
     assert (committed(place), stages(place)) == ([], [])
 
 
+def test_a_link_is_not_what_it_leads_to(start: Start, tmp_path: Path) -> None:
+    """What is behind it stays, and who writes there again does not change the checkpoint."""
+    script = (
+        WRITE
+        + """
+write("real", model="old")
+os.symlink("real", "last")
+os.symlink("real/model", "model")
+found = [ck.commit("last", 1), ck.commit("model", 2)]
+write("real", model="new")
+say(json.dumps([[(each.place / "model").read_text() for each in found], sorted(os.listdir("."))]))
+"""
+    )
+    contents, left = start(script, 1).said()[0]
+    assert contents == ["old", "old"]
+    assert "real" in left and not {"last", "model"} & set(left)
+
+
 def test_the_path_that_ranks_are_given(start: Start, tmp_path: Path) -> None:
     """One directory for all, for code that needs one; a second save needs a second."""
     script = (

@@ -244,6 +244,8 @@ def odd_work(ctx: Any, block: bool) -> Any:
         "nothing": [],
         "set": {"a", "b", "c"},
         "deep": {"er": {"still": 1}},
+        "grown": {"loss": {"epoch 1": 0.5}},
+        "history": [{"loss": 0.5}, {"loss": torch.ones(2)}],
     }
     state = {"tensors": tensors, "values": values}
     save(ctx, state, 1, block)
@@ -254,6 +256,8 @@ def odd_work(ctx: Any, block: bool) -> Any:
         "by number": {1: "?", 7: "!"},
         "empty": {},
         "deep": {"er": {"still": 0}},
+        "grown": {},
+        "history": [],
     }
     target = {"tensors": zeros, "values": fresh}
     ctx.checkpoint.load(target)

@@ -18,6 +18,8 @@ from elaunch.training.checkpoint import reading, tensors
 from tests.training.checkpoint.groups import Raised, in_group
 from tests.training.checkpoint.models import bits, network, plain, train
 
+KINDS = ("SaveError: ", "CheckpointError: the ranks make different calls")
+
 
 def tried(work: Callable[[], Any]) -> str:
     """Return the error of elaunch that ``work`` raises; empty if it raises none."""
@@ -97,6 +99,8 @@ def refused_saves(ctx: Any, block: bool) -> Any:
     told.append(tried(lambda: save({"x": 1}, 1 + rank, block=block)))
     told.append(tried(lambda: save({"x": 1}, -1, block=block)))
     told.append(tried(lambda: save({"x": 1}, 1, metadata={"a": {"b": rank}}, block=block)))
+    told.append(tried(lambda: save({"x": 1}, torch.tensor(1), block=block)))  # type: ignore[arg-type]
+    told.append(tried(lambda: save({"x": 1}, 1, block=rank == 0)))
     assert ctx.checkpoint.list() == []
     save({"x": 1}, 7, block=block)
     ctx.checkpoint.wait()
@@ -124,7 +128,7 @@ def test_refused_saves(tmp_path: Path, block: bool) -> None:
     said = in_group(refused_saves, 2, tmp_path, block)
     assert said[0] == said[1] and not isinstance(said[0], Raised), said
     told, steps = said[0]
-    assert steps == [7] and all(line.startswith("SaveError: ") for line in told), told
+    assert steps == [7] and all(line.startswith(KINDS) for line in told), told
     raw, nested, foreign, without, twice, sparse, quantised, meta, *rest = told
     assert "optimizer is optimizer.state_dict()" in raw and '"optimizer": optimizer}' in raw
     assert "trainer.inner.opt is optimizer.state_dict()" in nested
@@ -135,7 +139,7 @@ def test_refused_saves(tmp_path: Path, block: bool) -> None:
     assert "quantised (torch.quint8)" in quantised and "int_repr()" in quantised
     assert "meta cannot be saved: it has no data" in meta
     broken, asserted, torchs, pickles, collision, no_dict, steps_differ, *others = rest
-    negative, metadata, again = others
+    negative, metadata, no_number, blocks, again = others
     assert "rank 1 on host" in broken and "KeyError: 'out of order'" in broken
     assert "rank 0 on host" in asserted and "AssertionError" in asserted
     assert "rank 0 on host" in torchs and "inner reason" in torchs
@@ -144,6 +148,8 @@ def test_refused_saves(tmp_path: Path, block: bool) -> None:
     assert "the state is a dict with names as keys" in no_dict
     assert "differs: 1 on rank 0, 2 on rank 1" in steps_differ
     assert "-1" in negative and "a.b" in metadata
+    assert "steps_completed is tensor(1), a Tensor: give a whole number" in no_number
+    assert "different calls of ctx.checkpoint" in blocks and "block=False" in blocks
     assert "step-00000007.r0 is there already" in again
 
 

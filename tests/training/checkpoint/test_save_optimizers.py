@@ -1,0 +1,67 @@
+"""Optimizers that cannot be given a state by a step without gradients, as torch gives them one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.training.checkpoint.groups import in_group
+from tests.training.checkpoint.models import bits
+
+Made = tuple[nn.Module, torch.optim.Optimizer]
+
+
+def made(kind: str, seed: int) -> Made:
+    """Return a model and its optimizer."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2))
+    if kind == "sparse":
+        return model, torch.optim.SparseAdam(model.parameters(), lr=0.01)
+    return model, torch.optim.LBFGS(model.parameters(), lr=0.01, max_iter=2)
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    """Train on, the same on all ranks."""
+    for step in range(number):
+
+        def loss(step: int = step) -> Any:
+            optimizer.zero_grad()
+            found = model(torch.ones(3, 8) * (step + 1)).square().sum()
+            found.backward()
+            return found
+
+        if isinstance(optimizer, torch.optim.SparseAdam):
+            loss()
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter.grad = parameter.grad.to_sparse()
+            optimizer.step()
+        else:
+            optimizer.step(loss)
+
+
+def goes_on(ctx: Any, kind: str, block: bool) -> Any:
+    """Save, load into a fresh one and into one that has gone further, and train all of them on."""
+    model, optimizer = made(kind, 0)
+    steps(model, optimizer, 3)
+    ctx.checkpoint.save({"model": model, "optimizer": optimizer}, 3, block=block)
+    ctx.checkpoint.wait()
+    fresh, further = made(kind, 1), made(kind, 2)
+    steps(*further, 5)
+    ends = []
+    for each in (fresh, further):
+        ctx.checkpoint.load({"model": each[0], "optimizer": each[1]})
+    for each in ((model, optimizer), fresh, further):
+        steps(*each, 3)
+        ends.append(bits(each[0].state_dict()))
+    return ends[0] == ends[1] == ends[2]
+
+
+@pytest.mark.parametrize(("kind", "block"), [("lbfgs", True), ("lbfgs", False), ("sparse", True)])
+def test_the_training_goes_on(tmp_path: Path, kind: str, block: bool) -> None:
+    """As if it had never stopped."""
+    assert in_group(goes_on, 2, tmp_path, kind, block) == [True, True]
