@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.training.checkpoint.ddprig import Ranks
 from tests.training.checkpoint.rig import Job
 
 
@@ -23,3 +24,11 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
     yield begin
     for job in started:
         job.close()
+
+
+@pytest.fixture
+def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ranks:
+    """Return ranks, as threads, that keep their checkpoints below the test's directory."""
+    found = Ranks(tmp_path)
+    monkeypatch.setenv("ELAUNCH_CHECKPOINT_DIR", str(found.place))
+    return found

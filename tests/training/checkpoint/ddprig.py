@@ -1,0 +1,53 @@
+"""Ranks that are threads around a real TCPStore: no agent, and no process of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from elaunch.progress import ProgressPage
+from elaunch.training.checkpoint.context import CheckpointContext
+from elaunch.training.checkpoint.opening import Opening
+from elaunch.training.distributed import DistributedContext
+from elaunch.training.info import read
+from elaunch.training.train import TrainContext
+from tests.training.channelrig import PATIENCE, Outcome, StoreHost, in_threads
+
+Work = Callable[[CheckpointContext, int], Any]
+
+
+class Ranks:
+    """Runs ``work(checkpoint, rank)`` on ranks that are threads; each call is a job's start."""
+
+    def __init__(self, directory: Path) -> None:
+        self.place = directory / "checkpoints"
+        self._host = StoreHost()
+        self._starts = 0
+
+    def run(self, size: int, work: Work) -> Outcome:
+        """Return what the ranks returned or raised."""
+        self._starts += 1
+        job = f"start {self._starts}"
+
+        def one(rank: int) -> Any:
+            with self._context(rank, size, job) as checkpoint:
+                return work(checkpoint, rank)
+
+        return in_threads(range(size), one)
+
+    @contextmanager
+    def _context(self, rank: int, size: int, job: str) -> Iterator[CheckpointContext]:
+        place = replace(self._host.place(rank, size, job=job), run_id="job")
+        distributed, page = DistributedContext.of(place), ProgressPage()
+        distributed.open(page, PATIENCE)
+        train = TrainContext(place, page, None)
+        made = CheckpointContext(Opening(read({}), distributed, train, page, "job", True))
+        try:
+            yield made
+        finally:
+            made.close()
+            distributed.close()
+            page.close()
