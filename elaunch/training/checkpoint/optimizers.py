@@ -30,6 +30,7 @@ from elaunch.errors import CheckpointError
 STATE = "state"
 GROUPS = "param_groups"
 _PARAMS = "params"
+_RATE = "lr"  # torch sets it to 0 for the step
 _STEP_FAILS = (TypeError, RuntimeError, ValueError, AttributeError, KeyError, AssertionError)
 Named = tuple[str, nn.Module]
 
@@ -121,11 +122,16 @@ def state_to_fill(
     if saved is not None and not saved:
         state = state_to_save(module, optimizer)
         return {**state, STATE: {}}
+    fresh, rates = not optimizer.state, [group.get(_RATE) for group in optimizer.param_groups]
     with _no_gradients(optimizer):
         try:
             state = dict(get_optimizer_state_dict(module, optimizer))
         except _STEP_FAILS:
+            if not fresh:
+                raise
             optimizer.state.clear()
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group.update({_RATE: rate} if _RATE in group else {})
             return None
     if saved is not None:
         # None is known by its name: some other code has saved it, and the keys will tell.

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from elaunch.training.checkpoint import optimizers
 from tests.training.checkpoint.groups import in_group
 from tests.training.checkpoint.models import bits
 
@@ -65,3 +66,29 @@ def goes_on(ctx: Any, kind: str, block: bool) -> Any:
 def test_the_training_goes_on(tmp_path: Path, kind: str, block: bool) -> None:
     """As if it had never stopped."""
     assert in_group(goes_on, 2, tmp_path, kind, block) == [True, True]
+
+
+def test_a_step_that_fails_leaves_a_fresh_optimizer_as_it_was() -> None:
+    """torch sets the learning rate to 0 for it."""
+    model, optimizer = made("sparse", 0)
+    assert optimizers.state_to_fill(model, optimizer, None) is None
+    assert optimizer.param_groups[0]["lr"] == 0.01 and not optimizer.state
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class Refuses(torch.optim.SGD):
+    """Does not tell its state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Refuse."""
+        raise KeyError("out of order")
+
+
+def test_an_optimizer_that_has_a_state_keeps_it() -> None:
+    """Its error is told, and is no sign that it cannot be given one."""
+    model = nn.Linear(8, 4)
+    optimizer = Refuses(model.parameters(), lr=0.01)
+    optimizer.state[model.weight] = {"momentum_buffer": torch.ones(4, 8)}
+    with pytest.raises(KeyError, match="out of order"):
+        optimizers.state_to_fill(model, optimizer, None)
+    assert list(optimizer.state) == [model.weight]
