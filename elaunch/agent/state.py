@@ -145,8 +145,7 @@ class State:
     @property
     def lost_save(self) -> bool:
         """Whether all ended well and what they left in memory is not known to be on the disk."""
-        settled = self.settled is not None and self.settled.round == self.round
-        written = settled and self.settled is not None and not self.settled.lost
+        written = self.settled is not None and not self.settled.lost
         return self.saves and self.completed and not written
 
     @property
