@@ -30,7 +30,7 @@ from torch import nn
 from elaunch.errors import CheckpointError
 from elaunch.training.checkpoint import kinds, modules, optimizers, tensors
 from elaunch.training.checkpoint.perrank import PerRank, rank_name
-from elaunch.training.checkpoint.stored import Stored
+from elaunch.training.checkpoint.stored import Stored, key_of
 
 Path = tuple[str | int, ...]
 
@@ -135,7 +135,7 @@ class _Walk:
         if isinstance(value, PerRank):
             value = value.value
         if isinstance(value, nn.Module):
-            self._modules.append((_key(path), value))
+            self._modules.append((key_of(path), value))
         elif isinstance(value, Mapping):
             for name, member in value.items():
                 self.find_modules(member, (*path, str(name)))
@@ -154,8 +154,8 @@ class _Walk:
 
     def _visit(self, holder: Any, name: Any, value: Any, path: Path, share: Share = PLAIN) -> None:
         if isinstance(value, torch.Tensor):
-            tensors.refuse(_key(path), value)
-            self._leaf(Leaf(_key(path), path, value, holder, name, share))
+            tensors.refuse(key_of(path), value)
+            self._leaf(Leaf(key_of(path), path, value, holder, name, share))
         elif isinstance(value, PerRank):
             self._per_rank(value, path)
         elif isinstance(value, nn.Module):
@@ -169,20 +169,19 @@ class _Walk:
         elif self._is_grown(value, path):
             self._fill(value, path)
         else:
-            self._leaf(Leaf(_key(path), path, value, holder, name, share))
+            self._leaf(Leaf(key_of(path), path, value, holder, name, share))
 
     def _is_walked(self, value: object, path: Path) -> bool:
         if isinstance(value, Mapping):
             if optimizers.is_raw(value):
-                raise optimizers.refuse_raw(_key(path))
+                raise optimizers.refuse_raw(key_of(path))
             plain = all(isinstance(name, str) for name in value)
             if value and (plain or kinds.holds_more(value)):
                 return True
-            return bool(value) and self._stored is not None and _key(path) not in self._stored.keys
-        if isinstance(value, tuple) and kinds.holds_objects(value):
-            raise CheckpointError(
-                f"{_key(path)} is a tuple with modules or optimizers in it: make it a list"
+            return (
+                bool(value) and self._stored is not None and key_of(path) not in self._stored.keys
             )
+        kinds.refuse_tuple(value, key_of(path))
         return isinstance(value, list) and kinds.holds_more(value)
 
     def _is_grown(self, value: object, path: Path) -> bool:
@@ -191,7 +190,7 @@ class _Walk:
             self._stored is not None
             and type(value) in (dict, list)
             and not value
-            and _key(path) not in self._stored.keys
+            and key_of(path) not in self._stored.keys
             and bool(self._stored.below(path))
         )
 
@@ -227,7 +226,7 @@ class _Walk:
         self._then(lambda: modules.set_state(module, state))
 
     def _optimizer(self, optimizer: torch.optim.Optimizer, path: Path) -> None:
-        module = optimizers.owner(_key(path), optimizer, self._modules)
+        module = optimizers.owner(key_of(path), optimizer, self._modules)
         if self._stored is None:
             state = optimizers.state_to_save(module, optimizer)
         elif self._stored.has_names_below((*path, optimizers.GROUPS)):
@@ -253,7 +252,7 @@ class _Walk:
     def _stateful(self, value: Any, path: Path) -> None:
         state = value.state_dict()
         if isinstance(state, Mapping) and optimizers.is_raw(state):
-            raise optimizers.refuse_raw(_key(path))
+            raise optimizers.refuse_raw(key_of(path))
         if self._stored is None:
             self._visit({}, "", state, path)
             return
@@ -268,7 +267,7 @@ class _Walk:
             return
         saved = self._stored.ranks_below(path)
         if not saved:
-            self.captured.missing.append(_key((*path, rank_name(self._rank))))
+            self.captured.missing.append(key_of((*path, rank_name(self._rank))))
             return
         if kinds.is_changed_in_place(marked.value):
             wanted = saved[self._rank % len(saved)]
@@ -316,7 +315,7 @@ class _Walk:
         self.captured.missing += sorted(set(own) - self._stored.keys)
         held = self._stored.build(path, own)
         if not held:
-            self.captured.missing += [_key(path)] if here.captured.leaves and not own else []
+            self.captured.missing += [key_of(path)] if here.captured.leaves and not own else []
             return {"": value}
         for key, rest in self._stored.below(path):
             holder: Any = held
@@ -329,7 +328,3 @@ class _Walk:
     def _then(self, call: Callable[[], None]) -> None:
         if self._stored is not None:
             self.captured.restores.append(call)
-
-
-def _key(path: Path) -> str:
-    return ".".join(map(str, path))

@@ -24,6 +24,12 @@ def no_dict(state: object) -> CheckpointError:
     )
 
 
+def refuse_tuple(value: object, name: str) -> None:
+    """Raise CheckpointError for a tuple with objects in it, which a load could not change."""
+    if isinstance(value, tuple) and holds_objects(value):
+        raise CheckpointError(f"{name} is a tuple with modules or optimizers in it: make it a list")
+
+
 def holds_more(value: Mapping[Any, Any] | list[Any]) -> bool:
     """Tell whether a container is walked through, as torch.distributed.checkpoint does it."""
     members = value.values() if isinstance(value, Mapping) else value

@@ -32,6 +32,7 @@ from elaunch.training.checkpoint import (
     tensors,
 )
 from elaunch.training.checkpoint.perrank import PerRank
+from elaunch.training.checkpoint.stored import key_of
 from elaunch.training.distributed import DistributedContext
 
 PER_RANK: Final = "elaunch.per_rank"
@@ -102,7 +103,7 @@ def make(state: Any, writes: bool) -> Plain:
     walk.made.content = {key: walk.visit(value, (key,)) for key, value in state.items()}
     loadable.check(walk.made.content, "")
     for path, value in walk.made.own.items():
-        loadable.check(value, _key(path))
+        loadable.check(value, key_of(path))
     walk.made.size = _size_of(walk.made.content) if writes else 0
     return walk.made
 
@@ -125,12 +126,6 @@ def refuse_raw(value: Any, name: str = "") -> None:
         members = list(enumerate(value)) if isinstance(value, list | tuple) else []
     for key, member in members:
         refuse_raw(member, f"{name}.{key}" if name else str(key))
-
-
-def refuse_tuple(value: object, name: str) -> None:
-    """Raise CheckpointError for a tuple with objects in it, which a load could not change."""
-    if isinstance(value, tuple) and kinds.holds_objects(value):
-        raise CheckpointError(f"{name} is a tuple with modules or optimizers in it: make it a list")
 
 
 def check_same(
@@ -188,7 +183,7 @@ class _Walk:
 
     def visit(self, value: Any, path: Path) -> Any:
         """Return the value as it stands in the file, and note what the ranks have to agree on."""
-        refuse_tuple(value, _key(path))
+        kinds.refuse_tuple(value, key_of(path))
         if isinstance(value, PerRank):
             return self._per_rank(value, path)
         if isinstance(value, nn.Module):
@@ -219,7 +214,7 @@ class _Walk:
 
     def _per_rank(self, marked: PerRank, path: Path) -> dict[str, list[Any]]:
         if not self._shared:
-            raise CheckpointError(f"{_key(path)} is a PerRank in a PerRank: one is enough")
+            raise CheckpointError(f"{key_of(path)} is a PerRank in a PerRank: one is enough")
         self._note(path, "a PerRank")
         self.made.own[path] = _Walk(writes=True, shared=False).visit(marked.value, path)
         return {PER_RANK: self.made.places.setdefault(path, [])}
@@ -238,11 +233,11 @@ class _Walk:
                 self._compare(member, (*path, index))
         else:
             self._note(path, "a value")
-            self.made.values[_key(path)] = value
+            self.made.values[key_of(path)] = value
 
     def _note(self, path: Path, kind: str) -> None:
         if self._shared:
-            self.made.kinds[_key(path)] = kind
+            self.made.kinds[key_of(path)] = kind
 
 
 def has_tensors(value: Any) -> bool:
@@ -261,7 +256,7 @@ def _refuse_sharded(value: Any, path: Path) -> None:
     )
     if wrapped or any(isinstance(part, DTensor) for part in parts):
         raise CheckpointError(
-            f"{_key(path)} is sharded over the ranks, so rank 0 does not have all of it: use "
+            f"{key_of(path)} is sharded over the ranks, so rank 0 does not have all of it: use "
             "ctx.checkpoint.save()"
         )
 
@@ -269,8 +264,4 @@ def _refuse_sharded(value: Any, path: Path) -> None:
 def _refuse_sparse(value: Any, path: Path) -> None:
     # Others that the sharded save refuses, as quantised ones, torch.save and torch.load take.
     if isinstance(value, torch.Tensor) and value.layout != torch.strided:
-        tensors.refuse(_key(path), value)
-
-
-def _key(path: Path) -> str:
-    return ".".join(map(str, path))
+        tensors.refuse(key_of(path), value)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,6 +45,11 @@ def read(content: bytes | memoryview, place: object) -> Metadata:
     return metadata
 
 
+def key_of(path: Iterable[Any]) -> str:
+    """Return the key of what stands at ``path`` in a state."""
+    return ".".join(map(str, path))
+
+
 @dataclass
 class Stored:
     """The keys of a checkpoint, for a load into ``world_size_now`` ranks.
@@ -63,7 +68,7 @@ class Stored:
 
     def below(self, path: Path) -> list[tuple[str, Path]]:
         """Return each key at or below ``path``, and the rest of its path."""
-        prefix = ".".join(map(str, path))
+        prefix = key_of(path)
         return [
             (key, self._rest(key, prefix))
             for key in self.metadata.state_dict_metadata
@@ -73,7 +78,7 @@ class Stored:
     def _rest(self, key: str, prefix: str) -> Path:
         whole: Path = (self.metadata.planner_data or {}).get(key, ())
         for length in range(1, len(whole) + 1):
-            if ".".join(map(str, whole[:length])) == prefix:
+            if key_of(whole[:length]) == prefix:
                 return tuple(whole[length:])
         rest = key[len(prefix) + 1 :]
         return (rest,) if rest else ()
