@@ -115,7 +115,7 @@ class Wrapper:
 
     def _start(self) -> None:
         plan = self._plan
-        rank = plan.numbers.rank
+        rank = plan.rank
         [(stdout, stderr)] = self._pump.open_round(plan.round, {rank: rank}).values()
         job = {
             "op": "start",
@@ -227,7 +227,7 @@ class Wrapper:
         pid = f", pid {self._exited.pid}" if self._exited is not None else ""
         command = " ".join(shlex.join(self._plan.command).split())
         shown = command[:57] + "..." if len(command) > 60 else command
-        return f"rank {self._plan.numbers.rank} on {os.uname().nodename}{pid} ({shown})"
+        return f"rank {self._plan.rank} on {os.uname().nodename}{pid} ({shown})"
 
     def _say(self, text: str) -> None:
         self._pump.say(f"elaunch: {self._who()}: {text}")
@@ -239,7 +239,7 @@ def _server_plan(plan: WrapPlan) -> ServerPlan:
     if os.path.basename(environ.get("TMPDIR", "")).startswith(env.TEMP_PREFIX):
         del environ["TMPDIR"]
     return ServerPlan(
-        run_id=f"{plan.job or 'wrap'}, rank {plan.numbers.rank}",
+        run_id=f"{plan.job or 'wrap'}, rank {plan.rank}",
         interpreter=sys.executable,
         fork_start=False,
         preload=(),

@@ -3,6 +3,9 @@
 The launcher's variables are read by elaunch.training.launchers. Torchrun's variables are set from
 them; the six numbers always, everything else only where it is not set: inside a job of elaunch or
 torchrun (a worker that calls mpirun) the round's own store and run id stay in use.
+
+A rank that ``--rank-env`` gives may be all that is known: nothing says how many ranks there are, or
+this is a worker that starts ranks of its own. Then the command's variables stay as they are.
 """
 
 from __future__ import annotations
@@ -46,11 +49,13 @@ class WrapRequest:
 class WrapPlan:
     """One wrapped rank: what is started, in which environment, and where its output goes.
 
-    ``launched`` says that a launcher of the table started this process, as its parent.
+    ``numbers`` is None where the rank alone is known. ``launched`` says that a launcher of the table
+    started this process, as its parent.
     """
 
     command: tuple[str, ...]
-    numbers: Numbers
+    rank: int
+    numbers: Numbers | None
     job: str
     round: int
     environ: Mapping[str, str]
@@ -78,33 +83,40 @@ def plan(request: WrapRequest, environ: Mapping[str, str]) -> WrapPlan:
 
 def _plan(request: WrapRequest, environ: Mapping[str, str]) -> WrapPlan:
     names, rank = _find(request.rank_env, environ)
-    numbers = launcher_numbers(names, environ, rank)
     job = launchers.job_name(names, environ)
-    own = dict(environ)
-    if request.master_addr is not None:
-        own["MASTER_ADDR"] = request.master_addr
-    if request.master_port is not None:
-        own["MASTER_PORT"] = str(request.master_port)
-    addr, port = meeting_point(names, numbers, own) or _alone(own, job)
-    if numbers.rank == 0 and not _is_hosted(environ):
-        _check_port(addr, port, given="MASTER_PORT" in own)
-    restarts = launchers.number(environ, ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
-    facts = _facts(request, numbers, (addr, port), job, restarts or 0)
-    variables = _torch_variables(facts, numbers, environ)
+    restarts = launchers.number(environ, ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")) or 0
+    placed = request.master_addr is not None or request.master_port is not None
+    numbers = None
+    if rank is None or placed or _has_numbers(names, rank, environ):
+        numbers = launcher_numbers(names, environ, rank)
+        rank = numbers.rank
+        variables = _torch_variables(request, names, numbers, restarts, environ)
+    else:
+        variables = _unbuffered(environ)
     log_root = _log_root(request, job)
     if log_root is not None:
-        directory = round_directory(log_root, facts.round) / str(numbers.rank)
-        variables[env.ERROR_FILE] = str(directory / "error.json")
+        variables[env.ERROR_FILE] = str(round_directory(log_root, restarts) / f"{rank}/error.json")
+    local_rank = rank if numbers is None else numbers.local_rank
     return WrapPlan(
         command=request.command,
+        rank=rank,
         numbers=numbers,
         job=job,
-        round=facts.round,
+        round=restarts,
         environ={**environ, **variables},
-        logs=_log_plan(request, numbers, log_root, environ),
+        logs=_log_plan(request, local_rank, log_root, environ),
         shutdown_timeout=request.shutdown_timeout,
         launched=names.family != "torch",
     )
+
+
+def _has_numbers(names: LauncherNames, rank: int, environ: Mapping[str, str]) -> bool:
+    """Whether the variables say of this very rank how many others there are."""
+    if launchers.number(environ, (*names.size, "WORLD_SIZE")) is None:
+        return False
+    # A worker of torchrun or elaunch that starts ranks of its own leaves them its variables.
+    worker = launchers.number(environ, launchers.TORCH.rank)
+    return names.family != "torch" or worker in (None, rank)
 
 
 def _find(rank_env: str | None, environ: Mapping[str, str]) -> tuple[LauncherNames, int | None]:
@@ -114,7 +126,7 @@ def _find(rank_env: str | None, environ: Mapping[str, str]) -> tuple[LauncherNam
         if found is None:
             raise UsageError(_no_launcher(environ))
         return found, None
-    if rank_env.strip().isdecimal():
+    if rank_env.strip().isascii() and rank_env.strip().isdecimal():
         return found or launchers.TORCH, int(rank_env)
     named = tuple(name.strip() for name in rank_env.split(",") if name.strip())
     name = launchers.first_set(environ, named)
@@ -212,14 +224,36 @@ def _facts(
     )
 
 
+def _store(
+    request: WrapRequest, names: LauncherNames, numbers: Numbers, environ: Mapping[str, str]
+) -> tuple[str, int]:
+    """Return where the ranks meet; raise UsageError where rank 0 finds that the port is taken."""
+    own = dict(environ)
+    if request.master_addr is not None:
+        own["MASTER_ADDR"] = request.master_addr
+    if request.master_port is not None:
+        own["MASTER_PORT"] = str(request.master_port)
+    job = launchers.job_name(names, environ)
+    addr, port = meeting_point(names, numbers, own) or _alone(own, job)
+    if numbers.rank == 0 and not _is_hosted(environ):
+        _check_port(addr, port, given="MASTER_PORT" in own)
+    return addr, port
+
+
 def _torch_variables(
-    facts: env.RoundFacts, numbers: Numbers, environ: Mapping[str, str]
+    request: WrapRequest,
+    names: LauncherNames,
+    numbers: Numbers,
+    restarts: int,
+    environ: Mapping[str, str],
 ) -> dict[str, str]:
     """Return torchrun's variables, without what only an agent's workers have.
 
     Without TORCHELASTIC_USE_AGENT_STORE the process of rank 0 hosts the store, as in any job that
     torchrun did not start.
     """
+    store = _store(request, names, numbers, environ)
+    facts = _facts(request, numbers, store, launchers.job_name(names, environ), restarts)
     variables = env.worker_environment(facts, numbers.local_rank, "", environ)
     kept = {
         name: value
@@ -230,8 +264,12 @@ def _torch_variables(
     changed = {n: v for n, v in kept.items() if not (n.startswith(held) and environ.get(n))}
     if len(os.sched_getaffinity(0)) == os.cpu_count():  # else the launcher has given out the cores
         changed |= env.default_omp_threads(environ, numbers.local_size)
+    return changed | _unbuffered(environ)
+
+
+def _unbuffered(environ: Mapping[str, str]) -> dict[str, str]:
     # A pipe is not a terminal: Python would keep what it prints until much later.
-    return changed | {"PYTHONUNBUFFERED": environ.get("PYTHONUNBUFFERED") or "1"}
+    return {"PYTHONUNBUFFERED": environ.get("PYTHONUNBUFFERED") or "1"}
 
 
 def _log_root(request: WrapRequest, job: str) -> Path | None:
@@ -249,14 +287,14 @@ def _log_root(request: WrapRequest, job: str) -> Path | None:
 
 
 def _log_plan(
-    request: WrapRequest, numbers: Numbers, log_root: Path | None, environ: Mapping[str, str]
+    request: WrapRequest, local_rank: int, log_root: Path | None, environ: Mapping[str, str]
 ) -> LogPlan:
     """Return the plan of the one rank here, which the pump knows by its global rank."""
-    redirects = request.redirects.of(numbers.local_rank)
-    tee = request.tee.of(numbers.local_rank)
+    redirects = request.redirects.of(local_rank)
+    tee = request.tee.of(local_rank)
     template = environ.get(env.LOG_PREFIX_TEMPLATE)
     if template:
-        template = string.Template(template).safe_substitute(local_rank=numbers.local_rank)
+        template = string.Template(template).safe_substitute(local_rank=local_rank)
     return LogPlan(
         log_root=log_root,
         redirects=lambda rank: redirects,

@@ -318,3 +318,28 @@ def test_nohup(elaunch: Launcher) -> None:
     done = elaunch.start_command(["sh", "-c", line], env=RANK_2).wait()
     assert done.stdout == "[default2]:SIG_IGN SIG_DFL\n"
     assert signal.SIGUSR1 == 10
+
+
+def test_a_worker_starts_ranks_of_its_own(elaunch: Launcher, tmp_path: Path) -> None:
+    """A script that is its own launcher gives bare ranks; files by rank where it asks for them."""
+    code = "import os, sys; print('worker', sys.argv[1], 'of', os.environ['WORLD_SIZE'])"
+    launcher = f"""
+import os, subprocess, sys
+wrap = [sys.executable, "-m", "elaunch", "wrap", "--rank-env", "MINE"]
+wrap += ["--log-dir", {str(tmp_path)!r}]
+for rank in "5", "0":
+    worker = [*wrap, "--", sys.executable, "-c", {code!r}, rank]
+    subprocess.run(worker, check=True, env=os.environ | {{"MINE": rank}})
+"""
+    script = tmp_path / "launcher.py"
+    script.write_text(launcher)
+    running = elaunch.start(["run", "--rdzv-id", "own", "--nproc-per-node", "1", str(script)])
+    done = running.wait()
+    assert done.returncode == 0, done
+    assert re.findall(r"^\[default(\d)\]:worker (\d) of (\d)$", done.stdout, re.M) == [
+        ("5", "5", "1"),
+        ("0", "0", "1"),
+    ]
+    kept = tmp_path / "own" / "attempt_0"
+    assert (kept / "5" / "stdout.log").read_text() == "worker 5 of 1\n"
+    assert (kept / "0" / "stdout.log").read_text() == "worker 0 of 1\n"

@@ -47,7 +47,7 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         (ONE, ["--rank-env=A,B", "true"], "are all not set; OMPI_COMM_WORLD_RANK is set"),
         ({}, ["--rank-env", ",", "true"], "--rank-env: it names no variable"),
         ({"R": "x"}, ["--rank-env", "R", "true"], "R='x' is not a number of 0 or more"),
-        ({"R": "1"}, ["--rank-env", "R", "true"], "WORLD_SIZE is not set"),
+        ({"R": "1"}, ["--rank-env=R", "--master-port=9", "true"], "set WORLD_SIZE for each rank"),
         (ONE, ["--rank-env", "5", "true"], "rank is 5, but size is 2"),
         (ONE, ["--master-port", "70000", "true"], "--master-port: '70000' is more than 65535"),
         (ONE, ["--tee", "9", "true"], "--tee: '9' is neither 0, 1, 2 or 3"),
