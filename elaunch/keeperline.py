@@ -37,7 +37,8 @@ from the agent:
                                                checkpoint that this connection's saves have become
 ``… "parts": [{"rank": g, "files": […]}]``     to ``recall``: one descriptor per part beside it
 ``{"n": n, "error": "…", "kind": "save"}``     that save, or one before it, came to nothing: told
-                                               once. ``kind`` "timeout": the wait was too long
+                                               once. ``kind`` "timeout": the wait was too long;
+                                               "request": the agent cannot make sense of it
 ``{"error": "…"}``                             it refuses the connection, and closes
 =============================================  ====================================================
 

@@ -14,19 +14,24 @@ u32 2**32-1, line of JSON    the sender cannot go on: ``{"error": "…"}``; the 
 ===========================  =====================================================================
 
 ======================================================  ==========================================
-request                                                 answer
+request                                                 answer, beside ``ok``
 ======================================================  ==========================================
-``sealed``: stage, rank, manifest                       this rank's part is on the disk
-``failed``: stage, rank, problem                        it will never be
-``part``: step, round, uuid, rank                       ``files``, then the bytes of one rank's
-                                                        part, from the memory of that agent
-``replica``: head, size; then the bytes                 the neighbour's memory has them
+``sealed``: stage, rank, manifest                       nothing: the rank's part is on the disk
+``failed``: stage, rank, problem                        nothing: the part will never be
+``part``: step, round, rank                             ``handed``, the bytes of one rank's part
+                                                        from the memory of that agent, a line
+                                                        ``whole``: whether they stayed the same
+                                                        meanwhile; nothing if it is not there
+``replica``: handed                                     nothing, once there is room; after the bytes
+                                                        again, once the neighbour has them
 ``staged``                                              ``seals`` of its ranks, ``committed``: names
 ``seals``: name                                         ``seals`` of all ranks
-``kept``: seals                                         ``kept``: the checkpoints of this node
-``look``: one of ``kept``                               ``files`` that are whole here, ``wanted``
+``kept``: seals                                         ``kept``: the checkpoints of this node,
+                                                        ``passed_over``: names with reasons
+``look``: checkpoint, one of ``kept``                   ``looked``: files that are whole here,
+                                                        files wanted, problem, format
+``gather``: checkpoint, files, nodes                    nothing: all these files are here now
 ``file``: checkpoint, file                              ``size``, then the bytes, from the disk
-``gather``: checkpoint, files, nodes                    all these files are here now
 ======================================================  ==========================================
 
 The last six are those of --checkpoint-local (elaunch.agent.localcopies). Nothing is encrypted.

@@ -11,8 +11,8 @@ request        what this agent does
 ``file``       sends a file
 =============  ================================================================================
 
-The coordinator asks for all but files between two rounds (elaunch.agent.localsearch), one at a
-time; while workers run here they are refused. A file is fetched under another name, checked, synced
+The coordinator asks for all but files between two rounds (elaunch.agent.localsearch); they are done
+one at a time, and refused while workers run here. Files are sent at any time to whoever gathers. A file is fetched under another name, checked, synced
 and renamed; a checkpoint that this node has nothing of appears at once, with all its files. What is
 in the way goes to the quarantine.
 """
