@@ -12,9 +12,9 @@ request        what this agent does
 =============  ================================================================================
 
 The coordinator asks for all but files between two rounds (elaunch.agent.localsearch); they are done
-one at a time, and refused while workers run here. Files are sent at any time to whoever gathers. A file is fetched under another name, checked, synced
-and renamed; a checkpoint that this node has nothing of appears at once, with all its files. What is
-in the way goes to the quarantine.
+one at a time, and refused while workers run here. Files are sent whenever another agent gathers. A
+file is fetched under another name, checked, synced and renamed; a checkpoint that this node has
+nothing of appears at once, with all its files. What is in the way goes to the quarantine.
 """
 
 from __future__ import annotations

@@ -49,8 +49,8 @@ class WrapRequest:
 class WrapPlan:
     """One wrapped rank: what is started, in which environment, and where its output goes.
 
-    ``numbers`` is None where the rank alone is known. ``launched`` says that a launcher of the table
-    started this process, as its parent.
+    ``numbers`` is None where the rank alone is known. ``launched`` says that a launcher of the
+    table started this process, as its parent.
     """
 
     command: tuple[str, ...]
