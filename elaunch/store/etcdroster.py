@@ -108,7 +108,7 @@ class Roster:
         name = self._keys.name_of(kv.key)
         if kv.value == LEFT:
             self._gone(name, "left")
-        elif self._known.get(name) != kv.mod_revision:
+        elif self._known.get(name, 0) < kv.mod_revision:
             self._known[name] = kv.mod_revision
             self._changes.append(Change(name, kv.value, "put"))
 

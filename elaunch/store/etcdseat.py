@@ -4,6 +4,10 @@ Each agent that wants the lead has a key in line, under its lease; who has the o
 Each waits for the one key before its own to go, so that a lead that falls free wakes one agent, not
 all. Once first in line, an agent stays it for as long as its key is there: a write under the
 condition that the key is the same is the write of the one that leads.
+
+A member that was frozen applies what it was sent when it wakes, long after another has done it or
+something newer. So each write of the entry has the condition that the entry is what it replaces,
+and what was sent to enrol under a lease that nobody uses any more is stopped by revoking the lease.
 """
 
 from __future__ import annotations
@@ -12,15 +16,19 @@ import math
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from elaunch.errors import SeatLost
+from elaunch.errors import SeatLost, StoreUnreachable
 from elaunch.store.etcdplace import Keys
 from elaunch.store.etcdrenewal import Renewal
 from elaunch.store.etcdroster import LEFT
 from elaunch.store.etcdtxn import Transactions
 from elaunch.store.etcdwatch import Watch, Watching
+
+_TRIES = 8
+"""Writes of ours that may be applied late, one after the other, while one update is made."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +61,8 @@ class OwnSeat:
         self._news = news
         self._renewal = Renewal(txns.calls)
         self._own: _Own | None = None
+        self._modified = 0  # revision of the entry as it was last written or found
+        self._doubtful = 0  # lease of an entry of which it is not known whether it was written
         self._in_line: tuple[bytes, int] | None = None  # our key there and its create revision
         self._leads = False
         self._before: Watch | None = None
@@ -69,25 +79,38 @@ class OwnSeat:
             raise ValueError(f"this agent is enrolled already, as {self._own.name}")
         txns, key = self._txns, self._keys.agent(name)
         lease, granted = txns.grant(math.ceil(ttl))
+        self._doubtful = lease
         answer = txns.send([txns.created(key, 0)], [txns.put(key, value, lease)], [txns.get(key)])
+        self._doubtful = 0
         created = answer.revision
         if not answer.done:
             found = answer.found[0]
             if not found or found[0].lease != lease:
                 raise SeatLost(f"the name {name} is or was on the roster already")
             created = found[0].create_revision  # the first answer was lost
+        self._modified = created
         self._own = _Own(name, key, created, lease, float(granted))
 
     def update(self, value: bytes) -> None:
         """Replace the entry's value; raises SeatLost."""
         own, txns = self._enrolled(), self._txns
-        still = txns.created(own.key, own.created)
-        try:
-            done = txns.send([still], [txns.put(own.key, value, own.lease)], []).done
-        except SeatLost:
-            done = False
-        if not done:
-            raise self._lost(own)
+        for _ in range(_TRIES):
+            unchanged = txns.modified(own.key, self._modified)
+            write, look = txns.put(own.key, value, own.lease), txns.get(own.key)
+            try:
+                answer = txns.send([unchanged], [write], [look])
+            except SeatLost as error:
+                raise self._lost(own) from error
+            if answer.done:
+                self._modified = answer.revision
+                return
+            found = answer.found[0][0] if answer.found[0] else None
+            if found is None or found.create_revision != own.created or found.value == LEFT:
+                raise self._lost(own)
+            self._modified = found.mod_revision
+            if found.value == value:
+                return  # it was done, and the answer was lost
+        raise StoreUnreachable(f"the entry {own.name} in {txns.calls.place} does not come to rest")
 
     def renew(self) -> None:
         """Renew the lease; raises SeatLost."""
@@ -105,6 +128,7 @@ class OwnSeat:
         """Take our entry off the roster and ourselves out of the line."""
         own, txns = self._own, self._txns
         if own is None:
+            self._revoke()
             return
         still = txns.created(own.key, own.created)
         then = [txns.put(own.key, LEFT, own.lease), txns.delete(self._keys.candidate(own.name))]
@@ -131,6 +155,14 @@ class OwnSeat:
     def close(self) -> None:
         """End the stream of renewals."""
         self._renewal.close()
+
+    def _revoke(self) -> None:
+        """Give up the lease of an entry that may be written yet; it expires if this fails."""
+        if not self._doubtful:
+            return
+        with suppress(SeatLost):  # it is gone already
+            self._txns.revoke(self._doubtful)
+        self._doubtful = 0
 
     def _enrolled(self) -> _Own:
         self._txns.calls.check_open()

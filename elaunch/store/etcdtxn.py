@@ -91,3 +91,7 @@ class Transactions:
         """Return a new lease and for how many seconds it holds, which may be more than asked."""
         answer = self.calls.ask("Lease", "LeaseGrant", self._rpc.LeaseGrantRequest(TTL=seconds))
         return int(answer.ID), int(answer.TTL)
+
+    def revoke(self, lease: int) -> None:
+        """Give up a lease and all that was written under it; raises SeatLost if it is gone."""
+        self.calls.ask("Lease", "LeaseRevoke", self._rpc.LeaseRevokeRequest(ID=lease))

@@ -91,7 +91,10 @@ class Store(Protocol):
         """
 
     def update(self, value: bytes) -> None:
-        """Replace the value of our own entry."""
+        """Replace the value of our own entry.
+
+        A write whose answer was lost may be applied late, but never over one that came after it.
+        """
 
     def renew(self) -> None:
         """Keep our own entry for another ``ttl`` seconds."""

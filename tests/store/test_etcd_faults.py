@@ -1,0 +1,144 @@
+"""What an agent's store does when etcd does it late, forgets, or writes no more; with real etcd."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from elaunch.errors import StoreUnreachable
+from elaunch.store import etcd
+from elaunch.store.etcd import EtcdStore
+from elaunch.store.etcdplace import EtcdPlace
+from tests.etcdserver import Cluster, Member
+from tests.etcdserver import etcd as serve
+
+pytestmark = pytest.mark.slow
+
+LONG = 30.0
+"""Seconds that something may take on a busy machine before the test gives it up."""
+
+
+@pytest.fixture
+def opened() -> Iterator[Callable[..., EtcdStore]]:
+    """Open stores that are closed at the end: ``opened(place)``."""
+    with ExitStack() as stack:
+
+        def connect(place: EtcdPlace) -> EtcdStore:
+            store = etcd.connect(place, "job", deadline=LONG)
+            assert isinstance(store, EtcdStore)
+            stack.callback(store.close)
+            return store
+
+        yield connect
+
+
+@pytest.fixture
+def one(tmp_path: Path) -> Iterator[Cluster]:
+    """One member."""
+    with serve(tmp_path / "etcd") as cluster:
+        yield cluster
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    """Wait for a condition; etcd may be out of reach meanwhile."""
+    end = time.monotonic() + LONG
+    while True:
+        try:
+            if condition():
+                return
+        except StoreUnreachable:
+            pass
+        assert time.monotonic() < end, what
+        time.sleep(0.02)
+
+
+def until_handled(member: Member) -> None:
+    """Wait until a member has done all that it was sent, also for who has given up on it."""
+    host, port = member.endpoint
+
+    def look() -> bool:
+        with urllib.request.urlopen(f"http://{host}:{port}/metrics", timeout=LONG) as page:
+            text = page.read().decode()
+        counts = {
+            what: sum(
+                map(float, re.findall(rf"^grpc_server_{what}_total{{.*Txn.*}} (\d+)", text, re.M))
+            )
+            for what in ("started", "handled")
+        }
+        return counts["started"] == counts["handled"] > 0
+
+    until(look, "all is handled")
+
+
+# ── what is applied late ─────────────────────────────────────────────────────────────────────────
+
+AGENTS = 8
+"""A member that wakes does about half of what was given up meanwhile."""
+
+
+def test_a_write_that_is_applied_late_replaces_nothing_newer(
+    tmp_path: Path, opened: Callable[..., EtcdStore]
+) -> None:
+    """A follower is frozen; agents that hang on it update elsewhere, twice; then it wakes."""
+    with serve(tmp_path / "etcd", 3) as cluster:
+        leader = cluster.leader()
+        frozen = next(member for member in cluster.members if member is not leader)
+        stores: list[EtcdStore] = []
+        while len(stores) < AGENTS:
+            store = opened(cluster.place())
+            if cluster.member_at(store.member) is frozen:
+                store.enrol(f"n{len(stores)}", b"ready", 60.0)
+                stores.append(store)
+        frozen.freeze()
+
+        def update_twice(store: EtcdStore) -> None:
+            store.update(b"running, 7")
+            store.update(b"finished, 8")
+
+        with ThreadPoolExecutor(AGENTS) as pool:
+            list(pool.map(update_twice, stores))
+        frozen.thaw()
+        until_handled(frozen)
+        reader = opened(cluster.place())
+        assert [seat.value for seat in reader.roster().values()] == [b"finished, 8"] * AGENTS
+        for store in stores:
+            store.update(b"again")
+        assert [seat.value for seat in reader.roster().values()] == [b"again"] * AGENTS
+
+
+def test_an_entry_that_is_written_late_is_taken_back(
+    one: Cluster, opened: Callable[..., EtcdStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer to enrol is lost: who withdraws then leaves no ghost that others wait for."""
+    stores = [opened(one.place()) for _ in range(AGENTS)]
+    member = one.members[0]
+    granted = threading.Barrier(AGENTS, action=member.freeze)
+
+    def enrol(number: int) -> None:
+        store, txns = stores[number], stores[number]._own._txns
+        grant = txns.grant
+
+        def grant_and_wait(seconds: int) -> tuple[int, int]:
+            lease = grant(seconds)
+            granted.wait(LONG)
+            return lease
+
+        monkeypatch.setattr(txns, "grant", grant_and_wait)
+        with pytest.raises(StoreUnreachable):
+            store.enrol(f"ghost{number}", b"ready", 60.0)
+
+    with ThreadPoolExecutor(AGENTS) as pool:
+        list(pool.map(enrol, range(AGENTS)))
+    member.thaw()
+    for store in stores:
+        until(lambda store=store: store.withdraw() is None, "it is out of reach")  # type: ignore[misc]
+    until_handled(member)
+    assert dict(stores[0].roster()) == {}
