@@ -47,6 +47,7 @@ def prepare(job: Job) -> Callable[[], object]:
     main = types.ModuleType("__main__")
     main.__dict__.update(__builtins__=builtins, __annotations__={})
     sys.modules["__main__"] = main
+    _alias_for_multiprocessing(main if job.mode != "run-path" else _forwarding())
     if job.mode == "run-path":
         return partial(_recorded, partial(runpy.run_path, job.entrypoint, run_name="__main__"))
     if job.mode == "module":
@@ -59,6 +60,24 @@ def prepare(job: Job) -> Callable[[], object]:
         return partial(_as_main, "__main__", alter_argv=False)
     _put_first_on_path(os.path.dirname(os.path.realpath(job.entrypoint)))
     return partial(exec, _code(main, path), main.__dict__)
+
+
+def _alias_for_multiprocessing(main: types.ModuleType) -> None:
+    """Let the objects come back that a child pickles under its name for the script's module.
+
+    A child that multiprocessing spawns imports the script as ``__mp_main__``. multiprocessing has
+    set the name to the server's ``__main__`` if the server has imported it; else the script's own
+    import of it sets the name.
+    """
+    if "__mp_main__" in sys.modules:
+        sys.modules["__mp_main__"] = main
+
+
+def _forwarding() -> types.ModuleType:
+    """Return a module with the names of ``__main__`` as it is then: runpy replaces it later."""
+    alias = types.ModuleType("__mp_main__")
+    alias.__dict__["__getattr__"] = lambda name: getattr(sys.modules["__main__"], name)
+    return alias
 
 
 def _recorded(start: Callable[[], object]) -> None:
