@@ -34,7 +34,7 @@ test: $(STAMP)
 	scripts/setup-system.sh
 	# The tests start elaunch a thousand times; where Python may not write bytecode, it is here.
 	$(BIN)/python -m compileall -q elaunch
-	$(PYTEST)
+	$(PYTEST) --strict-machine
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .

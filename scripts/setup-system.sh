@@ -1,18 +1,18 @@
 #!/bin/sh
-# Install the programs that the tests call and that a bare Debian may lack.
+# Install the programs of programs.txt that this machine lacks: what the tests call.
 #
 # Does nothing where they are all there. Without the right to install it only says what is missing:
-# the tests that need the program say so themselves.
+# the tests that need the program fail, and say so themselves.
 set -eu
 
+here=$(cd "$(dirname "$0")" && pwd)
 PATH=$PATH:/usr/sbin:/sbin # where nft and ip are, which not every user has in the PATH
 missing=
-# program:package
-for pair in ps:procps etcd:etcd-server ip:iproute2 nft:nftables faketime:faketime openssl:openssl \
-    strace:strace \
-    mpirun:openmpi-bin srun:slurm-client slurmctld:slurmctld slurmd:slurmd; do
-    command -v "${pair%%:*}" >/dev/null || missing="$missing ${pair##*:}"
-done
+while read -r program package; do
+    case $program in '' | '#'*) continue ;; esac
+    command -v "$program" >/dev/null && continue
+    case " $missing " in *" $package "*) ;; *) missing="$missing $package" ;; esac
+done < "$here/programs.txt"
 [ -n "$missing" ] || exit 0
 
 if [ "$(id -u)" = 0 ]; then

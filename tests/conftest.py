@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests import netns
+from tests import netns, programs
 from tests.cluster import Cluster
 from tests.launching import Launcher
 
@@ -22,6 +23,34 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # Tests run beside others on a busy machine: how long examples take says nothing.
 settings.register_profile("project", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("project")
+
+
+_LINKS = pytest.StashKey[Path]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option that ``make test`` passes."""
+    parser.addoption(
+        "--strict-machine",
+        action="store_true",
+        help="fail tests, instead of skipping them, for a program that is not installed",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give the session, and its worker processes, the programs of the list and no others."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        return
+    config.stash[_LINKS] = programs.directory_of_links()
+    os.environ["PATH"] = str(config.stash[_LINKS])
+    if config.getoption("--strict-machine"):
+        os.environ[programs.STRICT] = "1"
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Remove what ``pytest_configure`` has made."""
+    if _LINKS in config.stash:
+        shutil.rmtree(config.stash[_LINKS])
 
 
 @pytest.fixture
@@ -35,9 +64,7 @@ def elaunch(tmp_path: Path) -> Iterator[Launcher]:
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Callable[[int], Cluster]]:
     """Make machines, ``cluster(count)``; no process may be left behind in them."""
-    if why := netns.problem():
-        # What must pass before a change is merged does not pass by being skipped.
-        (pytest.fail if os.environ.get("CI") else pytest.skip)(why)
+    netns.needed()
     with ExitStack() as clusters:
 
         def build(count: int) -> Cluster:

@@ -6,13 +6,11 @@ For what an etcd does when it is hurt, see ``tests/etcdserver.py``; here it is h
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
-
+from tests import programs
 from tests.cluster import Node, freeze
 from tests.launching import Running, wait_until
 
@@ -36,8 +34,7 @@ class Etcd:
     """A cluster of etcd; its processes end with the test."""
 
     def __init__(self, nodes: Sequence[Node]) -> None:
-        if shutil.which("etcd") is None or shutil.which("etcdctl") is None:
-            pytest.skip("needs etcd: apt-get install etcd-server etcd-client")
+        programs.needed("etcd", "etcdctl")
         self._peers = ",".join(f"{n.name}=http://{n.address}:{PEER_PORT}" for n in nodes)
         self.members = [Member(node, self._start(node)) for node in nodes]
         self.leader()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
 import signal
 import socket
 import subprocess
@@ -20,9 +19,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from elaunch.store.etcdplace import EtcdPlace
+from tests import programs
 
 START_DEADLINE = 60.0
 """Seconds for a cluster to elect its leader; it takes about one on a machine that is not busy."""
@@ -265,8 +263,7 @@ def etcd(
         wraps: per member what its command begins with, such as ``ip netns exec NAME``.
         options: more flags of etcd.
     """
-    if shutil.which("etcd") is None:
-        pytest.skip("needs etcd: apt-get install etcd-server (scripts/setup-system.sh)")
+    programs.needed("etcd")
     directory.mkdir(parents=True, exist_ok=True)
     hosts = list(hosts) or [own_address()] * size
     identity = make_identity(directory / "tls", *set(hosts)) if tls or client_certs else None

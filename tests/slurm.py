@@ -7,17 +7,16 @@ to a configuration of its own, without authentication. It needs root, as slurmd 
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import subprocess
 from contextlib import ExitStack
 from pathlib import Path
 from signal import SIGTERM
 
+from tests import programs
 from tests.launching import Launcher, Running, wait_until
 
 PROGRAMS = ("slurmctld", "slurmd", "srun", "sinfo", "scancel", "squeue")
-PATH = "/usr/sbin:/sbin:" + os.environ.get("PATH", "/usr/bin:/bin")
 NODES = ("n1", "n2")
 SETTINGS = """\
 ClusterName=test
@@ -50,12 +49,10 @@ PartitionName=p Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
 
-def problem() -> str:
-    """Return why there can be no Slurm here, or an empty string."""
-    missing = [name for name in PROGRAMS if shutil.which(name, path=PATH) is None]
-    if missing:
-        return f"{', '.join(missing)} are not installed (scripts/setup-system.sh)"
-    return "" if os.geteuid() == 0 else "slurmd needs root"
+def needed() -> None:
+    """End the test where there can be no Slurm here."""
+    programs.needed(*PROGRAMS)
+    programs.allowed("" if os.geteuid() == 0 else "slurmd needs root")
 
 
 class Slurm:
@@ -65,7 +62,7 @@ class Slurm:
         self._launcher = launcher
         self._directory = directory
         self._daemons: list[Running] = []
-        self.env = {"SLURM_CONF": str(directory / "slurm.conf"), "PATH": PATH}
+        self.env = {"SLURM_CONF": str(directory / "slurm.conf")}
 
     def start(self) -> None:
         """Start the daemons and wait until both nodes are idle."""
@@ -78,9 +75,7 @@ class Slurm:
             (self._directory / name).mkdir()
         commands = [["slurmctld", "-D"], *(["slurmd", "-D", "-N", node] for node in NODES)]
         for words in commands:
-            found = shutil.which(words[0], path=PATH)
-            assert found is not None
-            self._daemons.append(self._launcher.start_command([found, *words[1:]], env=self.env))
+            self._daemons.append(self._launcher.start_command(words, env=self.env))
         wait_until(lambda: self.ask("sinfo", "-h", "-o", "%T %D") == "idle 2", 60.0, "idle nodes")
 
     def ask(self, *words: str) -> str:

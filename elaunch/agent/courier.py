@@ -26,9 +26,9 @@ from elaunch.agent.courierport import CourierPort
 from elaunch.agent.endpoint import LOOPBACK
 from elaunch.agent.keeperpeers import Received
 from elaunch.checkpoint.records import Stage
-from elaunch.config.address import names_loopback
 from elaunch.errors import CheckpointError
 from elaunch.handshake import COURIER, Caller, Stranger, call_up, session_key
+from elaunch.hosts import is_loopback
 from elaunch.keeperline import Files, Handed, handed_from_json, handed_to_json
 from elaunch.rendezvous.plan import Plan
 from elaunch.store import tcpline
@@ -130,7 +130,7 @@ class Courier:
 
     def here(self) -> Peer:
         """Return where this agent itself is reached from this machine."""
-        addr = self.host if names_loopback(self.host) else LOOPBACK
+        addr = self.host if is_loopback(self.host) else LOOPBACK
         return Peer(os.uname().nodename, addr, self.port)
 
     # ── calls ────────────────────────────────────────────────────────────────────────────────────

@@ -13,8 +13,8 @@ import os
 import socket
 
 from elaunch.config import ports
-from elaunch.config.address import names_loopback
 from elaunch.errors import UsageError
+from elaunch.hosts import is_loopback
 
 LOOPBACK = "127.0.0.1"
 BACKLOG = 4096
@@ -82,7 +82,7 @@ def listen_for_nodes(host: str, port: int) -> socket.socket:
     the other machines resolve to another one. Only an endpoint that says loopback itself is meant
     so. Raises OSError.
     """
-    return listen(host, port) if names_loopback(host) else _bound_everywhere(port)
+    return listen(host, port) if is_loopback(host) else _bound_everywhere(port)
 
 
 def listen(host: str, port: int) -> socket.socket:

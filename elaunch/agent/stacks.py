@@ -14,8 +14,10 @@ stacks, the report says why, and what the kernel knows of the process.
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -62,7 +64,7 @@ def take(round_number: int, workers: tuple[Worker, ...]) -> events.StacksTaken:
         found = _read(worker, began + WRITE_S) if worker.rank in asked else None
         if found is not None:
             dumps[worker.rank] = found
-    spy = shutil.which("py-spy")
+    spy = _py_spy()
     for worker in (each for each in workers if each.rank not in dumps):
         spied = None if spy is None else _spy(spy, worker.pid, began + WRITE_S + SPY_S)
         if isinstance(spied, Dump):
@@ -157,6 +159,12 @@ def _spy(program: str, pid: int, until: float) -> Dump | str:
         return found
     said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
     return f"py-spy: {said[0] if said else 'it says nothing'}"
+
+
+def _py_spy() -> str | None:
+    """Return the program: from the PATH, or from this environment, which may not be activated."""
+    own = os.path.dirname(sys.executable)
+    return shutil.which("py-spy") or shutil.which("py-spy", path=own)
 
 
 def _why(worker: Worker, asked: bool, spied: str | Dump | None) -> str:

@@ -22,6 +22,7 @@ import ipaddress
 import socket
 from collections.abc import Iterator
 
+from elaunch import hosts
 from elaunch.config import topology
 from elaunch.config.rendezvous import RendezvousSettings
 from elaunch.config.topology import LOOPBACK
@@ -41,15 +42,15 @@ def own_address(rendezvous: RendezvousSettings) -> str:
         return rendezvous.endpoints[0][0]
     sources = [source for host, _ in rendezvous.endpoints for source in _sources(host)]
     for source in sources:
-        if not _is_loopback(source):
+        if not hosts.is_loopback(source):
             return source
     host = rendezvous.endpoints[0][0]
-    plain = names_loopback(host)
-    if plain and rendezvous.backend != "etcd":
+    local = hosts.is_loopback(host)
+    if local and rendezvous.backend != "etcd":
         return sources[0] if sources else LOOPBACK
     for source in (*_of_own_name(), *_of_default_route()):
         return source
-    return LOOPBACK if plain or rendezvous.backend == "etcd" else host
+    return LOOPBACK if local or rendezvous.backend == "etcd" else host
 
 
 def _sources(host: str) -> Iterator[str]:
@@ -65,7 +66,7 @@ def _source(address: str) -> str | None:
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((address, 9))
-            source = str(probe.getsockname()[0])
+            source = hosts.plain(str(probe.getsockname()[0]))
     except OSError:  # no route, or no IPv6 at all
         return None
     return None if ipaddress.ip_address(source.partition("%")[0]).is_unspecified else source
@@ -73,26 +74,12 @@ def _source(address: str) -> str | None:
 
 def _of_own_name() -> Iterator[str]:
     for address in topology.addresses(socket.gethostname()):
-        if not _is_loopback(address) and topology.is_this_machine(address):
+        if not hosts.is_loopback(address) and topology.is_this_machine(address):
             yield address
 
 
 def _of_default_route() -> Iterator[str]:
     for address in _EVERYWHERE:
         source = _source(address)
-        if source and not _is_loopback(source):
+        if source and not hosts.is_loopback(source):
             yield source
-
-
-def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
-
-
-def names_loopback(host: str) -> bool:
-    """Whether a host is by its very name the machine that asks, whichever that is."""
-    if host.rstrip(".") in ("localhost", "localhost.localdomain", "ip6-localhost", "ip6-loopback"):
-        return True
-    try:
-        return _is_loopback(host)
-    except ValueError:  # a name
-        return False

@@ -16,10 +16,13 @@ def why_not_free(host: str, port: int) -> str | None:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError:
         found = []
-    for family, *_, address in found[:1]:
-        problem = _problem(family, str(address[0]), port)
-        if problem != errno.EADDRNOTAVAIL:
-            return _reason(problem, port)
+    # localhost is often 127.0.0.1 and ::1: what a stranger has on either would be met there.
+    problems = {_problem(family, str(address[0]), port) for family, *_, address in found}
+    problems.discard(errno.EADDRNOTAVAIL)
+    if errno.EADDRINUSE in problems:
+        return _reason(errno.EADDRINUSE, port)
+    if problems:
+        return _reason(None if None in problems else problems.pop(), port)
     everywhere = _problem(socket.AF_INET6, "::", port)
     if everywhere not in (None, errno.EADDRINUSE, errno.EACCES):  # a machine without IPv6
         everywhere = _problem(socket.AF_INET, "0.0.0.0", port)

@@ -18,6 +18,7 @@ import ipaddress
 import socket
 from dataclasses import dataclass
 
+from elaunch import hosts
 from elaunch.config import endpoints
 from elaunch.config.answers import Answers
 
@@ -127,12 +128,13 @@ def _unused(answers: Answers) -> list[str]:
 
 def is_this_machine(host: str) -> bool:
     """Return whether a name or an address belongs to this machine; unknown names do not."""
-    if host in ("localhost", socket.gethostname()):
+    if host == socket.gethostname() or hosts.is_loopback(host):
         return True
     try:
-        return ipaddress.ip_address(host.partition("%")[0]).is_loopback or _is_bindable(host)
+        ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
         return any(_is_bindable(address) for address in addresses(host))
+    return _is_bindable(hosts.plain(host))
 
 
 def addresses(host: str) -> list[str]:
@@ -141,7 +143,7 @@ def addresses(host: str) -> list[str]:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         return []
-    return list(dict.fromkeys(str(each[4][0]) for each in found))
+    return list(dict.fromkeys(hosts.plain(str(each[4][0])) for each in found))
 
 
 def _is_bindable(address: str) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -76,7 +75,7 @@ def test_a_process_without_a_handler_is_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The signal would end it. It is said why there is nothing."""
-    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(stacks, "_py_spy", lambda: None)
     with running(tmp_path, 0, SILENT) as worker:
         assert not catches(worker.pid)
         found = take(0, (worker,))
@@ -100,7 +99,7 @@ def test_a_process_that_is_stopped_is_told_as_such(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is the very cause."""
-    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(stacks, "_py_spy", lambda: None)
     with running(tmp_path, 3, REGISTER + SLEEPS) as worker:
         os.kill(worker.pid, signal.SIGSTOP)
         eventually(lambda: Path(f"/proc/{worker.pid}/stat").read_text().split()[2] == "T")
@@ -122,7 +121,7 @@ def test_a_process_that_blocks_the_signal_is_waited_for_in_vain(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Within bounds; the others' stacks are there all the same."""
-    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(stacks, "_py_spy", lambda: None)
     monkeypatch.setattr(stacks, "WRITE_S", 0.5)
     blocks = "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGRTMIN + 12])\n"
     with (
@@ -136,7 +135,6 @@ def test_a_process_that_blocks_the_signal_is_waited_for_in_vain(
     assert found.problems == (((0,), "not written within 0.5 s"),)
 
 
-@pytest.mark.skipif(shutil.which("py-spy") is None, reason="py-spy is an extra")
 def test_py_spy_sees_who_writes_nothing(tmp_path: Path) -> None:
     """Where it may look into other processes."""
     with running(tmp_path, 0, SILENT) as worker:

@@ -23,6 +23,7 @@ from elaunch.checkpoint import committing, layout, own
 from elaunch.checkpoint.depot import Committed, Image
 from elaunch.checkpoint.posixdepot import PosixDepot
 from elaunch.errors import CheckpointError, SaveError
+from tests import programs
 from tests.checkpoint import depots
 
 ROOT = Path(__file__).parents[2]
@@ -272,8 +273,7 @@ def test_manifests_that_another_machine_sees_late(tmp_path: Path) -> None:
 
 def test_what_is_on_the_disk_when(depot: PosixDepot, tmp_path: Path) -> None:
     """Fsync of each file before its rename, of its directory after, COMMIT last."""
-    if shutil.which("strace") is None:
-        pytest.skip("strace is not installed")
+    programs.needed("strace")
     code = (
         "import sys; from elaunch.checkpoint.depot import open_depot\n"
         "from tests.checkpoint import depots\n"
@@ -286,8 +286,7 @@ def test_what_is_on_the_disk_when(depot: PosixDepot, tmp_path: Path) -> None:
     argv = ["strace", "-f", "-y", "-s0", "-o", str(log), "-e", f"trace={calls}"]
     argv += [sys.executable, "-c", code, str(depot.place)]
     traced = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=100)
-    if "ptrace" in traced.stderr:
-        pytest.skip(f"strace may not trace here: {traced.stderr.splitlines()[0]}")
+    programs.allowed(traced.stderr if "ptrace" in traced.stderr else None)
     assert traced.returncode == 0, traced.stderr
     check_order(log.read_text(), str(depot.place))
 
@@ -383,8 +382,7 @@ def starve(small: Path) -> None:
 
 def with_mount(tmp_path: Path, use: Callable[[Path], None]) -> None:
     """Call ``use`` with a small tmpfs, in a process that has mounts of its own."""
-    if os.geteuid() != 0:
-        pytest.skip("only root may mount a small tmpfs")
+    programs.allowed("only root may mount a small tmpfs" if os.geteuid() else None)
     child = os.fork()
     if child == 0:
         code = 1

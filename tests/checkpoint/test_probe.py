@@ -135,9 +135,7 @@ def test_what_storage_says_is_told_with_a_fix(
 @pytest.fixture
 def mounted(tmp_path: Path) -> Iterator[list[str]]:
     """Return the words that run a shell with a mount namespace of its own."""
-    why = netns.problem()
-    if why:
-        pytest.skip(why)
+    netns.needed()
     yield ["unshare", "--mount", "sh", "-ec"]
 
 

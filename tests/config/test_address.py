@@ -3,16 +3,34 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from elaunch.config import address, topology
 from elaunch.config.address import own_address
 from elaunch.config.rendezvous import Backend, RendezvousSettings
+from tests import netns, programs
 
+ROOT = Path(__file__).parents[2]
 ELSEWHERE = "192.0.2.1"
+
+AT_LOCALHOST = """
+import socket
+from elaunch.config import ports, topology
+from elaunch.config.address import own_address
+from elaunch.config.rendezvous import RendezvousSettings
+for backend in ("c10d", "static"):
+    settings = RendezvousSettings(backend, (("localhost", 1),), is_host=False)
+    print(backend, own_address(settings) in ("127.0.0.1", "::1"))
+print("here", topology.is_this_machine("localhost"))
+with socket.create_server(("127.0.0.1", 0)) as stranger:
+    print((ports.why_not_free("localhost", stranger.getsockname()[1]) or "free")[3:9])
+"""
 
 
 def at(host: str, backend: Backend = "c10d", is_host: bool | None = False) -> RendezvousSettings:
@@ -111,3 +129,21 @@ def test_no_packet_is_sent() -> None:
         own_address(RendezvousSettings("c10d", (("127.0.0.1", listener.getsockname()[1]),)))
         with pytest.raises(BlockingIOError):
             listener.recv(1)
+
+
+@pytest.mark.parametrize("also", ["::ffff:127.0.0.1 localhost", "::1 localhost"])
+def test_other_addresses_of_localhost(tmp_path: Path, also: str) -> None:
+    """Whatever /etc/hosts says: loopback stays loopback, and a port in use is in use."""
+    programs.needed("unshare", "mount")
+    netns.needed()
+    (tmp_path / "hosts").write_text(f"{also}\n127.0.0.1 localhost\n")
+    shell = f'mount --bind {tmp_path}/hosts /etc/hosts && exec "$@"'
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", shell, "sh", sys.executable, "-c", AT_LOCALHOST],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        cwd=ROOT,
+    )
+    assert (done.stdout, done.stderr) == ("c10d True\nstatic True\nhere True\nin use\n", "")

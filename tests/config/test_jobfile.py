@@ -77,7 +77,7 @@ def test_determineds_spelling(job: Job) -> None:
     [
         ("train.py a", ("train.py", ("a",), "script")),
         ("python train.py a", ("train.py", ("a",), "script")),
-        ("python3.11 -u train.py", ("train.py", (), "script")),
+        (f"python3.{sys.version_info.minor} -u train.py", ("train.py", (), "script")),
         ("-m train x", ("train", ("x",), "module")),
         ("python -m train x", ("train", ("x",), "module")),
         ("[train.py, --lr, 0.1]", ("train.py", ("--lr", "0.1"), "script")),

@@ -113,6 +113,11 @@ def said(running: Running) -> list[str]:
     return agent_lines(running.output("stderr"))
 
 
+def complaints(running: Running) -> list[str]:
+    """Return the agent's own lines so far; that it waits, as on a busy machine, is no complaint."""
+    return [line for line in said(running) if not line.startswith("waiting")]
+
+
 def wait_until_said(running: Running, pattern: str) -> re.Match[str]:
     """Wait for a line of the agent."""
     return running.wait_for_line(pattern, DEADLINE, "stderr")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from signal import SIGCONT
 import pytest
 
 from elaunch.checkpoint.depot import open_depot
+from tests import programs
 from tests.integration import checkpointing
 from tests.integration.checkpointing import DEADLINE, JOBS, Job, Trajectory
 from tests.integration.jobs import checkpoint_fault
@@ -49,11 +49,6 @@ def lines(running: Running) -> set[str]:
 def tree(directory: Path) -> dict[str, int]:
     """Return every path below a directory, and its change."""
     return {str(path): path.lstat().st_mtime_ns for path in directory.rglob("*")}
-
-
-def leave_out(why: str) -> None:
-    """Skip the test; what must pass before a change is merged does not pass by being skipped."""
-    (pytest.fail if os.environ.get("CI") else pytest.skip)(why)
 
 
 # ── damage ───────────────────────────────────────────────────────────────────────────────────────
@@ -206,14 +201,12 @@ def test_a_node_that_was_frozen_in_its_commit(elaunch: Launcher, step: str) -> N
 
 def on_small_disk(job: Job, size: int) -> Path:
     """Give a job a disk of so many bytes for its checkpoints; return where they are afterwards."""
-    if os.geteuid() != 0 or shutil.which("unshare") is None:
-        leave_out("needs root and unshare, to mount a small disk")
+    programs.needed("unshare", "mount")
     mount = f"mount -t tmpfs -o size={size} tmpfs {job.saves}"
     tried = subprocess.run(
         ["unshare", "--mount", "sh", "-c", mount], capture_output=True, timeout=60, check=False
     )
-    if tried.returncode:
-        leave_out(f"cannot mount a small disk: {tried.stderr.decode()}")
+    programs.allowed(tried.stderr.decode() if tried.returncode else None)
     copied = job.home / "copied"
     script = f'{mount} && {{ "$@"; code=$?; cp -a {job.saves} {copied}; exit $code; }}'
     job.prefix = ["unshare", "--mount", "sh", "-c", script, "sh"]
@@ -355,15 +348,13 @@ def test_fsync_comes_before_rename(elaunch: Launcher) -> None:
     Data before their manifest, all before COMMIT, that before the checkpoint's name, which is on
     the disk when the commit returns.
     """
-    if shutil.which("strace") is None:
-        leave_out("needs strace: apt-get install strace")
+    programs.needed("strace")
     saves, log = elaunch.directory / "saves", elaunch.directory / "strace"
     calls = "trace=fsync,fdatasync,rename,renameat,renameat2"
     strace = ["strace", "-f", "-y", "-qq", "-s", "4096", "-e", calls, "-e", "signal=none"]
     command = [*strace, "-o", log, sys.executable, JOBS / "checkpoint_once.py", saves]
     done = elaunch.start_command(command, env={"ELAUNCH_CHECKPOINT_DIR": str(saves)}).wait(DEADLINE)
-    if "ptrace" in done.stderr:
-        leave_out(f"strace may not trace here: {done.stderr}")
+    programs.allowed(done.stderr if "ptrace" in done.stderr else None)
     assert done.returncode == 0, done.stderr
     every = traced(log.read_text())
     for name in ("step-00000001.r0", "step-00000002.r0"):

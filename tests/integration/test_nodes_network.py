@@ -10,10 +10,10 @@ from tests.integration.nodes import (
     DEADLINE,
     Build,
     Job,
+    complaints,
     end,
     first_failures,
     rounds,
-    said,
     wait_for_worker,
 )
 from tests.launching import Running
@@ -141,7 +141,7 @@ def test_clocks_are_set_apart(cluster: Build, backend: str) -> None:
     # Longer than a heartbeat may be late.
     one.wait_for_line(r"^step 175 rank 0", DEADLINE)
     two.wait_for_line(r"^step 175 rank 1", DEADLINE)
-    assert [said(agent) for agent in (one, two)] == [[], []]
+    assert [complaints(agent) for agent in (one, two)] == [[], []]
     (job.share / "fail.0").touch()
     for rank, agent in enumerate((one, two)):
         wait_for_worker(agent, rank, 1)

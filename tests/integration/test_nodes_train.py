@@ -14,9 +14,9 @@ from tests.integration.nodes import (
     DEADLINE,
     Build,
     Job,
+    complaints,
     end,
     rounds,
-    said,
     wait_for_worker,
 )
 from tests.launching import Running
@@ -46,7 +46,7 @@ def test_two_nodes_train(cluster: Build, backend: str) -> None:
     assert end(job, *agents) == [0, 0]
     for agent in agents:
         assert rounds(agent) == [(0, 2)]
-        assert said(agent) == []
+        assert complaints(agent) == []
     if job.etcd is not None:
         assert_nothing_stays(job)
 
@@ -151,7 +151,7 @@ def test_two_jobs_on_one_etcd(cluster: Build) -> None:
         rank = int(agent.wait_for_line(r"^up rank=(\d)", DEADLINE)[1])
         job.goes_on(0, rank)
     assert end(job, *mine) == [0, 0]
-    assert all(rounds(agent) == [(0, 2)] and said(agent) == [] for agent in mine)
+    assert all(rounds(agent) == [(0, 2)] and complaints(agent) == [] for agent in mine)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 from elaunch.checkpoint.depot import open_depot
+from tests import programs
 from tests.integration.jobs import FORK, SPAWN
 from tests.integration.nodes import Build, Job
 from tests.launching import Launcher, Running, wait_until
@@ -48,12 +49,6 @@ Word = str | Path
 DEADLINE = 180.0
 
 
-def needed(program: str) -> None:
-    """Skip where something is missing; what must pass before a merge does not pass by that."""
-    if shutil.which(program) is None:
-        (pytest.fail if os.environ.get("CI") else pytest.skip)(f"{program} is not installed")
-
-
 def command(launcher: str, size: int, script: Path, words: Sequence[Word] = ()) -> list[Word]:
     """Return the command line that starts ``size`` ranks of a script."""
     python: list[Word] = [sys.executable, script, *words]
@@ -64,7 +59,7 @@ def command(launcher: str, size: int, script: Path, words: Sequence[Word] = ()) 
     if launcher == "torchrun":
         return [Path(sys.executable).with_name("torchrun"), count, script, *words]
     if launcher == "mpirun":
-        needed("mpirun")
+        programs.needed("mpirun", "orted", "ssh")
         # The test's directory is too deep for mpirun's sockets.
         flags = ["--allow-run-as-root", "--oversubscribe", "--mca", "btl", "self,vader,tcp"]
         return ["mpirun", *flags, "-np", str(size), *WRAP, *python]
@@ -235,9 +230,7 @@ def test_the_last_step_is_saved(elaunch: Launcher) -> None:
 def test_only_loopback_is_needed(elaunch: Launcher) -> None:
     """No network, no resolver, no server."""
     alone = subprocess.run(["unshare", "--net", "true"], capture_output=True)
-    if alone.returncode != 0:
-        why = "no right to a network of one's own"
-        (pytest.fail if os.environ.get("CI") else pytest.skip)(why)
+    programs.allowed("no right to a network of one's own" if alone.returncode else None)
     inside = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
     job = command("elaunch", 2, SHARDED)
     done = elaunch.start_command([*inside, *job]).wait(DEADLINE)

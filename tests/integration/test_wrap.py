@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,7 +11,7 @@ from signal import SIGKILL, SIGTERM
 
 import pytest
 
-from tests import slurm
+from tests import programs, slurm
 from tests.launching import Launcher, Running, wait_until
 from tests.slurm import Slurm
 
@@ -30,15 +28,9 @@ exec unshare --uts sh -c 'hostname "$0"; eval "$@"' "$host" "$*"
 """
 
 
-def needed(why: str) -> None:
-    """Skip where something is missing; what must pass before a merge does not pass by that."""
-    if why:
-        (pytest.fail if os.environ.get("CI") else pytest.skip)(why)
-
-
 def mpirun(elaunch: Launcher, *words: str | Path, env: dict[str, str] | None = None) -> Running:
     """Start mpirun, which has its session's files in the test's directory."""
-    needed("" if shutil.which("mpirun") else "mpirun is not installed (scripts/setup-system.sh)")
+    programs.needed("mpirun", "orted", "ssh")
     # The directory's name has to be short: mpirun makes sockets below it.
     flags = ["--allow-run-as-root", "--oversubscribe", "--mca", "btl", "self,vader,tcp"]
     return elaunch.start_command(["mpirun", *flags, *words], env=env)
@@ -47,7 +39,7 @@ def mpirun(elaunch: Launcher, *words: str | Path, env: dict[str, str] | None = N
 @pytest.fixture
 def cluster_of_two(elaunch: Launcher, tmp_path: Path) -> Iterator[Slurm]:
     """Return a running Slurm with two nodes."""
-    needed(slurm.problem())
+    slurm.needed()
     made = Slurm(elaunch, tmp_path / "slurm")
     made.start()
     yield made
@@ -88,7 +80,7 @@ def test_the_first_failure_is_mpiruns_code(elaunch: Launcher) -> None:
 
 def test_elaunch_run_supervises_mpirun(elaunch: Launcher) -> None:
     """The ranks meet in the store of each round, and know the run that they are part of."""
-    needed("" if shutil.which("mpirun") else "mpirun is not installed (scripts/setup-system.sh)")
+    programs.needed("mpirun", "orted", "ssh")
     inner = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", *WRAP, "--", *PYTHON]
     flags = ["--nproc-per-node=1", "--max-restarts=1", "--no-python"]
     done = elaunch.run(["run", *flags, *inner, "exit=1:5"], deadline=100)
@@ -123,7 +115,8 @@ def test_mpirun_that_is_killed_leaves_nothing(elaunch: Launcher) -> None:
 def test_mpirun_on_two_nodes(elaunch: Launcher, tmp_path: Path, nodes: list[int]) -> None:
     """The node's rank is derived; where rank 0 is has to be said."""
     alone = subprocess.run(["unshare", "--uts", "true"], capture_output=True)
-    needed("" if alone.returncode == 0 else "no right to give a process another host name")
+    no_right = "no right to give a process another host name"
+    programs.allowed(no_right if alone.returncode else None)
     remote = tmp_path / "remote"
     remote.write_text(REMOTE)
     remote.chmod(0o700)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests import programs
 from tests.launching import Launcher, Running, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -176,8 +176,8 @@ def test_a_rank_of_torchrun_that_fails(elaunch: Launcher) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("mpirun") is None, reason="there is no mpirun")
 def test_mpirun_is_tracked(elaunch: Launcher) -> None:
+    programs.needed("mpirun", "orted", "ssh")
     mpirun = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", sys.executable]
     running = start(elaunch, mpirun)
     assert running.wait(120).returncode == 0, running.output("stderr")

@@ -17,7 +17,6 @@ The last is written later, by channel.py.
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import secrets
 import socket
@@ -28,6 +27,7 @@ from typing import Final
 
 from elaunch.errors import CollectiveTimeout, PlacementError
 from elaunch.handshake import session_key
+from elaunch.hosts import is_loopback, plain
 from elaunch.training.channel.listener import Listener
 from elaunch.training.channel.members import Member, read_member
 from elaunch.training.placement import Placement
@@ -112,25 +112,16 @@ def _listening_host(placement: Placement, addr: str) -> str | None:
     """Return the address to listen on for other nodes: None without any, "" for all of ours."""
     if placement.cross_size == 1:
         return None
-    if placement.addr or not _is_loopback(addr):
+    if placement.addr or not is_loopback(addr):
         return addr
     # Who meets at a loopback address is on this machine. A host name may mean one only here.
     host = placement.store[0] if placement.store else ""
-    return addr if _is_loopback(host) else ""
-
-
-def _is_loopback(addr: str) -> bool:
-    if addr == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(addr.partition("%")[0]).is_loopback
-    except ValueError:
-        return False
+    return addr if is_loopback(host) else ""
 
 
 def _reachable(line: Line, me: Member, members: list[Member], until: float) -> list[Member]:
     """Return the members with addresses that other machines can use."""
-    inner = [m for m in members if _is_loopback(m.addr) and not m.addr_given]
+    inner = [m for m in members if is_loopback(m.addr) and not m.addr_given]
     if not inner or len({m.machine for m in members}) == 1:
         return members
     if me in inner:
@@ -159,9 +150,9 @@ def _address_towards(others: Iterable[Member]) -> str:
         try:
             with socket.socket(family, socket.SOCK_DGRAM) as sock:
                 sock.connect((member.addr, 9))
-                addr = str(sock.getsockname()[0])
+                addr = plain(str(sock.getsockname()[0]))
         except OSError:
             continue
-        if not _is_loopback(addr):
+        if not is_loopback(addr):
             return addr
     return ""
