@@ -23,6 +23,8 @@ from the worker:
 ``{"op": "wait", "timeout": t}``               answered when nothing is in flight any more
 ``{"op": "fence", "round": r, "timeout": t}``  is ``r`` still the round? The agent asks the store
                                                (several nodes) or its loop (one), not its memory
+``{"op": "committed", "committed": {…},        rank 0 has committed what the ranks have written
+"took": t}``                                   themselves; for the run's record
 ``{"op": "recall", "step": s, "round": r,      which parts of this checkpoint are in the memory of
 "uuid": u, "ranks": […], "timeout": t}``       living agents
 =============================================  ====================================================
@@ -122,6 +124,13 @@ class Keeper(Protocol):
         """Return if ``round_number`` is still the round; raise SaveError if it is over.
 
         To be called by who commits, right before COMMIT.
+        """
+
+    def committed(self, done: Committed, seconds: float) -> None:
+        """Have the run's record count a checkpoint that the ranks have written themselves.
+
+        Rank 0 calls it after the commit. A keeper that is gone is no error: the checkpoint is
+        there.
         """
 
     def memory(self, size: int) -> memoryview:

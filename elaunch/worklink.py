@@ -6,7 +6,8 @@ from the worker:
 
 ==========================================================  =====================================
 ``{"op": "attach", "round": r, "local_rank": k, "pid": p}``  first line, with the descriptor of its
-                                                            progress page (elaunch.progress)
+                                                            progress page (elaunch.progress);
+                                                            with ``"name"`` the run gets that name
 ``{"op": "listens"}``                                       the script asks should_preempt()
 ``{"op": "heard", "reason": …, "kind": …}``                 it knows of a notice (from another node)
 ``{"op": "ack", "reason": …, "kind": …}``                   the script has been told to end, and it

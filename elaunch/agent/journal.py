@@ -54,19 +54,26 @@ class Journal:
         self._published = json.dumps(self._record)
         self._progress: Callable[[], ProgressRecord | None] = lambda: None
         self._saves: Callable[[], SavesRecord | None] = lambda: None
+        self._name: Callable[[], str] = lambda: ""
 
     def follow(
         self,
         progress: Callable[[], ProgressRecord | None],
         saves: Callable[[], SavesRecord | None] = lambda: None,
+        name: Callable[[], str] = lambda: "",
     ) -> None:
-        """Have the record say how far the workers are, and what they save; any thread may ask."""
+        """Have the record say how far the workers are, what they save, what they call the run.
+
+        Any thread may ask. A name of the command line or the job file stays.
+        """
         self._progress, self._saves = progress, saves
+        if not self._settings.name_given:
+            self._name = name
 
     def snapshot(self) -> dict[str, Any]:
         """Return the record as it was last written, with the progress of now; for other threads."""
         published: dict[str, Any] = json.loads(self._published)
-        now = {"progress": self._progress(), "saves": self._saves()}
+        now = {"progress": self._progress(), "saves": self._saves(), "name": self._name() or None}
         return published | {name: found for name, found in now.items() if found is not None}
 
     def note(self, state: State, event: events.Event, action: Action, reason: str) -> None:
@@ -127,6 +134,7 @@ class Journal:
         saves = self._saves()
         if saves is not None:
             self._record["saves"] = saves
+        self._record["name"] = self._name() or self._record["name"]
         self._published = json.dumps(self._record)
         try:
             self._run_dir.write_state(self._record)

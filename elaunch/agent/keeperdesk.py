@@ -23,6 +23,7 @@ from elaunch.errors import CheckpointError
 from elaunch.keeperline import (
     LONGEST_LINE,
     Handed,
+    committed_from_json,
     committed_to_json,
     files_to_json,
     handed_from_json,
@@ -182,6 +183,13 @@ class Desk:
         service.world.fence(int(said["round"]))
         return {}, []
 
+    def committed(self, service: Service, said: Mapping[str, Any]) -> Answer:
+        """Count a checkpoint that the ranks have written and committed without the agent."""
+        done = committed_from_json(said["committed"])
+        if done is not None:
+            service.keeping.committed_by_rank(done, float(said["took"]))
+        return {}, []
+
     def recall(self, service: Service, said: Mapping[str, Any]) -> Answer:
         """Show the worker what is in memory of a checkpoint."""
         wanted = (int(said["step"]), int(said["round"]), str(said["uuid"]))
@@ -201,5 +209,6 @@ _SERVED: Final[Mapping[str, Callable[[Desk, Service, Mapping[str, Any]], Answer]
     "abandon": Desk.abandon,
     "wait": Desk.wait,
     "fence": Desk.fence,
+    "committed": Desk.committed,
     "recall": Desk.recall,
 }

@@ -24,6 +24,7 @@ from elaunch.progress import PageReader, Reading
 from elaunch.worklink import KINDS, Notice
 
 LONGEST_LINE: Final = 64 * 1024
+LONGEST_NAME: Final = 200
 JOIN_S: Final = 2.0
 
 log = logging.getLogger("elaunch")
@@ -52,6 +53,7 @@ class WorkerLinks:
         self._left: dict[int, Reading] = {}
         self._round = -1
         self._notice: Notice | None = None
+        self._name = ""
         self._selector = selectors.DefaultSelector()
         self._wake, self._woken = socket.socketpair()
         self._closing = False
@@ -118,6 +120,8 @@ class WorkerLinks:
             self._links[local_rank] = link
             self._selector.register(sock, selectors.EVENT_READ, link)
             self._tell(link, {"op": "attached"})
+            if said.get("name"):
+                self._name = str(said["name"])[:LONGEST_NAME]
             if self._notice is not None:
                 self._tell(link, _preempt(self._notice))
         self._wake.send(b"\0")
@@ -129,6 +133,11 @@ class WorkerLinks:
             self._notice = notice
             for link in list(self._links.values()):
                 self._tell(link, _preempt(notice))
+
+    def name(self) -> str:
+        """Return the name that the script has given the run last; empty if it has given none."""
+        with self._lock:
+            return self._name
 
     def readings(self) -> dict[int, Reading]:
         """Return what the attached workers say of their progress, by local rank."""

@@ -104,7 +104,7 @@ def _run(
     stack.callback(group.close)
     links, hangs = _start_links(settings, lines, inbox, group, stack)
     keeper = CheckpointKeeper(KeeperPlan(settings, inbox.put, Finishing(settings)))
-    journal.follow(hangs.record, keeper.record)
+    journal.follow(hangs.record, keeper.record, links.name)
     _start_control(run_dir, Served(journal, links, keeper, inbox), stack)
     _start_timer(settings, inbox, stack)
     _start_health_check(settings, journal, inbox, stack)

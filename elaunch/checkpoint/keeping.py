@@ -157,6 +157,11 @@ class Keeping:
         if commits:
             _start(f"checkpoint {stage.step} commit", self._commit, save)
 
+    def committed_by_rank(self, done: Committed, seconds: float) -> None:
+        """Note a checkpoint that rank 0 has written with the others and committed itself."""
+        with self._changed:
+            self._books.count(done, seconds)
+
     def failed_elsewhere(self, stage: Stage, problem: str) -> None:
         """Note that a part of ``stage`` will not come from another node."""
         with self._changed:

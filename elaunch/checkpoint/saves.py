@@ -134,6 +134,7 @@ class Books:
         self._place = place
         self._ranks: dict[int, _Rank] = {}
         self._seconds = 0.0
+        self._commits = 0
         self._last: Committed | None = None
         self._problem = ""
 
@@ -290,12 +291,17 @@ class Books:
     def note_commit(self, save: Save, done: Committed) -> None:
         """Take down that ``save`` has become the checkpoint ``done``."""
         save.done, save.problem, save.committed = True, "", done
-        self._seconds, self._problem = time.monotonic() - save.began, ""
-        if self._last is None or self._last.age <= done.age:
-            self._last = done
+        self.count(done, time.monotonic() - save.began)
         for own in self._ranks.values():
             if own.newest is None or own.newest.age <= done.age:
                 own.newest = done
+
+    def count(self, done: Committed, seconds: float) -> None:
+        """Take down that there is the checkpoint ``done``, which has taken ``seconds``."""
+        self._commits += 1
+        self._seconds, self._problem = seconds, ""
+        if self._last is None or self._last.age <= done.age:
+            self._last = done
 
     def end_round(self) -> None:
         """Forget the ranks: the next ones are others."""
@@ -315,4 +321,5 @@ class Books:
                 "seconds": round(self._seconds, 3),
                 "saving": max(saving, default=None),
                 "problem": self._problem,
+                "commits": self._commits,
             }

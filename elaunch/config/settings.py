@@ -44,6 +44,7 @@ class Settings:
     args: tuple[str, ...]
     mode: Mode
     name: str
+    name_given: bool
     run_id: str
     run_id_given: bool
     min_nodes: int
@@ -224,6 +225,7 @@ def _named(answers: Answers, command: Command, meet: RendezvousSettings | None) 
         "args": command.args,
         "mode": command.mode,
         "name": name,
+        "name_given": bool(answers["name"]),
         "run_id": run_id or f"{word}-{os.urandom(3).hex()}",
         "run_id_given": bool(run_id),
     }

@@ -119,7 +119,9 @@ def list_page(standings: Sequence[Standing], everything: bool) -> Page:
         Column("restarts", right=True),
         Column("world size", right=True),
         Column("started"),
+        Column("ended", spare=True),
         Column("duration", right=True),
+        Column("name", elastic=True, spare=True),
         Column("script", spare=True),
     )
     ids = Counter(_run_id(standing) for standing in standings)
@@ -132,9 +134,9 @@ def _list_row(standing: Standing, ids: Mapping[str, int]) -> tuple[Cell, ...]:
     note = _LIST_NOTES.get(standing.agent, "")
     state = Cell(f"{standing.state}{note}", standing.state)
     if record is None:
-        return (name, state, *(Cell(NOTHING) for _ in range(6)))
+        return (name, state, *(Cell(NOTHING) for _ in range(8)))
     restarts = record["restarts"]
-    lasted = standing.duration_s
+    lasted, ended = standing.duration_s, record["ended_at"]
     return (
         name,
         state,
@@ -142,7 +144,9 @@ def _list_row(standing: Standing, ids: Mapping[str, int]) -> tuple[Cell, ...]:
         Cell(f"{restarts['used']}/{restarts['max']}"),
         Cell(_or_nothing(record["world_size"])),
         Cell(moment(record["started_at"], standing.taken_at)),
+        Cell(NOTHING if ended is None else moment(ended, standing.taken_at)),
         Cell(NOTHING if lasted is None else duration(lasted)),
+        Cell(clean(record["name"])),
         Cell(clean(os.path.basename(record["entrypoint"]))),
     )
 
@@ -179,12 +183,15 @@ def _cause(view: RunView) -> Iterator[str]:
 
 def _progress(view: RunView) -> Iterator[tuple[str, str]]:
     record, standing = view.record, view.standing
+    yield "name", record["name"]
     if standing.live:
         yield "started", date(record["started_at"])
     elif standing.duration_s is not None:
         yield "started", f"{date(record['started_at'])}, lasted {duration(standing.duration_s)}"
     else:
         yield "started", f"{date(record['started_at'])}; when it ended is not known"
+    if record["ended_at"] is not None and not standing.live:
+        yield "ended", date(record["ended_at"])
     yield "round", str(record["round"])
     used = record["restarts"]
     yield (

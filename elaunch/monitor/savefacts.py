@@ -1,4 +1,4 @@
-"""What the agent writes for the workers, as ``elaunch status`` shows it."""
+"""What was saved in a run, by its agent or its ranks, as ``elaunch status`` shows it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ def facts(record: Record, standing: Standing) -> Iterator[tuple[str, str]]:
     saves = record.get("saves")
     if saves is None:
         return
-    yield "saves", ", ".join(_words(saves, standing)) or "none yet"
+    # The agent of rank 0's node counts for the job.
+    nothing = "counted on node 0" if record.get("node_rank") else "none yet"
+    yield "saves", ", ".join(_words(saves, standing)) or nothing
     if saves["problem"]:
         yield "", saves["problem"]
 
@@ -24,5 +26,7 @@ def _words(saves: SavesRecord, standing: Standing) -> Iterator[str]:
     if saves["step"] is not None and saves["committed_at"] is not None:
         age = duration(max(0.0, standing.taken_at - saves["committed_at"]))
         yield f"step {saves['step']} committed {age} ago, in {duration(saves['seconds'])}"
+        if commits := saves.get("commits"):
+            yield f"{commits} in all"
     if saves["saving"] is not None:
         yield f"step {saves['saving']} is being written" if standing.live else "one was unfinished"

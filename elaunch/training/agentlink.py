@@ -31,18 +31,25 @@ log = logging.getLogger("elaunch")
 
 
 class AgentLink:
-    """A connection to this node's agent, from :meth:`start` to :meth:`close`.
+    """A connection to this node's agent, from :meth:`start` to :meth:`close`; ``name``: the run's.
 
     ``on_notice``, to be set before start, is called with (reason, kind) in the link's thread when
     the agent asks for the job's end; it must return at once. All methods may be called from any
     thread and raise nothing; they block only if the agent is frozen, and then for a few seconds.
     """
 
-    def __init__(self, socket_path: Path, page: ProgressPage, placement: Placement) -> None:
+    def __init__(
+        self, socket_path: Path, page: ProgressPage, placement: Placement, name: str | None = None
+    ) -> None:
         self.on_notice: Callable[[str, worklink.Kind], None] | None = None
         self._path = socket_path
         self._page = page
-        self._place = {"round": placement.round, "local_rank": placement.local_rank}
+        self._said: dict[str, object] = {
+            "round": placement.round,
+            "local_rank": placement.local_rank,
+        }
+        if name is not None:
+            self._said["name"] = name
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
         self._pid = 0
@@ -57,7 +64,7 @@ class AgentLink:
             _limit_sends(connection)
             with short_address(self._path) as address:
                 connection.connect(address)
-            line = _line({"op": "attach", **self._place, "pid": self._pid})
+            line = _line({"op": "attach", **self._said, "pid": self._pid})
             socket.send_fds(connection, [line], [self._page.fd])
         except OSError as error:
             connection.close()

@@ -67,8 +67,8 @@ def init(
 
     Args:
         distributed: ranks and sizes; by default those of the launcher that started the script.
-        name: of the run in ``elaunch status`` where no agent keeps its record; by default the
-            script's.
+        name: of the run in ``elaunch status``; by default the script's. Under ``elaunch run`` that
+            of each node's first rank counts, and ``--name`` before it.
         timeout: seconds that a call of all ranks waits for the others, this one included; the calls
             take another one each.
         chief_only: refuse metrics from other ranks than 0, as Determined's docs ask for.
@@ -77,7 +77,7 @@ def init(
         announce: have rank 0 say in one line on stderr where the run is to be found.
 
     Raises:
-        ContextError: a context is open already.
+        ContextError: a context is open already; or the name cannot be printed on one line.
         PlacementError: the launcher's variables are incomplete or contradict each other.
         CollectiveTimeout: not all ranks came in time; names those that are missing.
     """
@@ -87,6 +87,7 @@ def init(
             "elaunch.init() was called before, and its context is open: close it first, or use the "
             "one that is there"
         )
+    _check_name(name)
     placed = distributed if distributed is not None else DistributedContext.from_environment()
     options = _Options(name, timeout, chief_only, tensorboard, announce)
     _current = Context(placed, options)
@@ -148,7 +149,7 @@ class Context:
         placement = self.distributed.placement
         self._page = ProgressPage()
         self._stack.callback(self._page.close)
-        link = self._link()
+        link = self._link(options.name if placement.local_rank == 0 else None)
         self._stack.callback(self._leave)
         self.distributed.open(self._page, options.timeout)
         self.directory = self._own_directory(options)
@@ -199,13 +200,13 @@ class Context:
         else:
             leave_to_the_end(self.distributed)
 
-    def _link(self) -> AgentLink | None:
+    def _link(self, name: str | None) -> AgentLink | None:
         """Return the link to this node's agent; ranks that the script itself placed share one."""
         path = os.environ.get(AGENT_SOCKET)
         placement = self.distributed.placement
         if not path or (placement.launcher != "elaunch" and placement.local_rank != 0):
             return None
-        link = AgentLink(Path(path), self._page, placement)
+        link = AgentLink(Path(path), self._page, placement, name)
         self._stack.callback(link.close)
         return link
 
@@ -293,6 +294,12 @@ class Context:
             shown(kind, error, traceback)
 
         sys.excepthook = note
+
+
+def _check_name(name: object) -> None:
+    if name is None or (isinstance(name, str) and name.strip() and name.isprintable()):
+        return
+    raise ContextError(f"init(name={name!r}): give a text of one line, or None for the script's")
 
 
 def _is_free(signum: signal.Signals) -> bool:

@@ -194,6 +194,21 @@ def test_a_save(rig: Rig) -> None:
     assert record["step"] == 10
 
 
+def test_what_the_ranks_commit_themselves_counts(rig: Rig) -> None:
+    """With what the agent has committed. Without an agent the checkpoint is there all the same."""
+    workers = [rig.worker(0), rig.worker(1)]
+    save(workers, 10)
+    done = workers[0].wait(LONG)
+    assert done is not None
+    for step in (20, 30):
+        workers[0].committed(dataclasses.replace(done, step=step), 0.25)
+    record = rig.keeper.record()
+    assert record is not None
+    assert (record["step"], record["commits"], record["seconds"]) == (30, 3, 0.25)
+    rig.keeper.close()
+    workers[0].committed(done, 0.25)
+
+
 def test_memory_is_the_same_until_it_grows(rig: Rig) -> None:
     """And what was seen of the smaller one does no harm."""
     worker = rig.worker(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -187,6 +188,7 @@ DONE = {"step": 120, "committed_at": NOW - 12.0, "seconds": 0.84}
             DONE | {"saving": 130},
             ["step 120 committed 12 s ago, in 0.84 s, step 130 is being written"],
         ),
+        ("RUNNING", DONE | {"commits": 9}, ["step 120 committed 12 s ago, in 0.84 s, 9 in all"]),
         ("LOST", {"saving": 130}, ["one was unfinished"]),
         ("RUNNING", {"problem": "rank 1: it is full"}, ["none yet", "rank 1: it is full"]),
     ],
@@ -200,6 +202,12 @@ def test_what_the_agent_writes(
     (at,) = (number for number, line in enumerate(lines) if line.startswith("  saves "))
     shown = [line.removeprefix("  saves").strip() for line in lines[at : at + len(texts)]]
     assert shown == texts
+
+
+def test_another_node_has_the_count_of_saves(tmp_path: Path) -> None:
+    """Rank 0 commits, and its agent knows."""
+    page = plain(run_page(viewed(tmp_path, saves=SAVES, node_rank=1)))
+    assert "  saves       counted on node 0\n" in page
 
 
 def test_a_limit_that_is_being_learned(tmp_path: Path) -> None:
@@ -321,12 +329,23 @@ def test_the_list(tmp_path: Path) -> None:
     two = viewed(tmp_path / "train-3fa2c1.2", "LOST", "gone", entrypoint="/a/b/long.py").standing
     torn = Standing(RunDir(tmp_path / "torn"), None, "UNREADABLE", "why", "gone", NOW)
     lines = plain(list_page([one, replace(two, agent="gone"), torn], False)).splitlines()
-    head = "run             state       round  restarts  world size  started   duration  script"
-    assert lines == [
-        head,
-        "train-3fa2c1.1  RUNNING         0       0/3           2  11:56:48    3m 12s  train.py",
-        "train-3fa2c1.2  LOST            0       0/3           2  11:56:48         -  long.py",
-        "torn            UNREADABLE      -         -           -  -                -  -",
+    columns = "run  state  round  restarts  world size  started  ended  duration  name  script"
+    assert [re.split("  +", line.rstrip()) for line in lines] == [
+        re.split("  +", columns),
+        [
+            "train-3fa2c1.1",
+            "RUNNING",
+            "0",
+            "0/3",
+            "2",
+            "11:56:48",
+            "-",
+            "3m 12s",
+            "train",
+            "train.py",
+        ],
+        ["train-3fa2c1.2", "LOST", "0", "0/3", "2", "11:56:48", "-", "-", "train", "long.py"],
+        ["torn", "UNREADABLE", *"--------"],
     ]
 
 

@@ -7,6 +7,7 @@ passed over: its answer says to what.
 from __future__ import annotations
 
 import json
+import logging
 import mmap
 import os
 import socket
@@ -26,6 +27,7 @@ from elaunch.keeperline import (
     Files,
     Handed,
     committed_from_json,
+    committed_to_json,
     files_from_json,
     handed_to_json,
 )
@@ -44,6 +46,9 @@ MEMORY_S: Final = 120.0
 RECALL_S: Final = 60.0
 AT_ONCE: Final = 64
 """Parts that are asked for in one request: each brings a descriptor."""
+
+
+log = logging.getLogger("elaunch")
 
 
 class AgentKeeper:
@@ -94,6 +99,14 @@ class AgentKeeper:
     def fence(self, round_number: int) -> None:
         """Ask whether ``round_number`` is still the round; SaveError if not."""
         self._ask("fence", ANSWER_S, round=round_number)
+
+    def committed(self, done: Committed, seconds: float) -> None:
+        """Have the agent count a checkpoint that it has not written."""
+        fields = committed_to_json(done)
+        try:
+            self._ask("committed", ANSWER_S, committed=fields, took=round(seconds, 3))
+        except SaveError as error:
+            log.debug("the agent does not count %s: %s", done.name, error)
 
     def memory(self, size: int) -> memoryview:
         """Return memory of the agent's, mapped and touched."""

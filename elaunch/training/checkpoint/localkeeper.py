@@ -73,6 +73,9 @@ class LocalKeeper:
         self._keeping.join(self._rank)
         self._said = distributed.rank != 0 or bool(lacks)
 
+    def committed(self, done: Committed, seconds: float) -> None:
+        """Do nothing: no agent keeps a record of saves."""
+
     def memory(self, size: int) -> memoryview:
         """Return memory of this process, touched."""
         if self._view is None or self._view.nbytes < size:

@@ -169,7 +169,9 @@ def new_stage(parts: Parts, step: int, uuid_: str = "") -> Stage:
 
 def commit_alone(parts: Parts, stage: Stage, extra: Mapping[str, Any]) -> Committed:
     """Commit a complete stage if the round is still on; rank 0 does, without the others."""
-    return parts.depot.commit(stage, lambda: parts.keeper.fence(parts.round), extra)
+    done = parts.depot.commit(stage, lambda: parts.keeper.fence(parts.round), extra)
+    parts.keeper.committed(done, max(0.0, time.time() - extra["started"]))
+    return done
 
 
 def part_of(parts: Parts, saving: Saving, writers: int | None = None) -> Part:
