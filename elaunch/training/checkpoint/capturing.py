@@ -78,10 +78,20 @@ class Leaf:
         return isinstance(self.value, torch.Tensor)
 
     @property
+    def is_whole_tensor(self) -> bool:
+        """Whether it is a tensor of which a rank that has it has all."""
+        return self.is_tensor and not tensors.is_sharded(self.value)
+
+    @property
+    def is_left_to_the_lowest(self) -> bool:
+        """Whether the lowest of the ranks that have it writes it, and no other."""
+        return self.is_whole_tensor and self.share.lowest
+
+    @property
     def is_compared(self) -> bool:
         """Whether it has to be the same on all ranks that have it."""
         if self.is_tensor:
-            return self.share.compared and not tensors.is_sharded(self.value)
+            return self.is_whole_tensor and self.share.compared
         return not self.share.own
 
 
@@ -123,10 +133,11 @@ def capture(state: Mapping[str, Any], rank: int, stored: Stored | None = None) -
 class _Walk:
     """One walk through a state."""
 
-    def __init__(self, rank: int, stored: Stored | None) -> None:
+    def __init__(self, rank: int, stored: Stored | None, loading: bool = False) -> None:
         self.captured = Captured()
         self._rank = rank
         self._stored = stored
+        self._loading = loading or stored is not None
         self._modules: list[optimizers.Named] = []
         self._own_depth = 0
 
@@ -154,7 +165,7 @@ class _Walk:
 
     def _visit(self, holder: Any, name: Any, value: Any, path: Path, share: Share = PLAIN) -> None:
         if isinstance(value, torch.Tensor):
-            tensors.refuse(key_of(path), value)
+            tensors.refuse(key_of(path), value, self._loading)
             self._leaf(Leaf(key_of(path), path, value, holder, name, share))
         elif isinstance(value, PerRank):
             self._per_rank(value, path)
@@ -169,6 +180,7 @@ class _Walk:
         elif self._is_grown(value, path):
             self._fill(value, path)
         else:
+            kinds.refuse_hidden_shards(value, key_of(path))
             self._leaf(Leaf(key_of(path), path, value, holder, name, share))
 
     def _is_walked(self, value: object, path: Path) -> bool:
@@ -207,6 +219,11 @@ class _Walk:
 
     def _leaf(self, leaf: Leaf) -> None:
         if self._own_depth:
+            if leaf.is_tensor and not leaf.is_whole_tensor:
+                raise CheckpointError(
+                    f"{leaf.key} is sharded over the ranks: each saves its own part of it anyway, "
+                    "so put no elaunch.PerRank around it"
+                )
             leaf = replace(leaf, share=OWN)
         other = self.captured.leaves.setdefault(leaf.key, leaf)
         if other is not leaf:
@@ -219,9 +236,7 @@ class _Walk:
         own = modules.addresses(module)
         state = modules.state_of(module)
         for name, value in state.items():
-            shared = isinstance(value, torch.Tensor) and not tensors.is_sharded(value)
-            buffer = shared and value.data_ptr() not in own
-            share = BUFFER if buffer else PARAMETER
+            share = BUFFER if modules.is_buffer(value, own) else PARAMETER
             self._visit(state, name, value, (*path, name), share)
         self._then(lambda: modules.set_state(module, state))
 
@@ -309,7 +324,7 @@ class _Walk:
         Tensors that ``value`` has at the same place are loaded into; other things are new.
         """
         assert self._stored is not None
-        here = _Walk(self._rank, None)
+        here = _Walk(self._rank, None, loading=True)
         here._visit({}, "", value, path)
         own = here.captured.tensors
         self.captured.missing += sorted(set(own) - self._stored.keys)

@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from elaunch.errors import CheckpointError
-from elaunch.training.checkpoint import kinds, modules, plainstate
+from elaunch.training.checkpoint import kinds, modules, optimizers, plainstate, tensors
 from elaunch.training.checkpoint.perrank import PerRank
 
 SHOWN: Final = 10
@@ -122,10 +122,15 @@ class _Comparison:
         for key, value in own.items():
             if key not in saved or not isinstance(value, torch.Tensor) or is_lazy(value):
                 continue
+            if self._is_odd(value, f"{name}.{key}"):
+                continue
             if value.numel() and value.data_ptr() not in sizing:
                 self._tensor(value, saved[key], f"{name}.{key}")
 
     def _optimizer(self, optimizer: torch.optim.Optimizer, saved: Any, name: str) -> None:
+        for number, member in enumerate(optimizers.parameters(optimizer)):
+            if not is_lazy(member) and self._is_odd(member, f"{name}, parameter {number},"):
+                return
         groups = saved.get("param_groups") if isinstance(saved, Mapping) else None
         if not isinstance(groups, list):
             return
@@ -136,9 +141,21 @@ class _Comparison:
                 f"{name} has groups of {has} parameters, and the one in the checkpoint of {had}"
             )
 
+    def _is_odd(self, tensor: torch.Tensor, name: str) -> bool:
+        """Note a tensor that cannot be loaded into, as one without data."""
+        found = tensors.obstacle(tensor)
+        if found is None or found.in_file:
+            return False
+        self.fit.wrong.append(f"{name} {tensors.in_words(found, loading=True)}")
+        return True
+
     def _tensor(self, tensor: torch.Tensor, saved: Any, name: str) -> None:
+        if self._is_odd(tensor, name):
+            return
         if not isinstance(saved, torch.Tensor):
             self._kind(tensor, saved, name)
+        elif saved.device.type == "meta":
+            self.fit.wrong.append(f"{name} has no data in the checkpoint (device meta)")
         elif tensor.shape != saved.shape:
             self.fit.wrong.append(
                 f"{name} has size {tuple(tensor.shape)}, and {tuple(saved.shape)} in the checkpoint"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -10,8 +11,10 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
 from elaunch.errors import CheckpointError
+from elaunch.training.checkpoint import tensors
 from elaunch.training.checkpoint.perrank import PerRank
 
+_CONTAINERS: Final = (list, tuple, set, frozenset, deque)
 _PLAIN: Final = frozenset({bool, int, float, str, bytes, type(None), dict, list, tuple})
 """Classes that most values are of, and that have no ``state_dict``."""
 
@@ -28,6 +31,26 @@ def refuse_tuple(value: object, name: str) -> None:
     """Raise CheckpointError for a tuple with objects in it, which a load could not change."""
     if isinstance(value, tuple) and holds_objects(value):
         raise CheckpointError(f"{name} is a tuple with modules or optimizers in it: make it a list")
+
+
+def refuse_hidden_shards(value: object, name: str) -> None:
+    """Raise CheckpointError for a value with a sharded tensor in it, which is saved as one pickle.
+
+    One rank's shards would be given to all ranks.
+    """
+    if _holds_shards(value):
+        raise CheckpointError(
+            f"{name} is a {type(value).__name__} with sharded tensors in it, and would be saved as "
+            "one value: put them into a dict or a list"
+        )
+
+
+def _holds_shards(value: object) -> bool:
+    if isinstance(value, torch.Tensor):
+        return tensors.is_sharded(value)
+    if isinstance(value, Mapping):
+        return any(map(_holds_shards, value.values()))
+    return isinstance(value, _CONTAINERS) and any(map(_holds_shards, value))
 
 
 def holds_more(value: Mapping[Any, Any] | list[Any]) -> bool:

@@ -19,7 +19,15 @@ from elaunch.training.checkpoint import tensors
 
 def addresses(module: nn.Module) -> frozenset[int]:
     """Return where the parameters lie in memory, by which they are told from buffers."""
-    return frozenset(parameter.data_ptr() for parameter in module.parameters())
+    known = (each for each in module.parameters() if not is_lazy(each))
+    return frozenset(each.data_ptr() for each in known)
+
+
+def is_buffer(value: object, parameters: frozenset[int]) -> bool:
+    """Tell whether a value of a module's state is a buffer, by its module's :func:`addresses`."""
+    if not isinstance(value, torch.Tensor) or tensors.is_sharded(value) or is_lazy(value):
+        return False
+    return value.data_ptr() not in parameters
 
 
 def state_of(module: nn.Module) -> dict[str, Any]:

@@ -192,7 +192,7 @@ class _Walk:
             return self._module(value, path)
         if isinstance(value, torch.optim.Optimizer):
             self._note(path, "an optimizer")
-            return value.state_dict() if self._writes else None
+            return self._optimizer(value, path)
         if kinds.is_stateful(value):
             state = value.state_dict()
             self._compare(state, path)
@@ -208,8 +208,14 @@ class _Walk:
         if not self._writes:
             return None
         state = modules.state_of(module)
-        for key, value in state.items():
-            _refuse_sparse(value, (*path, key))
+        _refuse_odd(state, path)
+        return state
+
+    def _optimizer(self, optimizer: torch.optim.Optimizer, path: Path) -> dict[str, Any] | None:
+        if not self._writes:
+            return None
+        state: dict[str, Any] = optimizer.state_dict()
+        _refuse_odd(state, path)
         return state
 
     def _per_rank(self, marked: PerRank, path: Path) -> dict[str, list[Any]]:
@@ -223,7 +229,7 @@ class _Walk:
         """Note the plain values in what is no module and no optimizer."""
         if isinstance(value, torch.Tensor):
             _refuse_sharded(value, path)
-            _refuse_sparse(value, path)
+            _refuse_odd(value, path)
             self._note(path, "a tensor")
         elif isinstance(value, Mapping) and value:
             for key, member in value.items():
@@ -261,7 +267,16 @@ def _refuse_sharded(value: Any, path: Path) -> None:
         )
 
 
-def _refuse_sparse(value: Any, path: Path) -> None:
-    # Others that the sharded save refuses, as quantised ones, torch.save and torch.load take.
-    if isinstance(value, torch.Tensor) and value.layout != torch.strided:
-        tensors.refuse(key_of(path), value)
+def _refuse_odd(value: Any, path: Path) -> None:
+    """Raise CheckpointError for tensors that one file cannot hold, also those in dicts and lists.
+
+    Some that the sharded save refuses, as quantised ones, torch.save and torch.load take.
+    """
+    if isinstance(value, torch.Tensor):
+        found = tensors.obstacle(value)
+        if found is not None and not found.in_file:
+            tensors.refuse(key_of(path), value)
+    elif has_tensors(value):
+        members = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, member in members:
+            _refuse_odd(member, (*path, key))

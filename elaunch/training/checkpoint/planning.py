@@ -148,7 +148,7 @@ def _propose(captured: Captured, planner: DefaultSavePlanner) -> _Proposal:
     leaves = captured.leaves
     return _Proposal(
         planner.create_local_plan(),
-        frozenset(key for key, leaf in leaves.items() if leaf.is_tensor and leaf.share.lowest),
+        frozenset(key for key, leaf in leaves.items() if leaf.is_left_to_the_lowest),
         compared_keys(captured),
         {key: leaf.path for key, leaf in leaves.items()},
     )

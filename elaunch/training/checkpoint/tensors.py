@@ -7,7 +7,8 @@ dense, of any dtype with whole bytes     its elements, contiguous, as in ``tenso
 non-contiguous, expanded, conjugated     the same: what one sees, not how it lies in memory
 DTensor, ShardedTensor                   this rank's shards
 sparse, nested, quantised, on ``meta``,  refused, with what to save in its place
-made of other tensors (torchao)
+of a lazy module, made of other tensors
+(torchao); a DTensor with Partial
 =======================================  =========================================================
 
 Nothing here initialises CUDA: a tensor on a device is copied by that device's own means.
@@ -18,17 +19,35 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Iterable
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from elaunch.errors import CheckpointError
 
 log = logging.getLogger("elaunch")
 
 Memory = memoryview
-_SPARSE: Final = "save value.to_dense(), or its indices and values by themselves"
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """Why a tensor is neither saved nor loaded into.
+
+    Attributes:
+        what: the reason, as in "it is a nested tensor".
+        instead: what to save in its place, or how to make it a tensor that can be saved.
+        in_file: one file of torch.save can hold it all the same.
+        remedy: ``instead`` makes it one that can be loaded into, too.
+    """
+
+    what: str
+    instead: str
+    in_file: bool = False
+    remedy: bool = False
 
 
 def is_sharded(value: object) -> bool:
@@ -36,29 +55,72 @@ def is_sharded(value: object) -> bool:
     return isinstance(value, DTensor) or hasattr(value, "local_shards")
 
 
-def refuse(key: str, tensor: torch.Tensor) -> None:
-    """Raise CheckpointError if a checkpoint cannot hold ``tensor``; says what can be done."""
-    if reason := _why_not(tensor):
-        raise CheckpointError(f"{key} cannot be saved: {reason}")
+def refuse(key: str, tensor: torch.Tensor, loading: bool = False) -> None:
+    """Raise CheckpointError if a sharded checkpoint cannot hold ``tensor``; says what can be done.
+
+    ``loading``: something is about to be loaded into it.
+    """
+    if found := obstacle(tensor):
+        raise CheckpointError(f"{key} {in_words(found, loading)}")
 
 
-def _why_not(tensor: torch.Tensor) -> str:
-    if is_sharded(tensor):
-        return ""
-    if tensor.is_nested:
-        return "it is a nested tensor; save its parts in a list"
-    if tensor.layout != torch.strided:
-        return f"it is sparse ({tensor.layout}); {_SPARSE}"
-    if tensor.is_quantized:
-        return (
-            f"it is quantised ({tensor.dtype}); save value.int_repr(), scale and zero point by "
-            "themselves"
+def in_words(found: Obstacle, loading: bool) -> str:
+    """Return what follows a key in the error about its tensor."""
+    if not loading:
+        return f"cannot be saved: {found.what}; {found.instead}"
+    fix = found.instead if found.remedy else "load what was saved in its place"
+    return f"cannot be loaded into: {found.what}; {fix}"
+
+
+def obstacle(tensor: torch.Tensor) -> Obstacle | None:
+    """Return why a sharded checkpoint cannot hold ``tensor``; None if it can."""
+    if is_lazy(tensor):
+        return Obstacle(
+            "it has no size yet, since its module is a lazy one",
+            "call the module with an input first",
+            remedy=True,
         )
-    if tensor.device.type == "meta":
-        return "it has no data (device meta); module.to_empty(device=…) gives it some"
+    if isinstance(tensor, DTensor) and any(one.is_partial() for one in tensor.placements):
+        return Obstacle(
+            "it is a DTensor with a Partial placement, so no rank has its values",
+            "value.redistribute(placements=…) with Replicate() or Shard() in place of Partial() "
+            "gives them",
+            remedy=True,
+        )
+    if _is_without_data(tensor):
+        return Obstacle(
+            "it has no data (device meta)", "module.to_empty(device=…) gives it some", remedy=True
+        )
+    return None if is_sharded(tensor) else _odd_kind(tensor)
+
+
+def _is_without_data(tensor: torch.Tensor) -> bool:
+    shards = tensor.local_shards() if hasattr(tensor, "local_shards") else ()
+    pieces = [shard.tensor for shard in shards] or [tensor]
+    return any(piece.device.type == "meta" for piece in pieces)
+
+
+def _odd_kind(tensor: torch.Tensor) -> Obstacle | None:
+    if tensor.is_nested:
+        return Obstacle("it is a nested tensor", "save its parts in a list")
+    if tensor.layout != torch.strided:
+        return Obstacle(
+            f"it is sparse ({tensor.layout})",
+            "save value.to_dense(), or its indices and values by themselves",
+        )
+    if tensor.is_quantized:
+        return Obstacle(
+            f"it is quantised ({tensor.dtype})",
+            "save value.int_repr(), scale and zero point by themselves",
+            in_file=True,
+        )
     if hasattr(tensor, "__tensor_flatten__"):
-        return f"it is a {type(tensor).__name__}, made of other tensors; save those by themselves"
-    return ""
+        return Obstacle(
+            f"it is a {type(tensor).__name__}, made of other tensors",
+            "save those by themselves",
+            in_file=True,
+        )
+    return None
 
 
 def memory_of(tensor: torch.Tensor) -> Memory:

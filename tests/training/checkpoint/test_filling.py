@@ -40,6 +40,11 @@ def buffer(size: int) -> nn.Module:
     return module
 
 
+def nested() -> torch.Tensor:
+    """Return a nested tensor."""
+    return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+
+
 @pytest.mark.parametrize(
     ("saved", "own", "told"),
     [
@@ -53,6 +58,17 @@ def buffer(size: int) -> nn.Module:
         (3, lambda: [linear(5.0)], "x is a list, and a int in the checkpoint"),
         ({"a": 1}, lambda: [linear(5.0)], "x is a list, and a dict"),
         (1, lambda: (linear(5.0),), "x is a tuple"),
+        (linear(1.0), lambda: nn.Linear(3, 2, device="meta"), "x.weight cannot be loaded into: it"),
+        (buffer(1), lambda: buffer(1).to("meta"), r"x.m cannot be loaded into: it has no data"),
+        (torch.ones(2), lambda: torch.ones(2, device="meta"), "x cannot be loaded into: it has no"),
+        ([torch.ones(2)], lambda: [torch.ones(2, device="meta")], "x.0 cannot be loaded into"),
+        ({"a": linear(1.0)}, lambda: {"a": PerRank(linear(1.0).to("meta"))}, "x.a.weight cannot"),
+        (torch.ones(2), lambda: nested(), "x cannot be loaded into: it is a nested tensor; load"),
+        (
+            torch.optim.SGD(linear(1.0).parameters(), lr=1.0),
+            lambda: torch.optim.SGD(linear(1.0).to("meta").parameters(), lr=1.0),
+            "x, parameter 0, cannot be loaded into: it has no data",
+        ),
     ],
 )
 def test_what_does_not_fit_changes_nothing(saved: Any, own: Callable[[], Any], told: str) -> None:
@@ -123,6 +139,14 @@ def test_a_module_that_loads_in_its_own_way_may_change_sizes() -> None:
     lazy = nn.LazyLinear(2)
     filled({"l": linear(3.0)}, {"l": lazy})
     assert lazy.bias.tolist() == [3.0, 3.0]
+
+
+def test_a_file_without_data_changes_nothing() -> None:
+    """As somebody's ``torch.save`` of a module on the meta device is one."""
+    own = linear(5.0)
+    content = {"m": nn.Linear(3, 2, device="meta").state_dict()}
+    with pytest.raises(CheckpointError, match=r"m\.weight has no data in the checkpoint"):
+        filling.check({"m": own}, content, strict=True)
 
 
 def test_dicts_of_plain_values_are_replaced() -> None:

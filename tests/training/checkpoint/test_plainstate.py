@@ -114,6 +114,42 @@ def test_what_would_not_be_loaded_is_refused(state: dict[str, Any], key: str) ->
     assert "\n" not in text and "\x1b" not in text and len(text) < 500
 
 
+def nested() -> torch.Tensor:
+    """Return a nested tensor."""
+    return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+
+
+def with_buffer(value: torch.Tensor) -> nn.Module:
+    """Return a module with a buffer."""
+    module = nn.Linear(2, 2)
+    module.register_buffer("b", value)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("state", "told"),
+    [
+        (lambda: {"a": nested()}, "a cannot be saved: it is a nested tensor"),
+        (lambda: {"a": [{"b": nested()}]}, "a.0.b cannot be saved: it is a nested tensor"),
+        (lambda: {"a": with_buffer(nested())}, "a.b cannot be saved: it is a nested tensor"),
+        (lambda: {"a": Holding({"b": [nested()]})}, "a.b.0 cannot be saved: it is a nested"),
+        (lambda: {"a": PerRank(nested())}, "a cannot be saved: it is a nested tensor"),
+        (lambda: {"a": nn.Linear(2, 2, device="meta")}, "a.weight cannot be saved: it has no data"),
+        (lambda: {"a": with_buffer(torch.ones(2, device="meta"))}, "a.b cannot be saved: it has"),
+        (lambda: {"a": nn.LazyLinear(2)}, "a.weight cannot be saved: it has no size yet"),
+    ],
+)
+def test_tensors_that_no_load_takes_are_refused(
+    state: Callable[[], dict[str, Any]], told: str
+) -> None:
+    """Wherever they stand; quantised ones are not among them."""
+    with pytest.raises(CheckpointError) as refused:
+        plainstate.make(state(), writes=True)
+    assert str(refused.value).startswith(told)
+    quantised = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8)
+    assert plainstate.make({"a": quantised}, writes=True).content["a"] is quantised
+
+
 def test_a_class_that_is_trusted_is_saved() -> None:
     """As torch.load will trust it."""
     with torch.serialization.safe_globals([Colour, getattr]):
