@@ -121,7 +121,7 @@ class Coordinator:
     def _read_changes(self) -> None:
         while not self._ended.is_set():
             try:
-                changes = self._store.changes(CHANGES_SLICE)
+                changes = self._store.changes(self._state.me, CHANGES_SLICE)
             except StoreUnreachable:
                 self._ended.wait(RETRY)
                 continue

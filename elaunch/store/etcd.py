@@ -100,8 +100,8 @@ class EtcdStore:
         self._watching = Watching(calls, self._news)
         calls.moved = self._watching.move
         self._board = Board(txns, keys, self._watching, self._news)
-        self._roster = Roster(txns, keys, self._watching, self._news)
         self._own = OwnSeat(txns, keys, self._watching, self._news)
+        self._roster = Roster(txns, keys, self._watching, self._news, leads=self._own.leads)
 
     @property
     def place(self) -> str:
@@ -148,9 +148,9 @@ class EtcdStore:
         """Return all entries; see Store."""
         return self._roster.entries()
 
-    def changes(self, timeout: float) -> Sequence[Change]:
+    def changes(self, name: str, timeout: float) -> Sequence[Change]:
         """Wait for changes of the roster; see Store."""
-        return self._roster.changes(timeout)
+        return self._roster.changes(name, timeout)
 
     def await_lead(self, name: str, timeout: float) -> bool:
         """Wait until we hold the lead; see Store."""

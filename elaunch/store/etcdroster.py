@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from elaunch.errors import SeatLost
 from elaunch.store.etcdplace import Keys, end_of
 from elaunch.store.etcdtxn import Transactions
 from elaunch.store.etcdwatch import Watch, Watching
@@ -28,16 +29,25 @@ class Roster:
         keys: of the job.
         watching: where the keys are watched, once somebody waits.
         news: the condition that ``watching`` notifies.
+        leads: tells whether this agent leads under a name; ``news`` is notified when it ceases to.
     """
 
     def __init__(
-        self, txns: Transactions, keys: Keys, watching: Watching, news: threading.Condition
+        self,
+        txns: Transactions,
+        keys: Keys,
+        watching: Watching,
+        news: threading.Condition,
+        *,
+        leads: Callable[[str], bool],
     ) -> None:
         self._txns = txns
         self._keys = keys
         self._watching = watching
         self._news = news
+        self._leads = leads
         self._begin = threading.Lock()
+        self._reader = ""
         self._watch: Watch | None = None
         self._known: dict[str, int] = {}  # name -> revision of what was last told of it
         self._changes: list[Change] = []
@@ -49,13 +59,16 @@ class Roster:
         ages = self._ages([kv.lease for kv in seats])
         return {self._keys.name_of(kv.key): Seat(kv.value, ages.get(kv.lease)) for kv in seats}
 
-    def changes(self, timeout: float) -> Sequence[Change]:
-        """Wait for changes; raises as Calls.ask, and StoreClosed."""
+    def changes(self, name: str, timeout: float) -> Sequence[Change]:
+        """Wait for changes; raises as Calls.ask, StoreClosed, and SeatLost without the lead."""
         began = time.monotonic()
         self._txns.calls.check_open()
-        self._begin_to_watch()
+        self._begin_to_watch(name)
         with self._news:
-            while not self._changes:
+            while True:
+                self._check_lead(name)
+                if self._changes:
+                    break
                 self._watching.check(began)
                 left = began + timeout - time.monotonic()
                 if left <= 0:
@@ -67,17 +80,29 @@ class Roster:
     def forget(self) -> None:
         """Stop watching; the next call of ``changes`` returns every entry again."""
         with self._begin:
-            if self._watch is None:
-                return
-            self._watching.remove(self._watch)
-            self._watch = None
-            with self._news:
-                self._known, self._changes = {}, []
+            self._forget()
 
-    def _begin_to_watch(self) -> None:
+    def _forget(self) -> None:
+        if self._watch is None:
+            return
+        self._watching.remove(self._watch)
+        self._watch = None
+        with self._news:
+            self._known, self._changes = {}, []
+
+    def _check_lead(self, name: str) -> None:
+        if not self._leads(name):
+            raise SeatLost(f"{name} does not lead (any more)")
+
+    def _begin_to_watch(self, name: str) -> None:
+        """Watch for ``name``, which leads: what was watched for a lead before is not for it."""
         with self._begin:
+            self._check_lead(name)
+            if self._reader != name:
+                self._forget()
             if self._watch is not None:
                 return
+            self._reader = name
             start = self._keys.agents
             watch = Watch(start, end_of(start), 0, self._take, self._read)
             watch.revision = watch.reread() + 1

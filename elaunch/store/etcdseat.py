@@ -73,6 +73,11 @@ class OwnSeat:
         """The key that we lead with and its create revision; None: we do not lead."""
         return self._in_line if self._leads else None
 
+    def leads(self, name: str) -> bool:
+        """Return whether we lead as ``name``."""
+        own = self._own
+        return self._leads and own is not None and own.name == name
+
     def enrol(self, name: str, value: bytes, ttl: float) -> None:
         """Write the entry under a new lease; raises SeatLost if the name is taken."""
         if self._own is not None:

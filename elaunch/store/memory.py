@@ -206,9 +206,16 @@ class MemoryStore:
             ages = {name: now - lease.renewed for name, lease in hub.leases.items()}
             return {name: Seat(value, ages[name]) for name, value in hub.roster.values.items()}
 
-    def changes(self, timeout: float) -> Sequence[Change]:
+    def changes(self, name: str, timeout: float) -> Sequence[Change]:
         """Wait for changes of the roster; the first call returns every entry."""
-        return self._await(lambda: self._hub.roster.read(self) or None, timeout) or []
+        hub = self._hub
+
+        def read() -> Sequence[Change] | None:
+            if hub.lead != name or self._name != name:
+                raise SeatLost(f"{name} does not lead (any more)")
+            return hub.roster.read(self) or None
+
+        return self._await(read, timeout) or []
 
     def await_lead(self, name: str, timeout: float) -> bool:
         """Wait until we hold the lead; SeatLost if our entry ``name`` is gone."""

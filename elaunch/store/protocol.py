@@ -105,10 +105,11 @@ class Store(Protocol):
     def roster(self) -> Mapping[str, Seat]:
         """Return all entries; for readers and for a coordinator that begins."""
 
-    def changes(self, timeout: float) -> Sequence[Change]:
+    def changes(self, name: str, timeout: float) -> Sequence[Change]:
         """Wait for changes of the roster and return them in order; empty: timeout.
 
-        The first call returns every entry that is there. Only the agent that leads may call it.
+        Only the agent that leads as ``name`` may call it; SeatLost when it does no more, also to
+        who waits. The first call of each lead returns every entry that is there.
         """
 
     # ── the lead ─────────────────────────────────────────────────────────────────────────────────

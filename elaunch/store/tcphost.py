@@ -35,7 +35,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from elaunch.errors import StoreClosed, StoreUnreachable
+from elaunch.errors import SeatLost, StoreClosed, StoreUnreachable
 from elaunch.store import tcpwire
 from elaunch.store.memory import Roster
 from elaunch.store.protocol import Change, Seat
@@ -115,6 +115,7 @@ class Keeper:
         self.changed = threading.Condition()
         self._line, self._prefix, self._closed = line, prefix, closed
         self._roster = Roster()
+        self._leader = ""
         self._pulses: dict[str, _Pulse] = {}
         self._now = 0.0  # the clock that does not count what the host slept through
         self._looked = time.monotonic()
@@ -136,9 +137,11 @@ class Keeper:
         """Return whether ``name`` is on the roster; for who holds ``changed``."""
         return name in self._pulses
 
-    def begin(self) -> None:
-        """Have the next :meth:`changes` return every entry; for who holds ``changed``."""
-        self._roster.forget(self)
+    def begin(self, name: str) -> None:
+        """Have the first :meth:`changes` of ``name`` return all; for who holds ``changed``."""
+        self._roster.forget(self._leader)
+        self._leader = name
+        self.changed.notify_all()
 
     def roster(self) -> Mapping[str, Seat]:
         """Return all entries."""
@@ -146,14 +149,16 @@ class Keeper:
             ages = {name: self._now - pulse.moved for name, pulse in self._pulses.items()}
             return {name: Seat(value, ages[name]) for name, value in self._roster.values.items()}
 
-    def changes(self, timeout: float) -> Sequence[Change]:
-        """Wait for changes; the first call returns every entry."""
+    def changes(self, name: str, timeout: float) -> Sequence[Change]:
+        """Wait for changes; the first call of each lead returns every entry."""
         until = time.monotonic() + timeout
         with self.changed:
             while True:
                 if self._closed.is_set():
                     raise StoreClosed("the store was closed")
-                found = self._roster.read(self)
+                if self._leader != name or name not in self._pulses:
+                    raise SeatLost(f"{name} does not lead (any more)")
+                found = self._roster.read(name)
                 left = until - time.monotonic()
                 if found or left <= 0:
                     return found

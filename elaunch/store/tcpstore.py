@@ -135,11 +135,11 @@ class TcpStore:
             return self._keeper.roster()
         return self._calls.exchange(self._read_roster)
 
-    def changes(self, timeout: float) -> Sequence[Change]:
+    def changes(self, name: str, timeout: float) -> Sequence[Change]:
         """Wait for changes of the roster; the first call returns every entry. Only the host can."""
         if self._keeper is None:
             raise SeatLost(f"only the agent that hosts the {self.place} can lead")
-        return self._keeper.changes(timeout)
+        return self._keeper.changes(name, timeout)
 
     def await_lead(self, name: str, timeout: float) -> bool:
         """Wait until we hold the lead; an agent that does not host waits ``timeout`` in vain."""
@@ -174,7 +174,7 @@ class TcpStore:
 
     def _begin(self, name: str) -> None:
         if self._lead != name and self._keeper is not None:
-            self._keeper.begin()
+            self._keeper.begin(name)
         self._lead = name
 
     def _leads(self) -> bool:

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from tests.cluster import thaw
+from tests.cluster import freeze, thaw
 from tests.integration.nodes import (
     DEADLINE,
     Build,
@@ -17,6 +17,7 @@ from tests.integration.nodes import (
     wait_for_worker,
     wait_until_said,
 )
+from tests.launching import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -151,3 +152,19 @@ def test_all_agents_are_killed_and_the_job_is_started_again(cluster: Build) -> N
     for rank, agent in enumerate(again):
         wait_for_worker(agent, rank, 1)
     assert end(job, *again) == [0, 0]
+
+
+def test_all_agents_are_frozen_for_longer_than_a_lease(cluster: Build) -> None:
+    """A suspended job goes on: whoever led and leads again hears all that is there."""
+    job = Job(cluster, "etcd", 2)
+    etcd = job.etcd
+    assert etcd is not None
+    agents = job.pair(["--nnodes=2", "--max-restarts=0"])
+    for agent in agents:
+        freeze(agent.pid)
+    wait_until(lambda: "/agents/" not in " ".join(etcd.keys()), what="the leases end")
+    for agent in agents:
+        thaw(agent.pid)
+    for rank, agent in enumerate(agents):
+        wait_for_worker(agent, rank, 1)
+    assert end(job, *agents) == [0, 0]

@@ -36,23 +36,23 @@ def until(condition: Callable[[], bool], what: str) -> None:
         threading.Event().wait(0.01)
 
 
-def collect(store: Store, number: int) -> list[Change]:
-    """Read changes until there are ``number`` of them."""
+def collect(store: Store, number: int, name: str = "first") -> list[Change]:
+    """Read changes until there are ``number`` of them; ``name`` leads."""
     changes: list[Change] = []
     end = time.monotonic() + LONG
     while len(changes) < number:
         assert time.monotonic() < end, changes
-        changes += store.changes(1.0)
+        changes += store.changes(name, 1.0)
     return changes
 
 
-def read_until(store: Store, last: Change) -> list[Change]:
-    """Read changes until ``last``."""
+def read_until(store: Store, last: Change, name: str = "first") -> list[Change]:
+    """Read changes until ``last``; ``name`` leads."""
     changes: list[Change] = []
     end = time.monotonic() + LONG
     while last not in changes:
         assert time.monotonic() < end, changes
-        changes += store.changes(1.0)
+        changes += store.changes(name, 1.0)
     return changes
 
 
@@ -170,9 +170,9 @@ def test_the_first_changes_are_all_who_are_there(cluster: Cluster) -> None:
     for number, other in enumerate(others):
         other.enrol(f"a{number}", b"%d" % number, LONG)
     assert first.await_lead("a0", LONG)
-    found = {change.name: change.value for change in collect(first, 3)}
+    found = {change.name: change.value for change in collect(first, 3, "a0")}
     assert found == {"a0": b"0", "a1": b"1", "a2": b"2"}
-    assert list(first.changes(0.2)) == []
+    assert list(first.changes("a0", 0.2)) == []
 
 
 def test_changes_come_in_order(cluster: Cluster) -> None:
@@ -193,7 +193,7 @@ def test_a_change_ends_the_wait(cluster: Cluster) -> None:
     """The coordinator is woken, long before its time is over."""
     first, second = leader(cluster), cluster.open()
     collect(first, 1)
-    wait = beside(lambda: first.changes(3 * LONG))
+    wait = beside(lambda: first.changes("first", 3 * LONG))
     second.enrol("second", b"here", LONG)
     assert wait() == [Change("second", b"here", "put")]
 
@@ -232,7 +232,7 @@ def test_who_does_not_renew_expires(cluster: Cluster) -> None:
     def renew_and_read() -> None:
         assert time.monotonic() < began + LONG
         third.renew()
-        changes.extend(first.changes(cluster.ttl / 10))
+        changes.extend(first.changes("first", cluster.ttl / 10))
 
     while expired not in changes:
         renew_and_read()
@@ -307,9 +307,37 @@ def test_the_lead_goes_on(cluster: Cluster, way: str) -> None:
         first.withdraw()
     assert wait() is True
     assert not first.publish(2, b"late")
-    assert list(second.changes(LONG)) == [Change("second", b"2", "put")]
+    assert list(second.changes("second", LONG)) == [Change("second", b"2", "put")]
     assert second.publish(2, b"new")
     assert first.latest() == Post(2, b"new")
+
+
+def test_who_leads_again_reads_everything_again(cluster: Cluster) -> None:
+    """Whoever still waits for what its lead before has missed takes nothing of it away."""
+    first, second = cluster.open(), cluster.open()
+    first.enrol("first", b"1", PATIENT)
+    assert first.await_lead("first", LONG)
+    second.enrol("second", b"2", LONG)
+    collect(first, 2)
+
+    def read() -> None:
+        end = time.monotonic() + LONG
+        while time.monotonic() < end:
+            first.changes("first", 0.05)
+
+    before = beside(read)
+    until(lambda: "first" in second.roster(), "it is there")
+    until(lambda: "first" not in second.roster(), "it has expired")
+    with pytest.raises(SeatLost):
+        first.renew()
+    first.withdraw()
+    first.enrol("again", b"3", LONG)
+    threading.Event().wait(0.3)  # it calls again meanwhile, unless it has ended
+    assert first.await_lead("again", LONG)
+    changes = collect(first, 2, "again")
+    assert {change.name for change in changes if change.value is not None} == {"again", "second"}
+    with pytest.raises(SeatLost):
+        before()
 
 
 # ── all of it ────────────────────────────────────────────────────────────────────────────────────
@@ -353,7 +381,7 @@ def test_several_threads_share_a_store(cluster: Cluster) -> None:
 BLOCKING: dict[str, Callable[[Store, Store], object]] = {
     "follow": lambda first, second: second.follow(0, 3 * LONG),
     "await_lead": lambda first, second: second.await_lead("second", 3 * LONG),
-    "changes": lambda first, second: [first.changes(3 * LONG) for _ in range(9)],
+    "changes": lambda first, second: [first.changes("first", 3 * LONG) for _ in range(9)],
 }
 
 
@@ -392,7 +420,7 @@ def test_jobs_do_not_mix(cluster: Cluster) -> None:
         assert store.await_lead("same", LONG)
     assert one.publish(1, b"one")
     assert two.latest() is None
-    assert [change.name for change in two.changes(LONG)] == ["same"]
+    assert [change.name for change in two.changes("same", LONG)] == ["same"]
     one.withdraw()
     assert list(two.roster()) == ["same"]
 

@@ -154,7 +154,7 @@ def test_a_member_is_lost(
     assert first.store.await_lead(first.name, LONG)
     assert first.store.publish(1, b"before")
     assert [a.store.follow(0, LONG) for a in everyone] == [Post(1, b"before")] * 5
-    names = {change.name for change in first.store.changes(LONG)}
+    names = {change.name for change in first.store.changes(first.name, LONG)}
     assert {a.name for a in everyone} <= names
 
     victim.kill() if hurt == "kill" else victim.freeze()
@@ -163,7 +163,7 @@ def test_a_member_is_lost(
     retry(lambda: others[0].store.update(b"changed") is None)
     seen: list[Change] = []
     while Change("n0", b"changed", "put") not in seen:
-        seen += retry(lambda: first.store.changes(5.0))  # type: ignore[arg-type]
+        seen += retry(lambda: first.store.changes(first.name, 5.0))  # type: ignore[arg-type]
     all_renew(everyone)
     victim.start() if hurt == "kill" else victim.thaw()
     all_renew(everyone)
@@ -201,7 +201,7 @@ def test_etcd_is_down_and_comes_back(one: Cluster, agents: Callable[..., Agent])
     assert first.store.await_lead("first", LONG)
     assert first.store.publish(1, b"one")
     assert second.store.follow(0, LONG) == Post(1, b"one")
-    assert len(first.store.changes(LONG)) >= 1
+    assert len(first.store.changes("first", LONG)) >= 1
     one.members[0].kill()
     address = "{}:{}".format(*one.members[0].endpoint)
     with pytest.raises(StoreUnreachable) as caught:
@@ -248,22 +248,26 @@ def test_what_was_missed_is_compacted_away(
         opened(three.place(endpoints=rest)),
     )
     leaves.enrol("leaves", b"", LONG)
-    assert stays.store.await_lead("stays", LONG)
-    assert stays.store.publish(1, b"1")
+    reader.enrol("reader", b"", 2 * LONG)
+    assert reader.await_lead("reader", LONG)
+    assert reader.publish(1, b"1")
     assert reader.follow(0, LONG) == Post(1, b"1")
-    found = {change.name for change in reader.changes(LONG)}
-    assert found == {"stays", "leaves"}
+    found = {change.name for change in reader.changes("reader", LONG)}
+    assert found == {"stays", "leaves", "reader"}
     frozen.freeze()
+    other = next(m for m in three.members if m is not frozen)
+    board = keys_of("/elaunch", "job").board
     for version in range(2, 6):
-        retry(lambda version=version: stays.store.publish(version, b"%d" % version))  # type: ignore[misc]
+        put = etcdload.load().rpc.PutRequest(key=board, value=b"%d\n%d" % (version, version))
+        three.call("KV", "Put", put, other)
     retry(lambda: stays.store.update(b"new") is None)
     leaves.withdraw()
-    three.compact(next(m for m in three.members if m is not frozen))
+    three.compact(other)
     frozen.kill()
     assert reader.follow(1, LONG) == Post(5, b"5")
     changes: list[Change] = []
     while len(changes) < 2:
-        changes += reader.changes(LONG)
+        changes += reader.changes("reader", LONG)
     assert sorted(changes, key=lambda change: change.name) == [
         Change("leaves", None, "left"),
         Change("stays", b"new", "put"),

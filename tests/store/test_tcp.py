@@ -453,7 +453,7 @@ def test_only_the_host_leads(hosted: tuple[Store, int]) -> None:
         assert not store.await_lead("a", 0.0)
         assert not store.publish(1, b"")
         with pytest.raises(SeatLost, match="only the agent that hosts"):
-            store.changes(0.0)
+            store.changes("x", 0.0)
 
 
 @pytest.mark.parametrize(
