@@ -63,6 +63,13 @@ class StoreUnreachable(StoreError):
         self.unsettled = unsettled
 
 
+class StoreReplaced(StoreUnreachable):
+    """The store that answers is not the one that this agent is on the roster of: that one ended.
+
+    It knows nothing of this job's agents; an entry of theirs is gone for good.
+    """
+
+
 class StoreDenied(StoreError):
     """The store answers and does not let us in: TLS, certificate, user or password."""
 

@@ -160,6 +160,24 @@ def find(run: str, environ: Mapping[str, str]) -> RunDir:
     raise UsageError(_no_such_run(run, ids, fitting, environ))
 
 
+def killed_in(run_id: str, environ: Mapping[str, str]) -> int | None:
+    """Return the round in which the newest earlier run of that id was killed on this machine.
+
+    None if there is no such run, or if its agent has ended it; -1 if no round had begun.
+    """
+    for run in list_runs(environ):
+        try:
+            record = run.read_state()
+        except RunDirError:
+            continue
+        state = condition(record["agent"])
+        if record["run_id"] != run_id or state in ("alive", "stopped", "elsewhere"):
+            continue
+        killed = record["state"] in LIVE_STATES
+        return (record["round"] if record["world_size"] is not None else -1) if killed else None
+    return None
+
+
 def handle(run: RunDir) -> str:
     """Return the name that tells the run from others of the same id: ``<run id>.<number>``."""
     number = re.search(r"\.\d+$", run.path.name)

@@ -257,3 +257,17 @@ def test_two_may_prune_at_once(environ: dict[str, str]) -> None:
     counts = [int(pruner.communicate(timeout=60)[0]) for pruner in pruners]
     assert sum(counts) == 19
     assert os.listdir(runs[0].path.parent) == ["run-0"]
+
+
+def test_the_round_in_which_an_earlier_run_was_killed(environ: dict[str, str]) -> None:
+    """The newest of that id decides, and only where its agent is dead and did not end the run."""
+    dead = {"start_ticks": DEAD_TICKS}
+    recorded(environ, "job", -50.0, agent=dead, state="RUNNING", round=2, world_size=4)
+    recorded(environ, "other", -10.0, agent=dead, state="RUNNING", round=9, world_size=4)
+    recorded(environ, "job")
+    assert rundir.killed_in("job", environ) == 2
+    recorded(environ, "job", -40.0, agent=dead, state="STARTING", world_size=None)
+    assert rundir.killed_in("job", environ) == -1
+    ended(environ, "job", -30.0)
+    assert rundir.killed_in("job", environ) is None
+    assert rundir.killed_in("none", environ) is None

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from elaunch import rundir
 from elaunch.agent.courier import Courier
 from elaunch.agent.finishing import Finishing
 from elaunch.agent.group import GroupPlan, WorkerGroup
@@ -72,9 +73,9 @@ def join(
         )
         rests = LocalCopies(courier, place).rests
     world = World(post=post, search=search, fence=group.fence, clock=time.monotonic)
-    meeting = Meeting(
-        opening.open, rules(settings, rendezvous, opening.hosts), rendezvous.secret, world
-    )
+    killed_in = rundir.killed_in(settings.run_id, os.environ) if opening.hosts else None
+    agreed = rules(settings, rendezvous, opening.hosts, killed_in)
+    meeting = Meeting(opening.open, agreed, rendezvous.secret, world)
     identity = replace(_identity(plan, say), courier=courier.port, rests=rests, probe=probe)
     spokesman = Spokesman(meeting, identity)
     stack.callback(spokesman.leave)

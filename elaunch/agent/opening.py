@@ -42,8 +42,13 @@ LOOK_AGAIN = 0.2
 log = logging.getLogger("elaunch")
 
 
-def rules(settings: Settings, rendezvous: RendezvousSettings, hosts: bool) -> Rules:
-    """Return what the coordinator decides by; ``hosts``: the store ends with this agent."""
+def rules(
+    settings: Settings, rendezvous: RendezvousSettings, hosts: bool, killed_in: int | None = None
+) -> Rules:
+    """Return what the coordinator decides by; ``hosts``: the store ends with this agent.
+
+    ``killed_in``: as in Rules.
+    """
     return Rules(
         min_nodes=settings.min_nodes,
         max_nodes=settings.max_nodes,
@@ -63,6 +68,7 @@ def rules(settings: Settings, rendezvous: RendezvousSettings, hosts: bool) -> Ru
         has_checkpoint_dir=settings.checkpoint_dir is not None,
         checkpoint_local=settings.checkpoint_local,
         hosted_by_me=hosts,
+        killed_in=killed_in,
     )
 
 

@@ -51,13 +51,13 @@ class Coordinator:
         self._queue: queue.SimpleQueue[_Changed | _Stopped | Found] = queue.SimpleQueue()
         self._ended = threading.Event()
 
-    def run(self, not_before: float) -> str:
-        """Coordinate until the lead is lost, and return why; no first round ``not_before``.
+    def run(self, opened: float) -> str:
+        """Coordinate until the lead is lost, and return why; the store was ``opened`` then.
 
         Raises:
             StoreError: the board cannot be read, or its plan cannot.
         """
-        self._state.begin(self._store.latest(), self._clock(), not_before)
+        self._state.begin(self._store.latest(), self._clock(), opened)
         reader = threading.Thread(target=self._read_changes, name="roster", daemon=True)
         reader.start()
         try:

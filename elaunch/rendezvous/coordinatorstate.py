@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from elaunch.rendezvous import records
+from elaunch.rendezvous import membership, records
 from elaunch.rendezvous.decision import decide
 from elaunch.rendezvous.plan import AgentRecord, Plan
 from elaunch.rendezvous.view import Absent, Found, Present, Publish, Rules, Search, View, Wait
@@ -93,14 +93,14 @@ class CoordinatorState:
         own = self._present.get(self.me)
         return own is None or own.record.seq >= seq
 
-    def begin(self, post: Post | None, now: float, not_before: float = 0.0) -> None:
-        """Take over from the board as it is; no first round ``not_before`` that moment.
+    def begin(self, post: Post | None, now: float, opened: float = 0.0) -> None:
+        """Take over from the board as it is, in a store that was ``opened`` then.
 
         Raises:
             RecordError: the plan there cannot be read; this agent must not lead.
         """
         self._view = replace(
-            self._view, began=now, since=now, posted=now, stirred=now, not_before=not_before
+            self._view, began=now, since=now, posted=now, stirred=now, opened=opened
         )
         if post is None:
             self._adopt(Plan(self._draw()[0]), 0, now)
@@ -224,6 +224,10 @@ class CoordinatorState:
     def _on_record(self, name: str, record: AgentRecord, now: float) -> None:
         if record.seen is not None and record.seen["job"] == self._superseded:
             return  # it was cut off while its job ended, and will hear so
+        seen = membership.goes_on(record, self._rules)
+        if seen is not None and seen["job"] != self._plan.job:
+            known = membership.further(self._view.known, seen, record, self._rules)
+            self._view = replace(self._view, known=known)
         old = self._present.get(name)
         failed_at = None
         if record.failure is not None:

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from elaunch.endings import exit_code
@@ -19,7 +19,7 @@ from elaunch.rendezvous import budget, membership, sharing, words
 from elaunch.rendezvous.facts import differences
 from elaunch.rendezvous.membership import Enough, Few, Refused
 from elaunch.rendezvous.plan import AgentRecord, Cause, Node, Plan
-from elaunch.rendezvous.view import Decision, Publish, Rules, Search, View, Wait
+from elaunch.rendezvous.view import Decision, Known, Publish, Rules, Search, View, Wait
 
 
 def decide(view: View, now: float, rules: Rules) -> Decision:
@@ -214,33 +214,21 @@ def _too_few(view: View, now: float, rules: Rules, few: Few) -> Decision:
 # ── the round ────────────────────────────────────────────────────────────────────────────────────
 
 
-@dataclass(frozen=True)
-class _Before:
-    """Where the job was: by the plan, or by what agents saw of it in a store that is no more."""
-
-    round: int
-    restarts: int
-    without_progress: int
-    step: int | None
-
-
-def _before(view: View, rules: Rules) -> _Before:
-    plan = view.plan
-    before = _Before(plan.round, plan.restarts, plan.without_progress, _step(plan.checkpoint))
-    for seat in view.present.values():
-        seen = membership.goes_on(seat.record, rules)
-        if seen is not None and int(seen["round"]) > before.round:
-            before = _Before(
-                int(seen["round"]),
-                max(before.restarts, int(seen.get("restarts", 0))),
-                max(before.without_progress, int(seen.get("without_progress", 0))),
-                seen.get("step"),
-            )
-    return before
+def _before(view: View) -> Known:
+    """Return where the job was: by the plan, or by what agents saw of it before."""
+    plan, known = view.plan, view.known
+    before = Known(plan.round, plan.restarts, plan.without_progress, _step(plan.checkpoint))
+    if known is None or known.round <= plan.round:
+        return before
+    return replace(
+        known,
+        restarts=max(before.restarts, known.restarts),
+        without_progress=max(before.without_progress, known.without_progress),
+    )
 
 
 def _start(view: View, rules: Rules, enough: Enough, verdict: budget.Again | None) -> Decision:
-    plan, before = view.plan, _before(view, rules)
+    plan, before = view.plan, _before(view)
     nodes = tuple(_node(name, view.present[name].record) for name in enough.names)
     checkpoint = view.found.checkpoint if view.found else None
     notice = differences([(n.host, view.present[n.name].record.facts) for n in nodes])
@@ -277,7 +265,7 @@ def _node(name: str, record: AgentRecord) -> Node:
     return Node(name, record.host, record.addr, record.slots, record.role, record.courier)
 
 
-def _why(view: View, rules: Rules, nodes: tuple[Node, ...], before: _Before) -> str:
+def _why(view: View, rules: Rules, nodes: tuple[Node, ...], before: Known) -> str:
     plan, workers = view.plan, words.count(sum(node.slots for node in nodes), "worker")
     with_whom = f"{words.count(len(nodes))}, {workers}"
     start = ""
@@ -285,8 +273,18 @@ def _why(view: View, rules: Rules, nodes: tuple[Node, ...], before: _Before) -> 
         found = view.found.checkpoint if view.found else None
         start = f", {budget.resumes_from(_step(found))}"
     if plan.round < 0 and before.round < 0:
-        return f"first start: {with_whom}{start}"
+        return f"first start: {with_whom}{start}{_anew(rules)}"
     if plan.round < before.round:
         return f"the store lost its memory; going on with {with_whom}{start}"
     what = plan.reason if plan.phase == "ending" else "enough nodes are there again"
     return f"{what}; going on with {with_whom}{start}"
+
+
+def _anew(rules: Rules) -> str:
+    """Return that the numbers of an earlier run begin again, where one is known of."""
+    if not rules.hosted_by_me or rules.killed_in is None or rules.killed_in < 0:
+        return ""
+    return (
+        f"; the last run with this run id was killed here in round {rules.killed_in} and none of "
+        "its agents is left: rounds and restarts are counted from 0 again"
+    )

@@ -295,7 +295,7 @@ class Meeting:
             self._coordinator, self._decided = coordinator, None
             self._changed.notify_all()
         try:
-            log.debug("%s coordinates no more: %s", name, coordinator.run(self._member.not_before))
+            log.debug("%s coordinates no more: %s", name, coordinator.run(self._member.opened_at))
         finally:
             with self._changed:
                 self._coordinator = None

@@ -12,9 +12,10 @@ The fence. A renewal that was *sent* at t keeps the entry until t + ttl at least
 coordinator can have given this agent up. The server process stops all workers (SIGSTOP) at t + 5/6
 ttl and kills them at t + ttl, unless a later renewal has moved those moments. Where it is proven
 that nobody decides, it moves on without renewals: etcd that gets a leader again gives every lease
-its full time again; a TCPStore may be hosted anew and empty, by a process that needs a moment to
-start, so there it moves by ttl / HOSTED only, and the new host's first round does not begin sooner
-(``not_before``).
+its full time again; a TCPStore may be hosted anew and empty, so there it moves by ttl / HOSTED
+only. An agent that finds such a store ends its workers at once and enrols there, with what it has
+seen of the job (``AgentRecord.seen``); the new host's first round waits for those that cannot
+(``opened_at``, elaunch.rendezvous.membership).
 
 Where etcd is there and gets nothing done, it may be about to elect a leader, or it may have one
 that answers others. Then the workers are kept stopped for another ttl: who is stopped writes
@@ -28,7 +29,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from elaunch.errors import SeatLost, StoreClosed, StoreDenied, StoreError, StoreUnreachable
+from elaunch.errors import (
+    SeatLost,
+    StoreClosed,
+    StoreDenied,
+    StoreError,
+    StoreReplaced,
+    StoreUnreachable,
+)
 from elaunch.rendezvous import records
 from elaunch.rendezvous.news import (
     CutOff,
@@ -50,13 +58,12 @@ from elaunch.rendezvous.tasks import (
     Update,
     Withdraw,
 )
-from elaunch.rendezvous.view import Rules
+from elaunch.rendezvous.view import FENCE, HOSTED, Rules
 from elaunch.store.protocol import Post
 
 RENEWALS = 6
 """Renewals in the lifetime of an entry; the fence falls one of them before its end."""
 RETRY_FIRST, RETRY_MOST = 0.05, 0.25
-HOSTED = 3
 
 log = logging.getLogger("elaunch")
 
@@ -80,8 +87,9 @@ class MemberState:
         self.after = 0
         """Version of the newest post that was heard."""
         self.place = ""
-        self.not_before = now
-        """When a first round may begin in a store that we host."""
+        self.opened_at = now
+        """When the store was asked to open that we use, or host."""
+        self._furthest: Plan | None = None
         self._record: AgentRecord | None = None
         self._seq = self._written = 0
         self._hosted = False
@@ -152,12 +160,13 @@ class MemberState:
     def done(self, task: Task, sent: float, now: float, problem: StoreError | None) -> list[Effect]:
         """Take how ``task``, begun at ``sent``, went, and return what follows from it."""
         if isinstance(task, Open):
-            self.not_before = sent + self._ttl / HOSTED
+            self.opened_at = sent
         if problem is None:
             effects = self._answered(now)
             effects += self._succeeded(task, sent, now)
-        elif isinstance(problem, SeatLost):
+        elif isinstance(problem, SeatLost | StoreReplaced):
             self._last_answer = now
+            self._opened = self._opened and isinstance(problem, SeatLost)
             effects = self._cut(str(problem), stale=False)
         elif isinstance(problem, StoreDenied | records.RecordError) and not self._ever_joined:
             effects = self._give_up(str(problem))
@@ -195,6 +204,7 @@ class MemberState:
                 "the job ended while this agent was cut off, and another with its run id has begun"
             )
         self.plan = plan
+        self._furthest = _further(self._furthest, plan)
         return [PlanSeen(plan, self.name)]
 
     # ── how it went ──────────────────────────────────────────────────────────────────────────────
@@ -242,7 +252,7 @@ class MemberState:
         return self._keep(sent)
 
     def _keep(self, sent: float) -> list[Effect]:
-        self._fence = sent + self._ttl * (RENEWALS - 1) / RENEWALS
+        self._fence = sent + self._ttl * FENCE
         self._hold = self._ttl / RENEWALS
         self._renew_at = sent + self._ttl / RENEWALS
         return [Fence(self._fence, self._hold)]
@@ -261,7 +271,7 @@ class MemberState:
         nobody = isinstance(problem, StoreUnreachable) and problem.nobody_decides
         in_time = bool(self.name) and now < self._fence + self._hold
         if in_time and nobody:
-            share = 1 / HOSTED if self._hosted else (RENEWALS - 1) / RENEWALS
+            share = 1 / HOSTED if self._hosted else FENCE
             self._fence = max(self._fence, now + self._ttl * share)
             effects.append(Fence(self._fence, self._hold))
             if not self._silent:
@@ -312,7 +322,7 @@ class MemberState:
         return text
 
     def _seen(self) -> dict[str, Any] | None:
-        plan = self.plan
+        plan = self._furthest
         if plan is None:
             return None
         step = None if plan.checkpoint is None else int(plan.checkpoint["step"])
@@ -324,3 +334,10 @@ class MemberState:
             "without_progress": plan.without_progress,
             "step": step,
         }
+
+
+def _further(old: Plan | None, new: Plan) -> Plan:
+    """Return the plan by which the job was further; a new store's first plan knows no round."""
+    if old is None or new.job == old.job or new.phase == "over":
+        return new
+    return new if new.round > old.round else old

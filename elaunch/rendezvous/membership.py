@@ -17,7 +17,10 @@ from elaunch.rendezvous import words
 from elaunch.rendezvous.growth import READY_PATIENCE, rested
 from elaunch.rendezvous.order import natural, order, static_order, waiting
 from elaunch.rendezvous.plan import AgentRecord
-from elaunch.rendezvous.view import Present, Rules, View
+from elaunch.rendezvous.view import FENCE, HOSTED, Known, Present, Rules, View
+
+MOST_HEARTBEAT = 3600.0
+"""Seconds of the longest ``heartbeat_timeout`` that another agent is believed."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,30 @@ def goes_on(record: AgentRecord, rules: Rules) -> Mapping[str, Any] | None:
     return None if seen["phase"] == "over" or int(seen["round"]) < 0 else seen
 
 
+def further(
+    known: Known | None, seen: Mapping[str, Any], record: AgentRecord, rules: Rules
+) -> Known:
+    """Return how far the job was when what one more agent has seen of it is counted in."""
+    known = known or Known()
+    round_number, step = int(seen["round"]), seen.get("step")
+    return Known(
+        max(known.round, round_number),
+        max(known.restarts, int(seen.get("restarts", 0))),
+        max(known.without_progress, int(seen.get("without_progress", 0))),
+        step if round_number > known.round else known.step,
+        max(known.heartbeat, rules.heartbeat_timeout, _heartbeat(record)),
+    )
+
+
+def _heartbeat(record: AgentRecord) -> float:
+    """Return the ``heartbeat_timeout`` of an agent, which is one of its facts; 0 without it."""
+    try:
+        seconds = float(record.facts.get("heartbeat_timeout", ""))
+    except ValueError:
+        return 0.0
+    return seconds if 0.0 < seconds <= MOST_HEARTBEAT else 0.0
+
+
 def _candidates(
     view: View, now: float, rules: Rules
 ) -> tuple[dict[str, Present], dict[str, Present]]:
@@ -120,17 +147,28 @@ def _settled(view: View, now: float, rules: Rules, number: int) -> float:
     """Return when the nodes that are there may begin without waiting for others."""
     if view.plan.round >= 0:
         return now
-    settled = max(now, view.not_before)
+    settled = max(now, view.opened + _fences(view, rules, number))
     if number < rules.max_nodes:
         settled = max(settled, max(view.began, view.stirred) + rules.settle)
     for one in view.present.values():
-        if goes_on(one.record, rules) is not None:
-            # The store is new and the job is not. Who has not come back yet may still have
-            # workers, and has given up (or was given up) when it was silent for this long.
-            settled = max(settled, view.began + rules.heartbeat_timeout)
-            if not rested(one.record):
-                settled = max(settled, view.began + rules.join_timeout)
+        if goes_on(one.record, rules) is not None and not rested(one.record):
+            settled = max(settled, view.began + rules.join_timeout)
     return settled
+
+
+def _fences(view: View, rules: Rules, number: int) -> float:
+    """Return how long after the store was opened an agent that does not know it may have workers.
+
+    No renewal was answered since by the host of before, so every fence of its agents has passed
+    after FENCE of their ``heartbeat_timeout``. Who hears of this host ends its workers at once.
+    """
+    if view.known is not None:
+        return view.known.heartbeat
+    if rules.hosted_by_me and rules.killed_in is not None:
+        return rules.heartbeat_timeout
+    if rules.hosted_by_me and number < rules.max_nodes:
+        return rules.heartbeat_timeout * FENCE
+    return rules.heartbeat_timeout / HOSTED
 
 
 def _few(view: View, rules: Rules, there: Iterable[Present], missing: Iterable[int] = ()) -> Few:

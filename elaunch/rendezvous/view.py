@@ -14,6 +14,11 @@ from elaunch.rendezvous.plan import AgentRecord, Plan
 
 OnJoin = Literal["graceful", "now", "never"]
 
+FENCE = 5 / 6
+"""Part of ``heartbeat_timeout`` after which an agent's workers are stopped, if not renewed."""
+HOSTED = 3
+"""The fence moves by ``heartbeat_timeout`` / HOSTED where nothing listens at a TCPStore's port."""
+
 
 @dataclass(frozen=True)
 class Rules:
@@ -24,7 +29,9 @@ class Rules:
     is not heard before it counts as lost, ``store_timeout`` how long it goes on without a store,
     ``preempt_grace`` how long workers may take to save that were asked to for a newcomer,
     ``end_timeout`` what a node may need to end its workers, all graces included.
-    ``hosted_by_me``: the store is a part of this agent's process and ends with it.
+    ``hosted_by_me``: the store is a part of this agent's process and ends with it. ``killed_in`` is
+    the round in which the agent was killed that hosted it before, on this machine, -1 if that was
+    in none; None: no such agent is known.
     """
 
     min_nodes: int
@@ -44,6 +51,7 @@ class Rules:
     has_checkpoint_dir: bool = False
     checkpoint_local: bool = False
     hosted_by_me: bool = False
+    killed_in: int | None = None
 
 
 @dataclass(frozen=True)
@@ -91,6 +99,20 @@ class Found:
 
 
 @dataclass(frozen=True)
+class Known:
+    """How far the job was, by what agents saw of it in a store that is no more.
+
+    ``heartbeat`` is the longest ``heartbeat_timeout`` of those who say so.
+    """
+
+    round: int = -1
+    restarts: int = 0
+    without_progress: int = 0
+    step: int | None = None
+    heartbeat: float = 0.0
+
+
+@dataclass(frozen=True)
 class View:
     """All that a decision depends on.
 
@@ -101,8 +123,9 @@ class View:
         absent: nodes of the plan's round that are not.
         began: when this coordinator took the lead.
         since: when it first saw the plan's phase.
-        not_before: when the first round may begin, where agents of an earlier host of this store
-            may still have workers.
+        opened: when this agent began to open the store; agents of an earlier host of it may still
+            have workers for as long as a fence takes from then on.
+        known: how far the job was, if an agent has known that a store that is no more had begun it.
         posted: when it last posted, or took the lead.
         stirred: when an agent that is no node of the plan's round last came or went.
         found: the last search, if nothing has run since.
@@ -118,7 +141,8 @@ class View:
     absent: Mapping[str, Absent]
     began: float = 0.0
     since: float = 0.0
-    not_before: float = 0.0
+    opened: float = 0.0
+    known: Known | None = None
     posted: float = 0.0
     stirred: float = 0.0
     found: Found | None = None

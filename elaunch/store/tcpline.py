@@ -13,7 +13,8 @@ What breaks an exchange, and what is raised as StoreUnreachable (elaunch.errors)
 connection closed or reset  nothing yet: a new connection is tried, for ``timeout`` seconds
 connection refused          nobody_decides=True: nothing listens there, so the host has ended
 no answer for ``timeout``   nobody_decides=False: it may be frozen or cut off, or we may be
-another boot or run id      nobody_decides=False: another coordinator is there
+another run id              nobody_decides=False: another job is there
+another boot                StoreReplaced: another coordinator is there, our entry is gone
 ==========================  =====================================================================
 """
 
@@ -29,7 +30,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from elaunch.errors import StoreClosed, StoreUnreachable
+from elaunch.errors import StoreClosed, StoreReplaced, StoreUnreachable
 from elaunch.store import tcpwire
 from elaunch.store.tcpwire import Connection, ForeignAnswer
 
@@ -192,7 +193,10 @@ class Line:
             if said is None or said["run_id"] != self.spot.run_id:
                 raise self._unreachable("it belongs to somebody else now")
             if said["boot"] != self.spot.boot:
-                raise self._unreachable("it was started anew and does not know this agent")
+                raise StoreReplaced(
+                    f"cannot reach the {self.spot.name}: it was started anew and does not know "
+                    "this agent"
+                )
         return self._connection
 
     def _hold(self, connection: Connection) -> None:

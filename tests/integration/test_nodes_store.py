@@ -119,6 +119,24 @@ def test_the_host_of_the_tcpstore_comes_back(cluster: Build) -> None:
     assert rounds(again) == [(1, 2)]
 
 
+def test_a_host_that_is_back_at_once_waits_for_the_fences(cluster: Build) -> None:
+    """It could begin alone; the other node's workers may run for most of a long heartbeat."""
+    job = Job(cluster, "c10d", 2)
+    job.conf |= {"settle": 2, "heartbeat_timeout": 9}
+    flags = ["--nnodes=1:2", "--max-restarts=0"]
+    one, two = job.pair(flags)
+    os.kill(one.pid, signal.SIGKILL)
+    again = job.start(1, flags)
+    wait_until_said(two, r"cut off: .* it was started anew and does not know this agent")
+    for rank in range(2):
+        job.goes_on(1, rank)
+    began = min(job.at("began", 1, rank) for rank in range(2))
+    assert began > job.at("seen", 0, 1)
+    assert end(job, again, two) == [0, 0]
+    assert rounds(again) == [(1, 2)]
+    assert rounds(two) == [(0, 2), (1, 2)]
+
+
 def test_the_host_of_the_tcpstore_is_frozen(cluster: Build) -> None:
     """The other node cannot know that nobody decides: its workers are dead before it says so."""
     job = Job(cluster, "c10d", 2)

@@ -188,7 +188,7 @@ class Agent:
                 return
             draw = self.sim.draw
             state = CoordinatorState(name, self.rules, b"secret", self.member.old_job, draw)
-            state.begin(post, self.sim.engine.now, self.member.not_before)
+            state.begin(post, self.sim.engine.now, self.member.opened_at)
             self.coordinator = state
             self._changes(client, state)
             self._step(client, state)
@@ -357,10 +357,11 @@ class Agent:
         self.sim.on_exit(self)
 
     def _begin(self, plan: Plan) -> None:
-        if self.sim.engine.now >= self.fence:
-            return  # the server would kill them at once
         self.own_name, self.own_round = self.name, plan.round
-        self.last = self.workers = Workers(plan.job, plan.round)
+        self.last = Workers(plan.job, plan.round)
+        if self.sim.engine.now >= self.fence:
+            return  # the server has killed them at once
+        self.workers = self.last
         self.sim.on_start(self, plan)
 
     def stop(self, grace: float) -> None:

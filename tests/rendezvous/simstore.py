@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from elaunch.errors import SeatLost, StoreError, StoreUnreachable
+from elaunch.errors import SeatLost, StoreError, StoreReplaced, StoreUnreachable
 from elaunch.store.protocol import Change, Post
 
 CALL_TIMEOUT = 1.0
@@ -203,8 +203,8 @@ class Client:
 
         def arrive() -> None:
             if not store.up or store.leaderless:
-                problem = "it was started anew" if store.replaced else "nobody is there"
-                once(StoreUnreachable(problem, nobody_decides=not store.replaced))
+                gone = StoreUnreachable("nobody is there", nobody_decides=True)
+                once(StoreReplaced("it was started anew") if store.replaced else gone)
                 return
             store.expire()
             store.wait(ready, timeout, reply)

@@ -5,6 +5,7 @@ always                  when workers of a round start, none of another round is 
 always                  no round runs twice, the round number only grows, versions follow each other
 always                  nobody is in a round twice; a plan has at most ``max_nodes``
 always                  no more restarts than the budget allows
+always                  a new host goes on counting where the agents that came back were
 at the end              every agent has ended, within the deadline, and all with the job's code
 ======================  ==========================================================================
 
@@ -28,7 +29,7 @@ from tests.rendezvous.simstore import Engine, Link, SimStore
 FAULTS = 14.0
 JOIN_TIMEOUT = 12.0
 STORE_TIMEOUT = 8.0
-RESTART = 1.6
+RESTART = 0.4
 """Seconds in which nobody can find a host of the TCPStore dead and have another one listen."""
 MOST_POSTS = 100
 DEADLINE = FAULTS + 90.0
@@ -56,11 +57,12 @@ def draw_setting(rng: random.Random) -> Setting:
     static = rng.random() < 0.15
     saving = rng.random() < 0.4
     rules = Rules(
-        min_nodes=most if static else rng.randint(1, most),
+        min_nodes=most if static else rng.choice((1, rng.randint(1, most))),
         max_nodes=most,
         settle=rng.choice((0.2, 1.0, 2.0)),
         debounce=rng.choice((0.1, 0.5)),
         join_timeout=JOIN_TIMEOUT,
+        heartbeat_timeout=rng.choice((3.0, 3.0, 6.0, 12.0)),
         store_timeout=STORE_TIMEOUT,
         max_restarts=rng.randint(0, 3),
         lifetime_budget=rng.random() < 0.5,
@@ -71,7 +73,7 @@ def draw_setting(rng: random.Random) -> Setting:
     return Setting(
         agents=most if static else most + rng.choice((0, 0, 1, 2)),
         rules=rules,
-        hosted=rng.random() < 0.3,
+        hosted=rng.random() < 0.5,
         faults=rng.choice((0, 1, 2, 4, 8, 12)),
         fails=rng.choice((0.0, 0.2, 0.6)),
         finishes=rng.choice((0.0, 0.3)),
@@ -129,10 +131,13 @@ class Simulation:
     def launch(self, host: int) -> None:
         """Start an agent on a host."""
         hosting = self.setting.hosted and host == 0
-        if hosting and self.agents and any(a.host == 0 for a in self.agents):
+        before = [agent for agent in self.agents if agent.host == 0]
+        killed_in = None
+        if hosting and before:
             self.store.up, self.store.replaced = False, True
             self.store = self._new_store()
-        rules = replace(self.setting.rules, hosted_by_me=hosting)
+            killed_in = before[-1].own_round
+        rules = replace(self.setting.rules, hosted_by_me=hosting, killed_in=killed_in)
         agent = Agent(self, len(self.agents), host, rules, Link())
         self.agents.append(agent)
         self.note(f"a{agent.number} starts on node{host}")
@@ -221,8 +226,21 @@ class Simulation:
                 raise Broken(f"round {plan.round} after {old.round}")
             if plan.round > old.round and not began:
                 raise Broken(f"round {plan.round} without a start")
+        if plan.phase == "running" and self.setting.hosted:
+            self._check_counts_on(plan)
         self._check_budget(plan)
         self.plans.append(plan)
+
+    def _check_counts_on(self, plan: Plan) -> None:
+        """Compare the plan with what agents have said to this host of the job before."""
+        for change in self.store.log:
+            if change.value is None:
+                continue
+            seen = records.decode_agent(change.value, b"secret", change.name).seen
+            if seen is None or seen["job"] == plan.job or seen["phase"] == "over":
+                continue
+            if plan.round <= seen["round"] or plan.restarts < seen["restarts"]:
+                raise Broken(f"round {plan.round} of {plan.job} after {seen}")
 
     def _check_budget(self, plan: Plan) -> None:
         rules = self.setting.rules
@@ -273,8 +291,12 @@ class Simulation:
             "newcomer": 2,
             "silence": 1,
             "fail": 3,
+            "restart": 6 if self.setting.hosted else 0,
         }
         kind = rng.choices(list(kinds), list(kinds.values()))[0]
+        if kind == "restart":
+            agent = next((one for one in there if one.rules.hosted_by_me), agent)
+            hosting, kind = agent.rules.hosted_by_me, "kill"
         seconds = rng.choice((0.3, 1.0, 2.4, 2.8, 3.5, 6.0, 10.0)) * rng.uniform(0.8, 1.2)
         if hosting and kind not in ("kill", "term", "newcomer", "fail"):
             return  # it reaches its own store whatever the network does
@@ -319,7 +341,8 @@ class Simulation:
             self.store.up = False
         if self.random.random() < 0.5 or agent.rules.hosted_by_me:
             # The host's successor finds the store empty.
-            self.engine.after(max(RESTART, seconds), lambda: self.launch(agent.host))
+            delay = self.random.choice((RESTART, 2.0, seconds))
+            self.engine.after(max(RESTART, delay), lambda: self.launch(agent.host))
 
     def _freeze(self, agent: Agent, seconds: float) -> None:
         agent.frozen = True

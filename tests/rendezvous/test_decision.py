@@ -10,10 +10,11 @@ import pytest
 from elaunch.errors import JoinTimeoutError, SymmetryError
 from elaunch.rendezvous.decision import Publish, Rules, Search, Wait, decide
 from elaunch.rendezvous.plan import AgentRecord, Node, Plan
-from elaunch.rendezvous.view import Absent, Found, Present, View
+from elaunch.rendezvous.view import Absent, Found, Known, Present, View
 
 TWO = Rules(2, 2, max_restarts=3)
 ELASTIC = Rules(1, 3, max_restarts=3)
+HOSTS = Rules(1, 2, max_restarts=3, heartbeat_timeout=12.0, hosted_by_me=True)
 SAVING = replace(TWO, has_checkpoint_dir=True)
 LOCAL = replace(SAVING, checkpoint_local=True)
 CKPT = {"path": "step-00000040.r0", "step": 40, "format": "elaunch"}
@@ -74,6 +75,32 @@ TABLE: dict[str, Row] = {
     "enough, and none came": (
         *(ELASTIC, EMPTY, [seat(1)], {"stirred": 98.0}),
         *("running//0/None a1", "first start: 1 node, 8 workers"),
+    ),
+    "a new host waits out the fences of those it cannot know": (
+        *(HOSTS, EMPTY, [seat(1)], {"opened": 97.0, "stirred": 97.0}),
+        *("wait 107", "waiting for more nodes"),
+    ),
+    "unless all are there, and nobody knows of a round": (
+        *(HOSTS, EMPTY, [seat(1), seat(2)], {"opened": 96.0, "stirred": 99.9}),
+        *("running//0/None a1 a2", "first start: 2 nodes, 16 workers"),
+    ),
+    "a host that was killed here had agents": (
+        *(replace(HOSTS, killed_in=4), EMPTY, [seat(1), seat(2)], {"opened": 96.0}),
+        *("wait 108", "waiting for more nodes"),
+    ),
+    "and none of them has come back": (
+        *(replace(HOSTS, killed_in=4), EMPTY, [seat(1), seat(2)], {"opened": 88.0}),
+        "running//0/None a1 a2",
+        "first start: 2 nodes, 16 workers; the last run with this run id was killed here in round "
+        "4 and none of its agents is left: rounds and restarts are counted from 0 again",
+    ),
+    "the longest fence of those that have": (
+        *(HOSTS, EMPTY, [seat(1), seat(2)], {"opened": 80.0, "known": Known(4, heartbeat=30.0)}),
+        *("wait 110", "waiting for more nodes"),
+    ),
+    "the job goes on in the next round, with its budget": (
+        *(HOSTS, EMPTY, [seat(1)], {"opened": 88.0, "known": Known(4, 2, 1, 40, 12.0)}),
+        *("running//5/None a1 r2", "the store lost its memory; going on with 1 node, 8 workers"),
     ),
     "too few, told on the board": (
         *(TWO, EMPTY, [seat(1)], {"since": 90.0, "posted": 90.0}),
@@ -341,7 +368,8 @@ def told(step: Publish | Search | Wait) -> str:
         head = f"{plan.phase}/{plan.cause}/{plan.round}/{plan.exit_code}"
         names = [*(one.name for one in plan.nodes), *(f"+{n}" for n in plan.joining)]
         left_out = [f"!{name}" for name in plan.strangers]
-        return " ".join([head, *names, *left_out])
+        restarts = [f"r{plan.restarts}"] if plan.restarts > 1 else []
+        return " ".join([head, *names, *left_out, *restarts])
     if isinstance(step, Wait):
         return f"wait {step.until if step.until is None else format(step.until, 'g')}"
     return "search"

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import itertools
 
+from elaunch.errors import StoreReplaced
 from elaunch.rendezvous import records
 from elaunch.rendezvous.member import MemberState
-from elaunch.rendezvous.plan import AgentRecord
+from elaunch.rendezvous.news import CutOff
+from elaunch.rendezvous.plan import AgentRecord, Plan
 from elaunch.rendezvous.tasks import Enrol, Idle, Open, Update
 from elaunch.rendezvous.view import Rules
+from elaunch.store.protocol import Post
 
 RECORD = AgentRecord("node1", "10.0.0.1", 4000, 1)
 
@@ -61,3 +64,54 @@ def test_what_is_told_while_it_joins_is_written_too() -> None:
     member.tell(AgentRecord("node1", "10.0.0.1", 4000, 1, state="ready"))
     member.done(enrol, 0.0, 0.0, None)
     assert said(member.next(0.01)) == "ready"
+
+
+def rejoined(member: MemberState) -> AgentRecord:
+    """Have the store be another one; return what the agent enrols there with."""
+    renewal = member.next(0.6)
+    effects = member.done(renewal, 0.6, 0.6, StoreReplaced("it was started anew"))
+    assert effects == [CutOff("it was started anew")]
+    task = member.next(0.6)
+    assert isinstance(task, Open)
+    member.opened("TCPStore at node1", None)
+    member.done(task, 0.6, 0.6, None)
+    task = member.next(0.6)
+    assert isinstance(task, Enrol)
+    member.done(task, 0.6, 0.6, None)
+    return records.decode_agent(task.value, None, task.name)
+
+
+def test_another_store_in_its_place_is_joined_at_once() -> None:
+    """The workers end before their fence; the new host hears how far the job was."""
+    member = joined()
+    plan = Plan("old", 4, "running", restarts=2)
+    member.heard(Post(7, records.encode(plan, None)))
+    assert rejoined(member).seen == {
+        "job": "old",
+        "phase": "running",
+        "round": 4,
+        "restarts": 2,
+        "without_progress": 0,
+        "step": None,
+    }
+
+
+def test_a_plan_without_a_round_makes_nobody_forget() -> None:
+    """The new host says that it waits for nodes before the first of its rounds."""
+    member = joined()
+    member.heard(Post(7, records.encode(Plan("old", 4, "running"), None)))
+    rejoined(member)
+    member.heard(Post(1, records.encode(Plan("new", reason="1 of 2 nodes"), None)))
+    member.tell(AgentRecord("node1", "10.0.0.1", 4000, 1, state="ready"))
+    task = member.next(0.7)
+    assert isinstance(task, Update)
+    seen = records.decode_agent(task.value, None, "a1").seen
+    assert seen is not None
+    assert (seen["job"], seen["round"]) == ("old", 4)
+    member.heard(Post(2, records.encode(Plan("new", 5, "running"), None)))
+    member.tell(AgentRecord("node1", "10.0.0.1", 4000, 1, state="running", round=5))
+    task = member.next(0.7)
+    assert isinstance(task, Update)
+    seen = records.decode_agent(task.value, None, "a1").seen
+    assert seen is not None
+    assert (seen["job"], seen["round"]) == ("new", 5)

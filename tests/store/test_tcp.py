@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from elaunch.errors import SeatLost, StoreClosed, StoreUnreachable
+from elaunch.errors import SeatLost, StoreClosed, StoreReplaced, StoreUnreachable
 from elaunch.store import tcp, tcpwire
 from elaunch.store.protocol import Change, Post, Store
 from elaunch.store.tcphost import Notice, read_notice
@@ -148,7 +148,7 @@ def test_the_host_of_another_start_is_another_store(hosted: tuple[Store, int]) -
         first.close()
         listening = socket.create_server(("127.0.0.1", port))
         with closing(tcp.host(listening, "job", timeout=20.0)):
-            with pytest.raises(StoreUnreachable, match="started anew") as caught:
+            with pytest.raises(StoreReplaced, match="started anew") as caught:
                 store.renew()
             assert not caught.value.nobody_decides
             with closing(connect(port)) as again:
