@@ -226,7 +226,8 @@ class Simulation:
                 raise Broken(f"round {plan.round} after {old.round}")
             if plan.round > old.round and not began:
                 raise Broken(f"round {plan.round} without a start")
-        if plan.phase == "running" and self.setting.hosted:
+        begins = old is None or (plan.job, plan.round) != (old.job, old.round)
+        if begins and plan.phase == "running" and self.setting.hosted:
             self._check_counts_on(plan)
         self._check_budget(plan)
         self.plans.append(plan)
