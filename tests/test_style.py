@@ -59,7 +59,7 @@ BROAD_EXCEPTS: dict[str, str] = {
     "elaunch.training.channel.objects:attempt": "what a user's object raises is the call's error",
     "elaunch.training.checkpoint.guarding:guarded": "what torch or a user's object raises on one "
     "rank is an error of all",
-    "elaunch.server.devices:count_in_fork": "whatever a driver raises is the answer to the agent",
+    "elaunch.server.devices:_count_or_why": "whatever a driver raises is the answer to the agent",
     "elaunch.server.preload:_import": "whatever a user's module raises is the answer to the agent",
 }
 

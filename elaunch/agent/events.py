@@ -62,10 +62,14 @@ class ServerReady:
 
 @dataclass(frozen=True)
 class ServerWarmed:
-    """The server has imported the later modules, in ``seconds``, or could not: ``problem``."""
+    """The server has imported the later modules, in ``seconds``, or could not: ``problem``.
+
+    ``settings`` are variables that the script sets and those modules read: they are left to it.
+    """
 
     problem: str | None
     seconds: float
+    settings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -68,6 +68,12 @@ class Narrator:
     def _tell_warmed(self, event: events.ServerWarmed) -> None:
         if event.problem is not None:
             log.warning("%s; workers of the next rounds are started without it", event.problem)
+        elif event.settings:
+            log.info(
+                "the later modules of --preload are left to the workers: the script sets %s, which "
+                "they read when they are imported",
+                ", ".join(event.settings),
+            )
         else:
             log.info("the server has imported the later modules in %.2f s", event.seconds)
 

@@ -30,6 +30,9 @@ SWEEP_OVERDUE = KILL_DEADLINE + 2.0
 IMPORTS_DEADLINE = 0.2
 """Seconds for a server that has no worker yet to end by itself; it may be deep in an import."""
 
+LATER_DELAY = 60.0
+"""Seconds after the first worker was started at which the later modules are imported."""
+
 SEND_DEADLINE = 120
 """Seconds for the server to take a message; it does not while it imports, which may be slow."""
 
@@ -94,6 +97,7 @@ class WorkerServer:
         configure: protocol.Message = {"op": "configure", "run_id": self._plan.run_id}
         configure |= {"start": start}
         modules = {"preload": list(self._plan.preload), "later": list(self._plan.later)}
+        configure["later_delay"] = LATER_DELAY
         configure |= {"import_path": self._plan.import_path, "open_files": self._plan.open_files}
         self.send({**configure, **modules})
 
@@ -176,7 +180,8 @@ def _event(message: protocol.Message) -> events.Event:
     if op == "not_started":
         return events.WorkerNotStarted(**_without_op(message))
     if op == "warmed":
-        return events.ServerWarmed(**_without_op(message))
+        settings = tuple(message["settings"])
+        return events.ServerWarmed(message["problem"], message["seconds"], settings)
     if op == "swept":
         return _tree_gone(message)
     if op == "ready":

@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 from elaunch.server import processes
 
@@ -50,22 +51,14 @@ def count_in_fork(kind: str, interpreter: str) -> tuple[int | None, str | None]:
     """
     if "torch" not in sys.modules:
         return _count_in_interpreter(kind, interpreter)
-    read_end, write_end = os.pipe()
-    parent = os.getpid()
-    pid = os.fork()
-    if pid == 0:
-        processes.die_with_parent(parent)
-        try:
-            answer = count(kind)
-        except Exception as error:  # whatever a driver raises is the answer
-            answer = (None, f"{type(error).__name__}: {error}")
-        os.write(write_end, json.dumps(answer).encode())
-        os._exit(0)
-    os.close(write_end)
-    with open(read_end, "rb") as pipe:
-        data = pipe.read()
-    os.waitpid(pid, 0)
-    return _answer(data)
+    return _answer(processes.ask_fork(lambda: _count_or_why(kind)))
+
+
+def _count_or_why(kind: str) -> tuple[int | None, str | None]:
+    try:
+        return count(kind)
+    except Exception as error:  # whatever a driver raises is the answer
+        return None, f"{type(error).__name__}: {error}"
 
 
 def _count_in_interpreter(kind: str, interpreter: str) -> tuple[int | None, str | None]:
@@ -82,12 +75,14 @@ def _count_in_interpreter(kind: str, interpreter: str) -> tuple[int | None, str 
         return None, f"{interpreter} did not count the devices within {_DEADLINE:.0f} s"
     if done.returncode != 0:
         return None, done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-    return _answer(done.stdout)
-
-
-def _answer(data: bytes) -> tuple[int | None, str | None]:
     try:
-        number, problem = json.loads(data)
+        return _answer(json.loads(done.stdout))
     except ValueError:
+        return _answer(None)
+
+
+def _answer(pair: Any) -> tuple[int | None, str | None]:
+    if pair is None:
         return None, "the process that counts the devices died"
+    number, problem = pair
     return number, problem

@@ -11,6 +11,7 @@ It must stay single-threaded and without a CUDA context: it is forked for each w
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import math
 import os
@@ -26,7 +27,8 @@ from typing import NoReturn
 from elaunch import env
 from elaunch.server import devices, processes, protocol, worker
 from elaunch.server.job import Job
-from elaunch.server.preload import Later, preload
+from elaunch.server.later import Later
+from elaunch.server.preload import preload
 from elaunch.server.stores import Stores
 from elaunch.server.sweep import Sweep
 from elaunch.server.title import set_title
@@ -156,7 +158,8 @@ class Server:
         self._open_files = tuple(message["open_files"])
         path = message["import_path"]
         problem = preload(message["preload"], path) if self._fork_start else None
-        self._later.plan(message["later"] if self._fork_start else [], path)
+        later = message["later"] if self._fork_start else []
+        self._later.plan(later, path, message["later_delay"])
         set_title(f"elaunch: server of {message['run_id']}")
         threads = threading.active_count()
         if problem is None and self._fork_start and message["preload"]:
@@ -171,9 +174,10 @@ class Server:
         if time.monotonic() < self._later.due or self._sweep is not None:
             return
         began = time.monotonic()
-        problem = self._later.carry_out()
+        warmed = self._later.carry_out()
         gc.freeze()
-        self._send({"op": "warmed", "problem": problem, "seconds": time.monotonic() - began})
+        seconds = time.monotonic() - began
+        self._send({"op": "warmed", "seconds": seconds, **dataclasses.asdict(warmed)})
 
     def _start(self, message: protocol.Message, files: Sequence[int]) -> Job | None:
         fields = {key: value for key, value in message.items() if key != "op"}
@@ -191,7 +195,8 @@ class Server:
         for fd in files:
             os.close(fd)
         self._workers[pid] = (job.round, job.local_rank)
-        self._later.begin()
+        if job.mode != "command":
+            self._later.note_start(pid, job.env)
         started = {"op": "started", "round": job.round, "local_rank": job.local_rank, "pid": pid}
         self._send({**started, "at": time.monotonic()})
         return None
@@ -290,6 +295,7 @@ class Server:
                 self._stores.lose(os.waitstatus_to_exitcode(status))
             elif pid in self._workers:
                 round_number, local_rank = self._workers.pop(pid)
+                self._later.note_end(pid)
                 code = os.waitstatus_to_exitcode(status)
                 exited = {"op": "exited", "round": round_number, "local_rank": local_rank}
                 exited |= {"pid": pid, "exitcode": code, "at": time.monotonic()}

@@ -1,24 +1,15 @@
 """Import what the workers will need, once, before they are forked.
 
-Most of it before the first fork. What a worker needs only later (``+module`` in ``--preload``) is
-imported when the first round has run undisturbed for a while: the start does not wait for it, a
-short job never pays for it, and a restart finds it there. torch itself imports ``torch._dynamo``
-when the first optimizer is made, which costs each worker most of a second. While such an import
-runs the server hears nothing; an exit in just that second is noticed up to a second late.
+Most of it before the first fork; elaunch.server.later has the rest.
 """
 
 from __future__ import annotations
 
 import gc
 import importlib
-import math
 import sys
-import time
 import traceback
 from collections.abc import Sequence
-
-DELAY = 60.0
-"""Seconds after the first worker was started at which the later modules are imported."""
 
 
 def preload(modules: Sequence[str], path: str | None) -> str | None:
@@ -54,26 +45,3 @@ def _import(modules: Sequence[str]) -> str | None:
             "forked worker cannot use CUDA then. Leave it out, or use --start-method spawn"
         )
     return None
-
-
-class Later:
-    """The modules to import later, and when; ``due`` is infinite while there is nothing to do."""
-
-    def __init__(self) -> None:
-        self._modules: list[str] = []
-        self._path: str | None = None
-        self.due = math.inf
-
-    def plan(self, modules: list[str], path: str | None) -> None:
-        """Take down what to import; nothing is due before a worker was started."""
-        self._modules, self._path = modules, path
-
-    def begin(self) -> None:
-        """Set the time, when a worker is started; the first one counts."""
-        if self._modules and self.due == math.inf:
-            self.due = time.monotonic() + DELAY
-
-    def carry_out(self) -> str | None:
-        """Import the modules; return the problem, if any. Nothing is due any more."""
-        modules, self._modules, self.due = self._modules, [], math.inf
-        return preload(modules, self._path)

@@ -2,15 +2,21 @@
 
 A subreaper is the parent that orphans below it come back to, so whatever a worker starts, however
 it daemonises, stays a descendant of the server and can be found and killed (prctl(2)).
+
+A fork can answer a question whose answer costs the process its innocence (:func:`ask_fork`), and
+its variables can be read as they are now (:func:`environment_of_fork`).
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -142,3 +148,85 @@ def _kill(pid: int, signum: int) -> bool:
 def outlive_parent() -> None:
     """Take :func:`die_with_parent` back."""
     _prctl(_PR_SET_PDEATHSIG, 0)
+
+
+def ask_fork(question: Callable[[], Any]) -> Any:
+    """Return what ``question()`` returns in a fork of this process, by way of JSON.
+
+    An exception there ends the fork, and the answer is None.
+    """
+    read_end, write_end = os.pipe()
+    parent = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            die_with_parent(parent)
+            os.write(write_end, json.dumps(question()).encode())
+        finally:
+            os._exit(0)
+    os.close(write_end)
+    with open(read_end, "rb") as pipe:
+        data = pipe.read()
+    os.waitpid(pid, 0)
+    return json.loads(data) if data else None
+
+
+_POINTER = ctypes.sizeof(ctypes.c_void_p)
+_LONGEST_ENVIRONMENT = 8 << 20
+"""Bytes after which what is read is taken for something else."""
+
+
+def environment_of_fork(pid: int) -> dict[str, str] | None:
+    """Return the variables of a fork of this process as it has them now; None if unknown.
+
+    /proc/PID/environ shows what a process was started with. A fork has libc's ``environ`` where
+    this process has it, until it executes a program; that is unknown then, as where the kernel
+    does not let this process read the other's memory.
+    """
+    here = ctypes.addressof(ctypes.c_void_p.in_dll(ctypes.CDLL(None), "environ"))
+    try:
+        with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
+            (array,) = _pointers(os.pread(memory.fileno(), _POINTER, here))
+            texts = _texts(memory.fileno(), array)
+    except (OSError, ValueError, OverflowError):
+        return None
+    pairs = (os.fsdecode(text).partition("=") for text in texts)
+    return {name: value for name, _, value in pairs}
+
+
+def _pointers(data: bytes) -> list[int]:
+    whole = data[: len(data) // _POINTER * _POINTER]
+    return [
+        int.from_bytes(whole[at : at + _POINTER], sys.byteorder)
+        for at in range(0, len(whole), _POINTER)
+    ]
+
+
+def _texts(memory: int, array: int) -> list[bytes]:
+    """Return the texts that an array of pointers with a NULL at its end points to."""
+    texts: list[bytes] = []
+    read = 0
+    while read < _LONGEST_ENVIRONMENT:
+        pointers = _pointers(os.pread(memory, 4096, array))
+        if not pointers:
+            raise ValueError("the array leads nowhere")
+        for pointer in pointers:
+            if pointer == 0:
+                return texts
+            texts.append(_text(memory, pointer))
+            read += len(texts[-1])
+        array += len(pointers) * _POINTER
+    raise ValueError("no environment is that long")
+
+
+def _text(memory: int, pointer: int) -> bytes:
+    text = b""
+    while len(text) < _LONGEST_ENVIRONMENT:
+        chunk = os.pread(memory, 512, pointer + len(text))
+        before, end, _ = chunk.partition(b"\0")
+        text += before
+        if end:
+            return text
+        if not chunk:
+            raise ValueError("the text leads nowhere")
+    raise ValueError("no variable is that long")

@@ -5,8 +5,8 @@ Both ends of one Unix stream socket pair speak it; a message is a dict with ``op
 ==========  ==================  ==================================================================
 from        op                  fields
 ==========  ==================  ==================================================================
-agent       configure           run_id, start ("fork" | "exec"), preload, later, import_path,
-                                open_files (soft and hard limit of the workers)
+agent       configure           run_id, start ("fork" | "exec"), preload, later, later_delay (s),
+                                import_path, open_files (soft and hard limit of the workers)
 agent       start               round, local_rank, mode, entrypoint, args, interpreter, env;
                                 files: its stdout and stderr
 agent       store               round (-1: before the first), host, fixed (whether all rounds have
@@ -19,7 +19,8 @@ agent       fence               until: kill all workers when it has passed, unle
                                 hold (s): stop them then, and kill them that much later
 agent       count_devices       kind, interpreter
 server      ready               pid, threads (Python's), problem (text or null), preload_s
-server      warmed              problem (text or null), seconds
+server      warmed              problem (text or null), seconds, settings (variables that the script
+                                sets, so that the later modules are left to the workers)
 server      started             round, local_rank, pid, at
 server      not_started         round, local_rank, problem
 server      exited              round, local_rank, pid, exitcode (negative: signal), at, stopped

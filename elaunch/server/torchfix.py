@@ -1,4 +1,4 @@
-"""Mend three faults of torch 2.13 in a forked worker.
+"""Mend four faults of torch 2.13 in a forked worker.
 
 Two are of stores under a launcher. With TORCHELASTIC_USE_AGENT_STORE=True
 (torch/distributed/rendezvous.py, ``_create_c10d_store``)
@@ -12,7 +12,10 @@ Two are of stores under a launcher. With TORCHELASTIC_USE_AGENT_STORE=True
 
 Where torch has no such function any more, nothing is done.
 
-The third ends workers that have finished. A thread of gloo's process group lets go of a collective
+The third is of the fork server alone: torch reads TORCH_DISTRIBUTED_DEBUG when it is imported. It
+is read again before a store is made, so that a script may set it.
+
+The fourth ends workers that have finished. A thread of gloo's process group lets go of a collective
 after it has woken who waited for it; if the tensor is Python's, it needs the interpreter's lock,
 and an interpreter that has begun to end does not give it any more but ends the thread, which C++
 answers with ``terminate called without an active exception`` and SIGABRT. On a busy machine that
@@ -30,6 +33,7 @@ from typing import Any
 
 from elaunch import env
 
+DEBUG_LEVEL = "TORCH_DISTRIBUTED_DEBUG"
 GLOO_THREAD = "pt_gloo_runloop"
 SETTLE_DEADLINE = 0.5
 """Seconds for the threads of gloo to have let go of everything; a running collective never does."""
@@ -75,9 +79,13 @@ def mend_stores() -> None:
     if original is None:
         return
     launchers_port = os.environ.get("MASTER_PORT")  # a script may set another one later
+    level_at_import = os.environ.get(DEBUG_LEVEL)
     times: Counter[int] = Counter()
 
     def create_store(host: str, port: int, rank: int, world_size: int, *rest: Any) -> Any:
+        if os.environ.get(DEBUG_LEVEL) != level_at_import:
+            distributed: Any = sys.modules["torch.distributed"]
+            distributed.set_debug_level_from_env()
         if str(port) == launchers_port:
             store = original(host, port, rank, world_size, *rest)
             times[world_size] += 1

@@ -346,6 +346,38 @@ def test_a_module_that_cannot_be_imported(rig: Rig) -> None:
 
 
 @with_rig
+def test_later_modules_are_left_to_a_script_that_sets_what_they_read(rig: Rig) -> None:
+    """Both rounds' workers see their own settings; the agent hears which were in the way."""
+    workerserver.LATER_DELAY = 0.5  # of this fork alone
+    (rig.directory / "configured.py").write_text(
+        "import os\nSETTING = os.environ.get('CONFIGURED', 'default')\n"
+    )
+    script = rig.directory / "s.py"
+    script.write_text(
+        "import os, signal\nif os.environ.get('SETS'): os.environ['CONFIGURED'] = 'the script'\n"
+        "import configured\nprint(configured.SETTING, flush=True)\nsignal.pause()\n"
+    )
+    environ = clean_environment(rig.directory) | {"PYTHONPATH": str(rig.directory)}
+    for sets in ("yes", ""):
+        seen = rig.directory / f"seen{sets}"
+        server = rig.ready(fork_start=True, later=("configured",), environ=environ)
+        for number in range(2):
+            with seen.open("ab") as log:
+                job = {"op": "start", "round": number, "local_rank": 0, "mode": "script"}
+                job |= {"entrypoint": str(script), "args": [], "interpreter": PYTHON}
+                server.send({**job, "env": {"SETS": sets}}, [log.fileno(), log.fileno()])
+            rig.next(events.WorkerStarted)
+            wait_until(lambda: seen.read_text().count("\n") == number + 1, 60)  # noqa: B023
+            if number == 0:
+                warmed = rig.next(events.ServerWarmed)
+                assert (warmed.problem, warmed.settings) == (None, ("CONFIGURED",) if sets else ())
+            os.kill(processes.children(server.pid)[0], signal.SIGKILL)
+            rig.next(events.WorkerExited)
+        server.close()
+        assert seen.read_text() == ("the script\n" * 2 if sets else "default\n" * 2)
+
+
+@with_rig
 def test_orphans_of_a_dead_server_are_swept_by_the_agent(rig: Rig) -> None:
     """They come to it as a subreaper, and their end is posted like the server's own."""
     place = rig.directory / "place"

@@ -219,6 +219,19 @@ def test_variables_that_are_read_when_torch_is_imported(
     assert (done.stdout, done.returncode) == (f"{counts}\n", 0)
 
 
+@pytest.mark.parametrize("options", [["--start-method", "spawn"], []], ids=["spawn", "fork"])
+def test_the_debug_level_that_a_script_sets(elaunch: Launcher, options: list[str]) -> None:
+    """A forked worker's torch reads it again when the process group is made."""
+    script = elaunch.directory / "s.py"
+    script.write_text(
+        "import os\nos.environ['TORCH_DISTRIBUTED_DEBUG'] = 'DETAIL'\n"
+        "import torch.distributed as dist\ndist.init_process_group('gloo')\n"
+        "print(dist.get_debug_level())\ndist.destroy_process_group()\n"
+    )
+    done = elaunch.run(["run", *options, script])
+    assert (done.stdout, done.returncode) == ("DebugLevel.DETAIL\n", 0)
+
+
 def test_the_documentation_has_every_difference() -> None:
     """docs/start-methods.md names what the tables here name."""
     text = (ROOT / "docs" / "start-methods.md").read_text()
