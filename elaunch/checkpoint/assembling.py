@@ -16,13 +16,14 @@ from typing import Any
 
 from elaunch import __version__
 from elaunch.checkpoint import layout
-from elaunch.checkpoint.files import whole_number
+from elaunch.checkpoint.files import shown, whole_number
 from elaunch.checkpoint.manifests import Entry, Manifest, check_metadata, decode, dump, encode
 from elaunch.checkpoint.merging import merge_files, merge_metadata
 from elaunch.checkpoint.records import Committed, Place, Stage
 from elaunch.errors import CheckpointError, SaveError
 
 _MOST = 10
+_LAST = 253_402_300_800  # seconds since 1970 until the year 10000
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,8 @@ def _check_steps(stage: Stage, metadata: Mapping[str, Any]) -> None:
         raise SaveError(f"not committed: the metadata have no {key!r}, which every checkpoint has")
     if metadata[key] != stage.step or isinstance(metadata[key], bool):
         raise SaveError(
-            f"not committed: the metadata's {key!r} is {metadata[key]!r}, the step is {stage.step}"
+            f"not committed: the metadata's {key!r} is {shown(metadata[key])},"
+            f" the step is {stage.step}"
         )
 
 
@@ -169,9 +171,18 @@ def describe(place: Place, name: str, document: dict[str, Any]) -> Committed:
     for key, default in (*kinds, ("run_id", ""), ("size", 0), ("committed", 0.0)):
         value = document.get(key, default)
         if not isinstance(value, int | float if isinstance(default, float) else type(default)):
-            raise CheckpointError(f"{layout.METADATA}: {key} is {value!r}")
+            raise CheckpointError(f"{layout.METADATA}: {key} is {shown(value)}")
         found[key] = value
+    _check_amounts(found)
+    found["metrics"] = {k: v for k, v in found["metrics"].items() if isinstance(v, int | float)}
     return Committed(name, place, step, round_, world_size=world_size, document=document, **found)
+
+
+def _check_amounts(found: Mapping[str, Any]) -> None:
+    """Raise CheckpointError for amounts that nobody can show or compare."""
+    for key, end in (("size", 2**63), ("committed", _LAST)):
+        if not 0 <= found[key] < end:
+            raise CheckpointError(f"{layout.METADATA}: {key} is {shown(found[key])}")
 
 
 def choose(listed: Sequence[Committed], name_or_uuid: str, place: Place) -> Committed:

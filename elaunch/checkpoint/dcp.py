@@ -10,9 +10,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TypeGuard
 
-from elaunch.checkpoint.files import inside, open_regular, regular_size
-from elaunch.checkpoint.pickles import attribute, load_inert, mapping
+from elaunch.checkpoint.files import inside, read_limited, regular_size
+from elaunch.checkpoint.pickles import PICKLE_LIMIT, attribute, load_inert, mapping
 from elaunch.errors import CheckpointError
 
 FORMAT = "dcp"
@@ -55,8 +56,7 @@ def wanted_sizes(path: Path) -> dict[str, int]:
 
     Raises CheckpointError where it cannot be read as what torch writes.
     """
-    with open_regular(path / METADATA) as file:
-        loaded = load_inert(file.read(), METADATA)
+    loaded = load_inert(read_limited(path / METADATA, PICKLE_LIMIT), METADATA)
     pieces = attribute(loaded, "storage_data")
     found = mapping(pieces)
     if found is None:
@@ -65,7 +65,11 @@ def wanted_sizes(path: Path) -> dict[str, int]:
     for piece in found.values():
         name = attribute(piece, "relative_path")
         offset, length = attribute(piece, "offset"), attribute(piece, "length")
-        if not isinstance(name, str) or not isinstance(offset, int) or not isinstance(length, int):
+        if not isinstance(name, str) or not _is_size(offset) or not _is_size(length):
             raise CheckpointError(f"{METADATA} has a piece without file, offset and length")
         wanted[name] = max(wanted.get(name, 0), offset + length)
     return wanted
+
+
+def _is_size(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and 0 <= value < 2**63

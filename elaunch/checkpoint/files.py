@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import reprlib
 import stat
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
@@ -17,6 +18,8 @@ from elaunch.errors import CheckpointError
 
 JSON_LIMIT = 256 * 2**20  # bytes; a safetensors index of the largest models has a few MiB
 _CHUNK = 2**20
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 100
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -37,25 +40,36 @@ def regular_size(path: Path) -> int:
     return status.st_size
 
 
+def read_limited(path: Path, limit: int) -> bytes:
+    """Return the content of a regular file; raise CheckpointError if it is larger than ``limit``.
+
+    The size counts, not what is on the disk: a file of two hundred gigabytes may be one hole.
+    """
+    with open_regular(path) as file:
+        if os.fstat(file.fileno()).st_size > limit:
+            raise CheckpointError(f"{path.name} is larger than {limit} bytes")
+        return file.read()
+
+
 def inside(directory: Path, relative: object, source: str) -> Path:
     """Return the path of a file that ``source`` names, if it is one below ``directory``."""
     if not isinstance(relative, str) or not relative or "\0" in relative:
-        raise CheckpointError(f"{source} names a file by {relative!r}, which is no path")
+        raise CheckpointError(f"{source} names a file by {shown(relative)}, which is no path")
     try:
         os.fsencode(relative)
     except UnicodeEncodeError:
-        raise CheckpointError(f"{source} names a file by {relative!r}, which is no path") from None
+        raise CheckpointError(
+            f"{source} names a file by {shown(relative)}, which is no path"
+        ) from None
     pure = PurePosixPath(relative)
     if pure.is_absolute() or ".." in pure.parts:
-        raise CheckpointError(f"{source} names {relative!r}, which is outside the checkpoint")
+        raise CheckpointError(f"{source} names {shown(relative)}, which is outside the checkpoint")
     return directory / pure
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file; raise CheckpointError if it holds anything else."""
-    with open_regular(path) as file:
-        content = file.read(JSON_LIMIT + 1)
-    return parse_json(content, path.name)
+    return parse_json(read_limited(path, JSON_LIMIT), path.name)
 
 
 def parse_json(content: bytes, name: str) -> dict[str, Any]:
@@ -74,11 +88,16 @@ def parse_json(content: bytes, name: str) -> dict[str, Any]:
 
 
 def whole_number(document: dict[str, Any], key: str, name: str) -> int:
-    """Return the number >= 0 under ``key`` of a JSON object from the file called ``name``."""
+    """Return the number under ``key``, of 0 to 63 bits, of a JSON object from the file ``name``."""
     value = document.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise CheckpointError(f"{name}: {key} is {value!r}, not a whole number")
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**63:
+        raise CheckpointError(f"{name}: {key} is {shown(value)}, not a whole number")
     return value
+
+
+def shown(value: object) -> str:
+    """Return what a file holds as Python writes it, cut to one line of a message."""
+    return _SHORT.repr(value)
 
 
 def sha256_of(path: Path) -> str:

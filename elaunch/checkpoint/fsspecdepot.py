@@ -28,7 +28,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from elaunch.checkpoint import committing, layout, own, ownership
+from elaunch.checkpoint import committing, layout, own, ownership, quarantine
 from elaunch.checkpoint.assembling import (
     Documents,
     assemble,
@@ -39,7 +39,7 @@ from elaunch.checkpoint.assembling import (
     is_complete,
     is_foreign,
 )
-from elaunch.checkpoint.files import parse_json
+from elaunch.checkpoint.files import JSON_LIMIT, parse_json
 from elaunch.checkpoint.locking import NoLock
 from elaunch.checkpoint.manifests import (
     check_metadata,
@@ -261,6 +261,8 @@ class FsspecDepot:
         if layout.COMMIT not in sizes:
             raise CheckpointError(f"not committed: {layout.COMMIT} is missing")
         ours = [file for file in sizes if "/" not in file and layout.is_reserved(file)]
+        if large := [file for file in ours if sizes[file] > JSON_LIMIT]:
+            raise CheckpointError(f"{large[0]} is larger than {JSON_LIMIT} bytes")
         documents = {file: self._objects.read(f"{name}/{file}") for file in ours}
         for file in chain(*own.check_documents(found.name, documents, run_id).values()):
             size = sizes.get(file.path)
@@ -288,8 +290,11 @@ class FsspecDepot:
         for name in self._objects.names():
             path = f"{name}/{layout.QUARANTINED}"
             if layout.parse_stage_name(name) and layout.QUARANTINED in self._objects.names(name):
-                document = json.loads(self._objects.read(path))
-                found.append((name, str(document.get("reason"))))
+                try:
+                    reason = parse_json(self._objects.read(path), layout.QUARANTINED).get("reason")
+                except CheckpointError:
+                    reason = quarantine.UNKNOWN
+                found.append((name, str(reason)))
         return found
 
     def clear_trash(self) -> None:

@@ -27,11 +27,13 @@ from typing import Final
 from elaunch.checkpoint import dcp, globs, huggingface, layout, lightning, own
 from elaunch.checkpoint.candidates import TORCH_SAVE, Candidate, classify, distinct
 from elaunch.checkpoint.files import (
+    JSON_LIMIT,
     explain,
     inside,
     open_regular,
     parse_json,
     read_json,
+    read_limited,
     regular_size,
 )
 from elaunch.checkpoint.latest import verify_candidate
@@ -142,13 +144,13 @@ def _is_known(candidate: Candidate) -> bool:
 def _digest(path: Path, run_id: str | None) -> str:
     """Return COMMIT's digest of a checkpoint of this run; CheckpointError for any other."""
     try:
-        commit = schema_checked(read_json(path / layout.COMMIT), layout.COMMIT)
+        commit = own.commit_document(read_limited(path / layout.COMMIT, JSON_LIMIT))
     except FileNotFoundError:
         raise CheckpointError(f"not committed: {layout.COMMIT} is missing") from None
     metadata = schema_checked(read_json(path / layout.METADATA), layout.METADATA)
     owner = metadata.get("run_id")
     if run_id is not None and owner != run_id:
-        raise CheckpointError(f"belongs to run {owner}")
+        raise own.foreign(owner)
     digest = commit.get("digest")
     if not isinstance(digest, str):
         raise CheckpointError(f"{layout.COMMIT} has no digest")
@@ -210,16 +212,17 @@ def _wanted_own(path: Path, kept: Kept) -> tuple[tuple[Entry, ...], str]:
     Where metadata.json is not the one that COMMIT was written with, both are left out, and the
     reason is returned: what the manifests list counts all the same.
     """
-    documents = {name: _read(path / name) for name in (layout.COMMIT, layout.METADATA)}
-    commit = schema_checked(parse_json(documents[layout.COMMIT], layout.COMMIT), layout.COMMIT)
+    documents = {
+        name: read_limited(path / name, JSON_LIMIT) for name in (layout.COMMIT, layout.METADATA)
+    }
+    commit = own.commit_document(documents[layout.COMMIT])
     metadata = documents[layout.METADATA]
     if commit.get("digest") != kept.digest:
         raise CheckpointError(f"another {layout.COMMIT} is there than the one that was asked for")
     problem = ""
-    if commit.get("metadata", layout.checksum(metadata)) != layout.checksum(metadata):
+    if commit.get(layout.METADATA_SUM, layout.checksum(metadata)) != layout.checksum(metadata):
         problem = f"{layout.METADATA} does not have the checksum in {layout.COMMIT}"
-    names = (name for name in os.listdir(path) if layout.parse_manifest_name(name) is not None)
-    manifests = {name: _read(path / name) for name in sorted(names)}
+    manifests = own.read_manifests(path, os.listdir(path))
     if layout.digest(manifests) != kept.digest:
         raise CheckpointError(f"the manifests do not have the digest in {layout.COMMIT}")
     wanted = {}
@@ -274,8 +277,3 @@ def sha256(path: Path, progress: Progress) -> str:
             total.update(chunk)
             progress(len(chunk))
     return f"{layout.CHECKSUM}:{total.hexdigest()}"
-
-
-def _read(path: Path) -> bytes:
-    with open_regular(path) as file:
-        return file.read()

@@ -59,6 +59,7 @@ PINS = ".pins"
 TRASH = ".trash"
 PROBE = ".probe"
 COMMIT = "COMMIT"
+METADATA_SUM = "metadata"  # the key of COMMIT that has the checksum of metadata.json
 METADATA = "metadata.json"
 QUARANTINED = "QUARANTINED"
 REMOVED = "REMOVED"

@@ -23,7 +23,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from elaunch.checkpoint import layout
-from elaunch.checkpoint.files import inside, parse_json, whole_number
+from elaunch.checkpoint.files import inside, parse_json, shown, whole_number
 from elaunch.checkpoint.records import Part, Stage
 from elaunch.errors import CheckpointError
 
@@ -147,10 +147,10 @@ def decode(content: bytes, rank: int) -> Manifest:
     words = {key: document.get(key) for key in ("run_id", "uuid", "host")}
     for key, word in words.items():
         if not isinstance(word, str):
-            raise CheckpointError(f"{name}: {key} is {word!r}, not a string")
+            raise CheckpointError(f"{name}: {key} is {shown(word)}, not a string")
     metadata = document.get("metadata")
     if not isinstance(metadata, dict):
-        raise CheckpointError(f"{name}: metadata is {metadata!r}, no object")
+        raise CheckpointError(f"{name}: metadata is {shown(metadata)}, no object")
     if numbers["rank"] != rank:
         raise CheckpointError(f"{name} says it is of rank {numbers['rank']}")
     part = Part(
@@ -175,11 +175,11 @@ def entries(document: Mapping[str, Any], name: str) -> tuple[Entry, ...]:
 
 def _entry(file: object, name: str) -> Entry:
     if not isinstance(file, dict):
-        raise CheckpointError(f"{name}: {file!r} describes no file")
+        raise CheckpointError(f"{name}: {shown(file)} describes no file")
     path, checksum, mtime = (file.get(key) for key in ("path", "checksum", "mtime_ns"))
     inside(Path(), path, name)
     if not isinstance(checksum, str) or not checksum.startswith(f"{layout.CHECKSUM}:"):
-        raise CheckpointError(f"{name}: {path} has the unknown checksum {checksum!r}")
+        raise CheckpointError(f"{name}: {path} has the unknown checksum {shown(checksum)}")
     known = mtime if isinstance(mtime, int) else None
     return Entry(str(path), whole_number(file, "size", name), checksum, known)
 
@@ -188,5 +188,7 @@ def schema_checked(document: dict[str, Any], name: str) -> dict[str, Any]:
     """Return the document called ``name``; CheckpointError if it is of another schema."""
     schema = document.get("schema")
     if schema != layout.SCHEMA:
-        raise CheckpointError(f"{name} has schema {schema!r}, this elaunch reads {layout.SCHEMA}")
+        raise CheckpointError(
+            f"{name} has schema {shown(schema)}, this elaunch reads {layout.SCHEMA}"
+        )
     return document

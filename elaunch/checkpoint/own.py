@@ -22,8 +22,10 @@ from elaunch.checkpoint.files import (
     inside,
     open_regular,
     parse_json,
+    read_limited,
     regular_size,
     sha256_of,
+    shown,
     whole_number,
 )
 from elaunch.checkpoint.manifests import Entry, entries, schema_checked
@@ -31,6 +33,7 @@ from elaunch.errors import CheckpointError
 
 FORMAT = "elaunch"
 
+MANIFESTS_LIMIT = 2**30  # bytes of all manifests together
 _READERS = 4  # files that are read at once; hashing one takes one core
 
 
@@ -50,7 +53,9 @@ def read_documents(path: Path, run_id: str | None) -> dict[int, tuple[Entry, ...
     names = os.listdir(path)
     if layout.COMMIT not in names:
         raise CheckpointError(f"not committed: {layout.COMMIT} is missing")
-    contents = {name: _read(path / name) for name in (layout.COMMIT, layout.METADATA)}
+    contents = {
+        name: read_limited(path / name, JSON_LIMIT) for name in (layout.COMMIT, layout.METADATA)
+    }
     return check_documents(path.name, {**contents, **read_manifests(path, names)}, run_id)
 
 
@@ -58,8 +63,10 @@ def check_documents(
     name: str, contents: Mapping[str, bytes], run_id: str | None
 ) -> dict[int, tuple[Entry, ...]]:
     """Check the documents (name → content) of a checkpoint of this name; return ranks' files."""
-    commit = _document(contents, layout.COMMIT)
-    metadata = _document(contents, layout.METADATA)
+    commit = commit_document(_content(contents, layout.COMMIT))
+    metadata = schema_checked(
+        parse_json(_content(contents, layout.METADATA), layout.METADATA), layout.METADATA
+    )
     _check_identity(name, metadata, run_id)
     manifests = {
         name: content
@@ -70,7 +77,7 @@ def check_documents(
     if commit.get("digest") != layout.digest(manifests):
         raise CheckpointError(f"the manifests do not have the digest in {layout.COMMIT}")
     described = layout.checksum(contents[layout.METADATA])
-    if commit.get("metadata", described) != described:
+    if commit.get(layout.METADATA_SUM, described) != described:
         raise CheckpointError(f"{layout.METADATA} does not have the checksum in {layout.COMMIT}")
     return dict(_files(name, content) for name, content in manifests.items())
 
@@ -88,35 +95,51 @@ def check_files(
     at_once([partial(_check_content, path, file) for file in read], _READERS, "verify")
 
 
-def _read(path: Path) -> bytes:
-    with open_regular(path) as file:
-        return file.read(JSON_LIMIT + 1)
+def commit_document(content: bytes) -> dict[str, Any]:
+    """Return what COMMIT says.
+
+    Raises CheckpointError where the key of the checksum of ``metadata.json`` is damaged: nothing
+    has a checksum of COMMIT itself, and storage that cannot rename has a COMMIT without that key.
+    """
+    commit = schema_checked(parse_json(content, layout.COMMIT), layout.COMMIT)
+    if layout.METADATA_SUM not in commit:
+        for key in commit.keys() - {"digest"}:
+            if str(commit[key])[: len(layout.CHECKSUM)] == layout.CHECKSUM:
+                raise CheckpointError(
+                    f"{layout.COMMIT} is damaged: it has a checksum under the key {shown(key)}"
+                )
+    return commit
 
 
-def _document(contents: Mapping[str, bytes], name: str) -> dict[str, Any]:
+def _content(contents: Mapping[str, bytes], name: str) -> bytes:
     if name not in contents:
         raise CheckpointError(f"missing: {name}")
-    return schema_checked(parse_json(contents[name], name), name)
+    return contents[name]
 
 
 def _check_identity(name: str, metadata: dict[str, Any], run_id: str | None) -> None:
     owner = metadata.get("run_id")
     if run_id is not None and owner != run_id:
-        raise CheckpointError(f"belongs to run {owner}")
+        raise foreign(owner)
     found = tuple(whole_number(metadata, key, layout.METADATA) for key in ("step", "round"))
     if found != layout.parse_step_name(name):
         step, round_ = found
         raise CheckpointError(f"{layout.METADATA} says step {step} of round {round_}")
 
 
+def foreign(owner: object) -> CheckpointError:
+    """Return the error about a checkpoint that another run wrote."""
+    return CheckpointError(f"belongs to run {shown(owner).strip(chr(39))}")
+
+
 def read_manifests(path: Path, names: Iterable[str]) -> dict[str, bytes]:
     """Return the manifests among ``names``, those of a directory's files: name → content."""
-    manifests = {}
+    manifests, room = {}, MANIFESTS_LIMIT
     for name in sorted(names):
         if layout.parse_manifest_name(name) is None:
             continue
-        with open_regular(path / name) as file:
-            manifests[name] = file.read()
+        manifests[name] = read_limited(path / name, min(room, JSON_LIMIT))
+        room -= len(manifests[name])
     return manifests
 
 
@@ -138,7 +161,7 @@ def _files(name: str, content: bytes) -> tuple[int, tuple[Entry, ...]]:
     manifest = schema_checked(parse_json(content, name), name)
     rank = layout.parse_manifest_name(name)
     if rank is None or manifest.get("rank") != rank:
-        raise CheckpointError(f"{name} says it is of rank {manifest.get('rank')!r}")
+        raise CheckpointError(f"{name} says it is of rank {shown(manifest.get('rank'))}")
     return rank, entries(manifest, name)
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from elaunch.checkpoint import layout
-from elaunch.checkpoint.files import read_json
+from elaunch.checkpoint.files import read_json, shown
 from elaunch.checkpoint.filewriter import read_patiently, sync_directory, write_document
 from elaunch.checkpoint.manifests import dump, schema_checked
 from elaunch.errors import CheckpointError, SaveError
@@ -101,11 +101,12 @@ def decide(
     theirs = bool(found.get("given"))
     if found.get("run_id") == run_id:
         return {**found, "given": True} if given and not theirs else None
+    owner = shown(found.get("run_id"))
     if given and theirs:
         raise SaveError(
-            f"{place} belongs to run {found.get('run_id')!r}, this is run {run_id!r}: give this"
-            f" run a directory of its own, or start it with --run-id {found.get('run_id')} to go"
-            " on where that one ended"
+            f"{place} belongs to run {owner}, this is run {run_id!r}: give this run a directory of"
+            f" its own, or start it with --run-id {found.get('run_id')} to go on where that one"
+            " ended"
         )
     return None if theirs else {**document, "created": found.get("created", document["created"])}
 

@@ -1,27 +1,44 @@
-"""A first pass over a pickle that is about to be read: are its operations whole and sane?
+"""A first pass over a pickle that is about to be read: is it sane, and what would hash in C?
 
-The interpreter's unpickler is safe from damaged input except in memory: one flipped bit in a
-length lets it read text as operations, and a memo index of four random bytes makes it allocate
-gigabytes. This pass follows the operations from the first to STOP without executing any, and
-refuses what no pickler writes: unknown operations, arguments that reach behind the end, memo
-indices that are larger than the pickle so far.
+The interpreter's unpickler is safe from damaged input except in three things. One flipped bit in a
+length lets it read text as operations; a memo index of four random bytes makes it allocate
+gigabytes; and the keys of a dict are hashed in C, which for nested tuples overruns the stack, or
+takes 2^60 steps for 250 bytes, and hears no signal meanwhile. This pass follows the operations
+from the first to STOP without executing any. It refuses what no pickler writes: unknown operations,
+arguments that reach behind the end, memo indices that are larger than the pickle so far. And it
+replaces what hashes by what asks Python, that is ``persistent_load``:
+
+===========================  ==================  ===============================================
+operation                    becomes             which leaves on the stack
+===========================  ==================  ===============================================
+EMPTY_DICT                   NONE BINPERSID      ``persistent_load(None)``, to be a dict that
+                                                 looks at its keys
+DICT, of protocol 0          POP_MARK and those  the same, without the items: picklers have none
+EMPTY_SET                    EMPTY_TUPLE         ``persistent_load(())``, to be something with
+                             BINPERSID           ``add``
+FROZENSET                    TUPLE               a tuple
+FRAME                        nothing             its length would be wrong; it is a hint
+===========================  ==================  ===============================================
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 from elaunch.errors import CheckpointError
 
 _STOP, _PUT, _LONG_BINPUT = b".pr"
+_FRAME = 0x95
+_REPLACED = {ord("}"): b"NQ", ord("d"): b"1NQ", 0x8F: b")Q", 0x91: b"t"}
 
 # Operations by the bytes of their argument. BINPUT is among them: its index is one byte.
 _FIXED = {
-    0: b"(012NRb}ae]ldut)soQ\x81\x85\x86\x87\x88\x89\x8f\x90\x91\x92\x93\x94\x97\x98",
+    0: b"(012NRb]aelut)soQ\x81\x85\x86\x87\x88\x89\x90\x92\x93\x94\x97\x98",
     1: b"Khq\x80\x82",
     2: b"M\x83",
     4: b"Jj\x84",
-    8: b"G\x95",
+    8: b"G",
 }
 _LENGTHS = {  # operation -> bytes of the length that stands before its argument
     **dict.fromkeys(b"UC\x8a\x8c", 1),
@@ -36,17 +53,31 @@ _RUN = re.compile(
 )
 
 
-def check_operations(data: bytes, name: str) -> None:
-    """Raise CheckpointError unless ``data``, from ``name``, begins with a well-formed pickle."""
-    position = 0
+def without_hashing(data: bytes, name: str) -> bytes:
+    """Return the pickle that ``data``, from ``name``, begins with, rewritten by the table above.
+
+    Raises CheckpointError unless it is well-formed.
+    """
+    return b"".join(_rewritten(data, name))
+
+
+def _rewritten(data: bytes, name: str) -> Iterator[bytes]:
+    position = kept = 0  # what lies between the two is yielded as it is
     while position < len(data):
         run = _RUN.match(data, position)
         if run and run.end() > position:
             position = run.end()
             continue
-        if data[position] == _STOP:
+        operation = data[position]
+        if operation == _STOP:
+            yield data[kept : position + 1]
             return
-        position = _behind(data, position, name)
+        if operation in _REPLACED or operation == _FRAME:
+            yield data[kept:position]
+            yield _REPLACED.get(operation, b"")
+            position = kept = position + (9 if operation == _FRAME else 1)
+        else:
+            position = _behind(data, position, name)
     raise CheckpointError(f"{name} is not a readable pickle: truncated, it has {len(data)} bytes")
 
 

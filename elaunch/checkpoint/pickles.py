@@ -5,6 +5,9 @@ resolves to ``Inert``: a class whose construction, state and item setters only r
 arguments. Nothing is imported, so torch need not be there, and classes that moved between torch's
 versions read alike. What comes out are dicts, lists, strings and numbers as they were, with
 ``Inert`` objects in the place of everything else.
+
+Nothing is hashed but what hashes at once: a dict's key that is a container, or a number of more
+than 64 bits, is replaced by an ``Inert`` object. Sets come out as ``Inert`` objects, too.
 """
 
 from __future__ import annotations
@@ -13,8 +16,11 @@ import io
 import pickle
 from typing import Any
 
-from elaunch.checkpoint.pickleops import check_operations
+from elaunch.checkpoint.pickleops import without_hashing
 from elaunch.errors import CheckpointError
+
+PICKLE_LIMIT = 2**30
+"""Bytes of a pickle that is read: it holds a checkpoint's structure, not the tensors."""
 
 # What the interpreter's unpickler raises for malformed input, by measurement and its source.
 _MALFORMED = (
@@ -46,7 +52,7 @@ class Inert:
 
     def __setitem__(self, key: object, value: object) -> None:
         if not hasattr(self, "items"):  # pickles may build an object without __init__
-            self.items = {}
+            self.items = _Dict()
         self.items[key] = value
 
     def append(self, _item: object) -> None:
@@ -59,12 +65,30 @@ class Inert:
         """Accept and forget an item of a set subclass."""
 
 
+_KEYS = frozenset((bytes, float, bool, Inert, type(None)))
+
+
+class _Dict(dict[object, object]):
+    """What a pickled dict becomes: it takes for keys only what hashes at once."""
+
+    __slots__ = ()
+
+    def __setitem__(self, key: object, value: object) -> None:
+        if type(key) is not str and type(key) not in _KEYS and not _is_short(key):
+            key = Inert()
+        dict.__setitem__(self, key, value)
+
+
+def _is_short(key: object) -> bool:
+    return type(key) is int and -(2**63) <= key < 2**63
+
+
 class _InertUnpickler(pickle.Unpickler):
     def find_class(self, _module: str, _name: str, /) -> Any:
         return Inert
 
-    def persistent_load(self, _pid: object, /) -> Any:
-        return Inert()
+    def persistent_load(self, pid: object, /) -> Any:
+        return _Dict() if pid is None else Inert()  # see without_hashing
 
 
 def load_inert(data: bytes, name: str) -> object:
@@ -72,9 +96,9 @@ def load_inert(data: bytes, name: str) -> object:
 
     ``name`` is the file's name for the message; raises CheckpointError for a malformed pickle.
     """
-    check_operations(data, name)
+    rewritten = without_hashing(data, name)
     try:
-        return _InertUnpickler(io.BytesIO(data)).load()
+        return _InertUnpickler(io.BytesIO(rewritten)).load()
     except _MALFORMED as error:
         detail = str(error) or type(error).__name__
         raise CheckpointError(f"{name} is not a readable pickle: {detail}") from None

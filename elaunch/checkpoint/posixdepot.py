@@ -31,7 +31,7 @@ from typing import Any, TypeVar
 from elaunch.checkpoint import committing, layout, own, quarantine, trash
 from elaunch.checkpoint.assembling import choose, in_the_way
 from elaunch.checkpoint.atonce import at_once
-from elaunch.checkpoint.files import explain
+from elaunch.checkpoint.files import JSON_LIMIT, explain, read_limited
 from elaunch.checkpoint.filewriter import (
     make_parents,
     read_patiently,
@@ -159,7 +159,7 @@ class PosixDepot:
             for name in sorted(os.listdir(path)):
                 rank = layout.parse_failure_name(name)
                 if rank is not None:
-                    found[rank] = (path / name).read_text("utf-8")
+                    found[rank] = read_limited(path / name, JSON_LIMIT).decode(errors="replace")
         return found
 
     def commit(

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import threading
 import time
@@ -24,8 +23,9 @@ from pathlib import Path
 from typing import Final
 
 from elaunch.checkpoint import layout
+from elaunch.checkpoint.files import read_json, whole_number
 from elaunch.checkpoint.places import broken_link
-from elaunch.errors import UsageError
+from elaunch.errors import CheckpointError, UsageError
 
 SEEN_S: Final = 10.0
 """Seconds until a file that another node has written must be seen."""
@@ -133,10 +133,9 @@ def _newest_size(place: Path, local: bool) -> tuple[int, str]:
     if local:
         return _size_below(place / name), name
     try:
-        size = json.loads((place / name / layout.METADATA).read_bytes())["size"]
-    except (OSError, ValueError, KeyError, TypeError):
+        return whole_number(read_json(place / name / layout.METADATA), "size", ""), name
+    except (OSError, CheckpointError):
         return _size_below(place / name), name
-    return (size, name) if isinstance(size, int) else (_size_below(place / name), name)
 
 
 def _size_below(directory: Path) -> int:

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import BinaryIO
 
 from elaunch.checkpoint.files import open_regular
-from elaunch.checkpoint.pickles import load_inert, mapping
+from elaunch.checkpoint.pickles import PICKLE_LIMIT, load_inert, mapping
 from elaunch.errors import CheckpointError
 
 PICKLE = "data.pkl"
-PICKLE_LIMIT = 2**30  # bytes; a data.pkl holds the structure, not the tensors
+DIRECTORY_LIMIT = 2**28  # bytes; an archive has about 100 of them for each tensor
 
 _CHUNK = 2**20
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
@@ -49,9 +49,10 @@ def check_zip(path: Path) -> None:
 def global_step(path: Path) -> int | None:
     """Return ``global_step`` of the dict that a whole archive holds, None if it has none."""
     with _archive(path) as (file, archive):
-        content = _check(file, archive, path.name)
-    if content is None:
-        return None
+        member = _check(file, archive, path.name)
+        if member is None:
+            return None
+        content = b"".join(_pieces(archive, member, path.name))
     saved = mapping(load_inert(content, f"{path.name}:{PICKLE}")) or {}
     step = saved.get("global_step")
     return step if isinstance(step, int) and not isinstance(step, bool) and step >= 0 else None
@@ -64,18 +65,32 @@ def check_sums(path: Path, progress: Callable[[int], object]) -> None:
     """
     with _archive(path) as (_, archive):
         for member in archive.infolist():
-            _check_sum(archive, member, path.name, progress)
+            for piece in _pieces(archive, member, path.name):
+                progress(len(piece))
 
 
-def _check_sum(
-    archive: zipfile.ZipFile, member: zipfile.ZipInfo, name: str, progress: Callable[[int], object]
-) -> None:
+def _pieces(archive: zipfile.ZipFile, member: zipfile.ZipInfo, name: str) -> Iterator[bytes]:
+    """Yield a member's content; CheckpointError at the end if its CRC is wrong."""
     try:
         with archive.open(member) as content:
-            while chunk := content.read(_CHUNK):
-                progress(len(chunk))
+            while piece := content.read(_CHUNK):
+                yield piece
     except _MALFORMED as error:
         raise CheckpointError(f"{name} is damaged: {error}") from None
+
+
+class _Limited:
+    """A file for ``zipfile``, which would read a directory of any size that the file claims."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.seek, self.tell, self.seekable = file.seek, file.tell, file.seekable
+
+    def read(self, size: int = -1) -> bytes:
+        """Read as a file does, at most DIRECTORY_LIMIT bytes."""
+        if size > DIRECTORY_LIMIT:
+            raise zipfile.BadZipFile(f"its directory is larger than {DIRECTORY_LIMIT} bytes")
+        return self._file.read(DIRECTORY_LIMIT if size < 0 else size)
 
 
 @contextmanager
@@ -83,7 +98,7 @@ def _archive(path: Path) -> Iterator[tuple[BinaryIO, zipfile.ZipFile]]:
     with open_regular(path) as file:
         start = file.read(4)
         try:
-            archive = zipfile.ZipFile(file)
+            archive = zipfile.ZipFile(_Limited(file))
         except _MALFORMED as error:
             raise CheckpointError(f"{path.name} {_ailment(start)} ({error})") from None
         with archive:
@@ -100,17 +115,19 @@ def _ailment(start: bytes) -> str:
     return "is not a zip archive as torch.save writes them"
 
 
-def _check(file: BinaryIO, archive: zipfile.ZipFile, name: str) -> bytes | None:
-    """Check every member; return the content of data.pkl, if there is one."""
+def _check(file: BinaryIO, archive: zipfile.ZipFile, name: str) -> zipfile.ZipInfo | None:
+    """Check every member; return data.pkl, if there is one."""
     members = archive.infolist()
     if not members:
         raise CheckpointError(f"{name} is an archive without members")
-    content = None
+    pickled = None
     for member in members:
         _check_member(file, archive, member, name)
-        if content is None and member.filename.rpartition("/")[2] == PICKLE:
-            content = _read(archive, member, name)
-    return content
+        if pickled is None and member.filename.rpartition("/")[2] == PICKLE:
+            pickled = member
+    if pickled is not None:
+        _check_pickle(archive, pickled, name)
+    return pickled
 
 
 def _check_member(
@@ -131,10 +148,8 @@ def _check_member(
         )
 
 
-def _read(archive: zipfile.ZipFile, member: zipfile.ZipInfo, name: str) -> bytes:
+def _check_pickle(archive: zipfile.ZipFile, member: zipfile.ZipInfo, name: str) -> None:
     if member.file_size > PICKLE_LIMIT:
         raise CheckpointError(f"{name}: {member.filename} is larger than {PICKLE_LIMIT} bytes")
-    try:
-        return archive.read(member)
-    except _MALFORMED as error:
-        raise CheckpointError(f"{name} is damaged: {member.filename}: {error}") from None
+    for _ in _pieces(archive, member, name):
+        pass  # the CRC is compared at the end

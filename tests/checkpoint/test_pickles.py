@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from elaunch.checkpoint.pickleops import check_operations
+from elaunch.checkpoint.pickleops import without_hashing
 from elaunch.checkpoint.pickles import Inert, attribute, load_inert, mapping
 from elaunch.errors import CheckpointError
 
@@ -153,8 +153,8 @@ def test_noise_is_an_error_or_a_value(noise: bytes) -> None:
 def test_the_first_pass_accepts_large_memos(protocol: int) -> None:
     value = [f"text {number}" for number in range(70_000)]
     whole = pickle.dumps(value, protocol)
-    check_operations(whole, "large")
-    check_operations(pickletools.optimize(whole), "large")
+    without_hashing(whole, "large")
+    without_hashing(pickletools.optimize(whole), "large")
     assert load_inert(whole, "large") == value
 
 
@@ -168,4 +168,4 @@ def test_the_first_pass_knows_every_operation() -> None:
             argument = b"0\n" * lines if opcode.arg else b""
         elif size < 0:
             argument = argument[: {"1": 1, "4": 4, "8": 8}[opcode.arg.name[-1]]]
-        check_operations(b"NNNN" + opcode.code.encode("latin-1") + argument + b"." * 4, "one")
+        without_hashing(b"NNNN" + opcode.code.encode("latin-1") + argument + b"." * 4, "one")
