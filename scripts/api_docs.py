@@ -29,7 +29,10 @@ ORDER: dict[str, tuple[str, ...]] = {
         f"{TRAINING}.info:latest_checkpoint",
         f"{TRAINING}.info:Info",
     ),
-    "Calls of all ranks: `ctx.distributed`": (f"{TRAINING}.distributed:DistributedContext",),
+    "Calls of all ranks: `ctx.distributed`": (
+        f"{TRAINING}.distributed:DistributedContext",
+        f"{TRAINING}.keystore:KeyStore",
+    ),
     "Ending in time: `ctx.preempt`": (f"{TRAINING}.preempt:PreemptContext",),
     "Metrics, progress, status: `ctx.train`": (f"{TRAINING}.train:TrainContext",),
     "Checkpoints: `ctx.checkpoint`": (
@@ -45,7 +48,8 @@ ORDER: dict[str, tuple[str, ...]] = {
 
 # Public for other parts of elaunch, not for scripts.
 INNER: dict[str, tuple[str, ...]] = {
-    "DistributedContext": ("of", "describe"),
+    "DistributedContext": ("of", "describe", "gone", "seconds", "note"),
+    "KeyStore": ("close",),
     "PreemptContext": ("start", "on_notice", "on_signal", "close"),
     "TrainContext": ("close",),
     "CheckpointContext": ("close",),
@@ -54,7 +58,15 @@ INNER: dict[str, tuple[str, ...]] = {
 }
 
 # Made by init(): how it is constructed is no business of a script.
-MADE = ("Context", "PreemptContext", "TrainContext", "CheckpointContext", "Committed", "Info")
+MADE = (
+    "Context",
+    "KeyStore",
+    "PreemptContext",
+    "TrainContext",
+    "CheckpointContext",
+    "Committed",
+    "Info",
+)
 
 BEGINNING = """# What a script imports
 

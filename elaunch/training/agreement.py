@@ -84,8 +84,8 @@ class Agreement:
         self._calls = 0
         self._lock = threading.Lock()
         self._standing: Standing | None = None
-        self._settling = SteadyLine(distributed.store, PATIENCE_S)
-        self._watching = SteadyLine(distributed.store, math.inf)
+        self._settling = SteadyLine(distributed.round_store, PATIENCE_S)
+        self._watching = SteadyLine(distributed.round_store, math.inf)
         self._settler = _thread(self._settle, "elaunch-preempt")
         self._watcher = _thread(self._watch, "elaunch-preempt-watch")
 
@@ -110,7 +110,7 @@ class Agreement:
 
     def late(self, stage: Stage, call: int, timeout: float) -> CollectiveError:
         """Return the error that says who did not come to ``stage`` within ``timeout`` seconds."""
-        line = SteadyLine(self._distributed.store, patience=0.0)
+        line = SteadyLine(self._distributed.round_store, patience=0.0)
         try:
             board = self._board(line)
             missing, standings = board.absent(stage), board.standings()
@@ -249,7 +249,7 @@ class Agreement:
 
     def _sign_off_apart(self) -> None:
         """Do it while the other thread waits for all ranks, this one included."""
-        line = SteadyLine(self._distributed.store, 0.0, SIGN_OFF_S)
+        line = SteadyLine(self._distributed.round_store, 0.0, SIGN_OFF_S)
         try:
             self._sign_off(self._board(line))
         except CollectiveError as error:

@@ -7,17 +7,19 @@ ranks of a job trust each other, and nobody else is listened to (elaunch.trainin
 from __future__ import annotations
 
 import atexit
+import contextlib
 import math
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakSet
 
-from elaunch.errors import ContextError, PlacementError
+from elaunch.errors import CollectiveError, ContextError, PlacementError
 from elaunch.progress import ProgressPage
 from elaunch.training import placement as placements
+from elaunch.training.keystore import KeyStore
 from elaunch.training.placement import Numbers, Placement
 from elaunch.training.roundstore import RoundStore
 
@@ -35,6 +37,8 @@ class DistributedContext:
 
     Given the six numbers, or none of them for a job of one rank. Nothing is opened before
     ``elaunch.init(distributed=…)`` or the first call, which all ranks then make together.
+
+    ``store`` holds small values that any rank sets and gets by name (:class:`KeyStore`).
 
     Every call but those that end in ``_local`` is made by ALL ranks of the job, in the same order;
     those by all ranks of the node. It blocks until all of them have made it, at most ``timeout``
@@ -135,13 +139,14 @@ class DistributedContext:
         self.rank, self.size = placement.rank, placement.size
         self.local_rank, self.local_size = placement.local_rank, placement.local_size
         self.cross_rank, self.cross_size = placement.cross_rank, placement.cross_size
-        self.store = RoundStore(placement)
+        self.round_store = RoundStore(placement)
         self.timeout = TIMEOUT_S
         self.node_addrs: tuple[str, ...] = (placement.addr or "127.0.0.1",)
         self._channel: Channel | None = None
         self._page: ProgressPage | None = None
         self._own_page: ProgressPage | None = None
         self._alone = 0
+        self.store = KeyStore(self, self.round_store)
         self._opening = threading.Lock()
         self._opened = self._closed = False
 
@@ -224,6 +229,39 @@ class DistributedContext:
         """Return when ALL ranks of this node have called it."""
         self._call("local", "barrier_local", None, timeout)
 
+    @contextlib.contextmanager
+    def in_turn(self, timeout: float | None = None) -> Iterator[None]:
+        """Have the ranks do the block of ``with …in_turn():`` one after the other, rank 0 first.
+
+        ALL ranks enter it together. Blocks until this rank's turn has come, and behind the block
+        until the last rank is through with it; each turn takes at most ``timeout`` seconds. An
+        exception in a block ends the turns: that rank gets its own, the others a CollectiveError
+        that names the rank.
+        """
+        for turn in range(self.size):
+            if turn == self.rank:
+                try:
+                    yield
+                except Exception as error:
+                    self._end_turn(turn, f"{type(error).__name__}: {error}".rstrip(": "), timeout)
+                    raise
+            self._end_turn(turn, "", timeout)
+
+    def _end_turn(self, turn: int, problem: str, timeout: float | None) -> None:
+        problems = self._call("all", "in_turn", problem, timeout) or [problem]
+        if problems[turn] and turn != self.rank:
+            raise CollectiveError(f"in_turn: rank {turn} failed in its turn: {problems[turn]}")
+
+    def seconds(self, timeout: float | None) -> float:
+        """Return the seconds that a call with this ``timeout`` may take; ContextError for none."""
+        return self.timeout if timeout is None else checked_timeout(timeout)
+
+    def note(self, doing: str) -> None:
+        """Have this rank's progress say what it does, as its calls do."""
+        page = self._page or self._own_page
+        if page is not None:
+            page.note(doing)
+
     def describe(self, ranks: Sequence[int], until: float) -> list[str]:
         """Return what each of ``ranks`` does and did last, in words, for an error about them.
 
@@ -247,6 +285,7 @@ class DistributedContext:
         _open.discard(self)
         if self._channel is not None:
             self._channel.close()
+        self.round_store.close()
         self.store.close()
         if self._own_page is not None:
             self._own_page.close()
@@ -259,7 +298,7 @@ class DistributedContext:
         _at_exit()
         from elaunch.training.channel.channel import Channel  # one rank alone does without
 
-        channel = Channel(self.placement, self.store, page)
+        channel = Channel(self.placement, self.round_store, page)
         try:
             channel.open(time.monotonic() + self.timeout)
         except BaseException:
@@ -271,13 +310,12 @@ class DistributedContext:
         self.node_addrs = tuple(chief.addr for chief in chiefs)
 
     def _call(self, scope: str, name: str, obj: Any, timeout: float | None) -> list[Any] | None:
-        seconds = self.timeout if timeout is None else checked_timeout(timeout)
+        seconds = self.seconds(timeout)
         if not self._opened or self._closed:
             self.open()
         if self._channel is None or (scope == "local" and self.local_size == 1):
             self._alone += 1
-            if self._page is not None:
-                self._page.note(f"{name} #{self._alone}")
+            self.note(f"{name} #{self._alone}")
             return None
         return self._channel.call(scope, name, obj, seconds)
 

@@ -216,7 +216,7 @@ def test_jobs_in_one_store_never_meet(start: Start) -> None:
     script = """
 for step in range(200):
     assert ctx.allgather(os.environ["ELAUNCH_RUN_ID"]) == [os.environ["ELAUNCH_RUN_ID"]] * 2
-say(ctx.store.context_number)
+say(ctx.round_store.context_number)
 """
     jobs = [start(2, script, job) for job in ("a", "b", "c")]
     for job in jobs:

@@ -7,6 +7,7 @@ allgather    all                         all                    around the ring,
 gather       all                         rank 0                 straight to rank 0's node
 broadcast    rank 0                      all                    around the ring, from rank 0's node
 barrier      nobody                      nobody
+in_turn      all, whether they failed    all
 ===========  ==========================  =====================  ====================================
 
 The ``_local`` forms are the same within the node, its chief in rank 0's place. A rank that could
@@ -51,6 +52,7 @@ PLANS: Final = {
         Plan("gather", True, True, "root"),
         Plan("broadcast", False, True, "all"),
         Plan("barrier", False, False, "nobody"),
+        Plan("in_turn", True, True, "all"),
     )
 }
 
