@@ -16,7 +16,7 @@ class Nothing:
 
 @dataclass(frozen=True)
 class ChooseCheckpoint:
-    """Look for the newest complete checkpoint."""
+    """Look for the newest complete checkpoint; a search that is still on is waited for instead."""
 
 
 @dataclass(frozen=True)

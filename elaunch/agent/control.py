@@ -2,9 +2,10 @@
 
 One thread serves one client after the other, so it costs the agent nothing while nobody asks. No
 client can disturb the agent: each is dropped when its request has not come within 1 s, is longer
-than 64 KiB, or when it has not read the answer within 2 s of connecting. Only the agent's own user
-and root are served. A worker that attaches (elaunch.worklink), or that has its checkpoints written
-(elaunch.keeperline), stays: its connection is handed over.
+than 64 KiB, or when it has not read the answer 2 s after that was ready. A client that has hung up
+meanwhile gets nothing done: it has told its user so. Only the agent's own user and root are served.
+A worker that attaches (elaunch.worklink), or that has its checkpoints written (elaunch.keeperline),
+stays: its connection is handed over.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import contextlib
 import json
 import logging
 import os
+import select
 import socket
 import struct
 import threading
@@ -139,8 +141,10 @@ class ControlSocket:
             return
         for fd in files:
             os.close(fd)
+        if _has_hung_up(client):
+            raise ConnectionError("it hung up before its request was done")
         answer = self._reply(fields)
-        client.settimeout(_left(connected + CLIENT_DEADLINE_S))
+        client.settimeout(CLIENT_DEADLINE_S)
         client.sendall(json.dumps(answer, separators=(",", ":")).encode() + b"\n")
 
     def _reply(self, fields: Mapping[str, Any]) -> Mapping[str, object]:
@@ -195,6 +199,13 @@ def _read_request(client: socket.socket, deadline: float) -> tuple[bytes, list[i
             os.close(fd)
         raise
     return bytes(line.partition(b"\n")[0]), files
+
+
+def _has_hung_up(client: socket.socket) -> bool:
+    """Tell whether nobody can read an answer; one that has only ended its sending still does."""
+    poll = select.poll()
+    poll.register(client, 0)
+    return any(happened & select.POLLHUP for _, happened in poll.poll(0))
 
 
 def _left(deadline: float) -> float:

@@ -151,11 +151,13 @@ class CheckpointChosen:
     """The search for the newest complete checkpoint came back.
 
     ``problem`` says why it could not, and ``exit_code`` is what the agent then ends with.
+    ``number`` is that of the search, from 1; 0 where the coordinator has searched for all nodes.
     """
 
     search: Search
     problem: str | None = None
     exit_code: int = CheckpointError.exit_code
+    number: int = 0
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ class Finishing:
 
     ``unfinished``, set by the keeper, returns the names of stages that this process still writes,
     ``round`` is the newest that this node took part in, and ``jobs`` are the words of the plans of
-    this job, if it has several nodes, as far as they are known.
+    this job, if it has several nodes, as far as they are known. ``turn`` is held by who searches.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -54,6 +54,7 @@ class Finishing:
         self.unfinished: Callable[[], Collection[str]] = tuple
         self.round = 0
         self.jobs: frozenset[str] = frozenset()
+        self.turn = threading.Lock()
         self._job = ""
         self._taking = threading.Lock()
         self._held: dict[str, Closeable] = {}

@@ -62,7 +62,7 @@ def _leaves(state: State) -> bool:
         return state.interrupted is not None
     if state.phase in (Phase.RUNNING, Phase.STOPPING, Phase.SWEEPING, Phase.FLUSHING):
         return False
-    return state.told_to_stop and not (state.completed and state.interrupted is None)
+    return state.interrupted is not None
 
 
 def _missed(state: State) -> bool:
@@ -112,8 +112,10 @@ def at_rest(state: State, what: str) -> Decision:
             f"seen on {plan.nodes[0].host}; mount the same file system here, or give "
             "--checkpoint-local on all nodes"
         )
-    if plan is not None and state.told_to_stop and _moved_on(state, plan):
+    if plan is not None and state.preempted and state.told_to_stop and _moved_on(state, plan):
         return preemptpolicy.ended(state)
+    if state.told_to_stop:  # no round follows here; the coordinator ends the job
+        return (Meet(), f"{what}; waiting for the other nodes") if what else NOTHING
     if plan is not None and _begins(state, plan):
         first_rank = place(plan, state.name).first_rank
         return StartRound(plan.round, _checkpoint(state, plan), first_rank), plan.reason
@@ -148,7 +150,8 @@ def on_tree_gone(state: State) -> Decision:
     over = state.plan is not None and state.plan.phase == "over"
     if state.interrupted is not None and not over:
         return preemptpolicy.ended(state) if state.preempted else stopped(state.interrupted)
-    if state.told_to_stop and not state.completed and not over:
+    told_before = state.told_to_stop and state.notified_in is not Phase.FLUSHING
+    if told_before and not state.completed and not over:
         return _told_and_not_done(state)
     if state.preempted and state.notice is not None:
         return at_rest(state, f"all workers of this node have saved ({state.notice.reason})")
@@ -193,7 +196,7 @@ def _while_running(state: State, plan: Plan) -> Decision:
         reason = f"round {plan.round} has begun without this node; killing {others}"
         return EndTree(), reason
     if plan.phase == "running" or plan.round < state.round:
-        return preemptpolicy.newcomers(state)
+        return preemptpolicy.asked_elsewhere(state, plan)
     # Who lost a peer can only hang; who is stopped for growth may want to save first.
     peer_gone = plan.cause in ("failure", "lost") or plan.phase == "over"
     peer_gone = peer_gone and plan.exit_code != PREEMPTED

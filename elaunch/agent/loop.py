@@ -174,7 +174,11 @@ class Agent:
         if isinstance(action, StartRound):
             self._start_round(state, action, reason)
         elif isinstance(action, ChooseCheckpoint):
-            threading.Thread(target=self._choose, name="checkpoints", daemon=True).start()
+            if not state.searching:
+                number = (state.search + 1,)
+                threading.Thread(
+                    target=self._choose, args=number, name="checkpoints", daemon=True
+                ).start()
         elif isinstance(action, StopWorkers):
             self._group.send_signal(action.signum, stops=True)
             self._grace_until = self._deadline = time.monotonic() + action.grace
@@ -184,7 +188,8 @@ class Agent:
         elif isinstance(action, EndTree):
             self._end_tree(state, action)
         elif isinstance(action, Meet):
-            self._deadline = None
+            grace = state.limits.shutdown_timeout if state.told_to_stop else None
+            self._deadline = None if grace is None else time.monotonic() + grace
             self._group.between_rounds()
         elif isinstance(action, Notify):
             self._links.notify(action.notice)
@@ -235,9 +240,10 @@ class Agent:
         self._keeper.settle(seconds)
         self._deadline = now + seconds + SETTLE_OVERDUE
 
-    def _choose(self) -> None:
+    def _choose(self, number: int) -> None:
         """Look for the newest complete checkpoint; a thread of its own, since storage may hang."""
-        self._inbox.put(seeker.look(self._settings, self._keeper.finishing))
+        found = seeker.look(self._settings, self._keeper.finishing)
+        self._inbox.put(replace(found, number=number))
 
     # ── telling ──────────────────────────────────────────────────────────────────────────────────
 

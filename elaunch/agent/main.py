@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     from elaunch.agent.spokesman import Spokesman
 
 PING_TIMEOUT = 2.0
+LOOP_PATIENCE = 1.0
+"""Seconds for the loop to say what it does about a request; far less than a client waits."""
 
 log = logging.getLogger("elaunch")
 
@@ -77,20 +79,44 @@ def run(settings: Settings) -> int:
         environ.pop(name, None)
     if settings.workdir is not None:
         environ["PWD"] = str(settings.workdir)
-    with contextlib.ExitStack() as stack:
-        code = _run(settings, environ, inbox, stack)
+    code = _run(settings, environ, inbox)
     signals.ignore(handled)
     return shown_code(code, settings)
 
 
-def _run(
-    settings: Settings, environ: Mapping[str, str], inbox: Inbox, stack: contextlib.ExitStack
-) -> int:
+def _run(settings: Settings, environ: Mapping[str, str], inbox: Inbox) -> int:
+    """Run the job; whatever ends it early is in the run's record and the launcher's error file."""
     own_log_dir = _own_log_dir(settings)
     run_dir = rundir.create(settings.run_id, os.environ)
     log_root = run_dir.logs if settings.log_dir is None else own_log_dir
     log_dir = None if log_root is None else str(log_root)
     journal = Journal(settings, run_dir, log_dir, warn=lambda text: log.warning("%s", text))
+    place = _Place(settings, run_dir, log_root, environ)
+    with contextlib.ExitStack() as stack:
+        try:
+            return _run_job(place, journal, inbox, stack)
+        except BaseException as error:
+            # Also a defect of elaunch ends the record; it goes on to show its traceback.
+            code = error.exit_code if isinstance(error, ElaunchError) else 1
+            journal.note_exit_code(code, f"{type(error).__name__}: {error}")
+            write_launcher_error(os.environ, error)
+            raise
+
+
+@dataclass(frozen=True)
+class _Place:
+    """What a run has before anything of it is started; ``log_root`` as in GroupPlan."""
+
+    settings: Settings
+    run_dir: rundir.RunDir
+    log_root: Path | None
+    environ: Mapping[str, str]
+
+
+def _run_job(place: _Place, journal: Journal, inbox: Inbox, stack: contextlib.ExitStack) -> int:
+    """Start the parts, then serve events to the end; ``stack`` closes what was started."""
+    settings, run_dir, log_root = place.settings, place.run_dir, place.log_root
+    environ = place.environ
     lines = None if settings.progress_regex is None else ProgressLines(settings.progress_regex)
     pump = _start_pump(_log_plan(settings, log_root, environ), lines, journal, stack)
     stack.enter_context(_logging_to(pump.say, settings.log_level))
@@ -117,15 +143,8 @@ def _run(
     stack.callback(keeper.close)
     parts = Parts(group, journal, reporter, event_log, links, hangs, keeper, probing, spokesman)
     threading.Thread(target=rundir.prune, args=(os.environ,), name="prune", daemon=True).start()
-    try:
-        keeper.check()
-        return Agent(settings, parts, inbox).run(environ)
-    except BaseException as error:
-        # Also a defect of elaunch ends the record; it goes on to show its traceback.
-        code = error.exit_code if isinstance(error, ElaunchError) else 1
-        journal.note_exit_code(code, f"{type(error).__name__}: {error}")
-        write_launcher_error(os.environ, error)
-        raise
+    keeper.check()
+    return Agent(settings, parts, inbox).run(environ)
 
 
 def _start_pump(
@@ -287,9 +306,9 @@ class Served:
         answers: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.inbox.put(events.PreemptAsked(reason, answers.put))
         try:
-            return answers.get(timeout=PING_TIMEOUT)
+            return answers.get(timeout=LOOP_PATIENCE)
         except queue.Empty:
-            return "the agent is busy; it will be asked as soon as it is not"
+            return f"{reason}: accepted; the agent is busy, and acts on it as soon as it is not"
 
 
 def _start_timer(settings: Settings, inbox: Inbox, stack: contextlib.ExitStack) -> None:

@@ -152,6 +152,8 @@ def _on_deadline(state: State, event: events.DeadlinePassed) -> Decision:
         return _after_tree(state)
     if state.phase is Phase.WAITING:
         return StartRound(state.round + 1, state.chosen), failure(state)
+    if state.phase in preemptpolicy.AT_REST and state.told_to_stop:
+        return preemptpolicy.overdue_at_rest(state)
     return NOTHING
 
 
@@ -165,7 +167,7 @@ def _on_tree_gone(state: State, event: events.TreeGone) -> Decision:
     if event.round != state.round or state.phase is not Phase.SWEEPING:
         return NOTHING
     if state.saves:
-        done = state.completed and state.interrupted is None and state.notice is None
+        done = state.completed and not state.preempted and state.interrupted is None
         return Settle(LAST_SAVE_S if done else state.limits.shutdown_timeout), ""
     return _after_tree(state)
 
@@ -185,19 +187,29 @@ def _after_tree(state: State, also: str = "") -> Decision:
 def _next(state: State) -> Decision:
     if state.limits.meets:
         return jobpolicy.on_tree_gone(state)
-    if state.completed or not state.failed or state.interrupted or state.told_to_stop:
+    told_before = state.told_to_stop and state.notified_in is not Phase.FLUSHING
+    if state.completed or not state.failed or state.interrupted or told_before:
         return _finish(state)
     limits = state.limits
     if hopeless(limits.budget, _spent(state)):
         return _finish(state)
+    if state.notified_in is Phase.FLUSHING:
+        return preemptpolicy.instead_of_restart(state)
+    if state.found is not None:  # nothing has run since: the server was lost meanwhile
+        return _go_on_from(state, state.found)
     if limits.has_checkpoint_dir:
         return ChooseCheckpoint(), ""
     return _restart(state)
 
 
 def _on_checkpoint(state: State, event: events.CheckpointChosen) -> Decision:
-    if state.phase is not Phase.CHOOSING:
+    if state.phase is not Phase.CHOOSING or event is not state.found:
         return NOTHING
+    return _go_on_from(state, event)
+
+
+def _go_on_from(state: State, event: events.CheckpointChosen) -> Decision:
+    """Decide what follows a search, which has brought ``event``."""
     if event.problem is not None:
         return Finish(event.exit_code), f"cannot look for checkpoints: {event.problem}"
     if state.failed:

@@ -12,6 +12,10 @@ a signal of ``--preempt-signals``,     notice, the same grace; who has not asked
 ``elaunch preempt``, ``--preempt-at``  yet is told when it does
 a node joins                           notice of the kind ``resize``: the next round follows at once
 another node's workers know            the same on this node
+a request on a node without workers    the other nodes' workers get the notice, by way of the plan;
+                                       where no node has workers, the job ends with 75
+a request while the last saves are     they are written out first, with their own patience; what
+written                                is done ends as it would have
 all workers end with 0, one has said   the run is PREEMPTED, exit code 75: to be continued
 that it does so because of the notice
 the grace is over                      the workers are ended: KILLED, to be continued as well
@@ -22,18 +26,22 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 from elaunch.agent import events
 from elaunch.agent.actions import Action, EndTree, Finish, Hurry, Nothing, Notify
 from elaunch.agent.state import Phase, State
-from elaunch.agent.wording import workers
+from elaunch.agent.wording import LOST, failure, workers
 from elaunch.endings import KILLED, PREEMPTED
+from elaunch.errors import CheckpointError
+from elaunch.rendezvous.plan import Plan
 from elaunch.worklink import Notice
 
 Decision = tuple[Action, str]
 
 NOTHING: Decision = (Nothing(), "")
+AT_REST: Final = frozenset({Phase.STARTING, Phase.MEETING})
+"""Where an agent of several has no worker: a request there goes to the other nodes."""
 
 
 def on_sigterm(state: State) -> Decision | None:
@@ -66,8 +74,11 @@ def asked(state: State, reason: str) -> Decision:
         return Nothing(), f"{reason}: {state.notice.reason if state.notice else ''} already"
     if state.phase is Phase.RUNNING:
         return notify(state, Notice(reason))
-    if state.phase in (Phase.STOPPING, Phase.SWEEPING):
+    if state.phase in (Phase.STOPPING, Phase.SWEEPING, Phase.FLUSHING):
         return Notify(Notice(reason), None), f"{reason}: no round follows this one"
+    if state.limits.meets:
+        what = f"{reason}: no worker runs on this node; the other nodes are asked, too"
+        return Notify(Notice(reason), state.limits.shutdown_timeout), what
     return Finish(PREEMPTED), f"{reason}: no worker runs; to be continued"
 
 
@@ -76,6 +87,8 @@ def ended(state: State) -> Decision:
     assert state.notice is not None  # somebody asked
     if state.preempted:
         return Finish(PREEMPTED), f"preempted: {state.notice.reason}; to be continued"
+    if state.lost_save:
+        return Finish(CheckpointError.exit_code), LOST
     if state.completed:
         return Finish(0), "all workers ended with 0"
     if state.interrupted is not None:
@@ -84,11 +97,35 @@ def ended(state: State) -> Decision:
     return Finish(KILLED), f"killed: {state.notice.reason}, and the workers did not end in time"
 
 
+def instead_of_restart(state: State) -> Decision:
+    """Return the end of a job that is asked to end when a round has failed and one would follow."""
+    assert state.notice is not None  # somebody asked
+    return Finish(PREEMPTED), f"{failure(state)}; preempted: {state.notice.reason}; to be continued"
+
+
 def overdue(state: State) -> Decision:
     """Return what becomes of workers that have not ended within the grace of the notice."""
     grace = state.limits.shutdown_timeout
     what = f"the notice was not followed for {grace:g} s; ending {workers(len(state.alive))}"
     return EndTree(signal.SIGTERM, state.limits.sibling_grace), what
+
+
+def overdue_at_rest(state: State) -> Decision:
+    """Return what becomes of a node without workers whose request no coordinator has taken up."""
+    plan = state.plan
+    if plan is not None and (plan.asked or plan.phase == "ending"):
+        return NOTHING  # the coordinator bounds what follows
+    reason = "" if state.notice is None else state.notice.reason
+    grace = state.limits.shutdown_timeout
+    what = f"{reason}: no coordinator has answered for {grace:g} s; this node leaves"
+    return Finish(PREEMPTED), f"{what}, to be continued"
+
+
+def asked_elsewhere(state: State, plan: Plan) -> Decision:
+    """Return what to tell the workers when the plan says that the job is asked to end."""
+    if plan.asked and not state.told_to_stop:
+        return notify(state, Notice(plan.asked))
+    return newcomers(state)
 
 
 def newcomers(state: State) -> Decision:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,7 +24,7 @@ def look(settings: Settings, finishing: Finishing | None = None) -> events.Check
     """Return what is found below ``--checkpoint-dir``; blocks as long as the storage does.
 
     With ``finishing``, what the round before has left there is finished first, and what is damaged
-    is put aside: nobody else may write there meanwhile.
+    is put aside: nobody else may write there meanwhile, so an earlier search is waited for.
     """
     root = settings.checkpoint_dir
     assert root is not None  # the policy asks only then
@@ -31,7 +32,10 @@ def look(settings: Settings, finishing: Finishing | None = None) -> events.Check
     run_id = settings.run_id if shared else None
     problem, exit_code = None, CheckpointError.exit_code
     try:
-        with telling(lambda seconds: STILL.format(root=root, seconds=seconds)):
+        with (
+            telling(lambda seconds: STILL.format(root=root, seconds=seconds)),
+            contextlib.nullcontext() if finishing is None else finishing.turn,
+        ):
             if finishing is not None:
                 finishing.finish(root, run_id)
             search = _search(root, settings.checkpoint_glob, run_id, finishing)

@@ -84,9 +84,9 @@ class Spokesman:
         self._identity.rests(word in AT_REST)
         made = self._failure(state) if round_number >= 0 else None
         old = self._record
-        listens, preempted = bool(state.listens), _preempted(state)
+        listens, preempted, asks = bool(state.listens), _preempted(state), _asks(state)
         same = (old.state, old.round, old.port) == (word, round_number, port)
-        same = same and (old.listens, old.preempted) == (listens, preempted)
+        same = same and (old.listens, old.preempted, old.asks) == (listens, preempted, asks)
         if same and _without_age(old.failure) == _without_age(made):
             return
         self._record = replace(
@@ -97,6 +97,7 @@ class Spokesman:
             failure=made,
             listens=listens,
             preempted=preempted,
+            asks=asks,
             reason=_reason(state),
             exit_code=_own_code(state),
         )
@@ -202,6 +203,12 @@ def _preempted(state: State) -> Preempted:
     return state.notice.kind if state.preempted and state.notice is not None else ""
 
 
+def _asks(state: State) -> str:
+    """Return why somebody asks on this node that the whole job end, to be continued; or ""."""
+    notice = state.notice
+    return "" if notice is None or notice.kind != "stop" else notice.reason[:MAX_TEXT]
+
+
 def _reason(state: State) -> str:
     if state.parted is not None:
         return state.parted.problem
@@ -219,7 +226,7 @@ def _own_code(state: State) -> int | None:
     if state.preempted and state.told_to_stop:
         return PREEMPTED
     if state.notice is not None and state.told_to_stop and state.interrupted is None:
-        return KILLED
+        return KILLED if state.stopped else PREEMPTED
     return None if state.interrupted is None else 128 + state.interrupted
 
 

@@ -97,12 +97,14 @@ class State:
     themselves after it, ``stopped`` those that ended after they had been told to. ``interrupted``
     is the first signal that ends the job, ``sigints`` and ``sigterms`` count those. ``restarts``
     counts for life, ``without_progress`` since a newer checkpoint was seen. ``checkpoint`` is the
-    one that this round resumed from, ``chosen`` the one that the next will. ``began`` is when the
-    round's first worker was started, on the monotonic clock. ``listens`` are the workers whose
-    scripts ask should_preempt(), ``notice`` is what they were told, if anything, ``acked`` are
-    those that said that they end because of it. ``hang`` is the hang that ended the round,
-    ``stacks`` what the workers were doing then; ``taking`` says that they were asked. ``saves``
-    says that workers have checkpoints written by the agent, ``settled`` what became of the last.
+    one that this round resumed from, ``chosen`` the one that the next will; ``search`` is the
+    number of the newest search for it, ``searching`` says that it is still on, ``found`` what it
+    brought. ``began`` is when the round's first worker was started, on the monotonic clock.
+    ``listens`` are the workers whose scripts ask should_preempt(), ``notice`` is what they were
+    told, if anything, ``notified_in`` the phase in which it came, ``acked`` are those that said
+    that they end because of it. ``hang`` is the hang that ended the round, ``stacks`` what the
+    workers were doing then; ``taking`` says that they were asked. ``saves`` says that workers have
+    checkpoints written by the agent, ``settled`` what became of the last.
 
     Of a job of several nodes: ``plan`` is the newest, ``name`` ours on the roster, ``member`` the
     name under which this node is in ``round`` (empty: in none), ``first_rank`` the rank of its
@@ -126,9 +128,13 @@ class State:
     without_progress: int = 0
     checkpoint: Checkpoint | None = None
     chosen: Checkpoint | None = None
+    search: int = 0
+    searching: bool = False
+    found: events.CheckpointChosen | None = None
     began: float | None = None
     listens: frozenset[int] = frozenset()
     notice: Notice | None = None
+    notified_in: Phase | None = None
     acked: frozenset[int] = frozenset()
     hang: events.HangSeen | None = None
     taking: bool = False
@@ -196,8 +202,8 @@ def observe(state: State, event: events.Event) -> State:
     if isinstance(event, events.PreemptAcked) and event.round == state.round:
         notice = state.notice or event.notice
         return replace(state, notice=notice, acked=state.acked | {event.local_rank})
-    if isinstance(event, events.CheckpointChosen) and state.phase is Phase.CHOOSING:
-        return _observe_checkpoint(state, event.search.checkpoint)
+    if isinstance(event, events.CheckpointChosen):
+        return _observe_checkpoint(state, event)
     if isinstance(event, events.HangSeen | events.StacksTaken):
         return _observe_hang(state, event)
     if isinstance(event, events.KeeperUsed) and event.round == state.round:
@@ -241,13 +247,19 @@ def _observe_signal(state: State, signum: signal.Signals) -> State:
     )
 
 
-def _observe_checkpoint(state: State, chosen: Checkpoint | None) -> State:
-    """Refill the budget of restarts if the round that ended has got further than it began."""
+def _observe_checkpoint(state: State, event: events.CheckpointChosen) -> State:
+    """Take what the newest search brought, the result of an older one changes nothing.
+
+    Refills the budget of restarts if the round that ended has got further than it began.
+    """
+    if not state.searching or event.number != state.search:
+        return state
+    chosen = event.search.checkpoint
     before = None if state.checkpoint is None else state.checkpoint.step
     found = None if chosen is None else chosen.step
     spent = Spent(state.restarts, state.without_progress).refilled(before, found)
     state = replace(state, without_progress=spent.without_progress)
-    return replace(state, chosen=chosen)
+    return replace(state, chosen=chosen, searching=False, found=event)
 
 
 def _observe_exit(state: State, event: events.WorkerExited) -> State:
@@ -293,6 +305,7 @@ def follow(state: State, action: Action) -> State:
             restarts=state.restarts + restarted,
             without_progress=state.without_progress + restarted,
             checkpoint=action.checkpoint,
+            search=state.search,
         )
     phases = {
         ChooseCheckpoint: Phase.CHOOSING,
@@ -304,7 +317,9 @@ def follow(state: State, action: Action) -> State:
         Finish: Phase.ENDED,
     }
     if isinstance(action, Notify):
-        return replace(state, notice=action.notice)
+        return replace(state, notice=action.notice, notified_in=state.phase)
     if isinstance(action, TakeStacks):
         return replace(state, taking=True)
+    if isinstance(action, ChooseCheckpoint) and not state.searching:
+        state = replace(state, search=state.search + 1, searching=True, found=None)
     return replace(state, phase=phases.get(type(action), state.phase))

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+from typing import Final
 
 import click
 
 from elaunch.errors import UsageError
+
+ANSWER_S: Final = 15.0
+"""Seconds for the agent to answer; it serves one client after the other, each in a few seconds."""
 
 
 @click.command("preempt")
@@ -33,11 +37,16 @@ def preempt(run: str, reason: str) -> None:
         raise UsageError(f"--reason {reason!r}: give a text of one line")
     name = rundir.run_id_of(found)
     try:
-        answer = control.ask(found.socket, {"op": "preempt", "reason": reason}, timeout=5.0)
+        answer = control.ask(found.socket, {"op": "preempt", "reason": reason}, timeout=ANSWER_S)
     except (FileNotFoundError, ConnectionRefusedError):
         raise UsageError(
             f"RUN {name} does not run: `elaunch status {name}` tells how it ended"
         ) from None
-    except (TimeoutError, ConnectionError) as error:
+    except TimeoutError:
+        raise UsageError(
+            f"RUN {name} has not answered for {ANSWER_S:g} s, so the request is withdrawn: its "
+            f"agent is stopped or overloaded; look at `elaunch status {name}`, then ask again"
+        ) from None
+    except ConnectionError as error:
         raise UsageError(f"RUN {name} could not be asked: {error}") from None
     click.echo(f"{name}: {answer['done']}")

@@ -4,7 +4,8 @@
 phase      what is decided
 =========  =====================================================================================
 forming    is anybody missing, and for how long (elaunch.rendezvous.formation)
-running    has a worker failed, a node gone, are all done, does a node join (here, and growth)
+running    has a worker failed, a node gone, are all done, is the job asked to end, does a node
+           join (here, and growth)
 ending     has everyone ended; may a round follow; who is in it (elaunch.rendezvous.formation)
 over       nothing
 =========  =====================================================================================
@@ -51,7 +52,12 @@ def decide(view: View, now: float, rules: Rules) -> Decision:
         return publish(stopped)
     if plan.phase == "running":
         ended = _ended(view, now, rules)
-        return publish(ended) if ended is not None else growth.decide(view, now, rules)
+        if ended is not None:
+            return publish(ended)
+        asked = formation.asked(view)
+        if asked and not plan.asked:
+            return Publish(replace(plan, asked=asked)), f"the job is asked to end: {asked}"
+        return (Wait(), plan.reason) if plan.asked else growth.decide(view, now, rules)
     return formation.decide(view, now, rules)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from elaunch.endings import exit_code
+from elaunch.endings import PREEMPTED, exit_code
 from elaunch.errors import CheckpointError, JoinTimeoutError, StoreError, SymmetryError
 from elaunch.rendezvous import budget, membership, sharing, words
 from elaunch.rendezvous.facts import differences
@@ -37,6 +37,8 @@ def decide(view: View, now: float, rules: Rules) -> Decision:
         if not isinstance(judged, budget.Again):
             return judged
         verdict = judged
+    if plan.asked or asked(view):
+        return _preempted(view)
     view = sharing.without_strangers(view)
     enough = membership.enough(view, now, rules)
     if isinstance(enough, Refused):
@@ -57,6 +59,26 @@ def decide(view: View, now: float, rules: Rules) -> Decision:
         if until > now:
             return _pause(view, verdict.reason, until)
     return _start(view, rules, enough, verdict)
+
+
+def asked(view: View) -> str:
+    """Return why an agent asks that the whole job end, to be continued; or ""."""
+    told = (one.record.asks for one in view.present.values() if one.record.state != "leaving")
+    return next((reason for reason in told if reason), "")
+
+
+def _preempted(view: View) -> Decision:
+    """Return the end of a job that was asked to end, of which nothing runs any more.
+
+    A round that failed after it was asked has failed; one that failed before would be followed by
+    another, which now comes later.
+    """
+    plan = view.plan
+    if plan.asked and plan.cause == "failure" and plan.failure is not None:
+        reason = f"{words.failure(plan.failure)}; no restart: {plan.asked}"
+        return _over(plan, exit_code(int(plan.failure["exitcode"])), reason)
+    plan = replace(plan, failure=None)
+    return _over(plan, PREEMPTED, f"preempted: {plan.asked or asked(view)}; to be continued")
 
 
 # ── the end of the round before ──────────────────────────────────────────────────────────────────

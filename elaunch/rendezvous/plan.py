@@ -56,6 +56,7 @@ class AgentRecord:
         listens: whether its workers can be asked to save and to end (should_preempt()).
         preempted: why its workers, which have ended with 0, are not done: the job was asked to end
             (``stop``) or its nodes change (``resize``); or "".
+        asks: why somebody asks on this node that the whole job end, to be continued; or "".
         seen: what it last heard of the job (job, phase, round, restarts, without_progress, step),
             so that a store that has lost its memory goes on where the job was. The Meeting writes
             it, and ``seq``, which counts what this agent has written.
@@ -79,6 +80,7 @@ class AgentRecord:
     note: str = ""
     listens: bool = False
     preempted: Preempted = ""
+    asks: str = ""
     seen: Mapping[str, Any] | None = None
     seq: int = 0
     courier: int = 0
@@ -123,6 +125,8 @@ class Plan:
         notice: a warning for every node (they differ in their start-up facts), or "".
         facts: the start-up facts of ``nodes[0]``, for a newcomer to compare with its own.
         strict: whether a newcomer whose facts differ is to end with an error.
+        asked: why the job is asked to end while ``round`` runs (``AgentRecord.asks``), or "": the
+            workers of all nodes are asked to save and to end, and no round follows.
         exit_code: of every agent, when over.
         strangers: names of agents that do not share the checkpoint directory, and so end.
         coordinator: the name of the agent that wrote this.
@@ -145,6 +149,7 @@ class Plan:
     notice: str = ""
     facts: Mapping[str, str] = field(default_factory=dict)
     strict: bool = False
+    asked: str = ""
     exit_code: int | None = None
     strangers: tuple[str, ...] = ()
     coordinator: str = ""

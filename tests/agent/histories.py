@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from elaunch.agent import events, policy
@@ -54,14 +54,18 @@ def checkpoint(step: int) -> Checkpoint:
     return Checkpoint(Path(f"/ck/step_{step}.pt"), step, "torch.save")
 
 
-def chosen(step: int | None, problem: str | None = None) -> events.CheckpointChosen:
-    """Return what a search found: a checkpoint of ``step``, or none."""
+def chosen(
+    step: int | None, problem: str | None = None, number: int = 0
+) -> events.CheckpointChosen:
+    """Return what a search found: a checkpoint of ``step``, or none; 0: of the newest search."""
     found = None if step is None else checkpoint(step)
-    return events.CheckpointChosen(Search(found), problem)
+    return events.CheckpointChosen(Search(found), problem, number=number)
 
 
 def step(state: State, event: events.Event) -> tuple[State, Action, str]:
     """Do what the agent's loop does with one event, but for acting."""
+    if isinstance(event, events.CheckpointChosen) and not event.number:
+        event = replace(event, number=state.search)
     state = observe(state, event)
     action, reason = policy.decide(state, event)
     return follow(state, action), action, reason

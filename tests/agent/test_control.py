@@ -6,6 +6,7 @@ import inspect
 import json
 import logging
 import os
+import queue
 import socket
 import stat
 import subprocess
@@ -19,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.agent import control
+from elaunch.agent import control, events, main
 from elaunch.agent.control import (
     CLIENT_DEADLINE_S,
     REQUEST_DEADLINE_S,
@@ -27,6 +28,7 @@ from elaunch.agent.control import (
     may_ask,
     peer_uid,
 )
+from elaunch.cli.preempt import ANSWER_S
 from elaunch.control import ask as ask_agent
 from elaunch.control import short_address
 from elaunch.errors import RunDirError
@@ -246,6 +248,68 @@ def test_a_full_backlog_is_a_timeout(tmp_path: Path) -> None:
             with pytest.raises(TimeoutError):
                 ask(path, STATUS, timeout=0.3)
             assert 0.2 < time.monotonic() - began < LONG
+
+
+def test_an_answer_that_took_long_still_arrives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client's time to read begins when there is something to read."""
+    monkeypatch.setattr(control, "CLIENT_DEADLINE_S", 1.0)
+
+    def slow(reason: str) -> str:
+        threading.Event().wait(1.5)
+        return f"{reason}: done"
+
+    server = ControlSocket(tmp_path / "sock", dict, slow)
+    server.start()
+    try:
+        answer = ask(tmp_path / "sock", {"op": "preempt", "reason": "drain"})
+    finally:
+        server.close()
+    assert answer == {"done": "drain: done"}
+
+
+def test_a_loop_that_is_busy_has_accepted(tmp_path: Path) -> None:
+    """The request is done later, so nobody is told that it failed."""
+    inbox: queue.SimpleQueue[events.Event] = queue.SimpleQueue()
+    busy = main.Served(journal=None, links=None, keeper=None, inbox=inbox)  # type: ignore[arg-type]
+    assert control.CLIENT_DEADLINE_S != main.LOOP_PATIENCE < ANSWER_S
+    server = ControlSocket(tmp_path / "sock", dict, busy.preempt)
+    server.start()
+    try:
+        answer = ask(tmp_path / "sock", {"op": "preempt", "reason": "drain"}, ANSWER_S)
+    finally:
+        server.close()
+    assert answer["done"].startswith("drain: accepted; the agent is busy")
+    assert inbox.get(timeout=LONG).reason == "drain"
+
+
+def test_a_client_that_gave_up_gets_nothing_done(tmp_path: Path) -> None:
+    """It has said that the request is withdrawn; one that only ended its sending has not."""
+    asked: list[str] = []
+    going_on = threading.Event()
+
+    def preempt(reason: str) -> str:
+        asked.append(reason)
+        if reason == "first":
+            going_on.wait(LONG)
+        return "done"
+
+    server = ControlSocket(tmp_path / "sock", dict, preempt)
+    server.start()
+    try:
+        clients = {name: connected(tmp_path / "sock") for name in ("first", "gone", "half", "last")}
+        for name, client in clients.items():
+            client.sendall(json.dumps({"op": "preempt", "reason": name}).encode() + b"\n")
+        clients["gone"].close()
+        clients["half"].shutdown(socket.SHUT_WR)
+        going_on.set()
+        answers = {name: clients[name].recv(100) for name in ("half", "last")}
+    finally:
+        going_on.set()
+        server.close()
+    assert asked == ["first", "half", "last"]
+    assert set(answers.values()) == {b'{"done":"done"}\n'}
 
 
 def test_close_ends_the_thread_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,6 +56,7 @@ SAVING = Limits(2, max_restarts=2, has_checkpoint_dir=True)
 FORWARDING = Limits(2, forwarded=frozenset({signal.SIGUSR1}))
 RUNS = (READY, started(0), started(1))
 FAILED = (*RUNS, exited(0, 7), exited(1, -15, stopped=True))
+LOOKED = (READY, chosen(None), *FAILED[1:])
 SUCCEEDED = (*RUNS, exited(0, 0), exited(1, 0))
 USED, SETTLED = events.KeeperUsed(0), events.SavesSettled(0, ("step-00000010.r0",))
 SAVED = (READY, chosen(None), started(0), started(1), USED, *FAILED[3:])
@@ -546,6 +547,38 @@ TABLE: dict[str, Row] = {
         ChooseCheckpoint(),
         "",
     ),
+    # ── a search, and what comes meanwhile ──
+    "the server dies while a checkpoint is looked for": (
+        SAVING,
+        (*LOOKED, gone(), lost()),
+        EndTree(),
+        "the server that starts the workers was killed by SIGKILL; its workers ended with it",
+    ),
+    "the search is waited for": (
+        SAVING,
+        (*LOOKED, gone(), lost(), gone()),
+        ChooseCheckpoint(),
+        "",
+    ),
+    "its result is the one": (
+        SAVING,
+        (*LOOKED, gone(), lost(), gone(), chosen(10, number=2)),
+        StartRound(1, checkpoint(10)),
+        "rank 0 exited with code 7; restart 1 of 2 since the last progress, from step 10",
+    ),
+    "it has come before all is gone": (
+        SAVING,
+        (*LOOKED, gone(), lost(), chosen(10, number=2), gone()),
+        StartRound(1, checkpoint(10)),
+        "rank 0 exited with code 7; restart 1 of 2 since the last progress, from step 10",
+    ),
+    "the result of an old search": (
+        SAVING,
+        (*LOOKED, gone(), chosen(10, number=1)),
+        Nothing(),
+        "",
+    ),
+    "and of none": (SAVING, (READY, chosen(10, number=7)), Nothing(), ""),
     "nothing is decided after the end": (TWO, (TERM, INT), Nothing(), ""),
 }
 
@@ -691,6 +724,7 @@ class PlayedServer(RuleBasedStateMachine):
         elif isinstance(action, ChooseCheckpoint):
             assert not self.alive, "the choice was made before the old tree was dead"
             assert not self.uses, "the choice was made before memory was on the disk"
+            assert self.searching == before.searching, "a second search beside the first one"
             self.searching = True
         elif isinstance(action, Settle):
             assert not self.alive, "workers may still hand over"

@@ -16,9 +16,11 @@ from elaunch.agent.actions import (
     Meet,
     Nothing,
     Notify,
+    Settle,
     StartRound,
     StopWorkers,
 )
+from elaunch.agent.policy import LAST_SAVE_S
 from elaunch.agent.state import Limits
 from elaunch.rendezvous.plan import Node, Plan
 from elaunch.worklink import Notice
@@ -47,6 +49,8 @@ GROWS = replace(FIRST, joining=("cc",))
 LEFT = replace(FIRST, phase="ending", cause="left", reason="node node2 leaves")
 FAILED = replace(FIRST, phase="ending", cause="failure", reason="rank 0 exited with code 3")
 SECOND = replace(FIRST, round=1, reason="going on with 1 node", nodes=(HERE,))
+ASKS = replace(FIRST, asked="drain")
+SPARE = replace(FIRST, nodes=(THERE,), spares=("aa",))
 OVER = replace(FIRST, phase="over", exit_code=75, reason="preempted: drain; to be continued")
 SWEEP = EndTree(signal.SIGTERM, 5.0)
 STOP, SIGNAL, TERMED = Notice("drain"), Notice("SIGUSR1 received"), Notice("SIGTERM received")
@@ -71,6 +75,9 @@ def acked(rank: int, notice: Notice = STOP) -> events.PreemptAcked:
 
 LISTEN = (listens(0), listens(1))
 DONE = (exited(0, 0), exited(1, 0))
+SAVES, SETTLED = events.KeeperUsed(0), events.SavesSettled(0)
+WRITES = (*RUNS, SAVES, *DONE)
+IDLE = (Nothing(), "")
 SAVED = (acked(0), acked(1), *DONE)
 JOB = (READY, seen(FIRST), started(0), started(1), *LISTEN)
 
@@ -211,6 +218,50 @@ TABLE: dict[str, Row] = {
         Finish(3),
         "rank 0 exited with code 3; no restart: drain",
     ),
+    "asked while what is done is written out": (
+        TWO,
+        (*WRITES, gone(), ASKED),
+        Notify(STOP, None),
+        "drain: no round follows this one",
+    ),
+    "which ends as it would have": (
+        TWO,
+        (*WRITES, gone(), USR1, SETTLED),
+        Finish(0),
+        "all workers ended with 0",
+    ),
+    "asked just before that": (TWO, (*WRITES, ASKED, gone()), Settle(LAST_SAVE_S), ""),
+    "asked while it ran": (TWO, (*RUNS, SAVES, ASKED, *DONE, gone()), Settle(LAST_SAVE_S), ""),
+    "workers that saved because of it have its grace": (
+        TWO,
+        (*RUNS, SAVES, *LISTEN, ASKED, *SAVED, gone()),
+        Settle(30.0),
+        "",
+    ),
+    "a last checkpoint that is lost": (
+        TWO,
+        (*WRITES, gone(), ASKED, replace(SETTLED, lost=("step 40",))),
+        Finish(74),
+        "all workers ended with 0, but their last checkpoint was in memory only, and is lost",
+    ),
+    "SIGTERM hurries it all the same": (
+        TWO,
+        (*WRITES, gone(), ASKED, TERM),
+        Hurry(30.0),
+        "SIGTERM received: the checkpoint in memory is being written out, grace 30 s",
+    ),
+    "asked while a failed round is written out": (
+        TWO,
+        (*RUNS, SAVES, exited(0, 3), exited(1, -15, stopped=True), gone(), ASKED, SETTLED),
+        Finish(75),
+        "rank 0 exited with code 3; preempted: drain; to be continued",
+    ),
+    "without a restart left that is a failure": (
+        replace(TWO, max_restarts=0),
+        (*RUNS, SAVES, exited(0, 3), exited(1, -15, stopped=True), gone(), ASKED, SETTLED),
+        Finish(3),
+        "rank 0 exited with code 3; no restart: drain",
+    ),
     "what an older round says": (TWO, (*RUNS, events.NoticeHeard(7, STOP)), Nothing(), ""),
     # ── several nodes ──
     "heard from another node": (
@@ -299,6 +350,56 @@ TABLE: dict[str, Row] = {
         Finish(75),
         "preempted: drain; to be continued",
     ),
+    "asked where the workers are done": (
+        MANY,
+        (*JOB, *DONE, gone(), ASKED),
+        Notify(STOP, 30.0),
+        "drain: no worker runs on this node; the other nodes are asked, too",
+    ),
+    "which then waits for the others": (MANY, (*JOB, *DONE, gone(), ASKED, seen(ASKS)), *IDLE),
+    "and takes part in no round": (MANY, (*JOB, *DONE, gone(), ASKED, seen(SECOND)), *IDLE),
+    "and ends with them": (
+        MANY,
+        (*JOB, *DONE, gone(), ASKED, seen(ASKS), seen(OVER)),
+        Finish(75),
+        "preempted: drain; to be continued",
+    ),
+    "asked on a spare": (
+        MANY,
+        (READY, seen(SPARE), USR1),
+        Notify(SIGNAL, 30.0),
+        "SIGUSR1 received: no worker runs on this node; the other nodes are asked, too",
+    ),
+    "asked while it imports": (
+        MANY,
+        (ASKED, READY),
+        Meet(),
+        "ready; waiting for the other nodes",
+    ),
+    "no coordinator takes it up": (
+        MANY,
+        (READY, seen(SPARE), ASKED, DEADLINE),
+        Finish(75),
+        "drain: no coordinator has answered for 30 s; this node leaves, to be continued",
+    ),
+    "one that has taken it up is waited for": (
+        MANY,
+        (READY, seen(SPARE), ASKED, seen(replace(SPARE, asked="drain")), DEADLINE),
+        *IDLE,
+    ),
+    "asked on a node without workers": (
+        MANY,
+        (*JOB, seen(ASKS)),
+        Notify(STOP, 30.0),
+        "drain: the workers are asked to save and to end (2 of 2 workers listen), grace 30 s",
+    ),
+    "once is enough": (MANY, (*JOB, ASKED, seen(ASKS)), *IDLE),
+    "a failed round of several nodes that is written out": (
+        MANY,
+        (*JOB, SAVES, exited(0, 3), exited(1, -15, stopped=True), gone(), ASKED, SETTLED),
+        Meet(),
+        "rank 3 exited with code 3; waiting for the other nodes",
+    ),
     "a failure while the job is asked to end": (
         MANY,
         (*JOB, ASKED, exited(0, 3), exited(1, -15, stopped=True), gone()),
@@ -331,6 +432,8 @@ OWN: dict[str, tuple[tuple[events.Event, ...], tuple[str, int]]] = {
         (*JOB, events.NoticeHeard(0, JOINS), acked(0, JOINS), *DONE, gone()),
         ("finished", 0),
     ),
+    "a spare that was asked stays": ((READY, seen(SPARE), ASKED), ("ready", -1)),
+    "done, and asked": ((*JOB, *DONE, gone(), ASKED), ("finished", 0)),
     "was killed": ((*JOB, ASKED, DEADLINE, exited(0, -9, stopped=True)), ("running", 0)),
 }
 

@@ -100,7 +100,19 @@ def test_only_a_newer_checkpoint_is_progress(
     """Newer than the one that the round began from."""
     resumed = None if before is None else checkpoint(before)
     state = replace(RUNNING, phase=Phase.CHOOSING, checkpoint=resumed, without_progress=2)
-    assert observe(state, chosen(after)).without_progress == left
+    state = replace(state, search=1, searching=True)
+    assert observe(state, chosen(after, number=1)).without_progress == left
+
+
+def test_a_search_is_begun_once() -> None:
+    """The one that is still on is waited for; the next has another number."""
+    looking = follow(RUNNING, ChooseCheckpoint())
+    assert (looking.phase, looking.search, looking.searching) == (Phase.CHOOSING, 1, True)
+    assert follow(replace(looking, phase=Phase.SWEEPING), ChooseCheckpoint()) == looking
+    done = observe(looking, chosen(9, number=1))
+    assert (done.searching, done.chosen) == (False, checkpoint(9))
+    assert observe(done, chosen(8, number=1)) == done
+    assert follow(done, ChooseCheckpoint()).search == 2
 
 
 def test_an_answer_that_nobody_waits_for_any_more_is_dropped() -> None:
@@ -122,7 +134,6 @@ def test_other_events_end_nothing(event: events.Event) -> None:
         (KillServer(), Phase.RUNNING),
         (StopWorkers(signal.SIGTERM, 1.0), Phase.STOPPING),
         (EndTree(), Phase.SWEEPING),
-        (ChooseCheckpoint(), Phase.CHOOSING),
         (Backoff(1.0), Phase.WAITING),
         (Finish(0), Phase.ENDED),
     ],

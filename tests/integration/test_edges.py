@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -90,6 +92,27 @@ def test_a_low_limit_on_open_files(elaunch: Launcher, tmp_path: Path, limits: st
         assert done.returncode == 2
         assert "elaunch needs 256 open files for that, and the hard limit is 200" in done.stderr
         assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("case", ["port", "health"])
+def test_an_error_before_the_first_worker_is_in_the_record(
+    elaunch: Launcher, tmp_path: Path, case: str
+) -> None:
+    """The run is FAILED with its reason, not lost, and who started the launcher has its file."""
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        port = stranger.getsockname()[1]
+        flags = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]
+        env = {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}
+        if case == "health":
+            flags = ["--nnodes=1"]
+            env["TORCHELASTIC_HEALTH_CHECK_PORT"] = str(port)
+        flags.append(f"--rdzv-id={case}")
+        done = elaunch.start(act(SPAWN, "exit=0", nproc=1, flags=flags), env=env).wait()
+    record = json.loads(elaunch.run(["status", case, "--json"]).stdout)
+    assert done.returncode != 0
+    assert (record["state"], record["exit_code"]) == ("FAILED", done.returncode), record["reason"]
+    why = json.loads((tmp_path / "error.json").read_text())["message"]["message"]
+    assert why.splitlines()[0] in record["reason"]
 
 
 def test_the_exit_code_stands_once_it_is_known(elaunch: Launcher) -> None:

@@ -19,7 +19,8 @@ def start(job: Job, number: int, nodes: str, *words: str) -> Running:
     """Start an agent with two workers that ask should_preempt()."""
     save = [f"--checkpoint-dir={job.share}", "--checkpoint-glob=step_*.json"]
     flags = [f"--nnodes={nodes}", "--nproc-per-node=2", "--max-restarts=0", *save]
-    return job.start(number, flags, [str(job.share), *words], script=ASKS)
+    info = {"LOGLEVEL": "INFO"}
+    return job.start(number, flags, [str(job.share), *words], script=ASKS, env=info)
 
 
 def wait_for_steps(agent: Running, rank: int, round: int) -> int:
@@ -80,6 +81,33 @@ def test_one_notice_is_enough(cluster: Build, backend: str) -> None:
     agents = [start(job, number, "2", f"steps={step + 3}") for number in (1, 2)]
     assert wait_for_steps(agents[0], 0, 0) == step
     assert [agent.wait(DEADLINE).returncode for agent in agents] == [0, 0]
+
+
+@pytest.mark.parametrize("backend", ["etcd"])
+def test_a_node_that_is_done_is_asked(cluster: Build, backend: str) -> None:
+    """Its workers have ended with 0; those of the other node save, for the job to be continued."""
+    job = Job(cluster, backend, 2)
+    agents = [start(job, number, "2", "short=2") for number in (1, 2)]
+    wait_for_steps(agents[0], 0, 0)
+    wait_until_said(agents[1], "all workers of this node ended with 0; waiting for the other")
+    agents[1].send_signal(signal.SIGUSR1)
+    assert [agent.wait(DEADLINE).returncode for agent in agents] == [75, 75]
+    assert len(set(ends(job, 0).values())) == 1 and set(ends(job, 0)) == {0, 1}
+    assert said(agents[1])[-1] == "round 0: preempted: SIGUSR1 received; to be continued"
+
+
+@pytest.mark.parametrize("backend", ["c10d"])
+def test_a_spare_is_asked(cluster: Build, backend: str) -> None:
+    """The nodes that run save and end; all three are to be continued."""
+    job = Job(cluster, backend, 3)
+    agents = [start(job, number, "2:2") for number in (1, 2)]
+    for rank, agent in enumerate((agents[0], agents[0], agents[1], agents[1])):
+        wait_for_steps(agent, rank, 0)
+    agents.append(start(job, 3, "2:2"))
+    wait_until_said(agents[2], "standing by")
+    agents[2].send_signal(signal.SIGUSR1)
+    assert [agent.wait(DEADLINE).returncode for agent in agents] == [75, 75, 75]
+    assert set(ends(job, 0)) == {0, 1, 2, 3} and len(set(ends(job, 0).values())) == 1
 
 
 @pytest.mark.parametrize("backend", ["c10d"])

@@ -220,6 +220,46 @@ TABLE: dict[str, Row] = {
         *(ELASTIC, RUNNING, [saved(1, "stop"), saved(2, "")], {}),
         *("over//0/75 a1 a2", "preempted: a node joins; to be continued"),
     ),
+    "the job is asked to end where no worker runs": (
+        *(ELASTIC, RUNNING, [RUN1, seat(2, "finished", 0, asks="drain")], {}),
+        *("running//0/None a1 a2", "the job is asked to end: drain"),
+    ),
+    "a spare is asked": (
+        *(TWO, RUNNING, [RUN1, RUN2, seat(3, asks="drain")], {}),
+        *("running//0/None a1 a2", "the job is asked to end: drain"),
+    ),
+    "nobody joins a job that is asked to end": (
+        *(ELASTIC, replace(RUNNING, asked="drain"), [RUN1, RUN2, seat(3)], {}),
+        *("wait None", "first start"),
+    ),
+    "all nodes are done before they are told": (
+        *(TWO, replace(RUNNING, asked="drain"), [seat(1, "finished", 0), seat(2, "finished", 0)]),
+        *({}, "over//0/0 a1 a2", "all workers ended with 0"),
+    ),
+    "a node is lost when the job is asked to end": (
+        *(ELASTIC, replace(LOST, asked="drain"), [END1], {"absent": GONE2}),
+        *("over/lost/0/75 a1 a2", "preempted: drain; to be continued"),
+    ),
+    "a failure after it": (
+        *(TWO, replace(ENDING, asked="drain"), [failed(1), END2], {}),
+        *("over/failure/0/7 a1 a2", "rank 0 on node1 exited with code 7; no restart: drain"),
+    ),
+    "a failure before it": (
+        *(TWO, ENDING, [failed(1), seat(2, "ended", 0, asks="drain")], {}),
+        *("over/failure/0/75 a1 a2", "preempted: drain; to be continued"),
+    ),
+    "a failure before it, with no restart left": (
+        *(replace(TWO, max_restarts=0), ENDING, [failed(1), seat(2, "ended", 0, asks="drain")]),
+        *({}, "over/failure/0/7 a1 a2", "rank 0 on node1 exited with code 7; --max-restarts is 0"),
+    ),
+    "which is not the end before all have ended": (
+        *(TWO, ENDING, [failed(1), seat(2, "running", 0, asks="drain")], {"since": 95.0}),
+        *("wait 695", "waiting for node2 (10.0.0.2) to end round 0"),
+    ),
+    "asked before the first round": (
+        *(TWO, EMPTY, [seat(1, asks="drain")], {}),
+        *("over//-1/75", "preempted: drain; to be continued"),
+    ),
     "a node is told to leave": (
         *(TWO, RUNNING, [RUN1, seat(2, "leaving", 0, reason="stopped by SIGTERM")], {}),
         *("ending/left/0/None a1 a2", "node node2 (10.0.0.2) leaves: stopped by SIGTERM"),
