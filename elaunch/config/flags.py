@@ -61,7 +61,7 @@ _TORCHRUN: tuple[Flag, ...] = (
     ),
     Flag(
         "role",
-        values.label,
+        values.role,
         "default",
         CODE,
         "Role of the workers: ROLE_NAME and the prefix of their lines.",
@@ -171,7 +171,9 @@ _TORCHRUN: tuple[Flag, ...] = (
         "TEXT,...",
         _LIST,
     ),
-    Flag("logs-specs", values.label, None, OUTPUT, "Refused: a class of torch's own.", "NAME"),
+    Flag(
+        "logs-specs", values.label, None, OUTPUT, "default, or refused: a class of torch's.", "NAME"
+    ),
     one_of(
         "event-log-handler",
         ("null", "console", "dynamic_rendezvous"),

@@ -22,6 +22,8 @@ from elaunch.config.rendezvous import RendezvousSettings
 from elaunch.errors import UsageError
 
 NO_FILES = "/dev/null"
+DEFAULT_LOGS_SPECS = "default"
+"""Torch's own entry point in torchrun.logs_specs: the log files that there are without the flag."""
 
 
 def directory(answers: Answers, cwd: Path) -> Path:
@@ -276,10 +278,11 @@ def hosting(answers: Answers, meet: RendezvousSettings) -> list[str]:
 
 def refused(answers: Answers) -> None:
     """Refuse by name what elaunch does not do."""
-    if answers["logs-specs"]:
+    if answers["logs-specs"] not in (None, DEFAULT_LOGS_SPECS):
         raise answers.fault(
             "logs-specs",
             "names a class of the entry point group torchrun.logs_specs, which elaunch cannot use: "
             "such classes extend torch's own log code",
-            "use --log-dir, --redirects, --tee and --duplicate-stdout-filters",
+            "leave it out, or say 'default', and use --log-dir, --redirects, --tee and "
+            "--duplicate-stdout-filters",
         )

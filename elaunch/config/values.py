@@ -74,6 +74,11 @@ def label(raw: str) -> str:
     return raw
 
 
+def role(raw: str) -> str:
+    """Return the name of a role; TorchX gives an empty one to every job."""
+    return label(raw) if raw else raw
+
+
 def run_id(raw: str) -> str:
     """Return a run id; an empty one asks for a fresh one, as under torchrun."""
     if raw and len(label(raw).encode("utf-8", "surrogateescape")) > 200:

@@ -27,7 +27,7 @@ from elaunch.monitor.page import (
 )
 from elaunch.rendezvous.plan import Plan
 
-_DEFAULT_ROLE = "default"
+_NO_ROLES = ("default", "")
 
 
 def job_page(view: JobView) -> Page:
@@ -207,7 +207,7 @@ def _row(node: NodeView) -> tuple[Cell, ...]:
         Cell(_ranks(node.ranks)),
         Cell(str(node.slots)),
         Cell(NOTHING if node.age_s is None else duration(node.age_s)),
-        Cell(NOTHING if node.role == _DEFAULT_ROLE else clean(node.role)),
+        Cell(NOTHING if node.role in _NO_ROLES else clean(node.role)),
         Cell(clean(node.note) or NOTHING),
     )
 

@@ -192,6 +192,14 @@ def test_where_each_mode_sends_a_stream(rig: Callable[..., Rig], tmp_path: Path)
     assert one.pump.paths(4) == (None, None)
 
 
+def test_the_prefix_of_an_empty_role(rig: Callable[..., Rig]) -> None:
+    """TorchX gives one; the prefix is torchrun's."""
+    one = rig(tee=both(1), role="")
+    one.run({0: "print('line')", 1: ""})
+    one.close()
+    assert one.out.data == b"[0]:line\n"
+
+
 def test_the_prefix_stands_before_each_line_and_bar(rig: Callable[..., Rig]) -> None:
     """The template knows role, local and global rank, and leaves what it does not know."""
     template = "[${role_name} ${local_rank}/${rank} ${host}] "

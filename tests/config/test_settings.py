@@ -95,6 +95,7 @@ def test_a_variable_can_be_set_off_on_the_command_line(job: Job) -> None:
         ("train.py", {"TORCHELASTIC_HEALTH_CHECK_PORT": "x"}, "TORCHELASTIC_HEALTH_CHECK_PORT"),
         ("train.py", {"PYTHON_EXEC": "/no/python"}, "PYTHON_EXEC: '/no/python'"),
         ("--logs-specs mine train.py", {}, "--logs-specs: 'mine' names a class"),
+        ("--logs-specs Default train.py", {}, "--logs-specs: 'Default' names a class"),
         ("-m --no-python train.py", {}, "--module and --no-python"),
         ("-m --run-path train.py", {}, "--module and --run-path"),
         ("", {}, "nothing to start"),
@@ -230,6 +231,15 @@ def test_a_signal_to_forward_leaves_the_default_list(job: Job) -> None:
     found = job.settings("--forward-signals SIGHUP,SIGUSR1 train.py")
     assert found.forward_signals == (signal.SIGHUP, signal.SIGUSR1)
     assert signal.SIGHUP not in found.signals_to_handle
+
+
+def test_the_command_line_that_torchx_writes(job: Job) -> None:
+    """Its dist.ddp gives an empty role to every job; torch's own log files have a name, too."""
+    line = "--rdzv_backend c10d --rdzv_endpoint localhost:0 --rdzv_id app --nnodes 1 --node_rank 0"
+    words = [*line.split(), "--tee", "3", "--role", "", "--logs-specs", "default", "train.py"]
+    settings = job.of(words, {})
+    assert (settings.role, settings.entrypoint) == ("", "train.py")
+    assert not [notice for notice in settings.notices if "role" in notice or "logs" in notice]
 
 
 def test_fork_is_another_name_for_the_fork_server(job: Job) -> None:
