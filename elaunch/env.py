@@ -19,6 +19,7 @@ ELAUNCH_RUN_ID_GIVEN            ``1`` where a person chose the run id and there 
 ELAUNCH_CHECKPOINT_KEEP         the ``--checkpoint-keep-…`` flags as JSON; unset without any
 ELAUNCH_RESUME_FROM             the checkpoint that every rank of this round resumes from, or empty
 ELAUNCH_RESUME_STEP             its step, or empty
+ELAUNCH_HPARAMS                 ``hyperparameters`` of the job file as JSON; unset without them
 ELAUNCH_CHANNEL_KEY             key by which the round's workers know each other, as hex; not set
                                 where several nodes have no --rdzv-secret-file
 ELAUNCH_STACKS_FILE             where the worker writes its stacks at a signal; with --hang-timeout
@@ -52,6 +53,7 @@ CHECKPOINT_DIR = "ELAUNCH_CHECKPOINT_DIR"
 RUN_ID_GIVEN = "ELAUNCH_RUN_ID_GIVEN"
 CHECKPOINT_LOCAL = "ELAUNCH_CHECKPOINT_LOCAL"
 CHECKPOINT_KEEP = "ELAUNCH_CHECKPOINT_KEEP"
+HPARAMS = "ELAUNCH_HPARAMS"
 STACKS_FILE = "ELAUNCH_STACKS_FILE"
 STACKS_SIGNAL = signal.SIGRTMIN + 12
 """At this signal a worker writes the stacks of its threads to its STACKS_FILE."""
@@ -188,5 +190,5 @@ def launcher_environment() -> dict[str, str]:
 
     What an outer elaunch has set for one of its workers alone is left out.
     """
-    own = (STACKS_FILE, RUN_ID_GIVEN)
+    own = (STACKS_FILE, RUN_ID_GIVEN, HPARAMS)
     return {name: value for name, value in os.environ.items() if name not in own}

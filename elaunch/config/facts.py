@@ -5,6 +5,7 @@ fact                            is
 ==============================  ====================================================================
 script                          what runs: its name and a digest of its file
 argv                            a digest of its arguments, and their beginning
+hyperparameters                 a digest of those of the job file
 python, torch, elaunch          versions; of the agent's Python, unless the workers have another
 nnodes, max_restarts, …         the flags that only the coordinator's node decides
 NCCL_…, TORCH_…, GLOO_…         variables on which the ranks have to agree
@@ -29,6 +30,7 @@ from pathlib import Path
 from elaunch import __version__
 from elaunch.config import modules
 from elaunch.config.settings import Settings
+from elaunch.env import HPARAMS
 
 TEXT_LIMIT = 80
 VARIABLES_LIMIT = 1000
@@ -50,6 +52,7 @@ def facts(settings: Settings, environ: Mapping[str, str]) -> dict[str, str]:
     found = {
         "script": _script(settings, workers_environ),
         "argv": _argv(settings.args),
+        "hyperparameters": _hparams(settings),
         **_versions(settings),
         **_flags(settings),
         **_variables(workers_environ),
@@ -99,6 +102,11 @@ def _argv(args: Iterable[str]) -> str:
         return "none"
     shown = _SECRET.sub(r"\1(hidden)", " ".join(args))
     return f"{short(shown.encode('ascii', 'replace').decode())} ({digest(whole)})"
+
+
+def _hparams(settings: Settings) -> str:
+    given = settings.env.get(HPARAMS)
+    return digest(given.encode()) if given else ""
 
 
 def _versions(settings: Settings) -> dict[str, str]:

@@ -42,6 +42,7 @@ class JobFile:
     entrypoint: Entrypoint = Entrypoint()
     environment: Mapping[str, Given] = field(default_factory=dict)
     notices: tuple[str, ...] = ()
+    hparams: Given | None = None
 
 
 def fault(flag: Flag, given: Given, why: str, fix: str = "") -> UsageError:

@@ -7,6 +7,7 @@ any flag's name                        that flag, with ``-`` or ``_``
 nodes, slots, restarts                 --nnodes, --nproc-per-node, --max-restarts
 entrypoint                             the command: a string or a list
 environment                            variables of the workers
+hyperparameters                        values that the script finds in ``ctx.info.hparams``
 checkpoint: {dir, glob, local, …}      --checkpoint-dir, --checkpoint-glob, … (by any such flag)
 resources: {slots_per_trial}           --nproc-per-node (Determined's spelling)
 searcher: {name: single, ...}          run once (Determined's); any other search is refused
@@ -25,7 +26,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from elaunch.config import checkpointflags, endpoints, rdzvconf, values
+from elaunch.config import checkpointflags, endpoints, hparams, rdzvconf, values
 from elaunch.config.flag import Flag, by_key
 from elaunch.config.flags import FLAGS
 from elaunch.config.given import Entrypoint, Given, JobFile
@@ -35,7 +36,14 @@ if TYPE_CHECKING:
     from yaml import MappingNode, Node
 
 KEYS = {key: flag for key, flag in by_key(FLAGS).items() if flag.name not in ("file", "dry-run")}
-SECTIONS = ("entrypoint", "environment", "checkpoint", "resources", "searcher")
+SECTIONS = (
+    "entrypoint",
+    "environment",
+    "hyperparameters",
+    "checkpoint",
+    "resources",
+    "searcher",
+)
 SEARCHER_KEYS = ("name", "metric", "max_length", "smaller_is_better", "max_time", "time_metric")
 CHECKPOINT_KEYS = {flag.name.removeprefix("checkpoint-"): flag.name for flag in checkpointflags.OWN}
 BLOCK_STYLES = ("|", ">")
@@ -73,6 +81,7 @@ class _Reader:
         self.flags: dict[str, Given] = {}
         self.entrypoint = Entrypoint()
         self.environment: dict[str, Given] = {}
+        self.hparams: Given | None = None
         self.notices: list[str] = []
 
     def read(self, text: str) -> JobFile:
@@ -93,7 +102,8 @@ class _Reader:
                 getattr(self, f"_read_{key}")(node)
             else:
                 self._set(KEYS[values.fold(key)], node)
-        return JobFile(self.flags, self.entrypoint, self.environment, tuple(self.notices))
+        notices = tuple(self.notices)
+        return JobFile(self.flags, self.entrypoint, self.environment, notices, self.hparams)
 
     def _where(self, node: Node) -> str:
         return f"{self.shown}:{node.start_mark.line + 1}"
@@ -203,6 +213,10 @@ class _Reader:
         if "\0" in value:
             raise self._wrong(node, f"the variable {name} has a NUL character in it")
         self.environment[name] = Given(value, "file", self._where(node))
+
+    def _read_hyperparameters(self, node: Node) -> None:
+        self._mapping(node, "hyperparameters")
+        self.hparams = Given(hparams.to_json(node, self._where), "file", self._where(node))
 
     def _read_checkpoint(self, node: Node) -> None:
         by_name = {flag.name: flag for flag in FLAGS}

@@ -31,6 +31,7 @@ from elaunch.config.flags import FLAGS
 from elaunch.config.given import JobFile
 from elaunch.config.rendezvous import RendezvousSettings
 from elaunch.config.values import StreamMap
+from elaunch.env import HPARAMS
 from elaunch.errors import UsageError
 
 __all__ = ["Settings", "StreamMap", "resolve"]
@@ -240,7 +241,8 @@ def _environment(job: JobFile) -> dict[str, str]:
                 f"{given.where}: the variable {name} is set by elaunch for each worker; "
                 "a job file cannot set it"
             )
-    return {name: given.text for name, given in job.environment.items()}
+    made = {name: given.text for name, given in job.environment.items()}
+    return made if job.hparams is None else {**made, HPARAMS: job.hparams.text}
 
 
 def _reserved() -> frozenset[str]:
@@ -267,4 +269,5 @@ def _reserved() -> frozenset[str]:
         use_agent_store="",
         virtual_local_rank=False,
     )
-    return frozenset(env.worker_environment(facts, 0, "", {})) - {env.NCCL_ASYNC_ERRORS}
+    made = frozenset(env.worker_environment(facts, 0, "", {})) | {HPARAMS}
+    return made - {env.NCCL_ASYNC_ERRORS}

@@ -11,16 +11,20 @@ container_addrs          ``node_addrs``
 container_rank           ``node_rank``
 latest_checkpoint        ``resume_from``, or :func:`latest_checkpoint`
 trial.trial_id           ``run_id``
+trial.hparams            ``hparams``
 =======================  ===========================================================
 """
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from elaunch.env import HPARAMS
 from elaunch.errors import PlacementError
 from elaunch.training import launchers, placement
 from elaunch.training.placement import Launcher, Placement
@@ -48,6 +52,7 @@ class Info:
             other launchers.
         launcher: who started this process: ``elaunch``, ``torchrun``, ``mpi``, ``slurm``,
             ``explicit`` (torch's variables, set by hand), ``alone``.
+        hparams: ``hyperparameters`` of the job file (``elaunch run -f``); empty without.
     """
 
     run_id: str
@@ -64,6 +69,7 @@ class Info:
     resume_step: int | None
     checkpoint_dir: Path | str | None
     launcher: Launcher
+    hparams: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     @property
     def slot_ids(self) -> tuple[int, ...]:
@@ -112,7 +118,21 @@ def read(environ: Mapping[str, str], place: Placement | None = None) -> Info:
         resume_step=None if resume_from is None else _step(environ),
         checkpoint_dir=_place(directory) if by_agent and directory else None,
         launcher=place.launcher,
+        hparams=_hparams(environ),
     )
+
+
+def _hparams(environ: Mapping[str, str]) -> Mapping[str, Any]:
+    text = environ.get(HPARAMS, "")
+    if not text:
+        return {}
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise PlacementError(f"{HPARAMS}={text[:80]!r} is not an object of JSON")
+    return found
 
 
 def _place(text: str) -> Path | str:

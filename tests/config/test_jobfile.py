@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import sys
 
@@ -190,3 +191,58 @@ def test_what_the_file_gives_without_effect_is_said(job: Job) -> None:
     """As for the command line."""
     job.write("j.yaml", ENTRY + "monitor_interval: 1\n")
     assert "--monitor-interval has no effect" in job.notices("-f j.yaml")
+
+
+HYPERPARAMETERS = """
+entrypoint: train.py
+hyperparameters:
+  lr: 1e-3
+  layers: [64, 32]
+  "on": true
+  name: adam
+  "10": null
+  day: 2024-01-02
+  width: {type: const, val: 128}
+  optimizer: {type: adam, betas: [0.9, 0.99]}
+"""
+
+
+def test_hyperparameters_are_values(job: Job) -> None:
+    """Determined's constants are their values; what YAML takes for a date is text."""
+    job.write("j.yaml", HYPERPARAMETERS)
+    assert json.loads(job.settings("-f j.yaml").env["ELAUNCH_HPARAMS"]) == {
+        "lr": 0.001,
+        "layers": [64, 32],
+        "on": True,
+        "name": "adam",
+        "10": None,
+        "day": "2024-01-02",
+        "width": 128,
+        "optimizer": {"type": "adam", "betas": [0.9, 0.99]},
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[1, 2]", "j.yaml:2: hyperparameters must be a mapping"),
+        ("{a: 1, a: 2}", "j.yaml:2: the key 'a' is there twice in hyperparameters"),
+        ("{a: {[1]: 2}}", "a key of hyperparameters.a must be one value"),
+        (
+            "{lr: {type: log, minval: -5, maxval: 0}}",
+            "hyperparameters.lr is of type 'log': elaunch",
+        ),
+        ("{a: " + 25 * "[" + 25 * "]" + "}", "has more than 20 levels"),
+        ("{a: " + 120_000 * "x" + "}", "hyperparameters takes 120,009 bytes as JSON, and 100,000"),
+        ("&a {b: *a}", "has more than 20 levels"),
+        (
+            "{a: &a [1,1,1,1,1,1,1,1,1,1,1,1], b: &b [*a,*a,*a,*a,*a,*a,*a,*a,*a,*a,*a], "
+            "c: &c [*b,*b,*b,*b,*b,*b,*b,*b,*b], d: [*c,*c,*c,*c,*c,*c,*c,*c,*c]}",
+            "has more than 10,000 values",
+        ),
+    ],
+)
+def test_hyperparameters_that_cannot_be(job: Job, text: str, message: str) -> None:
+    """Each with its line; a small file with anchors is no way to fill the memory."""
+    job.write("j.yaml", f"entrypoint: train.py\nhyperparameters: {text}\n")
+    assert message in job.error("-f j.yaml")

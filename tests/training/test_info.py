@@ -69,6 +69,17 @@ def test_it_is_what_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> Non
     assert elaunch.latest_checkpoint() == Path("/saves/step_10.pt")
 
 
+def test_hyperparameters() -> None:
+    """Those of the job file, under whatever launcher; what is none is named."""
+    info = read(TORCH | {"ELAUNCH_HPARAMS": '{"lr": 0.1, "layers": [1, 2]}'})
+    assert info.hparams == {"lr": 0.1, "layers": [1, 2]}
+    assert read(TORCH).hparams == {}
+    assert hash(info) is not None
+    for text in ("[1]", "{"):
+        with pytest.raises(PlacementError, match="ELAUNCH_HPARAMS="):
+            read(TORCH | {"ELAUNCH_HPARAMS": text})
+
+
 def test_nothing_heavy_is_imported() -> None:
     """A script pays for what it uses."""
     code = "import sys, elaunch; elaunch.info(); print([m for m in ('torch', 'numpy', 'asyncio', "
@@ -125,3 +136,20 @@ def test_in_both_rounds_of_a_real_job(elaunch: Launcher, tmp_path: Path) -> None
             assert row["reason"] is bool(round_number)
             assert (row["node_rank"], row["slots"], row["world_size"]) == (0, 2, 2)
             assert row["launcher"] == "elaunch" and len(row["addrs"]) == 1
+
+
+def test_hyperparameters_of_a_real_job(elaunch: Launcher, tmp_path: Path) -> None:
+    """By ``info`` and by the context; a job inside of it has its own, or none."""
+    script, inner, file = tmp_path / "s.py", tmp_path / "inner.py", tmp_path / "job.yaml"
+    inner.write_text("import elaunch; print('inner', dict(elaunch.info().hparams), flush=True)")
+    script.write_text(
+        "import elaunch, subprocess, sys\n"
+        "with elaunch.init(announce=False) as ctx:\n"
+        "    print(dict(ctx.info.hparams), flush=True)\n"
+        f"run = [sys.executable, '-m', 'elaunch', 'run', {str(inner)!r}]\n"
+        "subprocess.run(run, check=True)\n"
+    )
+    file.write_text(f"entrypoint: {script}\nhyperparameters: {{lr: 0.1, tags: [a, b]}}\n")
+    done = elaunch.run(["run", "-f", file], deadline=100)
+    assert done.returncode == 0, done
+    assert done.stdout.splitlines() == ["{'lr': 0.1, 'tags': ['a', 'b']}", "inner {}"]
