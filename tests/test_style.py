@@ -57,6 +57,7 @@ BROAD_EXCEPTS: dict[str, str] = {
     "elaunch.checkpoint.keeping:Keeping._write": "top of a thread: the save fails with it",
     "elaunch.agent.watchdog:Watchdog._run": "top of a thread: logged, the job goes on unwatched",
     "elaunch.training.channel.objects:attempt": "what a user's object raises is the call's error",
+    "elaunch.training.unpickling:named_by": "what cannot be pickled names nothing that is needed",
     "elaunch.training.checkpoint.guarding:guarded": "what torch or a user's object raises on one "
     "rank is an error of all",
     "elaunch.server.devices:_count_or_why": "whatever a driver raises is the answer to the agent",

@@ -248,8 +248,11 @@ def _set_pins(there: Listing, names: tuple[str, ...], on: bool) -> None:
 @click.argument("name")
 @click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
 @_force
+@click.option("--trust", is_flag=True, help="Read a checkpoint that runs code when it is read.")
 @_opened
-def export(there: Listing, _: str, name: str, file: Path, force: bool) -> int | None:
+def export(
+    there: Listing, _: str, name: str, file: Path, *, force: bool, trust: bool
+) -> int | None:
     """Write one checkpoint of torch.distributed.checkpoint to one FILE of torch.save.
 
     --force replaces a FILE that is there; of a link, what it leads to. Needs torch, and the memory
@@ -266,9 +269,9 @@ def export(there: Listing, _: str, name: str, file: Path, force: bool) -> int | 
         raise CheckpointError(f"{entry.name} is damaged: {problem}")
     if entry.found is not None:
         with readers.reading(entry.found.place), there.depot.fetch(entry.found) as path:
-            to_torch_file(path, target, entry.found.metadata)
+            to_torch_file(path, target, entry.found.metadata, trusted=trust)
     elif entry.candidate is not None:
-        to_torch_file(entry.candidate.path, target)
+        to_torch_file(entry.candidate.path, target, trusted=trust)
     click.echo(f"wrote {entry.name} to {file}")
     return None
 

@@ -1,8 +1,8 @@
 """Between a checkpoint of torch.distributed.checkpoint and one file of ``torch.save``.
 
 This runs in the command's own process, by torch's public functions: the whole state is in memory
-once. A file of ``torch.save`` is read with ``weights_only=True`` unless it is trusted. What is no
-tensor in a checkpoint is a pickle that torch runs: export only what you have written yourself.
+once. A file of ``torch.save`` is read with ``weights_only=True`` unless it is trusted, and a
+checkpoint as ``load`` does: what would run code when it is read is refused, unless it is trusted.
 
 DCP makes texts of the keys of dicts, also of the numbers in a plain ``optimizer.state_dict()``, and
 leaves out dicts without a key. Which dicts had numbers, and which had nothing, is kept in the
@@ -20,7 +20,7 @@ import uuid
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from elaunch.checkpoint import layout
 from elaunch.checkpoint.dcp import METADATA
@@ -46,10 +46,17 @@ _UNREADABLE = (
 )
 
 
-def to_torch_file(directory: Path, file: Path, metadata: Mapping[str, Any] | None = None) -> None:
+def to_torch_file(
+    directory: Path,
+    file: Path,
+    metadata: Mapping[str, Any] | None = None,
+    *,
+    trusted: bool = False,
+) -> None:
     """Write what the DCP directory holds to ``file``, which is there whole or not at all.
 
     ``metadata`` is the checkpoint's, if it has any: it tells what an import has changed.
+    ``trusted``: values may be of any class, and so may run anything.
 
     Raises:
         CheckpointError: the directory holds no such checkpoint, or torch cannot read it.
@@ -64,7 +71,7 @@ def to_torch_file(directory: Path, file: Path, metadata: Mapping[str, Any] | Non
 
     part = file.with_name(f".{file.name}.{os.urandom(4).hex()}.tmp")
     try:
-        _convert(directory, part, metadata or {})
+        _convert(directory, part, metadata or {}, trusted)
         _sync(part)
         os.replace(part, file)
         _sync(file.parent)
@@ -82,20 +89,42 @@ def to_torch_file(directory: Path, file: Path, metadata: Mapping[str, Any] | Non
         part.unlink(missing_ok=True)
 
 
-def _convert(directory: Path, part: Path, metadata: Mapping[str, Any]) -> None:
+def _convert(directory: Path, part: Path, metadata: Mapping[str, Any], trusted: bool) -> None:
     import torch
-    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-    with part.open("wb") as opened:  # of a file that it opens itself torch hides what is wrong
-        dcp_to_torch_save(directory, cast("Path", opened))
-    empty, numbered = metadata.get(EMPTY_DICTS) or [], metadata.get(NUMBER_KEYS) or []
-    if not (empty or numbered):
-        return
-    state = torch.load(part, map_location="cpu", weights_only=False)
-    _refill(state, empty)
-    _renumber(state, numbered)
+    state = _read(directory, trusted)
+    _refill(state, metadata.get(EMPTY_DICTS) or [])
+    _renumber(state, metadata.get(NUMBER_KEYS) or [])
     with part.open("wb") as opened:
         torch.save(state, opened)
+
+
+def _read(directory: Path, trusted: bool) -> dict[str, Any]:
+    """Return the state that a DCP directory holds."""
+    import torch
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    from elaunch.training.checkpoint import reading, stored
+    from elaunch.training.checkpoint.sources import Source
+    from elaunch.training.unpickling import Anything, named_to_torch
+
+    with contextlib.closing(Source(directory)) as source:
+        source.path = directory
+        described = stored.read(source.whole(stored.FILE), directory)
+        kinds, paths = described.state_dict_metadata, described.planner_data or {}
+        found: dict[str, Any] = {
+            key: torch.empty(kind.size, dtype=kind.properties.dtype)
+            for key, kind in kinds.items()
+            if isinstance(kind, TensorStorageMetadata)
+        }
+        reading.read_tensors(source, reading.plan(described, found, []))
+        also = Anything() if trusted else named_to_torch()
+        held: dict[str, Any] = {}
+        for key in kinds:
+            if key not in found:
+                found[key] = reading.read_value(source, described, key, also)
+            stored.plant(held, tuple(paths.get(key) or (key,)), found[key])
+    return held
 
 
 def from_torch_file(file: Path, directory: Path, trusted: bool = False) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """What the ranks of a job say to each other: allgather, gather, broadcast, barrier.
 
-The names are Determined's. Objects are whatever pickle takes; what is received is unpickled, so the
-ranks of a job trust each other, and nobody else is listened to (elaunch.training.channel).
+The names are Determined's. Objects are whatever pickle takes; what ranks send that are known to be
+of this job is unpickled, from others only what is harmless (elaunch.training.channel).
 """
 
 from __future__ import annotations
@@ -44,7 +44,11 @@ class DistributedContext:
     those by all ranks of the node. It blocks until all of them have made it, at most ``timeout``
     seconds (None: 600). One thread of each rank makes them.
 
-    An object is anything that pickle takes. Arrays of numpy and dense tensors on the CPU are
+    An object is anything that pickle takes. Where the ranks are on several nodes and share no key
+    (``--rdzv-secret-file``, or ELAUNCH_CHANNEL_KEY under other launchers), anybody who reaches the
+    round's store could be among them: plain values, arrays and tensors are then received, and
+    objects of classes that the receiver's own object is made of, or that were named to
+    ``torch.serialization.add_safe_globals``. Arrays of numpy and dense tensors on the CPU are
     received without a copy, writable, and a change to them is seen nowhere else; an array that is
     read-only is so for who receives it. A rank's own object comes back as it is.
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
+from elaunch.env import CHANNEL_KEY
 from elaunch.errors import CollectiveError
 from elaunch.handshake import GATHER, RING
 from elaunch.training.channel import blobs, objects
@@ -29,6 +30,7 @@ from elaunch.training.channel.link import Link, close_all
 from elaunch.training.channel.members import Member
 from elaunch.training.channel.mesh import Mesh
 from elaunch.training.channel.streams import Region, Rooms, Stream
+from elaunch.training.unpickling import Names, Refused
 
 INLINE: Final = 64 * 1024
 """Bytes of an object that still go inside of its entry."""
@@ -62,9 +64,14 @@ class Differs(Exception):
 
 
 class Exchange:
-    """One call as this rank does it; owns the descriptors that pass through it."""
+    """One call as this rank does it; owns the descriptors that pass through it.
 
-    def __init__(self, mesh: Mesh, plan: Plan, call: Call, until: float) -> None:
+    ``shared``: only processes of this job can have sent what comes.
+    """
+
+    def __init__(
+        self, mesh: Mesh, plan: Plan, call: Call, until: float, *, shared: bool = True
+    ) -> None:
         self.problem: CollectiveError | None = None
         """Why this rank's object could not be sent."""
         self._mesh = mesh
@@ -72,6 +79,7 @@ class Exchange:
         self._plan = plan
         self._call = call
         self._until = until
+        self._shared = shared
         self._everywhere = call.scope == "all" and len(self._layout.nodes) > 1
         self._fds: set[int] = set()
 
@@ -231,17 +239,31 @@ class Exchange:
         if errors:
             raise CollectiveError(f"{self._call}: {'; '.join(errors)}") from self.problem
         found = {}
+        allowed = None if self._shared else objects.allowed_of(obj)
         for entry in entries:
             if entry.rank == self._layout.me.rank:
                 found[entry.rank] = obj
                 continue
             whose = self._layout.members[entry.rank]
             what = f"{self._call}: the object of {whose} cannot be unpickled here"
-            found[entry.rank] = objects.attempt(what, partial(_object, entry))
+            try:
+                found[entry.rank] = objects.attempt(what, partial(_object, entry, allowed))
+            except CollectiveError as error:
+                if not isinstance(error.__cause__, Refused):
+                    raise
+                raise CollectiveError(f"{error}; {_UNSHARED}") from error.__cause__
         return found
 
 
-def _object(entry: Entry) -> Any:
+_UNSHARED: Final = (
+    "the ranks are on several nodes and share no key, so anybody who reaches the round's store "
+    "could have sent it. Give --rdzv-secret-file to every agent of `elaunch run`, or "
+    f"{CHANNEL_KEY}, the same 64 random hex digits, to every rank under another launcher; or name "
+    "the class to torch.serialization.add_safe_globals on all ranks"
+)
+
+
+def _object(entry: Entry, allowed: Names | None) -> Any:
     if entry.form == "blob":
-        return objects.unpack(blobs.mapped(entry.fd, entry.offset, entry.size))
-    return objects.unpack(memoryview(bytearray(entry.data)))
+        return objects.unpack(blobs.mapped(entry.fd, entry.offset, entry.size), allowed)
+    return objects.unpack(memoryview(bytearray(entry.data)), allowed)

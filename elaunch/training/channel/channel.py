@@ -61,6 +61,7 @@ class Channel:
         self._mesh: Mesh | None = None
         self._telephone: Telephone | None = None
         self._activity = Activity()
+        self._shared = False
         self._turn = threading.Lock()
         self._unusable: tuple[type[Exception], str, tuple[int, ...]] | None = None
 
@@ -83,7 +84,11 @@ class Channel:
             met = meet(self._placement, self._store, self._listener, machine, until)
             layout = lay_out(met.members, self._placement.rank)
             self._telephone = Telephone(layout.me, met.key)
-            self._listener.start(met.key, lambda: self._activity.told(self._page.last()))
+            self._shared = met.shared
+            by_unix = met.shared and self._placement.secret is None
+            self._listener.start(
+                met.key, lambda: self._activity.told(self._page.last()), unix_only=by_unix
+            )
             mesh = Mesh(layout, self._telephone, self._listener)
             self._mesh = mesh
             mesh.open(until)
@@ -163,7 +168,8 @@ class Channel:
     def _run(self, call: Call, obj: Any, timeout: float) -> list[Any] | None:
         assert self._mesh is not None
         until = time.monotonic() + timeout
-        exchange = Exchange(self._mesh, PLANS[call.name.removesuffix("_local")], call, until)
+        plan = PLANS[call.name.removesuffix("_local")]
+        exchange = Exchange(self._mesh, plan, call, until, shared=self._shared)
         try:
             found = exchange.run(obj)
         except Broken as error:

@@ -74,9 +74,18 @@ class Listener:
         self._listening.append(sock)
         self.port = sock.getsockname()[1]
 
-    def start(self, key: bytes, answer: Callable[[], dict[str, Any]]) -> None:
-        """Begin to take callers who know ``key``; ``answer()`` says what this rank does."""
+    def start(
+        self, key: bytes, answer: Callable[[], dict[str, Any]], unix_only: bool = False
+    ) -> None:
+        """Begin to take callers who know ``key``; ``answer()`` says what this rank does.
+
+        ``unix_only``: nobody is to come by TCP.
+        """
         self._key, self._answer = key, answer
+        if unix_only:
+            for sock in self._listening[1:]:
+                sock.close()
+            del self._listening[1:]
         self._thread = threading.Thread(target=self._run, name="elaunch-channel", daemon=True)
         self._thread.start()
 

@@ -5,7 +5,9 @@ key               written by  what
 ================  ==========  ======================================================================
 ``rank/<r>``      rank r      its record: host, pid, machine, where it listens (members.py)
 ``key``           rank 0      the job's key where the launcher gives none; anybody who can read the
-                              store can read it then
+                              store can read it then, so it keeps jobs apart and strangers not out:
+                              ranks on one machine then talk over Unix sockets alone, of which the
+                              kernel says whose they are, and others are not sent what runs code
 ``ranks``         every rank  a counter; who makes it complete sets ``all``
 ``all``           the last    all records are there
 ``outer/<r>``     rank r      its node's address for other machines, where its record says loopback
@@ -39,10 +41,14 @@ ANSWER_S: Final = 10.0
 
 @dataclass(frozen=True)
 class Met:
-    """All ranks of the job, by rank, and the key of this context."""
+    """All ranks of the job, by rank, and the key of this context.
+
+    ``shared``: strangers cannot have the key, or cannot connect, so pickles are believed.
+    """
 
     members: tuple[Member, ...]
     key: bytes
+    shared: bool
 
 
 def meet(
@@ -90,8 +96,14 @@ def _exchange(line: Line, placement: Placement, store: RoundStore, me: Member, u
     records = line.multi_get(names, until)
     members = [read_member(raw, rank) for rank, raw in enumerate(records)]
     members = _reachable(line, me, members, until)
-    secret = placement.secret or line.get("key", until)
-    return Met(tuple(members), session_key(secret, store.prefix))
+    if placement.secret is not None:
+        return Met(tuple(members), session_key(placement.secret, store.prefix), True)
+    # Without a secret only the kernel knows who is at the other end, of Unix sockets. A rank that
+    # sees it otherwise, since records were forged, has another key, and is not let in.
+    here = all(member.machine == me.machine for member in members)
+    ways = "Unix sockets alone" if here else "any way"
+    key = session_key(line.get("key", until), f"{store.prefix} by {ways}")
+    return Met(tuple(members), key, here)
 
 
 def _missing(me: Member, records: list[bytes], store: RoundStore) -> CollectiveTimeout:

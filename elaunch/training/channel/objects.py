@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from elaunch.errors import CollectiveError
+from elaunch.training import unpickling
+from elaunch.training.unpickling import Names
 
 LEAST_BUFFER: Final = 4096
 """Bytes from which on a buffer is worth being kept apart from the pickle."""
@@ -94,10 +96,12 @@ def pack(obj: object) -> Packed:
     return Packed(size, tuple(parts))
 
 
-def unpack(data: memoryview) -> Any:
+def unpack(data: memoryview, allowed: Names | None = None) -> Any:
     """Return the object that :func:`pack` made ``data`` of; arrays in it keep ``data`` alive.
 
-    ``data`` must be writable and belong to nobody else. Raises whatever unpickling raises.
+    ``data`` must be writable and belong to nobody else. Without ``allowed`` the sender is a process
+    of this job, and is believed. Else it may be anybody, and what it has sent may name only these
+    and what is harmless (elaunch.training.unpickling). Raises whatever unpickling raises.
     """
     length, count = _HEAD.unpack_from(data)
     sizes = struct.unpack_from(f"<{count}Q", data, _HEAD.size)
@@ -109,7 +113,18 @@ def unpack(data: memoryview) -> Any:
         at += -at % ALIGNMENT
         buffers.append(data[at : at + size])
         at += size
-    return pickle.loads(data[start:end], buffers=buffers)
+    if allowed is None:
+        return pickle.loads(data[start:end], buffers=buffers)
+    return unpickling.load_careful(data[start:end], allowed, buffers)
+
+
+def allowed_of(obj: object) -> Names:
+    """Return what a sender may name that is not known to be of this job.
+
+    That is what ``obj``, this rank's own, is made of, and elaunch's own records.
+    """
+    own = {(__name__, _tensor.__name__): _tensor}
+    return unpickling.Records({**unpickling.named_by([obj]), **own})
 
 
 def attempt(what: str, work: Callable[[], Any]) -> Any:

@@ -14,13 +14,16 @@ that a number that grows by a byte moves nothing that lies behind it.
 from __future__ import annotations
 
 import io
+import zipfile
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Final
+from types import SimpleNamespace
+from typing import Any, Final, NoReturn
 
 import torch
 
 from elaunch.errors import CheckpointError
+from elaunch.training.unpickling import Careful, Names, Refused
 
 ALIGNMENT: Final = 64
 """Where archives begin in their file; their elements are aligned to it as well."""
@@ -118,12 +121,36 @@ def pack(value: object) -> bytes:
     return file.getvalue()
 
 
-def unpack(archive: Any) -> Any:
+def unpack(archive: Any, also: Names | None = None) -> Any:
     """Return what :func:`pack` was given, tensors in it on the CPU.
 
-    Values are pickles, as in torch.distributed.checkpoint: load only what you trust.
+    A value is a pickle, which may name what elaunch.training.unpickling knows to be harmless, and
+    ``also``: without it what the script has named to ``torch.serialization.add_safe_globals``.
+    Raises unpickling.Refused for anything else, and what torch.load raises.
     """
-    return torch.load(io.BytesIO(archive), map_location="cpu", weights_only=False)
+    refuse_script(archive)
+
+    class Reader(Careful):
+        """Reads with the names of this call; torch.load makes it."""
+
+        def __init__(self, file: Any, **kwargs: Any) -> None:
+            super().__init__(file, also=also, **kwargs)
+
+    # torch.load takes whatever has an Unpickler for a module.
+    reader: Any = SimpleNamespace(Unpickler=Reader, load=_no_old_format, __name__=__name__)
+    file = io.BytesIO(archive)
+    return torch.load(file, map_location="cpu", weights_only=False, pickle_module=reader)
+
+
+def refuse_script(archive: Any) -> None:
+    """Raise Refused for what torch.load would read as TorchScript, which is a program."""
+    with zipfile.ZipFile(io.BytesIO(archive)) as file:
+        if any(name.rpartition("/")[2] == "constants.pkl" for name in file.namelist()):
+            raise Refused("it is a program in TorchScript, no value")
+
+
+def _no_old_format(*_: object, **__: object) -> NoReturn:
+    raise Refused("it is no zip archive of torch.save")
 
 
 def unpack_tensor(archive: Any) -> torch.Tensor:

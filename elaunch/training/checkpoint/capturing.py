@@ -97,11 +97,15 @@ class Leaf:
 
 @dataclass
 class Captured:
-    """The leaves by key, and what is to be called, in this order, when values were loaded."""
+    """The leaves by key, and what is to be called, in this order, when values were loaded.
+
+    ``own_values`` are plain values of the state whose places in ``leaves`` have placeholders.
+    """
 
     leaves: dict[str, Leaf] = field(default_factory=dict)
     restores: list[Callable[[], None]] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
+    own_values: list[Any] = field(default_factory=list)
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -327,6 +331,8 @@ class _Walk:
         here = _Walk(self._rank, None, loading=True)
         here._visit({}, "", value, path)
         own = here.captured.tensors
+        leaves = here.captured.leaves.values()
+        self.captured.own_values += [leaf.value for leaf in leaves if not leaf.is_tensor]
         self.captured.missing += sorted(set(own) - self._stored.keys)
         held = self._stored.build(path, own)
         if not held:

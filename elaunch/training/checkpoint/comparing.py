@@ -15,6 +15,7 @@ from typing import Any, Final
 import torch
 
 from elaunch.errors import SaveError
+from elaunch.training import unpickling
 from elaunch.training.checkpoint import archives, tensors
 from elaunch.training.checkpoint.guarding import guarded
 from elaunch.training.distributed import DistributedContext
@@ -97,16 +98,21 @@ def settle(
     suspects: Mapping[str, dict[bytes, list[int]]],
     packed: Mapping[str, bytes],
     timeout: float | None,
+    own_values: Iterable[object],
 ) -> None:
-    """Raise SaveError on all ranks if the values under ``suspects`` differ. ALL ranks call it."""
+    """Raise SaveError on all ranks if the values under ``suspects`` differ. ALL ranks call it.
+
+    ``own_values``: of this rank's state; values of their classes are compared.
+    """
     if not suspects:
         return
     own = {key: packed[key] for key in suspects if key in packed}
     everyone = distributed.allgather(own, timeout)
+    also = unpickling.named_by(own_values)
     problems = []
     for key, groups in suspects.items():
         holders = [rank for rank, held in enumerate(everyone) if key in held]
-        values = [_unpacked(everyone[rank][key]) for rank in holders]
+        values = [_unpacked(everyone[rank][key], also) for rank in holders]
         if not values:
             ranks = "; ".join(ranks_in_words(group) for group in groups.values())
             problems.append(f"{key} is a tensor that differs between the ranks ({ranks})")
@@ -119,8 +125,8 @@ def settle(
         )
 
 
-def _unpacked(archive: bytes) -> Any:
-    value, problem = guarded(lambda: archives.unpack(archive), "reading a value back")
+def _unpacked(archive: bytes, also: unpickling.Names) -> Any:
+    value, problem = guarded(lambda: archives.unpack(archive, also), "reading a value back")
     return value if problem is None else problem
 
 

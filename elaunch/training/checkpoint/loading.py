@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from elaunch.checkpoint.depot import Committed
 from elaunch.errors import CheckpointError
+from elaunch.training import unpickling
 from elaunch.training.checkpoint import (
     capturing,
     imaging,
@@ -162,9 +163,12 @@ class _Loading:
 
         def work() -> None:
             reading.read_tensors(self._source, reads)
+            also = unpickling.named_by(
+                [*captured.own_values, *(captured.leaves[k].value for k in reads.values)]
+            )
             for key in reads.values:
                 leaf = captured.leaves[key]
-                leaf.holder[leaf.name] = reading.read_value(self._source, reads.metadata, key)
+                leaf.holder[leaf.name] = reading.read_value(self._source, reads.metadata, key, also)
 
         with torch.no_grad():
             self._agree(guarded(work, WHAT)[1])

@@ -147,7 +147,7 @@ def check_same(
         [told.compared for told in everyone], [told.digests for told in everyone]
     )
     packed = {key: archives.pack(made.values[key]) for key in suspects if key in made.values}
-    comparing.settle(distributed, suspects, packed, timeout)
+    comparing.settle(distributed, suspects, packed, timeout, made.values.values())
 
 
 def _differences(everyone: Sequence[Mapping[str, str]]) -> list[str]:

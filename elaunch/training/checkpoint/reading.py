@@ -27,6 +27,7 @@ from elaunch.errors import CheckpointError
 from elaunch.training.checkpoint import archives, tensors
 from elaunch.training.checkpoint.guarding import guarded
 from elaunch.training.checkpoint.sources import Source
+from elaunch.training.unpickling import Names, Refused
 
 
 @dataclass(frozen=True)
@@ -74,14 +75,31 @@ def place_of(metadata: Metadata, index: MetadataIndex) -> Place:
     return Place(found.relative_path, found.offset, found.length)
 
 
-def read_value(source: Source, metadata: Metadata, key: str) -> Any:
-    """Return a value; raise CheckpointError that names key and file if it is damaged."""
+def read_value(source: Source, metadata: Metadata, key: str, also: Names) -> Any:
+    """Return a value; ``also`` are classes and functions that it may name (archives.unpack).
+
+    Raises CheckpointError that names key and file if it names others, or is damaged.
+    """
     place = place_of(metadata, MetadataIndex(key))
     archive = source.read(place.file, place.at, place.size)
-    value, problem = guarded(lambda: archives.unpack(archive), "torch.load")
+    value, problem = guarded(lambda: archives.unpack(archive, also), "torch.load")
+    if (refused := _refused(problem)) is not None:
+        raise CheckpointError(
+            f"{source.place}: {place.file} holds {key} as objects that are not loaded without "
+            f"being trusted: {refused}. If you trust who wrote it, name it to "
+            "torch.serialization.add_safe_globals, or have a value of that class at "
+            f"{key} in the state that is loaded into"
+        )
     if problem is not None:
         raise _damaged(source, place, key, problem)
     return value
+
+
+def _refused(problem: BaseException | None) -> Refused | None:
+    """Return what refused a value, which torch or guarded() may have wrapped."""
+    while problem is not None and not isinstance(problem, Refused):
+        problem = problem.__cause__ or problem.__context__
+    return problem
 
 
 def read_tensors(source: Source, reads: Reads) -> None:

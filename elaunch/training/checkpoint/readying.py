@@ -234,7 +234,8 @@ def planned(
                 known.everyone[rank], known.metadata = offer.slots, b""
     known.sent = ready.slots
     suspects = comparing.differing(known.plan.compared, [offer.digests for offer in offers])
-    comparing.settle(parts.distributed, suspects, ready.packed, saving.timeout)
+    own = (leaf.value for leaf in ready.captured.leaves.values() if not leaf.is_tensor)
+    comparing.settle(parts.distributed, suspects, ready.packed, saving.timeout, own)
     content = imaging.Content(known.plan, planner, ready.packed, ready.slots)
     if known.plan.metadata is None:
         return content, None

@@ -1,6 +1,7 @@
 """What a checkpoint says that it holds: the ``.metadata`` of torch.distributed.checkpoint.
 
-``.metadata`` is a pickle: load only what you trust.
+``.metadata`` is a pickle. It may name the classes that torch.distributed.checkpoint describes
+tensors with, types and layouts of tensors, and paths; a file that names anything else is refused.
 """
 
 from __future__ import annotations
@@ -9,22 +10,26 @@ import itertools
 import pickle
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from elaunch.errors import CheckpointError
+from elaunch.training import unpickling
 from elaunch.training.checkpoint.perrank import parse_rank_name
 
 Path = tuple[str | int, ...]
 FILE = ".metadata"
+_LONGEST: Final = 10_000_000
+"""Items of a list that stands in a state, each with a key of its own."""
+_KINDS: Final = (torch.dtype, torch.layout, torch.memory_format)
 
 
 def read(content: bytes | memoryview, place: object) -> Metadata:
     """Return what is in a ``.metadata`` file; raise CheckpointError if it is damaged."""
     try:
-        metadata = pickle.loads(content)
+        metadata = unpickling.load_listed(content, _find)
     except (
         pickle.UnpicklingError,
         ValueError,
@@ -43,6 +48,19 @@ def read(content: bytes | memoryview, place: object) -> Metadata:
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, Mapping):
         raise CheckpointError(f"{place}/{FILE} does not say where the tensors are")
     return metadata
+
+
+def _find(module: str, name: str) -> Any:
+    """Return what ``.metadata`` may name; raises unpickling.Refused for anything else."""
+    if name in unpickling.CHECKPOINT.get(module, "").split():
+        return unpickling.reach(module, name)
+    found = getattr(torch, name, None) if module == "torch" else None
+    if isinstance(found, _KINDS):
+        return found
+    raise unpickling.Refused(
+        f"it names {ascii(f'{module}.{name}')[1:-1][:200]}, which is no class "
+        "of torch.distributed.checkpoint's own"
+    )
 
 
 def key_of(path: Iterable[Any]) -> str:
@@ -109,7 +127,7 @@ class Stored:
         held: dict[str, Any] = {}
         for key, rest in self.below(path):
             self.claimed.add(key)
-            _plant(held, ("", *rest), self._placeholder(key, own.get(key)))
+            plant(held, ("", *rest), self._placeholder(key, own.get(key)))
         return held
 
     def _placeholder(self, key: str, own: torch.Tensor | None) -> Any:
@@ -131,7 +149,7 @@ class Stored:
         return described.size
 
 
-def _plant(held: Any, path: Path, value: Any) -> None:
+def plant(held: Any, path: Path, value: Any) -> None:
     """Put ``value`` where ``path`` leads, making dicts for names and lists for numbers."""
     for part, following in itertools.pairwise(path):
         made: Any = [] if isinstance(following, int) else {}
@@ -147,4 +165,6 @@ def _plant(held: Any, path: Path, value: Any) -> None:
 
 
 def _reach(held: list[Any], index: int) -> None:
+    if not 0 <= index < _LONGEST:
+        raise CheckpointError(f"{FILE} has an item {index} of a list")
     held.extend([None] * (index + 1 - len(held)))

@@ -1,0 +1,409 @@
+"""Pickles that others may have written: what they can name is a list, and nothing else is called.
+
+A pickle runs code by naming a callable and having it called. Here a name is looked up in tables;
+any other is refused before anything is imported or called for it.
+
+================  ==================================================================================
+reader            for
+================  ==================================================================================
+``load_listed``   large pickles of classes that all are known beforehand: C speed, and no class that
+                  is named can be changed, since the pickle gets a stand-in that makes its instances
+``Careful``       values of any kind: an unpickler in Python that knows what it calls and what it
+                  fills. It takes plain values of Python, numpy and torch, what the script has named
+                  to ``torch.serialization.add_safe_globals``, and what its caller names
+================  ==================================================================================
+
+``named_by(value)`` are the classes and functions that a value of this process is made of: whoever
+loads into a place where such a value stands now accepts them.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from types import BuiltinFunctionType, FunctionType
+from typing import Any, ClassVar, Final, NoReturn
+
+Name = tuple[str, str]
+Names = Mapping[Name, Any]
+_OLD_MODULES: Final = {"__builtin__": "builtins", "copy_reg": "copyreg"}
+_OLD_NAMES: Final = {"long": "int", "unicode": "str", "xrange": "range"}
+"""What protocol 2, which torch.save writes, calls modules and things of Python 2."""
+_IMMUTABLE: Final = 1 << 8
+"""Py_TPFLAGS_IMMUTABLETYPE."""
+
+_PLAIN: Final[Mapping[str, str]] = {
+    "builtins": "bool bytearray bytes complex dict float frozenset int list object range set slice "
+    "str tuple",
+    "copyreg": "_reconstructor",
+    "collections": "Counter OrderedDict defaultdict deque",
+    "argparse": "Namespace",
+    "datetime": "date datetime time timedelta timezone",
+    "decimal": "Decimal",
+    "fractions": "Fraction",
+    "functools": "partial",
+    "ipaddress": "IPv4Address IPv6Address",
+    "pathlib": "Path PosixPath PurePath PurePosixPath PureWindowsPath",
+    "pathlib._local": "Path PosixPath PurePath PurePosixPath PureWindowsPath",
+    "random": "Random",
+    "types": "SimpleNamespace",
+    "uuid": "SafeUUID UUID",
+    "numpy": "dtype ndarray",
+    "numpy.core.multiarray": "_reconstruct scalar",
+    "numpy._core.multiarray": "_reconstruct scalar",
+    "numpy.core.numeric": "_frombuffer",
+    "numpy._core.numeric": "_frombuffer",
+    "numpy.random.bit_generator": "SeedSequence __pyx_unpickle_SeedSequence",
+    "numpy.random._pickle": "__bit_generator_ctor __generator_ctor __randomstate_ctor",
+    "numpy.random._mt19937": "MT19937",
+    "numpy.random._pcg64": "PCG64 PCG64DXSM",
+    "numpy.random._philox": "Philox",
+    "numpy.random._sfc64": "SFC64",
+    "torch": "Generator Size Tensor device",
+    "torch._C": "Generator",
+    "torch._tensor": "_rebuild_from_type_v2",
+    "torch._utils": "_rebuild_meta_tensor_no_storage _rebuild_nested_tensor _rebuild_parameter "
+    "_rebuild_parameter_with_state _rebuild_qtensor _rebuild_tensor _rebuild_tensor_v2 "
+    "_rebuild_tensor_v3",
+    "torch.nn.parameter": "Buffer Parameter",
+    "torch.serialization": "_get_layout",
+    "torch.storage": "TypedStorage UntypedStorage",
+}
+"""Classes and functions that do nothing but make a value."""
+CHECKPOINT: Final[Mapping[str, str]] = {
+    "torch.distributed.checkpoint.metadata": "BytesStorageMetadata ChunkStorageMetadata Metadata "
+    "MetadataIndex StorageMeta TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING",
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo",
+    "torch.distributed.checkpoint.planner": "BytesIOWriteData SavePlan TensorWriteData WriteItem "
+    "WriteItemType",
+    "torch.distributed._shard.sharded_tensor.metadata": "MEM_FORMAT_ENCODING TensorProperties",
+    "torch.serialization": "_get_layout",
+    "torch": "Size",
+    "collections": "OrderedDict",
+    "pathlib": "Path PosixPath PurePosixPath PureWindowsPath",
+    "pathlib._local": "PosixPath PurePosixPath PureWindowsPath",
+    "types": "SimpleNamespace",
+}
+"""The classes with which torch.distributed.checkpoint describes tensors and files."""
+
+
+class Refused(pickle.UnpicklingError):
+    """A pickle names, or does, what is not on the list; ``name`` is what it names, or ""."""
+
+    def __init__(self, text: str, name: str = "") -> None:
+        super().__init__(text)
+        self.name = name
+
+
+def _key(module: str, name: str) -> Name:
+    module = _OLD_MODULES.get(module, module)
+    return module, _OLD_NAMES.get(name, name) if module == "builtins" else name
+
+
+def _refuse(module: str, name: str) -> NoReturn:
+    full = f"{module}.{name}"
+    raise Refused(f"it names {ascii(full)[1:-1][:200]}, which is not loaded unasked", full)
+
+
+def reach(module: str, name: str) -> Any:
+    """Return what is called ``name`` in a module; Refused where there is none."""
+    found: Any = _module(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if found is None:
+        _refuse(module, name)
+    return found
+
+
+def _module(name: str) -> Any:
+    import importlib
+
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None
+
+
+# ── what a value is made of ──────────────────────────────────────────────────────────────────────
+
+
+class _Naming(pickle.Pickler):
+    """Notes what the pickle of a value would name, and writes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(io.BytesIO(), protocol=2)
+        self.found: dict[Name, Any] = {}
+
+    def persistent_id(self, obj: Any) -> Any:
+        """Note classes and functions; skip what is large and names nothing of its own."""
+        if isinstance(obj, type | FunctionType | BuiltinFunctionType):
+            self.found[obj.__module__ or "", obj.__qualname__] = obj
+            return None
+        kind = type(obj)
+        plain = kind in (bytes, str, int, float, bool, bytearray, type(None))
+        large = kind.__module__ in ("torch", "numpy") and hasattr(obj, "ndim")
+        return 0 if plain or large else None
+
+
+def named_by(values: Iterable[object]) -> Names:
+    """Return what the pickles of ``values`` name, and what was named to torch.
+
+    What belongs to Python's own library is left out: the tables have what is harmless of it.
+    """
+    naming = _Naming()
+    for value in values:
+        try:
+            naming.dump(value)
+        except Exception:  # noqa: S112 - whatever a class raises that cannot be pickled
+            continue
+    found = {
+        (module, name): one
+        for (module, name), one in naming.found.items()
+        if module.partition(".")[0] not in _LIBRARY
+    }
+    return {**found, **named_to_torch()}
+
+
+_LIBRARY: Final = sys.stdlib_module_names - {"__main__"} | {"numpy", "torch", ""}
+
+
+class Anything(dict[Name, Any]):
+    """Allows every name: for what the user trusts."""
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """Return what the name stands for."""
+        return reach(*key)
+
+
+class Records(dict[Name, Any]):
+    """Allows, beside the names in it, the records that elaunch's own ranks send each other."""
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """Return what the name stands for, ``default`` if it is not allowed."""
+        module, name = key
+        if key in self:
+            return self[key]
+        if name in CHECKPOINT.get(module, "").split():
+            return reach(module, name)
+        if not module.startswith("elaunch."):
+            return default
+        found = reach(module, name)
+        frozen = getattr(getattr(found, "__dataclass_params__", None), "frozen", False)
+        return found if frozen and isinstance(found, type) else default
+
+
+def named_to_torch() -> Names:
+    """Return what the script has named to ``torch.serialization.add_safe_globals``."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return {}
+    found: dict[Name, Any] = {}
+    for one in torch.serialization.get_safe_globals():
+        if isinstance(one, tuple):
+            module, _, name = str(one[1]).rpartition(".")
+            found[module, name] = one[0]
+        else:
+            found[one.__module__, one.__qualname__] = one
+    return found
+
+
+# ── known classes, quickly ───────────────────────────────────────────────────────────────────────
+
+
+class _Sealed(type):
+    """The class of stand-ins: they make instances of ``real`` and cannot be changed themselves."""
+
+    real: Any
+
+    def __call__(cls, *args: Any) -> Any:
+        return cls.real(*args)
+
+    def __setattr__(cls, name: str, value: object) -> NoReturn:
+        raise Refused(f"it sets {ascii(name)[:80]} of a class")
+
+
+def _sealed(real: Any) -> Any:
+    """Return what a pickle gets for ``real``: itself where nobody can change that."""
+    if not isinstance(real, type) or real.__flags__ & _IMMUTABLE:
+        return real
+
+    def make(_: type, *args: Any) -> Any:
+        return real.__new__(real, *args)
+
+    return _Sealed(real.__name__, (), {"__new__": make, "real": real, "__slots__": ()})
+
+
+class _Listed(pickle.Unpickler):
+    """Finds what a function finds for it, sealed."""
+
+    def __init__(self, file: io.BytesIO, find: Callable[[str, str], Any]) -> None:
+        super().__init__(file)
+        self._find = find
+        self._made: dict[Name, Any] = {}
+
+    def find_class(self, module: str, name: str, /) -> Any:
+        """Return what the pickle gets for a name."""
+        key = _key(module, name)
+        if key not in self._made:
+            self._made[key] = _sealed(self._find(*key))
+        return self._made[key]
+
+
+def load_listed(data: bytes | memoryview, find: Callable[[str, str], Any]) -> Any:
+    """Return what is pickled in ``data``; ``find(module, name)`` returns a class or refuses it.
+
+    Raises what unpickling raises; Refused is an UnpicklingError.
+    """
+    return _Listed(io.BytesIO(data), find).load()
+
+
+# ── values of any kind ───────────────────────────────────────────────────────────────────────────
+
+# The unpickler in Python, and how its instructions are called in its table of them.
+_InPython: Any = pickle._Unpickler
+
+
+class Careful(_InPython):  # type: ignore[misc]
+    """Unpickles values; calls and fills nothing but what it was allowed to.
+
+    Args:
+        file, buffers: as for pickle.Unpickler.
+        also: names that are allowed beside the plain ones; those named to torch if not given.
+    """
+
+    dispatch: ClassVar[dict[int, Any]] = dict(_InPython.dispatch)
+
+    def __init__(
+        self, file: Any, *, also: Names | None = None, buffers: Any = None, **kwargs: Any
+    ) -> None:
+        super().__init__(file, buffers=buffers, **kwargs)
+        self._also: Names = named_to_torch() if also is None else also
+        self._named: dict[int, Any] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return what a name stands for; Refused if it is not on the list."""
+        key = _key(module, name)
+        found = self._also.get(key) or _plain(*key)
+        self._named[id(found)] = found
+        return found
+
+    def get_extension(self, code: int) -> NoReturn:
+        """Refuse: the registry of extensions may name anything."""
+        raise Refused(f"it names extension {code} of copyreg")
+
+    def _check_called(self, called: Any) -> None:
+        numpy = sys.modules.get("numpy")
+        made_otherwise = numpy is not None and called is numpy.ndarray
+        if id(called) not in self._named or made_otherwise:
+            raise Refused(f"it calls {type(called).__name__}, which it has not named")
+
+    def _instantiate(self, klass: Any, k: int) -> None:
+        self._check_called(klass)
+        super()._instantiate(klass, k)
+
+    def load_reduce(self) -> None:
+        """Call something that was named."""
+        self._check_called(self.stack[-2])
+        _InPython.load_reduce(self)
+
+    def load_newobj(self) -> None:
+        """Make an instance of a class that was named."""
+        self._check_called(self.stack[-2])
+        _InPython.load_newobj(self)
+
+    def load_newobj_ex(self) -> None:
+        """Make an instance of a class that was named, with arguments by name."""
+        self._check_called(self.stack[-3])
+        _InPython.load_newobj_ex(self)
+
+    def load_build(self) -> None:
+        """Fill an instance; never a class or a function, and a dtype only with what it is."""
+        state, filled = self.stack[-1], self.stack[-2]
+        if id(filled) in self._named or isinstance(filled, type | FunctionType):
+            raise Refused(f"it changes {getattr(filled, '__name__', 'what it has named')}")
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and isinstance(filled, numpy.dtype):
+            _check_dtype(filled, state)
+        _InPython.load_build(self)
+
+    dispatch[pickle.REDUCE[0]] = load_reduce
+    dispatch[pickle.NEWOBJ[0]] = load_newobj
+    dispatch[pickle.NEWOBJ_EX[0]] = load_newobj_ex
+    dispatch[pickle.BUILD[0]] = load_build
+
+
+def load_careful(data: Any, also: Names | None = None, buffers: Any = None) -> Any:
+    """Return what is pickled in ``data``, as :class:`Careful` reads it; raises what it raises."""
+    return Careful(io.BytesIO(data), also=also, buffers=buffers).load()
+
+
+def _check_dtype(dtype: Any, state: Any) -> None:
+    """Refuse a state that makes another type of it: numpy would take numbers for addresses."""
+    if not (isinstance(state, tuple) and len(state) >= 8 and _is_of(dtype, state)):
+        raise Refused("it holds an array of numpy of a type that is not loaded unasked")
+
+
+def _is_of(dtype: Any, state: tuple[Any, ...]) -> bool:
+    version, order, base, names, fields, size, _, flags = state[:8]
+    if version not in (3, 4) or order not in ("<", ">", "|", "=") or base is not None:
+        return False
+    if names is None and fields is None:
+        return size in (-1, dtype.itemsize) and flags == dtype.flags
+    if dtype.kind != "V" or size != dtype.itemsize or type(fields) is not dict:
+        return False
+    return not flags & ~_HARMLESS and all(_is_field(dtype, field) for field in fields.values())
+
+
+_HARMLESS: Final = 0x10 | 0x80
+"""Flags of a dtype with fields that hold no Python objects."""
+
+
+def _is_field(whole: Any, field: Any) -> bool:
+    numpy = sys.modules["numpy"]
+    if not (isinstance(field, tuple) and len(field) >= 2 and isinstance(field[0], numpy.dtype)):
+        return False
+    inner, offset = field[:2]
+    fits = type(offset) is int and 0 <= offset <= whole.itemsize - inner.itemsize
+    return fits and not inner.hasobject
+
+
+def _plain(module: str, name: str) -> Any:
+    if (module, name) == ("_codecs", "encode"):
+        return _encode
+    if (module, name) == ("torch.storage", "_load_from_bytes"):
+        return _load_storage
+    if (module, name) == ("torch._utils", "_rebuild_sparse_tensor"):
+        return _rebuild_sparse
+    if name in _PLAIN.get(module, "").split():
+        return reach(module, name)
+    if module == "torch" and not name.startswith("_"):
+        torch = sys.modules.get("torch")
+        found = getattr(torch, name, None)
+        kinds = (torch.dtype, torch.layout, torch.memory_format) if torch is not None else ()
+        if isinstance(found, kinds):
+            return found
+    _refuse(module, name)
+
+
+def _encode(text: str, encoding: str) -> bytes:
+    """Return bytes as protocol 2 has them."""
+    if encoding != "latin1":
+        raise Refused(f"it encodes with {ascii(encoding)[:40]}")
+    return text.encode("latin1")
+
+
+def _load_storage(content: bytes) -> Any:
+    """Return the memory of a tensor in a pickle that is not torch.save's."""
+    import torch
+
+    return torch.load(io.BytesIO(content), weights_only=True)
+
+
+def _rebuild_sparse(layout: Any, data: Any) -> Any:
+    """Return a sparse tensor whose indices are within it."""
+    import torch
+
+    with torch.sparse.check_sparse_tensor_invariants():
+        return torch._utils._rebuild_sparse_tensor(layout, data)
