@@ -1,11 +1,16 @@
-"""One round of workers' output: its streams, its files, and how they are opened."""
+"""One round of workers' output: its streams, its files, and how they are opened and closed.
+
+A round owns its files: a thread of its own opens them, waits for the end of its streams and closes
+them. Storage that takes long for either holds up neither the agent's loop nor the next round.
+"""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
 
 from elaunch.agent.console import Console, Speaker
@@ -33,7 +38,9 @@ class LogRound:
         live: the streams that have not ended.
         filtered: the filtered files, by name of the stream.
         held: what somebody still had open when the round was given up, in words.
-        done: set when all streams have ended and all files are closed.
+        opened: set when the files are open, as far as they can be.
+        ended: set when all streams have ended, and what was read is on file.
+        done: set when all files are closed.
     """
 
     number: int
@@ -42,14 +49,31 @@ class LogRound:
     live: set[Stream] = field(default_factory=set)
     filtered: dict[str, LogFile] = field(default_factory=dict)
     held: list[str] = field(default_factory=list)
+    opened: threading.Event = field(default_factory=threading.Event)
+    ended: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
 
-    def close_if_over(self) -> None:
-        """Close the shared files and set `done`, if no stream is live."""
-        if self.live or self.done.is_set():
-            return
-        for file in self.filtered.values():
-            file.close()
+    def serve(self, plan: LogPlan, complain: Complaint, read: Callable[[], object]) -> None:
+        """Open the files, in a thread of their own, and close them when the streams have ended.
+
+        Args:
+            plan: where the files are.
+            complain: told of each failure.
+            read: has the streams read from now on.
+        """
+        run = partial(self._run, plan, complain, read)
+        threading.Thread(target=run, name=f"log files {self.number}", daemon=True).start()
+
+    def _run(self, plan: LogPlan, complain: Complaint, read: Callable[[], object]) -> None:
+        try:
+            open_files(self, plan, complain)
+        finally:
+            self.opened.set()
+            read()
+        self.ended.wait()
+        for file in (*(stream.file for stream in self.streams.values()), *self.filtered.values()):
+            if file is not None:
+                file.close()
         self.done.set()
 
 

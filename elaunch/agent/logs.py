@@ -4,8 +4,10 @@ It sits in one blocking wait over the read ends of all workers' stdout and stder
 chunk to the worker's log file (exact bytes), to the console (whole lines), to the filtered files
 and to the tail that failure reports quote. `LogPlan` says which stream goes where.
 
-Calls, all from one thread: `LogPump.start`; for each round `open_round`, then, when its workers
-are gone, `finish_round`; `close`. `say`, `tail` and `paths` may be called from any thread.
+Calls, all from one thread: `LogPump.start`; for each round `open_round`, then, when its workers are
+gone, `finish_round`; `close`. A round's files are opened and closed by a thread of the round
+(elaunch.agent.logrounds), so that a round may begin while the files of the last are closed. `say`,
+`tail` and `paths` may be called from any thread.
 
 Memory is bounded: a console that takes nothing makes the pump stop reading the streams shown on it
 (the workers then wait, as they would for the console itself), while all others go on.
@@ -25,7 +27,7 @@ from pathlib import Path
 
 from elaunch.agent.console import Console, open_consoles, write_directly
 from elaunch.agent.logplan import STREAM_BITS, LogPlan
-from elaunch.agent.logrounds import LogRound, open_files, open_streams
+from elaunch.agent.logrounds import LogRound, open_streams
 from elaunch.agent.streams import Stream
 
 __all__ = ["LogPlan", "LogPump"]
@@ -33,6 +35,8 @@ __all__ = ["LogPlan", "LogPump"]
 PENDING_HIGH = 1024 * 1024
 PENDING_LOW = 256 * 1024
 CONSOLE_PATIENCE = 30.0
+OPEN_PATIENCE = 2.0
+"""Seconds for a round's files to be opened; after it the workers are started without waiting."""
 _ABANDON_WAIT = 2.0
 
 logger = logging.getLogger(__name__)
@@ -56,7 +60,8 @@ class LogPump:
         self._inbox: deque[Callable[[], None]] = deque()
         self._thread = threading.Thread(target=self._run, name="log-pump", daemon=True)
         self._round: LogRound | None = None
-        self._live: set[Stream] = set()
+        self._unclosed: list[LogRound] = []
+        self._live: dict[Stream, LogRound] = {}
         self._full: set[Console] = set()
         self._said: set[str] = set()
         self._stop_at: float | None = None
@@ -71,9 +76,10 @@ class LogPump:
         self._thread.start()
 
     def open_round(self, round: int, ranks: Mapping[int, int]) -> dict[int, tuple[int, int]]:
-        """Open the streams, directories and files of a round; the previous one must be finished.
+        """Open the streams, directories and files of a round.
 
-        Log files that cannot be created are reported on stderr and done without.
+        Log files that cannot be created are reported on stderr and done without. Storage that takes
+        longer than OPEN_PATIENCE to open them is named, and the workers' output waits for it.
 
         Args:
             round: round number, from 0.
@@ -86,20 +92,21 @@ class LogPump:
         Raises:
             OSError: there are no descriptors left; nothing stays open.
         """
-        if self._round is not None and not self._round.done.is_set():
-            raise RuntimeError(f"round {self._round.number} is not finished")
         for text in self._plan.shortcomings(ranks):
             self._say_once(text, text)
         opened = LogRound(round, dict(ranks))
         write_ends = open_streams(opened, self._plan, self._consoles)
-        open_files(opened, self._plan, self._complain)
         self._round = opened
-        self._post(partial(self._adopt, opened))
+        self._unclosed = [*(each for each in self._unclosed if not each.done.is_set()), opened]
+        opened.serve(self._plan, self._complain, lambda: self._post(partial(self._adopt, opened)))
+        if not opened.opened.wait(OPEN_PATIENCE):
+            self.say(f"elaunch: {self._plan.log_root} is slow to open the log files; going on")
         return write_ends
 
     def finish_round(self, timeout: float) -> bool:
-        """Wait until every stream of the round has ended and is on file, then close the files.
+        """Wait until every stream of the newest round has ended and is on file.
 
+        The round closes its files after that by itself; `close` waits for it.
         When the time is over, what can be read is read, and the streams that somebody still has
         open are named on stderr and closed. What a slow console has not taken yet stays queued.
 
@@ -112,10 +119,10 @@ class LogPump:
         finished = self._round
         if finished is None:
             return True
-        if not finished.done.wait(timeout):
+        if not finished.ended.wait(timeout):
             self._post(partial(self._abandon, finished))
-            finished.done.wait(_ABANDON_WAIT)
-        return finished.done.is_set() and not finished.held
+            finished.ended.wait(_ABANDON_WAIT)
+        return finished.ended.is_set() and not finished.held
 
     def tail(self, local_rank: int, stream: str = "stderr", lines: int = 20) -> list[str]:
         """Return the last lines of a stream of the newest round, without line ends.
@@ -148,16 +155,21 @@ class LogPump:
             write_directly(self._console_fds[1], _line(text))
 
     def close(self, timeout: float = CONSOLE_PATIENCE) -> None:
-        """Stop the thread, once the console has taken what is queued for it.
+        """Stop the thread, once files are closed and the console has taken what is queued for it.
 
         Args:
-            timeout: seconds to wait for a console that takes nothing; after it, what is queued is
-                dropped (it is in the files).
+            timeout: seconds to wait for storage that does not close a file, and for a console that
+                takes nothing; after it, what is queued is dropped (it is in the files).
         """
         if not self._thread.is_alive():
             return
         self.finish_round(0.0)
-        self._post(partial(self._stop, time.monotonic() + timeout))
+        until = time.monotonic() + timeout
+        for each in self._unclosed:
+            if not each.done.wait(max(0.0, until - time.monotonic())):
+                place = f"{self._plan.log_root}, round {each.number}"
+                self.say(f"elaunch: {place}: the log files are not closed yet; they may lack lines")
+        self._post(partial(self._stop, until))
         self._thread.join(timeout + _ABANDON_WAIT)
         if not self._thread.is_alive():
             os.close(self._wake)
@@ -198,7 +210,7 @@ class LogPump:
         for key, _ in events:
             if isinstance(key.data, Stream):
                 if key.data.pump(now) == 0:
-                    self._end(key.data)
+                    self._end(key.data, self._live[key.data])
             elif key.fd == self._wake:
                 os.eventfd_read(self._wake)
         while self._inbox:
@@ -209,8 +221,6 @@ class LogPump:
                 stream.speaker.show_held()
         self._flush_consoles()
         self._pause_and_resume(now)
-        if self._round is not None:
-            self._round.close_if_over()
 
     def _timeout(self) -> float | None:
         times = [due for stream in self._live if (due := _deadline(stream)) is not None]
@@ -220,24 +230,23 @@ class LogPump:
 
     def _adopt(self, opened: LogRound) -> None:
         for stream in opened.live:
-            self._live.add(stream)
+            self._live[stream] = opened
             self._selector.register(stream.fd, selectors.EVENT_READ, stream)
 
-    def _end(self, stream: Stream) -> None:
-        if not stream.paused:
+    def _end(self, stream: Stream, of_round: LogRound) -> None:
+        if self._live.pop(stream, None) is not None and not stream.paused:
             self._selector.unregister(stream.fd)
-        self._live.discard(stream)
         stream.close()
-        ended = self._round
-        if ended is not None:
-            ended.live.discard(stream)
+        of_round.live.discard(stream)
+        if not of_round.live:
+            of_round.ended.set()
 
     def _abandon(self, overdue: LogRound) -> None:
         now = time.monotonic()
         for stream in sorted(overdue.live, key=lambda stream: (stream.rank, stream.name)):
             if not stream.drain(now):
                 overdue.held.append(f"rank {stream.rank} {stream.name}")
-            self._end(stream)
+            self._end(stream, overdue)
         if overdue.held:
             held = ", ".join(overdue.held)
             self._show(f"elaunch: a process still holds open: {held}; it is no longer read")
@@ -282,13 +291,13 @@ class LogPump:
 
     def _shut(self) -> None:
         """Close everything; a worker that still writes gets an error instead of waiting."""
-        for stream in self._live:
-            stream.close()
+        for each in self._unclosed:
+            for stream in each.live:
+                each.held.append(f"rank {stream.rank} {stream.name}")
+                stream.close()
+            each.live.clear()
+            each.ended.set()
         self._live.clear()
-        if self._round is not None:
-            self._round.held.extend(f"rank {s.rank} {s.name}" for s in self._round.live)
-            self._round.live.clear()
-            self._round.done.set()
         for console in set(self._consoles.values()):
             console.close()
         self._selector.close()

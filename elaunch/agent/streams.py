@@ -104,13 +104,11 @@ class Stream:
         self._size = size
 
     def close(self) -> None:
-        """Show and copy the unfinished last line, then close the read end and the file."""
+        """Show and copy the unfinished last line, then close the read end; the file stays open."""
         if self.speaker is not None:
             self.speaker.show_held()
         if self.line_filter is not None:
             self.line_filter.end()
-        if self.file is not None:
-            self.file.close()
         os.close(self.fd)
 
 

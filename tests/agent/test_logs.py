@@ -9,12 +9,16 @@ import resource
 import struct
 import subprocess
 import termios
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from elaunch.agent import logrounds, logs
+from elaunch.agent.logfiles import LogFile
 from elaunch.agent.logs import CONSOLE_PATIENCE, LogPlan, LogPump
 from tests import programs
 from tests.agent.logrig import SECONDS, Reader, Rig, both, eventually, worker, written
@@ -286,6 +290,69 @@ def test_a_process_that_keeps_the_pipe(rig: Callable[..., Rig], tmp_path: Path) 
     one.run({0: "print('next')"}, round=4)
     one.close()
     assert one.out.data == b"next\n"
+
+
+@pytest.fixture
+def slow_close(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Make storage that closes no file before the event is set, as an NFS server that is busy."""
+    goes_on = threading.Event()
+    close = LogFile.close
+
+    def slow(file: LogFile) -> None:
+        goes_on.wait(SECONDS)
+        close(file)
+
+    monkeypatch.setattr(LogFile, "close", slow)
+    yield goes_on
+    goes_on.set()
+
+
+def test_a_round_begins_while_the_files_of_the_last_are_closed(
+    rig: Callable[..., Rig], tmp_path: Path, slow_close: threading.Event
+) -> None:
+    """Each has its own, and at the end all are closed."""
+    one = rig(redirects=both(3))
+    one.run({0: "print('first')"}, round=0)
+    one.run({0: "print('second')"}, round=1)
+    slow_close.set()
+    one.pump.close()
+    assert written(tmp_path, 0, round=0) == b"first\n"
+    assert written(tmp_path, 0, round=1) == b"second\n"
+
+
+def test_files_that_cannot_be_closed_are_named(
+    rig: Callable[..., Rig], tmp_path: Path, slow_close: threading.Event
+) -> None:
+    """The end of the agent does not wait for them for ever."""
+    one = rig(redirects=both(3))
+    one.run({0: "print('first')"})
+    one.pump.close(0.2)
+    os.close(one._console[1])
+    one.err.thread.join(SECONDS)
+    assert f"{tmp_path}, round 0: the log files are not closed yet".encode() in one.err.data
+
+
+def test_files_that_are_slow_to_open(
+    rig: Callable[..., Rig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop goes on after OPEN_PATIENCE; what the workers print meanwhile is on file."""
+    goes_on = threading.Event()
+    make = logrounds.make_directories
+
+    def slow(*args: Any) -> None:
+        goes_on.wait(SECONDS)
+        make(*args)
+
+    monkeypatch.setattr(logrounds, "make_directories", slow)
+    monkeypatch.setattr(logs, "OPEN_PATIENCE", 0.1)
+    one = rig(redirects=both(3))
+    one.start({0: "print('early')"})
+    one.wait()
+    goes_on.set()
+    assert one.pump.finish_round(SECONDS)
+    one.close()
+    assert written(tmp_path, 0) == b"early\n"
+    assert f"{tmp_path} is slow to open the log files".encode() in one.err.data
 
 
 def test_a_console_that_is_not_read(rig: Callable[..., Rig], tmp_path: Path) -> None:
