@@ -78,8 +78,12 @@ class ElasticDistributedSampler(DistributedSampler):  # type: ignore[misc]
         seed: an integer; the same on all ranks.
         drop_last: leave out the up to ``num_replicas - 1`` samples at the end of the epoch that do
             not suffice for all ranks, instead of padding them.
+        start_index: as in Torch Elastic's class: how many samples of the first epoch that is begun
+            all ranks together have done already. Later epochs are whole. ``load_state_dict`` does
+            better, since it knows the epoch and the order too.
 
     Raises:
+        SamplerError: there is no sample ``start_index``.
         PlacementError: rank and num_replicas contradict each other, or the launcher's variables do.
     """
 
@@ -98,6 +102,8 @@ class ElasticDistributedSampler(DistributedSampler):  # type: ignore[misc]
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = False,
+        *,
+        start_index: int = 0,
     ) -> None:
         # torch's own constructor is not called: it would fix the epoch's length for good.
         if num_replicas is None or rank is None:
@@ -115,9 +121,21 @@ class ElasticDistributedSampler(DistributedSampler):  # type: ignore[misc]
         self.length = len(dataset)
         if self.length > permutation.LARGEST:
             raise SamplerError(f"a dataset of {self.length} samples: at most 2^60 have an order")
-        self.epoch = self.offset = self.padding = 0
+        self.epoch = self.padding = 0
+        self.offset = self._start = self._checked_start(start_index, shuffle)
         self._begun = True
         self._reading: _Reading | None = None
+
+    def _checked_start(self, start_index: int, shuffle: object) -> int:
+        if type(shuffle) is int:
+            raise SamplerError(
+                f"shuffle is {shuffle}, a number: give start_index={shuffle} by its name, or True "
+                "or False"
+            )
+        start = index(start_index)
+        if start and not 0 <= start < self.length:
+            raise SamplerError(f"start_index is {start}, but the dataset has {self.length} samples")
+        return start
 
     def __len__(self) -> int:
         """Return how many samples of the epoch are left for this rank; equal on all ranks.
@@ -212,6 +230,7 @@ class ElasticDistributedSampler(DistributedSampler):  # type: ignore[misc]
             )
         self.padding += max(end - self.length, 0)
         self.offset = min(end, self.length)
+        self._start = 0
         self._begun = self._begun and not batch_size
 
     def set_epoch(self, epoch: int) -> None:
@@ -223,7 +242,9 @@ class ElasticDistributedSampler(DistributedSampler):  # type: ignore[misc]
             epoch: from 0.
         """
         if epoch != self.epoch:
-            self.epoch, self.offset, self.padding = index(epoch), 0, 0
+            if self._reading is not None:
+                self._start = 0
+            self.epoch, self.offset, self.padding = index(epoch), self._start, 0
             self._reading = None
         self._begun = True
 
@@ -268,6 +289,7 @@ class ElasticDistributedSampler(DistributedSampler):  # type: ignore[misc]
             raise SamplerError(f"no place in {self.length} samples: epoch {epoch} offset {offset}")
         self.epoch, self.offset, self.padding = epoch, offset, padding
         self._begun, self._reading = True, None
+        self._start = 0
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy, as in the process of a loader's worker, has read nothing yet.

@@ -192,7 +192,7 @@ def test_epochs_and_seeds_differ() -> None:
 def test_length_is_what_is_left() -> None:
     """For this rank, padding included; the loader's as well."""
     sampler = ElasticDistributedSampler(range(103), 4, 1)
-    loader: DataLoader[int] = DataLoader(range(103), 8, sampler=sampler)  # type: ignore[arg-type]
+    loader: DataLoader[int] = DataLoader(range(103), 8, sampler=sampler)
     assert (len(sampler), len(loader)) == (26, 4)
     sampler.advance(8)
     assert (len(sampler), len(loader), sampler.offset) == (18, 3, 32)
@@ -413,3 +413,39 @@ def test_rank_and_world_are_the_launchers() -> None:
         argv = [sys.executable, "-c", code, *words]
         done = subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=100)
         assert done.stdout == f"{wanted}\n", done.stderr
+
+
+@pytest.mark.parametrize("epoch", [0, 3])
+@pytest.mark.parametrize("counts", [True, False])
+def test_torch_elastics_argument(epoch: int, counts: bool) -> None:
+    """``start_index`` samples are done of the first epoch that is begun; later ones are whole."""
+    data = range(103)
+    before = samplers(data, 4)
+    for sampler in before:
+        sampler.set_epoch(epoch)
+    done = [index for step in steps(before, 5, 3) for index in step]
+    ranks = samplers(data, 3, start_index=len(done))
+    assert {len(sampler) for sampler in ranks} == {-(-(103 - 60) // 3)}
+    for number in (epoch, epoch + 1, epoch + 2):
+        for sampler in ranks:
+            sampler.set_epoch(number)
+        left = list(steps(ranks, 4)) if counts else [list(sampler) for sampler in ranks]
+        seen = Counter(index for part in left for index in part)
+        if number == epoch:
+            seen += Counter(done)
+        assert set(seen) == set(data)
+        assert sum(seen.values()) <= 103 + 2
+
+
+def test_a_start_that_is_not_there() -> None:
+    """As torchelastic's class has it; a state that is loaded counts before it."""
+    for start in (-1, 10, 11):
+        with pytest.raises(ValueError, match=f"start_index is {start}, but the dataset has 10"):
+            ElasticDistributedSampler(range(10), 1, 0, start_index=start)
+    with pytest.raises(SamplerError, match="give start_index=4 by its name"):
+        ElasticDistributedSampler(range(10), 1, 0, 4)
+    one = ElasticDistributedSampler(range(10), 1, 0)
+    other = ElasticDistributedSampler(range(10), 1, 0, start_index=4)
+    other.load_state_dict(one.state_dict())
+    other.set_epoch(2)
+    assert len(other) == 10
