@@ -7,11 +7,14 @@ JavaScript's libraries write them; JSON itself has no word for them.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 from elaunch.errors import MetricError
+
+log = logging.getLogger("elaunch")
 
 COLUMNS: Final = ("group", "steps_completed", "round", "rank", "time")
 LARGEST_STEP: Final = 2**63 - 1
@@ -41,6 +44,7 @@ class Encoder:
         self._own = {"round": round, "rank": rank}
         self._place = f',"round":{round},"rank":{rank},"time":'
         self._starts: dict[str, str] = {}
+        self._renamed_once: set[str] = set()
 
     def row(self, group: str, steps_completed: int, metrics: Mapping[str, Any], time: float) -> Row:
         """Return the row; raise MetricError that names what cannot be written, and why."""
@@ -73,21 +77,28 @@ class Encoder:
                 )
             if type(value) not in _PLAIN or type(value) is int:
                 value = _plain_value(name, value, 0)
-            if name in COLUMNS:
-                self._check_column(name, value, {**self._own, "group": group, COLUMNS[1]: step})
-            else:
+            if name not in COLUMNS:
                 values[name] = value
+            elif not _says(value, {**self._own, "group": group, COLUMNS[1]: step}.get(name)):
+                values[self._renamed(name, metrics)] = value
         return values
 
-    def _check_column(self, name: str, value: Any, own: Mapping[str, Any]) -> None:
-        """Take a metric with the name of a column where it says the same as the column."""
-        if name in own and type(value) in (int, str) and own[name] == value:
-            return
-        says = f", which says {own[name]!r} here" if name in own else ""
-        raise MetricError(
-            f"metric {name!r} is {value!r}, and each row has a column {name!r}{says}: give the "
-            f"metric another name, such as 'my_{name}'"
-        )
+    def _renamed(self, name: str, metrics: Mapping[str, Any]) -> str:
+        """Return what a metric is called that has the name of a column and another value."""
+        other = f"metric_{name}"
+        while other in metrics:
+            other = f"metric_{other}"
+        if name not in self._renamed_once:
+            self._renamed_once.add(name)
+            # Rank 0 says it for all: they report under the same names.
+            level = logging.WARNING if self._own["rank"] == 0 else logging.INFO
+            log.log(level, "metric %r is kept as %r: each row has a column %r", name, other, name)
+        return other
+
+
+def _says(value: Any, column: object) -> bool:
+    """Tell whether a metric says what the column of its name says; 1.0 is rank 1."""
+    return type(value) in (int, float, str) and value == column
 
 
 def checked_group(group: object) -> str:
