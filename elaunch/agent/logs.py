@@ -37,6 +37,8 @@ PENDING_LOW = 256 * 1024
 CONSOLE_PATIENCE = 30.0
 OPEN_PATIENCE = 2.0
 """Seconds for a round's files to be opened; after it the workers are started without waiting."""
+CLOSE_PATIENCE = 0.1
+"""Seconds for a round's files to be closed before the next begins; most take microseconds."""
 _ABANDON_WAIT = 2.0
 
 logger = logging.getLogger(__name__)
@@ -122,6 +124,7 @@ class LogPump:
         if not finished.ended.wait(timeout):
             self._post(partial(self._abandon, finished))
             finished.ended.wait(_ABANDON_WAIT)
+        finished.done.wait(CLOSE_PATIENCE)
         return finished.ended.is_set() and not finished.held
 
     def tail(self, local_rank: int, stream: str = "stderr", lines: int = 20) -> list[str]:
