@@ -68,6 +68,8 @@ ANSWER_S: Final = 30.0
 """Seconds for the agent to answer what it need not wait for."""
 MARGIN_S: Final = 5.0
 """Seconds that a worker waits longer than the timeout that it sent, for the agent's own word."""
+CLOSE_S: Final = 1800.0
+"""Seconds that the end of a script waits for its last save."""
 
 Extents = tuple[tuple[int, int], ...]
 Files = tuple[tuple[str, Extents], ...]

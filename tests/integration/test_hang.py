@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from tests.launching import Launcher, wait_until
 
 pytestmark = pytest.mark.slow
 
+SLOW_AGENT = Path(__file__).parent / "jobs" / "slowagent.py"
 LINES = """
 import ctypes, os, sys, time
 rank, number = int(os.environ["RANK"]), int(os.environ["ELAUNCH_ROUND"])
@@ -247,3 +249,32 @@ def test_what_is_wrong_is_said_at_once(elaunch: Launcher, flag: str, why: str) -
     done = elaunch.run(job(flags=[flag]))
     assert done.returncode == 2
     assert why in done.stderr
+
+
+SAVES = """
+import elaunch
+with elaunch.init(announce=False) as ctx:
+    for step in range(10):
+        ctx.heartbeat()
+    ctx.checkpoint.save({"x": 1}, 10, block=False)
+    ctx.checkpoint.wait()
+"""
+
+
+def test_a_wait_for_the_last_save_is_no_hang(elaunch: Launcher, tmp_path: Path) -> None:
+    """It has a deadline of its own, and may last longer than ten times the limit."""
+    script = tmp_path / "saves.py"
+    script.write_text(SAVES)
+    held = [sys.executable, SLOW_AGENT, elaunch.directory, "write=10"]
+    flags = ["--run-id=saves", "--hang-timeout=0.3", f"--checkpoint-dir={tmp_path / 'ck'}"]
+    running = elaunch.start_command([*held, "run", *flags, script])
+
+    def has_waited() -> bool:
+        shown = json.loads(elaunch.run(["status", "saves", "--json"]).stdout)
+        return any((worker["silent_s"] or 0.0) > 4.0 for worker in shown["progress"]["workers"])
+
+    wait_until((elaunch.directory / "reached").exists, 60.0)
+    wait_until(has_waited, 60.0)
+    (elaunch.directory / "go").touch()
+    done = running.wait()
+    assert done.returncode == 0, done.stderr

@@ -22,6 +22,7 @@ from elaunch.control import short_address
 from elaunch.errors import SaveError
 from elaunch.keeperline import (
     ANSWER_S,
+    CLOSE_S,
     LONGEST_LINE,
     MARGIN_S,
     Files,
@@ -37,8 +38,6 @@ from elaunch.training.placement import Placement
 if TYPE_CHECKING:
     from elaunch.checkpoint.records import Committed, Stage
 
-CLOSE_S: Final = 1800.0
-"""Seconds that the end of a script waits for the agent to write its last save."""
 ADMIT_S: Final = 300.0
 """Seconds for the agent to bring to an end what earlier rounds left in the directory."""
 MEMORY_S: Final = 120.0

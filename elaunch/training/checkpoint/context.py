@@ -18,25 +18,39 @@ unpin, quarantine
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from elaunch.checkpoint import pins, readers
 from elaunch.checkpoint.depot import Committed, Place
 from elaunch.checkpoint.retention import Keep
 from elaunch.errors import CheckpointError, ContextError
 from elaunch.training import liveness
-from elaunch.training.checkpoint import blocks, commits, restoring
+from elaunch.training.checkpoint import asking, blocks, commits, restoring
 from elaunch.training.checkpoint.opening import Opening
-from elaunch.training.checkpoint.parts import Mode, Saving
-from elaunch.training.checkpoint.storing import metadata_of
+from elaunch.training.checkpoint.parts import SECTION, Mode
 
 if TYPE_CHECKING:
     from elaunch.training.checkpoint.saving import Busy, Sharded
 
-SECTION = "checkpoint"
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+
+
+def _in_section(
+    call: Callable[Concatenate[CheckpointContext, Given], Result],
+) -> Callable[Concatenate[CheckpointContext, Given], Result]:
+    """Make a section of a call: storage, and the other ranks, may take longer than a step."""
+
+    @functools.wraps(call)
+    def made(self: CheckpointContext, /, *args: Given.args, **kwargs: Given.kwargs) -> Result:
+        with self._section():
+            return call(self, *args, **kwargs)
+
+    return made
 
 
 class CheckpointContext:
@@ -94,12 +108,14 @@ class CheckpointContext:
         """
         if not shard:
             blocks.refuse_unless_chief(self._opening.distributed.rank)
-        parts = self._opening.together(timeout) if shard else self._opening.alone()
-        asked = _saving(metadata, keep, timeout, "store_path")
+        asked = asking.as_given(metadata, keep, timeout, "store_path")
         store = blocks.store_together if shard else blocks.store_alone
-        with self._section(), store(parts, asked) as given:
-            yield given
+        with self._section():
+            parts = self._opening.together(timeout) if shard else self._opening.alone()
+            with store(parts, asked) as given:
+                yield given
 
+    @_in_section
     def stage_path(
         self,
         step: int,
@@ -113,8 +129,9 @@ class CheckpointContext:
         checkpoint needs a new one. What is not committed is gone with the job.
         """
         parts = self._opening.together(timeout)
-        return commits.open_path(parts, _at_step(step, metadata, None, timeout, "stage_path"))
+        return commits.open_path(parts, asking.at_step(step, metadata, None, timeout, "stage_path"))
 
+    @_in_section
     def commit(
         self,
         path: str | os.PathLike[str],
@@ -135,9 +152,8 @@ class CheckpointContext:
             SaveError: nothing was committed.
         """
         parts = self._opening.together(timeout)
-        with self._section():
-            asked = _at_step(step, metadata, keep, timeout, "commit")
-            return commits.commit_path(parts, path, asked)
+        asked = asking.at_step(step, metadata, keep, timeout, "commit")
+        return commits.commit_path(parts, path, asked)
 
     # ── reading ──────────────────────────────────────────────────────────────────────────────────
 
@@ -153,9 +169,9 @@ class CheckpointContext:
             CheckpointError: on all ranks; there is none, or it is damaged, or a rank cannot reach
                 it.
         """
-        parts = self._opening.together(timeout)
         what = "restore_path"
         with self._section():
+            parts = self._opening.together(timeout)
             if uuid is None:
                 self._opening.ask_for_latest()
             found = restoring.choose(parts, uuid, timeout, what)
@@ -164,6 +180,7 @@ class CheckpointContext:
             with restoring.opened(parts, found, timeout, what) as path:
                 yield path
 
+    @_in_section
     def latest(self) -> Committed | None:
         """Return the newest checkpoint, None if there is none; the same on all ranks.
 
@@ -178,6 +195,7 @@ class CheckpointContext:
         """
         return self._opening.latest()
 
+    @_in_section
     def get_metadata(self, uuid: str | None = None) -> dict[str, Any]:
         """Return the metadata of a checkpoint, by uuid or name; of the latest without.
 
@@ -190,12 +208,14 @@ class CheckpointContext:
             raise restoring.not_there("get_metadata")
         return dict(found.metadata)
 
+    @_in_section
     def list(self) -> list[Committed]:
         """Return the committed checkpoints, from old to new; any rank may call it."""
         return self._opening.depot.listed()
 
     # ── sharded, by torch.distributed.checkpoint ─────────────────────────────────────────────────
 
+    @_in_section
     def save(
         self,
         state: Mapping[str, Any],
@@ -235,10 +255,10 @@ class CheckpointContext:
         from elaunch.training.checkpoint import saving
 
         parts = self._opening.together(timeout)
-        with self._section():
-            asked = _at_step(step, metadata, keep, timeout, "save")
-            return saving.save(parts, self._sharded(), state, asked, block, when_busy)
+        asked = asking.at_step(step, metadata, keep, timeout, "save")
+        return saving.save(parts, self._sharded(), state, asked, block, when_busy)
 
+    @_in_section
     def load(
         self,
         state: Mapping[str, Any],
@@ -264,11 +284,11 @@ class CheckpointContext:
         from elaunch.training.checkpoint import loading
 
         parts = self._opening.together(timeout)
-        with self._section():
-            if uuid is None:
-                self._opening.ask_for_latest()
-            return loading.load(parts, state, uuid, strict, timeout)
+        if uuid is None:
+            self._opening.ask_for_latest()
+        return loading.load(parts, state, uuid, strict, timeout)
 
+    @_in_section
     def reserve(self, state: Mapping[str, Any], *, timeout: float | None = None) -> None:
         """Have the memory for ``save(state, block=False)`` mapped before the first one.
 
@@ -279,6 +299,7 @@ class CheckpointContext:
         parts = self._opening.together(timeout)
         saving.reserve(parts, self._sharded(), state, timeout)
 
+    @_in_section
     def wait(self, *, timeout: float | None = None) -> Committed | None:
         """Wait until no save is in flight, and return the newest checkpoint of this context.
 
@@ -289,6 +310,7 @@ class CheckpointContext:
         parts = self._opening.together(timeout)
         return saving.wait(parts, self._sharded(), timeout)
 
+    @_in_section
     def check_same(self, state: Mapping[str, Any], *, timeout: float | None = None) -> None:
         """Check that all ranks have the same state, as after a load in data parallel training.
 
@@ -301,6 +323,7 @@ class CheckpointContext:
 
     # ── one file for all ranks ───────────────────────────────────────────────────────────────────
 
+    @_in_section
     def save_ddp(
         self,
         state: Mapping[str, Any],
@@ -329,10 +352,10 @@ class CheckpointContext:
         from elaunch.training.checkpoint import singlefile
 
         parts = self._opening.together(timeout)
-        with self._section():
-            asked = _at_step(step, metadata, keep, timeout, "save_ddp")
-            return singlefile.save(parts, state, asked)
+        asked = asking.at_step(step, metadata, keep, timeout, "save_ddp")
+        return singlefile.save(parts, state, asked)
 
+    @_in_section
     def load_ddp(
         self,
         state: Mapping[str, Any],
@@ -364,16 +387,16 @@ class CheckpointContext:
 
         parts = self._opening.together(timeout)
         singlefile.check_mode(mode)
-        with self._section():
-            if uuid is None:
-                self._opening.ask_for_latest()
-            found = restoring.choose(parts, uuid, timeout, "load_ddp")
-            if found is not None:
-                singlefile.load(parts, state, found, (mode, strict), timeout)
-            return found
+        if uuid is None:
+            self._opening.ask_for_latest()
+        found = restoring.choose(parts, uuid, timeout, "load_ddp")
+        if found is not None:
+            singlefile.load(parts, state, found, (mode, strict), timeout)
+        return found
 
     # ── keeping ──────────────────────────────────────────────────────────────────────────────────
 
+    @_in_section
     def delete(self, uuid: str) -> None:
         """Delete a checkpoint, by uuid or name; one rank calls it.
 
@@ -395,14 +418,17 @@ class CheckpointContext:
                 raise CheckpointError(f"{found.name} stays: a process is reading it just now")
             depot.remove(found)
 
+    @_in_section
     def pin(self, uuid: str) -> None:
         """Have retention leave a checkpoint alone; any rank may call it."""
         pins.pin(self.directory, self._opening.depot.find(uuid).name)
 
+    @_in_section
     def unpin(self, uuid: str) -> None:
         """Take back :meth:`pin`; any rank may call it."""
         pins.unpin(self.directory, self._opening.depot.find(uuid).name)
 
+    @_in_section
     def quarantine(self, uuid: str, reason: str) -> None:
         """Take a checkpoint away from all readers, and keep it with the reason; one rank calls it.
 
@@ -419,6 +445,7 @@ class CheckpointContext:
 
     # ── the end ──────────────────────────────────────────────────────────────────────────────────
 
+    @_in_section
     def close(self, patient: bool = True) -> None:
         """Wait for the saves in flight, and give the directory's lock back; the context calls it.
 
@@ -443,31 +470,3 @@ class CheckpointContext:
 
     def _section(self) -> contextlib.AbstractContextManager[None]:
         return liveness.section(self._opening.page, SECTION)
-
-
-def _saving(metadata: Any, keep: Keep | int | None, timeout: float | None, what: str) -> Saving:
-    """Return what the script asks for; what is wrong with the metadata is said on all ranks."""
-    step = metadata.get("steps_completed") if isinstance(metadata, Mapping) else None
-    number = step if isinstance(step, int) and not isinstance(step, bool) and step >= 0 else 0
-    return Saving(number, metadata, _rule(keep), timeout, what)
-
-
-def _at_step(
-    step: int,
-    metadata: Mapping[str, Any] | None,
-    keep: Keep | int | None,
-    timeout: float | None,
-    what: str,
-) -> Saving:
-    return Saving(step, metadata_of(step, metadata), _rule(keep), timeout, what)
-
-
-def _rule(keep: Keep | int | None) -> Keep | None:
-    if keep is None or isinstance(keep, Keep):
-        return keep
-    try:
-        return Keep(last=keep)
-    except ValueError:
-        raise ContextError(
-            f"keep={keep!r}: give an elaunch.Keep, how many of the newest stay, or None"
-        ) from None

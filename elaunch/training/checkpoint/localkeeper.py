@@ -28,7 +28,7 @@ from elaunch.checkpoint.keeping import Keeping
 from elaunch.checkpoint.retiring import Retiring
 from elaunch.checkpoint.saves import PART_DEADLINE_S
 from elaunch.errors import CheckpointError, ContextError, SaveError
-from elaunch.keeperline import MARGIN_S, Handed
+from elaunch.keeperline import CLOSE_S, MARGIN_S, Handed
 from elaunch.training.checkpoint.agreeing import agree
 from elaunch.training.checkpoint.pages import release, touch
 from elaunch.training.checkpoint.where import keep_of
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from elaunch.checkpoint.depot import Committed, Depot, Stage
     from elaunch.training.distributed import DistributedContext
 
-CLOSE_S: Final = 1800.0
-"""Seconds that closing waits for what is in flight: the end of the process would end it."""
 FIRST_LOOK_S: Final = 0.02
 LAST_LOOK_S: Final = 0.5
 ASK_S: Final = 2.0

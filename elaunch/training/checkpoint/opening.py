@@ -23,9 +23,10 @@ from typing import TYPE_CHECKING
 from elaunch.checkpoint import layout
 from elaunch.checkpoint.depot import Committed, Depot, Place, open_depot
 from elaunch.errors import CheckpointError, ContextError, SaveError
+from elaunch.keeperline import CLOSE_S
 from elaunch.training.checkpoint import restoring, where
 from elaunch.training.checkpoint.agreeing import agree, attempt
-from elaunch.training.checkpoint.parts import Known, Parts
+from elaunch.training.checkpoint.parts import Known, Parts, awaiting
 from elaunch.training.checkpoint.where import Whose
 
 if TYPE_CHECKING:
@@ -165,7 +166,8 @@ class Opening:
         if self._closed:
             return
         self._closed, self._patient = True, patient
-        self._stack.close()
+        with awaiting(self.page, CLOSE_S):
+            self._stack.close()
 
     def _refuse_if_closed(self) -> None:
         if self._closed:

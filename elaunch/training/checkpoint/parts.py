@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
+from elaunch.keeperline import MARGIN_S
+from elaunch.training import liveness
 from elaunch.training.distributed import checked_timeout
 
 if TYPE_CHECKING:
@@ -16,6 +19,8 @@ if TYPE_CHECKING:
     from elaunch.training.distributed import DistributedContext
     from elaunch.training.train import TrainContext
 
+SECTION: Final = "checkpoint"
+"""What this rank is in, in ``elaunch status``, during every call."""
 Mode = Literal["all", "broadcast", "sequential"]
 """Who opens the file in ``load_ddp``."""
 
@@ -99,7 +104,7 @@ class Parts:
         local: each node has a directory of its own (``--checkpoint-local``).
         keep: the rule of the flags: which checkpoints may go after a commit.
         train: what is flushed before a commit; knows the metrics of a step.
-        page: progress page of this rank, for ``section("checkpoint")``.
+        page: progress page of this rank, for sections.
         agent: this process has an agent, which then holds the directory's lock and looks after
             what is left in stages.
         known: what this context knows of checkpoints, the one thing here that changes.
@@ -131,6 +136,18 @@ class Parts:
     def seconds(self, timeout: float | None) -> float:
         """Return the seconds that one wait for the other ranks may take."""
         return self.distributed.timeout if timeout is None else checked_timeout(timeout)
+
+    def awaiting(self, seconds: float) -> AbstractContextManager[None]:
+        """Return the section of a wait for this job's own save in flight: ``awaiting``."""
+        return awaiting(self.page, seconds)
+
+
+def awaiting(page: ProgressPage, seconds: float) -> AbstractContextManager[None]:
+    """Return the section of a wait for the saver that ends by itself after ``seconds``.
+
+    However short --hang-timeout is, it is no hang until then.
+    """
+    return liveness.section(page, SECTION, seconds + 2 * MARGIN_S)
 
 
 def newer(one: Committed | None, other: Committed | None) -> Committed | None:

@@ -150,7 +150,8 @@ def offered(
     if waits is not None:
         parts.keeper.share(waits, seconds)
     if problem is None and waits is not None:
-        begun, problem = attempt(lambda: parts.keeper.begin(waits, seconds))
+        with parts.awaiting(seconds):
+            begun, problem = attempt(lambda: parts.keeper.begin(waits, seconds))
         if problem is None and not begun and waits:
             problem = SaveError(f"the save before is still in flight after {seconds:g} s")
     offer = (

@@ -24,7 +24,7 @@ import torch
 from elaunch.checkpoint.depot import Committed, Image, Stage
 from elaunch.errors import CheckpointError, CollectiveError, ContextError
 from elaunch.keeperline import Handed
-from elaunch.training.checkpoint import archives, imaging, stored, storing, tensors
+from elaunch.training.checkpoint import archives, asking, imaging, stored, storing, tensors
 from elaunch.training.checkpoint.agreeing import agree, attempt
 from elaunch.training.checkpoint.guarding import guarded
 from elaunch.training.checkpoint.parts import Parts, Saving
@@ -90,7 +90,8 @@ def wait(parts: Parts, sharded: Sharded, timeout: float | None) -> Committed | N
     """
     seconds = parts.seconds(timeout)
     parts.keeper.share(True, seconds)
-    found, problem = attempt(lambda: parts.keeper.wait(seconds))
+    with parts.awaiting(seconds):
+        found, problem = attempt(lambda: parts.keeper.wait(seconds))
     sharded.in_flight = False
     said = agree(parts.distributed, "wait", problem, found, seconds + MARGIN_S)
     if said[0] is not None:
@@ -105,7 +106,7 @@ def reserve(
 
     ALL ranks call it together. Raises SaveError, on all of them, if the memory is not to be had.
     """
-    saving = Saving(0, storing.metadata_of(0, None), None, timeout, "reserve")
+    saving = Saving(0, asking.metadata_of(0, None), None, timeout, "reserve")
     ready, offers = offered(parts, sharded, state, saving, None)
     content, metadata = planned(parts, sharded, ready, offers, saving)
     problem = guarded(lambda: _memory(parts, sharded, content, metadata), saving.what)[1]

@@ -260,14 +260,6 @@ def versions() -> dict[str, str]:
     return found
 
 
-def metadata_of(step: int, metadata: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return user metadata with its step, for calls that get the step apart.
-
-    A ``steps_completed`` of the user's own stays, so that it is compared.
-    """
-    return {layout.STEPS_COMPLETED: step, **dict(metadata or {})}
-
-
 def flush(parts: Parts) -> None:
     """Have the metrics on disk before the checkpoint is: it is not to be ahead of them."""
     try:

@@ -1,0 +1,122 @@
+"""Every call of ``ctx.checkpoint`` is a section: storage that is slow is no hang."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from elaunch.progress import PageReader, Reading
+from elaunch.training.checkpoint.context import CheckpointContext
+from tests.training.checkpoint.ddprig import Ranks
+
+
+def stage(checkpoint: CheckpointContext) -> Path:
+    """Write a file where the next commit takes it from."""
+    path = checkpoint.stage_path(50)
+    (path / "file").write_text("1")
+    return path
+
+
+def block(checkpoint: CheckpointContext) -> None:
+    """Store a file."""
+    with checkpoint.store_path({"steps_completed": 30}, shard=True) as (path, _):
+        (path / "file").write_text("1")
+
+
+def read(checkpoint: CheckpointContext) -> None:
+    """Read it."""
+    with checkpoint.restore_path("step-00000010.r0"):
+        pass
+
+
+FIRST = "step-00000010.r0"
+CALLS: dict[str, Callable[[CheckpointContext], Any]] = {
+    "latest": lambda checkpoint: checkpoint.latest(),
+    "save": lambda checkpoint: checkpoint.save({"x": 1}, 10),
+    "load": lambda checkpoint: checkpoint.load({"x": 0}),
+    "save_ddp": lambda checkpoint: checkpoint.save_ddp({"x": 1}, 20),
+    "load_ddp": lambda checkpoint: checkpoint.load_ddp({"x": 0}),
+    "store_path": block,
+    "restore_path": read,
+    "stage_path": lambda checkpoint: checkpoint.stage_path(40),
+    "commit": lambda checkpoint: checkpoint.commit(stage(checkpoint), 50),
+    "reserve": lambda checkpoint: checkpoint.reserve({"x": torch.ones(2)}),
+    "wait": lambda checkpoint: checkpoint.wait(),
+    "check_same": lambda checkpoint: checkpoint.check_same({"x": 1}),
+    "list": lambda checkpoint: checkpoint.list(),
+    "get_metadata": lambda checkpoint: checkpoint.get_metadata(FIRST),
+    "pin": lambda checkpoint: checkpoint.pin(FIRST),
+    "unpin": lambda checkpoint: checkpoint.unpin(FIRST),
+    "quarantine": lambda checkpoint: checkpoint.quarantine("step-00000020.r0", "for a test"),
+    "delete": lambda checkpoint: checkpoint.delete(FIRST),
+    "close": lambda checkpoint: checkpoint.close(),
+}
+
+
+def spied(target: Any, name: str, see: Callable[[], None]) -> None:
+    """Have a method of one object look at the page before it does its work."""
+    real = getattr(target, name)
+
+    def call(*args: Any, **options: Any) -> Any:
+        see()
+        return real(*args, **options)
+
+    setattr(target, name, call)
+
+
+def test_every_call_is_a_section(ranks: Ranks) -> None:
+    """From its first word with other ranks, or with the storage, to its last."""
+    public = {name for name in vars(CheckpointContext) if not name.startswith("_")}
+    assert public - {"directory"} == set(CALLS)
+
+    def work(checkpoint: CheckpointContext, _: int) -> dict[str, set[str]]:
+        opening, seen = checkpoint._opening, []
+        page = PageReader(os.dup(opening.page.fd))
+
+        def see() -> None:
+            seen.append(page.read().section)
+
+        spied(opening.distributed, "allgather", see)
+        for name in ("find", "listed", "quarantine", "remove"):
+            spied(opening.depot, name, see)
+        found = {}
+        for name, call in CALLS.items():
+            seen.clear()
+            if name == "close":
+                spied(opening.together(None).keeper, "close", see)
+            call(checkpoint)
+            found[name] = set(seen)
+            assert page.read().section == ""
+        return found
+
+    (found,) = ranks.run(1, work).all()
+    assert found == {name: {"checkpoint"} for name in CALLS}
+
+
+def test_a_wait_for_the_own_save_has_a_deadline_of_its_own(ranks: Ranks) -> None:
+    """However short --hang-timeout is: by a section with a timeout, and not ten times that."""
+
+    def work(checkpoint: CheckpointContext, _: int) -> list[tuple[str, float]]:
+        opening, seen = checkpoint._opening, []
+        page, keeper = PageReader(os.dup(opening.page.fd)), opening.together(None).keeper
+
+        def left(read: Reading) -> float:
+            assert read.section == "checkpoint" and read.section_until is not None
+            return read.section_until - time.monotonic()
+
+        for name in ("begin", "wait"):
+            spied(keeper, name, lambda name=name: seen.append((name, left(page.read()))))
+        checkpoint.save({"x": 1}, 10, block=False, timeout=100.0)
+        checkpoint.wait(timeout=200.0)
+        seen.append(("", 0.0))
+        checkpoint.close()
+        return seen
+
+    (seen,) = ranks.run(1, work).all()
+    assert [name for name, _ in seen] == ["begin", "wait", "", "wait"]
+    assert 100 < seen[0][1] < 130 and 200 < seen[1][1] < 230 and 1800 < seen[3][1] < 1830
