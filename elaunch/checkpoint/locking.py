@@ -52,7 +52,11 @@ class DirectoryLock:
                 raise SaveError(_holder(path)) from None
             error.filename = str(path)
             raise
-        self.say_who(job)
+        try:
+            self.say_who(job)
+        except OSError:
+            self.close()
+            raise
 
     def say_who(self, job: str) -> None:
         """Write down who has it, for which job."""

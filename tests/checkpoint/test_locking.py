@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -46,3 +47,17 @@ def test_what_is_forked_does_not_keep_it(tmp_path: Path) -> None:
         DirectoryLock(path).close()
         owner.stdin.close()
         assert owner.stdout.read() == "still here\n"
+
+
+def test_a_disk_that_is_full_does_not_keep_it(tmp_path: Path) -> None:
+    """Nobody has the lock if it cannot be written down who has."""
+    path, limits = tmp_path / ".lock", resource.getrlimit(resource.RLIMIT_FSIZE)
+    open_before = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            DirectoryLock(path, "job")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert len(os.listdir("/proc/self/fd")) == open_before
+    DirectoryLock(path, "job").close()

@@ -189,14 +189,21 @@ class Opening:
         elif isinstance(place, Path):
             place.mkdir(parents=True, exist_ok=True)
         try:
-            if self.info.launcher != "elaunch":  # an agent has its keeper lock it
-                self._stack.callback(where.lock(self.depot).close)
-            self._whose = where.take(self.depot, self.info, self.run_id, self.given)
+            self._whose = self._locked()
         except SaveError as error:
             # Another job's, or another run's: it can be read from all the same.
             self.known.taken = error
             self._whose = Whose(self.run_id, 0)
         return self._whose
+
+    def _locked(self) -> Whose:
+        """Take the directory, and its lock where no agent has it; after an error neither is kept."""
+        with contextlib.ExitStack() as stack:
+            if self.info.launcher != "elaunch":  # an agent has its keeper lock it
+                stack.callback(where.lock(self.depot).close)
+            whose = where.take(self.depot, self.info, self.run_id, self.given)
+            self._stack.callback(stack.pop_all().close)
+        return whose
 
     def _made(self, whose: Whose) -> Parts:
         from elaunch.training.checkpoint.keeper import open_keeper

@@ -13,8 +13,11 @@ from typing import Any, cast
 import pytest
 
 from elaunch.checkpoint.depot import Image, Part, Stage, open_depot
+from elaunch.errors import CheckpointError
+from elaunch.training.checkpoint.context import CheckpointContext
 from elaunch.training.checkpoint.opening import Opening
 from elaunch.training.info import read
+from tests.training.checkpoint.ddprig import Ranks
 from tests.training.checkpoint.rig import Job, checkpoints, stages
 
 PLACE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
@@ -112,3 +115,38 @@ say(json.dumps(tried(lambda: store(10))))
     assert one == other
     assert one.startswith("SaveError: opening the checkpoint directory: rank 1 on host")
     assert one.endswith("round 0 is over")
+
+
+def tried(work: Callable[[], Any]) -> str:
+    """Return what a call raises."""
+    with pytest.raises((CheckpointError, OSError)) as raised:
+        work()
+    return str(raised.value)
+
+
+def test_an_error_at_the_first_use_does_not_keep_the_lock(ranks: Ranks) -> None:
+    """Once the directory can be used, the same job saves."""
+    ranks.place.mkdir()
+    (ranks.place / ".stage").touch()  # in the way of a directory
+
+    def work(checkpoint: CheckpointContext, rank: int) -> Any:
+        first = [tried(lambda: checkpoint.save_ddp({"x": 1}, 1)) for _ in range(2)]
+        if rank == 0:
+            open_depot(ranks.place).lock().close()
+            (ranks.place / ".stage").unlink()
+        return first, checkpoint.save_ddp({"x": 1}, 1).name
+
+    for first, saved in ranks.run(2, work).all():
+        assert all("File exists" in text for text in first), first
+        assert saved == "step-00000001.r0"
+
+
+def test_the_directory_of_another_run_is_not_locked(ranks: Ranks) -> None:
+    """Nothing can be saved there, so whose it is may start."""
+    open_depot(ranks.place).prepare("another", given=True)
+
+    def work(checkpoint: CheckpointContext, _: int) -> None:
+        assert "belongs to run 'another'" in tried(lambda: checkpoint.save_ddp({"x": 1}, 1))
+        open_depot(ranks.place).lock().close()
+
+    ranks.run(1, work).all()
