@@ -26,6 +26,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -267,6 +268,8 @@ class Context:
             return  # a forked process has no part in it
         self.is_open = False
         atexit.unregister(self.close)
+        if sys.excepthook is self._excepthook:  # somebody else's may have come on top of it
+            sys.excepthook = self._shown
         self._stack.close()
 
     def __enter__(self) -> Context:
@@ -285,15 +288,15 @@ class Context:
     def _watch_for_the_end(self) -> None:
         """Close at exit, and know then whether an exception ended the script."""
         atexit.register(self.close)
-        shown = sys.excepthook
+        self._shown = sys.excepthook
+        self._excepthook: Callable[..., object] = self._note
+        sys.excepthook = self._excepthook
 
-        def note(
-            kind: type[BaseException], error: BaseException, traceback: TracebackType | None
-        ) -> None:
-            self._error = error
-            shown(kind, error, traceback)
-
-        sys.excepthook = note
+    def _note(
+        self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
+        self._error = error
+        self._shown(kind, error, traceback)
 
 
 def _check_name(name: object) -> None:

@@ -279,6 +279,7 @@ class _Walk:
         self._then(lambda: value.load_state_dict(held[""]))
 
     def _per_rank(self, marked: PerRank, path: Path) -> None:
+        kinds.refuse_resizing(marked, key_of(path))
         if self._stored is None:
             self._own_depth += 1
             self._visit({}, "", marked.value, (*path, rank_name(self._rank)))
@@ -288,16 +289,16 @@ class _Walk:
         if not saved:
             self.captured.missing.append(key_of((*path, rank_name(self._rank))))
             return
-        if kinds.is_changed_in_place(marked.value):
-            wanted = saved[self._rank % len(saved)]
-            self._visit({}, "", marked.value, (*path, rank_name(wanted)))
-        elif marked.on_resize is not None and len(saved) != self._stored.world_size_now:
+        if marked.on_resize is not None and len(saved) != self._stored.world_size_now:
             self._resized(marked, path, saved)
         elif self._rank < len(saved) or marked.wrap:
             self._own(marked, (*path, rank_name(saved[self._rank % len(saved)])))
 
     def _own(self, marked: PerRank, path: Path) -> None:
         """Load one rank's value in place of this rank's."""
+        if kinds.is_changed_in_place(marked.value):
+            self._visit({}, "", marked.value, path)
+            return
         if kinds.is_stateful(marked.value):
             self._stateful(marked.value, path)
             return

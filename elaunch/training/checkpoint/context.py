@@ -401,11 +401,13 @@ class CheckpointContext:
         """Delete a checkpoint, by uuid or name; one rank calls it.
 
         Raises:
-            CheckpointError: it is not there; or it is being read, or the round resumed from it and
-                has no newer one, and so it stays.
+            CheckpointError: it is not there; or it is pinned, or being read, or the round resumed
+                from it and has no newer one, and so it stays.
         """
         depot = self._opening.depot
         found = depot.find(uuid)
+        if found.name in pins.pinned(self.directory):
+            raise CheckpointError(f"{found.name} stays: it is pinned; unpin() it first")
         resumed = self._opening.known.resumed
         needed = resumed is not None and resumed.name == found.name
         if needed and depot.listed()[-1].name == found.name:

@@ -93,6 +93,7 @@ class _Comparison:
 
     def _value(self, value: Any, saved: Any, name: str) -> None:
         if isinstance(value, PerRank):
+            kinds.refuse_resizing(value, name)
             if kinds.is_changed_in_place(value.value):
                 self._value(value.value, _every(saved)[0], name)
         elif isinstance(value, nn.Module):
@@ -209,14 +210,13 @@ class _Filling:
         """Give this rank its own; with another number of ranks as PerRank says."""
         every = _every(saved)
         new = every[self._rank % len(every)]
-        if kinds.is_changed_in_place(marked.value):
-            self._value({}, "", marked.value, new)
-            return
         if marked.on_resize is not None and len(every) != self._ranks:
             new = marked.on_resize(list(every))
         elif self._rank >= len(every) and not marked.wrap:
             return
-        if kinds.is_stateful(marked.value):
+        if kinds.is_changed_in_place(marked.value):
+            self._value({}, "", marked.value, new)
+        elif kinds.is_stateful(marked.value):
             marked.value.load_state_dict(new)
         else:
             marked.value = new

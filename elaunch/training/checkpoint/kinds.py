@@ -79,6 +79,16 @@ def is_changed_in_place(value: object) -> bool:
     return isinstance(value, Mapping | list) and holds_objects(value)
 
 
+def refuse_resizing(marked: PerRank, name: str) -> None:
+    """Raise CheckpointError where nothing could be done with what ``on_resize`` returns."""
+    if marked.on_resize is not None and is_changed_in_place(marked.value):
+        raise CheckpointError(
+            f"{name} is a PerRank with on_resize around a {type(marked.value).__name__} that is "
+            "loaded in place: on_resize is for values; wrap=True or False says what modules and "
+            "optimizers get on more ranks"
+        )
+
+
 def holds_objects(value: Mapping[Any, Any] | list[Any] | tuple[Any, ...]) -> bool:
     """Tell whether there is anything in a container that a load changes in place."""
     members = value.values() if isinstance(value, Mapping) else value

@@ -197,7 +197,7 @@ class Opening:
         return self._whose
 
     def _locked(self) -> Whose:
-        """Take the directory, and its lock where no agent has it; after an error neither is kept."""
+        """Take the directory, and its lock where no agent has it; an error keeps neither."""
         with contextlib.ExitStack() as stack:
             if self.info.launcher != "elaunch":  # an agent has its keeper lock it
                 stack.callback(where.lock(self.depot).close)

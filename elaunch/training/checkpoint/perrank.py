@@ -42,8 +42,8 @@ class PerRank:
         wrap: rank r, if only ``saved`` <= r ranks have saved, gets that of rank ``r % saved``; if
             this is False it keeps the value that it has.
         on_resize: called by ``load`` if another number of ranks has saved, with what each of them
-            had, in the order of the ranks; returns what this rank takes. Not for modules and
-            optimizers.
+            had, in the order of the ranks; returns what this rank takes. Refused for modules,
+            optimizers and dicts with them, which are loaded in place.
 
     ``load`` puts what was saved into :attr:`value`, or hands it to the object's
     ``load_state_dict``.

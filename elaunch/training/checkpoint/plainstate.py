@@ -221,6 +221,7 @@ class _Walk:
     def _per_rank(self, marked: PerRank, path: Path) -> dict[str, list[Any]]:
         if not self._shared:
             raise CheckpointError(f"{key_of(path)} is a PerRank in a PerRank: one is enough")
+        kinds.refuse_resizing(marked, key_of(path))
         self._note(path, "a PerRank")
         self.made.own[path] = _Walk(writes=True, shared=False).visit(marked.value, path)
         return {PER_RANK: self.made.places.setdefault(path, [])}

@@ -11,6 +11,7 @@ from torch import nn
 
 from elaunch.errors import CheckpointError
 from elaunch.training.checkpoint import filling, plainstate
+from elaunch.training.checkpoint.capturing import capture
 from elaunch.training.checkpoint.context import CheckpointContext
 from elaunch.training.checkpoint.perrank import PerRank
 from tests.training.checkpoint.ddprig import Ranks
@@ -196,6 +197,11 @@ def test_per_rank_on_another_number_of_ranks(ranks: Ranks) -> None:
             "wrap": PerRank(value),
             "keep": PerRank(value, wrap=False),
             "module": PerRank({"m": linear(float(value))}),
+            "kept module": PerRank(linear(float(value)), wrap=False),
+            "kept dict": PerRank({"m": linear(float(value)), "n": value}, wrap=False),
+            "kept optimizer": PerRank(
+                torch.optim.SGD(linear(0.0).parameters(), lr=float(value)), wrap=False
+            ),
         }
 
     def save(checkpoint: CheckpointContext, rank: int) -> None:
@@ -206,10 +212,28 @@ def test_per_rank_on_another_number_of_ranks(ranks: Ranks) -> None:
         module = own["module"].value["m"]
         checkpoint.load_ddp(own)
         assert own["module"].value["m"] is module
-        plain = [own[key].value for key in ("wrap", "keep")]
-        return own["sum"].value["pos"], *plain, module.bias[0].item()
+        kept = (
+            own["keep"].value,
+            own["kept module"].value.bias[0].item(),
+            own["kept dict"].value["m"].bias[0].item(),
+            own["kept dict"].value["n"],
+            own["kept optimizer"].value.param_groups[0]["lr"],
+        )
+        assert len(set(kept)) == 1, kept
+        return own["sum"].value["pos"], own["wrap"].value, kept[0], module.bias[0].item()
 
     ranks.run(2, save).all()
     assert ranks.run(2, load).all() == [(1, 1, 1, 1.0), (2, 2, 2, 2.0)]
     assert ranks.run(3, load).all() == [(3, 1, 1, 1.0), (3, 2, 2, 2.0), (3, 1, 9, 1.0)]
     assert ranks.run(1, load).all() == [(3, 1, 1, 1.0)]
+
+
+def test_on_resize_is_for_values() -> None:
+    """What it returns could not be put in the place of a module."""
+    resized = PerRank({"m": linear(1.0)}, on_resize=lambda every: every[0])
+    with pytest.raises(CheckpointError, match="a PerRank with on_resize around a dict"):
+        plainstate.make({"x": resized}, writes=True)
+    with pytest.raises(CheckpointError, match="x is a PerRank with on_resize around a dict"):
+        filling.check({"x": resized}, {"x": 1}, strict=True)
+    with pytest.raises(CheckpointError, match="x is a PerRank with on_resize around a dict"):
+        capture({"x": resized}, 0)

@@ -6,7 +6,13 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from elaunch.errors import CheckpointError
+from elaunch.training.checkpoint.context import CheckpointContext
+from tests.training.checkpoint.ddprig import Ranks
 from tests.training.checkpoint.rig import Job, checkpoints, committed
 
 Start = Callable[..., Job]
@@ -245,3 +251,19 @@ say(json.dumps(25))
     for reader in readers:
         (count,) = reader.said()
         assert count > 0
+
+
+def test_a_pinned_one_is_not_deleted(ranks: Ranks) -> None:
+    """As with ``elaunch checkpoints rm``: it has to be unpinned first."""
+
+    def work(checkpoint: CheckpointContext, _: int) -> Any:
+        names = [checkpoint.save_ddp({"x": 1}, step).name for step in (1, 2)]
+        checkpoint.pin(names[0])
+        with pytest.raises(CheckpointError, match=f"{names[0]} stays: it is pinned; unpin"):
+            checkpoint.delete(names[0])
+        checkpoint.unpin(names[0])
+        checkpoint.delete(names[0])
+        return [found.step for found in checkpoint.list()]
+
+    assert ranks.run(1, work).all() == [[2]]
+    assert list((ranks.place / ".pins").iterdir()) == []

@@ -48,10 +48,18 @@ def save_own(ctx: Any) -> Any:
         "plain": elaunch.PerRank({"list": [rank, {"x": torch.full((rank + 1,), rank)}]}),
         "summed": elaunch.PerRank(rank + 1, on_resize=sum),
         "module": elaunch.PerRank(local_module(rank)),
+        "kept": kept(rank),
         "same": 5,
     }
     ctx.checkpoint.save(state, 1)
     return draw()
+
+
+def kept(number: int) -> elaunch.PerRank:
+    """Return a module and its optimizer, which a rank that was not there keeps as they are."""
+    module = local_module(number)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0 + number)
+    return elaunch.PerRank({"m": module, "o": optimizer, "n": number}, wrap=False)
 
 
 def local_module(rank: int) -> nn.Module:
@@ -75,6 +83,7 @@ def load_own(ctx: Any) -> Any:
         "plain": elaunch.PerRank(None),
         "summed": elaunch.PerRank(0, on_resize=sum),
         "module": elaunch.PerRank(module),
+        "kept": kept(7),
         "same": 0,
     }
     untouched = torch.Generator().manual_seed(77)
@@ -88,7 +97,14 @@ def load_own(ctx: Any) -> Any:
         (held[0], held[1]["x"].tolist()),
         state["summed"].value,
         bits(module.state_dict()),
+        in_kept(state["kept"]),
     )
+
+
+def in_kept(marked: elaunch.PerRank) -> Any:
+    """Return what :func:`kept` returned, as it is now."""
+    value = marked.value
+    return bits(value["m"].state_dict()), value["o"].param_groups[0]["lr"], value["n"]
 
 
 def test_per_rank(tmp_path: Path) -> None:
@@ -107,6 +123,7 @@ def test_per_rank(tmp_path: Path) -> None:
     assert [one[1] for one in three] == [10, 11, 10]
     assert [one[3] for one in three] == [3, 3, 3]
     assert [one[4] for one in three] == [*modules, modules[0]]
+    assert [one[5] for one in three] == [in_kept(kept(number)) for number in (0, 1, 7)]
     (alone,) = in_group(load_own, 1, tmp_path)
     assert alone[0] == after[0] and alone[1:4] == (10, (0, [0]), 3)
 
