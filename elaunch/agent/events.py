@@ -46,6 +46,7 @@ from elaunch.rendezvous.news import CutOff as CutOff
 from elaunch.rendezvous.news import MeetingFailed as MeetingFailed
 from elaunch.rendezvous.news import PlanSeen as PlanSeen
 from elaunch.rendezvous.news import Rejoined as Rejoined
+from elaunch.rendezvous.news import StillWaiting as StillWaiting
 from elaunch.rendezvous.news import StoreBack as StoreBack
 from elaunch.rendezvous.news import StoreSilent as StoreSilent
 from elaunch.worklink import Notice
@@ -309,6 +310,7 @@ Event = (
     | PlanSeen
     | CutOff
     | Rejoined
+    | StillWaiting
     | StoreSilent
     | StoreBack
     | MeetingFailed

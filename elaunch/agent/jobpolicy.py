@@ -244,6 +244,10 @@ def _on_rejoined(_: State, event: events.Rejoined) -> Decision:
     return Nothing(), f"on the roster again, as {event.name}"
 
 
+def _on_waiting(state: State, event: events.StillWaiting) -> Decision:
+    return (Nothing(), event.reason) if state.phase is Phase.MEETING else NOTHING
+
+
 def _on_silent(_: State, event: events.StoreSilent) -> Decision:
     return Nothing(), event.reason
 
@@ -259,6 +263,7 @@ ARMS: dict[type, Callable[[State, Any], Decision]] = {
     events.Held: _on_held,
     events.MeetingFailed: _on_failed,
     events.Rejoined: _on_rejoined,
+    events.StillWaiting: _on_waiting,
     events.StoreSilent: _on_silent,
     events.StoreBack: _on_back,
 }

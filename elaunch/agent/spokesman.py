@@ -164,6 +164,8 @@ class Spokesman:
             lines.append("the job runs already; this node takes part from its next round on")
         if plan.phase == "forming" and plan.reason:
             lines.append(f"waiting: {plan.reason}")
+        if plan.waits and plan.phase != "over":
+            lines.append(f"still {plan.waits}")
         if name in plan.spares:
             lines.append(
                 f"standing by: the job has its {words.count(len(plan.nodes))}; this one replaces "

@@ -204,6 +204,8 @@ class JobView:
     def reason(self) -> str:
         """Return why the job is in its state."""
         said = self.plan.reason if self.plan else ""
+        if self.plan and self.plan.waits:
+            said = f"{said}; {self.plan.waits}" if said else self.plan.waits
         if self.problem or self.state != "LOST":
             return self.problem or said
         last = f"; the last word of the coordinator: {said}" if said else ""

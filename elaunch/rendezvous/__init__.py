@@ -16,6 +16,7 @@ facts, words      what differs between nodes, and how things are said (pure)
 coordinatorstate  what the coordinator knows and does next, without waiting
 coordinator       its threads: roster in, plans out
 member, tasks     one agent's place in the job: what it asks of the store next, without waiting
+waiting           for whom an agent without workers waits, and for how long (pure)
 meeting           its threads, and what an agent uses: join, say how it is, hear plans, leave
 news              what the agent hears
 ================  ================================================================================

@@ -21,8 +21,9 @@ import signal
 from dataclasses import replace
 
 from elaunch.endings import PREEMPTED
+from elaunch.errors import StoreError
 from elaunch.rendezvous import formation, growth, words
-from elaunch.rendezvous.plan import Cause, Plan
+from elaunch.rendezvous.plan import Cause, Node, Plan
 from elaunch.rendezvous.view import Decision as Decision
 from elaunch.rendezvous.view import Publish, Rules, View, Wait
 from elaunch.rendezvous.view import Search as Search
@@ -35,11 +36,34 @@ MOST_TOLD = 3
 def decide(view: View, now: float, rules: Rules) -> Decision:
     """Return what to do now, and why.
 
+    A wait with a reason is published every ``remind`` seconds: agents that receive no plan for much
+    longer take it that nobody decides (elaunch.rendezvous.waiting).
+
     Args:
         view: the plan and the roster, as the coordinator has them.
         now: the coordinator's monotonic clock.
         rules: what the user asked for.
     """
+    step, reason = _decide(view, now, rules)
+    if isinstance(step, Publish):
+        return Publish(replace(step.plan, waits="")), reason
+    if isinstance(step, Search) or not reason or view.plan.phase == "over":
+        return step, reason
+    due = view.posted + rules.remind
+    if now < due:
+        return Wait(due if step.until is None else min(step.until, due)), reason
+    waits = f"{reason}, for {_rounded(now - view.since, rules.remind):g} s"
+    return Publish(replace(view.plan, waits=waits)), reason
+
+
+def _rounded(seconds: float, unit: float) -> float:
+    """Return the largest of 1, 2, 4, 8 … ``unit`` in ``seconds``: the text changes that often."""
+    while 2 * unit <= seconds:
+        unit *= 2
+    return unit
+
+
+def _decide(view: View, now: float, rules: Rules) -> Decision:
     plan = view.plan
     if plan.phase == "over":
         return Wait(), plan.reason
@@ -51,13 +75,13 @@ def decide(view: View, now: float, rules: Rules) -> Decision:
     if stopped is not None:
         return publish(stopped)
     if plan.phase == "running":
-        ended = _ended(view, now, rules)
+        ended = _ended(view, now, rules) or _never_began(view, now, rules)
         if ended is not None:
             return publish(ended)
         asked = formation.asked(view)
         if asked and not plan.asked:
             return Publish(replace(plan, asked=asked)), f"the job is asked to end: {asked}"
-        return (Wait(), plan.reason) if plan.asked else growth.decide(view, now, rules)
+        return _running(view, now, rules)
     return formation.decide(view, now, rules)
 
 
@@ -133,6 +157,34 @@ def _ended(view: View, now: float, rules: Rules) -> Plan | None:
         reason = f"{words.named(stopped)} {were} cut off from the store; the workers there are dead"
         return replace(plan, phase="ending", cause="lost", reason=reason, failure=None)
     return None
+
+
+def _idle(view: View) -> list[Node]:
+    """Return the nodes of the round that runs which are there and have not started their part."""
+    present, plan = view.present, view.plan
+    return [
+        n for n in plan.nodes if n.name in present and present[n.name].record.round < plan.round
+    ]
+
+
+def _never_began(view: View, now: float, rules: Rules) -> Plan | None:
+    """Return the job's end if a node has not started its workers for as long as nodes may take."""
+    patience, idle = max(rules.join_timeout, rules.end_timeout), _idle(view)
+    if not idle or now < view.since + patience:
+        return None
+    reason = f"{words.nodes(idle)} did not start round {view.plan.round} in {patience:g} s"
+    return over(view.plan, StoreError.exit_code, reason)
+
+
+def _running(view: View, now: float, rules: Rules) -> Decision:
+    """Return what is done about newcomers, and which nodes are waited for to start the round."""
+    step, reason = (Wait(), "") if view.plan.asked else growth.decide(view, now, rules)
+    idle = _idle(view)
+    if not idle or not isinstance(step, Wait):
+        return step, reason
+    until = view.since + max(rules.join_timeout, rules.end_timeout)
+    until = until if step.until is None else min(until, step.until)
+    return Wait(until), f"waiting for {words.nodes(idle)} to start round {view.plan.round}"
 
 
 def _preempted(view: View) -> Plan | None:

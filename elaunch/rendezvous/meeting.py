@@ -262,12 +262,31 @@ class Meeting:
                 if post is None and member.old_job is not None and member.plan is None:
                     post = store.latest()  # the board of the job before may have been removed
                     member.after = 0 if post is None else member.after
-            except StoreError:
+                if post is None and self._look_due():
+                    self._look(store)
+            except StoreError as exc:
+                member.note_problem(exc, self._world.clock())
                 self._pause()
                 continue
             with self._changed:
                 if post is not None and store is self._store:
                     self._post(member.heard(post))
+
+    def _look_due(self) -> bool:
+        with self._changed:
+            return self._member.look_due(self._world.clock())
+
+    def _look(self, store: Store) -> None:
+        """Read the store because nothing was received for long; raises StoreError."""
+        post = store.latest()
+        roster = {name: seat.value for name, seat in store.roster().items()}
+        with self._changed:
+            if store is not self._store:
+                return
+            if post is not None:
+                self._post(self._member.heard(post))
+            self._post(self._member.looked(roster, self._world.clock()))
+            self._changed.notify_all()
 
     def _lead(self) -> None:
         while True:

@@ -24,8 +24,10 @@ nothing, and goes on if the next renewal shows that our entry has lived all the 
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -43,6 +45,7 @@ from elaunch.rendezvous.news import (
     MeetingFailed,
     PlanSeen,
     Rejoined,
+    StillWaiting,
     StoreBack,
     StoreSilent,
 )
@@ -59,6 +62,7 @@ from elaunch.rendezvous.tasks import (
     Withdraw,
 )
 from elaunch.rendezvous.view import FENCE, HOSTED, Rules
+from elaunch.rendezvous.waiting import RESTING, Still, Waiting
 from elaunch.store.protocol import Post
 
 RENEWALS = 6
@@ -104,11 +108,15 @@ class MemberState:
         self._rewrite_until = now
         self._rewrite_at: float | None = None
         self._problem = ""
+        self._problem_at = -math.inf
+        self._waiting = Waiting(rules, now)
+        self._moved = False
 
     # ── what the agent wants ─────────────────────────────────────────────────────────────────────
 
     def tell(self, record: AgentRecord) -> None:
         """Have ``record`` be our entry."""
+        self._moved = True
         self._seq += 1
         self._record = replace(records.fitting(record), seq=self._seq, seen=self._seen())
 
@@ -204,8 +212,43 @@ class MemberState:
                 "the job ended while this agent was cut off, and another with its run id has begun"
             )
         self.plan = plan
+        self._moved = True
         self._furthest = _further(self._furthest, plan)
         return [PlanSeen(plan, self.name)]
+
+    # ── waiting for others ───────────────────────────────────────────────────────────────────────
+
+    def look_due(self, now: float) -> bool:
+        """Return whether to read the board and the roster: this agent waits and receives nothing.
+
+        The answers are for :meth:`heard` and :meth:`looked`.
+        """
+        rests = self._record is not None and self._record.state in RESTING
+        over = self.plan is not None and self.plan.phase == "over"
+        if self._moved or not self.name or not rests or over or self._withdrawing:
+            self._moved = False
+            self._waiting.restart(now)
+        return self._waiting.due(now)
+
+    def looked(self, roster: Mapping[str, bytes], now: float) -> list[Effect]:
+        """Take the roster as it is, and return what follows for an agent that waits."""
+        known: dict[str, AgentRecord] = {}
+        for name, value in roster.items():
+            with contextlib.suppress(records.RecordError):  # the coordinator names its sender
+                known[name] = records.decode_agent(value, self._secret, name)
+        if not self.look_due(now):
+            return []
+        found = self._waiting.looked(self.plan, self.name, known, now)
+        if isinstance(found, Still):
+            return [StillWaiting(found.text)]
+        last = f"; the store's last error: {self._problem}"
+        return self._give_up(
+            found.problem + (last if self._problem_at >= self._waiting.since else "")
+        )
+
+    def note_problem(self, problem: StoreError, now: float) -> None:
+        """Keep what the store has refused, for the error of an agent that waits in vain."""
+        self._problem, self._problem_at = str(problem), now
 
     # ── how it went ──────────────────────────────────────────────────────────────────────────────
 
@@ -235,6 +278,7 @@ class MemberState:
 
     def _joined(self, task: Enrol, sent: float) -> list[Effect]:
         self.name = name = task.name
+        self._moved = True
         self._written = task.seq
         self._rewrite_at = None
         effects = self._keep(sent)
@@ -259,7 +303,7 @@ class MemberState:
 
     def _unanswered(self, task: Task, now: float, problem: StoreError) -> list[Effect]:
         effects: list[Effect] = []
-        self._problem = str(problem)
+        self.note_problem(problem, now)
         self._retry_at = now + min(RETRY_MOST, RETRY_FIRST * 2.0 ** min(self._retries, 10))
         self._retries += 1
         if isinstance(problem, StoreClosed):

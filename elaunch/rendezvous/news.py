@@ -6,6 +6,7 @@ news           meaning
 PlanSeen       the coordinator has decided something; ``name`` is ours on the roster at this moment
 CutOff         the others have given us up, or may have: our workers are dead or must be at once
 Rejoined       we are on the roster again, under another name, as a newcomer
+StillWaiting   this agent waits for others for long; the reason says for whom
 StoreSilent    the store does not answer; the workers go on while nobody can decide without us
 StoreBack      it answers again, and nothing was lost
 MeetingFailed  we cannot go on: too long without the store, or it does not let us in
@@ -42,6 +43,13 @@ class Rejoined:
 
 
 @dataclass(frozen=True)
+class StillWaiting:
+    """Nothing was heard for long: ``reason`` says what is waited for."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class StoreSilent:
     """The store does not answer: ``reason``."""
 
@@ -61,4 +69,4 @@ class MeetingFailed:
     problem: str
 
 
-News = PlanSeen | CutOff | Rejoined | StoreSilent | StoreBack | MeetingFailed
+News = PlanSeen | CutOff | Rejoined | StillWaiting | StoreSilent | StoreBack | MeetingFailed

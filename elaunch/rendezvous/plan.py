@@ -122,6 +122,7 @@ class Plan:
             since a newer checkpoint was last seen.
         failure: the first failure of the round that ended last, of the whole job: a
             WorkerFailure with ``rank``, ``host`` and ``node`` of the job; None without one.
+        waits: what the coordinator waits for, and for how long, if that takes long; or "".
         notice: a warning for every node (they differ in their start-up facts), or "".
         facts: the start-up facts of ``nodes[0]``, for a newcomer to compare with its own.
         strict: whether a newcomer whose facts differ is to end with an error.
@@ -146,6 +147,7 @@ class Plan:
     restarts: int = 0
     without_progress: int = 0
     failure: Mapping[str, Any] | None = None
+    waits: str = ""
     notice: str = ""
     facts: Mapping[str, str] = field(default_factory=dict)
     strict: bool = False

@@ -157,6 +157,7 @@ PLAN: Final[Mapping[str, Kind]] = {
     "restarts": _COUNT,
     "without_progress": _COUNT,
     "failure": _or_none(_FAILURE),
+    "waits": _TEXT,
     "notice": _TEXT,
     "facts": Kind("an object of short texts", _is_facts),
     "strict": _SWITCH,

@@ -28,7 +28,8 @@ class Rules:
     ``debounce`` for more newcomers while a round runs. ``heartbeat_timeout`` is how long an agent
     is not heard before it counts as lost, ``store_timeout`` how long it goes on without a store,
     ``preempt_grace`` how long workers may take to save that were asked to for a newcomer,
-    ``end_timeout`` what a node may need to end its workers, all graces included.
+    ``end_timeout`` what a node may need to end its workers, all graces included, ``remind`` how
+    often the coordinator says what it waits for.
     ``hosted_by_me``: the store is a part of this agent's process and ends with it. ``killed_in`` is
     the round in which the agent was killed that hosted it before, on this machine, -1 if that was
     in none; None: no such agent is known.
@@ -43,6 +44,7 @@ class Rules:
     store_timeout: float = 30.0
     preempt_grace: float = 30.0
     end_timeout: float = 0.0
+    remind: float = 30.0
     max_restarts: int = 0
     lifetime_budget: bool = False
     on_join: OnJoin = "graceful"

@@ -214,6 +214,12 @@ TABLE: dict[str, tuple[tuple[events.Event, ...], Action, str]] = {
     "let go": ((*RUNS, events.Held(True), events.Held(False)), Nothing(), "the workers go on"),
     "fenced at rest": ((READY, events.Fenced(0.1)), Nothing(), ""),
     # ── the store ──
+    "a long wait is logged": (
+        (READY, events.StillWaiting("waiting for 30 s: no coordinator has published a plan")),
+        Nothing(),
+        "waiting for 30 s: no coordinator has published a plan",
+    ),
+    "but not by one that works": ((*RUNS, events.StillWaiting("waiting")), Nothing(), ""),
     "the store is silent": (
         (*RUNS, events.StoreSilent("etcd does not answer")),
         Nothing(),

@@ -48,6 +48,20 @@ def test_one_failure_ends_the_round_on_all_nodes(cluster: Build, backend: str) -
     assert "node2 was killed by SIGSEGV" in told[0][0]
 
 
+def test_a_node_never_starts_its_workers(cluster: Build) -> None:
+    """Its server imports for ever: both agents name it, and end in bounded time."""
+    job = Job(cluster, "c10d", 2)
+    job.conf["join_timeout"] = 20
+    (job.share / "sleepy.py").write_text("import time\ntime.sleep(600)\n")
+    flags = ["--nnodes=2", "--max-restarts=0", "--shutdown-timeout=1"]
+    one = job.start(1, flags)
+    environ = {"PYTHONPATH": str(job.share)}
+    two = job.start(2, [*flags, "--preload=sleepy"], env=environ, method=[])
+    for agent in (one, two):
+        assert agent.wait(DEADLINE).returncode == 69
+        wait_until_said(agent, r"node2 \(\S+\) did not start round 0 in \d+ s")
+
+
 @both_backends
 def test_there_is_one_budget_for_the_job(cluster: Build, backend: str) -> None:
     """One restart: it is used up by node 1, and the failure on node 2 is the last."""

@@ -63,6 +63,8 @@ class Agent:
     told_to_go: bool = False
     last: Workers | None = None
     coordinator: CoordinatorState | None = None
+    deaf: bool = False
+    heard_at: float = 0.0
     deferred: list[Callable[[], None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -165,9 +167,32 @@ class Agent:
                 return
             if value is not None and client is self.client:
                 self._take(self.member.heard(value))
-            self._follow()
+            if value is None and self.member.look_due(self.sim.engine.now):
+                self._look(client)
+            else:
+                self._follow()
 
         client.wait(ready, 5.0, lambda value: self.later(0.0, lambda: answered(value)))
+
+    def _look(self, client: Client) -> None:
+        """Read the store, since nothing was received for long."""
+        store = client.store
+
+        def read() -> tuple[Any, dict[str, bytes]]:
+            return store.post, {name: entry.value for name, entry in store.entries.items()}
+
+        def answered(value: Any) -> None:
+            if isinstance(value, StoreError):
+                self.member.note_problem(value, self.sim.engine.now)
+                self.later(PAUSE, self._follow)
+                return
+            post, roster = value
+            if client is self.client:
+                effects = self.member.heard(post) if post is not None else []
+                self._take(effects + self.member.looked(roster, self.sim.engine.now))
+            self._follow()
+
+        client.call(read, lambda value: self.later(0.0, lambda: answered(value)))
 
     def _lead(self) -> None:
         client, name = self.client, self.member.name
@@ -219,7 +244,7 @@ class Agent:
             if isinstance(value, StoreError):
                 self.later(PAUSE, lambda: self._changes(client, state))
                 return
-            if value is not None:
+            if value is not None and not self.deaf:
                 client.offset, changes = value
                 state.on_changes(changes, self.sim.engine.now)
                 self._step(client, state)
@@ -283,9 +308,11 @@ class Agent:
     def _become_ready(self) -> None:
         self.ready = True
         self.rest()
+        self.say()
 
     def hear(self, news: Any) -> None:
         """Take news as the agent's loop does."""
+        self.heard_at = self.sim.engine.now
         if isinstance(news, PlanSeen):
             self.plan, self.name = news.plan, news.name
             self.rest()
@@ -403,12 +430,20 @@ class Agent:
 
         self.sim.engine.after(until - self.sim.engine.now + 1e-9, fall)
 
+    @property
+    def waits(self) -> bool:
+        """Whether this agent is on the roster, has no workers, and waits for others."""
+        on = self.alive and not self.frozen and bool(self.member.name) and self.ready
+        over = self.plan is not None and self.plan.phase == "over"
+        return on and self.workers is None and not self.told_to_go and not over
+
     def say(self) -> None:
         """Put on the roster how this agent is."""
         record = self._record()
         old = getattr(self, "_said", None)
         if record != old:
             self._said = record
+            self.heard_at = self.sim.engine.now
             self.member.tell(record)
             self.entry()
 

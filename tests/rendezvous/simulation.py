@@ -6,6 +6,7 @@ always                  no round runs twice, the round number only grows, versio
 always                  nobody is in a round twice; a plan has at most ``max_nodes``
 always                  no more restarts than the budget allows
 always                  a new host goes on counting where the agents that came back were
+always                  nobody waits for others in silence for longer than SILENCE
 at the end              every agent has ended, within the deadline, and all with the job's code
 ======================  ==========================================================================
 
@@ -31,7 +32,10 @@ JOIN_TIMEOUT = 12.0
 STORE_TIMEOUT = 8.0
 RESTART = 0.4
 """Seconds in which nobody can find a host of the TCPStore dead and have another one listen."""
-MOST_POSTS = 100
+REMIND = 2.0
+SILENCE = 30.0
+"""Seconds in which an agent that waits receives or logs something, if no other has workers."""
+MOST_POSTS = 150
 DEADLINE = FAULTS + 90.0
 
 
@@ -62,6 +66,7 @@ def draw_setting(rng: random.Random) -> Setting:
         settle=rng.choice((0.2, 1.0, 2.0)),
         debounce=rng.choice((0.1, 0.5)),
         join_timeout=JOIN_TIMEOUT,
+        remind=REMIND,
         heartbeat_timeout=rng.choice((3.0, 3.0, 6.0, 12.0)),
         store_timeout=STORE_TIMEOUT,
         max_restarts=rng.randint(0, 3),
@@ -101,6 +106,7 @@ class Simulation:
             )
         for _ in range(self.setting.faults):
             self.engine.after(self.random.uniform(0.0, FAULTS), self._fault)
+        self.engine.after(1.0, self._check_silence)
 
     def run(self) -> None:
         """Let it happen; raises Broken."""
@@ -263,6 +269,14 @@ class Simulation:
             if not plan.restarts == said <= counted:
                 raise Broken(f"{plan.restarts} restarts, {said} said, {counted} failures")
 
+    def _check_silence(self) -> None:
+        works = any(agent.workers is not None for agent in self.agents)
+        for agent in self.agents:
+            silent = self.engine.now - agent.heard_at
+            if agent.waits and not works and silent > SILENCE:
+                raise Broken(f"{_told(agent)} has waited in silence for {silent:.0f} s")
+        self.engine.after(1.0, self._check_silence)
+
     def _check_codes(self) -> None:
         for agent in self.agents:
             plan = agent.plan
@@ -292,9 +306,15 @@ class Simulation:
             "newcomer": 2,
             "silence": 1,
             "fail": 3,
+            "deaf": 1,
             "restart": 6 if self.setting.hosted else 0,
         }
         kind = rng.choices(list(kinds), list(kinds.values()))[0]
+        if kind == "deaf":
+            agent = next((one for one in there if one.coordinator is not None), agent)
+            self.note(f"fault: the coordinator a{agent.number} receives nothing any more")
+            agent.deaf = True
+            return
         if kind == "restart":
             agent = next((one for one in there if one.rules.hosted_by_me), agent)
             hosting, kind = agent.rules.hosted_by_me, "kill"

@@ -12,9 +12,10 @@ from elaunch.rendezvous.decision import Publish, Rules, Search, Wait, decide
 from elaunch.rendezvous.plan import AgentRecord, Node, Plan
 from elaunch.rendezvous.view import Absent, Found, Known, Present, View
 
-TWO = Rules(2, 2, max_restarts=3)
-ELASTIC = Rules(1, 3, max_restarts=3)
-HOSTS = Rules(1, 2, max_restarts=3, heartbeat_timeout=12.0, hosted_by_me=True)
+TWO = Rules(2, 2, max_restarts=3, remind=1e6)
+ELASTIC = Rules(1, 3, max_restarts=3, remind=1e6)
+HOSTS = Rules(1, 2, max_restarts=3, heartbeat_timeout=12.0, hosted_by_me=True, remind=1e6)
+OPEN = replace(TWO, remind=30.0)
 SAVING = replace(TWO, has_checkpoint_dir=True)
 LOCAL = replace(SAVING, checkpoint_local=True)
 CKPT = {"path": "step-00000040.r0", "step": 40, "format": "elaunch"}
@@ -230,7 +231,7 @@ TABLE: dict[str, Row] = {
     ),
     "nobody joins a job that is asked to end": (
         *(ELASTIC, replace(RUNNING, asked="drain"), [RUN1, RUN2, seat(3)], {}),
-        *("wait None", "first start"),
+        *("wait None", ""),
     ),
     "all nodes are done before they are told": (
         *(TWO, replace(RUNNING, asked="drain"), [seat(1, "finished", 0), seat(2, "finished", 0)]),
@@ -387,6 +388,38 @@ TABLE: dict[str, Row] = {
         "1 of 2 nodes: node1 (10.0.0.1); 1 more is needed; "
         "node node2 (10.0.0.2) was lost: no heartbeat for 3 s",
     ),
+    "a long wait is not published yet": (
+        *(OPEN, LOST, [END1, RUN2], {"since": 80.0, "posted": 80.0}),
+        *("wait 110", "waiting for node2 (10.0.0.2) to end round 0"),
+    ),
+    "and now it is": (
+        *(OPEN, LOST, [END1, RUN2], {"since": 10.0, "posted": 70.0}),
+        "ending/lost/0/None a1 a2 waiting for node2 (10.0.0.2) to end round 0, for 60 s",
+        "waiting for node2 (10.0.0.2) to end round 0",
+    ),
+    "a search that takes long": (
+        *(replace(OPEN, has_checkpoint_dir=True), EMPTY, [seat(1), seat(2)]),
+        {"since": 60.0, "posted": 60.0, "searching": True},
+        "forming//-1/None looking for the newest checkpoint, for 30 s",
+        "looking for the newest checkpoint",
+    ),
+    "what was waited for is over": (
+        *(OPEN, replace(LOST, waits="node2, for 60 s"), [END1, END2], {"posted": 99.0}),
+        *("running//1/None a1 a2", "node2 was lost; going on with 2 nodes, 16 workers"),
+    ),
+    "a node has not started its part": (
+        *(OPEN, RUNNING, [RUN1, seat(2, "joining")], {"since": 95.0, "posted": 95.0}),
+        *("wait 125", "waiting for node2 (10.0.0.2) to start round 0"),
+    ),
+    "which is published": (
+        *(OPEN, RUNNING, [RUN1, seat(2, "joining")], {"since": 50.0, "posted": 50.0}),
+        "running//0/None a1 a2 waiting for node2 (10.0.0.2) to start round 0, for 30 s",
+        "waiting for node2 (10.0.0.2) to start round 0",
+    ),
+    "and has not for too long": (
+        *(OPEN, RUNNING, [RUN1, seat(2, "joining")], {"since": -500.0, "posted": 95.0}),
+        *("over//0/69 a1 a2", "node2 (10.0.0.2) did not start round 0 in 600 s"),
+    ),
     "over": (TWO, replace(RUNNING, phase="over", reason="done"), [RUN1], {}, "wait None", "done"),
 }
 
@@ -409,7 +442,8 @@ def told(step: Publish | Search | Wait) -> str:
         names = [*(one.name for one in plan.nodes), *(f"+{n}" for n in plan.joining)]
         left_out = [f"!{name}" for name in plan.strangers]
         restarts = [f"r{plan.restarts}"] if plan.restarts > 1 else []
-        return " ".join([head, *names, *left_out, *restarts])
+        waits = [plan.waits] if plan.waits else []
+        return " ".join([head, *names, *left_out, *restarts, *waits])
     if isinstance(step, Wait):
         return f"wait {step.until if step.until is None else format(step.until, 'g')}"
     return "search"
