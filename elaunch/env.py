@@ -22,6 +22,8 @@ ELAUNCH_RESUME_STEP             its step, or empty
 ELAUNCH_HPARAMS                 ``hyperparameters`` of the job file as JSON; unset without them
 ELAUNCH_CHANNEL_KEY             key by which the round's workers know each other, as hex; not set
                                 where several nodes have no --rdzv-secret-file
+ELAUNCH_STARTER                 process that has started ``elaunch wrap``, as pid and tick; set by
+                                it where no launcher names the job
 ELAUNCH_STACKS_FILE             where the worker writes its stacks at a signal; with --hang-timeout
 ==============================  ====================================================================
 
@@ -54,6 +56,7 @@ RUN_ID_GIVEN = "ELAUNCH_RUN_ID_GIVEN"
 CHECKPOINT_LOCAL = "ELAUNCH_CHECKPOINT_LOCAL"
 CHECKPOINT_KEEP = "ELAUNCH_CHECKPOINT_KEEP"
 HPARAMS = "ELAUNCH_HPARAMS"
+STARTER = "ELAUNCH_STARTER"
 STACKS_FILE = "ELAUNCH_STACKS_FILE"
 STACKS_SIGNAL = signal.SIGRTMIN + 12
 """At this signal a worker writes the stacks of its threads to its STACKS_FILE."""

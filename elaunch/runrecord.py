@@ -279,6 +279,12 @@ def process_stat(pid: int) -> ProcessStat | None:
     return ProcessStat(state=fields[0].decode(), start_ticks=int(fields[19]))
 
 
+def process_name(pid: int) -> str:
+    """Return what tells a process from all others of this machine; empty where it is not seen."""
+    stat = process_stat(pid)
+    return "" if stat is None else f"{pid}.{stat.start_ticks}"
+
+
 def create_time(stat: ProcessStat) -> float:
     """Return when a process was created, in seconds since the epoch (psutil's create_time)."""
     with open("/proc/stat", "rb") as file:

@@ -11,7 +11,6 @@ The last one needs no launcher: what ``launch`` does, and more, ``elaunch run`` 
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor, as_completed, wait
@@ -26,8 +25,6 @@ SLOTS = int(os.environ.get("SLOTS", "4"))
 def launch(node: int) -> int:
     """Start a worker per slot and wait for all; the first failure ends the others, is returned."""
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
-    with socket.create_server(("", 0)) as free:  # elaunch, as others, has set one
-        os.environ.setdefault("MASTER_PORT", str(free.getsockname()[1]))
     command = [sys.executable, __file__, "worker"]
     places = [[str(node * SLOTS + slot), str(slot)] for slot in range(SLOTS)]
     workers = [subprocess.Popen([*command, *place]) for place in places]

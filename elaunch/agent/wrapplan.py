@@ -24,6 +24,7 @@ from elaunch.agent.logplan import LogPlan
 from elaunch.config import ports
 from elaunch.config.values import StreamMap, did_you_mean
 from elaunch.errors import PlacementError, UsageError
+from elaunch.runrecord import process_name
 from elaunch.training import launchers
 from elaunch.training.launchers import LauncherNames
 from elaunch.training.placement import LOOPBACK, Numbers, meeting_point
@@ -93,6 +94,8 @@ def _plan(request: WrapRequest, environ: Mapping[str, str]) -> WrapPlan:
         variables = _torch_variables(request, names, numbers, restarts, environ)
     else:
         variables = _unbuffered(environ)
+        if not job and (starter := process_name(os.getppid())):
+            variables[env.STARTER] = starter
     log_root = _log_root(request, job)
     if log_root is not None:
         variables[env.ERROR_FILE] = str(round_directory(log_root, restarts) / f"{rank}/error.json")

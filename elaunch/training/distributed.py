@@ -65,7 +65,8 @@ class DistributedContext:
         cross_rank: 0 to ``cross_size - 1``, this node among the nodes.
         cross_size: nodes of the job.
         chief_ip: address of rank 0's node; needed where there are several nodes.
-        chief_port: port there at which the ranks meet; where a launcher has one it is used.
+        chief_port: port there at which the ranks meet. Without it: that of the launcher, where
+            there is one; on one node a port made of the process that has started all ranks.
 
     Raises PlacementError that names a number that cannot be.
     """

@@ -11,7 +11,8 @@ torchrun    RANK … , TORCHELASTIC_RUN_ID     MASTER_ADDR:MASTER_PORT, hosted b
                                              TORCHELASTIC_USE_AGENT_STORE=True, by rank 0
 mpi, slurm  elaunch.training.launchers       MASTER_ADDR:MASTER_PORT if set, else 127.0.0.1 or the
                                              step's first host, and a port made of the job's id
-explicit    numbers that the script gives    chief_ip:chief_port, else the launcher's store
+explicit    numbers that the script gives    chief_ip:chief_port, else the launcher's store, else on
+                                             one node a port made of the process that started all
 alone       none of these                    nowhere: one rank
 ==========  ===============================  ==================================================
 
@@ -23,12 +24,14 @@ rank sees it (its own numbers do not fit), and GROUP_RANK and GROUP_WORLD_SIZE h
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from elaunch import env
 from elaunch.errors import PlacementError
+from elaunch.runrecord import process_name
 from elaunch.training import launchers
 from elaunch.training.launchers import LauncherNames, first_set, number
 from elaunch.training.ranks import Numbers, launcher_numbers, torch_numbers
@@ -131,10 +134,13 @@ def explicit(
     """Return the place that a script gives in numbers; a job of several nodes needs ``chief_ip``.
 
     Without ``chief_port`` the ranks meet in the store of the launcher that started them, or of the
-    launcher that started what started them; the numbers need not be those of that launcher.
+    launcher that started what started them; the numbers need not be those of that launcher. Where
+    there is none, ranks of one node that one process has started find a port by that.
 
-    Raises PlacementError where there is no such store, or for a bad address or port.
+    Raises PlacementError where there is no such store, for a bad address or port, and for ranks
+    that cannot be on that node.
     """
+    _check_in_order(numbers)
     if numbers.cross_size > 1 and not chief_ip:
         raise PlacementError(
             f"chief_ip is missing: cross_size is {numbers.cross_size}, so the other nodes have to "
@@ -152,19 +158,41 @@ def explicit(
     elif hosted:
         store = _given_store(environ)
     else:
-        store = (chief_ip or LOOPBACK, chief_port or _explicit_port(environ))
+        store = (chief_ip or LOOPBACK, chief_port or _explicit_port(numbers, environ))
     found = _placed("explicit", numbers, store, outer, environ)
     # The processes of this job may also be in a context of the launcher's own numbers.
     scope = f"{found.scope}/{numbers.size}by{numbers.cross_size}"
     return replace(found, scope=scope, hosts_store=found.hosts_store and not hosted)
 
 
-def _explicit_port(environ: Mapping[str, str]) -> int:
+def _check_in_order(numbers: Numbers) -> None:
+    """Raise PlacementError unless the nodes' ranks follow each other, as far as one rank sees it.
+
+    Nodes may have different numbers of ranks.
+    """
+    first = numbers.rank - numbers.local_rank
+    last = first + numbers.local_size - 1
+    others = numbers.cross_size - 1 - numbers.cross_rank
+    before_fits = first >= numbers.cross_rank and (first > 0) == (numbers.cross_rank > 0)
+    after = numbers.size - 1 - last
+    if before_fits and after >= others and (after > 0) == (others > 0):
+        return
+    raise PlacementError(
+        f"rank is {numbers.rank}, local_rank {numbers.local_rank} and local_size "
+        f"{numbers.local_size}, so ranks {first} to {last} are on node {numbers.cross_rank} of "
+        f"{numbers.cross_size} (cross_rank, cross_size); with size {numbers.size} that leaves "
+        f"{first} ranks for {numbers.cross_rank} nodes before it and {after} for {others} behind"
+    )
+
+
+def _explicit_port(numbers: Numbers, environ: Mapping[str, str]) -> int:
     port = _port(environ)
     if port is not None:
         return port
     names = launchers.find(environ, "mpi", "slurm")
     job = launchers.job_name(names, environ) if names else ""
+    if not job and numbers.cross_size == 1:
+        job = environ.get(env.STARTER) or process_name(os.getppid())
     if not job:
         raise PlacementError(
             "chief_port is missing: give a port that is free on rank 0's node, or set MASTER_PORT, "

@@ -320,6 +320,35 @@ def test_nohup(elaunch: Launcher) -> None:
     assert signal.SIGUSR1 == 10
 
 
+OWN_LAUNCHER = """
+import subprocess, sys, elaunch
+if sys.argv[1] == "launcher":
+    python = [sys.executable, sys.argv[0], "worker"]
+    wrap = [sys.executable, "-m", "elaunch", "wrap", "--rank-env"]
+    before = [[*wrap, str(rank), "--"] if "wrap" in sys.argv else [] for rank in range(2)]
+    ranks = [subprocess.Popen([*before[rank], *python, str(rank)]) for rank in range(2)]
+    sys.exit(max(rank.wait() for rank in ranks))
+rank = int(sys.argv[2])
+mine = {"rank": rank, "local_rank": rank, "cross_rank": 0}
+ranks = elaunch.DistributedContext(**mine, size=2, local_size=2, cross_size=1, chief_ip="127.0.0.1")
+with elaunch.init(distributed=ranks, announce=False) as ctx:
+    print("".join(ctx.distributed.allgather(f"<{rank}>")), flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("word", ["", "wrap"])
+def test_a_script_that_is_its_own_launcher_needs_no_port(
+    elaunch: Launcher, tmp_path: Path, word: str
+) -> None:
+    """Nothing but the numbers is given; whoever has started all of them is the same process."""
+    script = tmp_path / "s.py"
+    script.write_text(OWN_LAUNCHER)
+    done = elaunch.start_command([sys.executable, script, "launcher", word]).wait(100)
+    assert done.returncode == 0, done
+    assert done.stdout.count("<0><1>") == 2
+
+
 def test_a_worker_starts_ranks_of_its_own(elaunch: Launcher, tmp_path: Path) -> None:
     """A script that is its own launcher gives bare ranks; files by rank where it asks for them."""
     code = "import os, sys; print('worker', sys.argv[1], 'of', os.environ['WORLD_SIZE'])"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from elaunch.agent.wrapplan import WrapPlan, WrapRequest, plan
 from elaunch.config.values import StreamMap
 from elaunch.errors import UsageError
+from elaunch.runrecord import process_name
 from elaunch.training import placement
 
 COMMAND = ("python3.11", "s.py")
@@ -128,6 +130,7 @@ def test_a_bare_rank_is_enough(around: dict[str, str], rank_env: str, tmp_path: 
     error_file = made.environ["TORCHELASTIC_ERROR_FILE"]
     assert error_file == str(tmp_path / "wrap" / "attempt_0" / "3" / "error.json")
     ours = {"TORCHELASTIC_ERROR_FILE": error_file, "PYTHONUNBUFFERED": "1"}
+    ours["ELAUNCH_STARTER"] = process_name(os.getppid())
     assert made.environ == {**environ, **ours}
 
 

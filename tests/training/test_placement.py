@@ -407,10 +407,56 @@ def test_explicit_numbers() -> None:
     with pytest.raises(PlacementError, match="chief_ip is missing: cross_size is 2"):
         placement.explicit(Numbers(**GOOD), None, 4711, {})
     with pytest.raises(PlacementError, match="chief_port is missing"):
-        placement.explicit(Numbers(1, 2, 1, 2, 0, 1), None, None, {})
+        placement.explicit(Numbers(**GOOD), "chief", None, {})
     with pytest.raises(PlacementError, match="chief_port is 0"):
         placement.explicit(Numbers(1, 2, 1, 2, 0, 1), None, 0, {})
     assert placement.explicit(Numbers(0, 1, 0, 1, 0, 1), None, None, {}).store is None
+
+
+def test_explicit_numbers_on_one_node_need_no_port() -> None:
+    """Whoever has started all of them names the job; with ``elaunch wrap`` between, it says who."""
+    numbers = [Numbers(rank, 2, rank, 2, 0, 1) for rank in range(2)]
+    one, other = (placement.explicit(each, "127.0.0.1", None, {}).store for each in numbers)
+    assert one == other and one is not None and 20000 <= one[1] < 30000
+    wrapped = placement.explicit(numbers[0], None, None, {"ELAUNCH_STARTER": "1.2"}).store
+    assert wrapped is not None and wrapped != one
+    assert placement.explicit(numbers[0], None, None, {"MASTER_PORT": "9"}).store == (
+        "127.0.0.1",
+        9,
+    )
+
+
+@pytest.mark.parametrize(
+    "four",
+    [
+        *((rank, rank, 2, 0) for rank in (0, 1)),
+        *((2 + rank, rank, 3, 1) for rank in (0, 1, 2)),
+        *((rank, rank, 3, 0) for rank in (0, 1, 2)),
+        (3, 0, 2, 1),
+    ],
+)
+def test_explicit_numbers_of_unequal_nodes(four: tuple[int, int, int, int]) -> None:
+    """Five ranks on two nodes, 2 + 3 or 3 + 2: each rank's own numbers fit."""
+    rank, local_rank, local_size, node = four
+    numbers = Numbers(rank, 5, local_rank, local_size, node, 2)
+    assert placement.explicit(numbers, "chief", 4711, {}).rank == rank
+
+
+@pytest.mark.parametrize(
+    ("six_", "named"),
+    [
+        ((2, 5, 0, 2, 1, 2), "ranks 2 to 3 are on node 1 of 2 .* leaves 2 ranks for 1 nodes bef"),
+        ((3, 5, 1, 2, 1, 2), "rank is 3, local_rank 1 and local_size 2, so ranks 2 to 3"),
+        ((1, 5, 0, 2, 0, 2), "ranks 1 to 2 are on node 0"),
+        ((0, 5, 0, 2, 1, 2), "ranks 0 to 1 are on node 1"),
+        ((0, 5, 1, 2, 1, 2), "ranks -1 to 0 are on node 1"),
+        ((1, 5, 0, 2, 2, 3), "ranks 1 to 2 are on node 2"),
+    ],
+)
+def test_explicit_numbers_that_no_nodes_have(six_: tuple[int, ...], named: str) -> None:
+    """Ranks go node by node, also where the nodes are unequal."""
+    with pytest.raises(PlacementError, match=named):
+        placement.explicit(Numbers(*six_), "chief", 4711, {})
 
 
 @pytest.mark.parametrize("environ", [TORCH, ELAUNCH])
