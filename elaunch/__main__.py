@@ -7,6 +7,8 @@ import signal
 import sys
 from types import FrameType
 
+from elaunch import earlysignals
+
 
 def main() -> int:
     """Run ``elaunch`` with the arguments of this process; return its exit code."""
@@ -15,6 +17,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, _leave)
     if sys.argv[1:2] in (["run"], ["wrap"]):
         signal.signal(signal.SIGINT, _leave)
+        earlysignals.hold()
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the parent (>&-)
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  open to the end

@@ -9,11 +9,18 @@ from collections.abc import Collection
 
 from elaunch.agent import events
 from elaunch.agent.group import WorkerGroup
+from elaunch.agent.patience import telling
 from elaunch.config import Settings
 from elaunch.endings import how_it_ended
 from elaunch.errors import ServerError, UsageError
 
 Inbox = queue.SimpleQueue[events.Event]
+Interruption = events.SignalReceived | events.PreemptAsked
+
+COUNTING = (
+    "still waiting for the server to count the devices, for {seconds:.0f} s: it imports torch "
+    "first, if the file system of {interpreter} answers at all"
+)
 
 
 def await_one(
@@ -21,17 +28,20 @@ def await_one(
     kinds: tuple[type[events.Event], ...],
     passing: Collection[signal.Signals],
     timeout: float | None = None,
+    *,
+    keeping: Collection[signal.Signals] = (),
 ) -> events.Event | None:
     """Return the first event of these kinds, or a signal; None after ``timeout`` seconds.
 
     The other events are put back in their order. ``passing`` are signals that would be forwarded to
-    workers: there are none yet, so those are dropped.
+    workers: there are none yet, so those are dropped. ``keeping`` are signals that the loop is to
+    see, which serves after the wait.
     """
     until = None if timeout is None else time.monotonic() + timeout
     later: list[events.Event] = []
     event = _next(inbox, until)
     while event is not None and not isinstance(event, kinds):
-        if not isinstance(event, events.SignalReceived):
+        if not isinstance(event, events.SignalReceived) or event.signum in keeping:
             later.append(event)
         elif event.signum not in passing:
             break
@@ -41,21 +51,41 @@ def await_one(
     return event
 
 
+def preempting(
+    settings: Settings,
+) -> tuple[tuple[type[events.Event], ...], tuple[signal.Signals, ...]]:
+    """Return what asks a job to end before its loop serves, and the signals left to that loop.
+
+    A node by itself has nothing to save and ends at once. One of several goes on to its loop, where
+    the other nodes are asked as well.
+    """
+    if settings.rendezvous is None:
+        return (events.PreemptAsked,), ()
+    return (), settings.preempt_signals
+
+
 def count_devices(
-    settings: Settings, group: WorkerGroup, inbox: Inbox
-) -> int | events.SignalReceived:
-    """Ask the server how many devices there are; return the signal when one came first.
+    settings: Settings, group: WorkerGroup, inbox: Inbox, patience: float
+) -> int | Interruption:
+    """Ask the server how many devices there are; return what has interrupted that, if it was.
 
     Raises:
-        ServerError: it has ended.
+        ServerError: it has ended, or has not answered for ``patience`` seconds.
         UsageError: it cannot tell.
     """
     kind = settings.nproc_per_node
     interpreter = settings.interpreter
     group.server.send({"op": "count_devices", "kind": kind, "interpreter": interpreter})
-    kinds = (events.DevicesCounted, events.ServerLost)
-    event = await_one(inbox, kinds, settings.forward_signals)
-    if isinstance(event, events.SignalReceived):
+    asking, keeping = preempting(settings)
+    kinds = (events.DevicesCounted, events.ServerLost, *asking)
+    with telling(lambda passed: COUNTING.format(seconds=passed, interpreter=interpreter)):
+        event = await_one(inbox, kinds, settings.forward_signals, patience, keeping=keeping)
+    if event is None:
+        raise ServerError(
+            f"the server has not counted the devices for {patience:g} s: does the file system of "
+            f"{interpreter} answer? --nproc-per-node with a number does not need it"
+        )
+    if isinstance(event, events.SignalReceived | events.PreemptAsked):
         return event
     if isinstance(event, events.ServerLost):
         raise ServerError(f"the server that counts the devices {how_it_ended(event.exitcode)}")

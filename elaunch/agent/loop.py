@@ -12,7 +12,6 @@ import math
 import os
 import queue
 import random
-import signal
 import threading
 import time
 from collections.abc import Mapping
@@ -37,7 +36,7 @@ from elaunch.agent.actions import (
     StopWorkers,
     TakeStacks,
 )
-from elaunch.agent.awaiting import count_devices
+from elaunch.agent.awaiting import Interruption, count_devices
 from elaunch.agent.eventlog import EventLog
 from elaunch.agent.failures import FailureReport
 from elaunch.agent.group import RoundStart, WorkerGroup
@@ -48,12 +47,15 @@ from elaunch.agent.keeperround import round_of
 from elaunch.agent.limits import known_nproc, limits_of
 from elaunch.agent.links import WorkerLinks
 from elaunch.agent.narrator import Narrator
+from elaunch.agent.patience import telling
 from elaunch.agent.probing import Probing
 from elaunch.agent.report import write_launcher_file
 from elaunch.agent.reporter import Reporter
-from elaunch.agent.state import Phase, State, follow, observe
+from elaunch.agent.state import START_S, Phase, State, follow, observe
 from elaunch.agent.workerfacts import worker_facts
+from elaunch.agent.workerserver import KILL_DEADLINE
 from elaunch.config import Settings
+from elaunch.endings import PREEMPTED
 
 if TYPE_CHECKING:
     from elaunch.agent.spokesman import Spokesman
@@ -114,9 +116,9 @@ class Agent:
         nproc = known_nproc(self._settings.nproc_per_node)
         self._group.prepare(nproc, env.default_omp_threads(environ, nproc or 2))
         if nproc is None:
-            counted = count_devices(self._settings, self._group, self._inbox)
-            if isinstance(counted, events.SignalReceived):
-                return self._stopped_early(counted.signum)
+            counted = count_devices(self._settings, self._group, self._inbox, START_S)
+            if not isinstance(counted, int):
+                return self._stopped_early(counted)
             nproc = counted
             self._group.settle(nproc, env.default_omp_threads(environ, nproc))
         stopped = self._probing.await_answer(self._inbox)
@@ -127,6 +129,10 @@ class Agent:
         state = State(limits=limits)
         if self._spokesman is not None:
             self._spokesman.join(nproc, port)
+        self._deadline = time.monotonic() + limits.start_timeout
+        with telling(self._still_starting):
+            while state.phase is Phase.STARTING:
+                state = self._serve(state, self._next_event())
         while state.phase is not Phase.ENDED:
             state = self._serve(state, self._next_event())
         return self._exit_code
@@ -162,11 +168,28 @@ class Agent:
             self._deadline = None
             return events.DeadlinePassed()
 
-    def _stopped_early(self, signum: signal.Signals) -> int:
-        reason = f"stopped by {signum.name}"
-        self._journal.note_exit_code(128 + signum, reason, "STOPPED")
+    def _still_starting(self, seconds: float) -> str:
+        modules = " ".join(name for name in self._settings.preload if not name.startswith("+"))
+        what = f"it imports {modules} (--preload), " if modules else ""
+        return (
+            f"still waiting for the server that starts the workers, for {seconds:.0f} s: {what}if "
+            f"the file system of {self._settings.interpreter} answers at all"
+        )
+
+    def _stopped_early(self, by: Interruption) -> int:
+        """End before the loop has served anything: no worker was started."""
+        if isinstance(by, events.PreemptAsked) or by.signum in self._settings.preempt_signals:
+            what = (
+                by.reason if isinstance(by, events.PreemptAsked) else f"{by.signum.name} received"
+            )
+            code, state, reason = PREEMPTED, "PREEMPTED", f"{what}: no worker runs; to be continued"
+        else:
+            code, state, reason = 128 + by.signum, "STOPPED", f"stopped by {by.signum.name}"
+        if isinstance(by, events.PreemptAsked):
+            by.answer(reason)
+        self._journal.note_exit_code(code, reason, state)
         log.warning("%s", reason)
-        return 128 + signum
+        return code
 
     # ── doing ────────────────────────────────────────────────────────────────────────────────────
 
@@ -207,6 +230,7 @@ class Agent:
             self._settle(state, action)
         elif isinstance(action, KillServer):
             self._group.server.kill()
+            self._deadline = time.monotonic() + KILL_DEADLINE
 
     def _start_round(self, state: State, action: StartRound, reason: str) -> None:
         self._deadline = self._grace_until = None

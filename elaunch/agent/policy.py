@@ -146,6 +146,8 @@ def _on_deadline(state: State, event: events.DeadlinePassed) -> Decision:
         return preemptpolicy.overdue(state)
     if state.phase is Phase.STOPPING:
         return EndTree(), f"the grace is over; killing {workers(len(state.alive))}"
+    if state.phase is Phase.SWEEPING and state.killing:
+        return _unkillable(state)
     if state.phase is Phase.SWEEPING:
         return KillServer(), "the server that starts the workers does not answer; killing it"
     if state.phase is Phase.FLUSHING:
@@ -154,7 +156,25 @@ def _on_deadline(state: State, event: events.DeadlinePassed) -> Decision:
         return StartRound(state.round + 1, state.chosen), failure(state)
     if state.phase in preemptpolicy.AT_REST and state.told_to_stop:
         return preemptpolicy.overdue_at_rest(state)
+    if state.phase is Phase.STARTING:
+        seconds = state.limits.start_timeout
+        return Finish(ServerError.exit_code), (
+            f"the server that starts the workers has not been ready for {seconds:g} s: what it "
+            "imports (--preload) hangs, or the file system of its Python does not answer"
+        )
     return NOTHING
+
+
+def _unkillable(state: State) -> Decision:
+    """Decide what follows when not even SIGKILL ends the server: no worker may start beside it."""
+    what = "the server that starts the workers cannot be killed: it hangs in the kernel"
+    if state.completed:
+        return Settle(LAST_SAVE_S) if state.saves else _next(state)[0], what
+    if state.failed:
+        return Finish(failure_code(state)), f"{failure(state)}; no restart: {what}"
+    if state.interrupted is not None:
+        return Finish(128 + state.interrupted), f"stopped by {state.interrupted.name}; {what}"
+    return Finish(ServerError.exit_code), what
 
 
 def _on_server_lost(state: State, event: events.ServerLost) -> Decision:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from elaunch.agent import events
-from elaunch.agent.awaiting import Inbox, await_one
+from elaunch.agent.awaiting import Inbox, Interruption, await_one, preempting
 from elaunch.config import Settings
 from elaunch.errors import UsageError
 
@@ -58,17 +57,20 @@ class Probing:
 
             atonce.within(CLOSE_S, partial(probe.remove_mark, self._place, self.nonce), "unprobe")
 
-    def await_answer(self, inbox: Inbox) -> signal.Signals | None:
-        """Wait until the directory was looked at; return the signal that came first, if one did.
+    def await_answer(self, inbox: Inbox) -> Interruption | None:
+        """Wait until the directory was looked at; return what has interrupted that, if it was.
 
         Raises:
             UsageError: it cannot be used, or the storage has not answered within ANSWER_S.
         """
         if self._place is None:
             return None
-        event = await_one(inbox, (events.Probed,), self._settings.forward_signals, ANSWER_S)
-        if isinstance(event, events.SignalReceived):
-            return event.signum
+        asking, keeping = preempting(self._settings)
+        passing = self._settings.forward_signals
+        kinds = (events.Probed, *asking)
+        event = await_one(inbox, kinds, passing, ANSWER_S, keeping=keeping)
+        if isinstance(event, events.SignalReceived | events.PreemptAsked):
+            return event
         if not isinstance(event, events.Probed):
             raise UsageError(
                 f"--checkpoint-dir {self._place}: the file system has not answered on "

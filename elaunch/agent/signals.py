@@ -11,11 +11,15 @@ import signal
 from collections.abc import Callable, Iterable
 from types import FrameType
 
+from elaunch import earlysignals
 from elaunch.agent import events
 
 
 def install(signums: Iterable[signal.Signals], post: Callable[[events.Event], None]) -> None:
-    """Post SignalReceived for each of ``signums``; must be called in the main thread."""
+    """Post SignalReceived for each of ``signums``, those that came early included.
+
+    Must be called in the main thread.
+    """
 
     def handler(signum: int, frame: FrameType | None) -> None:
         post(events.SignalReceived(signal.Signals(signum)))
@@ -24,6 +28,7 @@ def install(signums: Iterable[signal.Signals], post: Callable[[events.Event], No
         if signum is signal.SIGHUP and signal.getsignal(signum) is signal.SIG_IGN:
             continue
         signal.signal(signum, handler)
+    earlysignals.release()
 
 
 def not_ignored(signums: Iterable[signal.Signals]) -> tuple[signal.Signals, ...]:

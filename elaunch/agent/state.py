@@ -27,6 +27,7 @@ import enum
 import signal
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Final
 
 from elaunch.agent import events
 from elaunch.agent.actions import (
@@ -35,6 +36,7 @@ from elaunch.agent.actions import (
     ChooseCheckpoint,
     EndTree,
     Finish,
+    KillServer,
     Meet,
     Notify,
     Settle,
@@ -46,6 +48,9 @@ from elaunch.checkpoint.records import Checkpoint
 from elaunch.rendezvous.budget import Budget, Spent
 from elaunch.rendezvous.plan import Plan
 from elaunch.worklink import Notice
+
+START_S: Final = 600.0
+"""Seconds for the server to import what it should; a cold network file system may take minutes."""
 
 
 class Phase(enum.Enum):
@@ -68,7 +73,8 @@ class Limits:
 
     ``meets`` says that other nodes take part, or may; ``takes_stacks`` that workers can be asked
     what they are doing (--hang-timeout). ``checkpoint_root`` is this node's own directory, to which
-    the path of a plan's checkpoint is relative (--checkpoint-local).
+    the path of a plan's checkpoint is relative (--checkpoint-local). ``start_timeout`` bounds what
+    the server imports.
     """
 
     nproc: int
@@ -82,6 +88,7 @@ class Limits:
     meets: bool = False
     takes_stacks: bool = False
     checkpoint_root: Path | None = None
+    start_timeout: float = START_S
 
     @property
     def budget(self) -> Budget:
@@ -93,18 +100,19 @@ class Limits:
 class State:
     """All that decisions depend on.
 
-    ``first`` is the worker whose failure ended the round, ``later`` those that failed by
-    themselves after it, ``stopped`` those that ended after they had been told to. ``interrupted``
-    is the first signal that ends the job, ``sigints`` and ``sigterms`` count those. ``restarts``
-    counts for life, ``without_progress`` since a newer checkpoint was seen. ``checkpoint`` is the
-    one that this round resumed from, ``chosen`` the one that the next will; ``search`` is the
-    number of the newest search for it, ``searching`` says that it is still on, ``found`` what it
-    brought. ``began`` is when the round's first worker was started, on the monotonic clock.
-    ``listens`` are the workers whose scripts ask should_preempt(), ``notice`` is what they were
-    told, if anything, ``notified_in`` the phase in which it came, ``acked`` are those that said
-    that they end because of it. ``hang`` is the hang that ended the round, ``stacks`` what the
-    workers were doing then; ``taking`` says that they were asked. ``saves`` says that workers have
-    checkpoints written by the agent, ``settled`` what became of the last.
+    ``first`` is the worker whose failure ended the round, ``later`` those that failed by themselves
+    after it, ``stopped`` those that ended after they had been told to. ``interrupted`` is the first
+    signal that ends the job, ``sigints`` and ``sigterms`` count those. ``killing`` says that the
+    server was sent SIGKILL. ``restarts`` counts for life, ``without_progress`` since a newer
+    checkpoint was seen. ``checkpoint`` is the one that this round resumed from, ``chosen`` the one
+    that the next will; ``search`` is the number of the newest search for it, ``searching`` says
+    that it is still on, ``found`` what it brought. ``began`` is when the round's first worker was
+    started, on the monotonic clock. ``listens`` are the workers whose scripts ask should_preempt(),
+    ``notice`` is what they were told, if anything, ``notified_in`` the phase in which it came,
+    ``acked`` are those that said that they end because of it. ``hang`` is the hang that ended the
+    round, ``stacks`` what the workers were doing then; ``taking`` says that they were asked.
+    ``saves`` says that workers have checkpoints written by the agent, ``settled`` what became of
+    the last.
 
     Of a job of several nodes: ``plan`` is the newest, ``name`` ours on the roster, ``member`` the
     name under which this node is in ``round`` (empty: in none), ``first_rank`` the rank of its
@@ -124,6 +132,7 @@ class State:
     sigints: int = 0
     sigterms: int = 0
     server_lost: int | None = None
+    killing: bool = False
     restarts: int = 0
     without_progress: int = 0
     checkpoint: Checkpoint | None = None
@@ -307,19 +316,23 @@ def follow(state: State, action: Action) -> State:
             checkpoint=action.checkpoint,
             search=state.search,
         )
-    phases = {
-        ChooseCheckpoint: Phase.CHOOSING,
-        Backoff: Phase.WAITING,
-        Meet: Phase.MEETING,
-        StopWorkers: Phase.STOPPING,
-        EndTree: Phase.SWEEPING,
-        Settle: Phase.FLUSHING,
-        Finish: Phase.ENDED,
-    }
     if isinstance(action, Notify):
         return replace(state, notice=action.notice, notified_in=state.phase)
     if isinstance(action, TakeStacks):
         return replace(state, taking=True)
+    if isinstance(action, KillServer):
+        return replace(state, killing=True)
     if isinstance(action, ChooseCheckpoint) and not state.searching:
         state = replace(state, search=state.search + 1, searching=True, found=None)
-    return replace(state, phase=phases.get(type(action), state.phase))
+    return replace(state, phase=_PHASES.get(type(action), state.phase))
+
+
+_PHASES: Final = {
+    ChooseCheckpoint: Phase.CHOOSING,
+    Backoff: Phase.WAITING,
+    Meet: Phase.MEETING,
+    StopWorkers: Phase.STOPPING,
+    EndTree: Phase.SWEEPING,
+    Settle: Phase.FLUSHING,
+    Finish: Phase.ENDED,
+}

@@ -231,7 +231,8 @@ _OWN: tuple[Flag, ...] = (
         values.seconds,
         "5",
         STOP,
-        "Time from SIGTERM to SIGKILL for the other workers when one fails.",
+        "Time from SIGTERM to SIGKILL for the other workers when one fails; by default not more "
+        "than --shutdown-timeout.",
         "SECONDS",
         "0 or more seconds",
     ),

@@ -166,6 +166,8 @@ def _plain(answers: Answers) -> dict[str, Any]:
         "progress-regex tmp"
     ).split()
     fields = {name.replace("-", "_"): answers[name] for name in names}
+    if not answers.is_set("sibling-grace"):
+        fields["sibling_grace"] = min(fields["sibling_grace"], fields["shutdown_timeout"])
     spawn = answers["start-method"] == "spawn"
     low, high = answers["nnodes"]
     handle, forward = validate.signals(answers)

@@ -105,7 +105,17 @@ def test_what_is_wrong_or_odd_is_said(tmp_path: Path, caplog: pytest.LogCaptureF
     with caplog.at_level(logging.WARNING, "elaunch"):
         assert here.await_answer(filled(events.Probed(remark="little room"))) is None
     assert "little room" in caplog.text
-    assert here.await_answer(filled(TERM)) is signal.SIGTERM
+    assert here.await_answer(filled(TERM)) is TERM
+    asked = events.PreemptAsked("drain", print)
+    assert here.await_answer(filled(asked)) is asked
+
+
+def test_a_node_of_several_that_is_asked_goes_on_to_its_loop(tmp_path: Path) -> None:
+    """There the other nodes are asked as well; nothing of what came is lost."""
+    inbox = filled(USR1, events.PreemptAsked("drain", print), PROBED)
+    here = Probing(settings(tmp_path, "--checkpoint-dir=ck", *TWO_NODES), inbox.put)
+    assert here.await_answer(inbox) is None
+    assert rest(inbox) == [USR1, events.PreemptAsked("drain", print)]
 
 
 def test_storage_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

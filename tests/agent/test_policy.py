@@ -275,6 +275,39 @@ TABLE: dict[str, Row] = {
         KillServer(),
         "the server that starts the workers does not answer; killing it",
     ),
+    "it cannot be killed": (
+        THREE_RESTARTS,
+        (*FAILED, DEADLINE, DEADLINE),
+        Finish(7),
+        "rank 0 exited with code 7; no restart: the server that starts the workers cannot be "
+        "killed: it hangs in the kernel",
+    ),
+    "nor when all is done": (
+        TWO,
+        (*SUCCEEDED, DEADLINE, DEADLINE),
+        Finish(0),
+        "the server that starts the workers cannot be killed: it hangs in the kernel",
+    ),
+    "nor when a save is in memory": (
+        TWO,
+        (*RUNS, USED, *SUCCEEDED[3:], DEADLINE, DEADLINE),
+        Settle(1800.0),
+        "the server that starts the workers cannot be killed: it hangs in the kernel",
+    ),
+    "nor after a signal": (
+        TWO,
+        (*RUNS, TERM, DEADLINE, DEADLINE, DEADLINE),
+        Finish(143),
+        "stopped by SIGTERM; the server that starts the workers cannot be killed: it hangs in the "
+        "kernel",
+    ),
+    "it is never ready": (
+        TWO,
+        (DEADLINE,),
+        Finish(71),
+        "the server that starts the workers has not been ready for 600 s: what it imports "
+        "(--preload) hangs, or the file system of its Python does not answer",
+    ),
     "it is dead then": (
         THREE_RESTARTS,
         (*FAILED, DEADLINE, lost(), gone()),

@@ -104,6 +104,11 @@ def test_only_a_newer_checkpoint_is_progress(
     assert observe(state, chosen(after, number=1)).without_progress == left
 
 
+def test_a_server_that_was_killed_may_still_be_there() -> None:
+    """The next deadline is that of its end."""
+    assert follow(RUNNING, KillServer()) == replace(RUNNING, killing=True)
+
+
 def test_a_search_is_begun_once() -> None:
     """The one that is still on is waited for; the next has another number."""
     looking = follow(RUNNING, ChooseCheckpoint())
@@ -131,7 +136,6 @@ def test_other_events_end_nothing(event: events.Event) -> None:
     [
         (Nothing(), Phase.RUNNING),
         (Forward(signal.SIGUSR1), Phase.RUNNING),
-        (KillServer(), Phase.RUNNING),
         (StopWorkers(signal.SIGTERM, 1.0), Phase.STOPPING),
         (EndTree(), Phase.SWEEPING),
         (Backoff(1.0), Phase.WAITING),

@@ -46,6 +46,19 @@ def test_the_defaults(job: Job) -> None:
     assert found.notices == ()
 
 
+@pytest.mark.parametrize(
+    ("flags", "grace"),
+    [
+        ("--shutdown-timeout=2", 2.0),
+        ("--shutdown-timeout=60", 5.0),
+        ("--shutdown-timeout=2 --sibling-grace=9", 9.0),
+    ],
+)
+def test_siblings_have_no_more_time_than_a_shutdown(job: Job, flags: str, grace: float) -> None:
+    """Unless the user says so."""
+    assert job.settings(f"{flags} train.py").sibling_grace == grace
+
+
 def test_the_command_line_wins_over_variables_and_these_over_the_file(job: Job) -> None:
     """Command line, ELAUNCH_, PET_, job file, default."""
     job.write("j.yaml", "entrypoint: train.py\nmax_restarts: 1\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import sys
@@ -14,7 +15,7 @@ import pytest
 
 from tests.integration.jobs import FORK, METHODS, SPAWN
 from tests.integration.watching import act, agent_lines, wait_for_workers, wait_until_gone
-from tests.launching import Launcher
+from tests.launching import Launcher, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -105,6 +106,53 @@ def test_a_worker_that_dies_of_a_forwarded_signal_has_failed(elaunch: Launcher) 
     done = running.wait()
     assert done.returncode == 128 + SIGUSR1
     assert "rank 1 was killed by SIGUSR1; stopping the other 1 worker" in done.stderr
+
+
+def holds_back(pid: int, number: int) -> bool:
+    """Whether a process has a signal blocked."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    (mask,) = re.findall(r"^SigBlk:\s+([0-9a-f]+)$", status, re.M)
+    return bool(int(mask, 16) >> (number - 1) & 1)
+
+
+@pytest.mark.parametrize("number", [SIGUSR1, SIGUSR2])
+def test_a_request_to_save_in_the_first_moments(elaunch: Launcher, number: Signals) -> None:
+    """It is held back until it can be handled; the job is to be continued, not killed by it."""
+    running = elaunch.start(act(SPAWN, "wait"))
+    wait_until(lambda: holds_back(running.pid, number), what="the signal is held back")
+    running.send_signal(number)
+    done = running.wait()
+    assert done.returncode == 75, done.stderr
+    assert f"{number.name} received: no worker runs; to be continued" in done.stderr
+
+
+def test_workers_inherit_no_signal_that_is_held_back(elaunch: Launcher) -> None:
+    """What the agent blocks for its first moments is its own."""
+    running = elaunch.start(act(SPAWN, "say=up", "wait"))
+    pids = wait_for_workers(running)
+    every = signal.valid_signals()
+    assert not [n for pid in (running.pid, *pids) for n in every if holds_back(pid, n)]
+    running.send_signal(SIGTERM)
+    assert running.wait().returncode == 143
+
+
+def test_a_request_to_save_while_devices_are_counted(elaunch: Launcher, tmp_path: Path) -> None:
+    """No worker runs yet: the job is to be continued."""
+    (tmp_path / "slow.py").write_text(
+        "import os, time\n"
+        "open('begun', 'w').close()\n"
+        "while not os.path.exists('go'): time.sleep(0.01)\n"
+    )
+    script = tmp_path / "main.py"
+    script.write_text("")
+    flags = ["--rdzv-id=counts", "--nproc-per-node=gpu", "--preload=slow"]
+    running = elaunch.start(["run", *flags, script], cwd=tmp_path)
+    wait_until(lambda: (tmp_path / "begun").exists(), what="the server imports")
+    running.send_signal(SIGUSR1)
+    done = running.wait()
+    assert done.returncode == 75, done.stderr
+    record = json.loads(elaunch.run(["status", "counts", "--json"]).stdout)
+    assert (record["state"], record["exit_code"]) == ("PREEMPTED", 75)
 
 
 @pytest.mark.parametrize("method", [SPAWN, FORK], ids=["spawn", "fork"])
