@@ -104,10 +104,9 @@ class CheckpointGrowth:
 
 def look(root: Path, glob: str | None) -> Growth | None:
     """Return what a directory holds; None if nothing in it looks like a checkpoint of a step."""
-    from elaunch.checkpoint.candidates import Candidate, classify, distinct
-    from elaunch.checkpoint.globs import find
+    from elaunch.checkpoint.candidates import Candidate, classify, distinct, entries_below
 
-    entries, _ = find(root, "*" if glob is None else glob)
+    entries, _ = entries_below(root, glob)
     found = [classify(entry, globbed=glob is not None) for entry in distinct(entries, root)]
     candidates = [each for each in found if isinstance(each, Candidate)]
     if not candidates:

@@ -67,7 +67,12 @@ def join(
     search: Callable[[Search], Found] = for_all_nodes(settings, plan.post, finishing)
     rests: Callable[[bool], object] = bool
     if settings.checkpoint_local and isinstance(settings.checkpoint_dir, Path):
-        search = LocalSearch(courier, rendezvous.heartbeat_timeout, plan.post)
+        search = LocalSearch(
+            courier,
+            rendezvous.heartbeat_timeout,
+            plan.post,
+            require=settings.require_resume,
+        )
         place = LocalPlace(
             settings.checkpoint_dir, settings.checkpoint_glob, settings.run_id, finishing.finish
         )

@@ -54,6 +54,7 @@ class LocalSearch:
         courier: reaches the other agents, and this one.
         heartbeat_timeout: seconds after which the roster knows that an agent is dead.
         post: tells the loop what was found, for its log.
+        require: whether it is an error if there are checkpoints and none is whole.
     """
 
     def __init__(
@@ -61,8 +62,11 @@ class LocalSearch:
         courier: Courier,
         heartbeat_timeout: float,
         post: Callable[[events.Event], None],
+        *,
+        require: bool = False,
     ) -> None:
         self._courier = courier
+        self._require = require
         self._reach = 2 * heartbeat_timeout + 1.0
         self._post = post
         self._unreached: dict[str, str] = {}
@@ -97,6 +101,12 @@ class LocalSearch:
             return Found(again=True)
         self._post(events.CheckpointChosen(found))
         chosen = found.checkpoint
+        if chosen is None and self._require and found.passed_over:
+            first = found.passed_over[0]
+            raise CheckpointError(
+                f"--require-resume is given, and all {len(found.passed_over)} checkpoints were "
+                f"passed over; {first.path}: {first.reason}"
+            )
         if chosen is None:
             return Found(ready=frozenset(targets))
         said = {"path": str(chosen.path), "step": chosen.step, "format": chosen.format}

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping
+from pathlib import Path
 
 from elaunch import env
-from elaunch.agent import events
+from elaunch.agent import events, seeker
 from elaunch.agent.actions import Action, EndTree, Finish, Meet, Nothing, StartRound
 from elaunch.agent.state import State
-from elaunch.checkpoint import layout
 from elaunch.config import Settings
 
 PASSED_OVER_SHOWN = 10
@@ -96,20 +95,16 @@ class Narrator:
             log.warning("passed over %d more", len(news) - PASSED_OVER_SHOWN)
 
     def _tell_none(self, passed_over: int) -> None:
-        """Say so when a directory that is not empty holds nothing that is recognised."""
+        """Say so when a directory that is not empty holds nothing that can be resumed from."""
         root, glob = self._settings.checkpoint_dir, self._settings.checkpoint_glob
-        assert root is not None  # it was searched
-        try:
-            names = set(os.listdir(root)) - {layout.RUN}
-            found = sum(not name.startswith(".") for name in names)
-        except OSError:
-            return  # it is not there yet
-        if found and not passed_over:
-            fix = f"nothing matches {glob!r}" if glob else "name the files by --checkpoint-glob"
-            line = f"no checkpoint is recognised among {found} entries of {root}: {fix}"
-            if line not in self._passed_over:
-                self._passed_over.add(line)
-                log.warning("%s", line)
+        found = seeker.in_place(root) if isinstance(root, Path) else passed_over
+        if not found:
+            return
+        fix = f"nothing matches {glob!r}" if glob else "name the files by --checkpoint-glob"
+        line = f"no checkpoint is recognised among {found} entries of {root}: {fix}"
+        if passed_over:
+            line = f"no checkpoint of {root} can be resumed from: {passed_over} were passed over"
+        log.warning("%s; workers start without one (--require-resume makes this an error)", line)
 
 
 def _round(state: State, action: Action) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +15,8 @@ from elaunch.checkpoint.records import Checkpoint, PassedOver, Search
 from elaunch.config import Settings
 from elaunch.errors import CheckpointError, ElaunchError
 from elaunch.rendezvous import view
+
+log = logging.getLogger("elaunch")
 
 STILL = (
     "still looking for the newest complete checkpoint in {root}, for {seconds:.0f} s: files are "
@@ -41,6 +45,9 @@ def look(settings: Settings, finishing: Finishing | None = None) -> events.Check
             search = _search(root, settings.checkpoint_glob, run_id, finishing)
             if finishing is not None and isinstance(root, Path):
                 finishing.put_aside(root, search.passed_over, run_id)
+                _point_to(search)
+            if settings.require_resume and search.checkpoint is None:
+                problem = _lost(settings, search)
     except ElaunchError as error:
         search, problem = Search(None), str(error)
         exit_code = error.exit_code
@@ -50,6 +57,51 @@ def look(settings: Settings, finishing: Finishing | None = None) -> events.Check
     if unreadable:  # not the same as a directory without checkpoints: nobody may start afresh
         problem = f"{root}: {unreadable[0]}"
     return events.CheckpointChosen(search, problem, exit_code)
+
+
+def _lost(settings: Settings, search: Search) -> str | None:
+    """Return why a job with ``--require-resume`` may not start afresh, None if it may."""
+    root = settings.checkpoint_dir
+    entries = in_place(root) if isinstance(root, Path) else len(search.passed_over)
+    if not entries:
+        return None
+    passed = next((f"; {one.path}: {one.reason}" for one in search.passed_over), "")
+    return (
+        f"--require-resume is given, and none of the {entries} entries of {root} can be resumed "
+        f"from{passed}; name them by --checkpoint-glob, or leave the "
+        "flag out to start afresh"
+    )
+
+
+def in_place(root: Path) -> int:
+    """Return how many entries a checkpoint directory has that scripts may have saved."""
+    from elaunch.checkpoint import layout
+
+    try:
+        names = set(os.listdir(root)) - {layout.RUN}
+    except OSError:
+        return 0  # it is not there yet, or the search has said so
+    with contextlib.suppress(OSError):
+        names.update(os.listdir(root / layout.QUARANTINE))
+    return sum(not name.startswith(".") for name in names)
+
+
+def _point_to(search: Search) -> None:
+    """Have DeepSpeed load what was chosen, where a newer one was passed over."""
+    from elaunch.checkpoint import deepspeed
+
+    chosen = search.checkpoint
+    if chosen is None or chosen.format != deepspeed.FORMAT or search.found is None:
+        return
+    before = deepspeed.point_to(search.found)
+    if before:
+        log.warning(
+            "%s/%s named %s; it names %s now, so that load_checkpoint takes that",
+            chosen.path,
+            deepspeed.LATEST,
+            before,
+            search.found.name,
+        )
 
 
 def _search(

@@ -11,8 +11,9 @@ name                           step                     taken for
                                ``global_step`` inside
 ``step-00000120.r3.<uuid>/``   none                     nothing: copied from a URL, and to be
                                                         renamed first
-any other directory            number behind "step",    what its content is: Hugging Face, DCP
-                               else the last one
+any other directory            number behind "step",    what its content is, by ``directories``
+                               else the last one, else
+                               DeepSpeed's inside
 any other file, by glob only   the same                 torch.save, safetensors, JSON
 =============================  =======================  ===========================================
 """
@@ -24,7 +25,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from elaunch.checkpoint import dcp, layout, lightning, own
+from elaunch.checkpoint import accelerate, dcp, deepspeed, globs, layout, lightning, own
 from elaunch.checkpoint.files import explain
 from elaunch.checkpoint.globs import Entry
 from elaunch.checkpoint.names import is_temporary, sounds_like_checkpoint, step_in_name
@@ -44,6 +45,7 @@ class Candidate:
 
     ``format`` is None for a directory whose content has to tell. ``reported`` is false for a
     directory that nobody would expect to be a checkpoint: if it is none, nothing is said.
+    ``picked``: the user's pattern names it, so any content will do.
     """
 
     path: Path
@@ -51,11 +53,24 @@ class Candidate:
     format: str | None
     round: int | None = None
     reported: bool = True
+    picked: bool = False
 
     @property
     def age(self) -> tuple[int, int, str]:
         """Order candidates from old to new; the name makes the order of equals a fixed one."""
         return (self.step, -1 if self.round is None else self.round, self.path.name)
+
+
+def entries_below(root: Path, glob: str | None) -> tuple[list[Entry], list[PassedOver]]:
+    """Return what is named as a checkpoint can be, and the directories that cannot be listed.
+
+    Without a pattern that is all directly below ``root``, and what Accelerate names by itself.
+    """
+    if glob is not None:
+        return globs.find(root, glob)
+    entries, unreadable = globs.find(root, "*")
+    automatic, _ = globs.find(root, accelerate.AUTOMATIC)
+    return [*entries, *automatic], unreadable
 
 
 def classify(entry: Entry, globbed: bool) -> Candidate | PassedOver | None:
@@ -76,12 +91,19 @@ def classify(entry: Entry, globbed: bool) -> Candidate | PassedOver | None:
     if not entry.is_dir and not globbed:
         return None
     step_found = step_in_name(path.name, is_file=not entry.is_dir)
+    try:
+        if step_found is None and entry.is_dir and deepspeed.looks_like_tag(os.listdir(path)):
+            step_found = deepspeed.step_inside(path)
+    except CheckpointError as error:
+        return PassedOver(path, str(error))
+    except OSError as error:
+        return PassedOver(path, explain(error, path))
     if step_found is None:
         if globbed or os.path.lexists(path / dcp.METADATA):
             return PassedOver(path, "no number in its name, so its step is not known")
         return None
     reported = globbed or sounds_like_checkpoint(path.name)
-    return Candidate(path, step_found, _file_format(entry), reported=reported)
+    return Candidate(path, step_found, _file_format(entry), reported=reported, picked=globbed)
 
 
 def _file_format(entry: Entry) -> str | None:

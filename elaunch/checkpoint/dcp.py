@@ -48,7 +48,8 @@ def verify_below(path: Path, name: str) -> None:
     try:
         verify(path / name)
     except CheckpointError as error:
-        raise CheckpointError(f"{name}{os.sep}: {error}") from None
+        where = "" if name == os.curdir else f"{name}{os.sep}: "
+        raise CheckpointError(f"{where}{error}") from None
 
 
 def wanted_sizes(path: Path) -> dict[str, int]:

@@ -9,6 +9,7 @@ pytorch_model.bin, adapter_model.*,
 pytorch_model_fsdp.bin
 or one of the two *.index.json              valid JSON, every shard that it names whole
 or pytorch_model_fsdp_0/                    a whole DCP directory
+or latest, which names DeepSpeed's tag      whole
 optimizer.*, scheduler.pt, scaler.pt,       whole, where they are there (a run saved with
 rng_state*.pth, training_args.bin,          save_only_model has none)
 optimizer_0/
@@ -22,7 +23,7 @@ import re
 from collections.abc import Collection
 from pathlib import Path
 
-from elaunch.checkpoint import dcp
+from elaunch.checkpoint import dcp, deepspeed
 from elaunch.checkpoint.files import inside, read_json, whole_number
 from elaunch.checkpoint.safetensors import check_safetensors
 from elaunch.checkpoint.zips import check_zip
@@ -65,7 +66,10 @@ def verify(path: Path, step: int) -> None:
         raise CheckpointError(f"{STATE} says global_step {saved_step}")
     weights = [name for name in names if name in WEIGHTS]
     indexes = [name for name in names if name in INDEXES]
-    if not weights and not indexes and SHARDED[0] not in names:
+    sharded = deepspeed.LATEST in names and deepspeed.looks_like(path, names)
+    if sharded:
+        deepspeed.verify(path)
+    if not weights and not indexes and not sharded and SHARDED[0] not in names:
         raise CheckpointError(f"no weights: none of {', '.join((*WEIGHTS, *INDEXES, SHARDED[0]))}")
     files = {*weights, *(name for name in names if _STATE_FILES.fullmatch(name))}
     for index in indexes:

@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from elaunch.checkpoint import dcp, globs, huggingface, layout, lightning, own
-from elaunch.checkpoint.candidates import TORCH_SAVE, Candidate, classify, distinct
+from elaunch.checkpoint import dcp, directories, filetree, huggingface, layout, lightning, own
+from elaunch.checkpoint.candidates import TORCH_SAVE, Candidate, classify, distinct, entries_below
 from elaunch.checkpoint.files import (
     JSON_LIMIT,
     explain,
@@ -95,7 +95,7 @@ def list_kept(
     ``glob`` and ``run_id`` are those of elaunch.checkpoint.latest.find_latest. Raises OSError where
     ``root`` is there and cannot be read.
     """
-    found, passed_over = globs.find(root, "*" if glob is None else glob)
+    found, passed_over = entries_below(root, glob)
     unreadable = [passed for passed in passed_over if passed.path == root]
     if unreadable:
         raise OSError(f"{root}: {unreadable[0].reason}")
@@ -122,23 +122,25 @@ def _kept(candidate: Candidate, root: Path, run_id: str | None) -> Kept | None:
         raise CheckpointError("it is a link that leads out of the checkpoint directory")
     relative, step = str(path.relative_to(root)), candidate.step
     if candidate.format is None:
-        return Kept(relative, step) if _is_known(candidate) else None
+        format_ = _known_format(candidate)
+        if format_ is None:
+            return None
+        return Kept(relative, step, format=format_ if format_ == filetree.FORMAT else "")
     if candidate.format != own.FORMAT:
         return Kept(relative, step, format=candidate.format)
     assert candidate.round is not None  # its name was parsed
     return Kept(relative, step, candidate.round, own.FORMAT, _digest(path, run_id))
 
 
-def _is_known(candidate: Candidate) -> bool:
-    """Tell whether a directory can be a checkpoint; CheckpointError where people would think so."""
-    names = os.listdir(candidate.path)
-    if huggingface.looks_like(candidate.path, names) or dcp.looks_like(names):
-        return True
-    if candidate.reported:
+def _known_format(candidate: Candidate) -> str | None:
+    """Return a directory's format; CheckpointError where people would think that it has one."""
+    format_ = directories.format_of(candidate.path, candidate.picked)
+    if format_ is None and candidate.reported:
+        there = os.listdir(candidate.path)
         raise CheckpointError(
-            "no checkpoint of a known format is in it" if names else "it is empty"
+            "no checkpoint of a known format is in it" if there else "it is empty"
         )
-    return False
+    return format_
 
 
 def _digest(path: Path, run_id: str | None) -> str:
@@ -240,7 +242,8 @@ def _look_directory(path: Path, kept: Kept, progress: Progress) -> Looked:
     files = tuple(_hashed(path / name, name, progress) for name in _regular(path))
     format_, problem = None, ""
     try:
-        format_ = verify_candidate(Candidate(path, kept.step, None), None)
+        picked = kept.format == filetree.FORMAT
+        format_ = verify_candidate(Candidate(path, kept.step, None, picked=picked), None)
     except CheckpointError as error:
         problem = str(error)
     except FileNotFoundError as error:

@@ -12,8 +12,15 @@ import os
 from collections.abc import Collection
 from pathlib import Path
 
-from elaunch.checkpoint import dcp, globs, huggingface, lightning, own
-from elaunch.checkpoint.candidates import JSON, SAFETENSORS, Candidate, classify, distinct
+from elaunch.checkpoint import deepspeed, directories, lightning, own
+from elaunch.checkpoint.candidates import (
+    JSON,
+    SAFETENSORS,
+    Candidate,
+    classify,
+    distinct,
+    entries_below,
+)
 from elaunch.checkpoint.files import explain, read_json
 from elaunch.checkpoint.records import Checkpoint, PassedOver, Search
 from elaunch.checkpoint.safetensors import check_safetensors
@@ -39,7 +46,7 @@ def find_latest(
     whole (None: all); of others only what was written to since it was sealed. A ``root`` that does
     not exist has none. Raises UsageError for a pattern that leaves ``root``.
     """
-    entries, passed_over = globs.find(root, "*" if glob is None else glob)
+    entries, passed_over = entries_below(root, glob)
     candidates = []
     for entry in distinct(entries, root):
         found = classify(entry, globbed=glob is not None)
@@ -59,8 +66,9 @@ def find_latest(
             passed_over.append(PassedOver(path, explain(error, path)))
         else:
             if format_ is not None:
-                checkpoint = Checkpoint(path, candidate.step, format_, candidate.round)
-                return Search(checkpoint, tuple(passed_over))
+                load = deepspeed.to_load(path) if format_ == deepspeed.FORMAT else path
+                checkpoint = Checkpoint(load, candidate.step, format_, candidate.round)
+                return Search(checkpoint, tuple(passed_over), None if load == path else path)
     return Search(None, tuple(passed_over))
 
 
@@ -90,14 +98,12 @@ def verify_candidate(
 
 def _verify_directory(candidate: Candidate) -> str | None:
     path = candidate.path
-    names = frozenset(os.listdir(path))
-    if huggingface.looks_like(path, names):
-        huggingface.verify(path, candidate.step)
-        return huggingface.FORMAT
-    if dcp.looks_like(names):
-        dcp.verify(path)
-        return dcp.FORMAT
-    if candidate.reported:
-        content = "no checkpoint of a known format is in it" if names else "it is empty"
-        raise CheckpointError(content)
-    return None
+    format_ = directories.format_of(path, candidate.picked)
+    if format_ is not None:
+        directories.verify(path, candidate.step, format_)
+    elif candidate.reported:
+        there = os.listdir(path)
+        raise CheckpointError(
+            "no checkpoint of a known format is in it" if there else "it is empty"
+        )
+    return format_

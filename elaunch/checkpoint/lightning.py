@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 
 from elaunch.checkpoint import dcp
-from elaunch.checkpoint.zips import check_zip, global_step
+from elaunch.checkpoint.zips import check_zip, number_inside
 
 FORMAT = "lightning"
 SUFFIX = ".ckpt"
@@ -31,7 +31,7 @@ def step_inside(path: Path) -> int | None:
 
     Raises CheckpointError where the archive is not whole, OSError where it cannot be read.
     """
-    return global_step(path / META if path.is_dir() else path)
+    return number_inside(path / META if path.is_dir() else path, "global_step")
 
 
 def verify_directory(path: Path) -> None:

@@ -32,8 +32,9 @@ Place = Path | str  # a directory, or an fsspec URL such as "s3://bucket/run"
 class Checkpoint:
     """A complete checkpoint.
 
-    ``format`` is ``elaunch``, ``dcp``, ``huggingface``, ``lightning``, ``torch.save`` or
-    ``safetensors``; ``round`` is known for elaunch's own layout only.
+    ``format`` is ``elaunch``, ``dcp``, ``huggingface``, ``accelerate``, ``deepspeed``,
+    ``lightning``, ``torch.save``, ``safetensors``, ``json``, or ``directory`` for one of which
+    only the files are known; ``round`` is known for elaunch's own layout only.
     """
 
     path: Place
@@ -52,10 +53,14 @@ class PassedOver:
 
 @dataclass(frozen=True)
 class Search:
-    """The newest complete checkpoint, if any, and what was passed over on the way to it."""
+    """The newest complete checkpoint, if any, and what was passed over on the way to it.
+
+    ``found`` is what was verified, where that is not what a round is given but lies in it.
+    """
 
     checkpoint: Checkpoint | None
     passed_over: tuple[PassedOver, ...] = ()
+    found: Path | None = None
 
 
 @dataclass(frozen=True)

@@ -46,15 +46,15 @@ def check_zip(path: Path) -> None:
         _check(file, archive, path.name)
 
 
-def global_step(path: Path) -> int | None:
-    """Return ``global_step`` of the dict that a whole archive holds, None if it has none."""
+def number_inside(path: Path, key: str) -> int | None:
+    """Return the number >= 0 at ``key`` of the dict that a whole archive holds, or None."""
     with _archive(path) as (file, archive):
         member = _check(file, archive, path.name)
         if member is None:
             return None
         content = b"".join(_pieces(archive, member, path.name))
     saved = mapping(load_inert(content, f"{path.name}:{PICKLE}")) or {}
-    step = saved.get("global_step")
+    step = saved.get(key)
     return step if isinstance(step, int) and not isinstance(step, bool) and step >= 0 else None
 
 

@@ -25,6 +25,11 @@ OWN: tuple[Flag, ...] = (
         "a pattern of file names",
     ),
     switch(
+        "require-resume",
+        CHECKPOINT,
+        "Start nothing afresh where the checkpoint directory has files and none can be resumed.",
+    ),
+    switch(
         "checkpoint-local",
         CHECKPOINT,
         "Each node has a checkpoint directory of its own; what a node lacks, the others give it.",

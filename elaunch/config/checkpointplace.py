@@ -124,9 +124,10 @@ def _only_paths(answers: Answers, glob: str | None) -> None:
 
 def _needless(answers: Answers, args: tuple[str, ...]) -> None:
     """Refuse what has no meaning without a checkpoint directory."""
-    for flag in ("checkpoint-glob", "checkpoint-local"):
+    for flag in ("checkpoint-glob", "require-resume", "checkpoint-local"):
         if answers[flag]:
-            what = "to look in" if flag == "checkpoint-glob" else "that could be each node's own"
+            local = flag == "checkpoint-local"
+            what = "that could be each node's own" if local else "to look in"
             raise answers.fault(flag, f"has no directory {what}", "add --checkpoint-dir")
     asking = [arg for arg in args if has_placeholder([arg])]
     if asking:

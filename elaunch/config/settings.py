@@ -86,6 +86,7 @@ class Settings:
     progress_regex: str | None
     checkpoint_dir: Path | str | None
     checkpoint_glob: str | None
+    require_resume: bool
     checkpoint_local: bool
     checkpoint_replicas: int
     checkpoint_memory: int | None
@@ -162,8 +163,8 @@ def _plain(answers: Answers) -> dict[str, Any]:
         "monitor-interval role redirects tee local-ranks-filter duplicate-stdout-filters "
         "duplicate-stderr-filters logs-specs numa-binding event-log-handler health-check-port "
         "shutdown-timeout sibling-grace virtual-local-rank exit-codes dry-run log-level "
-        "checkpoint-glob checkpoint-local checkpoint-replicas checkpoint-memory hang-timeout "
-        "progress-regex tmp"
+        "checkpoint-glob require-resume checkpoint-local checkpoint-replicas checkpoint-memory "
+        "hang-timeout progress-regex tmp"
     ).split()
     fields = {name.replace("-", "_"): answers[name] for name in names}
     if not answers.is_set("sibling-grace"):

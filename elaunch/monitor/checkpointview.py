@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from elaunch.checkpoint import candidates, globs, layout, own, pins
+from elaunch.checkpoint import candidates, layout, own, pins
 from elaunch.checkpoint.depot import Depot, open_depot
 from elaunch.checkpoint.files import explain
 from elaunch.checkpoint.latest import verify_candidate
@@ -119,7 +119,7 @@ def _committed(found: Committed, pinned: bool) -> Entry:
 
 def _others(place: Path, glob: str | None) -> Iterator[Entry]:
     """Yield what is no committed checkpoint of elaunch's own: other formats, and damage."""
-    entries, passed_over = globs.find(place, "*" if glob is None else glob)
+    entries, passed_over = candidates.entries_below(place, glob)
     for passed in passed_over:
         if passed.path == place and os.path.lexists(place):
             raise CheckpointError(f"{place}: {passed.reason}")

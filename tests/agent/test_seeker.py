@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from elaunch.checkpoint.records import Image, Part, Stage
 from elaunch.config import Settings, resolve
 from elaunch.errors import CheckpointError
 from elaunch.rendezvous.view import Found, Search
+from tests.checkpoint.test_directories import save_checkpoint
 from tests.launching import wait_until
 
 
@@ -135,3 +137,47 @@ def test_a_search_that_takes_long_is_told(
     assert line.startswith(
         f"still looking for the newest complete checkpoint in {tmp_path}, for 0 s"
     )
+
+
+@pytest.mark.parametrize(
+    ("files", "lost"),
+    [
+        ((), False),
+        (("run.json", ".stage", ".lock"), False),
+        (("weights.npz",), True),
+        ((".quarantine/step-00000001.r0",), True),
+        (("step_1.pt",), True),
+    ],
+)
+def test_a_required_resume_finds_nothing(
+    tmp_path: Path, files: tuple[str, ...], lost: bool
+) -> None:
+    """An empty directory is a fresh start; one with files that nobody understands is not."""
+    root = tmp_path / "ck"
+    root.mkdir()
+    for name in files:
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_text("")
+    required = replace(settings(root, tmp_path), require_resume=True)
+    chosen = seeker.look(required)
+    assert chosen.search.checkpoint is None
+    assert (chosen.problem is not None, chosen.exit_code) == (lost, 74)
+    if lost:
+        assert f"none of the 1 entries of {root} can be resumed from" in (chosen.problem or "")
+        with pytest.raises(CheckpointError, match="--require-resume is given"):
+            seeker.for_all_nodes(required, lambda _: None)(Search())
+    assert seeker.look(settings(root, tmp_path)).problem is None
+
+
+def test_deepspeed_loads_what_was_chosen(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The newest is damaged: ``latest`` names the older one before the round begins."""
+    root = tmp_path / "ck"
+    save_checkpoint(root, "global_step10")
+    (save_checkpoint(root) / "mp_rank_00_model_states.pt").write_bytes(b"torn")
+    made = settings(root, tmp_path, None)
+    assert seeker.look(made).search.checkpoint is not None
+    assert (root / "latest").read_text() == "global_step20"
+    chosen = seeker.look(made, Finishing(made)).search.checkpoint
+    assert (chosen and chosen.path, chosen and chosen.step) == (root, 10)
+    assert (root / "latest").read_text() == "global_step10"
+    assert f"{root}/latest named global_step20; it names global_step10 now" in caplog.text

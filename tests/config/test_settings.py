@@ -128,6 +128,7 @@ def test_a_variable_can_be_set_off_on_the_command_line(job: Job) -> None:
         ("--log-dir train.py/x train.py", {}, "which is a file"),
         ("--checkpoint-dir train.py train.py", {}, "is a file, not a directory"),
         ("--checkpoint-glob *.pt train.py", {}, "add --checkpoint-dir"),
+        ("--require-resume train.py", {}, "has no directory to look in; add --checkpoint-dir"),
         ("--checkpoint-dir d --checkpoint-glob /x train.py", {}, "is absolute"),
         ("train.py --resume {checkpoint}", {}, "needs --checkpoint-dir"),
         ("--preload nosuchmodule train.py", {}, "names nosuchmodule, which was not found"),

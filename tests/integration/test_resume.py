@@ -170,3 +170,18 @@ def test_the_record_tells_what_was_resumed(elaunch: Launcher, saves: Path) -> No
     assert record["checkpoint"] == {"path": path, "step": 10, "format": "torch.save"}
     assert [entry["resumed_step"] for entry in record["history"]] == [None, 10]
     assert re.search(r"restart 1 of 1 since the last progress, from step 10", done.stderr)
+
+
+def test_files_that_nobody_understands(elaunch: Launcher, saves: Path) -> None:
+    """A restart says what it throws away; a job that must resume ends instead."""
+    (saves / "weights.npz").write_bytes(b"0")
+    words = [f"ckpt={saves}", "0r0:exit=7"]
+    line = [f"--checkpoint-dir={saves}", "--max-restarts=1"]
+    done = elaunch.run(act(METHODS[0], *words, nproc=1, flags=line))
+    assert done.returncode == 0
+    told = [text for text in agent_lines(done.stderr) if "no checkpoint is recognised" in text]
+    assert len(told) == 2 and "workers start without one (--require-resume makes" in told[1]
+    again = elaunch.run(act(METHODS[0], *words, nproc=1, flags=[*line, "--require-resume"]))
+    assert again.returncode == 74
+    assert f"none of the 2 entries of {saves} can be resumed from" in again.stderr
+    assert "leave the flag out to start afresh" in again.stderr
