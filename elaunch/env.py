@@ -25,6 +25,7 @@ ELAUNCH_CHANNEL_KEY             key by which the round's workers know each other
 ELAUNCH_STARTER                 process that has started ``elaunch wrap``, as pid and tick; set by
                                 it where no launcher names the job
 ELAUNCH_STACKS_FILE             where the worker writes its stacks at a signal; with --hang-timeout
+TORCHELASTIC_TIMER_FILE         the pipe of torch's timers; with TORCHELASTIC_ENABLE_FILE_TIMER=1
 ==============================  ====================================================================
 
 torchrun's names and value formats are those of torch 2.13, ``torch/distributed/elastic/agent/
@@ -58,6 +59,16 @@ CHECKPOINT_KEEP = "ELAUNCH_CHECKPOINT_KEEP"
 HPARAMS = "ELAUNCH_HPARAMS"
 STARTER = "ELAUNCH_STARTER"
 STACKS_FILE = "ELAUNCH_STACKS_FILE"
+TIMER_FILE = "TORCHELASTIC_TIMER_FILE"
+FACTS = frozenset(
+    {
+        *(AGENT_SOCKET, CHANNEL_KEY, CHECKPOINT_DIR, RUN_ID_GIVEN, CHECKPOINT_LOCAL),
+        *(CHECKPOINT_KEEP, STACKS_FILE, TIMER_FILE, "ELAUNCH_RUN_ID", "ELAUNCH_ROUND"),
+        *("ELAUNCH_RESTART_REASON", "ELAUNCH_NODE_ADDRS", "ELAUNCH_RESUME_FROM"),
+        *("ELAUNCH_RESUME_STEP", HPARAMS),
+    }
+)
+"""What an agent sets for its own workers alone: to another job it says nothing."""
 STACKS_SIGNAL = signal.SIGRTMIN + 12
 """At this signal a worker writes the stacks of its threads to its STACKS_FILE."""
 
@@ -191,7 +202,8 @@ def default_omp_threads(environ: Mapping[str, str], nproc: int) -> dict[str, str
 def launcher_environment() -> dict[str, str]:
     """Return a copy of the environment that elaunch was started with.
 
-    What an outer elaunch has set for one of its workers alone is left out.
+    A worker of another job may have started elaunch: the facts of that job are left out. What
+    torchrun sets, too, is set anew for each worker. What a person has exported reaches both jobs.
     """
-    own = (STACKS_FILE, RUN_ID_GIVEN, HPARAMS)
-    return {name: value for name, value in os.environ.items() if name not in own}
+    left_out = FACTS if AGENT_SOCKET in os.environ else {STACKS_FILE, RUN_ID_GIVEN}
+    return {name: value for name, value in os.environ.items() if name not in left_out}

@@ -69,6 +69,11 @@ class RunDir:
         return self.path / "agent.sock"
 
     @property
+    def timers(self) -> Path:
+        """Return the path of the named pipe for the workers' timers, where nobody named another."""
+        return self.path / "timers"
+
+    @property
     def logs(self) -> Path:
         """Return the default directory of the workers' logs; it may not exist yet."""
         return self.path / "logs"

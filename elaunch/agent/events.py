@@ -97,7 +97,8 @@ class WorkerExited:
     """A worker ended; ``exitcode`` is negative for a signal, ``at`` is monotonic seconds.
 
     ``stopped`` says that the server had been told to end the workers, and had not yet seen this
-    one's end: "it died" and "we ended it" are different facts.
+    one's end: "it died" and "we ended it" are different facts. ``timer`` names the worker's timer
+    of torch.distributed.elastic.timer that had expired before, if one had.
     """
 
     round: int
@@ -106,6 +107,7 @@ class WorkerExited:
     exitcode: int
     at: float
     stopped: bool = False
+    timer: str = ""
 
 
 @dataclass(frozen=True)

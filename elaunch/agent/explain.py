@@ -18,7 +18,8 @@ class Facts:
     """What is known of one ended worker.
 
     ``exitcode`` is negative for a signal; ``shm_free`` is the free space of /dev/shm in bytes, if
-    known; ``oom_kill`` says that the kernel's count of processes killed for memory has grown.
+    known; ``oom_kill`` says that the kernel's count of processes killed for memory has grown;
+    ``timer`` names its timer that had expired.
     """
 
     exitcode: int
@@ -28,6 +29,7 @@ class Facts:
     local_world_size: int | None = None
     oom_kill: bool = False
     shm_free: int | None = None
+    timer: str = ""
 
 
 @dataclass(frozen=True)
@@ -190,6 +192,11 @@ _TEXT_COUNTS = frozenset({1, 2, -signal.SIGABRT, -signal.SIGBUS})
 def explain(facts: Facts) -> Explanation:
     """Return the cause of a worker's end as far as it is known, with the fix."""
     number = -facts.exitcode
+    if facts.timer:
+        return Explanation(
+            f"Its timer {facts.timer} had expired (torch.distributed.elastic.timer), and so it was "
+            "ended: the section took longer than timer.expires(after=…) allows."
+        )
     if number == signal.SIGKILL and facts.oom_kill:
         return Explanation(f"Out of memory: the kernel killed it. {_OOM_FIX}")
     found = _by_text(facts) if facts.exitcode in _TEXT_COUNTS else None

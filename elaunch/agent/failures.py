@@ -37,7 +37,8 @@ class WorkerExit:
 
     ``exitcode`` is negative for a signal, ``at`` in seconds since 1970, ``tail`` the last lines of
     its stderr (a few hundred, so that a whole traceback fits), ``stopped_by_us`` says that elaunch
-    had signalled it before, ``oom_kill`` that the cgroup's count of OOM kills grew meanwhile.
+    had signalled it before, ``oom_kill`` that the cgroup's count of OOM kills grew meanwhile,
+    ``timer`` which timer of torch.distributed.elastic.timer had expired.
     """
 
     rank: int
@@ -51,6 +52,7 @@ class WorkerExit:
     stderr_path: str | None = None
     tail: tuple[str, ...] = ()
     oom_kill: bool = False
+    timer: str = ""
 
 
 @dataclass(frozen=True)
@@ -186,6 +188,7 @@ def _failure(end: WorkerExit, seconds_after: float, known: Circumstances) -> Fai
         local_rank=end.local_rank,
         local_world_size=known.local_world_size,
         oom_kill=end.oom_kill,
+        timer=end.timer,
         shm_free=known.shm_free,
     )
     source = end.error_file if origin == "error file" else end.stderr_path

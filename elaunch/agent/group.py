@@ -49,7 +49,8 @@ class RoundStart:
 class GroupPlan:
     """What a worker group is made of; ``log_root`` holds ``attempt_<round>/<local_rank>/``.
 
-    ``own_addr`` is where the other nodes reach this one; None in a job of one node.
+    ``own_addr`` is where the other nodes reach this one; None in a job of one node. ``temp`` is the
+    run's own directory for temporary files, which the server removes where this agent was killed.
     """
 
     settings: Settings
@@ -58,6 +59,7 @@ class GroupPlan:
     environ: Mapping[str, str]
     post: Callable[[events.Event], None]
     own_addr: str | None = None
+    temp: str | None = None
 
 
 class WorkerGroup:
@@ -94,6 +96,8 @@ class WorkerGroup:
             open_files=self._open_files,
             title_room=sum(len(os.fsencode(word)) + 1 for word in words) + 64 + longest_checkpoint,
             environ=self._environ,
+            temp=self._plan.temp,
+            timer_file=self._environ.get(env.TIMER_FILE) if settings.file_timer else None,
         )
         return WorkerServer(plan, self._plan.post, self._reaper)
 

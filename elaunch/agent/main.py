@@ -123,9 +123,10 @@ def _run_job(place: _Place, journal: Journal, inbox: Inbox, stack: contextlib.Ex
     if run_dir.notice is not None:
         log.warning("%s", run_dir.notice)
     journal.write()
-    environ = {**environ, **_own_temp(settings, environ, stack)}
+    temp, temp_variables = _own_temp(settings, environ, stack)
+    environ = {**environ, **temp_variables, **_own_timers(settings, run_dir, stack)}
     own_addr = _own_addr(settings)
-    group_plan = GroupPlan(settings, run_dir, log_root, environ, inbox.put, own_addr)
+    group_plan = GroupPlan(settings, run_dir, log_root, environ, inbox.put, own_addr, temp)
     group = WorkerGroup(group_plan, pump)
     stack.callback(group.close)
     links, hangs = _start_links(settings, lines, inbox, group, stack)
@@ -201,15 +202,15 @@ def _join(
 
 def _own_temp(
     settings: Settings, environ: Mapping[str, str], stack: contextlib.ExitStack
-) -> dict[str, str]:
-    """Make the run's directory for temporary files; return the variables that point to it."""
+) -> tuple[str | None, dict[str, str]]:
+    """Make the run's directory for temporary files; return it and the variables that name it."""
     try:
         temp = RunTemp(settings.tmp, environ)
     except OSError as error:
         log.warning(
             "no directory for temporary files can be made: %s; the workers share one", error
         )
-        return {}
+        return None, {}
 
     def close() -> None:
         left = temp.close()
@@ -217,7 +218,26 @@ def _own_temp(
             log.warning("the workers left files in their TMPDIR, %s", left)
 
     stack.callback(close)
-    return temp.variables
+    return temp.path, temp.variables
+
+
+def _own_timers(
+    settings: Settings, run_dir: rundir.RunDir, stack: contextlib.ExitStack
+) -> dict[str, str]:
+    """Make the pipe for torch.distributed.elastic.timer; return the variable that points to it."""
+    if not settings.file_timer:
+        return {}
+    path = settings.timer_file or run_dir.timers
+    try:
+        path.unlink(missing_ok=True)
+        os.mkfifo(path, 0o600)
+    except OSError as error:
+        raise UsageError(
+            f"{env.TIMER_FILE}: no named pipe can be made at {str(path)!r}: {error.strerror}; "
+            "name a path on a local file system"
+        ) from error
+    stack.callback(path.unlink, missing_ok=True)
+    return {env.TIMER_FILE: str(path)}
 
 
 def _console_patience(journal: Journal) -> float:

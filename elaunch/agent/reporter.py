@@ -141,6 +141,7 @@ class Reporter:
             stderr_path=None if stderr is None else str(stderr),
             tail=tuple(self._plan.pump.tail(rank, "stderr", TAIL_LINES)),
             oom_kill=self._oom and event.exitcode in (-9, 128 + 9) and not stopped,
+            timer=event.timer,
         )
 
 

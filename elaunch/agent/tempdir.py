@@ -3,7 +3,8 @@
 Many scripts write ``tempfile.gettempdir() + "/model.checkpoint"``, as PyTorch's DDP tutorial does:
 in the shared ``/tmp`` two such jobs load each other's weights. With ``--tmp private`` (the default)
 the workers' TMPDIR is a new directory, the same in all rounds. Whoever has set TMPDIR, TEMP or TMP
-has decided (schedulers do, per job), and nothing is changed.
+has decided (schedulers do, per job), and nothing is changed. The TMPDIR that another elaunch has
+made for its workers is no decision: a job that a worker starts gets a directory of its own in it.
 
 At the end the directory goes, with what is empty or a socket in it. Files that the workers left are
 kept and pointed out. Caches that are meant to outlive a job (TorchInductor's) stay where they were.
@@ -31,7 +32,7 @@ class RunTemp:
     def __init__(self, choice: str, environ: Mapping[str, str]) -> None:
         self.path: str | None = None
         self.variables: dict[str, str] = {}
-        if choice == "shared" or any(environ.get(name) for name in NAMES):
+        if choice == "shared" or any(_is_decision(environ.get(name, "")) for name in NAMES):
             return
         shared = tempfile.gettempdir()
         self.path = tempfile.mkdtemp(prefix=env.TEMP_PREFIX)
@@ -49,6 +50,10 @@ class RunTemp:
             with contextlib.suppress(OSError):  # not empty: it holds what is to be kept
                 os.rmdir(directory)
         return self.path if os.path.isdir(self.path) else None
+
+
+def _is_decision(path: str) -> bool:
+    return bool(path) and not os.path.basename(path).startswith(env.TEMP_PREFIX)
 
 
 def _remove_unless_file(path: str) -> None:

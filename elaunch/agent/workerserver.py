@@ -52,6 +52,8 @@ class ServerPlan:
     open_files: tuple[int, int]
     title_room: int
     environ: Mapping[str, str] = field(repr=False)
+    timer_file: str | None = None
+    temp: str | None = None
 
 
 class WorkerServer:
@@ -97,7 +99,8 @@ class WorkerServer:
         configure: protocol.Message = {"op": "configure", "run_id": self._plan.run_id}
         configure |= {"start": start}
         modules = {"preload": list(self._plan.preload), "later": list(self._plan.later)}
-        configure["later_delay"] = LATER_DELAY
+        configure |= {"later_delay": LATER_DELAY, "temp": self._plan.temp}
+        configure |= {"timer_file": self._plan.timer_file}
         configure |= {"import_path": self._plan.import_path, "open_files": self._plan.open_files}
         self.send({**configure, **modules})
 

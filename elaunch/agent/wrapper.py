@@ -234,10 +234,6 @@ class Wrapper:
 
 
 def _server_plan(plan: WrapPlan) -> ServerPlan:
-    environ = dict(plan.environ)
-    # The server removes an agent's own TMPDIR at its end; one around this wrapper is not its own.
-    if os.path.basename(environ.get("TMPDIR", "")).startswith(env.TEMP_PREFIX):
-        del environ["TMPDIR"]
     return ServerPlan(
         run_id=f"{plan.job or 'wrap'}, rank {plan.rank}",
         interpreter=sys.executable,
@@ -247,7 +243,7 @@ def _server_plan(plan: WrapPlan) -> ServerPlan:
         import_path=None,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE),
         title_room=0,
-        environ=environ,
+        environ=plan.environ,
     )
 
 

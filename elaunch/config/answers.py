@@ -16,13 +16,10 @@ from elaunch.config.flag import Flag
 from elaunch.config.flags import FLAGS
 from elaunch.config.given import Given, JobFile, convert, fault
 from elaunch.config.variables import ETCD_PASSWORD, ETCD_USER, VARIABLES
-from elaunch.env import AGENT_SOCKET, CHECKPOINT_KEEP
+from elaunch.env import AGENT_SOCKET, CHECKPOINT_KEEP, FACTS
 from elaunch.errors import UsageError
 
 _TABLE = {flag.name: flag for flag in (*FLAGS, *VARIABLES)}
-# Set by an agent for its workers: flags only outside of a job.
-_OUTER_JOB = AGENT_SOCKET
-_SET_FOR_WORKERS = ("ELAUNCH_CHECKPOINT_DIR", "ELAUNCH_CHECKPOINT_LOCAL", "ELAUNCH_RUN_ID")
 
 
 @dataclass(frozen=True)
@@ -76,8 +73,8 @@ def from_variables(flag: Flag, environ: Mapping[str, str]) -> Given | None:
     """Return the strongest variable that sets ``flag``, or None."""
     own = flag.environment if flag not in VARIABLES else flag.variables
     for name in own:
-        if name in _SET_FOR_WORKERS and _OUTER_JOB in environ:
-            continue
+        if name in FACTS and AGENT_SOCKET in environ:
+            continue  # the outer agent has set it for its worker
         if environ.get(name):
             return Given(environ[name], "variable", name)
     return None

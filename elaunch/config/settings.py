@@ -75,6 +75,8 @@ class Settings:
     numa_binding: str | None
     event_log_handler: str
     health_check_port: int | None
+    file_timer: bool
+    timer_file: Path | None
     signals_to_handle: tuple[signal.Signals, ...]
     forward_signals: tuple[signal.Signals, ...]
     preempt_signals: tuple[signal.Signals, ...]
@@ -162,6 +164,7 @@ def _plain(answers: Answers) -> dict[str, Any]:
         "nproc-per-node standalone node-rank local-addr max-restarts restart-budget "
         "monitor-interval role redirects tee local-ranks-filter duplicate-stdout-filters "
         "duplicate-stderr-filters logs-specs numa-binding event-log-handler health-check-port "
+        "file-timer "
         "shutdown-timeout sibling-grace virtual-local-rank exit-codes dry-run log-level "
         "checkpoint-glob require-resume checkpoint-local checkpoint-replicas checkpoint-memory "
         "hang-timeout progress-regex tmp"
@@ -201,6 +204,7 @@ def _meeting(meeting: topology.Meeting) -> dict[str, Any]:
 def _places(answers: Answers, command: Command, start: Path) -> dict[str, Any]:
     return {
         "log_dir": validate.log_dir(answers, start),
+        "timer_file": validate.timer_file(answers, start),
         "checkpoint_dir": checkpointplace.place(answers, start, command.args),
         "checkpoint_keep": checkpointplace.keep(answers),
         "workdir": start if answers["workdir"] else None,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import stat
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -141,6 +142,37 @@ def log_dir(answers: Answers, start: Path) -> str | None:
     path = Path(os.path.abspath(start / Path(raw).expanduser()))
     writable_directory(answers, "log-dir", path)
     return str(path)
+
+
+def timer_file(answers: Answers, start: Path) -> Path | None:
+    """Return the absolute path of the timers' named pipe; None where elaunch chooses it."""
+    if not answers["file-timer"] or not answers["timer-file"]:
+        return None
+    path = Path(os.path.abspath(start / Path(answers["timer-file"]).expanduser()))
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        writable_directory(answers, "timer-file", path.parent)
+        if not path.parent.is_dir():
+            raise answers.fault("timer-file", "is in a directory that does not exist") from None
+        return path
+    except OSError as error:
+        raise answers.fault("timer-file", f"cannot be looked at: {error.strerror}") from None
+    if not stat.S_ISFIFO(mode):
+        raise answers.fault("timer-file", "is there already, and no named pipe", "remove it")
+    if _has_reader(path):
+        raise answers.fault(
+            "timer-file", "is in use: somebody reads it, another agent perhaps", "name another"
+        )
+    return path
+
+
+def _has_reader(pipe: Path) -> bool:
+    try:
+        os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
+    except OSError:
+        return False
+    return True
 
 
 def writable_directory(answers: Answers, flag: str, path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from elaunch.config import values
 from elaunch.config.flag import OTHER, Flag
+from elaunch.env import TIMER_FILE
 
 # Taken out of the environment of workers: a password that a worker has is in its core dumps, in its
 # tracker's list of variables, and in every subprocess. --rdzv-conf may hold one.
@@ -29,6 +30,24 @@ VARIABLES: tuple[Flag, ...] = (
         "Port of the health check.",
         allowed="a port, 0 to 65535",
         variables=("TORCHELASTIC_HEALTH_CHECK_PORT",),
+    ),
+    Flag(
+        "file-timer",
+        values.switch,
+        "no",
+        OTHER,
+        "Kill workers whose timers of torch.distributed.elastic.timer expire.",
+        allowed="1 or 0",
+        variables=("TORCHELASTIC_ENABLE_FILE_TIMER",),
+    ),
+    Flag(
+        "timer-file",
+        values.text,
+        None,
+        OTHER,
+        "Named pipe of these timers.",
+        allowed="a path where nothing is, or a named pipe that nobody reads",
+        variables=(TIMER_FILE,),
     ),
     Flag(
         "interpreter",

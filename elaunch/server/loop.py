@@ -24,13 +24,13 @@ import time
 from collections.abc import Sequence
 from typing import NoReturn
 
-from elaunch import env
 from elaunch.server import devices, processes, protocol, worker
 from elaunch.server.job import Job
 from elaunch.server.later import Later
 from elaunch.server.preload import preload
 from elaunch.server.stores import Stores
 from elaunch.server.sweep import Sweep
+from elaunch.server.timers import Timers, worker_above
 from elaunch.server.title import set_title
 
 FENCED = -2
@@ -80,6 +80,9 @@ class Server:
         self._fork_start = False
         self._open_files = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._later = Later()
+        self._timers = Timers()
+        self._expired: dict[int, str] = {}  # pid of a worker → its timer that has expired
+        self._temp: str | None = None
         self._fence = math.inf
         self._hold = 0.0
         self._held = False
@@ -98,6 +101,7 @@ class Server:
                 job = self._serve_file(fd)
                 if job is not None:
                     return job
+            self._end_expired()
             self._collect()
             if self._agent.fileno() not in ready:  # a later fence may wait to be read
                 self._keep_fence()
@@ -110,15 +114,18 @@ class Server:
         elif fd == self._agent.fileno():
             received = self._receiver.receive()
             return self._handle(*received) if received is not None else self._end()
+        elif fd in self._timers.files:
+            self._timers.read()
         else:
             self._stores.hear(fd)
         return None
 
     def _wait(self) -> list[int]:
         poll = select.poll()
-        for fd in (self._wake_read, self._agent.fileno(), *self._stores.files):
+        own = (self._wake_read, self._agent.fileno())
+        for fd in (*own, *self._stores.files, *self._timers.files):
             poll.register(fd, select.POLLIN)
-        deadlines = [self._later.due, self._stores.due, self._fence_due()]
+        deadlines = [self._later.due, self._stores.due, self._timers.due, self._fence_due()]
         if self._sweep is not None:
             deadlines.append(self._sweep.next_look())
         soonest = min(deadlines)
@@ -139,6 +146,7 @@ class Server:
             self._signal(message)
         elif op == "sweep":
             self._stores.drop()
+            self._timers.clear()
             self._note_stop()
             self._sweep = Sweep(message, self._pid, lambda: {self._stores.pid})
         elif op == "fence":
@@ -156,8 +164,9 @@ class Server:
         self._fork_start = message["start"] == "fork"
         began = time.monotonic()
         self._open_files = tuple(message["open_files"])
-        path = message["import_path"]
+        path, self._temp = message["import_path"], message["temp"]
         problem = preload(message["preload"], path) if self._fork_start else None
+        problem = problem or self._timers.open(message["timer_file"])
         later = message["later"] if self._fork_start else []
         self._later.plan(later, path, message["later_delay"])
         set_title(f"elaunch: server of {message['run_id']}")
@@ -216,6 +225,7 @@ class Server:
         signal.signal(signal.SIGCHLD, self._old_handler)
         os.close(self._wake_read)
         os.close(self._wake_write)
+        self._timers.close()
         self._agent.close()
         self._stores.close_in_fork()
 
@@ -227,6 +237,14 @@ class Server:
                 (os.killpg if message["group"] else os.kill)(pid, message["signum"])
             except ProcessLookupError:  # just forked, it leads no group yet
                 os.kill(pid, message["signum"])
+
+    def _end_expired(self) -> None:
+        """Kill the processes whose timers have expired, and keep which of a worker it was."""
+        for timer in self._timers.expired(self._pid):
+            worker = worker_above(timer.process.pid, self._workers)
+            if worker is not None:
+                whose = "" if worker == timer.process.pid else f" of process {timer.process.pid}"
+                self._expired[worker] = f"{timer.scope}{whose}"
 
     def _keep_fence(self) -> None:
         """Kill all workers when the agent has not said in time that they may go on.
@@ -299,7 +317,9 @@ class Server:
                 code = os.waitstatus_to_exitcode(status)
                 exited = {"op": "exited", "round": round_number, "local_rank": local_rank}
                 exited |= {"pid": pid, "exitcode": code, "at": time.monotonic()}
-                self._send({**exited, "stopped": pid in self._stopped})
+                exited |= {"stopped": pid in self._stopped, "timer": self._expired.pop(pid, "")}
+                self._stopped.discard(pid)
+                self._send(exited)
 
     def _send(self, message: protocol.Message) -> None:
         try:
@@ -316,10 +336,9 @@ class Server:
 
     def _forget_temp(self) -> None:
         """Remove the run's directory for temporary files if a killed agent has left it empty."""
-        temp = os.environ.get("TMPDIR", "")
-        if os.path.basename(temp).startswith(env.TEMP_PREFIX):
+        if self._temp is not None:
             try:
-                os.rmdir(temp)
+                os.rmdir(self._temp)
             except OSError:  # it is not empty, and then not ours to remove; or it is gone
                 return
 

@@ -6,7 +6,9 @@ Both ends of one Unix stream socket pair speak it; a message is a dict with ``op
 from        op                  fields
 ==========  ==================  ==================================================================
 agent       configure           run_id, start ("fork" | "exec"), preload, later, later_delay (s),
-                                import_path, open_files (soft and hard limit of the workers)
+                                import_path, open_files (soft and hard limit of the workers),
+                                timer_file (the pipe of elaunch.server.timers, or null), temp (the
+                                run's own directory for temporary files, or null)
 agent       start               round, local_rank, mode, entrypoint, args, interpreter, env;
                                 files: its stdout and stderr
 agent       store               round (-1: before the first), host, fixed (whether all rounds have
@@ -24,7 +26,8 @@ server      warmed              problem (text or null), seconds, settings (varia
 server      started             round, local_rank, pid, at
 server      not_started         round, local_rank, problem
 server      exited              round, local_rank, pid, exitcode (negative: signal), at, stopped
-                                (whether it had been told to end before)
+                                (whether it had been told to end before), timer (its timer that
+                                had expired, or "")
 server      swept               round, killed (pids and names), survivors (same)
 server      store_failed        round, problem
 server      fenced              late (s): the fence has passed so long ago; all workers are killed

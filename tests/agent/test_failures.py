@@ -144,6 +144,7 @@ def test_to_dict(tmp_path: Path) -> None:
         "ms_after_first": 0,
         "stopped_by_us": False,
         "oom_kill": False,
+        "timer": "",
         "message": "ValueError: b",
         "traceback_from": "stderr",
         "error_file": None,

@@ -68,3 +68,16 @@ def test_the_cache_of_the_compiler_outlives_the_run(shared: Path) -> None:
     assert cache.parent == shared and cache.name.startswith("torchinductor_")
     decided = RunTemp("private", {"TORCHINDUCTOR_CACHE_DIR": "/cache"})
     assert "TORCHINDUCTOR_CACHE_DIR" not in decided.variables
+
+
+def test_the_directory_of_an_outer_job_is_no_decision(
+    shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job that a worker starts has its own, in that of the worker, which stays."""
+    outer = RunTemp("private", {})
+    assert outer.path is not None
+    monkeypatch.setattr(tempfile, "tempdir", outer.path)
+    inner = RunTemp("private", outer.variables)
+    assert inner.path is not None and Path(inner.path).parent == Path(outer.path)
+    assert inner.close() is None and Path(outer.path).is_dir()
+    assert RunTemp("shared", outer.variables).path is None

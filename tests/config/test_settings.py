@@ -318,3 +318,26 @@ def test_the_checkpoint_directory_need_not_exist_yet(job: Job, tmp_path: Path) -
     """The script makes it at its first save."""
     found = job.settings("--checkpoint-dir ck --checkpoint-glob step_*.pt train.py {checkpoint}")
     assert (found.checkpoint_dir, found.checkpoint_glob) == (tmp_path / "ck", "step_*.pt")
+
+
+def test_the_pipe_of_torchs_timers(job: Job, tmp_path: Path) -> None:
+    """Where nothing is, or a pipe that nobody reads; without the switch it is the script's."""
+    enabled = {"TORCHELASTIC_ENABLE_FILE_TIMER": "1"}
+    path = job.directory / "pipe"
+    given = {**enabled, "TORCHELASTIC_TIMER_FILE": "pipe"}
+    assert (job.settings().file_timer, job.settings(**enabled).timer_file) == (False, None)
+    assert job.settings(**given).timer_file == path
+    inside = {**given, "ELAUNCH_AGENT_SOCKET": "/x"}  # an outer agent's pipe
+    assert (job.settings(**inside).file_timer, job.settings(**inside).timer_file) == (True, None)
+    os.mkfifo(path)
+    assert job.settings(**given).timer_file == path
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    assert "'pipe' is in use: somebody reads it" in job.error(**given)
+    os.close(reader)
+    path.unlink()
+    path.write_text("data")
+    assert "'pipe' is there already, and no named pipe" in job.error(**given)
+    assert job.settings(TORCHELASTIC_TIMER_FILE="pipe").timer_file is None
+    given["TORCHELASTIC_TIMER_FILE"] = "no/pipe"
+    assert "is in a directory that does not exist" in job.error(**given)
+    assert "is neither yes nor no" in job.error(TORCHELASTIC_ENABLE_FILE_TIMER="x")
