@@ -17,6 +17,7 @@ COMMANDS = {
     "status": ("elaunch.cli.status", "Show running and recent jobs, here or on all nodes."),
     "metrics": ("elaunch.cli.metrics", "Show what a run's script has reported."),
     "checkpoints": ("elaunch.cli.checkpoints", "List, verify, pin, remove, convert checkpoints."),
+    "examples": ("elaunch.cli.examples", "List, show and copy the examples."),
     "wrap": ("elaunch.cli.wrap", "Run a command as one rank of mpirun's or srun's job."),
 }
 
