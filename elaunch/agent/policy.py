@@ -32,9 +32,7 @@ from elaunch.agent.state import Phase, State
 from elaunch.agent.wording import LOST, ended, failure, failure_code, server_ended, workers
 from elaunch.errors import CheckpointError, ServerError, UsageError
 from elaunch.rendezvous.budget import (
-    LONG_ENOUGH,
     NoMore,
-    Spent,
     hopeless,
     verdict,
     why_no_more,
@@ -211,7 +209,7 @@ def _next(state: State) -> Decision:
     if state.completed or not state.failed or state.interrupted or told_before:
         return _finish(state)
     limits = state.limits
-    if hopeless(limits.budget, _spent(state)):
+    if hopeless(limits.budget, state.spent):
         return _finish(state)
     if state.notified_in is Phase.FLUSHING:
         return preemptpolicy.instead_of_restart(state)
@@ -240,24 +238,12 @@ def _go_on_from(state: State, event: events.CheckpointChosen) -> Decision:
 def _restart(state: State) -> Decision:
     """Start the next round if the budget has one left, at once or after a backoff."""
     step = None if state.chosen is None else state.chosen.step
-    found = verdict(state.limits.budget, _spent(state), failure(state), step, lived_long(state))
+    found = verdict(state.limits.budget, state.spent, failure(state), step, state.lived_long)
     if isinstance(found, NoMore):
         return _finish(state)
     if found.backoff:
         return Backoff(found.backoff), found.reason
     return StartRound(state.round + 1, state.chosen), found.reason
-
-
-def _spent(state: State) -> Spent:
-    return Spent(state.restarts, state.without_progress)
-
-
-def lived_long(state: State) -> bool:
-    """Whether the round ran long enough not to have died at its start."""
-    failed = state.first or state.hang
-    if failed is None or state.began is None:
-        return False
-    return failed.at - state.began >= LONG_ENOUGH
 
 
 def _finish(state: State) -> Decision:
@@ -274,7 +260,7 @@ def _finish(state: State) -> Decision:
         elif state.told_to_stop and state.notice is not None:
             why = f"; no restart: {state.notice.reason}"
         else:
-            why = why_no_more(state.limits.budget, _spent(state))
+            why = why_no_more(state.limits.budget, state.spent)
         return Finish(code), failure(state) + why
     assert state.interrupted is not None  # nothing else ends a job that neither failed nor is done
     return Finish(128 + state.interrupted), f"stopped by {state.interrupted.name}"

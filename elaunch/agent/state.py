@@ -45,7 +45,7 @@ from elaunch.agent.actions import (
     TakeStacks,
 )
 from elaunch.checkpoint.records import Checkpoint
-from elaunch.rendezvous.budget import Budget, Spent
+from elaunch.rendezvous.budget import LONG_ENOUGH, Budget, Spent
 from elaunch.rendezvous.plan import Plan
 from elaunch.worklink import Notice
 
@@ -104,15 +104,15 @@ class State:
     after it, ``stopped`` those that ended after they had been told to. ``interrupted`` is the first
     signal that ends the job, ``sigints`` and ``sigterms`` count those. ``killing`` says that the
     server was sent SIGKILL. ``restarts`` counts for life, ``without_progress`` since a newer
-    checkpoint was seen. ``checkpoint`` is the one that this round resumed from, ``chosen`` the one
-    that the next will; ``search`` is the number of the newest search for it, ``searching`` says
-    that it is still on, ``found`` what it brought. ``began`` is when the round's first worker was
-    started, on the monotonic clock. ``listens`` are the workers whose scripts ask should_preempt(),
-    ``notice`` is what they were told, if anything, ``notified_in`` the phase in which it came,
-    ``acked`` are those that said that they end because of it. ``hang`` is the hang that ended the
-    round, ``stacks`` what the workers were doing then; ``taking`` says that they were asked.
-    ``saves`` says that workers have checkpoints written by the agent, ``settled`` what became of
-    the last.
+    checkpoint was seen. ``crashes`` counts the rounds in a row that failed at their start.
+    ``checkpoint`` is the one that this round resumed from, ``chosen`` the one that the next will;
+    ``search`` is the number of the newest search for it, ``searching`` says that it is still on,
+    ``found`` what it brought. ``began`` is when the round's first worker was started, on the
+    monotonic clock. ``listens`` are the workers whose scripts ask should_preempt(), ``notice`` is
+    what they were told, if anything, ``notified_in`` the phase in which it came, ``acked`` are
+    those that said that they end because of it. ``hang`` is the hang that ended the round,
+    ``stacks`` what the workers were doing then; ``taking`` says that they were asked. ``saves``
+    says that workers have checkpoints written by the agent, ``settled`` what became of the last.
 
     Of a job of several nodes: ``plan`` is the newest, ``name`` ours on the roster, ``member`` the
     name under which this node is in ``round`` (empty: in none), ``first_rank`` the rank of its
@@ -135,6 +135,7 @@ class State:
     killing: bool = False
     restarts: int = 0
     without_progress: int = 0
+    crashes: int = 0
     checkpoint: Checkpoint | None = None
     chosen: Checkpoint | None = None
     search: int = 0
@@ -182,6 +183,19 @@ class State:
     def completed(self) -> bool:
         """Whether every worker has ended with 0 by itself; no signal can undo that."""
         return len(self.succeeded) == self.limits.nproc
+
+    @property
+    def spent(self) -> Spent:
+        """Return what the job has used of its budget, on one node."""
+        return Spent(self.restarts, self.without_progress, self.crashes)
+
+    @property
+    def lived_long(self) -> bool:
+        """Whether the round ran long enough not to have died at its start."""
+        failed = self.first or self.hang
+        if failed is None or self.began is None:
+            return False
+        return failed.at - self.began >= LONG_ENOUGH
 
     @property
     def preempted(self) -> bool:
@@ -266,8 +280,8 @@ def _observe_checkpoint(state: State, event: events.CheckpointChosen) -> State:
     chosen = event.search.checkpoint
     before = None if state.checkpoint is None else state.checkpoint.step
     found = None if chosen is None else chosen.step
-    spent = Spent(state.restarts, state.without_progress).refilled(before, found)
-    state = replace(state, without_progress=spent.without_progress)
+    spent = state.spent.refilled(before, found)
+    state = replace(state, without_progress=spent.without_progress, crashes=spent.crashes)
     return replace(state, chosen=chosen, searching=False, found=event)
 
 
@@ -305,14 +319,15 @@ def follow(state: State, action: Action) -> State:
             first_rank=action.first_rank,
         )
     if isinstance(action, StartRound):
-        restarted = action.round > 0
+        spent = state.spent.counted(state.lived_long) if action.round > 0 else Spent()
         return State(
             limits=state.limits,
             phase=Phase.RUNNING,
             round=action.round,
             alive=frozenset(range(state.limits.nproc)),
-            restarts=state.restarts + restarted,
-            without_progress=state.without_progress + restarted,
+            restarts=spent.restarts,
+            without_progress=spent.without_progress,
+            crashes=spent.crashes,
             checkpoint=action.checkpoint,
             search=state.search,
         )

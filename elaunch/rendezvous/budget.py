@@ -7,8 +7,9 @@ budget                         a restart is possible while
 the same, for life             fewer than N rounds have failed in all
 =============================  =================================================================
 
-The first restart after progress is at once, and one after a round that lived LONG_ENOUGH; the next
-ones wait twice as long each time, up to BACKOFF_MOST. A lost or a joined node costs no restart.
+A backoff is for a crash loop only: for a round that failed within LONG_ENOUGH of its start, without
+a newer checkpoint, when the one before did so, too. Each such round in a row waits twice as long,
+up to BACKOFF_MOST; any other restart is at once. A lost or a joined node costs no restart.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from typing import Final
 
 BACKOFF_FIRST: Final = 0.5
 BACKOFF_MOST: Final = 30.0
-LONG_ENOUGH: Final = 60.0
-"""Seconds after which a round that wrote no checkpoint is not held to have died at its start."""
+LONG_ENOUGH: Final = 10.0
+"""Seconds after which a round has not died at its start: much longer than a start takes, and a loop
+of such rounds loads nobody."""
 
 
 @dataclass(frozen=True)
@@ -33,20 +35,25 @@ class Budget:
 
 @dataclass(frozen=True)
 class Spent:
-    """What the job has used: restarts in all, and those since a newer checkpoint was seen."""
+    """What the job has used: restarts in all, and those since a newer checkpoint was seen.
+
+    ``crashes`` are the rounds in a row, up to the last but one, that failed at their start.
+    """
 
     restarts: int = 0
     without_progress: int = 0
+    crashes: int = 0
 
     def refilled(self, before: int | None, found: int | None) -> Spent:
         """Return it after a search that ``found`` a step, where the round began ``before`` it."""
         if found is not None and found > (-1 if before is None else before):
-            return replace(self, without_progress=0)
+            return replace(self, without_progress=0, crashes=0)
         return self
 
-    def counted(self) -> Spent:
-        """Return it with one more restart."""
-        return Spent(self.restarts + 1, self.without_progress + 1)
+    def counted(self, lived_long: bool) -> Spent:
+        """Return it with one more restart, after a round that ``lived_long`` or did not."""
+        crashes = 0 if lived_long else self.crashes + 1
+        return Spent(self.restarts + 1, self.without_progress + 1, crashes)
 
 
 @dataclass(frozen=True)
@@ -91,10 +98,10 @@ def verdict(
         reason += " since the last progress"
     if budget.has_checkpoint_dir:
         reason += f", {resumes_from(step)}"
-    if spent.without_progress == 0 or lived_long:
+    if spent.crashes == 0 or lived_long:
         return Again(reason)
-    seconds = min(BACKOFF_MOST, BACKOFF_FIRST * 2.0 ** min(spent.without_progress - 1, 20))
-    wait = f"after a backoff of up to {seconds:g} s: it died before its first progress again"
+    seconds = min(BACKOFF_MOST, BACKOFF_FIRST * 2.0 ** min(spent.crashes - 1, 20))
+    wait = f"after a backoff of up to {seconds:g} s: it failed within {LONG_ENOUGH:g} s again"
     return Again(f"{reason}, {wait}", seconds)
 
 

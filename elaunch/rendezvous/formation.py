@@ -162,7 +162,7 @@ def _verdict(view: View, rules: Rules) -> budget.Again | Decision:
     """Return that the budget has another restart, or the decision that comes before or instead."""
     plan, found = view.plan, view.found
     allowed = budget.Budget(rules.max_restarts, rules.lifetime_budget, rules.has_checkpoint_dir)
-    spent = budget.Spent(plan.restarts, plan.without_progress)
+    spent = budget.Spent(plan.restarts, plan.without_progress, plan.crashes)
     unknown = rules.has_checkpoint_dir and (found is None or found.again)
     if unknown and not budget.hopeless(allowed, spent):
         return _search(view, rules)
@@ -256,10 +256,10 @@ def _start(view: View, rules: Rules, enough: Enough, verdict: budget.Again | Non
     notice = differences([(n.host, view.present[n.name].record.facts) for n in nodes])
     if notice and rules.strict_symmetry:
         return _over(plan, SymmetryError.exit_code, f"{notice} (--strict-symmetry)")
-    spent = budget.Spent(before.restarts, before.without_progress)
+    spent = budget.Spent(before.restarts, before.without_progress, plan.crashes)
     spent = spent.refilled(before.step, _step(checkpoint))
     if verdict is not None:
-        spent = spent.counted()
+        spent = spent.counted(_lived_long(view))
     first = view.present[nodes[0].name].record
     plan = replace(
         plan,
@@ -275,6 +275,7 @@ def _start(view: View, rules: Rules, enough: Enough, verdict: budget.Again | Non
         checkpoint=checkpoint,
         restarts=spent.restarts,
         without_progress=spent.without_progress,
+        crashes=spent.crashes,
         failure=plan.failure if verdict else None,
         notice=notice,
         facts=first.facts,

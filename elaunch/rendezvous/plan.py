@@ -119,7 +119,8 @@ class Plan:
         checkpoint: path, step and format of what ``round`` resumes from; None: a fresh start. The
             path is relative where every node has a directory of its own (--checkpoint-local).
         restarts, without_progress: of the whole job: rounds that followed a failure, and those
-            since a newer checkpoint was last seen.
+            since a newer checkpoint was last seen. ``crashes``: rounds in a row that failed soon
+            after their start (elaunch.rendezvous.budget).
         failure: the first failure of the round that ended last, of the whole job: a
             WorkerFailure with ``rank``, ``host`` and ``node`` of the job; None without one.
         waits: what the coordinator waits for, and for how long, if that takes long; or "".
@@ -146,6 +147,7 @@ class Plan:
     checkpoint: Mapping[str, Any] | None = None
     restarts: int = 0
     without_progress: int = 0
+    crashes: int = 0
     failure: Mapping[str, Any] | None = None
     waits: str = ""
     notice: str = ""

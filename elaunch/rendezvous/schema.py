@@ -156,6 +156,7 @@ PLAN: Final[Mapping[str, Kind]] = {
     "checkpoint": _or_none(_CHECKPOINT),
     "restarts": _COUNT,
     "without_progress": _COUNT,
+    "crashes": _COUNT,
     "failure": _or_none(_FAILURE),
     "waits": _TEXT,
     "notice": _TEXT,

@@ -181,7 +181,7 @@ TABLE: dict[str, Row] = {
         (*FAILED, gone(), *again(1)),
         Backoff(0.5),
         "rank 1 exited with code 3; restart 2 of 3, after a backoff of up to 0.5 s: "
-        "it died before its first progress again",
+        "it failed within 10 s again",
     ),
     "the backoff is over": (
         THREE_RESTARTS,
@@ -194,13 +194,19 @@ TABLE: dict[str, Row] = {
         (*FAILED, gone(), *again(1), DEADLINE, *again(2)),
         Backoff(1.0),
         "rank 1 exited with code 3; restart 3 of 3, after a backoff of up to 1 s: "
-        "it died before its first progress again",
+        "it failed within 10 s again",
     ),
     "no backoff after a long life": (
         THREE_RESTARTS,
-        (*FAILED, gone(), *again(1, at=61.0)),
+        (*FAILED, gone(), *again(1, at=10.5)),
         StartRound(2, None),
         "rank 1 exited with code 3; restart 2 of 3",
+    ),
+    "a crash after rounds that lived long is the first": (
+        Limits(2, max_restarts=9),
+        (*FAILED, gone(), *again(1, at=15.0), *again(2, at=15.0), *again(3)),
+        StartRound(4, None),
+        "rank 1 exited with code 3; restart 4 of 9",
     ),
     "the budget is used up": (
         Limits(2, max_restarts=1),

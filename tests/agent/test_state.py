@@ -158,5 +158,6 @@ def test_a_new_round_forgets_the_last_one() -> None:
         alive=frozenset({0, 1, 2}),
         restarts=2,
         without_progress=2,
+        crashes=1,
         checkpoint=checkpoint(7),
     )

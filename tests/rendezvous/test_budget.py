@@ -7,7 +7,7 @@ import pytest
 from elaunch.rendezvous.budget import Again, Budget, NoMore, Spent, hopeless, verdict
 
 FAILED = "rank 1 exited with code 7"
-AGAIN = "it died before its first progress again"
+AGAIN = "it failed within 10 s again"
 ROWS = {
     "none is allowed": (
         (Budget(0), Spent(), None, False),
@@ -18,16 +18,20 @@ ROWS = {
         Again(f"{FAILED}; restart 1 of 3"),
     ),
     "the second backs off": (
-        (Budget(3), Spent(1, 1), None, False),
+        (Budget(3), Spent(1, 1, 1), None, False),
         Again(f"{FAILED}; restart 2 of 3, after a backoff of up to 0.5 s: {AGAIN}", 0.5),
     ),
     "the backoff has an end": (
-        (Budget(99), Spent(50, 50), None, False),
+        (Budget(99), Spent(50, 50, 50), None, False),
         Again(f"{FAILED}; restart 51 of 99, after a backoff of up to 30 s: {AGAIN}", 30.0),
     ),
     "no backoff after a long life": (
-        (Budget(3), Spent(1, 1), None, True),
+        (Budget(3), Spent(1, 1, 1), None, True),
         Again(f"{FAILED}; restart 2 of 3"),
+    ),
+    "the first one after rounds that lived long": (
+        (Budget(30), Spent(20, 20, 0), None, False),
+        Again(f"{FAILED}; restart 21 of 30"),
     ),
     "used up": (
         (Budget(1), Spent(1, 1), None, True),
@@ -53,8 +57,14 @@ def test_verdict(row: tuple[tuple[Budget, Spent, int | None, bool], Again | NoMo
 
 def test_what_a_search_can_change() -> None:
     """A newer checkpoint gives the restarts back, but not those for life."""
-    assert Spent(4, 2).refilled(None, 0) == Spent(4, 0)
+    assert Spent(4, 2, 2).refilled(None, 0) == Spent(4, 0)
     assert Spent(4, 2).refilled(10, 10) == Spent(4, 2)
     assert hopeless(Budget(0), Spent())
     assert hopeless(Budget(2, lifetime=True), Spent(2, 0))
     assert not hopeless(Budget(2), Spent(2, 2))
+
+
+def test_what_counts_as_a_crash_loop() -> None:
+    """Rounds in a row that failed at their start; one that lived long ends the row."""
+    assert Spent(4, 2, 1).counted(lived_long=False) == Spent(5, 3, 2)
+    assert Spent(4, 2, 1).counted(lived_long=True) == Spent(5, 3, 0)
