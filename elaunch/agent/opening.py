@@ -13,6 +13,7 @@ static   node 0 hosts one on a free port; its address is read from the store at 
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import logging
 import socket
@@ -195,9 +196,13 @@ class Opening:
                 self._publish_address()
             return store
         host, port = settings.endpoints[0]
+        moved: Callable[[], bool] | None = None
         if settings.backend == "static":
             host, port = self._read_address(host, port, self._attempt)
-        return tcp.connect(host, port, self._run_id, deadline=self._attempt, stop=self._closed)
+            moved = functools.partial(self._has_moved, (host, port))
+        return tcp.connect(
+            host, port, self._run_id, deadline=self._attempt, stop=self._closed, moved=moved
+        )
 
     def _open_etcd(self) -> Store:
         from elaunch.store import etcd
@@ -212,6 +217,13 @@ class Opening:
         port = self._listening.getsockname()[1]
         hello = {"elaunch": 1, "run_id": self._run_id, "boot": "", "store": [self._own_addr, port]}
         self._publish(json.dumps(hello))
+
+    def _has_moved(self, address: tuple[str, int]) -> bool:
+        """Return whether the agents' store is at another address now; False where none is found."""
+        try:
+            return self._read_address(*self._rendezvous.endpoints[0], LOOK_AGAIN) != address
+        except (StoreUnreachable, StoreClosed):
+            return False
 
     def _read_address(self, host: str, port: int, deadline: float) -> tuple[str, int]:
         """Read where the agents' store is; between two rounds nobody answers for a moment."""

@@ -22,6 +22,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -58,7 +59,7 @@ def host(listening: socket.socket, run_id: str, *, timeout: float = CALL_TIMEOUT
         connection = _announce(spot, said, time.monotonic() + timeout)
     except (OSError, RuntimeError, ForeignAnswer) as error:
         raise StoreUnreachable(f"the {name} cannot be hosted here: {error}") from None
-    return TcpStore(spot, timeout, connection, server)
+    return TcpStore(spot, timeout, connection, server=server)
 
 
 def connect(
@@ -69,12 +70,14 @@ def connect(
     deadline: float,
     timeout: float = CALL_TIMEOUT,
     stop: threading.Event | None = None,
+    moved: Callable[[], bool] | None = None,
 ) -> Store:
     """Connect to the store of the job ``run_id``, which another agent hosts or is about to.
 
     ``host`` is resolved anew at each attempt. Raises StoreUnreachable after ``deadline`` seconds,
     or sooner if something else is there to stay, saying what was tried; StoreClosed when ``stop``
-    is set meanwhile. ``timeout``: seconds for each call later.
+    is set meanwhile. ``timeout``: seconds for each call later. ``moved`` is asked when nothing
+    listens there any more: whether the store is hosted at another address now.
     """
     began, name = time.monotonic(), spot_name(host, port)
     stopped = threading.Event() if stop is None else stop
@@ -85,7 +88,7 @@ def connect(
         until = max(now + SHORTEST, min(now + CALL_TIMEOUT, began + deadline))
         try:
             spot, connection = _enter(host, port, run_id, until)
-            return TcpStore(spot, timeout, connection)
+            return TcpStore(spot, timeout, connection, moved=moved)
         except _MissError as miss:
             now = time.monotonic()
             foreign_since = min(foreign_since, now) if miss.foreign else math.inf

@@ -15,6 +15,7 @@ connection refused          nobody_decides=True: nothing listens there, so the h
 no answer for ``timeout``   nobody_decides=False: it may be frozen or cut off, or we may be
 another run id              nobody_decides=False: another job is there
 another boot                StoreReplaced: another coordinator is there, our entry is gone
+refused, hosted elsewhere   the same (``moved``)
 ==========================  =====================================================================
 """
 
@@ -58,8 +59,28 @@ def spot_name(host: str, port: int) -> str:
     return f"TCPStore at [{host}]:{port}" if ":" in host else f"TCPStore at {host}:{port}"
 
 
+_resolved: dict[tuple[str, int], list[Address]] = {}
+
+
 def resolve(host: str, port: int, until: float) -> list[Address]:
-    """Return the addresses of ``host``; OSError if it has none or nobody says so in time."""
+    """Return the addresses of ``host``; OSError if it has none or nobody says so in time.
+
+    A name that was resolved before keeps its addresses while the name service fails: an agent that
+    was cut off from its network comes back without it.
+    """
+    before = _resolved.get((host, port))
+    try:
+        now = time.monotonic()
+        found = _resolve(host, port, until if before is None else now + (until - now) / 2)
+    except OSError:
+        if before is None:
+            raise
+        return before
+    _resolved[host, port] = found
+    return found
+
+
+def _resolve(host: str, port: int, until: float) -> list[Address]:
     try:
         return _look_up(host, port, socket.AI_NUMERICHOST)
     except (OSError, UnicodeError):
@@ -128,6 +149,7 @@ class Line:
         timeout: seconds for one exchange, and for opening.
         closed: set by who closes the line, before :meth:`cut`.
         connection: one that is open already.
+        moved: asked when nothing listens at the spot; whether the store is hosted elsewhere now.
     """
 
     def __init__(
@@ -136,7 +158,9 @@ class Line:
         timeout: float,
         closed: threading.Event,
         connection: Connection | None = None,
+        moved: Callable[[], bool] | None = None,
     ) -> None:
+        self._moved = moved
         self.spot, self.timeout = spot, timeout
         self._closed = closed
         self._turn = threading.Lock()
@@ -213,6 +237,8 @@ class Line:
         if isinstance(error, StoreUnreachable):
             return error
         if isinstance(error, ConnectionRefusedError):
+            if self._moved is not None and self._moved():
+                return StoreReplaced(f"the {self.spot.name} was started anew at another port")
             return self._unreachable("nothing listens there any more, its host has ended", True)
         if isinstance(error, TimeoutError) and broken < math.inf:
             return self._unreachable(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from elaunch.errors import SeatLost, StoreClosed
 from elaunch.store import tcpwire
@@ -33,15 +33,22 @@ class TcpStore:
         timeout: seconds for each call.
         connection: to it, open.
         server: torch's store, if it is hosted here; it ends with this object.
+        moved: as for Line.
     """
 
     def __init__(
-        self, spot: Spot, timeout: float, connection: Connection, server: object = None
+        self,
+        spot: Spot,
+        timeout: float,
+        connection: Connection,
+        *,
+        server: object = None,
+        moved: Callable[[], bool] | None = None,
     ) -> None:
         self._closed = threading.Event()
         self._spot, self._timeout = spot, timeout
-        self._calls = Line(spot, timeout, self._closed, connection)
-        self._waits = Line(spot, timeout, self._closed)
+        self._calls = Line(spot, timeout, self._closed, connection, moved)
+        self._waits = Line(spot, timeout, self._closed, moved=moved)
         self._inbox = Line(spot, timeout, self._closed)
         self._prefix = f"{spot.run_id}/"
         self._following = threading.Lock()

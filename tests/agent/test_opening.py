@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -16,8 +18,16 @@ import pytest
 
 from elaunch.agent.opening import Opening
 from elaunch.config.rendezvous import RendezvousSettings
-from elaunch.errors import StoreClosed, StoreDenied, StoreUnreachable, UsageError
-from elaunch.store import tcp
+from elaunch.errors import (
+    StoreClosed,
+    StoreDenied,
+    StoreReplaced,
+    StoreUnreachable,
+    UsageError,
+)
+from elaunch.store import tcp, tcpwire
+from elaunch.store.protocol import Store
+from elaunch.store.tcpline import HELLO, greet
 from tests.launching import wait_until
 
 OTHER_JOB = """
@@ -145,3 +155,43 @@ def test_who_looks_for_the_store_stops_when_the_agent_ends(
     threading.Timer(0.3, client.close).start()
     with pytest.raises(StoreClosed):
         client.open()
+
+
+def test_a_static_host_that_is_started_again_is_found_at_its_new_port(
+    stack: ExitStack, free_port: int
+) -> None:
+    """The others ask at the master's port, the one that all know, when nothing listens any more."""
+    page = tcp.host(socket.create_server(("127.0.0.1", free_port)), "job")
+    stack.callback(page.close)
+
+    def publish(text: str) -> None:
+        address = (socket.AF_INET, ("127.0.0.1", free_port))
+        connection, _ = greet(address, time.monotonic() + 20.0, hold=lambda _: None)
+        with contextlib.closing(connection):
+            connection.send([tcpwire.put(HELLO, text.encode())], time.monotonic() + 20.0)
+
+    def host() -> tuple[Opening, Store]:
+        settings = meeting(free_port, backend="static", is_host=True)
+        made = Opening(settings, "job", "127.0.0.1", publish)
+        made.prepare()
+        return made, made.open()
+
+    first, store = host()
+    client = opening(meeting(free_port, backend="static", is_host=False), stack)
+    seat = client.open()
+    stack.callback(seat.close)
+    seat.enrol("aa", b"a record", 60.0)
+    store.close()
+    first.close()
+    with pytest.raises(StoreUnreachable) as caught:
+        seat.renew()
+    assert caught.value.nobody_decides
+    second, store = host()
+    stack.callback(second.close)
+    stack.callback(store.close)
+    with pytest.raises(StoreReplaced, match="started anew at another port"):
+        seat.renew()
+    again = client.open()
+    stack.callback(again.close)
+    again.enrol("ab", b"a record", 60.0)
+    wait_until(lambda: "ab" in store.roster())

@@ -57,6 +57,19 @@ def test_a_node_loses_its_power(cluster: Build, backend: str, number: int) -> No
     assert rounds(survivor) == [(0, 2), (1, 1)]
 
 
+def test_a_node_comes_back_without_its_name_service(cluster: Build) -> None:
+    """It knows the address at which the store answered before."""
+    job = Job(cluster, "c10d", 2)
+    one, two = job.pair(STRETCHED)
+    node = job.machines[2]
+    job.machines.link_down(node)
+    two.wait_for_line(r"cut off", DEADLINE, "stderr")
+    node.run(["sh", "-c", "echo 127.0.0.1 localhost > /etc/hosts"])
+    goes_on_alone(job, one)
+    job.machines.link_up(node)
+    comes_back(job, one, two)
+
+
 @both_backends
 def test_a_link_is_down_for_a_while(cluster: Build, backend: str) -> None:
     """Who is cut off kills its workers in time, and rejoins."""

@@ -102,9 +102,10 @@ def test_the_host_of_the_tcpstore_is_killed(cluster: Build) -> None:
     wait_until_said(two, r"etcd")
 
 
-def test_the_host_of_the_tcpstore_comes_back(cluster: Build) -> None:
+@pytest.mark.parametrize("backend", ["c10d", "static"])
+def test_the_host_of_the_tcpstore_comes_back(cluster: Build, backend: str) -> None:
     """The job goes on where it was: in the next round, not in its first."""
-    job = Job(cluster, "c10d", 2)
+    job = Job(cluster, backend, 2)
     one, two = job.pair(["--nnodes=2", "--max-restarts=0"])
     os.kill(one.pid, signal.SIGKILL)
     again = job.start(1, ["--nnodes=2", "--max-restarts=0"])
