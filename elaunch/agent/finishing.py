@@ -59,6 +59,7 @@ class Finishing:
         self._taking = threading.Lock()
         self._held: dict[str, Closeable] = {}
         self._origins: dict[str, Origin] = {}
+        self._tidied: set[str] = set()
         self._doubted: set[str] | None = None
 
     def enter(self, job: str) -> None:
@@ -153,7 +154,10 @@ class Finishing:
         self._tidy(depot, settings.run_id if settings.run_id_given else None, self.round - 1)
 
     def _tidy(self, depot: Depot, run_id: str | None, after: int) -> None:
-        for done in depot.finish_stages(run_id, self.unfinished(), after):
+        place = str(depot.place)
+        alone = self._settings.rendezvous is None and place in self._tidied
+        self._tidied.add(place)
+        for done in depot.finish_stages(run_id, self.unfinished(), after, alone):
             log.warning("%s was complete and is committed now: its writer had died", done.name)
         depot.clear_trash()
 

@@ -33,6 +33,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,13 @@ from elaunch.checkpoint.assembling import (
     is_foreign,
 )
 from elaunch.checkpoint.files import read_json
-from elaunch.checkpoint.filewriter import read_patiently, regular, sync_directory, write_document
+from elaunch.checkpoint.filewriter import (
+    read_patiently,
+    regular,
+    stir,
+    sync_directory,
+    write_document,
+)
 from elaunch.checkpoint.manifests import Entry
 from elaunch.checkpoint.records import Committed, Stage
 from elaunch.checkpoint.trash import throw_away
@@ -57,6 +64,8 @@ log = logging.getLogger(__name__)
 
 _SETTLE = 10.0  # seconds for another process to finish what it has claimed
 _LOOK = 0.02
+LATE_S = 5.0
+"""Seconds for manifests that other machines may have written before their round ended."""
 _TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
 
 
@@ -113,9 +122,20 @@ def commit(
 
 
 def finish(
-    root: Path, run_id: str | None, keep: Collection[str], after: int, *, local: bool
+    root: Path,
+    run_id: str | None,
+    keep: Collection[str],
+    after: int,
+    *,
+    patience: float = 0.0,
+    local: bool,
 ) -> list[Committed]:
-    """Commit complete stages of dead rounds, clear the others; see ``Depot.finish_stages``."""
+    """Commit complete stages of dead rounds, clear the others; see ``Depot.finish_stages``.
+
+    ``patience``: as for ``commit``, for all stages together. That a manifest is missing proves
+    nothing, since its writer may have died: for those it is LATE_S at most.
+    """
+    begun = time.monotonic()
     try:
         names = sorted(os.listdir(root / layout.STAGE))
     except FileNotFoundError:
@@ -131,11 +151,31 @@ def finish(
             if stage.round < after:
                 _clear(root, root / layout.STAGE / name, stage, too_late(stage, after))
                 continue
+            if patience:
+                _await_sealed(root / layout.STAGE / name, begun, patience, local, stage)
             done += _finish(root, root / layout.STAGE / name, stage, local)
         except OSError as error:
             # Unreadable now is not the same as incomplete: the next round tries again.
             log.warning("%s could not be finished and is left: %s", name, error)
     return sorted(done, key=lambda committed: committed.age)
+
+
+def _await_sealed(path: Path, begun: float, patience: float, local: bool, stage: Stage) -> None:
+    """Wait until what other machines sealed in a stage is seen here, or the time is over."""
+    missing = begun + min(patience, LATE_S) - time.monotonic()
+    try:
+        contents = _gather(path, max(0.0, missing))
+        files = chain(*_files_here(path, assemble(stage, contents, {}, 0.0), local).values())
+        for file in files:
+            left = begun + patience - time.monotonic()
+            read_patiently(partial(_demand_size, path / file.path, file.size), max(0.0, left))
+    except (FileNotFoundError, CheckpointError) as error:
+        log.debug("%s is not seen as complete: %s", path.name, error)  # finishing it will say why
+
+
+def _demand_size(path: Path, size: int) -> None:
+    if regular(path).st_size != size:
+        raise FileNotFoundError(errno.ENOENT, "it has another size still", str(path))
 
 
 def too_late(stage: Stage, after: int) -> str:
@@ -188,6 +228,8 @@ def _gather(path: Path, patience: float) -> dict[int, bytes]:
     def all_there() -> dict[int, bytes]:
         contents = read_stage(path)
         if not is_complete(contents):
+            if patience:
+                stir(path)
             raise FileNotFoundError(errno.ENOENT, "a manifest is missing", str(path))
         return contents
 

@@ -125,14 +125,15 @@ class Depot(Protocol):
         """Remove a stage, if it is there; not what is committed, or being committed elsewhere."""
 
     def finish_stages(
-        self, run_id: str | None, keep: Collection[str] = (), after: int = 0
+        self, run_id: str | None, keep: Collection[str] = (), after: int = 0, alone: bool = False
     ) -> list[Committed]:
         """Commit the run's complete stages, verified, and clear the others.
 
         ``run_id`` None: whichever run wrote them. ``keep``: names of stages that living processes
         still write. ``after``: the round of this job that has just ended. What an earlier one had
-        complete was committed then: what is there of it now came too late, and is cleared. Call it
-        only where no other process of an earlier round is left.
+        complete was committed then: what is there of it now came too late, and is cleared.
+        ``alone``: no other machine has written there since the last call, so nothing can be late.
+        Call it only where no other process of an earlier round is left.
         """
 
     def listed(self) -> list[Committed]:

@@ -163,6 +163,14 @@ def read_patiently(read: Callable[[], _T], patience: float) -> _T:
         threading.Event().wait(_PAUSE)
 
 
+def stir(directory: Path) -> None:
+    """Change a directory, so that a cached picture of it is given up."""
+    name = directory / temporary_name()
+    with contextlib.suppress(OSError):
+        name.touch()
+        name.unlink()
+
+
 def regular(path: Path) -> os.stat_result:
     """Return what the system says of a regular file; SaveError for anything else."""
     status = path.lstat()

@@ -179,7 +179,7 @@ class FsspecDepot:
             self._objects.delete(stage.name)
 
     def finish_stages(
-        self, run_id: str | None, keep: Collection[str] = (), after: int = 0
+        self, run_id: str | None, keep: Collection[str] = (), after: int = 0, alone: bool = False
     ) -> list[Committed]:
         """Commit complete stages of the round that is over, verified, and clear the others."""
         done = []

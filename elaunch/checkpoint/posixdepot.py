@@ -185,10 +185,13 @@ class PosixDepot:
             committing.discard(self._root, stage)
 
     def finish_stages(
-        self, run_id: str | None, keep: Collection[str] = (), after: int = 0
+        self, run_id: str | None, keep: Collection[str] = (), after: int = 0, alone: bool = False
     ) -> list[Committed]:
         """Commit complete stages of the round that is over, and clear the others."""
-        return committing.finish(self._root, run_id, keep, after, local=self._local)
+        patience = 0.0 if alone or self._local else self._wait()
+        return committing.finish(
+            self._root, run_id, keep, after, patience=patience, local=self._local
+        )
 
     def listed(self) -> list[Committed]:
         """Return the committed checkpoints from old to new."""

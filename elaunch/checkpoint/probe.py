@@ -24,6 +24,7 @@ from typing import Final
 
 from elaunch.checkpoint import layout
 from elaunch.checkpoint.files import read_json, whole_number
+from elaunch.checkpoint.filewriter import stir
 from elaunch.checkpoint.places import broken_link
 from elaunch.errors import CheckpointError, UsageError
 
@@ -103,7 +104,7 @@ def unseen(place: Path, nonces: Collection[str], patience: float = SEEN_S) -> fr
         if not missing or time.monotonic() >= until:
             break
         never.wait(LOOK_AGAIN_S)
-        _stir(place / layout.PROBE)
+        stir(place / layout.PROBE)
     return missing
 
 
@@ -152,14 +153,6 @@ def _names(directory: Path) -> frozenset[str]:
         return frozenset(os.listdir(directory))
     except OSError:
         return frozenset()
-
-
-def _stir(directory: Path) -> None:
-    """Change the directory, so that a cached picture of it is given up."""
-    name = directory / f".{os.urandom(8).hex()}"
-    with contextlib.suppress(OSError):
-        name.touch()
-        name.unlink()
 
 
 def _remove_stale(directory: Path, now: float) -> None:

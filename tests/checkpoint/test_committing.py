@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -269,6 +270,44 @@ def test_manifests_that_another_machine_sees_late(tmp_path: Path) -> None:
     timer.join()
     depot.verify(found)
     check_whole(depot, [found])
+
+
+@pytest.mark.parametrize("late", [["manifest.rank-00001.json"], ["rank0.bin"], ["all"]])
+def test_a_dead_rounds_parts_that_are_seen_late(tmp_path: Path, late: list[str]) -> None:
+    """Nobody says that they were written; they are waited for where another machine may have."""
+    depot = PosixDepot(tmp_path / "ck", patience=60)
+    depot.prepare("digits", given=True)
+    at = depots.stage(130)
+    path = depot.open_stage(at)
+    depots.write(depot, at)
+    names = [name.name for name in path.iterdir()] if late == ["all"] else late
+    for name in names:
+        (path / name).rename(tmp_path / name)
+
+    def appear() -> None:
+        for name in names:
+            shutil.move(tmp_path / name, path / name)
+
+    timer = threading.Timer(0.5, appear)
+    timer.start()
+    done = depot.finish_stages("digits")
+    timer.join()
+    assert [found.uuid for found in done] == [at.uuid]
+    check_whole(depot, done)
+
+
+def test_a_dead_rounds_torn_stage_costs_no_minute(tmp_path: Path) -> None:
+    """Nor any time at all where this machine has written all that is there."""
+    begun = time.monotonic()
+    for alone in (True, False):
+        depot = PosixDepot(tmp_path / "ck", patience=3600)
+        depot.prepare("digits", given=True)
+        at = depots.stage(130)
+        path = depot.open_stage(at)
+        depots.write(depot, at)
+        (path / layout.manifest_name(1)).unlink()
+        assert depot.finish_stages("digits", alone=alone) == [] and not path.exists()
+        assert alone is (time.monotonic() - begun < committing.LATE_S)
 
 
 def test_what_is_on_the_disk_when(depot: PosixDepot, tmp_path: Path) -> None:
