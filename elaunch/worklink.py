@@ -19,7 +19,8 @@ from the agent:
 
 ==========================================================  =====================================
 ``{"op": "attached"}``                                      answer to ``attach``
-``{"op": "preempt", "reason": …, "kind": …}``               a notice: save, and end with 0
+``{"op": "preempt", "reason": …, "kind": …}``               a notice: save, and end with 0; with
+                                                            ``"grace"`` within so many seconds
 ``{"error": …}``                                            it refuses, and closes
 ==========================================================  =====================================
 

@@ -15,6 +15,7 @@ import os
 import selectors
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -53,6 +54,7 @@ class WorkerLinks:
         self._left: dict[int, Reading] = {}
         self._round = -1
         self._notice: Notice | None = None
+        self._grace_until: float | None = None
         self._name = ""
         self._selector = selectors.DefaultSelector()
         self._wake, self._woken = socket.socketpair()
@@ -80,7 +82,7 @@ class WorkerLinks:
     def begin(self, round_number: int) -> None:
         """Forget the workers of the round before: those of ``round_number`` are about to start."""
         with self._lock:
-            self._round, self._notice = round_number, None
+            self._round, self._notice, self._grace_until = round_number, None, None
             for link in list(self._links.values()):
                 self._drop(link)
             self._left.clear()
@@ -123,16 +125,20 @@ class WorkerLinks:
             if said.get("name"):
                 self._name = str(said["name"])[:LONGEST_NAME]
             if self._notice is not None:
-                self._tell(link, _preempt(self._notice))
+                self._tell(link, _preempt(self._notice, self._grace_until))
         self._wake.send(b"\0")
         return ""
 
-    def notify(self, notice: Notice) -> None:
-        """Tell ``notice`` to the workers of this round, those that attach later included."""
+    def notify(self, notice: Notice, grace: float | None = None) -> None:
+        """Send ``notice`` to the workers of this round, those that attach later included.
+
+        They are ended after ``grace`` seconds from now, if it is given.
+        """
         with self._lock:
             self._notice = notice
+            self._grace_until = None if grace is None else time.monotonic() + grace
             for link in list(self._links.values()):
-                self._tell(link, _preempt(notice))
+                self._tell(link, _preempt(notice, self._grace_until))
 
     def name(self) -> str:
         """Return the name that the script has given the run last; empty if it has given none."""
@@ -225,8 +231,11 @@ def understood(line: bytes, round_number: int, local_rank: int) -> events.Event 
     return None if op == "detach" else f"unknown op {op!r}"
 
 
-def _preempt(notice: Notice) -> Message:
-    return {"op": "preempt", "reason": notice.reason, "kind": notice.kind}
+def _preempt(notice: Notice, until: float | None) -> Message:
+    message = {"op": "preempt", "reason": notice.reason, "kind": notice.kind}
+    if until is None:
+        return message
+    return {**message, "grace": round(max(0.0, until - time.monotonic()), 3)}
 
 
 def _send(sock: socket.socket, message: Message) -> None:

@@ -215,7 +215,7 @@ class Agent:
             self._deadline = None if grace is None else time.monotonic() + grace
             self._group.between_rounds()
         elif isinstance(action, Notify):
-            self._links.notify(action.notice)
+            self._links.notify(action.notice, action.grace)
             if action.grace is not None:
                 self._grace_until = self._deadline = time.monotonic() + action.grace
         elif isinstance(action, TakeStacks):

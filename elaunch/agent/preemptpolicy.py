@@ -30,6 +30,7 @@ from typing import Any, Final
 
 from elaunch.agent import events
 from elaunch.agent.actions import Action, EndTree, Finish, Hurry, Nothing, Notify
+from elaunch.agent.hangjudge import ranks_text
 from elaunch.agent.state import Phase, State
 from elaunch.agent.wording import LOST, failure, workers
 from elaunch.endings import KILLED, PREEMPTED
@@ -106,7 +107,14 @@ def instead_of_restart(state: State) -> Decision:
 def overdue(state: State) -> Decision:
     """Return what becomes of workers that have not ended within the grace of the notice."""
     grace = state.limits.shutdown_timeout
-    what = f"the notice was not followed for {grace:g} s; ending {workers(len(state.alive))}"
+    told = f"the notice was not followed for {grace:g} s"
+    silent = sorted(state.first_rank + rank for rank in state.alive - state.listens)
+    if silent and len(silent) == len(state.alive):
+        told += "; no worker has asked should_preempt()"
+    elif silent:
+        have = "has" if len(silent) == 1 else "have"
+        told += f"; {ranks_text(silent)} {have} not asked should_preempt()"
+    what = f"{told}; ending {workers(len(state.alive))}"
     return EndTree(signal.SIGTERM, state.limits.sibling_grace), what
 
 

@@ -33,15 +33,16 @@ log = logging.getLogger("elaunch")
 class AgentLink:
     """A connection to this node's agent, from :meth:`start` to :meth:`close`; ``name``: the run's.
 
-    ``on_notice``, to be set before start, is called with (reason, kind) in the link's thread when
-    the agent asks for the job's end; it must return at once. All methods may be called from any
-    thread and raise nothing; they block only if the agent is frozen, and then for a few seconds.
+    ``on_notice``, to be set before start, is called with (reason, kind, grace) in the link's thread
+    when the agent asks for the job's end; it must return at once. All methods may be called from
+    any thread and raise nothing; they block only if the agent is frozen, and then for a few
+    seconds.
     """
 
     def __init__(
         self, socket_path: Path, page: ProgressPage, placement: Placement, name: str | None = None
     ) -> None:
-        self.on_notice: Callable[[str, worklink.Kind], None] | None = None
+        self.on_notice: Callable[[str, worklink.Kind, float | None], None] | None = None
         self._path = socket_path
         self._page = page
         self._said: dict[str, object] = {
@@ -143,8 +144,9 @@ class AgentLink:
         if "error" in said:
             self._give_up(f"refuses this worker: {said['error']}")
         elif said.get("op") == "preempt" and self.on_notice is not None:
-            kind = said.get("kind")
-            self.on_notice(str(said.get("reason", "")), kind if kind in worklink.KINDS else "stop")
+            reason, kind, grace = said.get("reason", ""), said.get("kind"), said.get("grace")
+            seconds = float(grace) if isinstance(grace, int | float) else None
+            self.on_notice(str(reason), kind if kind in worklink.KINDS else "stop", seconds)
 
     def _give_up(self, why: str) -> None:
         if self._ended:

@@ -37,6 +37,11 @@ from elaunch.worklink import Kind, Notice
 
 log = logging.getLogger("elaunch")
 
+BLAME_S: Final = 6.0
+"""Seconds before the agent ends the ranks in which those that wait say for whom; half, of less."""
+LEAST_S: Final = 0.5
+"""Seconds that a rank waits for the others at least, however late it comes."""
+
 _NOT_ASKED: Final = Notice("nothing yet: the script has not asked", "stop")
 _CLOSED: Final = Notice("nothing any more: the context is closed", "stop")
 
@@ -68,6 +73,7 @@ class PreemptContext:
         self._acknowledged = False
         self._closed = False
         self._pid = 0
+        self._give_up_at: float | None = None
         self._signals: dict[int, tuple[Any, Any]] = {}
 
     def start(self) -> None:
@@ -102,7 +108,9 @@ class PreemptContext:
             auto_ack: tell the agent that the script ends because of this, so that exit code 0
                 means "preempted, to be continued". With False the script says so itself, by
                 :meth:`acknowledge_preemption_signal`.
-            timeout: seconds that it may wait for the other ranks; None: those of elaunch.init().
+            timeout: seconds that it may wait for the other ranks; None: those of elaunch.init(). It
+                waits no longer than a few seconds less than the agent's grace, so that the error
+                comes before the agent ends the ranks.
 
         Raises:
             CollectiveTimeout: not all ranks came to the call in time; names them and what they
@@ -143,8 +151,13 @@ class PreemptContext:
         """
         self._take(Notice(reason, "stop"), agent_knows=False)
 
-    def on_notice(self, reason: str, kind: Kind) -> None:
-        """Take a notice of this node's agent; AgentLink calls it."""
+    def on_notice(self, reason: str, kind: Kind, grace: float | None = None) -> None:
+        """Take a notice of this node's agent; AgentLink calls it.
+
+        ``grace``: seconds after which the agent ends this rank.
+        """
+        if grace is not None:
+            self._give_up_at = time.monotonic() + grace - min(BLAME_S, grace / 2)
         self._take(Notice(reason, kind), agent_knows=True)
 
     def on_signal(self, signum: int) -> None:
@@ -212,7 +225,10 @@ class PreemptContext:
 
     def _settle(self, call: int, timeout: float) -> bool:
         self._page.note(f"should_preempt #{call}")
-        until = time.monotonic() + timeout
+        now = time.monotonic()
+        if self._give_up_at is not None:
+            timeout = min(timeout, max(LEAST_S, self._give_up_at - now))
+        until = now + timeout
         agreement = self._agreement
         if not agreement.decide(until):
             raise agreement.late("at", call, timeout)

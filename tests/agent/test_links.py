@@ -6,6 +6,7 @@ import json
 import os
 import queue
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -97,6 +98,18 @@ def test_a_notice_reaches_all_of_the_round(agent: Agent) -> None:
     assert early.hear() == told
     late = Worker(agent, 1)
     assert [late.hear(), late.hear()] == [{"op": "attached"}, told]
+
+
+def test_a_notice_says_how_long_there_is(agent: Agent) -> None:
+    """Workers that attach later have what is left of it."""
+    early = Worker(agent, 0)
+    assert early.hear() == {"op": "attached"}
+    agent.links.notify(Notice("drain"), 30.0)
+    assert 29.0 < float(early.hear()["grace"]) <= 30.0
+    time.sleep(0.01)
+    late = Worker(agent, 1)
+    assert late.hear() == {"op": "attached"}
+    assert float(late.hear()["grace"]) <= 29.99
 
 
 def test_a_new_round_knows_nobody(agent: Agent) -> None:

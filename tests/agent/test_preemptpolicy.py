@@ -176,6 +176,20 @@ TABLE: dict[str, Row] = {
         SWEEP,
         "the notice was not followed for 30 s; ending 2 workers",
     ),
+    "nobody has asked": (
+        TWO,
+        (*RUNS, ASKED, DEADLINE),
+        SWEEP,
+        "the notice was not followed for 30 s; no worker has asked should_preempt(); ending 2 "
+        "workers",
+    ),
+    "one of them has not asked": (
+        TWO,
+        (*RUNS, listens(0), ASKED, DEADLINE),
+        SWEEP,
+        "the notice was not followed for 30 s; rank 1 has not asked should_preempt(); ending 2 "
+        "workers",
+    ),
     "and are killed": (
         TWO,
         (

@@ -105,7 +105,9 @@ def test_who_does_not_ask_is_killed(elaunch: Launcher) -> None:
     preempt(elaunch)
     done = running.wait()
     assert done.returncode == 137
-    assert "the notice was not followed for 1 s; ending 3 workers" in done.stderr
+    assert (
+        "the notice was not followed for 1 s; no worker has asked should_preempt()" in done.stderr
+    )
     assert record(elaunch)["state"] == "KILLED"
 
 
@@ -156,6 +158,16 @@ def test_one_rank_that_asks_alone(elaunch: Launcher) -> None:
     assert (
         "should_preempt" in done.stderr and "rank 1 (" in done.stderr and "rank 2 (" in done.stderr
     )
+
+
+def test_one_rank_that_asks_alone_without_a_timeout(elaunch: Launcher) -> None:
+    """The error that names the others comes before the agent ends the ranks."""
+    running = start(elaunch, "only=0", "patient", nproc=2, flags=["--shutdown-timeout=6"])
+    preempt(elaunch)
+    done = running.wait()
+    assert done.returncode == 1
+    assert "CollectiveTimeout" in done.stderr and "rank 1 (" in done.stderr
+    assert "the notice was not followed" not in done.stderr
 
 
 def test_mistakes(elaunch: Launcher) -> None:

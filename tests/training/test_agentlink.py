@@ -40,7 +40,7 @@ def page() -> Iterator[ProgressPage]:
     opened.close()
 
 
-Notices = list[tuple[str, str]]
+Notices = list[tuple[str, str, float | None]]
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def notices() -> Notices:
 def link(agent: Agent, page: ProgressPage, notices: Notices) -> Iterator[AgentLink]:
     """A worker's link, not yet started."""
     made = AgentLink(agent.path, page, PLACE)
-    made.on_notice = lambda reason, kind: notices.append((reason, kind))
+    made.on_notice = lambda *said: notices.append(said)
     yield made
     made.close()
 
@@ -101,7 +101,7 @@ def test_notices_are_handed_on(agent: Agent, link: AgentLink, notices: Notices) 
     agent.accept()
     agent.say(
         {"op": "attached"},
-        {"op": "preempt", "reason": "Slurm's time limit", "kind": "stop"},
+        {"op": "preempt", "reason": "Slurm's time limit", "kind": "stop", "grace": 30.0},
         ["no", "object"],
         {"op": "of a later version"},
     )
@@ -109,9 +109,13 @@ def test_notices_are_handed_on(agent: Agent, link: AgentLink, notices: Notices) 
     agent.worker.sendall(b'no JSON\n{"op": "preempt", "rea')
     wait_until(lambda: len(notices) == 1, SECONDS)
     agent.worker.sendall('son": "größer", "kind": "resize"}\n'.encode())
-    agent.say({"op": "preempt", "reason": "odd", "kind": "of a later version"})
+    agent.say({"op": "preempt", "reason": "odd", "kind": "of a later version", "grace": "long"})
     wait_until(lambda: len(notices) == 3, SECONDS)
-    assert notices == [("Slurm's time limit", "stop"), ("größer", "resize"), ("odd", "stop")]
+    assert notices == [
+        ("Slurm's time limit", "stop", 30.0),
+        ("größer", "resize", None),
+        ("odd", "stop", None),
+    ]
 
 
 ACK_AND_DIE = """

@@ -7,6 +7,7 @@ steps=N        how many (without end)
 time=SECONDS   of one step (0.02)
 skew=SECONDS   rank R sleeps R times this long in each step
 only=R         only rank R asks, with a timeout of 3 s
+patient        … or without a timeout of its own
 deaf           nobody asks
 late=N         nobody asks before step N
 fail=N         rank 0 exits with 7 at step N after it was told
@@ -56,7 +57,7 @@ def asked(ctx, given, step):
         return False
     if "only" in given:
         mine = ctx.distributed.rank == int(given["only"])
-        return mine and ctx.preempt.should_preempt(timeout=3.0)
+        return mine and ctx.preempt.should_preempt(timeout=None if "patient" in given else 3.0)
     return ctx.preempt.should_preempt()
 
 
