@@ -16,7 +16,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -37,6 +37,9 @@ CLOSE_S: Final = 2.0
 LOCK_S: Final = 15.0
 """Seconds for an earlier job of this run id, which is about to end, to give the directory back."""
 LOOK_S: Final = 0.1
+ASIDE_S: Final = 2.0
+"""Seconds before a round for damaged checkpoints to be put aside."""
+MOST_TOLD: Final = 10
 
 log = logging.getLogger("elaunch")
 
@@ -177,39 +180,43 @@ class Finishing:
         return self._doubted
 
     def put_aside(self, place: Path, passed: Iterable[PassedOver], run_id: str | None) -> None:
-        """Put into quarantine what is damaged of ``passed``, and of this run.
+        """Put into quarantine what is damaged of ``passed``, newest first, and of this run.
 
-        What could not be read now (EIO, EACCES) stays: it may be whole.
+        What could not be read now (EIO, EACCES) stays: it may be whole. The round does not wait
+        for more than ASIDE_S: the rest is put aside by the next search.
         """
         if not (place / layout.RUN).exists():
             return
-        from elaunch.checkpoint.depot import open_depot
+        from elaunch.checkpoint.quarantine import put_all_aside
 
-        depot = open_depot(place, self._settings.checkpoint_local)
-        for path in (each.path for each in passed):
-            named = path.parent == place and layout.parse_step_name(path.name) is not None
-            if not named or run_id not in (None, _said(path, layout.METADATA, "run_id")):
-                continue
-            try:
-                problem = _damage(path, run_id)
-                if problem:
-                    depot.quarantine(path, problem)
-                    log.warning("%s is damaged (%s): put into quarantine", path.name, problem)
-            except OSError as error:
-                log.warning("%s is passed over and left where it is: %s", path.name, error)
+        until = time.monotonic() + ASIDE_S
+        found = [each for each in passed if each.damaged and _is_own(place, each.path, run_id)]
+        reasons = {each.path: each.reason for each in found}
+        if not found:
+            return
+
+        def in_time() -> Iterator[tuple[Path, str]]:
+            for path, reason in reasons.items():
+                if time.monotonic() >= until:
+                    return
+                yield path, reason
+
+        try:
+            moved = put_all_aside(place, in_time())
+        except (OSError, CheckpointError) as error:
+            log.warning("damaged checkpoints are passed over and left where they are: %s", error)
+            return
+        for path in moved[:MOST_TOLD]:
+            log.warning("%s is damaged (%s): put into quarantine", path.name, reasons[path])
+        if len(moved) > MOST_TOLD:
+            log.warning("%d more are damaged: put into quarantine", len(moved) - MOST_TOLD)
 
 
-def _damage(path: Path, run_id: str | None) -> str:
-    """Return what is wrong with a checkpoint, "" if it is whole; OSError if it is unreadable."""
-    from elaunch.checkpoint import own
-
-    try:
-        own.verify(path, run_id)
-    except CheckpointError as error:
-        return str(error)
-    except FileNotFoundError as error:
-        return f"missing: {os.path.basename(error.filename or 'a file')}"
-    return ""
+def _is_own(place: Path, path: Path, run_id: str | None) -> bool:
+    """Tell whether this is a checkpoint in elaunch's layout, and of this run."""
+    if path.parent != place or layout.parse_step_name(path.name) is None:
+        return False
+    return run_id in (None, _said(path, layout.METADATA, "run_id"))
 
 
 def _said(place: Path | str, name: str, key: str) -> str | None:

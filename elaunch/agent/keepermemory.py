@@ -77,9 +77,12 @@ class CheckpointMemory:
     def __init__(self, limit: int | None) -> None:
         self._limit = limit
         self._given = limit is not None
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
+        self._making: dict[str, int] = {}
+        """Segments that are being made, which takes a while, and their sizes."""
         self._segments: dict[str, Segment] = {}
         self._retired: list[Segment] = []
+        self._closed = False
 
     @property
     def taken(self) -> int:
@@ -90,9 +93,11 @@ class CheckpointMemory:
     def lease(self, name: str, size: int) -> Segment:
         """Return the segment ``name`` if it has ``size`` bytes and nobody reads it, else a new one.
 
-        Raises SaveError that says what is taken, what the bound is, and how to raise it.
+        Its pages are touched without the lock: several are made at the same time. Raises SaveError
+        that says what is taken, what the bound is, and how to raise it.
         """
         with self._lock:
+            self._lock.wait_for(lambda: name not in self._making)
             old = self._segments.get(name)
             if old is not None and old.size >= size and not old.users:
                 return old
@@ -101,8 +106,22 @@ class CheckpointMemory:
                 self._retire(name)
             roomy = _whole_pages(size + size // SPARE)
             fits = self._taken() + roomy <= self._bound()
-            made = self._segments[name] = Segment(roomy if fits else _whole_pages(size))
-            return made
+            self._making[name] = roomy if fits else _whole_pages(size)
+        return self._make(name)
+
+    def _make(self, name: str) -> Segment:
+        made = None
+        try:
+            made = Segment(self._making[name])
+        finally:
+            with self._lock:
+                del self._making[name]
+                if made is not None:
+                    self._segments[name] = made
+                if made is not None and self._closed:
+                    self._retire(name)
+                self._lock.notify_all()
+        return made
 
     def find(self, name: str) -> Segment | None:
         """Return the segment ``name``, if it is there."""
@@ -131,6 +150,7 @@ class CheckpointMemory:
     def close(self) -> None:
         """Give everything back."""
         with self._lock:
+            self._closed = True
             for name in list(self._segments):
                 self._retire(name)
 
@@ -142,7 +162,8 @@ class CheckpointMemory:
             segment.close()
 
     def _taken(self) -> int:
-        return sum(segment.size for segment in (*self._segments.values(), *self._retired))
+        there = sum(segment.size for segment in (*self._segments.values(), *self._retired))
+        return there + sum(self._making.values())
 
     def _bound(self) -> int:
         if self._limit is None:

@@ -61,9 +61,10 @@ def find_latest(
             read = doubted is None or path.name in doubted
             format_ = verify_candidate(candidate, run_id, content, read)
         except CheckpointError as error:
-            passed_over.append(PassedOver(path, str(error)))
+            passed_over.append(PassedOver(path, str(error), damaged=True))
         except OSError as error:
-            passed_over.append(PassedOver(path, explain(error, path)))
+            gone = isinstance(error, FileNotFoundError)
+            passed_over.append(PassedOver(path, explain(error, path), damaged=gone))
         else:
             if format_ is not None:
                 load = deepspeed.to_load(path) if format_ == deepspeed.FORMAT else path

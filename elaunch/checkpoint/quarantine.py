@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import os
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from elaunch.checkpoint import layout
@@ -31,11 +32,35 @@ def put_aside(root: Path, path: Path, reason: str) -> Path | None:
     target = _move(path, quarantine)
     if target is None:
         return None
-    document = {"schema": layout.SCHEMA, "name": path.name, "reason": reason, "at": time.time()}
-    write_document(quarantine / f"{target.name}{layout.REASON}", dump(document))
+    write_document(quarantine / f"{target.name}{layout.REASON}", _document(path, reason))
     sync_directory(quarantine)
     sync_directory(root)
     return target
+
+
+def put_all_aside(root: Path, damaged: Iterable[tuple[Path, str]]) -> list[Path]:
+    """Move checkpoints (path, reason) into the quarantine; return those that were there.
+
+    The disk is waited for once, behind the last: a power cut may put some back, or lose a reason.
+    """
+    quarantine = root / layout.QUARANTINE
+    quarantine.mkdir(exist_ok=True)
+    moved = []
+    try:
+        for path, reason in damaged:
+            target = _move(path, quarantine)
+            if target is not None:
+                moved.append(path)
+                reasons = quarantine / f"{target.name}{layout.REASON}"
+                reasons.write_bytes(_document(path, reason))
+    finally:
+        sync_directory(quarantine)
+        sync_directory(root)
+    return moved
+
+
+def _document(path: Path, reason: str) -> bytes:
+    return dump({"schema": layout.SCHEMA, "name": path.name, "reason": reason, "at": time.time()})
 
 
 def _move(path: Path, quarantine: Path) -> Path | None:

@@ -45,10 +45,14 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class PassedOver:
-    """Something that looks like a checkpoint and was not taken, with the reason in words."""
+    """Something that looks like a checkpoint and was not taken, with the reason in words.
+
+    ``damaged``: by its content, not because it cannot be read now.
+    """
 
     path: Path
     reason: str
+    damaged: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from elaunch.agent import finishing as directory
 from elaunch.agent import seeker
 from elaunch.agent.finishing import Finishing
 from elaunch.agent.probing import Probing
+from elaunch.checkpoint import layout
 from elaunch.checkpoint.depot import Depot, open_depot
 from elaunch.checkpoint.records import Image, Part, PassedOver, Stage
 from elaunch.config import Settings, resolve
@@ -92,6 +94,41 @@ def test_what_is_damaged_is_put_aside(settings: Settings, depot: Depot) -> None:
     assert "part-0" in reasons["step-00000020.r0"]
     assert [found.name for found in depot.listed()] == ["step-00000010.r0"]
     finishing.close()
+
+
+def test_many_damaged_ones_do_not_hold_up_the_round(
+    settings: Settings, depot: Depot, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They are moved at once, and the disk is waited for once."""
+    depot.commit(staged(depot, 10), lambda: None)
+    place = Path(depot.place)
+    whole = place / "step-00000010.r0"
+    for step in range(20, 420):
+        torn = place / layout.step_name(step, 0)
+        torn.mkdir()
+        (torn / layout.METADATA).write_bytes((whole / layout.METADATA).read_bytes())
+    finishing = Finishing(settings)
+    assert chosen(settings, finishing) == whole.name
+    assert len(depot.quarantined()) == 400
+    assert {reason for _, reason in depot.quarantined()} == {"not committed: COMMIT is missing"}
+    assert "390 more are damaged: put into quarantine" in caplog.text
+    finishing.close()
+
+
+def test_no_round_waits_for_what_is_put_aside(
+    settings: Settings, depot: Depot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next search goes on with it."""
+    depot.commit(staged(depot, 10), lambda: None)
+    depot.commit(staged(depot, 20), lambda: None)
+    (Path(depot.place) / "step-00000020.r0" / layout.COMMIT).unlink()
+    made = Finishing(settings)
+    monkeypatch.setattr(directory, "ASIDE_S", 0.0)
+    assert chosen(settings, made) == "step-00000010.r0" and depot.quarantined() == []
+    monkeypatch.undo()
+    assert chosen(settings, made) == "step-00000010.r0"
+    assert [name for name, _ in depot.quarantined()] == ["step-00000020.r0"]
+    made.close()
 
 
 def test_what_another_run_wrote_is_left_alone(settings: Settings, depot: Depot) -> None:

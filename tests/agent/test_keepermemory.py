@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -168,3 +169,48 @@ def test_a_cgroup_without_a_limit(tmp_path: Path) -> None:
 def test_here() -> None:
     """This machine has some."""
     assert available() > MIB
+
+
+def test_segments_are_made_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each waits here until the other is begun; what is asked meanwhile is answered."""
+    both, real = threading.Barrier(3, timeout=60.0), keepermemory.Segment
+
+    def slow(size: int) -> Segment:
+        both.wait()
+        both.wait()
+        return real(size)
+
+    monkeypatch.setattr(keepermemory, "Segment", slow)
+    memory = CheckpointMemory(10 * MIB)
+    made: list[Segment] = []
+    threads = [
+        threading.Thread(target=lambda name=name: made.append(memory.lease(name, 4 * MIB)))
+        for name in ("worker 0", "worker 1")
+    ]
+    for thread in threads:
+        thread.start()
+    both.wait()
+    assert memory.taken >= 8 * MIB and memory.find("worker 0") is None
+    with pytest.raises(SaveError, match="no memory for a part"):
+        memory.lease("worker 2", 4 * MIB)
+    both.wait()
+    for thread in threads:
+        thread.join()
+    assert {memory.find("worker 0"), memory.find("worker 1")} == set(made)
+    memory.close()
+    assert memory.taken == 0
+
+
+def test_one_that_cannot_be_made_takes_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = CheckpointMemory(8 * MIB)
+
+    def broken(size: int) -> Segment:
+        raise SaveError(f"no memory of {size} bytes")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(keepermemory, "Segment", broken)
+        with pytest.raises(SaveError, match="no memory of"):
+            memory.lease("worker 0", 4 * MIB)
+    assert memory.taken == 0
+    memory.lease("worker 0", 4 * MIB)
+    memory.close()
