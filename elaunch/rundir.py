@@ -6,6 +6,7 @@
 state.json              the record (``elaunch.runrecord``), replaced atomically at each change
 agent.sock              the agent's Unix socket while it lives (``elaunch.control``)
 logs/                   default place of the workers' logs
+console.log             what the agent shows, with ``--detach``
 failure-<round>.json    the failure report of a round for programs
 failure-<round>.txt     the same for people
 metrics.*               what the script has reported (``elaunch.training.metrics``)
@@ -49,6 +50,7 @@ from elaunch.statedir import (
 KEEP_RUNS: Final = 20
 KEEP_BYTES: Final = 1 << 30
 STATE_FILE: Final = "state.json"
+CONSOLE: Final = "console.log"
 
 # How long a directory is left alone when nothing tells whether its agent lives: without a readable
 # record (it may be starting), and with an agent on a host or in a container that cannot be seen.

@@ -46,6 +46,7 @@ from elaunch.errors import ElaunchError, RunDirError, UsageError
 from elaunch.server import devices, processes
 
 if TYPE_CHECKING:
+    from elaunch.agent.detaching import Detached
     from elaunch.agent.spokesman import Spokesman
 
 PING_TIMEOUT = 2.0
@@ -57,11 +58,12 @@ log = logging.getLogger("elaunch")
 Inbox = queue.SimpleQueue[events.Event]
 
 
-def run(settings: Settings) -> int:
+def run(settings: Settings, detached: Detached | None = None) -> int:
     """Run the job that ``settings`` describe on this node; return the command's exit code.
 
-    Must be called in the main thread, which it keeps until the job has ended. Raises ElaunchError
-    for what is found wrong before a worker was started.
+    ``detached``: the command that waits for a detached agent to be ready. Must be called in the
+    main thread, which it keeps until the job has ended. Raises ElaunchError for what is found
+    wrong before a worker was started.
     """
     inbox: Inbox = queue.SimpleQueue()
     handled = (
@@ -79,19 +81,23 @@ def run(settings: Settings) -> int:
         environ.pop(name, None)
     if settings.workdir is not None:
         environ["PWD"] = str(settings.workdir)
-    code = _run(settings, environ, inbox)
+    code = _run(settings, environ, inbox, detached)
     signals.ignore(handled)
     return shown_code(code, settings)
 
 
-def _run(settings: Settings, environ: Mapping[str, str], inbox: Inbox) -> int:
+def _run(
+    settings: Settings, environ: Mapping[str, str], inbox: Inbox, detached: Detached | None
+) -> int:
     """Run the job; whatever ends it early is in the run's record and the launcher's error file."""
     own_log_dir = _own_log_dir(settings)
     run_dir = rundir.create(settings.run_id, os.environ)
+    if detached is not None:
+        detached.placed(run_dir)
     log_root = run_dir.logs if settings.log_dir is None else own_log_dir
     log_dir = None if log_root is None else str(log_root)
     journal = Journal(settings, run_dir, log_dir, warn=lambda text: log.warning("%s", text))
-    place = _Place(settings, run_dir, log_root, environ)
+    place = _Place(settings, run_dir, log_root, environ, detached)
     with contextlib.ExitStack() as stack:
         try:
             return _run_job(place, journal, inbox, stack)
@@ -111,6 +117,7 @@ class _Place:
     run_dir: rundir.RunDir
     log_root: Path | None
     environ: Mapping[str, str]
+    detached: Detached | None
 
 
 def _run_job(place: _Place, journal: Journal, inbox: Inbox, stack: contextlib.ExitStack) -> int:
@@ -145,6 +152,8 @@ def _run_job(place: _Place, journal: Journal, inbox: Inbox, stack: contextlib.Ex
     parts = Parts(group, journal, reporter, event_log, links, hangs, keeper, probing, spokesman)
     threading.Thread(target=rundir.prune, args=(os.environ,), name="prune", daemon=True).start()
     keeper.check()
+    if place.detached is not None:
+        place.detached.ready()
     return Agent(settings, parts, inbox).run(environ)
 
 

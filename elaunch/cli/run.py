@@ -61,13 +61,17 @@ def _start(words: tuple[str, ...], **given: str | None) -> int:
     settings = resolve(line, words, os.environ, cwd)
     for notice in settings.notices:
         click.echo(f"elaunch: note: {notice}", err=True)
-    if settings.dry_run:
+    if settings.dry_run and not settings.detach:
         from elaunch.cli import dryrun
 
         dryrun.show(settings, os.environ)
         return 0
     from elaunch.agent.main import run as run_agent
 
+    if settings.detach:
+        from elaunch.agent import detaching
+
+        return detaching.run(settings, run_agent)
     return run_agent(settings)
 
 

@@ -290,6 +290,12 @@ _OWN: tuple[Flag, ...] = (
         short="-f",
     ),
     Flag("name", values.label, None, OTHER, "Name of the job in reports.", "NAME", "a name"),
+    switch(
+        "detach",
+        OTHER,
+        "Go on in the background: print the run id, and leave the rest to status, logs, stop.",
+        short="-d",
+    ),
     switch("dry-run", OTHER, "Print what would be started, and start nothing."),
 )
 

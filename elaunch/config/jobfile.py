@@ -35,7 +35,8 @@ from elaunch.errors import UsageError
 if TYPE_CHECKING:
     from yaml import MappingNode, Node
 
-KEYS = {key: flag for key, flag in by_key(FLAGS).items() if flag.name not in ("file", "dry-run")}
+OF_THE_LINE = ("file", "dry-run", "detach")
+KEYS = {key: flag for key, flag in by_key(FLAGS).items() if flag.name not in OF_THE_LINE}
 SECTIONS = (
     "entrypoint",
     "environment",

@@ -100,6 +100,7 @@ class Settings:
     exit_codes: Literal["elaunch", "torchrun"]
     interpreter: str
     dry_run: bool
+    detach: bool
     log_level: str
     notices: tuple[str, ...]
 
@@ -165,7 +166,7 @@ def _plain(answers: Answers) -> dict[str, Any]:
         "monitor-interval role redirects tee local-ranks-filter duplicate-stdout-filters "
         "duplicate-stderr-filters logs-specs numa-binding event-log-handler health-check-port "
         "file-timer "
-        "shutdown-timeout sibling-grace virtual-local-rank exit-codes dry-run log-level "
+        "shutdown-timeout sibling-grace virtual-local-rank exit-codes dry-run detach log-level "
         "checkpoint-glob require-resume checkpoint-local checkpoint-replicas checkpoint-memory "
         "hang-timeout progress-regex tmp"
     ).split()

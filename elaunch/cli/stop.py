@@ -1,0 +1,77 @@
+"""``elaunch stop``: end a running job by its name (docs/status.md)."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+
+import click
+
+from elaunch.errors import UsageError
+from elaunch.rundir import RunDir
+
+TIMED_OUT = 1
+
+
+@click.command("stop")
+@click.argument("run", metavar="RUN")
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=0.0),
+    metavar="SECONDS",
+    help="How long to wait for its end; 0: not at all.  [default: without a limit]",
+)
+def stop(run: str, timeout: float | None) -> int:
+    """End the job RUN on this node, as SIGTERM to its agent does, and wait for its end.
+
+    Workers that ask should_preempt() save first. A second `elaunch stop` meanwhile ends the grace
+    of --shutdown-timeout. RUN is a run id of this machine, or the beginning of one; of several
+    nodes this one leaves the job.
+    """
+    from elaunch import rundir
+
+    found = rundir.find(run, os.environ)
+    name = rundir.run_id_of(found)
+    agent = _agent(found, name)
+    try:
+        signal.pidfd_send_signal(agent, signal.SIGTERM)
+        waited = None if timeout is None else timeout * 1000
+        poll = select.poll()
+        poll.register(agent, select.POLLIN)
+        ended = bool(poll.poll(waited)) if timeout != 0 else True
+    except ProcessLookupError:
+        ended = True  # just now, by itself
+    except PermissionError:
+        raise UsageError(f"RUN {name} belongs to another user") from None
+    finally:
+        os.close(agent)
+    if not ended:
+        click.echo(f"{name}: SIGTERM was sent, and it has not ended in {timeout:g} s", err=True)
+        return TIMED_OUT
+    click.echo(f"{name}: {'SIGTERM was sent' if timeout == 0 else found.read_state()['state']}")
+    return 0
+
+
+def _agent(run: RunDir, name: str) -> int:
+    """Return a descriptor of the agent's process; raise UsageError if there is none here."""
+    from elaunch.runrecord import condition
+
+    record = run.read_state()
+    if "launcher" in record:
+        raise UsageError(
+            f"RUN {name} was started by {record['launcher']}, not by `elaunch run`: stop that"
+        )
+    agent = record["agent"]
+    if condition(agent) == "elsewhere":
+        raise UsageError(f"RUN {name} runs on {agent['host']}: stop it there")
+    try:
+        pidfd = os.pidfd_open(agent["pid"])
+    except ProcessLookupError:
+        pidfd = -1
+    # The descriptor is of the recorded process if that is there now.
+    if pidfd >= 0 and condition(agent) in ("alive", "stopped"):
+        return pidfd
+    if pidfd >= 0:
+        os.close(pidfd)
+    raise UsageError(f"RUN {name} does not run: `elaunch status {name}` tells how it ended")
