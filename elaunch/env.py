@@ -19,6 +19,8 @@ ELAUNCH_RUN_ID_GIVEN            ``1`` where a person chose the run id and there 
 ELAUNCH_CHECKPOINT_KEEP         the ``--checkpoint-keep-…`` flags as JSON; unset without any
 ELAUNCH_RESUME_FROM             the checkpoint that every rank of this round resumes from, or empty
 ELAUNCH_RESUME_STEP             its step, or empty
+ELAUNCH_INIT_FROM               the checkpoint of ``--init-from``, from which the run begins at
+                                step 0 while it has none of its own; unset without it
 ELAUNCH_HPARAMS                 ``hyperparameters`` of the job file as JSON; unset without them
 ELAUNCH_CHANNEL_KEY             key by which the round's workers know each other, as hex; not set
                                 where several nodes have no --rdzv-secret-file
@@ -56,6 +58,7 @@ CHECKPOINT_DIR = "ELAUNCH_CHECKPOINT_DIR"
 RUN_ID_GIVEN = "ELAUNCH_RUN_ID_GIVEN"
 CHECKPOINT_LOCAL = "ELAUNCH_CHECKPOINT_LOCAL"
 CHECKPOINT_KEEP = "ELAUNCH_CHECKPOINT_KEEP"
+INIT_FROM = "ELAUNCH_INIT_FROM"
 HPARAMS = "ELAUNCH_HPARAMS"
 STARTER = "ELAUNCH_STARTER"
 STACKS_FILE = "ELAUNCH_STACKS_FILE"
@@ -65,7 +68,7 @@ FACTS = frozenset(
         *(AGENT_SOCKET, CHANNEL_KEY, CHECKPOINT_DIR, RUN_ID_GIVEN, CHECKPOINT_LOCAL),
         *(CHECKPOINT_KEEP, STACKS_FILE, TIMER_FILE, "ELAUNCH_RUN_ID", "ELAUNCH_ROUND"),
         *("ELAUNCH_RESTART_REASON", "ELAUNCH_NODE_ADDRS", "ELAUNCH_RESUME_FROM"),
-        *("ELAUNCH_RESUME_STEP", HPARAMS),
+        *("ELAUNCH_RESUME_STEP", HPARAMS, INIT_FROM),
     }
 )
 """What an agent sets for its own workers alone: to another job it says nothing."""
@@ -125,6 +128,7 @@ class RoundFacts:
     run_id_given: bool = False
     checkpoint_local: bool = False
     checkpoint_keep: str = ""
+    init_from: str = ""
 
 
 def worker_environment(
@@ -166,20 +170,24 @@ def worker_environment(
         "ELAUNCH_RESUME_FROM": facts.resume_from,
         "ELAUNCH_RESUME_STEP": facts.resume_step,
     }
-    if facts.checkpoint_dir is not None:
-        variables[CHECKPOINT_DIR] = facts.checkpoint_dir
-        if facts.run_id_given:
-            variables[RUN_ID_GIVEN] = "1"
-    if facts.checkpoint_local:
-        variables[CHECKPOINT_LOCAL] = "1"
-    if facts.checkpoint_keep:
-        variables[CHECKPOINT_KEEP] = facts.checkpoint_keep
-    if facts.channel_key:
-        variables[CHANNEL_KEY] = facts.channel_key
+    variables |= _only_where_given(facts)
     if facts.virtual_local_rank:
         variables["LOCAL_RANK"] = "0"
         variables[VISIBLE_DEVICES] = _visible_device(launcher, local_rank)
     return variables
+
+
+def _only_where_given(facts: RoundFacts) -> dict[str, str]:
+    """Return the variables that are unset where a flag is not given."""
+    given = {
+        CHECKPOINT_DIR: facts.checkpoint_dir,
+        RUN_ID_GIVEN: "1" if facts.checkpoint_dir is not None and facts.run_id_given else None,
+        CHECKPOINT_LOCAL: "1" if facts.checkpoint_local else None,
+        CHECKPOINT_KEEP: facts.checkpoint_keep or None,
+        INIT_FROM: facts.init_from or None,
+        CHANNEL_KEY: facts.channel_key or None,
+    }
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def named_devices(value: str) -> list[str]:

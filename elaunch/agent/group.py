@@ -85,7 +85,8 @@ class WorkerGroup:
     def _new_server(self) -> WorkerServer:
         settings = self._plan.settings
         words = [settings.interpreter, settings.entrypoint, *settings.args]
-        longest_checkpoint = 4096 if settings.checkpoint_dir is not None else 0
+        has_checkpoint = settings.checkpoint_dir is not None or settings.init_from is not None
+        longest_checkpoint = 4096 if has_checkpoint else 0
         plan = ServerPlan(
             run_id=settings.run_id,
             interpreter=settings.interpreter,
@@ -168,7 +169,7 @@ class WorkerGroup:
         if start.place is None or start.place.node_rank == 0:
             self._host_store(start.round)
         facts = self._facts(start)
-        args = fill_placeholders(settings.args, start.checkpoint)
+        args = fill_placeholders(settings.args, start.checkpoint or settings.init_from)
         first = facts.place.first_rank
         ranks = {local_rank: first + local_rank for local_rank in range(self._nproc)}
         channels = self._pump.open_round(start.round, ranks)
@@ -195,7 +196,8 @@ class WorkerGroup:
 
     def _facts(self, start: RoundStart) -> env.RoundFacts:
         settings = self._plan.settings
-        checkpoint, directory = start.checkpoint, settings.checkpoint_dir
+        checkpoint = start.checkpoint or settings.init_from
+        directory = settings.checkpoint_dir
         master_addr, master_port = start.store or (self._endpoint.host, self._endpoint.port)
         return env.RoundFacts(
             run_id=settings.run_id,
@@ -221,6 +223,7 @@ class WorkerGroup:
             run_id_given=settings.run_id_given,
             checkpoint_local=settings.checkpoint_local,
             checkpoint_keep=settings.checkpoint_keep.to_json() if settings.checkpoint_keep else "",
+            init_from=str(settings.init_from.path) if settings.init_from else "",
         )
 
     def _channel_key(self, start: RoundStart) -> str:

@@ -87,6 +87,8 @@ def facts(settings: Settings, nproc: int) -> list[tuple[str, str]]:
         glob = f" ({settings.checkpoint_glob})" if settings.checkpoint_glob else ""
         local = ", each node's own" if settings.checkpoint_local else ""
         found.append(("checkpoints", f"{settings.checkpoint_dir}{glob}{local}"))
+    if settings.init_from:
+        found.append(("begins from", str(settings.init_from.path)))
     if settings.checkpoint_keep:
         found.append(("kept", settings.checkpoint_keep.describe()))
     return found
@@ -97,6 +99,7 @@ def worker(
 ) -> dict[str, str]:
     """Return the variables that elaunch would set for one worker of the first round."""
     place, master = _place(settings, nproc)
+    init_from = str(settings.init_from.path) if settings.init_from else ""
     round_facts = env.RoundFacts(
         run_id=settings.run_id,
         round=0,
@@ -110,14 +113,15 @@ def worker(
         master_port=settings.master_port or 0,
         agent_socket=LATER,
         checkpoint_dir=str(settings.checkpoint_dir) if settings.checkpoint_dir else None,
-        resume_from=LATER if settings.checkpoint_dir else "",
-        resume_step=LATER if settings.checkpoint_dir else "",
+        resume_from=LATER if settings.checkpoint_dir else init_from,
+        resume_step=LATER if settings.checkpoint_dir else "0" if init_from else "",
         signals_to_handle=",".join(each.name for each in settings.signals_to_handle),
         use_agent_store=LATER,
         virtual_local_rank=settings.virtual_local_rank,
         run_id_given=settings.run_id_given,
         checkpoint_local=settings.checkpoint_local,
         checkpoint_keep=settings.checkpoint_keep.to_json() if settings.checkpoint_keep else "",
+        init_from=init_from,
     )
     variables = env.worker_environment(round_facts, local_rank, LATER, launcher)
     if settings.master_port is None:

@@ -16,6 +16,15 @@ OWN: tuple[Flag, ...] = (
         "a directory, which is made if it is not there, or a URL that fsspec knows",
     ),
     Flag(
+        "init-from",
+        values.text,
+        None,
+        CHECKPOINT,
+        "Begin at step 0 from another run's checkpoint, while this run has none of its own.",
+        "PATH|URL",
+        "a checkpoint, or a directory or URL with some, of which the newest is taken",
+    ),
+    Flag(
         "checkpoint-glob",
         values.text,
         None,

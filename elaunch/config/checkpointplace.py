@@ -13,6 +13,7 @@ How a text is read: elaunch.checkpoint.places.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -21,9 +22,10 @@ from pathlib import Path
 from elaunch.checkpoint.keep import Keep
 from elaunch.checkpoint.placeholder import has_placeholder
 from elaunch.checkpoint.places import broken_link, parse_place
+from elaunch.checkpoint.records import Checkpoint
 from elaunch.config import validate
 from elaunch.config.answers import Answers
-from elaunch.errors import UsageError
+from elaunch.errors import CheckpointError, UsageError
 
 _KEEPING = ("checkpoint-keep-last", "checkpoint-keep-every", "checkpoint-keep-best")
 
@@ -58,6 +60,24 @@ def place(answers: Answers, start: Path, args: tuple[str, ...]) -> Path | str | 
             "checkpoint-dir", "is a URL, which needs fsspec", "pip install 'elaunch[storage]'"
         )
     return found
+
+
+def init_from(answers: Answers, start: Path) -> Checkpoint | None:
+    """Return the checkpoint of --init-from, with step 0; None without the flag.
+
+    Raises:
+        UsageError: there is no complete checkpoint.
+    """
+    from elaunch.checkpoint.elsewhere import find_at
+
+    raw = answers["init-from"]
+    if not raw:
+        return None
+    try:
+        found = find_at(parse_place(raw, start), content=False)
+    except (ValueError, CheckpointError) as error:
+        raise answers.fault("init-from", f"cannot be begun from: {error}") from None
+    return dataclasses.replace(found, step=0)
 
 
 def keep(answers: Answers) -> Keep:
@@ -130,7 +150,7 @@ def _needless(answers: Answers, args: tuple[str, ...]) -> None:
             what = "that could be each node's own" if local else "to look in"
             raise answers.fault(flag, f"has no directory {what}", "add --checkpoint-dir")
     asking = [arg for arg in args if has_placeholder([arg])]
-    if asking:
+    if asking and not answers["init-from"]:
         raise UsageError(
             f"script argument {asking[0]!r} asks for the newest checkpoint, which needs "
             "--checkpoint-dir; write {{checkpoint}} for the word itself"

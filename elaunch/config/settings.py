@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from elaunch.checkpoint.keep import Keep
+from elaunch.checkpoint.records import Checkpoint
 from elaunch.config import (
     checkpointplace,
     entrypoint,
@@ -87,6 +88,7 @@ class Settings:
     hang_timeout: float | Literal["auto"] | None
     progress_regex: str | None
     checkpoint_dir: Path | str | None
+    init_from: Checkpoint | None
     checkpoint_glob: str | None
     require_resume: bool
     checkpoint_local: bool
@@ -207,6 +209,7 @@ def _places(answers: Answers, command: Command, start: Path) -> dict[str, Any]:
         "log_dir": validate.log_dir(answers, start),
         "timer_file": validate.timer_file(answers, start),
         "checkpoint_dir": checkpointplace.place(answers, start, command.args),
+        "init_from": checkpointplace.init_from(answers, start),
         "checkpoint_keep": checkpointplace.keep(answers),
         "workdir": start if answers["workdir"] else None,
     }
@@ -271,6 +274,7 @@ def _reserved() -> frozenset[str]:
         checkpoint_dir="",
         checkpoint_local=True,
         checkpoint_keep="{}",
+        init_from="PATH",
         resume_from="",
         resume_step="",
         signals_to_handle="",

@@ -158,7 +158,8 @@ class Context:
         if self.info.checkpoint_dir is not None and self.info.launcher == "elaunch":
             # elaunch has looked for checkpoints: without one the script begins anew.
             step = self.info.resume_step
-            resumed = FROM_NOTHING if self.info.resume_from is None else step
+            begins = self.info.resume_from is None or self.info.is_warm_start
+            resumed = FROM_NOTHING if begins else step
         self.train = TrainContext(
             placement, self._page, self.directory, resumed, options.chief_only, options.tensorboard
         )

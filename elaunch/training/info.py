@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from elaunch.env import HPARAMS
+from elaunch.env import HPARAMS, INIT_FROM
 from elaunch.errors import PlacementError
 from elaunch.training import launchers, placement
 from elaunch.training.placement import Launcher, Placement
@@ -48,6 +48,8 @@ class Info:
         resume_from: the checkpoint that all ranks of this round resume from; None at a fresh start
             and under other launchers. A Path, or the text of its URL.
         resume_step: its step; None where it has none.
+        init_from: what --init-from names, another run's checkpoint that this run begins from at
+            step 0 while it has none of its own; None without it.
         checkpoint_dir: ``--checkpoint-dir``, a Path or the text of a URL; None without it and under
             other launchers.
         launcher: who started this process: ``elaunch``, ``torchrun``, ``mpi``, ``slurm``,
@@ -67,9 +69,15 @@ class Info:
     world_size: int
     resume_from: Path | str | None
     resume_step: int | None
+    init_from: Path | str | None
     checkpoint_dir: Path | str | None
     launcher: Launcher
     hparams: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    @property
+    def is_warm_start(self) -> bool:
+        """Whether ``resume_from`` is another run's: what ``init_from`` names, with step 0."""
+        return self.init_from is not None and self.resume_from == self.init_from
 
     @property
     def slot_ids(self) -> tuple[int, ...]:
@@ -103,6 +111,7 @@ def read(environ: Mapping[str, str], place: Placement | None = None) -> Info:
     by_agent = bool(environ.get("ELAUNCH_RUN_ID"))
     resume_from = _resume_from(environ)
     directory = environ.get("ELAUNCH_CHECKPOINT_DIR", "")
+    init_from = environ.get(INIT_FROM, "")
     return Info(
         run_id=place.run_id,
         round=place.round,
@@ -116,6 +125,7 @@ def read(environ: Mapping[str, str], place: Placement | None = None) -> Info:
         world_size=place.size,
         resume_from=resume_from,
         resume_step=None if resume_from is None else _step(environ),
+        init_from=_place(init_from) if init_from else None,
         checkpoint_dir=_place(directory) if by_agent and directory else None,
         launcher=place.launcher,
         hparams=_hparams(environ),

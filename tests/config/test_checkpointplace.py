@@ -199,3 +199,32 @@ def test_no_sizes(text: str) -> None:
     """Refused rather than guessed."""
     with pytest.raises(ValueError, match=r"is not a size|is less than 1 byte"):
         amounts.size(text)
+
+
+def test_another_runs_checkpoint(job: Job) -> None:
+    """The newest in a directory, or the one that is named; its step counts as 0."""
+    for step in (10, 20):
+        (job.directory / f"step_{step}.pt").write_bytes(b"\x80\x02")
+    path = job.directory / "checkpoint-7"
+    path.mkdir()
+    (path / "trainer_state.json").write_text('{"global_step": 7}')
+    (path / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
+    found = job.settings("--init-from . train.py {checkpoint}").init_from
+    assert found is not None and (found.path, found.step) == (path, 0)
+    found = job.settings("--init-from step_10.pt train.py").init_from
+    assert found is not None and (found.path.name, found.step) == ("step_10.pt", 0)
+    assert job.settings("train.py").init_from is None
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("gone", "--init-from: 'gone' cannot be begun from: {}/gone is not there"),
+        ("empty", "{}/empty holds no complete checkpoint"),
+        ("s3:///x", "is a URL without a bucket"),
+    ],
+)
+def test_no_other_runs_checkpoint(job: Job, given: str, told: str) -> None:
+    """Found before anything starts."""
+    (job.directory / "empty").mkdir()
+    assert told.format(job.directory) in job.error(f"--init-from {given} train.py")

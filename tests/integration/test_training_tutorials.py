@@ -375,3 +375,55 @@ def test_own_launcher_on_two_nodes(cluster: Build) -> None:
     ]
     ended = [agent.wait(DEADLINE) for agent in agents]
     assert [(done.returncode, done.stdout) for done in ended] == [(0, last_line(4)), (0, "")]
+
+
+# ── the tutorial as it stands ────────────────────────────────────────────────────────────────────
+
+TUTORIAL = Path(__file__).parent / "jobs" / "tutorial.py"
+
+
+def start_tutorial(elaunch: Launcher, seconds: float, *flags: str, run: str = "job") -> Running:
+    """Start it with two ranks; a step takes ``seconds``."""
+    argv = ["run", f"--run-id={run}", "--nproc-per-node=2", "--max-restarts=1", *SPAWN]
+    own = [] if flags else [f"--checkpoint-dir={elaunch.directory / 'ck'}"]
+    return elaunch.start([*argv, *own, *flags, TUTORIAL, "60", str(seconds)])
+
+
+def wait_for_commits(elaunch: Launcher, count: int) -> None:
+    """Wait until so many checkpoints are there."""
+    depot = open_depot(elaunch.directory / "ck")
+    wait_until(lambda: len(depot.listed()) >= count, DEADLINE, f"{count} checkpoints")
+
+
+def test_the_tutorial_as_it_stands(elaunch: Launcher) -> None:
+    """A rank is killed, then the job is preempted: x is that of a run without faults."""
+    running = start_tutorial(elaunch, 0.1)
+    wait_for_commits(elaunch, 1)
+    workers = json.loads(elaunch.run(["status", "job", "--json"]).stdout)["workers"]
+    os.kill(workers[1]["pid"], SIGKILL)
+    running.wait_for_line("begins with x=")
+    wait_for_commits(elaunch, 3)
+    assert elaunch.run(["preempt", "job"]).returncode == 0
+    assert running.wait(DEADLINE).returncode == 75
+    last = open_depot(elaunch.directory / "ck").listed()[-1].step
+    done = start_tutorial(elaunch, 0.0).wait(DEADLINE)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"begins with x={3 * last} at {last}\nx is 180\n"
+
+
+def test_a_new_run_from_the_weights_of_another(elaunch: Launcher) -> None:
+    """--init-from: the tutorial begins at step 0; killed, it goes on from its own checkpoints."""
+    assert start_tutorial(elaunch, 0.0).wait(DEADLINE).returncode == 0
+    origin, own = elaunch.directory / "ck", elaunch.directory / "new"
+    flags = [f"--checkpoint-dir={own}", f"--init-from={origin}"]
+    running = start_tutorial(elaunch, 0.1, *flags, run="new")
+    running.wait_for_line("begins with x=180 at 0")
+    wait_until(lambda: open_depot(own).listed() != [], DEADLINE, "a checkpoint")
+    workers = json.loads(elaunch.run(["status", "new", "--json"]).stdout)["workers"]
+    os.kill(workers[0]["pid"], SIGKILL)
+    done = running.wait(DEADLINE)
+    assert done.returncode == 0, done.stderr
+    again = done.stdout.splitlines()[1]
+    step = int(again.rpartition(" ")[2])
+    assert again == f"begins with x={180 + 3 * step} at {step}" and step > 0
+    assert done.stdout.endswith("x is 360\n")

@@ -31,7 +31,8 @@ from elaunch.errors import CheckpointError, ContextError
 from elaunch.training import liveness
 from elaunch.training.checkpoint import asking, blocks, commits, restoring
 from elaunch.training.checkpoint.opening import Opening
-from elaunch.training.checkpoint.parts import SECTION, Mode
+from elaunch.training.checkpoint.parts import SECTION, Mode, Parts
+from elaunch.training.checkpoint.restoring import Which
 
 if TYPE_CHECKING:
     from elaunch.training.checkpoint.saving import Busy, Sharded
@@ -63,6 +64,9 @@ class CheckpointContext:
     ``timeout`` is, everywhere, the seconds that each wait for the other ranks may take; None: those
     of ``elaunch.init()``. ``keep`` says which older checkpoints may go after the commit: an
     ``elaunch.Keep``, the number of the newest that stay, or None for what the command's flags say.
+    ``uuid`` names a checkpoint: by its uuid, its name, its path or URL, or by what ``latest()``,
+    ``list()`` or ``save()`` returned. What is only read may be anywhere; the rest is in
+    :attr:`directory`.
 
     Calls of all ranks raise CollectiveTimeout and PeerLost, which name the ranks that did not come;
     the others' errors are CheckpointErrors, the same on all ranks, after which the next call works.
@@ -159,11 +163,15 @@ class CheckpointContext:
 
     @contextlib.contextmanager
     def restore_path(
-        self, uuid: str | None = None, *, timeout: float | None = None
+        self, uuid: Which | None = None, *, timeout: float | None = None
     ) -> Iterator[Path]:
-        """Give a directory to read from: of a checkpoint's uuid or name, or of the latest.
+        """Give a directory to read from: of one checkpoint, or of the latest.
 
         ALL ranks enter it together, and read on their own. Nobody deletes the checkpoint meanwhile.
+
+        Args:
+            uuid: see the class; the latest without, or what --init-from says where there is none.
+            timeout: see the class.
 
         Raises:
             CheckpointError: on all ranks; there is none, or it is damaged, or a rank cannot reach
@@ -171,10 +179,8 @@ class CheckpointContext:
         """
         what = "restore_path"
         with self._section():
-            parts = self._opening.together(timeout)
-            if uuid is None:
-                self._opening.ask_for_latest()
-            found = restoring.choose(parts, uuid, timeout, what)
+            parts, wanted = self._wanted(uuid, None, timeout, what)
+            parts, found = restoring.choose(parts, wanted)
             if found is None:
                 raise restoring.not_there(what)
             with restoring.opened(parts, found, timeout, what) as path:
@@ -196,13 +202,13 @@ class CheckpointContext:
         return self._opening.latest()
 
     @_in_section
-    def get_metadata(self, uuid: str | None = None) -> dict[str, Any]:
-        """Return the metadata of a checkpoint, by uuid or name; of the latest without.
+    def get_metadata(self, uuid: Which | None = None) -> dict[str, Any]:
+        """Return the metadata of a checkpoint; of the latest without ``uuid``.
 
         Any rank may call it. Raises CheckpointError, with what is there, if it is not.
         """
         if uuid is not None:
-            return dict(self._opening.depot.find(uuid).metadata)
+            return dict(restoring.find(self._opening.depot, uuid, anywhere=True).metadata)
         found = self.latest()
         if found is None:
             raise restoring.not_there("get_metadata")
@@ -263,7 +269,8 @@ class CheckpointContext:
         self,
         state: Mapping[str, Any],
         *,
-        uuid: str | None = None,
+        uuid: Which | None = None,
+        source: str | os.PathLike[str] | None = None,
         strict: bool = True,
         timeout: float | None = None,
     ) -> Committed | None:
@@ -274,19 +281,21 @@ class CheckpointContext:
 
         Args:
             state: as for :meth:`save`.
-            uuid: of a checkpoint, or its name; the latest without.
+            uuid: see the class; the latest without.
+            source: path or URL of another run's checkpoint, or of a directory with some, to begin
+                from while this run has none of its own; by default what --init-from says. What is
+                returned has step 0 then: a new run begins.
             strict: refuse what is missing in the checkpoint, and what only it has.
             timeout: see the class.
 
         Raises:
             CheckpointError: on all ranks; names keys and ranks.
+            ContextError: uuid and source were given.
         """
         from elaunch.training.checkpoint import loading
 
-        parts = self._opening.together(timeout)
-        if uuid is None:
-            self._opening.ask_for_latest()
-        return loading.load(parts, state, uuid, strict, timeout)
+        parts, wanted = self._wanted(uuid, source, timeout, loading.WHAT)
+        return loading.load(parts, wanted, state, strict)
 
     @_in_section
     def reserve(self, state: Mapping[str, Any], *, timeout: float | None = None) -> None:
@@ -360,7 +369,8 @@ class CheckpointContext:
         self,
         state: Mapping[str, Any],
         *,
-        uuid: str | None = None,
+        uuid: Which | None = None,
+        source: str | os.PathLike[str] | None = None,
         mode: Mode = "all",
         strict: bool = True,
         timeout: float | None = None,
@@ -373,7 +383,8 @@ class CheckpointContext:
 
         Args:
             state: as for :meth:`save_ddp`.
-            uuid: of a checkpoint, or its name; the latest without.
+            uuid: see the class; the latest without.
+            source: as for :meth:`load`.
             mode: ``all`` ranks read; rank 0 alone reads and sends to the others (``broadcast``); or
                 each after the one before (``sequential``).
             strict: refuse what is missing in the checkpoint, and what only it has.
@@ -381,15 +392,13 @@ class CheckpointContext:
 
         Raises:
             CheckpointError: on all ranks; names keys and ranks.
-            ContextError: there is no such mode.
+            ContextError: there is no such mode; or uuid and source were given.
         """
         from elaunch.training.checkpoint import singlefile
 
-        parts = self._opening.together(timeout)
         singlefile.check_mode(mode)
-        if uuid is None:
-            self._opening.ask_for_latest()
-        found = restoring.choose(parts, uuid, timeout, "load_ddp")
+        parts, wanted = self._wanted(uuid, source, timeout, "load_ddp")
+        parts, found = restoring.choose(parts, wanted)
         if found is not None:
             singlefile.load(parts, state, found, (mode, strict), timeout)
         return found
@@ -397,15 +406,15 @@ class CheckpointContext:
     # ── keeping ──────────────────────────────────────────────────────────────────────────────────
 
     @_in_section
-    def delete(self, uuid: str) -> None:
-        """Delete a checkpoint, by uuid or name; one rank calls it.
+    def delete(self, uuid: Which) -> None:
+        """Delete a checkpoint; one rank calls it.
 
         Raises:
             CheckpointError: it is not there; or it is pinned, or being read, or the round resumed
                 from it and has no newer one, and so it stays.
         """
         depot = self._opening.depot
-        found = depot.find(uuid)
+        found = restoring.find(depot, uuid)
         if found.name in pins.pinned(self.directory):
             raise CheckpointError(f"{found.name} stays: it is pinned; unpin() it first")
         resumed = self._opening.known.resumed
@@ -421,17 +430,17 @@ class CheckpointContext:
             depot.remove(found)
 
     @_in_section
-    def pin(self, uuid: str) -> None:
+    def pin(self, uuid: Which) -> None:
         """Have retention leave a checkpoint alone; any rank may call it."""
-        pins.pin(self.directory, self._opening.depot.find(uuid).name)
+        pins.pin(self.directory, restoring.find(self._opening.depot, uuid).name)
 
     @_in_section
-    def unpin(self, uuid: str) -> None:
+    def unpin(self, uuid: Which) -> None:
         """Take back :meth:`pin`; any rank may call it."""
-        pins.unpin(self.directory, self._opening.depot.find(uuid).name)
+        pins.unpin(self.directory, restoring.find(self._opening.depot, uuid).name)
 
     @_in_section
-    def quarantine(self, uuid: str, reason: str) -> None:
+    def quarantine(self, uuid: Which, reason: str) -> None:
         """Take a checkpoint away from all readers, and keep it with the reason; one rank calls it.
 
         Raises:
@@ -443,7 +452,7 @@ class CheckpointContext:
                 f"quarantine() needs a reason in words, for who finds it there; this is {reason!r}"
             )
         depot = self._opening.depot
-        depot.quarantine(depot.find(uuid), reason)
+        depot.quarantine(restoring.find(depot, uuid), reason)
 
     # ── the end ──────────────────────────────────────────────────────────────────────────────────
 
@@ -461,6 +470,20 @@ class CheckpointContext:
         if self._remembered is not None:
             self._remembered.close()
         self._opening.close(patient)
+
+    def _wanted(
+        self,
+        uuid: Which | None,
+        source: str | os.PathLike[str] | None,
+        timeout: float | None,
+        what: str,
+    ) -> tuple[Parts, restoring.Wanted]:
+        """Return what a call reads, and the parts to read it with. ALL ranks call it together."""
+        parts = self._opening.together(timeout)
+        if uuid is None:
+            self._opening.ask_for_latest()
+            source = self._opening.info.init_from if source is None else source
+        return parts, restoring.Wanted(uuid, source, timeout, what)
 
     def _sharded(self) -> Sharded:
         """Return what is remembered from one sharded save to the next."""

@@ -64,22 +64,17 @@ class _Fit:
 
 
 def load(
-    parts: Parts,
-    state: Mapping[str, Any],
-    uuid: str | None = None,
-    strict: bool = True,
-    timeout: float | None = None,
+    parts: Parts, wanted: restoring.Wanted, state: Mapping[str, Any], strict: bool = True
 ) -> Committed | None:
     """Load a checkpoint into ``state``; ALL ranks call it together.
 
     Args:
         parts: what the context works with.
+        wanted: which checkpoint.
         state: see elaunch.training.checkpoint.capturing. Modules, optimizers and tensors are loaded
             into; other values are replaced in their dict or list.
-        uuid: of a checkpoint, or its name; the latest without.
         strict: refuse keys that the checkpoint lacks, and keys that only it has. Without it the
             first stay as they are and the second are left out.
-        timeout: seconds that each wait for the other ranks may take.
 
     Returns:
         What was loaded; None if there is nothing.
@@ -87,13 +82,13 @@ def load(
     Raises:
         CheckpointError: on all ranks; names keys, files, ranks.
     """
-    found = restoring.choose(parts, uuid, timeout, WHAT)
+    parts, found = restoring.choose(parts, wanted)
     if found is None:
         return None
     with contextlib.ExitStack() as stack:
         source = Source(found.place)
         stack.callback(source.close)
-        loading = _Loading(parts, found, source, stack, timeout)
+        loading = _Loading(parts, found, source, stack, wanted.timeout)
         metadata = loading.look()
         captured, reads = loading.compare(state, metadata, strict)
         loading.read(captured, reads)

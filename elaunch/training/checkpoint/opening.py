@@ -228,7 +228,7 @@ class Opening:
     def _chosen_by_agent(self) -> Committed | None:
         """Return what the round resumes from; the agents chose it before it began."""
         path, step = self.info.resume_from, self.info.resume_step
-        if path is None:
+        if path is None or self.info.is_warm_start:
             return None
         where_, _, name = str(path).rstrip("/").rpartition("/")
         # There the uuid is part of the name.

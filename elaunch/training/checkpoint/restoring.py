@@ -11,55 +11,177 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
-from dataclasses import replace
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from elaunch.checkpoint import readers
-from elaunch.checkpoint.depot import Committed
-from elaunch.errors import CheckpointError, CollectiveError
+from elaunch.checkpoint import elsewhere, layout, readers
+from elaunch.checkpoint.depot import Committed, Depot, Place, open_depot
+from elaunch.checkpoint.places import parse_place, without_slash
+from elaunch.errors import CheckpointError, CollectiveError, ContextError, SaveError
 from elaunch.training.checkpoint import where
 from elaunch.training.checkpoint.agreeing import agree, attempt
-from elaunch.training.checkpoint.parts import Parts, newer
+from elaunch.training.checkpoint.parts import Known, Parts, newer
 
 LOOKING: Final = "looking for the latest checkpoint"
 
 log = logging.getLogger("elaunch")
 
 
-def choose(parts: Parts, uuid: str | None, timeout: float | None, what: str) -> Committed | None:
-    """Return the checkpoint to read; None if none was asked for and there is none.
+Which = str | os.PathLike[str] | Committed
+"""How a script names a checkpoint: name, uuid, path, URL, or what ``latest()`` returned."""
 
-    ALL ranks call it together. Raises CheckpointError, on all of them, if they ask for different
-    ones, or for one that is not there or damaged.
+
+def named(depot: Depot, which: Which) -> str:
+    """Return the name or uuid of a checkpoint in ``depot``; the path or URL of any other.
+
+    Raises ContextError for what names nothing.
     """
+    given = which.place if isinstance(which, Committed) else which
+    try:
+        text = os.fspath(given)
+    except TypeError:
+        text = None
+    if not isinstance(text, str) or not text:
+        raise ContextError(
+            f"{which!r} names no checkpoint: give a name, a uuid, a path, a URL, or what latest() "
+            "returned"
+        )
+    if os.sep not in text and (isinstance(which, str) or not os.path.lexists(text)):
+        return text
+    try:
+        place = parse_place(text)
+    except ValueError as error:
+        raise ContextError(f"{text!r} {error}") from None
+    above, name = elsewhere.parent_of(place)
+    if not _is_same(above, depot.place):
+        return str(place)
+    if isinstance(place, str):
+        parsed = layout.parse_stage_name(name)
+        return parsed[2] if parsed else place
+    return name if layout.parse_step_name(name) else str(place)
+
+
+def _is_same(one: Place, other: Place) -> bool:
+    if isinstance(one, str) or isinstance(other, str):
+        return without_slash(str(one)) == without_slash(str(other))
+    return one == other or os.path.realpath(one) == os.path.realpath(other)
+
+
+def find(depot: Depot, which: Which, anywhere: bool = False) -> Committed:
+    """Return a checkpoint of ``depot``, or any other; one rank, alone.
+
+    Raises CheckpointError if it is not there.
+    """
+    name = named(depot, which)
+    if os.sep not in name:
+        return depot.find(name)
+    if not anywhere:
+        raise CheckpointError(f"{name} is no checkpoint of {depot.place}: give one that is there")
+    return elsewhere.committed_at(elsewhere.find_at(parse_place(name), content=False))[1]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a call of all ranks wants to read.
+
+    Attributes:
+        which: one checkpoint; None: the latest.
+        source: what to begin from where there is no latest.
+        timeout: seconds that each wait for the other ranks may take.
+        what: the call, for errors.
+    """
+
+    which: Which | None
+    source: str | os.PathLike[str] | None
+    timeout: float | None
+    what: str
+
+
+def choose(parts: Parts, wanted: Wanted) -> tuple[Parts, Committed | None]:
+    """Return the checkpoint to read, and the parts to read it with; None if there is none.
+
+    ALL ranks call it together. What comes from ``source`` has step 0: a run begins with it. Raises
+    CheckpointError, on all of them, if they ask for different ones, or for one that is not there or
+    damaged.
+    """
+    if wanted.which is not None and wanted.source is not None:
+        raise ContextError(f"{wanted.what}: uuid and source were given: the one says which, always")
+    if wanted.which is not None:
+        return _chosen(parts, named(parts.depot, wanted.which), wanted)
+    found = _latest_of_all(parts, wanted)
+    if found is not None or wanted.source is None:
+        return parts, found
+    there, found = _chosen(parts, str(_place(wanted.source)), wanted)
+    if found is not None and parts.rank == 0:
+        log.info("this run has no checkpoint: it begins at step 0 from %s", found.place)
+    return there, None if found is None else replace(found, step=0)
+
+
+def _place(source: str | os.PathLike[str]) -> Place:
+    try:
+        return parse_place(os.fspath(source))
+    except (TypeError, ValueError) as error:
+        raise ContextError(f"source={source!r}: {error}") from None
+
+
+def _chosen(parts: Parts, name: str, wanted: Wanted) -> tuple[Parts, Committed | None]:
+    """Return the one that all ranks name. ALL ranks call it together."""
     found, problem = None, None
     if parts.rank == 0:
-        choice = _latest if uuid is None else _named
-        found, problem = attempt(lambda: choice(parts, uuid or ""))
-    said = agree(parts.distributed, what, problem, (uuid, found), timeout, CheckpointError)
-    asked = {wanted: rank for rank, (wanted, _) in reversed(list(enumerate(said)))}
-    if len(asked) > 1:
-        told = ", ".join(f"rank {rank} for {wanted!r}" for wanted, rank in asked.items())
-        raise CheckpointError(f"{what}: the ranks ask for different checkpoints: {told}")
+        found, problem = attempt(lambda: _named(parts, name))
+    said = agree(
+        parts.distributed, wanted.what, problem, (name, found), wanted.timeout, CheckpointError
+    )
+    _check_asked(wanted.what, [asked for asked, _ in said])
+    above, chosen = said[0][1]
+    if above is not None or is_foreign(chosen):
+        return _at_another_place(parts, above), chosen
+    chosen = here(parts, chosen)
+    if parts.local:
+        from elaunch.training.checkpoint import nodecopies  # a third of what all of this imports
+
+        nodecopies.bring(parts, chosen, wanted.timeout)
+    return parts, chosen
+
+
+def _latest_of_all(parts: Parts, wanted: Wanted) -> Committed | None:
+    """Return the latest, or what takes its place. ALL ranks call it together."""
+    timeout = wanted.timeout
+    found, problem = attempt(lambda: _latest(parts)) if parts.rank == 0 else (None, None)
+    said = agree(parts.distributed, wanted.what, problem, (None, found), timeout, CheckpointError)
+    _check_asked(wanted.what, [asked for asked, _ in said])
     chosen: Committed | None
     chosen, reason = said[0][1]
     chosen = None if chosen is None else here(parts, chosen)
     if parts.local and chosen is not None and not is_foreign(chosen):
-        from elaunch.training.checkpoint import nodecopies  # a third of what all of this imports
+        from elaunch.training.checkpoint import nodecopies
 
         try:
             nodecopies.bring(parts, chosen, timeout)
         except CheckpointError as error:
-            if uuid is not None:
-                raise
             reason = str(error)
     if reason:
         chosen = _in_its_place(parts, reason, timeout)
-    if uuid is None:
-        parts.known.choose(chosen)
+    parts.known.choose(chosen)
     return chosen
+
+
+def _check_asked(what: str, asked: Sequence[str | None]) -> None:
+    ranks = {wanted: rank for rank, wanted in reversed(list(enumerate(asked)))}
+    if len(ranks) > 1:
+        first = sorted((rank, wanted) for wanted, rank in ranks.items())
+        told = ", ".join(f"rank {rank} for {wanted!r}" for rank, wanted in first)
+        raise CheckpointError(f"{what}: the ranks ask for different checkpoints: {told}")
+
+
+def _at_another_place(parts: Parts, above: Place | None) -> Parts:
+    """Return the parts to read what is not this run's with; nothing is written there."""
+    known = Known(taken=SaveError("another run's checkpoints are only read"))
+    depot = parts.depot if above is None else open_depot(above)
+    return replace(parts, depot=depot, local=False, known=known)
 
 
 def look(parts: Parts, timeout: float | None) -> Committed | None:
@@ -113,20 +235,20 @@ def opened(parts: Parts, found: Committed, timeout: float | None, what: str) -> 
         yield Path(path)
 
 
-Choice = tuple[Committed | None, str]
-"""What rank 0 chooses, or why it cannot be what was the latest."""
-
-
-def _named(parts: Parts, uuid: str) -> Choice:
-    found = parts.depot.find(uuid)
+def _named(parts: Parts, name: str) -> tuple[Place | None, Committed]:
+    """Return a checkpoint, verified, and where it is if that is not this run's place."""
+    if os.sep in name:
+        return elsewhere.committed_at(elsewhere.find_at(parse_place(name)))
+    found = parts.depot.find(name)
     if not parts.local and found.uuid not in parts.known.whole:
         with _kept(found):
             parts.depot.verify(found)
         parts.known.whole.add(found.uuid)
-    return found, ""
+    return None, found
 
 
-def _latest(parts: Parts, _: str) -> Choice:
+def _latest(parts: Parts) -> tuple[Committed | None, str]:
+    """Return the latest, or why it cannot be read any more."""
     known = parts.known
     found = newer(known.latest(), known.own)
     if found is None:
