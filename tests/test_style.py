@@ -40,6 +40,8 @@ FORBIDDEN_NAMES = frozenset(
 # Rule and place ("module" or "module:function") -> the reason for the exception.
 EXCEPTIONS: dict[tuple[str, str], str] = {
     ("sleep", "elaunch.server.torchfix:_settle"): "nothing tells when a thread of C++ is at rest",
+    ("sleep", "elaunch.server.preload:threads_after_a_fork"): "nothing tells when a native thread "
+    "is off the kernel's list",
 }
 
 # "module:function" that may catch everything -> what becomes of the exception.

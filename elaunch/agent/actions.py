@@ -94,6 +94,11 @@ class Settle:
 
 
 @dataclass(frozen=True)
+class ReplaceServer:
+    """Replace the server by one that imports nothing, and start workers by spawn from now on."""
+
+
+@dataclass(frozen=True)
 class KillServer:
     """Kill the server, which does not answer; its end is the next event."""
 
@@ -118,6 +123,7 @@ Action = (
     | Notify
     | TakeStacks
     | Settle
+    | ReplaceServer
     | KillServer
     | Finish
 )

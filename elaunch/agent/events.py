@@ -54,11 +54,14 @@ from elaunch.worklink import Notice
 
 @dataclass(frozen=True)
 class ServerReady:
-    """The server is ready to start workers; ``problem`` says why it never will be."""
+    """The server is ready to start workers; ``problem`` says why it never will be.
 
-    threads: int
+    ``unforkable`` says which module of --preload has started threads: forks of it would hang.
+    """
+
     problem: str | None
     preload_s: float
+    unforkable: str = ""
 
 
 @dataclass(frozen=True)

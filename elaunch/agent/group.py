@@ -76,9 +76,7 @@ class WorkerGroup:
         self._open_files = openfiles.raise_limit()
         self._endpoint = _endpoint(settings, plan.own_addr)
         self._files_root = plan.log_root or plan.run_dir.logs
-        self._preloads_torch = _forks(settings) and any(
-            name.partition(".")[0] == "torch" for name in _preloaded(settings, later=False)
-        )
+        self._forks = settings.start_method == "forkserver" and settings.mode != "command"
         self._environ: Mapping[str, str] = plan.environ
         self.server = self._new_server()
 
@@ -90,7 +88,7 @@ class WorkerGroup:
         plan = ServerPlan(
             run_id=settings.run_id,
             interpreter=settings.interpreter,
-            fork_start=_forks(settings),
+            fork_start=self._forks,
             preload=_preloaded(settings, later=False),
             later=_preloaded(settings, later=True),
             import_path=_import_path(settings),
@@ -120,6 +118,20 @@ class WorkerGroup:
         if self._environ != {**self._plan.environ, **omp}:
             self.server.close()
             self.prepare(nproc, omp)
+
+    def spawn_from_now_on(self) -> None:
+        """Replace the server by one that imports nothing; workers are plain processes then."""
+        self._forks = False
+        self.server.close()
+        self.server = self._new_server()
+        self.server.start()
+        self.between_rounds()
+
+    @property
+    def _mends_torch(self) -> bool:
+        """Whether workers are forks of a process that has torch (elaunch.server.torchfix)."""
+        names = _preloaded(self._plan.settings, later=False)
+        return self._forks and any(name.partition(".")[0] == "torch" for name in names)
 
     def open_endpoint(self) -> int:
         """Bind the store's socket now, so that a port in use is an error before anything starts.
@@ -217,7 +229,7 @@ class WorkerGroup:
             signals_to_handle=",".join(s.name for s in settings.signals_to_handle),
             # "1" makes rank 0 try to host and torch's own fallback make it a client where that
             # address is taken, as the launcher's is; a private store of the script works with it.
-            use_agent_store="True" if self._preloads_torch else "1",
+            use_agent_store="True" if self._mends_torch else "1",
             virtual_local_rank=settings.virtual_local_rank,
             channel_key=self._channel_key(start),
             run_id_given=settings.run_id_given,
@@ -289,10 +301,6 @@ def _endpoint(settings: Settings, own_addr: str | None) -> StoreEndpoint:
     if meeting.backend == "static" and meeting.is_host:
         return StoreEndpoint(*meeting.endpoints[0], for_nodes=True)
     return StoreEndpoint(own_addr, None, for_nodes=True)
-
-
-def _forks(settings: Settings) -> bool:
-    return settings.start_method == "forkserver" and settings.mode != "command"
 
 
 def _preloaded(settings: Settings, later: bool) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from signal import SIGTERM
 from typing import Any
 
 from elaunch.agent import events
-from elaunch.agent.actions import Action, Finish, Nothing, StartRound
+from elaunch.agent.actions import Action, Finish, Nothing, ReplaceServer, StartRound
 from elaunch.agent.state import Phase, State
 from elaunch.checkpoint.records import Checkpoint
 from elaunch.config import Settings
@@ -87,7 +87,9 @@ class Journal:
             self._failed_at = event.at
         elif isinstance(event, events.TreeGone) and record["history"]:
             record["history"][-1]["ended_at"] = time.time()
-        if isinstance(action, StartRound):
+        if isinstance(action, ReplaceServer):
+            record["start_method"] = "spawn"
+        elif isinstance(action, StartRound):
             self._note_round(state, reason)
         elif isinstance(action, Finish):
             record["exit_code"] = shown_code(action.exit_code, self._settings)

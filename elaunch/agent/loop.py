@@ -31,6 +31,7 @@ from elaunch.agent.actions import (
     KillServer,
     Meet,
     Notify,
+    ReplaceServer,
     Settle,
     StartRound,
     StopWorkers,
@@ -228,6 +229,8 @@ class Agent:
             self._deadline = time.monotonic() + seconds
         elif isinstance(action, Settle):
             self._settle(state, action)
+        elif isinstance(action, ReplaceServer):
+            self._group.spawn_from_now_on()
         elif isinstance(action, KillServer):
             self._group.server.kill()
             self._deadline = time.monotonic() + KILL_DEADLINE

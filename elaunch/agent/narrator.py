@@ -48,12 +48,6 @@ class Narrator:
             # A script that runs without torch never asks for the store.
             level = logging.INFO if "No module named 'torch'" in event.problem else logging.WARNING
             log.log(level, "the workers' TCPStore is gone: %s", event.problem)
-        elif isinstance(event, events.ServerReady) and event.threads > 1:
-            log.warning(
-                "a module of --preload has started %d threads; forked workers do not have them, "
-                "and may hang on what they held: leave it out, or use --start-method spawn",
-                event.threads - 1,
-            )
         if reason:
             level = logging.INFO if _is_quiet(state, event, action) else logging.WARNING
             log.log(level, "%s%s", _round(state, action), reason)

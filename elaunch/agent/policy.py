@@ -24,6 +24,7 @@ from elaunch.agent.actions import (
     Hurry,
     KillServer,
     Nothing,
+    ReplaceServer,
     Settle,
     StartRound,
     StopWorkers,
@@ -58,6 +59,9 @@ def _on_ready(state: State, event: events.ServerReady) -> Decision:
         return NOTHING
     if event.problem is not None:
         return Finish(UsageError.exit_code), event.problem
+    if event.unforkable:
+        fix = "the workers are started by --start-method spawn instead; leave the module out"
+        return ReplaceServer(), f"{event.unforkable}: {fix}"
     if state.limits.meets:
         return jobpolicy.at_rest(state, "ready")
     if state.limits.has_checkpoint_dir:

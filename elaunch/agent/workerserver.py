@@ -188,7 +188,7 @@ def _event(message: protocol.Message) -> events.Event:
     if op == "swept":
         return _tree_gone(message)
     if op == "ready":
-        return events.ServerReady(message["threads"], message["problem"], message["preload_s"])
+        return events.ServerReady(**{n: v for n, v in _without_op(message).items() if n != "pid"})
     if op == "fenced":
         return events.Fenced(message["late"])
     if op == "held":

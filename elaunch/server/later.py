@@ -9,7 +9,8 @@ The next round must not see other settings than the first one. A script may set 
 a module reads when it is imported (``TORCH_COMPILE_DISABLE``), and in the server it would read the
 launcher's. So the running workers' variables are looked at first. If a script has changed any, a
 fork of the server imports the modules and notes what they read; nothing is imported ahead where
-that is among the changed ones, and each worker goes on to import it by itself.
+that is among the changed ones, and each worker goes on to import it by itself. Modules that are not
+torch's are always tried in a fork first: the server cannot get rid of threads that they start.
 """
 
 from __future__ import annotations
@@ -90,28 +91,38 @@ class Later:
             given.pop(env.STACKS_FILE, None)  # the worker takes it out before the script runs
             changed |= {name: found.get(name) for name in _changed(given, found)}
         self._workers.clear()
-        settings = self._read_by(modules, changed) if changed else ()
-        return Warmed(settings=settings) if settings else Warmed(preload(modules, self._path))
+        if changed or not all(name.partition(".")[0] == "torch" for name in modules):
+            stopped = self._try(modules, changed)
+            if stopped is not None:
+                return stopped
+        return Warmed(preload(modules, self._path).problem)
 
-    def _read_by(self, modules: list[str], changed: Mapping[str, str | None]) -> tuple[str, ...]:
-        """Return which of the ``changed`` variables the modules read when they are imported.
+    def _try(self, modules: list[str], changed: Mapping[str, str | None]) -> Warmed | None:
+        """Import the modules in a fork; return why this process must not, or None.
 
         What they set themselves, and the worker has by them, is no setting of the script's.
         """
         answer = processes.ask_fork(lambda: _trial(modules, self._path))
-        if answer is None:  # it died in the import; so would this process
-            return tuple(sorted(changed))
-        read, written = answer
+        if answer is None:
+            names = ",".join(f"+{name}" for name in modules)
+            return Warmed(f"--preload {names}: the process that imported it first died of it")
+        read, written, unforkable = answer
+        if unforkable:
+            return Warmed(unforkable)
         own = {name for name, text in written.items() if changed.get(name) == text}
-        return tuple(sorted((set(changed) & set(read)) - own))
+        settings = tuple(sorted((set(changed) & set(read)) - own))
+        return Warmed(settings=settings) if settings else None
 
 
 def _changed(given: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
     return [name for name in {**given, **found} if given.get(name) != found.get(name)]
 
 
-def _trial(modules: list[str], path: str | None) -> tuple[list[str], dict[str, str]]:
-    """Import the modules in a fork; return the variables that they read, and that they set."""
+def _trial(modules: list[str], path: str | None) -> tuple[list[str], dict[str, str], str]:
+    """Import the modules in a fork.
+
+    Returns the variables that they read, those that they set, and why it must not be forked then.
+    """
     nowhere = os.open(os.devnull, os.O_RDWR)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
@@ -125,7 +136,7 @@ def _trial(modules: list[str], path: str | None) -> tuple[list[str], dict[str, s
 
     before = dict(os.environ)
     kind.__getitem__ = note  # every way of reading one variable ends there
-    preload(modules, path)
+    found = preload(modules, path)
     kind.__getitem__ = look_up
     written = {name: text for name, text in os.environ.items() if before.get(name) != text}
-    return sorted(read), written
+    return sorted(read), written, found.unforkable

@@ -6,7 +6,8 @@ the wake-up pipe that SIGCHLD writes to. Signals that people send are blocked he
 each worker, so that a signal sent to a worker while it is being forked is kept, not lost.
 
 It must stay single-threaded and without a CUDA context: it is forked for each worker. After
-``configure`` it imports the modules to preload and reports the number of its threads.
+``configure`` it imports the modules to preload; where one of them has started threads, the agent
+replaces it by a server that imports nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ import resource
 import select
 import signal
 import socket
-import threading
 import time
 from collections.abc import Sequence
 from typing import NoReturn
@@ -27,7 +27,7 @@ from typing import NoReturn
 from elaunch.server import devices, processes, protocol, worker
 from elaunch.server.job import Job
 from elaunch.server.later import Later
-from elaunch.server.preload import preload
+from elaunch.server.preload import Preloaded, preload
 from elaunch.server.stores import Stores
 from elaunch.server.sweep import Sweep
 from elaunch.server.timers import Timers, worker_above
@@ -165,19 +165,18 @@ class Server:
         began = time.monotonic()
         self._open_files = tuple(message["open_files"])
         path, self._temp = message["import_path"], message["temp"]
-        problem = preload(message["preload"], path) if self._fork_start else None
-        problem = problem or self._timers.open(message["timer_file"])
+        found = preload(message["preload"], path) if self._fork_start else Preloaded()
+        problem = found.problem or self._timers.open(message["timer_file"])
         later = message["later"] if self._fork_start else []
         self._later.plan(later, path, message["later_delay"])
         set_title(f"elaunch: server of {message['run_id']}")
-        threads = threading.active_count()
         if problem is None and self._fork_start and message["preload"]:
             self._stores.start()
         gc.freeze()  # what is imported is never collected, so its pages stay shared with workers
         processes.outlive_parent()
         seconds = time.monotonic() - began
-        ready = {"op": "ready", "pid": self._pid, "threads": threads, "problem": problem}
-        self._send({**ready, "preload_s": seconds})
+        ready = {"op": "ready", "pid": self._pid, "problem": problem, "preload_s": seconds}
+        self._send({**ready, "unforkable": found.unforkable})
 
     def _import_later(self) -> None:
         if time.monotonic() < self._later.due or self._sweep is not None:

@@ -12,7 +12,7 @@ from elaunch.agent.actions import Action, Nothing
 from elaunch.agent.state import Limits, State, follow, observe
 from elaunch.checkpoint.records import Checkpoint, Search
 
-READY = events.ServerReady(threads=1, problem=None, preload_s=0.1)
+READY = events.ServerReady(problem=None, preload_s=0.1)
 DEADLINE = events.DeadlinePassed()
 TERM = events.SignalReceived(signal.SIGTERM)
 INT = events.SignalReceived(signal.SIGINT)

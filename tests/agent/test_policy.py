@@ -26,6 +26,7 @@ from elaunch.agent.actions import (
     Meet,
     Nothing,
     Notify,
+    ReplaceServer,
     Settle,
     StartRound,
     StopWorkers,
@@ -60,7 +61,8 @@ LOOKED = (READY, chosen(None), *FAILED[1:])
 SUCCEEDED = (*RUNS, exited(0, 0), exited(1, 0))
 USED, SETTLED = events.KeeperUsed(0), events.SavesSettled(0, ("step-00000010.r0",))
 SAVED = (READY, chosen(None), started(0), started(1), USED, *FAILED[3:])
-BROKEN = events.ServerReady(1, "--preload nope: ModuleNotFoundError: nope", 0.0)
+BROKEN = events.ServerReady("--preload nope: ModuleNotFoundError: nope", 0.0)
+THREADED = events.ServerReady(None, 0.0, unforkable="--preload x: threads")
 SWEEP = EndTree(signal.SIGTERM, 5.0)
 
 Row = tuple[Limits, tuple[events.Event, ...], Action, str]
@@ -89,6 +91,14 @@ TABLE: dict[str, Row] = {
         "cannot look for checkpoints: /ck: Permission denied",
     ),
     "a module cannot be preloaded": (TWO, (BROKEN,), Finish(2), BROKEN.problem or ""),
+    "a module has started threads": (
+        TWO,
+        (THREADED,),
+        ReplaceServer(),
+        "--preload x: threads: the workers are started by --start-method spawn instead; leave the "
+        "module out",
+    ),
+    "and its server is replaced": (TWO, (THREADED, READY), StartRound(0, None), "first start"),
     "a later server cannot preload": (TWO, (*RUNS, BROKEN), Nothing(), ""),
     "the first server dies": (
         TWO,

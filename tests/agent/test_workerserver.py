@@ -6,6 +6,7 @@ import inspect
 import json
 import os
 import queue
+import re
 import resource
 import signal
 import socket
@@ -343,6 +344,29 @@ def test_a_module_that_cannot_be_imported(rig: Rig) -> None:
     server.start()
     ready = rig.next(events.ServerReady)
     assert "--preload no_such_module_anywhere: ModuleNotFoundError" in (ready.problem or "")
+
+
+@with_rig
+def test_a_module_that_computes_when_it_is_imported(rig: Rig) -> None:
+    """Its native threads are counted, and it is named; OpenBLAS ends its own before a fork."""
+    (rig.directory / "computes.py").write_text(
+        "import torch\ntorch.set_num_threads(3)\n(torch.ones(1000, 1000) + 1).sum()\n"
+    )
+    (rig.directory / "harmless.py").write_text(
+        "import numpy\nnumpy.ones((600, 600)) @ numpy.ones((600, 600))\n"
+    )
+    environ = clean_environment(rig.directory) | {"PYTHONPATH": str(rig.directory)}
+    environ |= {"OPENBLAS_NUM_THREADS": "3"}
+    for modules in (("harmless",), ("torch", "harmless", "computes")):
+        server = rig.server(fork_start=True, preload=modules, environ=environ)
+        server.start()
+        ready = rig.next(events.ServerReady)
+        assert ready.problem is None
+        if "computes" not in modules:
+            assert ready.unforkable == ""
+        else:
+            assert re.match(r"--preload computes: it has started \d other th", ready.unforkable)
+        server.close()
 
 
 @with_rig

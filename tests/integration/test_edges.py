@@ -200,3 +200,24 @@ def test_workers_start_and_end_while_interrupted_early(elaunch: Launcher) -> Non
     wait_for_workers(running, nproc=1)
     running.send_signal(signal.SIGINT)
     assert running.wait().returncode == 130
+
+
+def test_a_preloaded_module_that_computes(elaunch: Launcher, tmp_path: Path) -> None:
+    """Its OpenMP threads cannot be forked: the workers are plain processes, in all rounds."""
+    computes = "import torch\ntorch.set_num_threads(3)\nprint((torch.ones(10 ** 6) + 1).sum())\n"
+    (tmp_path / "computes.py").write_text(computes)
+    script = tmp_path / "s.py"
+    script.write_text(
+        f"import os, sys\nstore = os.environ['TORCHELASTIC_USE_AGENT_STORE']\n{computes}"
+        "print(store, 'elaunch.server' in sys.modules)\n"
+        "sys.exit(os.environ['ELAUNCH_ROUND'] == '0')\n"
+    )
+    flags = ["--preload", "torch,computes", "--max-restarts", "1", "--rdzv-id", "r"]
+    done = elaunch.run(["run", *flags, script], deadline=100)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("tensor(2000000.)\n1 False\n") == 2
+    (line,) = (each for each in agent_lines(done.stderr) if "--preload" in each)
+    assert "--preload computes: it has started" in line
+    assert "the workers are started by --start-method spawn instead" in line
+    record = json.loads((elaunch.state / "elaunch" / "runs" / "r" / "state.json").read_text())
+    assert record["start_method"] == "spawn"

@@ -176,3 +176,18 @@ def test_when_it_is_due() -> None:
     later.note_end(2)
     assert later.carry_out() == Warmed()
     assert later.due == float("inf")
+
+
+def test_a_module_that_starts_threads_is_never_imported_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is named; forks of this process would hang."""
+    name = "module_of_threads"
+    (tmp_path / f"{name}.py").write_text(
+        "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    problem = later_of(name, {os.getpid(): {}}).carry_out().problem
+    assert problem is not None
+    assert f"--preload {name}: it has started another thread" in problem
+    assert name not in sys.modules
