@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Final
 
 from elaunch.errors import RunDirError
 from elaunch.runrecord import (
@@ -18,6 +19,9 @@ from elaunch.runrecord import (
     process_stat,
     this_agent,
 )
+
+KEPT_ROUNDS: Final = 100
+"""Rounds in a record, which is written whole at each change; a run may have thousands."""
 
 
 def first_record(run_id: str, name: str, directory: Path) -> Record:
@@ -78,6 +82,16 @@ def new_worker(rank: int, local_rank: int) -> WorkerRecord:
         "started_at": None,
         "ended_at": None,
     }
+
+
+def add_round(record: Record, begun: RoundRecord) -> None:
+    """Append a round; the oldest go once there are more than KEPT_ROUNDS, and are counted."""
+    history = record["history"]
+    history.append(begun)
+    extra = len(history) - KEPT_ROUNDS
+    if extra > 0:
+        del history[:extra]
+        record["rounds_left_out"] = record.get("rounds_left_out", 0) + extra
 
 
 def new_round(round: int, reason: str | None, resumed_step: int | None = None) -> RoundRecord:

@@ -3,6 +3,7 @@
 ``$XDG_STATE_HOME/elaunch/runs/<run id>/`` (by default ``~/.local/state``), closed to other users:
 
 ======================  ==========================================================================
+.reserve                room on the disk for the last record, should the disk be full by then
 state.json              the record (``elaunch.runrecord``), replaced atomically at each change
 agent.sock              the agent's Unix socket while it lives (``elaunch.control``)
 logs/                   default place of the workers' logs
@@ -21,9 +22,11 @@ Where no state directory can be made (no HOME, read-only, full), another place i
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
+import stat
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -31,7 +34,7 @@ from pathlib import Path
 from typing import Final
 
 from elaunch.errors import RunDirError, UsageError
-from elaunch.runrecord import LIVE_STATES, Record, condition, parse
+from elaunch.runrecord import FINAL_STATES, LIVE_STATES, Record, condition, parse
 from elaunch.statedir import (
     claim,
     delete,
@@ -51,6 +54,7 @@ KEEP_RUNS: Final = 20
 KEEP_BYTES: Final = 1 << 30
 STATE_FILE: Final = "state.json"
 CONSOLE: Final = "console.log"
+RESERVE_BYTES: Final = 1 << 18
 
 # How long a directory is left alone when nothing tells whether its agent lives: without a readable
 # record (it may be starting), and with an agent on a host or in a container that cannot be seen.
@@ -94,11 +98,36 @@ class RunDir:
 
         Only one thread may write.
         """
-        text = json.dumps(record, separators=(",", ":"))
+        content = json.dumps(record, separators=(",", ":")).encode()
         try:
-            replace_file(self.state_file, text.encode())
+            self._replace_state(content, is_last=record["state"] in FINAL_STATES)
         except OSError as exc:
             raise RunDirError(f"cannot write {self.state_file}: {exc.strerror}") from exc
+
+    def _replace_state(self, content: bytes, is_last: bool) -> None:
+        try:
+            replace_file(self.state_file, content)
+        except OSError as error:
+            if not is_last or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            # How a run has ended is worth more than the rest: without it, it would count as lost.
+            self._reserve.unlink(missing_ok=True)
+            replace_file(self.state_file, content)
+        if is_last:
+            self._reserve.unlink(missing_ok=True)
+
+    @property
+    def _reserve(self) -> Path:
+        return self.path / ".reserve"
+
+    def reserve(self) -> None:
+        """Take room on the disk for the last record, where the file system can do that."""
+        with contextlib.suppress(OSError):
+            fd = os.open(self._reserve, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            try:
+                os.posix_fallocate(fd, 0, RESERVE_BYTES)
+            finally:
+                os.close(fd)
 
     def read_state(self) -> Record:
         """Return the record; raise RunDirError when there is none or it cannot be understood."""
@@ -123,7 +152,7 @@ def create(run_id: str, environ: Mapping[str, str]) -> RunDir:
     else:
         try:
             make_private(root)
-            return RunDir(claim(root, name))
+            return _made(claim(root, name))
         except OSError as exc:
             why = f"{root} cannot be used ({exc.strerror})"
     try:
@@ -137,7 +166,13 @@ def create(run_id: str, environ: Mapping[str, str]) -> RunDir:
             f"no place for the record of the run: {why}, nor the directory for temporary files "
             f"({exc.strerror}); set XDG_STATE_HOME to a directory that you can write to"
         ) from exc
-    return RunDir(path, notice=f"{why}: the record of this run is in {path}")
+    return _made(path, f"{why}: the record of this run is in {path}")
+
+
+def _made(path: Path, notice: str | None = None) -> RunDir:
+    run = RunDir(path, notice)
+    run.reserve()
+    return run
 
 
 def list_runs(environ: Mapping[str, str]) -> list[RunDir]:
@@ -151,7 +186,7 @@ def find(run: str, environ: Mapping[str, str]) -> RunDir:
     Where several runs have the id: the newest that is live, else the newest. Raises UsageError with
     the nearest names.
     """
-    if os.sep in run and Path(run, STATE_FILE).is_file():
+    if os.sep in run and _is_file(run, STATE_FILE):
         return RunDir(Path(run).absolute())
     runs = [(candidate, run_id_of(candidate)) for candidate in list_runs(environ)]
     for same in (
@@ -183,6 +218,15 @@ def killed_in(run_id: str, environ: Mapping[str, str]) -> int | None:
         killed = record["state"] in LIVE_STATES
         return (record["round"] if record["world_size"] is not None else -1) if killed else None
     return None
+
+
+def _is_file(directory: str, name: str) -> bool:
+    try:
+        return stat.S_ISREG(os.stat(os.path.join(directory, name)).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise UsageError(f"RUN {directory!r} cannot be looked at: {error.strerror}") from None
 
 
 def handle(run: RunDir) -> str:

@@ -185,7 +185,8 @@ class Record(_RecordRequired, total=False):
     round), all nodes, whether this one stands by as a spare, how many nodes wait to join, and the
     first failure of the job where it was on another node. Where the script itself keeps it
     (elaunch.training.tracking): what started it; ``agent`` is then one of the workers.
-    ``progress`` and ``saves`` are there where something is known of them.
+    ``progress`` and ``saves`` are there where something is known of them. ``rounds_left_out`` are
+    the rounds before those of ``history``.
     """
 
     node_rank: int | None
@@ -197,6 +198,7 @@ class Record(_RecordRequired, total=False):
     started_by: AgentRecord | None
     progress: ProgressRecord
     saves: SavesRecord
+    rounds_left_out: int
 
 
 def parse(raw: bytes, source: str) -> Record:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -124,7 +125,7 @@ def test_no_place_at_all_says_what_to_do(environ: dict[str, str], tmp_path: Path
 
 def test_writing_to_a_directory_that_was_removed(environ: dict[str, str]) -> None:
     run = create("job", environ)
-    run.path.rmdir()
+    shutil.rmtree(run.path)
     with pytest.raises(RunDirError, match=r"cannot write .*No such file"):
         run.write_state(new_record(run, "job", []))
 
@@ -271,3 +272,27 @@ def test_the_round_in_which_an_earlier_run_was_killed(environ: dict[str, str]) -
     ended(environ, "job", -30.0)
     assert rundir.killed_in("job", environ) is None
     assert rundir.killed_in("none", environ) is None
+
+
+def test_the_end_of_a_run_is_recorded_on_a_full_disk(
+    environ: dict[str, str], tmp_path: Path
+) -> None:
+    """Else it would count as lost; what changes before the end is not worth the room."""
+    programs.needed("mount", "umount")
+    (tmp_path / "state").mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", environ["XDG_STATE_HOME"]]
+    refused = subprocess.run(mount, capture_output=True, text=True)
+    programs.allowed(refused.stderr if refused.returncode else None)
+    try:
+        run = create("full", environ)
+        record = new_record(run, "full", [1, 2, 3])
+        run.write_state(record | {"state": "RUNNING"})
+        with pytest.raises(OSError, match="No space left"):
+            (run.path / "logs").write_bytes(b"x" * (1 << 20))
+        with pytest.raises(RunDirError, match="No space left"):
+            run.write_state(record | {"state": "RESTARTING"})
+        run.write_state(record | {"state": "FAILED"})
+        assert run.read_state()["state"] == "FAILED"
+        assert sorted(os.listdir(run.path)) == ["logs", "state.json"]
+    finally:
+        subprocess.run(["umount", "--lazy", environ["XDG_STATE_HOME"]], check=True)

@@ -19,7 +19,7 @@ from elaunch.checkpoint.records import Checkpoint
 from elaunch.config import Settings
 from elaunch.endings import PREEMPTED, signal_name
 from elaunch.errors import RunDirError
-from elaunch.newrecord import first_record, new_round, new_worker
+from elaunch.newrecord import add_round, first_record, new_round, new_worker
 from elaunch.rendezvous.plan import Plan
 from elaunch.rundir import RunDir
 from elaunch.runrecord import CheckpointRecord, ProgressRecord, Record
@@ -170,7 +170,7 @@ class Journal:
         ]
         record["checkpoint"] = None if checkpoint is None else _checkpoint(checkpoint)
         resumed = None if checkpoint is None else checkpoint.step
-        record["history"].append(new_round(state.round, reason, resumed))
+        add_round(record, new_round(state.round, reason, resumed))
 
     def _note_start(self, state: State, event: events.WorkerStarted) -> None:
         worker = self._record["workers"][event.local_rank]

@@ -65,6 +65,7 @@ def run(settings: Settings, detached: Detached | None = None) -> int:
     main thread, which it keeps until the job has ended. Raises ElaunchError for what is found
     wrong before a worker was started.
     """
+    openfiles.check(known_nproc(settings.nproc_per_node) or 1)
     inbox: Inbox = queue.SimpleQueue()
     handled = (
         *settings.signals_to_handle,

@@ -35,8 +35,8 @@ def raise_limit() -> tuple[int, int]:
 
 
 def check(nproc: int) -> None:
-    """Raise UsageError where ``nproc`` workers need more open files than the limit allows."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    """Raise UsageError where ``nproc`` workers need more open files than the hard limit allows."""
+    _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = PER_WORKER * nproc + RESERVE
     if limit != resource.RLIM_INFINITY and limit < needed:
         raise UsageError(

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import io
+import re
+import sys
 from collections.abc import Sequence
 
 import click
@@ -62,14 +65,33 @@ def cli() -> None:
 
 def execute(argv: Sequence[str]) -> int:
     """Run one command line and return its exit code; messages go to stderr."""
+    for stream in (sys.stdout, sys.stderr):
+        # A file name need not be text in any encoding: what cannot be written is shown escaped.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         code = cli.main(list(argv), prog_name="elaunch", standalone_mode=False)
     except click.ClickException as exc:
-        exc.show()
+        shown = io.StringIO()
+        exc.show(shown)
+        click.echo(bounded(shown.getvalue()), err=True, nl=False)
         return exc.exit_code
     except click.Abort:
         return 130
     except ElaunchError as exc:
-        click.echo(f"elaunch: error: {exc}", err=True)
+        click.echo(f"elaunch: error: {bounded(str(exc))}", err=True)
         return exc.exit_code
     return code if isinstance(code, int) else 0
+
+
+def bounded(message: str) -> str:
+    """Return a message with what it quotes cut short, so that its end can be read.
+
+    A value of 100 kB, given by mistake, would else hide why it was refused.
+    """
+    short = re.sub(r"\S{400,}", lambda long: _cut(long[0], 160), message)
+    return short if len(short) <= 4000 else _cut(short, 1500)
+
+
+def _cut(text: str, kept: int) -> str:
+    return f"{text[:kept]}… ({len(text) - 2 * kept} characters left out) …{text[-kept:]}"

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Literal
 
+from elaunch.config import values
 from elaunch.config.answers import Answers
 from elaunch.config.given import Entrypoint
 from elaunch.errors import UsageError
@@ -44,6 +45,8 @@ def choose(words: Sequence[str], entry: Entrypoint, answers: Answers) -> Command
         UsageError: there is none, or the switches for its kind contradict each other.
     """
     module = bool(answers["module"])
+    if why := next(filter(None, map(values.unfit, words)), ""):
+        raise UsageError(f"the command line {why}")
     if words:
         return Command(words[0], tuple(words[1:]), _mode(answers, module))
     if not entry.words:

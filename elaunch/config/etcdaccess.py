@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from elaunch.config import secretfiles
+from elaunch.config import paths, secretfiles
 from elaunch.config.answers import Answers
 from elaunch.config.rdzvconf import PASSWORD
 from elaunch.config.variables import ETCD_PASSWORD, ETCD_USER
@@ -82,7 +82,7 @@ def _conf_file(answers: Answers, key: str, start: Path, read: Callable[[Path], _
     raw = answers[_CONF].get(key)
     if raw is None:
         return None
-    return file_of(answers, _CONF, start / Path(raw).expanduser(), f"names a {key} that ", read)
+    return file_of(answers, _CONF, paths.absolute(raw, start), f"names a {key} that ", read)
 
 
 def _identity(

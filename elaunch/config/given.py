@@ -68,7 +68,9 @@ def convert(flag: Flag, given: Given) -> object:
     Raises:
         UsageError: the text is not a value of this flag.
     """
+    if why := values.unfit(given.text):
+        raise fault(flag, given, why)
     try:
         return flag.read(given.text)
-    except ValueError as exc:
+    except (ValueError, OverflowError) as exc:
         raise fault(flag, given, str(exc)) from None

@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from elaunch.config import checkpointflags, endpoints, hparams, rdzvconf, values
+from elaunch.config import checkpointflags, endpoints, hparams, paths, rdzvconf, values
 from elaunch.config.flag import Flag, by_key
 from elaunch.config.flags import FLAGS
 from elaunch.config.given import Entrypoint, Given, JobFile
@@ -48,6 +48,8 @@ SECTIONS = (
 SEARCHER_KEYS = ("name", "metric", "max_length", "smaller_is_better", "max_time", "time_metric")
 CHECKPOINT_KEYS = {flag.name.removeprefix("checkpoint-"): flag.name for flag in checkpointflags.OWN}
 BLOCK_STYLES = ("|", ">")
+LARGEST = 1 << 20
+DEEPEST = 100
 
 
 def load(path: Path, shown: str) -> JobFile:
@@ -57,13 +59,12 @@ def load(path: Path, shown: str) -> JobFile:
         UsageError: missing, not readable, not YAML, or with a key or a type that has no meaning.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise UsageError(f"--file: {shown!r} does not exist{_near(path)}") from None
-    except UnicodeDecodeError:
-        raise UsageError(f"--file: {shown!r} is not a text file in UTF-8") from None
-    except OSError as exc:
-        raise UsageError(f"--file: {shown!r} cannot be read: {exc.strerror}") from None
+        text = paths.read_text(path, LARGEST)
+    except ValueError as error:
+        missing = str(error) == "does not exist"
+        raise UsageError(f"--file: {shown!r} {error}{_near(path) if missing else ''}") from None
+    if _deepest(text) > DEEPEST:
+        raise UsageError(f"{shown}: not YAML of a job: nested more than {DEEPEST} deep")
     return _Reader(shown).read(text)
 
 
@@ -72,6 +73,15 @@ def _near(path: Path) -> str:
         return values.did_you_mean(path.name, os.listdir(path.parent))
     except OSError:
         return ""
+
+
+def _deepest(text: str) -> int:
+    """Return how deep brackets stand in brackets: yaml needs the square of it to find out."""
+    depth = deepest = 0
+    for found in re.finditer(r"[\[\]{}]", text):
+        depth = max(0, depth + (1 if found[0] in "[{" else -1))
+        deepest = max(deepest, depth)
+    return deepest
 
 
 class _Reader:
@@ -181,6 +191,9 @@ class _Reader:
                 raise self._wrong(node, f"entrypoint cannot be split into words: {exc}") from None
         if not words:
             raise self._wrong(node, "entrypoint is empty")
+        for word in words:
+            if why := values.unfit(word):
+                raise self._wrong(node, f"entrypoint: {word!r} {why}")
         self.entrypoint = Entrypoint(tuple(words), self._where(node))
 
     def _read_environment(self, node: Node) -> None:
@@ -211,8 +224,8 @@ class _Reader:
             raise self._wrong(node, f"{name!r} is not the name of a variable")
         if name in self.environment:
             raise self._wrong(node, f"the variable {name} is there twice")
-        if "\0" in value:
-            raise self._wrong(node, f"the variable {name} has a NUL character in it")
+        if why := values.unfit(value):
+            raise self._wrong(node, f"the variable {name} {why}")
         self.environment[name] = Given(value, "file", self._where(node))
 
     def _read_hyperparameters(self, node: Node) -> None:

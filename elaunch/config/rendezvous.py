@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from elaunch.config import endpoints, meetingplace, rdzvconf, secretfiles, topology
+from elaunch.config import endpoints, meetingplace, paths, rdzvconf, secretfiles, topology
 from elaunch.config.answers import Answers, collect
 from elaunch.config.etcdaccess import EtcdAccess, etcd_access, file_of, refuse_shown_password
 from elaunch.config.flags import FLAGS
@@ -219,10 +219,10 @@ def _secret(answers: Answers, start: Path) -> bytes | None:
             "rdzv-secret-file", f"and secret_file={conf!r} of --rdzv-conf differ", "give one"
         )
     if flag:
-        path = start / Path(flag).expanduser()
+        path = paths.absolute(flag, start)
         return file_of(answers, "rdzv-secret-file", path, "", secretfiles.secret)
     if conf:
-        path = start / Path(conf).expanduser()
+        path = paths.absolute(conf, start)
         return file_of(answers, _CONF, path, "names a secret_file that ", secretfiles.secret)
     return None
 

@@ -21,10 +21,12 @@ from elaunch.config import (
     entrypoint,
     jobfile,
     notices,
+    paths,
     rdzvconf,
     rendezvous,
     topology,
     validate,
+    values,
 )
 from elaunch.config.answers import Answers, collect, from_variables
 from elaunch.config.entrypoint import Command, Mode
@@ -158,7 +160,11 @@ def _job_file(line: Mapping[str, str], environ: Mapping[str, str], cwd: Path) ->
     shown = line.get("file") or (variable.text if variable else "")
     if "file" in line and not shown:
         raise UsageError("--file: '' does not name a file")
-    return jobfile.load(cwd / Path(shown).expanduser(), shown) if shown else JobFile()
+    if not shown:
+        return JobFile()
+    if why := values.unfit(shown):
+        raise UsageError(f"--file: {shown!r} {why}")
+    return jobfile.load(paths.absolute(shown, cwd), shown)
 
 
 def _plain(answers: Answers) -> dict[str, Any]:

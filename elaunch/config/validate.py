@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from elaunch import env
-from elaunch.config import gpus, modules, moments, ports, topology, values
+from elaunch.config import gpus, modules, moments, paths, ports, topology, values
 from elaunch.config.answers import Answers
 from elaunch.config.entrypoint import Command
 from elaunch.config.rendezvous import RendezvousSettings
@@ -31,9 +31,9 @@ def directory(answers: Answers, cwd: Path) -> Path:
     """Return the directory that relative paths start from: --workdir, or the current one."""
     if not answers["workdir"]:
         return cwd
-    path = Path(os.path.abspath(cwd / Path(answers["workdir"]).expanduser()))
-    if not path.exists():
-        raise answers.fault("workdir", f"does not exist{near_file(path)}")
+    path = paths.absolute(answers["workdir"], cwd)
+    if why := paths.problem(path):
+        raise answers.fault("workdir", why + near_file(path))
     if not path.is_dir():
         raise answers.fault("workdir", "is not a directory")
     if not os.access(path, os.X_OK):
@@ -55,10 +55,10 @@ def _script(found: Command, start: Path) -> None:
     if found.entrypoint == "-":
         raise UsageError("script '-': several workers cannot read one stdin; save it to a file")
     path = start / found.entrypoint
-    if not path.exists():
-        raise UsageError(f"script {found.shown} does not exist{_script_hint(found, path)}")
+    if why := paths.problem(path):
+        raise UsageError(f"script {found.shown} {why}{_script_hint(found, path)}")
     if path.is_dir():
-        if not (path / "__main__.py").is_file():
+        if not os.path.isfile(path / "__main__.py"):
             raise UsageError(
                 f"script {found.shown} is a directory without a __main__.py; name a file in it"
             )
@@ -82,8 +82,10 @@ def near_file(path: Path) -> str:
     """Return a "did you mean" with the most similar name in the path's directory."""
     try:
         return values.did_you_mean(path.name, os.listdir(path.parent))
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return f": there is no directory {str(path.parent)!r}"
+    except OSError:
+        return ""
 
 
 def _module(found: Command, start: Path, interpreter: str, environ: Mapping[str, str]) -> None:
@@ -98,13 +100,13 @@ def _program(found: Command, start: Path, environ: Mapping[str, str]) -> None:
     name = found.entrypoint
     if "/" not in name:
         if not shutil.which(name, path=environ.get("PATH")):
-            hint = near_file(start / name) if (start / name).is_file() else ""
+            hint = near_file(start / name) if os.path.isfile(start / name) else ""
             hint = f"; for the file in {str(start)!r} write './{name}'" if hint else ""
             raise UsageError(f"--no-python: the program {found.shown} is not on PATH{hint}")
         return
     path = start / name
-    if not path.exists():
-        raise UsageError(f"--no-python: {found.shown} does not exist{near_file(path)}")
+    if why := paths.problem(path):
+        raise UsageError(f"--no-python: {found.shown} {why}{near_file(path)}")
     if path.is_dir() or not os.access(path, os.X_OK):
         raise UsageError(
             f"--no-python: {found.shown} cannot be executed; make it executable (chmod +x), "
@@ -139,7 +141,7 @@ def log_dir(answers: Answers, start: Path) -> str | None:
     raw = answers["log-dir"]
     if not raw or raw == NO_FILES:
         return raw or None
-    path = Path(os.path.abspath(start / Path(raw).expanduser()))
+    path = paths.absolute(raw, start)
     writable_directory(answers, "log-dir", path)
     return str(path)
 
@@ -178,8 +180,10 @@ def _has_reader(pipe: Path) -> bool:
 def writable_directory(answers: Answers, flag: str, path: Path) -> None:
     """Check that the directory of a flag can be written, or made."""
     existing = path
-    while not existing.exists() and existing != existing.parent:
+    while (why := paths.problem(existing)) == "does not exist" and existing != existing.parent:
         existing = existing.parent
+    if why:
+        raise answers.fault(flag, why)
     if not existing.is_dir():
         what = "is a file" if existing == path else f"is below {str(existing)!r}, which is a file"
         raise answers.fault(flag, f"{what}, not a directory")

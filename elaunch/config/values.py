@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import re
 import signal
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -20,6 +21,12 @@ FALSE = ("0", "false", "no", "off", "f", "n")
 DEVICES = ("cpu", "gpu", "auto", "xpu")
 # Names under which other accelerators register with torch; only used to recognise a misspelling.
 OTHER_DEVICES = ("npu", "hpu", "mlu", "musa", "mps", "mtia", "maia", "gcu", "sdaa")
+# What programs print where they have no value; torch would have to be imported to refuse it.
+NO_DEVICES = frozenset("nan inf infinity null none nil undefined true false yes no on off".split())
+LARGEST_WHOLE = 2**31 - 1
+MOST_SECONDS = 1e9
+MOST_NODES = 1_000_000
+MOST_WORKERS = 16_384
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL", "NOTSET", "WARN", "FATAL")
 
 
@@ -42,6 +49,8 @@ def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
     """Return the name of ``names`` that is spelt most like ``name``, or an empty string."""
     import difflib
 
+    if len(name) > 200:  # nothing is near it, and to find that out takes long
+        return ""
     folded = {fold(known): known for known in names}
     found = difflib.get_close_matches(fold(name), folded, n=1, cutoff=cutoff)
     return folded[found[0]] if found else ""
@@ -58,19 +67,30 @@ def fold(name: str) -> str:
     return name.lower().replace("_", "-")
 
 
+def unfit(raw: str) -> str:
+    """Return why no argument or variable of a process can be this text; "" where one can."""
+    if "\0" in raw:
+        return "has a NUL character in it"
+    try:
+        raw.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        return "has a character in it that is half of a pair (a lone surrogate)"
+    return ""
+
+
 def text(raw: str) -> str:
     """Return the value as it is."""
-    if "\0" in raw:
-        raise ValueError("has a NUL character in it")
     return raw
 
 
 def label(raw: str) -> str:
-    """Return a name that is printed in logs and tables: not empty, one line."""
+    """Return a name that is printed in logs and tables: not empty, one line, not long."""
     if not raw.strip():
         raise ValueError("is empty")
     if not raw.isprintable():
         raise ValueError("has a character in it that cannot be printed")
+    if len(raw.encode()) > 200:
+        raise ValueError("is longer than 200 bytes")
     return raw
 
 
@@ -81,9 +101,7 @@ def role(raw: str) -> str:
 
 def run_id(raw: str) -> str:
     """Return a run id; an empty one asks for a fresh one, as under torchrun."""
-    if raw and len(label(raw).encode("utf-8", "surrogateescape")) > 200:
-        raise ValueError("is longer than 200 bytes")
-    return raw
+    return label(raw) if raw else raw
 
 
 def switch(raw: str) -> bool:
@@ -112,14 +130,14 @@ def choice(names: tuple[str, ...]) -> Callable[[str], str]:
     return read
 
 
-def whole(minimum: int, maximum: int | None = None) -> Callable[[str], int]:
+def whole(minimum: int, maximum: int = LARGEST_WHOLE) -> Callable[[str], int]:
     """Return the reader of an integer with limits."""
 
     def read(raw: str) -> int:
         number = _integer(raw)
         if number < minimum:
             raise ValueError(f"is less than {minimum}")
-        if maximum is not None and number > maximum:
+        if number > maximum:
             raise ValueError(f"is more than {maximum}")
         return number
 
@@ -136,6 +154,8 @@ def seconds(raw: str) -> float:
         raise ValueError("is not a finite number of seconds")
     if number < 0:
         raise ValueError("is less than 0 seconds")
+    if number > MOST_SECONDS:
+        raise ValueError(f"is more than {MOST_SECONDS:.0f} seconds (31 years)")
     return number
 
 
@@ -168,8 +188,10 @@ def pattern(raw: str) -> str:
     if not raw:
         raise ValueError("is empty, and would match every line")
     try:
-        compiled = re.compile(raw)
-    except re.error as error:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # what a later Python may read otherwise
+            compiled = re.compile(raw)
+    except (re.error, OverflowError, RecursionError) as error:
         raise ValueError(f"is not a regular expression: {error}") from None
     if compiled.groups > 1:
         raise ValueError(
@@ -188,6 +210,8 @@ def nnodes(raw: str) -> tuple[int, int]:
         raise ValueError("asks for fewer than 1 node")
     if low > high:
         raise ValueError(f"has a MIN ({low}) larger than its MAX ({high})")
+    if high > MOST_NODES:
+        raise ValueError(f"asks for more than {MOST_NODES} nodes")
     return low, high
 
 
@@ -199,7 +223,9 @@ def nproc(raw: str) -> str:
         return word
     if word.lower() == "cuda":
         raise ValueError("is not a device to count; did you mean 'gpu'?")
-    if word and re.fullmatch(r"[A-Za-z_]\w*", word):
+    if word.lower() in NO_DEVICES:
+        raise ValueError("is neither a number nor a device to count")
+    if word and re.fullmatch(r"[A-Za-z_]\w{,31}", word):
         # A name that is like none of the known ones may be an accelerator that a plug-in of torch
         # registers: whoever has imported torch will know.
         if nearest(word, known, cutoff=0.7):
@@ -208,6 +234,8 @@ def nproc(raw: str) -> str:
     number = _integer(word)
     if number < 1:
         raise ValueError("is not at least 1 worker")
+    if number > MOST_WORKERS:
+        raise ValueError(f"is more than {MOST_WORKERS} workers on one node")
     return str(number)
 
 

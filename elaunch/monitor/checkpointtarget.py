@@ -31,6 +31,7 @@ from elaunch.checkpoint import dcp, layout
 from elaunch.checkpoint.defaultplace import default_place
 from elaunch.checkpoint.places import parse_place, without_slash
 from elaunch.checkpoint.records import Place
+from elaunch.config import paths
 from elaunch.config.values import did_you_mean
 from elaunch.errors import RunDirError, UsageError
 from elaunch.monitor.checkpointview import Entry, Listing, look
@@ -52,11 +53,12 @@ def resolve(words: str, environ: Mapping[str, str]) -> Target:
     if "://" in words:
         return _of_url(words)
     path = Path(os.path.expanduser(words))
-    if path.is_dir() and not (path / rundir.STATE_FILE).is_file():
+    if os.path.isdir(path) and not os.path.isfile(path / rundir.STATE_FILE):
         return _directory(Path(os.path.abspath(path)))
-    if os.sep in words and not path.exists():
-        raise UsageError(f"there is no directory {words!r}")
-    if path.is_file() and os.sep in words:
+    if os.sep in words and (why := paths.problem(path)):
+        missing = why == "does not exist"
+        raise UsageError(f"there is no directory {words!r}" if missing else f"{words!r} {why}")
+    if os.path.isfile(path) and os.sep in words:
         raise UsageError(f"{words!r} is a file; give the directory that it is in")
     return _run(words, environ)
 
@@ -139,7 +141,7 @@ def _of_url(words: str) -> Target:
         raise UsageError(f"{words!r} {error}") from None
     if isinstance(place, str):
         return Target(without_slash(place))
-    if not place.is_dir():
+    if not os.path.isdir(place):
         raise UsageError(f"there is no directory {str(place)!r}")
     return _directory(place)
 
@@ -147,7 +149,7 @@ def _of_url(words: str) -> Target:
 def _directory(path: Path) -> Target:
     """Return the directory, or the one that it is a checkpoint of."""
     is_own = layout.parse_step_name(path.name) is not None
-    if is_own or (path / dcp.METADATA).is_file():
+    if is_own or os.path.isfile(path / dcp.METADATA):
         return Target(path.parent, name=path.name)
     return Target(path)
 

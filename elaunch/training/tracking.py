@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from elaunch.errors import ContextError, RunDirError
-from elaunch.newrecord import agent_of, first_record, new_round, new_worker
+from elaunch.newrecord import add_round, agent_of, first_record, new_round, new_worker
 from elaunch.rundir import RunDir, create, list_runs, prune
 from elaunch.runrecord import (
     LIVE_STATES,
@@ -144,7 +144,7 @@ class Tracking:
         record["workers"] = [
             _worker(rank, local_rank, pid, now) for local_rank, (rank, pid) in enumerate(pids)
         ]
-        record["history"].append(new_round(placed.round, reason or None))
+        add_round(record, new_round(placed.round, reason or None))
         run.write_state(record)
         self._pruning = threading.Thread(
             target=prune, args=(os.environ,), name="prune", daemon=True

@@ -76,6 +76,18 @@ def test_files_left_in_the_private_directory_are_pointed_out(
     assert "0.0 TMPDIR=None" in elaunch.run(shown).stdout
 
 
+@pytest.mark.parametrize("limit", [8, 13, 40])
+def test_too_few_open_files(elaunch: Launcher, tmp_path: Path, limit: int) -> None:
+    """The error comes before anything is opened."""
+    script = tmp_path / "s.py"
+    script.touch()
+    command = [sys.executable, "-m", "elaunch", "run", script]
+    done = elaunch.start_command(["prlimit", f"--nofile={limit}:{limit}", *command]).wait()
+    expected = f"elaunch needs 70 open files for that, and the hard limit is {limit}; raise it"
+    assert done.returncode == 2
+    assert expected in done.stderr and "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize("limits", ["64:", "64:200"])
 def test_a_low_limit_on_open_files(elaunch: Launcher, tmp_path: Path, limits: str) -> None:
     """The agent raises its own; workers see what was given; too little is a clear error."""
