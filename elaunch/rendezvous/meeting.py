@@ -115,7 +115,8 @@ class Meeting:
     def leave(self, timeout: float) -> None:
         """Take our entry off the roster and let go of the store, in ``timeout`` seconds at most.
 
-        The agent that hosts the store waits LINGER seconds for others to hear that the job is over.
+        The agent that hosts the store waits LINGER seconds for others to hear that the job is over;
+        where no agent stays, the last one waits until it leads and has ended the job.
         """
         until = time.monotonic() + timeout
         member, finished = self._member, False
@@ -123,6 +124,11 @@ class Meeting:
             if self._threads:
                 self._await(lambda: member.written or not member.name, until)
                 self._await(self._has_decided, until)
+        if self._threads and self._ends_the_job():
+            with self._changed:
+                self._await(self._knows_the_end, until)
+        with self._changed:
+            if self._threads:
                 if self._rules.hosted_by_me and self._is_over():
                     self._await(self._is_alone, min(until, time.monotonic() + LINGER))
                 finished = self._coordinator is not None and (self._is_over() or self._is_alone())
@@ -168,6 +174,23 @@ class Meeting:
         if self._coordinator is None or not self._member.name:
             return True
         return self._decided is not None and self._decided.heard_itself(self._member.told)
+
+    def _ends_the_job(self) -> bool:
+        """Whether no agent is left that could end the job after this one."""
+        with self._changed:
+            store = self._store
+        if store is None or self._knows_the_end():
+            return False
+        try:
+            return self._member.ends_the_job({n: seat.value for n, seat in store.roster().items()})
+        except StoreError as exc:
+            log.debug("this agent leaves without knowing who stays: %s", exc)
+            return False
+
+    def _knows_the_end(self) -> bool:
+        plan = self._member.plan
+        gone = not self._member.name
+        return gone or self._is_over() or (plan is not None and plan.phase == "over")
 
     def _is_over(self) -> bool:
         return self._decided is not None and self._decided.plan.phase == "over"

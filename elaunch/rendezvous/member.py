@@ -62,7 +62,7 @@ from elaunch.rendezvous.tasks import (
     Withdraw,
 )
 from elaunch.rendezvous.view import FENCE, HOSTED, Rules
-from elaunch.rendezvous.waiting import RESTING, Still, Waiting
+from elaunch.rendezvous.waiting import RESTING, Still, Waiting, is_last
 from elaunch.store.protocol import Post
 
 RENEWALS = 6
@@ -232,10 +232,7 @@ class MemberState:
 
     def looked(self, roster: Mapping[str, bytes], now: float) -> list[Effect]:
         """Take the roster as it is, and return what follows for an agent that waits."""
-        known: dict[str, AgentRecord] = {}
-        for name, value in roster.items():
-            with contextlib.suppress(records.RecordError):  # the coordinator names its sender
-                known[name] = records.decode_agent(value, self._secret, name)
+        known = self._decoded(roster)
         if not self.look_due(now):
             return []
         found = self._waiting.looked(self.plan, self.name, known, now)
@@ -245,6 +242,17 @@ class MemberState:
         return self._give_up(
             found.problem + (last if self._problem_at >= self._waiting.since else "")
         )
+
+    def ends_the_job(self, roster: Mapping[str, bytes]) -> bool:
+        """Return whether this agent, which leaves, is to end the job before, by the roster."""
+        return bool(self.name) and is_last(self.plan, self.name, self._decoded(roster))
+
+    def _decoded(self, roster: Mapping[str, bytes]) -> dict[str, AgentRecord]:
+        known: dict[str, AgentRecord] = {}
+        for name, value in roster.items():
+            with contextlib.suppress(records.RecordError):  # the coordinator names its sender
+                known[name] = records.decode_agent(value, self._secret, name)
+        return known
 
     def note_problem(self, problem: StoreError, now: float) -> None:
         """Keep what the store has refused, for the error of an agent that waits in vain."""

@@ -107,6 +107,17 @@ def working(plan: Plan | None, name: str, roster: Mapping[str, AgentRecord]) -> 
     return busy
 
 
+def is_last(plan: Plan | None, name: str, roster: Mapping[str, AgentRecord]) -> bool:
+    """Return whether an agent that leaves has to wait until it leads, and ends the job.
+
+    So it is while no other agent stays. Each publishes that it leaves before it looks: of agents
+    that leave together, the one that published last finds nobody who stays.
+    """
+    if plan is not None and plan.phase == "over":
+        return False
+    return all(key == name or record.state == "leaving" for key, record in roster.items())
+
+
 def _unsaid(plan: Plan | None) -> str:
     if plan is None:
         return "no coordinator has published a plan"

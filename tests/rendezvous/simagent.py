@@ -63,6 +63,7 @@ class Agent:
     told_to_go: bool = False
     last: Workers | None = None
     coordinator: CoordinatorState | None = None
+    lingers: int = 0
     deaf: bool = False
     heard_at: float = 0.0
     deferred: list[Callable[[], None]] = field(default_factory=list)
@@ -371,10 +372,37 @@ class Agent:
         if hosting and self.coordinator is not None:
             unheard = not self.coordinator.heard_itself(self.member.told)
             waiting = self.coordinator.plan.phase == "over" and self.coordinator.others > 0
-            self.lingers = getattr(self, "lingers", 0) + 1
+            self.lingers += 1
             if (unheard or waiting) and self.lingers < 60:
                 self.later(0.05, self._leave)
                 return
+        if hosting:
+            self._withdraw()
+            return
+        self.lingers += 1
+        if self.member.name and not self.member.written and self.lingers < 60:
+            self.later(0.05, self._leave)
+            return
+        entries = self.client.store.entries
+
+        def looked(value: Any) -> None:
+            last = not isinstance(value, StoreError) and self.member.ends_the_job(value)
+            self._await_end(5.0 if last else 0.0)
+
+        def roster() -> dict[str, bytes]:
+            return {name: entry.value for name, entry in entries.items()}
+
+        self.client.call(roster, lambda value: self.later(0.0, lambda: looked(value)))
+
+    def _await_end(self, seconds: float) -> None:
+        """Withdraw when the job is over, or that many seconds later."""
+        plan = self.member.plan
+        if seconds <= 0.0 or not self.member.name or (plan is not None and plan.phase == "over"):
+            self._withdraw()
+        else:
+            self.later(0.05, lambda: self._await_end(seconds - 0.05))
+
+    def _withdraw(self) -> None:
         self.member.withdraw()
         self.later(2.0, self._exit)
         self.entry()

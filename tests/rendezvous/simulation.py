@@ -7,6 +7,7 @@ always                  nobody is in a round twice; a plan has at most ``max_nod
 always                  no more restarts than the budget allows
 always                  a new host goes on counting where the agents that came back were
 always                  nobody waits for others in silence for longer than SILENCE
+at the end              a job whose agents were all told to go is over, not lost
 at the end              every agent has ended, within the deadline, and all with the job's code
 ======================  ==========================================================================
 
@@ -53,6 +54,7 @@ class Setting:
     faults: int
     fails: float
     finishes: float
+    told_to_go: float | None = None
 
 
 def draw_setting(rng: random.Random) -> Setting:
@@ -75,11 +77,13 @@ def draw_setting(rng: random.Random) -> Setting:
         static=static,
         has_checkpoint_dir=saving,
     )
+    faults = rng.choice((0, 1, 2, 4, 8, 12))
     return Setting(
         agents=most if static else most + rng.choice((0, 0, 1, 2)),
         rules=rules,
         hosted=rng.random() < 0.5,
-        faults=rng.choice((0, 1, 2, 4, 8, 12)),
+        faults=faults,
+        told_to_go=rng.uniform(2.0, FAULTS) if not faults and rng.random() < 0.6 else None,
         fails=rng.choice((0.0, 0.2, 0.6)),
         finishes=rng.choice((0.0, 0.3)),
     )
@@ -107,6 +111,8 @@ class Simulation:
         for _ in range(self.setting.faults):
             self.engine.after(self.random.uniform(0.0, FAULTS), self._fault)
         self.engine.after(1.0, self._check_silence)
+        if self.setting.told_to_go is not None:
+            self.engine.after(self.setting.told_to_go, self._tell_all_to_go)
 
     def run(self) -> None:
         """Let it happen; raises Broken."""
@@ -277,7 +283,15 @@ class Simulation:
                 raise Broken(f"{_told(agent)} has waited in silence for {silent:.0f} s")
         self.engine.after(1.0, self._check_silence)
 
+    def _tell_all_to_go(self) -> None:
+        self.note("all agents are told to go")
+        for agent in self.agents:
+            agent.later(self.random.choice((0.0, 0.002, 0.02)), lambda a=agent: a.go(143))
+
     def _check_codes(self) -> None:
+        ended = self.plans and self.plans[-1].phase == "over"
+        if self.setting.told_to_go is not None and self.plans and not ended:
+            raise Broken(f"all were told to go, and the last plan is {self.plans[-1]}")
         for agent in self.agents:
             plan = agent.plan
             if agent.exit_code is None or plan is None or plan.phase != "over":

@@ -9,7 +9,7 @@ import pytest
 
 from elaunch.rendezvous.plan import AgentRecord, AgentState, Node, Plan
 from elaunch.rendezvous.view import Rules
-from elaunch.rendezvous.waiting import Hopeless, Still, Waiting, working
+from elaunch.rendezvous.waiting import Hopeless, Still, Waiting, is_last, working
 
 RULES = Rules(2, 2, store_timeout=30.0, remind=30.0)
 NODES = tuple(Node(f"a{n}", f"node{n}", f"10.0.0.{n}", 1, "default") for n in (1, 2))
@@ -96,3 +96,20 @@ def test_many_agents_look_less_often() -> None:
     waiting.looked(RUNNING, "a1", roster, 30.0)
     assert not waiting.due(30.0 + 599.0)
     assert waiting.due(30.0 + 600.0)
+
+
+@pytest.mark.parametrize(
+    ("plan", "others", "expected"),
+    [
+        (RUNNING, [], True),
+        (None, [], True),
+        (RUNNING, [record(2, "leaving")], True),
+        (RUNNING, [record(2, "running")], False),
+        (RUNNING, [record(2, "leaving"), record(3, "ready")], False),
+        (replace(RUNNING, phase="over"), [], False),
+    ],
+)
+def test_who_leaves_last(plan: Plan | None, others: list[AgentRecord], expected: bool) -> None:
+    """Nobody stays who could end the job."""
+    roster = {"a1": record(1, "leaving"), **{one.host: one for one in others}}
+    assert is_last(plan, "a1", roster) == expected
