@@ -46,6 +46,7 @@ class CheckpointKeeper:
         self._plan = plan
         self.finishing = plan.finishing
         self._lock = threading.Lock()
+        self._making = threading.Lock()
         self._service: KeeperService | None = None
         self._round: KeeperRound | None = None
         plan.finishing.unfinished = self.unfinished
@@ -111,17 +112,28 @@ class CheckpointKeeper:
         for fd in files:
             os.close(fd)
         with self._lock:
-            round_ = self._round
-            problem = _refusal(said, round_)
-            if not problem and round_ is not None:
-                problem = self._made(round_, str(said["place"]))
-            service = self._service
-        if problem or service is None or round_ is None:
+            problem, made = _refusal(said, self._round), self._service is not None
+        if problem:
             refuse(sock, problem)
-            return problem
+        elif made:
+            self._serve(sock, said)
+        else:  # the imports may take long, and whoever asks for the run's status is not to wait
+            threading.Thread(
+                target=self._serve, args=(sock, said), name="keeper begins", daemon=True
+            ).start()
+        return problem
+
+    def _serve(self, sock: socket.socket, said: Mapping[str, Any]) -> None:
+        """Serve a worker whose message is in order, if its round is still the one."""
+        problem = self._make(str(said["place"]))
+        with self._lock:
+            service, round_ = self._service, self._round
+            problem = problem or _refusal(said, round_)
+        if problem or service is None or round_ is None:
+            refuse(sock, problem or "this agent ends")
+            return
         self._plan.post(events.KeeperUsed(round_.round))
         service.adopt(sock, int(said["rank"]), int(said["local_rank"]), round_)
-        return ""
 
     def unfinished(self) -> tuple[str, ...]:
         """Return the names of the stages that this agent still writes into; any thread may ask."""
@@ -169,17 +181,26 @@ class CheckpointKeeper:
             raise SaveError("no worker of this node has saved anything")
         return service
 
-    def _made(self, round_: KeeperRound, place: str) -> str:
-        """Make the service for checkpoints at ``place``; return why it cannot be, or ""."""
-        if self._service is None:
-            from elaunch.agent.keeperservice import KeeperService  # jobs without saves do without
+    def _make(self, place: str) -> str:
+        """Make the service for checkpoints at ``place``; return why it cannot be, or "".
 
-            try:
-                self._service = KeeperService(self._plan, place)
-            except ElaunchError as error:
-                return str(error)
-            self._service.begin(round_)
-        known = str(self._service.keeping.depot.place)
+        Only the moment in which it is handed over holds the lock, which the loop takes as well.
+        """
+        with self._making:
+            service = self._service
+            if service is None:
+                from elaunch.agent.keeperservice import KeeperService  # not without any save
+
+                try:
+                    service = KeeperService(self._plan, place)
+                except (ElaunchError, OSError, ImportError) as error:
+                    return str(error)
+                with self._lock:
+                    if self._round is None:
+                        return "no round runs here"
+                    service.begin(self._round)
+                    self._service = service
+        known = str(service.keeping.depot.place)
         if known != place:
             return f"this run's checkpoints are at {known}, not at {place}: a run has one directory"
         return ""

@@ -6,6 +6,7 @@ connection are read to the last whole one.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import socket
@@ -146,8 +147,12 @@ class Desk:
         try:
             sent = socket.send_fds(self._sock, [line], files or [])
             self._sock.sendall(line[sent:])
-        except OSError as error:  # it has ended; what else it has sent is still to be read
+        except OSError as error:
+            # It has ended, or a part of the answer is sent: what followed it would be read as its
+            # rest. What else the worker has sent is still to be read.
             log.debug("rank %d does not read its answers: %s", self.rank, error)
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_WR)
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────
 

@@ -177,12 +177,9 @@ class Wrapper:
         self._held.append((now + TO_ALL, signum))
 
     def _forward(self, signum: Signals) -> None:
-        # The server keeps such a signal blocked: if it has it, the command got it from the sender.
-        if _is_pending(self._server.pid, signum):
-            return
         # A command that is not Python is often a shell around the program that has to save.
         whole = not self._plan.is_python
-        order = {"op": "signal", "signum": int(signum), "group": whole}
+        order = {"op": "signal", "signum": int(signum), "group": whole, "once": True}
         self._server.send({**order, "stops": signum in ENDING})
 
     def _on_deadline(self) -> None:
@@ -245,16 +242,6 @@ def _server_plan(plan: WrapPlan) -> ServerPlan:
         title_room=0,
         environ=plan.environ,
     )
-
-
-def _is_pending(pid: int, signum: Signals) -> bool:
-    """Whether a signal waits for a process that has it blocked."""
-    try:
-        with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
-            masks = [int(line.split()[1], 16) for line in file if line.startswith("ShdPnd:")]
-    except OSError:  # it has ended
-        return False
-    return any(mask >> (signum - 1) & 1 for mask in masks)
 
 
 def _watch_parent(pid: int, post: Callable[[Event], None]) -> None:

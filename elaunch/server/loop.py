@@ -229,6 +229,10 @@ class Server:
         self._stores.close_in_fork()
 
     def _signal(self, message: protocol.Message) -> None:
+        # This process keeps such a signal blocked: where it is pending, its sender has signalled
+        # all processes of the job. It is taken here, so that the next one is known for itself.
+        if message.get("once") and signal.sigtimedwait([message["signum"]], 0) is not None:
+            return
         if message["stops"]:
             self._note_stop()
         for pid in self._workers:

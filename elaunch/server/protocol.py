@@ -14,7 +14,8 @@ agent       start               round, local_rank, mode, entrypoint, args, inter
 agent       store               round (-1: before the first), host, fixed (whether all rounds have
                                 this port), hello (what other agents may read in it, or "");
                                 file: the listening socket of the store
-agent       signal              signum, group (also the workers' process groups), stops (whether the
+agent       signal              signum, group (also the workers' process groups), once (not where
+                                its sender has signalled all processes), stops (whether the
                                 workers are meant to end by it)
 agent       sweep               round, signum (0: none), grace (s), deadline (s)
 agent       fence               until: kill all workers when it has passed, unless a later comes;

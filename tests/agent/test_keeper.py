@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from elaunch.agent import events, fencing
+from elaunch.agent import events, fencing, keeperservice
 from elaunch.agent.control import ControlSocket
 from elaunch.agent.finishing import Finishing
 from elaunch.agent.keeper import CheckpointKeeper
@@ -27,7 +27,7 @@ from elaunch.agent.state import Limits, Phase, State
 from elaunch.checkpoint.depot import open_depot
 from elaunch.checkpoint.records import Image, Part, Stage
 from elaunch.config import resolve
-from elaunch.control import short_address
+from elaunch.control import ask, short_address
 from elaunch.errors import SaveError
 from elaunch.keeperline import Handed
 from elaunch.training.checkpoint.agentkeeper import AgentKeeper
@@ -513,3 +513,37 @@ def test_closing_waits_for_the_agent_and_tells_what_failed(
         with pytest.raises(SaveError, match=r"Input/output error \(/disk\)"):
             worker.close()
         worker.close()
+
+
+def test_the_first_worker_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While what saves is imported and made, status is answered and the loop goes on."""
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def slow(*args: Any) -> Any:
+        begun.set()
+        goes_on.wait(LONG)
+        return open_depot(*args)
+
+    monkeypatch.setattr(keeperservice, "open_depot", slow)
+    rig = Rig(tmp_path)
+    workers: list[AgentKeeper] = []
+    connecting = [
+        threading.Thread(target=lambda rank=rank: workers.append(rig.worker(rank)), daemon=True)
+        for rank in (0, 1)
+    ]
+    for each in connecting:
+        each.start()
+    try:
+        assert begun.wait(LONG)
+        assert ask(rig.socket, {"op": "status"}, LONG) == {}
+        looked = threading.Thread(target=rig.keeper.record, daemon=True)
+        looked.start()
+        looked.join(LONG)
+        assert not looked.is_alive(), "the loop waits for the imports"
+    finally:
+        goes_on.set()
+    for each in connecting:
+        each.join(LONG)
+    assert len(workers) == 2
+    rig.end(*workers)
+    rig.settle()

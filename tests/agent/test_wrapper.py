@@ -238,6 +238,8 @@ def test_a_signal_to_all_processes_comes_once(elaunch: Launcher) -> None:
     running.send_signal(SIGUSR2)  # passed on after the first, if that had been
     running.wait_for_line(r":got SIGUSR2$")
     assert running.output().count("got SIGUSR1") == 1
+    running.send_signal(SIGUSR1)  # to the wrapper alone: the one to all is over
+    wait_until(lambda: running.output().count("got SIGUSR1") == 2, what="the next is passed on")
     running.send_signal(SIGKILL)
 
 

@@ -6,6 +6,7 @@ passed over: its answer says to what.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import mmap
@@ -206,8 +207,7 @@ class AgentKeeper:
             self._number += 1
             until = time.monotonic() + seconds
             try:
-                self._socket.settimeout(seconds)
-                self._socket.sendall(_line({"op": op, "n": self._number, **fields}))
+                self._send({"op": op, "n": self._number, **fields}, seconds)
                 answer = self._receive(until)
                 while answer.get("n") != self._number and "n" in answer:
                     _close(self._take_files())  # it answers what nobody waits for any more
@@ -219,6 +219,17 @@ class AgentKeeper:
             _close(files)
             raise SaveError(str(answer.get("error")))
         return answer, files
+
+    def _send(self, fields: Mapping[str, object], seconds: float) -> None:
+        connection = self._socket
+        assert connection is not None  # asked by the caller
+        connection.settimeout(seconds)
+        try:
+            connection.sendall(_line(fields))
+        except OSError:  # a part may be sent: what followed would be read as its rest
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+            raise
 
     def _receive(self, until: float) -> dict[str, Any]:
         connection = self._socket
