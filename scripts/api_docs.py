@@ -88,10 +88,12 @@ what it does to who makes it; where a cell is empty, the docstring does not say.
 # Sentences of a docstring that say who calls it, and whether that blocks.
 WHO = re.compile(
     r"(?=.*\b((call|calls|called) it|may|must|itself|together)\b)"
-    r".*\b((all|every|each|any) ranks?|each of them|all of them)\b",
+    r".*\b((all|every|each|any|one) ranks?|each of them|all of them)\b",
     re.IGNORECASE,
 )
-BLOCKS = re.compile(r"(?i)\bblocks?\b|\bit waits\b|^(wait until|return when|returns at once)\b")
+BLOCKS = re.compile(
+    r"(?i)\bblocks\b|\bdoes not block\b|\bit waits\b|^(wait until|return when|returns at once)\b"
+)
 
 SECTIONS = ("Args", "Attributes", "Raises", "Returns")
 
@@ -260,23 +262,28 @@ def said(entry: Entry, pattern: re.Pattern[str]) -> str:
 
     What a class says of "every call" holds for those that several ranks make.
     """
-    texts = [entry.text]
+    found = sentences(entry.text)
     general = "Every call" in entry.inherited or "Nothing here" in entry.inherited
-    if general and any(map(WHO.search, sentences(entry.text))):
-        texts.append(entry.inherited)
-    for text in texts:
-        for sentence in sentences(text):
-            if pattern.search(sentence):
-                shown = inline(sentence).rstrip(".;").replace("|", "\\|")
-                return shown[0].upper() + shown[1:]
+    who = next(filter(WHO.search, found), "")
+    if general and who:
+        together = re.search(r"(?i)\b(all|every) ranks?\b", who)
+        of_class = sentences(entry.inherited)
+        found += [s for s in of_class if ("alone" in s.split()) != bool(together)]
+        found += of_class
+    for sentence in found:
+        if pattern.search(sentence):
+            shown = inline(sentence).rstrip(".;").replace("|", "\\|")
+            return shown[0].upper() + shown[1:]
     return ""
 
 
 def raises(entry: Entry, errors: set[str]) -> str:
     """Return the names of elaunch's exceptions that the docstring names, or its class's calls."""
     text = entry.text
+    starts: tuple[str, ...] = ("Every call raises",)
     if re.search(r"\bALL ranks\b", text):
-        text += "".join(p for p in entry.inherited.split("\n\n") if p.startswith("Calls raise"))
+        starts += ("Calls raise", "Calls of all ranks raise")
+    text += "".join(p for p in entry.inherited.split("\n\n") if p.startswith(starts))
     found = [name for name in re.findall(r"\b[A-Z]\w+\b", text) if name in errors]
     return ", ".join(f"`{name}`" for name in dict.fromkeys(found))
 

@@ -39,3 +39,23 @@ def test_every_name_is_there_and_nothing_is_loaded_before() -> None:
     done = subprocess.run(argv, capture_output=True, text=True, timeout=100, cwd=ROOT)
     assert done.stdout == "[] []\n"
     assert done.stderr.endswith("AttributeError: module 'elaunch' has no attribute 'nothing'\n")
+
+
+def test_the_api_page_says_who_calls_and_what_blocks() -> None:
+    """For each call: a sentence about either, with a verb; a block of code is none."""
+    rows = [
+        [cell.strip() for cell in line.strip("|").split(" | ")]
+        for line in (ROOT / "docs" / "api.md").read_text().splitlines()
+        if line.startswith("| [`")
+    ]
+    assert len(rows) > 40
+    verb = re.compile(r"\b(blocks|not block|waits?|returns?)\b", re.IGNORECASE)
+    assert [row[0] for row in rows if not row[1] or not verb.search(row[2])] == []
+    cells = {row[0].partition("`]")[0].strip("[`"): row for row in rows}
+    for call in ("TrainContext.report_metrics", "Context.heartbeat", "elaunch.info"):
+        assert cells[call][2].startswith("It does not block")
+    for call in ("allgather", "gather", "broadcast", "in_turn"):
+        assert "locks until" in cells[f"DistributedContext.{call}"][2]
+    for call in ("save", "load", "store_path", "commit", "reserve", "check_same", "load_ddp"):
+        assert "locks until" in cells[f"CheckpointContext.{call}"][2]
+        assert "`PeerLost`" in cells[f"CheckpointContext.{call}"][3]

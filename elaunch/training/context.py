@@ -242,15 +242,15 @@ class Context:
     # ── liveness ─────────────────────────────────────────────────────────────────────────────────
 
     def heartbeat(self) -> None:
-        """Say that this rank makes progress; any rank may, alone. Costs a store into memory."""
+        """Say that this rank makes progress; any rank may, alone. It does not block."""
         self._page.beat()
 
     def section(self, name: str, timeout: float | None = None) -> AbstractContextManager[None]:
         """Say that this rank is in a part of the script that takes its own time.
 
-        Any rank may, alone; sections nest. With ``--hang-timeout`` the agent judges a rank inside
-        of it by ``timeout``, seconds from its beginning, in place of that flag's; without one by
-        ten times that flag's.
+        Any rank may, alone; it does not block. Sections nest. With ``--hang-timeout`` the agent
+        judges a rank inside of it by ``timeout``, seconds from its beginning, in place of that
+        flag's; without one by ten times that flag's.
 
         Raises:
             ContextError: ``name`` is empty, or ``timeout`` is not more than 0.
@@ -261,6 +261,9 @@ class Context:
 
     def close(self) -> None:
         """Close the context: write what is queued, say goodbye. Each rank by itself; idempotent.
+
+        It blocks until metrics are written, 30 s at most, and saves in flight are committed, 30
+        minutes at most; after an exception it does not wait for saves.
 
         Raises:
             RunDirError: metrics could not be written; says where and why.

@@ -104,6 +104,8 @@ class DistributedContext:
     def from_environment(cls) -> DistributedContext:
         """Return the context of whatever launcher started this process; one rank if none did.
 
+        Any rank may call it alone; it does not block.
+
         Raises PlacementError if what the launcher set is incomplete or contradicts itself.
         """
         return cls.of(placements.current(os.environ))
@@ -111,6 +113,8 @@ class DistributedContext:
     @classmethod
     def from_torch_distributed(cls) -> DistributedContext:
         """Return the context of a worker of torchrun or ``elaunch run``.
+
+        Any rank may call it alone; it does not block.
 
         Raises PlacementError that names a variable that is missing or wrong.
         """
@@ -120,6 +124,8 @@ class DistributedContext:
     def from_mpi(cls) -> DistributedContext:
         """Return the context of a process that mpirun started.
 
+        Any rank may call it alone; it does not block.
+
         Raises PlacementError that names a variable that is missing or wrong.
         """
         return cls.of(placements.from_mpi(os.environ))
@@ -127,6 +133,8 @@ class DistributedContext:
     @classmethod
     def from_slurm(cls) -> DistributedContext:
         """Return the context of a task of srun.
+
+        Any rank may call it alone; it does not block.
 
         Raises PlacementError that names a variable that is missing or wrong.
         """
@@ -285,7 +293,7 @@ class DistributedContext:
         return [] if self._channel is None else self._channel.gone(ranks, until)
 
     def close(self) -> None:
-        """End this rank's connections; may be called twice, and blocks for nobody."""
+        """End this rank's connections; each rank may by itself, also twice; it does not block."""
         self._closed = True
         _open.discard(self)
         if self._channel is not None:

@@ -89,14 +89,16 @@ class KeyStore:
         self._alone = _Memory() if distributed.size == 1 else None
 
     def set(self, key: str, value: Any, timeout: float | None = None) -> None:
-        """Set ``key``, for all ranks. Blocks until the store has it, and for no rank."""
+        """Set ``key``; any rank may, alone. Blocks until the store has it, and for no rank."""
         name, packed = _checked_key(key), _packed(key, value)
         with self._store(timeout) as (store, until):
             store.put(name, packed, until)
             store.get(name, until)  # a put has no answer
 
     def get(self, key: str, timeout: float | None = None) -> Any:
-        """Return the value of ``key``. Blocks until some rank has set it, at most ``timeout``.
+        """Return the value of ``key``; any rank may, alone.
+
+        Blocks until some rank has set it, at most ``timeout`` seconds.
 
         CollectiveTimeout then names the other ranks and what they do.
         """
@@ -114,8 +116,8 @@ class KeyStore:
     def add(self, key: str, amount: int = 1, timeout: float | None = None) -> int:
         """Add to the counter ``key``, 0 before the first, and return the sum.
 
-        Blocks until the store has answered, and for no rank. No two ranks get the same sum of the
-        same counter while all amounts are positive.
+        Any rank may, alone. Blocks until the store has answered, and for no rank. No two ranks get
+        the same sum of the same counter while all amounts are positive.
         """
         name = _checked_key(key)
         if isinstance(amount, bool) or not isinstance(amount, int) or amount not in _INT:

@@ -100,9 +100,9 @@ class PreemptContext:
 
         All ranks must call it, equally often: in the loop and outside of any ``if rank == 0``.
         It may be asked in every step: while nothing is pending it costs less than a microsecond
-        and no network. Once something is, it waits until the ranks agree on the call, which takes
-        milliseconds, and in that call until all ranks have come to it. After the first True it is
-        always True.
+        and no network. It blocks only once something is: until the ranks agree on the call, which
+        takes milliseconds, and in that call until all ranks have come to it. After the first True
+        it is always True.
 
         Args:
             auto_ack: tell the agent that the script ends because of this, so that exit code 0
@@ -146,8 +146,8 @@ class PreemptContext:
     def request(self, reason: str) -> None:
         """Ask the whole job to end, as ``elaunch preempt`` does.
 
-        Any rank may call it, from any thread and from a signal's handler; it only makes a note for
-        a thread and returns. should_preempt() is True soon after, on all ranks.
+        Any rank may call it, from any thread and from a signal's handler; it does not block: it
+        makes a note for a thread. should_preempt() is True soon after, on all ranks.
         """
         self._take(Notice(reason, "stop"), agent_knows=False)
 

@@ -156,7 +156,7 @@ class ElasticDistributedSampler(DistributedSampler):  # type: ignore[misc]
         return len(self) * self.num_replicas
 
     def __iter__(self) -> Iterator[int]:
-        """Return this rank's indices of what is left of the epoch.
+        """Return this rank's indices of what is left of the epoch; each rank iterates by itself.
 
         Raises:
             SamplerError: the epoch is done, and no other was begun by ``set_epoch``.

@@ -66,13 +66,19 @@ class TrainContext:
     def report_training_metrics(
         self, steps_completed: int, metrics: Mapping[str, Any], chief_only: bool | None = None
     ) -> None:
-        """Report metrics of training at a step: :meth:`report_metrics` of group ``training``."""
+        """Report metrics of training at a step: :meth:`report_metrics` of group ``training``.
+
+        Any rank may, alone; it does not block.
+        """
         self.report_metrics(TRAINING, steps_completed, metrics, chief_only)
 
     def report_validation_metrics(
         self, steps_completed: int, metrics: Mapping[str, Any], chief_only: bool | None = None
     ) -> None:
-        """Report metrics of validation: :meth:`report_metrics` of group ``validation``."""
+        """Report metrics of validation: :meth:`report_metrics` of group ``validation``.
+
+        Any rank may, alone; it does not block.
+        """
         self.report_metrics(VALIDATION, steps_completed, metrics, chief_only)
 
     def report_metrics(
@@ -84,8 +90,8 @@ class TrainContext:
     ) -> None:
         """Report metrics of any group at a step; any rank may, none waits for another.
 
-        Does not block: a thread writes them within a tenth of a second. Only if the disk is slower
-        than the script for 100,000 rows, it waits for room. To take the number out of a tensor on
+        It does not block, unless the disk is slower than the script for 100,000 rows: a thread
+        writes them within a tenth of a second. To take the number out of a tensor on
         an accelerator waits for that device, as ``.item()`` does.
 
         Args:
@@ -110,12 +116,15 @@ class TrainContext:
     def metrics_at(self, steps_completed: int) -> dict[str, float]:
         """Return the numbers that this rank last reported at a step, if it is one of the newest.
 
-        By their names, and as ``group.name``; where two groups have a name, validation's counts.
+        Any rank may, alone; it does not block. By their names, and as ``group.name``; where two
+        groups have a name, validation's counts.
         """
         return self._latest.at(steps_completed)
 
     def report_progress(self, progress: float, chief_only: bool | None = None) -> None:
-        """Say how much of the whole training is done, from 0 to 1; does not block.
+        """Say how much of the whole training is done, from 0 to 1.
+
+        Any rank may, alone; it does not block.
 
         Raises MetricError, a ValueError, for anything else.
         """
@@ -126,7 +135,9 @@ class TrainContext:
         self._page.progress(fraction)
 
     def set_status(self, text: str, chief_only: bool | None = None) -> None:
-        """Say in a few words what is being done, for ``elaunch status``; does not block.
+        """Say in a few words what is being done, for ``elaunch status``.
+
+        Any rank may, alone; it does not block.
 
         Raises MetricError for what is no text.
         """
@@ -137,6 +148,8 @@ class TrainContext:
 
     def flush(self, timeout: float = CLOSE_TIMEOUT_S) -> None:
         """Wait until all that this rank reported is written, so that its death loses none of it.
+
+        Any rank may, alone.
 
         Raises RunDirError, with path and reason, if that cannot be done in ``timeout`` seconds.
         """

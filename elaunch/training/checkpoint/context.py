@@ -61,6 +61,9 @@ class CheckpointContext:
     listed with their checksums before it gets its name. Where anything goes wrong, every rank gets
     an error that says so, and what was there before is untouched.
 
+    Every call of all ranks blocks until all have come and it is done. A call that one rank makes
+    alone blocks while the storage answers.
+
     ``timeout`` is, everywhere, the seconds that each wait for the other ranks may take; None: those
     of ``elaunch.init()``. ``keep`` says which older checkpoints may go after the commit: an
     ``elaunch.Keep``, the number of the newest that stay, or None for what the command's flags say.
@@ -235,9 +238,9 @@ class CheckpointContext:
     ) -> Committed | None:
         """Save ``state``, each rank its part, in the format of torch.distributed.checkpoint.
 
-        ALL ranks call it together. With ``block=False`` the training stands still only while each
-        rank's part is copied into memory that its agent owns; from then on the agents write, and a
-        worker that is killed loses nothing. One such save is in flight at most.
+        ALL ranks call it together. It blocks until the checkpoint is committed, with
+        ``block=False`` until each rank's part is copied into memory that its agent owns: the agents
+        write it, whatever becomes of the workers. One such save is in flight at most.
 
         Args:
             state: modules (plain, DDP, FSDP, tensor parallel), their optimizers, others with
