@@ -189,21 +189,25 @@ class CheckpointKeeper:
         with self._making:
             service = self._service
             if service is None:
-                from elaunch.agent.keeperservice import KeeperService  # not without any save
-
                 try:
-                    service = KeeperService(self._plan, place)
+                    service = self._begin_service(place)
                 except (ElaunchError, OSError, ImportError) as error:
                     return str(error)
-                with self._lock:
-                    if self._round is None:
-                        return "no round runs here"
-                    service.begin(self._round)
-                    self._service = service
         known = str(service.keeping.depot.place)
         if known != place:
             return f"this run's checkpoints are at {known}, not at {place}: a run has one directory"
         return ""
+
+    def _begin_service(self, place: str) -> KeeperService:
+        from elaunch.agent.keeperservice import KeeperService  # jobs without saves do without
+
+        service = KeeperService(self._plan, place)
+        with self._lock:
+            if self._round is None:
+                raise SaveError("no round runs here")
+            service.begin(self._round)
+            self._service = service
+        return service
 
 
 def _refusal(said: Mapping[str, Any], round_: KeeperRound | None) -> str:
