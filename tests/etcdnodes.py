@@ -6,8 +6,10 @@ For what an etcd does when it is hurt, see ``tests/etcdserver.py``; here it is h
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tests import programs
@@ -80,6 +82,26 @@ class Etcd:
     def restart(self, member: Member) -> None:
         """Start a member that was killed, with the data that it had."""
         member.running = self._start(member.node)
+
+    def save(self, path: Path) -> None:
+        """Save a snapshot of the only member."""
+        (member,) = self.members
+        done = member.node.run(_etcdctl(member, "snapshot", "save", str(path)))
+        assert done.returncode == 0, done
+
+    def lose(self, snapshot: Path | None = None) -> None:
+        """Kill the only member, and start it with no data, or with what was saved."""
+        (member,) = self.members
+        self.kill(member)
+        data = member.node.state / "etcd"
+        shutil.rmtree(data)
+        if snapshot is not None:
+            words = ["--name", member.node.name, "--data-dir", str(data)]
+            words += ["--initial-cluster", self._peers, "--initial-advertise-peer-urls"]
+            words += [self._peers.partition("=")[2]]
+            done = member.node.run(_etcdctl(member, "snapshot", "restore", str(snapshot), *words))
+            assert done.returncode == 0, done
+        self.restart(member)
 
     def freeze(self, member: Member) -> None:
         """Stop a member: its connections stay, and nobody answers; ``thaw`` its pid."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -79,6 +80,11 @@ class Member:
     def endpoint(self) -> tuple[str, int]:
         """Where clients reach it."""
         return self.host, self.port
+
+    @property
+    def data(self) -> Path:
+        """Where its data is."""
+        return self.directory / self.name
 
     @property
     def pid(self) -> int:
@@ -182,6 +188,35 @@ class Cluster:
             return getattr(getattr(loaded.rpc, f"{service}Stub")(channel), method)(
                 request, timeout=timeout
             )
+
+    def wipe(self) -> None:
+        """End all members and start them with no data, at the same addresses."""
+        self.close()
+        for member in self.members:
+            shutil.rmtree(member.data)
+        self.start()
+
+    def save(self, path: Path) -> None:
+        """Save a snapshot of the first member."""
+        self._etcdctl("snapshot", "save", str(path))
+
+    def restore(self, path: Path) -> None:
+        """End all members and start them with what was saved."""
+        self.close()
+        initial = ",".join(f"{member.name}={member.peer}" for member in self.members)
+        for member in self.members:
+            shutil.rmtree(member.data)
+            words = ["--name", member.name, "--data-dir", str(member.data)]
+            words += ["--initial-cluster", initial, "--initial-advertise-peer-urls", member.peer]
+            self._etcdctl("snapshot", "restore", str(path), *words)
+        self.start()
+
+    def _etcdctl(self, *words: str) -> None:
+        programs.needed("etcdctl")
+        host, port = self.members[0].endpoint
+        argv = ["etcdctl", f"--endpoints={host}:{port}", *words]
+        environ = os.environ | {"ETCDCTL_API": "3"}
+        subprocess.run(argv, check=True, capture_output=True, timeout=60, env=environ)
 
     def compact(self, member: Member | None = None) -> None:
         """Throw away the history of all keys."""
@@ -300,7 +335,7 @@ def _command(
     member: Member, initial: str, identity: Identity | None, client_certs: bool
 ) -> list[str]:
     url = f"{'http' if identity is None else 'https'}://{member.host}:{member.port}"
-    words = ["--name", member.name, "--data-dir", str(member.directory / member.name)]
+    words = ["--name", member.name, "--data-dir", str(member.data)]
     words += ["--listen-client-urls", url, "--advertise-client-urls", url]
     words += ["--listen-peer-urls", member.peer, "--initial-advertise-peer-urls", member.peer]
     words += ["--initial-cluster", initial, "--unsafe-no-fsync", "--logger", "zap"]

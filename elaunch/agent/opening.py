@@ -27,6 +27,7 @@ from elaunch.config import Settings, ports
 from elaunch.config.rendezvous import RendezvousSettings
 from elaunch.errors import StoreClosed, StoreDenied, StoreUnreachable, UsageError
 from elaunch.rendezvous.view import Rules
+from elaunch.store.etcdhistory import History
 from elaunch.store.protocol import Store
 
 STRANGER_PATIENCE = 2.5
@@ -100,6 +101,7 @@ class Opening:
         self._closed = threading.Event()
         self._waits_since: float | None = None
         self._told = False
+        self._history = History()
 
     @property
     def hosts(self) -> bool:
@@ -210,7 +212,7 @@ class Opening:
 
         settings = self._rendezvous
         place = EtcdPlace(endpoints=settings.endpoints, **vars(settings.etcd))
-        return etcd.connect(place, self._run_id, deadline=self._attempt)
+        return etcd.connect(place, self._run_id, deadline=self._attempt, history=self._history)
 
     def _publish_address(self) -> None:
         assert self._listening is not None  # hosts

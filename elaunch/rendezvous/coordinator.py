@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from elaunch.errors import StoreError, StoreUnreachable
+from elaunch.errors import StoreError, StoreReplaced, StoreUnreachable
 from elaunch.rendezvous.coordinatorstate import RETRY, Coming, CoordinatorState, Reread
 from elaunch.rendezvous.view import Found, Search
 from elaunch.store.protocol import Change, Store
@@ -122,10 +122,10 @@ class Coordinator:
         while not self._ended.is_set():
             try:
                 changes = self._store.changes(self._state.me, CHANGES_SLICE)
-            except StoreUnreachable:
-                self._ended.wait(RETRY)
-                continue
             except StoreError as exc:
+                if isinstance(exc, StoreUnreachable) and not isinstance(exc, StoreReplaced):
+                    self._ended.wait(RETRY)
+                    continue
                 self._queue.put(_Stopped(str(exc)))
                 return
             if changes:

@@ -221,13 +221,20 @@ class CoordinatorState:
         elif seat is not None:
             self._view = replace(self._view, stirred=now)
 
+    def _note_seen(self, record: AgentRecord) -> None:
+        """Take how far an agent has seen the job, if the store may know less than it does."""
+        seen, plan = membership.goes_on(record, self._rules), self._plan
+        if seen is None or (seen["job"] == plan.job and "lost" not in seen):
+            return
+        known = membership.further(self._view.known, seen, record, self._rules)
+        if "lost" in seen and plan.round < 0 and int(seen["round"]) == known.round:
+            self._plan = plan = replace(plan, job=str(seen["job"]))  # it is the same job
+        self._view = replace(self._view, known=known, plan=plan)
+
     def _on_record(self, name: str, record: AgentRecord, now: float) -> None:
         if record.seen is not None and record.seen["job"] == self._superseded:
             return  # it was cut off while its job ended, and will hear so
-        seen = membership.goes_on(record, self._rules)
-        if seen is not None and seen["job"] != self._plan.job:
-            known = membership.further(self._view.known, seen, record, self._rules)
-            self._view = replace(self._view, known=known)
+        self._note_seen(record)
         old = self._present.get(name)
         failed_at = None
         if record.failure is not None:

@@ -32,7 +32,7 @@ def decide(view: View, now: float, rules: Rules) -> Decision:
         plan = _judged(view, now, rules)
         view = replace(view, plan=plan)
     verdict: budget.Again | None = None
-    if plan.cause == "failure":
+    if plan.cause == "failure" and not membership.is_behind(view):
         judged = _verdict(view, rules)
         if not isinstance(judged, budget.Again):
             return judged

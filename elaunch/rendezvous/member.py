@@ -94,6 +94,7 @@ class MemberState:
         self.opened_at = now
         """When the store was asked to open that we use, or host."""
         self._furthest: Plan | None = None
+        self._lost = False  # the store has lost its memory, and no round has begun since
         self._record: AgentRecord | None = None
         self._seq = self._written = 0
         self._hosted = False
@@ -175,6 +176,7 @@ class MemberState:
         elif isinstance(problem, SeatLost | StoreReplaced):
             self._last_answer = now
             self._opened = self._opened and isinstance(problem, SeatLost)
+            self._lost = self._lost or isinstance(problem, StoreReplaced)
             effects = self._cut(str(problem), stale=False)
         elif isinstance(problem, StoreDenied | records.RecordError) and not self._ever_joined:
             effects = self._give_up(str(problem))
@@ -188,9 +190,9 @@ class MemberState:
         self._hosted = place.startswith("TCPStore")
         self._opened = True
         self.after = 0
-        if post is not None and not self._ever_joined:
+        if post is not None and (self._lost or not self._ever_joined):
             plan = records.decode_plan(post.value, self._secret, "the coordinator")
-            if plan.phase == "over":
+            if plan.phase == "over" and (self.plan is None or plan.job != self.plan.job):
                 self.old_job, self.after = plan.job, post.version
 
     def heard(self, post: Post) -> list[Effect]:
@@ -206,13 +208,18 @@ class MemberState:
             log.warning("%s", exc)
             return []
         if plan.job == self.old_job:
-            return []
-        if self.plan is not None and plan.job != self.plan.job and not self._hosted:
+            if not self._lost or plan.phase == "over":
+                return []
+            self.old_job = None  # etcd was restored to a moment when that job ran: it goes on
+        another = self.plan is not None and plan.job != self.plan.job
+        if another and not (self._hosted or self._lost):
             return self._give_up(
                 "the job ended while this agent was cut off, and another with its run id has begun"
             )
         self.plan = plan
         self._moved = True
+        if self._furthest is None or plan.round > self._furthest.round:
+            self._lost = False
         self._furthest = _further(self._furthest, plan)
         return [PlanSeen(plan, self.name)]
 
@@ -378,7 +385,7 @@ class MemberState:
         if plan is None:
             return None
         step = None if plan.checkpoint is None else int(plan.checkpoint["step"])
-        return {
+        seen = {
             "job": plan.job,
             "phase": plan.phase,
             "round": plan.round,
@@ -386,10 +393,11 @@ class MemberState:
             "without_progress": plan.without_progress,
             "step": step,
         }
+        return {**seen, "lost": True} if self._lost and not self._hosted else seen
 
 
 def _further(old: Plan | None, new: Plan) -> Plan:
-    """Return the plan by which the job was further; a new store's first plan knows no round."""
-    if old is None or new.job == old.job or new.phase == "over":
+    """Return the plan by which the job was further: a store may know less than it did."""
+    if old is None or new.phase == "over" or new.round > old.round:
         return new
-    return new if new.round > old.round else old
+    return new if new.job == old.job and new.round == old.round else old

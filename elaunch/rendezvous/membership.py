@@ -93,12 +93,18 @@ def enough(view: View, now: float, rules: Rules) -> Enough | Few | Refused:
 def goes_on(record: AgentRecord, rules: Rules) -> Mapping[str, Any] | None:
     """Return what an agent saw of a job that has begun and is not over, None if it saw none.
 
-    Only a store that ends with its host can know less of the job than the agents do.
+    Only a store that ends with its host, or that has ``lost`` its memory since, can know less of
+    the job than the agents do.
     """
     seen = record.seen
-    if not rules.hosted_by_me or seen is None:
+    if seen is None or not (rules.hosted_by_me or "lost" in seen):
         return None
     return None if seen["phase"] == "over" or int(seen["round"]) < 0 else seen
+
+
+def is_behind(view: View) -> bool:
+    """Return whether the plan is older than what agents have seen in a store that is no more."""
+    return view.known is not None and view.known.round > view.plan.round
 
 
 def further(
@@ -145,7 +151,7 @@ def _candidates(
 
 def _settled(view: View, now: float, rules: Rules, number: int) -> float:
     """Return when the nodes that are there may begin without waiting for others."""
-    if view.plan.round >= 0:
+    if view.plan.round >= 0 and (view.known is None or view.known.round < view.plan.round):
         return now
     settled = max(now, view.opened + _fences(view, rules, number))
     if number < rules.max_nodes:

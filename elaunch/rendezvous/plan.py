@@ -58,7 +58,8 @@ class AgentRecord:
             (``stop``) or its nodes change (``resize``); or "".
         asks: why somebody asks on this node that the whole job end, to be continued; or "".
         seen: what it last heard of the job (job, phase, round, restarts, without_progress, step),
-            so that a store that has lost its memory goes on where the job was. The Meeting writes
+            so that a store that has lost its memory goes on where the job was; with ``lost``, if
+            this agent has found that etcd did lose it. The Meeting writes
             it, and ``seq``, which counts what this agent has written.
         courier: the port on which other agents reach this one; 0: none.
         probe: the name of the file that it has written where all nodes should see it

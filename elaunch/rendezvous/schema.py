@@ -116,6 +116,7 @@ _SEEN = _object(
         "restarts": _COUNT,
         "without_progress": _COUNT,
         "step": _or_none(_integer()),
+        "lost": _SWITCH,
     },
     required=("job", "phase", "round"),
 )

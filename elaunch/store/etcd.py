@@ -12,6 +12,8 @@ a minority is lost          a delay of at most a second or two; the leader's los
 a majority is lost, or an   StoreUnreachable with ``nobody_decides``: the ports are closed, or the
 election goes on            members say themselves that they have no leader
 none answers                StoreUnreachable: for all we know the others go on without us
+they were wiped, or         StoreReplaced, once the next answer shows it: our entry is gone, and
+restored from a snapshot    this object is of no more use
 ==========================  ========================================================================
 """
 
@@ -21,10 +23,11 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 
-from elaunch.errors import StoreDenied, StoreUnreachable
+from elaunch.errors import StoreDenied, StoreReplaced, StoreUnreachable
 from elaunch.store import etcdload
 from elaunch.store.etcdboard import Board
 from elaunch.store.etcdcalls import Calls
+from elaunch.store.etcdhistory import History
 from elaunch.store.etcdplace import EtcdPlace, every_job, keys_of, run_id_of
 from elaunch.store.etcdroster import Roster
 from elaunch.store.etcdseat import OwnSeat
@@ -36,20 +39,24 @@ _PAUSE = 0.5
 _CLOSE_SECONDS = 1.0
 
 
-def connect(place: EtcdPlace, run_id: str, *, deadline: float) -> Store:
+def connect(
+    place: EtcdPlace, run_id: str, *, deadline: float, history: History | None = None
+) -> Store:
     """Return the store of the job ``run_id``.
 
     Args:
         place: where etcd is.
         run_id: the job's.
         deadline: seconds within which it must answer.
+        history: how far this etcd had come when this agent was connected to it before.
 
     Raises:
+        StoreReplaced: it has lost its memory since; raised once.
         StoreUnreachable: it does not; names every endpoint and why it was of no use.
         StoreDenied: it does not let us in, or we do not trust it.
         StoreError: the client cannot be loaded.
     """
-    calls = Calls(place, etcdload.load())
+    calls = Calls(place, etcdload.load(), history)
     try:
         _reach(calls, deadline)
     except BaseException:
@@ -77,6 +84,8 @@ def _reach(calls: Calls, deadline: float) -> None:
         try:
             Transactions(calls).read(every_job(calls.place.prefix))
             return
+        except StoreReplaced:
+            raise
         except StoreUnreachable as error:
             untrusted = False
             if time.monotonic() + _PAUSE > until:

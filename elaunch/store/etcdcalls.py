@@ -12,6 +12,9 @@ nobody answers usefully                        StoreUnreachable
 
 Connections are kept when a call on them times out: one that is slow to come about is there for the
 next call. Calls must be safe to send twice, because an answer may be lost.
+
+An etcd that was wiped, or restored from a snapshot, does not say so: its revision has gone back, or
+its cluster is another one (``History``). Then every call of this connection is a StoreReplaced.
 """
 
 from __future__ import annotations
@@ -22,8 +25,16 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-from elaunch.errors import SeatLost, StoreClosed, StoreDenied, StoreError, StoreUnreachable
+from elaunch.errors import (
+    SeatLost,
+    StoreClosed,
+    StoreDenied,
+    StoreError,
+    StoreReplaced,
+    StoreUnreachable,
+)
 from elaunch.store import etcdreasons
+from elaunch.store.etcdhistory import History
 from elaunch.store.etcdmember import Member, Metadata
 from elaunch.store.etcdplace import EtcdPlace
 from elaunch.store.etcdreasons import Outcome, Refusal
@@ -44,15 +55,18 @@ class Calls:
     Args:
         place: where it is.
         loaded: what etcdload.load returned.
+        history: of this etcd, if the agent was connected to it before.
 
     Raises:
         StoreDenied: a certificate cannot be read.
     """
 
-    def __init__(self, place: EtcdPlace, loaded: Any) -> None:
+    def __init__(self, place: EtcdPlace, loaded: Any, history: History | None = None) -> None:
         self.place = place
         self.loaded = loaded
+        self.history = history or History()
         self.closed = False
+        self._replaced = ""
         self.untrusted = False  # the last StoreDenied was about certificates, not about a user
         self.moved: Callable[[], None] = lambda: None
         credentials = _credentials(place, loaded)
@@ -63,23 +77,38 @@ class Calls:
         self._token_lock = threading.Lock()
 
     @property
+    def lost(self) -> bool:
+        """Whether this etcd has lost its memory."""
+        return bool(self._replaced)
+
+    @property
     def current(self) -> Member:
         """The member that calls go to."""
         return self.members[self._current]
 
     def ask(self, service: str, method: str, request: Any) -> Any:
-        """Call an RPC at a member that can answer.
+        """Call an RPC of etcd's KV or Lease service at a member that can answer.
 
         Raises:
             StoreUnreachable, StoreDenied, StoreClosed: as the Store's methods.
             StoreError: etcd will not do this, ever.
         """
-        timeout = self.place.call_timeout
+        timeout, known = self.place.call_timeout, self.history.revision
 
         def one(member: Member, seconds: float, metadata: Metadata) -> Any:
             return member.call(service, method, request, seconds, metadata)
 
-        return self.attempt(one, timeout, 2.5 * timeout)
+        answer = self.attempt(one, timeout, 2.5 * timeout)
+        if service == "KV":  # the headers of other services tell how far that member is
+            problem = self.history.continues(answer.header, known)
+            if problem:
+                self._replaced = (
+                    f"{self.place} has lost its memory: {problem}; was it wiped, or restored from "
+                    "a snapshot?"
+                )
+                self.moved()
+                self.check_open()
+        return answer
 
     def attempt(
         self, one: Callable[[Member, float, Metadata], Result], seconds: float, budget: float
@@ -113,9 +142,11 @@ class Calls:
         raise self._unreachable(refusals)
 
     def check_open(self) -> None:
-        """Raise StoreClosed after ``close``."""
+        """Raise StoreClosed after ``close``, StoreReplaced where etcd is not what it was."""
         if self.closed:
             raise StoreClosed(f"the connection to {self.place} was closed")
+        if self._replaced:
+            raise StoreReplaced(self._replaced)
 
     def here(self) -> tuple[Member, Metadata]:
         """Return the member that calls go to, and what goes with a call; raises as ``ask``."""

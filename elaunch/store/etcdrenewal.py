@@ -23,8 +23,10 @@ class Renewal:
         self._lock = threading.Lock()
         self._stream: Stream | None = None
 
-    def renew(self, lease: int, seconds: float, budget: float) -> int:
-        """Renew the lease and return for how many seconds it holds; 0: it is gone.
+    def renew(self, lease: int, seconds: float, budget: float) -> tuple[int, int]:
+        """Renew the lease; return for how many seconds it holds, and the member's revision.
+
+        It is gone where that is 0 seconds.
 
         Args:
             lease: its id.
@@ -36,7 +38,7 @@ class Renewal:
         """
         request = self._calls.loaded.rpc.LeaseKeepAliveRequest(ID=lease)
 
-        def one(member: Member, seconds: float, metadata: Metadata) -> int:
+        def one(member: Member, seconds: float, metadata: Metadata) -> tuple[int, int]:
             return self._at(member, request, seconds, metadata)
 
         with self._lock:
@@ -48,7 +50,9 @@ class Renewal:
         if stream is not None:
             stream.end()
 
-    def _at(self, member: Member, request: Any, seconds: float, metadata: Metadata) -> int:
+    def _at(
+        self, member: Member, request: Any, seconds: float, metadata: Metadata
+    ) -> tuple[int, int]:
         stream = self._stream
         if stream is None or stream.member is not member or not stream.idle:
             stream = self._open(member, metadata)  # an answer that nobody asked for: it broke
@@ -64,7 +68,7 @@ class Renewal:
         if answer is None:
             self._calls.check_open()
             raise Refusal("failing", "the stream was ended")
-        return int(answer.TTL)
+        return int(answer.TTL), int(answer.header.revision)
 
     def _open(self, member: Member, metadata: Metadata) -> Stream:
         self._drop()

@@ -119,14 +119,19 @@ class OwnSeat:
 
     def renew(self) -> None:
         """Renew the lease; raises SeatLost."""
-        own, timeout = self._enrolled(), self._txns.calls.place.call_timeout
-        seconds = min(timeout, max(0.3, own.ttl / 6))
+        own, calls = self._enrolled(), self._txns.calls
+        seconds = min(calls.place.call_timeout, max(0.3, own.ttl / 6))
         for _ in range(2):
-            if self._renewal.renew(own.lease, seconds, 0.4 * own.ttl) > 0:
+            known = calls.history.revision
+            left, revision = self._renewal.renew(own.lease, seconds, 0.4 * own.ttl)
+            if left > 0 and revision >= known:
+                calls.history.reached(revision)
                 return
             kv, _ = self._txns.read(own.key)  # a member that is behind may not know the lease yet
             if kv is None or kv.create_revision != own.created or kv.value == LEFT:
                 break
+            if left > 0:
+                return
         raise self._lost(own)
 
     def withdraw(self) -> None:

@@ -19,7 +19,7 @@ from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
-from elaunch.errors import StoreClosed, StoreDenied, StoreError, StoreUnreachable
+from elaunch.errors import StoreClosed, StoreDenied, StoreError, StoreReplaced, StoreUnreachable
 from elaunch.store import etcdreasons
 from elaunch.store.etcdcalls import Calls
 from elaunch.store.etcdmember import Metadata, Stream
@@ -90,10 +90,15 @@ class Watching:
                     self._cancel(self._stream, number)
 
     def move(self) -> None:
-        """Go on at the member that calls go to now, if it is another one."""
+        """Go on at the member that calls go to now, if it is another one, or end for good."""
         with self._lock:
-            if self._stream is not None and self._stream.member is not self._calls.current:
-                self._stream.end()
+            stream = self._stream
+            if stream is not None and (
+                self._calls.lost or stream.member is not self._calls.current
+            ):
+                stream.end()
+        with self._news:
+            self._news.notify_all()
 
     def check(self, since: float) -> None:
         """Raise why there is no stream, if that lasts and was found again after ``since``.
@@ -122,7 +127,7 @@ class Watching:
         while not self._calls.closed:
             try:
                 self._read_stream()
-            except StoreClosed:
+            except (StoreClosed, StoreReplaced):
                 return
             except StoreError as error:
                 self._fail(error)
@@ -183,19 +188,23 @@ class Watching:
         with self._lock:
             if answer.created:
                 watch = self._asked.popleft()
-                if not answer.canceled:
-                    self._confirm(stream, watch, answer.watch_id)
-                    return
+            elif answer.watch_id in self._by_id:
+                watch = self._by_id[answer.watch_id]
             else:
-                found = self._by_id.get(answer.watch_id)
-                if found is None:
-                    return
-                watch = found
+                return
+            begins = answer.created and not answer.canceled
+            if begins:
+                self._confirm(stream, watch, answer.watch_id)
+        if begins:
+            if answer.header.revision + 1 < watch.revision:
+                watch.reread()  # this member is behind, or etcd has lost its memory
+            return
         if answer.canceled or answer.compact_revision:
             self._canceled(stream, watch, answer)
         elif answer.events:
             watch.take(answer.events)
             watch.revision = max(event.kv.mod_revision for event in answer.events) + 1
+            self._calls.history.reached(watch.revision - 1)
             with self._news:
                 self._news.notify_all()
         else:  # nothing has happened up to here: so much less to be compacted away

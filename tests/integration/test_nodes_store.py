@@ -204,3 +204,25 @@ def test_all_agents_are_frozen_for_longer_than_a_lease(cluster: Build) -> None:
     for rank, agent in enumerate(agents):
         wait_for_worker(agent, rank, 1)
     assert end(job, *agents) == [0, 0]
+
+
+@pytest.mark.parametrize("how", ["wiped", "restored"])
+def test_etcd_loses_its_memory(cluster: Build, how: str) -> None:
+    """The job goes on, in the round after the last, with the restarts that it has used."""
+    job = Job(cluster, "etcd", 2)
+    etcd = job.etcd
+    assert etcd is not None
+    snapshot = job.machines.directory / "snapshot"
+    agents = job.pair(["--nnodes=2", "--max-restarts=1"], ["fail=1r0"])
+    etcd.save(snapshot)
+    (job.share / "fail.0").touch()
+    for rank, agent in enumerate(agents):
+        wait_for_worker(agent, rank, 1)
+    etcd.lose(snapshot if how == "restored" else None)
+    for agent in agents:
+        wait_until_said(agent, "cut off: etcd at .* has lost its memory: its revision is .* was it")
+        wait_until_said(agent, "the store lost its memory; going on with 2 nodes")
+    for rank, agent in enumerate(agents):
+        wait_for_worker(agent, rank, 2)
+    assert end(job, *agents) == [0, 0]
+    assert [rounds(agent) for agent in agents] == [[(0, 2), (1, 2), (2, 2)]] * 2

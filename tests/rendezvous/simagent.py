@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from elaunch.errors import StoreError
+from elaunch.errors import SeatLost, StoreError, StoreReplaced
 from elaunch.rendezvous import tasks
 from elaunch.rendezvous.coordinatorstate import Coming, CoordinatorState, Reread
 from elaunch.rendezvous.decision import Rules, Search
@@ -74,6 +74,7 @@ class Agent:
         self.member = MemberState(self.rules, b"secret", self._make_name, sim.engine.now)
         self._names = 0
         self._busy = False
+        self._heard_at = 0.0
         self._following = self._leading = False
         self.say()
         self.later(sim.random.uniform(0.0, 1.5), self._become_ready)
@@ -114,6 +115,7 @@ class Agent:
     def _call(self, task: Any, answer: Callable[[Any], None]) -> None:
         client = self.client
         if isinstance(task, Open):
+            client.lost = True  # it is closed
             client = self.client = Client(self.sim.engine, self.sim.store, self.link)
             client.call(lambda: client.store.post, answer)
             return
@@ -122,7 +124,8 @@ class Agent:
             client.name = task.name
             client.call(lambda: store.enrol(task.name, task.value, self._ttl()), answer)
         elif isinstance(task, tasks.Update):
-            client.call(lambda: store.update(name or "", task.value), answer)
+            client.writes = number = client.writes + 1
+            client.call(lambda: store.update(name or "", task.value, number), answer)
         elif isinstance(task, tasks.Renew):
             client.call(lambda: store.renew(name or ""), answer)
         else:
@@ -153,7 +156,11 @@ class Agent:
             if isinstance(effect, Fence):
                 self._move_fence(effect.until)
             else:
-                self.later(self.sim.random.uniform(0.0, 0.004), lambda e=effect: self.hear(e))
+                # One queue: what was posted first is heard first.
+                at = self.sim.engine.now + self.sim.random.uniform(0.0, 0.004)
+                self._heard_at = max(self._heard_at, at)
+                delay = self._heard_at - self.sim.engine.now
+                self.later(delay, lambda e=effect: self.hear(e))
 
     def _follow(self) -> None:
         client, after = self.client, self.member.after
@@ -232,6 +239,8 @@ class Agent:
         store, offset = client.store, client.offset
 
         def ready() -> Any:
+            if store.lead != state.me:
+                raise SeatLost(f"{state.me} does not lead")
             if offset == 0:
                 from elaunch.store.protocol import Change
 
@@ -241,6 +250,10 @@ class Agent:
 
         def answered(value: Any) -> None:
             if self.coordinator is not state:
+                return
+            if isinstance(value, StoreReplaced | SeatLost):
+                state.ended = str(value)
+                self._step(client, state)
                 return
             if isinstance(value, StoreError):
                 self.later(PAUSE, lambda: self._changes(client, state))

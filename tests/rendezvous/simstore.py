@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from elaunch.errors import SeatLost, StoreError, StoreReplaced, StoreUnreachable
@@ -51,6 +51,10 @@ class Link:
     lost: float = 0.0
     out_cut: bool = False
     in_cut: bool = False
+    held: float = 0.0
+    """Until when the member of the store that this node talks to is frozen."""
+    times_lost: int | None = None
+    """How often the store had lost its memory when this node last had an answer."""
 
 
 @dataclass
@@ -58,6 +62,16 @@ class _Entry:
     value: bytes
     renewed: float
     ttl: float
+    number: int = 0
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A snapshot."""
+
+    post: Post | None
+    entries: dict[str, _Entry]
+    lead: str | None
 
 
 class SimStore:
@@ -69,6 +83,10 @@ class SimStore:
         self.replaced = False
         """Another host has this place; it does not know who was here."""
         self.leaderless = False
+        self.in_order = True
+        """No write that comes late replaces a newer one: etcd, not a TCPStore's inbox."""
+        self.times_lost = 0
+        """How often it has lost its memory."""
         self.post: Post | None = None
         self.entries: dict[str, _Entry] = {}
         self.known: set[str] = set()
@@ -95,9 +113,12 @@ class SimStore:
         self.log.append(Change(name, value, "put"))
         self.engine.after(ttl + 1e-6, self.touch)
 
-    def update(self, name: str, value: bytes) -> None:
-        """Replace an entry."""
-        self.entry(name).value = value
+    def update(self, name: str, value: bytes, number: int) -> None:
+        """Replace an entry, but not one that its agent has written after this one."""
+        entry = self.entry(name)
+        if number < entry.number and self.in_order:
+            return
+        entry.value, entry.number = value, number
         self.log.append(Change(name, value, "put"))
 
     def renew(self, name: str) -> None:
@@ -166,6 +187,20 @@ class SimStore:
             self._waits.append(look)
             self.engine.after(timeout, self.touch)
 
+    def lose(self, saved: Saved | None = None) -> None:
+        """Begin anew with nothing, or with what was saved; nobody who waits hears of it."""
+        self.times_lost += 1
+        saved = saved or Saved(None, {}, None)
+        self.post, self.entries, self.lead = saved.post, dict(saved.entries), saved.lead
+        self.known = set(self.entries)
+        self.log = [Change(name, entry.value, "put") for name, entry in self.entries.items()]
+        self._waits = []
+
+    def save(self) -> Saved:
+        """Return what is here now."""
+        entries = {name: replace(entry) for name, entry in self.entries.items()}
+        return Saved(self.post, entries, self.lead)
+
     def restore(self) -> None:
         """Have a leader again; the leases are as long again as they were."""
         self.leaderless = False
@@ -180,7 +215,9 @@ class Client:
     def __init__(self, engine: Engine, store: SimStore, link: Link) -> None:
         self.engine, self.store, self.link = engine, store, link
         self.name: str | None = None
+        self.writes = 0
         self.offset = 0
+        self.lost = False
 
     def call(self, operation: Callable[[], Any], answer: Callable[[Any], None]) -> None:
         """Make a call; ``answer`` gets its value or a StoreError, exactly once."""
@@ -197,27 +234,52 @@ class Client:
                 answered = True
                 answer(value)
 
+        def deliver(value: Any) -> None:
+            self.lost = self._is_lost()
+            link.times_lost = store.times_lost
+            once(StoreReplaced("it has lost its memory") if self.lost else value)
+
         def reply(value: Any) -> None:
             if not link.in_cut and engine.random.random() >= link.lost:
-                engine.after(self._delay(), lambda: once(value))
+                engine.after(self._delay(), lambda: deliver(value))
 
         def arrive() -> None:
             if not store.up or store.leaderless:
                 gone = StoreUnreachable("nobody is there", nobody_decides=True)
                 once(StoreReplaced("it was started anew") if store.replaced else gone)
                 return
+            if self._is_lost():
+                reply(None)
+                return
             store.expire()
             store.wait(ready, timeout, reply)
             store.touch()
 
-        engine.after(timeout + CALL_TIMEOUT, lambda: once(StoreUnreachable("no answer")))
+        held = link.held > engine.now
+        patience = timeout + CALL_TIMEOUT * (2 if held else 1)
+        engine.after(patience, lambda: once(StoreUnreachable("no answer")))
         if link.out_cut:
+            return
+        if held:
+            # Another member does it after a while; this one does it, too, when it wakes.
+            engine.after(CALL_TIMEOUT, lambda: self._move(arrive))
+            if timeout == 0.0:
+                engine.after(link.held - engine.now + self._delay(), arrive)
             return
         if engine.random.random() < link.lost:
             if engine.random.random() < 0.5:  # it comes, but late
                 engine.after(engine.random.uniform(0.5, 3.0), lambda: store.up and arrive())
             return
         engine.after(self._delay(), arrive)
+
+    def _is_lost(self) -> bool:
+        """Return whether the store knows less than when this node last had an answer."""
+        return self.lost or self.link.times_lost not in (None, self.store.times_lost)
+
+    def _move(self, arrive: Callable[[], None]) -> None:
+        """Do what a frozen member did not do at another one, and stay there."""
+        self.link.held = 0.0
+        self.engine.after(self._delay(), arrive)
 
     def _delay(self) -> float:
         return self.engine.random.uniform(0.1, 1.0) * self.link.slow

@@ -25,8 +25,9 @@ from elaunch.rendezvous import records
 from elaunch.rendezvous.decision import Rules
 from elaunch.rendezvous.plan import Plan
 from elaunch.store.protocol import Post
+from tests.rendezvous import simhurts
 from tests.rendezvous.simagent import Agent
-from tests.rendezvous.simstore import Engine, Link, SimStore
+from tests.rendezvous.simstore import Engine, Link, Saved, SimStore
 
 FAULTS = 14.0
 JOIN_TIMEOUT = 12.0
@@ -92,7 +93,9 @@ def draw_setting(rng: random.Random) -> Setting:
 class Simulation:
     """One job from its start to its end."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, hurt: bool = False) -> None:
+        """``hurt``: the store itself is hurt, too."""
+        self.hurt = hurt
         self.engine = Engine(seed)
         self.random = self.engine.random
         self.setting = draw_setting(self.random)
@@ -100,6 +103,7 @@ class Simulation:
         self.plans: list[Plan] = []
         self.story: list[str] = []
         self.progress = 0
+        self.saved: Saved | None = None
         self.stores = 0
         self.store = self._new_store()
         self._jobs = 0
@@ -113,6 +117,8 @@ class Simulation:
         self.engine.after(1.0, self._check_silence)
         if self.setting.told_to_go is not None:
             self.engine.after(self.setting.told_to_go, self._tell_all_to_go)
+        if hurt:
+            simhurts.schedule(self, random.Random(f"hurt {seed}"))
 
     def run(self) -> None:
         """Let it happen; raises Broken."""
@@ -213,6 +219,7 @@ class Simulation:
     def _new_store(self) -> SimStore:
         store = SimStore(self.engine)
         self.stores += 1
+        store.in_order = not self.setting.hosted
         if self.setting.hosted:
             store.may_lead = self._hosts
         store.on_publish = self._on_publish
@@ -239,18 +246,28 @@ class Simulation:
             if plan.round > old.round and not began:
                 raise Broken(f"round {plan.round} without a start")
         begins = old is None or (plan.job, plan.round) != (old.job, old.round)
-        if begins and plan.phase == "running" and self.setting.hosted:
+        if begins and plan.phase == "running":
             self._check_counts_on(plan)
         self._check_budget(plan)
         self.plans.append(plan)
 
+    def on_lost(self) -> None:
+        """Take what is on the board for all that was ever posted: nobody else remembers."""
+        post = self.store.post
+        self.plans = [] if post is None else [records.decode_plan(post.value, b"secret", "sim")]
+        self.stores += 1
+
     def _check_counts_on(self, plan: Plan) -> None:
-        """Compare the plan with what agents have said to this host of the job before."""
-        for change in self.store.log:
-            if change.value is None:
+        """Compare the plan with what agents say who have known the job in another store."""
+        store = self.store
+        said = [entry.value for entry in store.entries.values()]
+        if not self.hurt:  # else who said it may be gone before the host led again
+            said += [change.value for change in store.log if change.value is not None]
+        for value in said:
+            seen = records.decode_agent(value, b"secret", "sim").seen
+            if seen is None or seen["phase"] == "over":
                 continue
-            seen = records.decode_agent(change.value, b"secret", change.name).seen
-            if seen is None or seen["job"] == plan.job or seen["phase"] == "over":
+            if "lost" not in seen and (seen["job"] == plan.job or not self.setting.hosted):
                 continue
             if plan.round <= seen["round"] or plan.restarts < seen["restarts"]:
                 raise Broken(f"round {plan.round} of {plan.job} after {seen}")
@@ -290,7 +307,8 @@ class Simulation:
 
     def _check_codes(self) -> None:
         ended = self.plans and self.plans[-1].phase == "over"
-        if self.setting.told_to_go is not None and self.plans and not ended:
+        told = self.setting.told_to_go is not None and not self.store.times_lost
+        if told and self.plans and not ended:
             raise Broken(f"all were told to go, and the last plan is {self.plans[-1]}")
         for agent in self.agents:
             plan = agent.plan
@@ -343,7 +361,7 @@ class Simulation:
         if kind == "kill":
             self._kill(agent, seconds)
         elif kind == "freeze":
-            self._freeze(agent, seconds)
+            self.freeze(agent, seconds)
         elif kind in ("cut", "cut out", "cut in"):
             link.out_cut, link.in_cut = kind != "cut in", kind != "cut out"
             after(seconds, lambda: self._heal(link))
@@ -379,7 +397,8 @@ class Simulation:
             delay = self.random.choice((RESTART, 2.0, seconds))
             self.engine.after(max(RESTART, delay), lambda: self.launch(agent.host))
 
-    def _freeze(self, agent: Agent, seconds: float) -> None:
+    def freeze(self, agent: Agent, seconds: float) -> None:
+        """Stop a process for a while."""
         agent.frozen = True
 
         def thaw() -> None:
@@ -396,9 +415,9 @@ def _told(agent: Agent) -> str:
     return f"a{agent.number} {agent.name} {agent.member.name} {agent.workers} frozen={agent.frozen}"
 
 
-def story(seed: int) -> str:
+def story(seed: int, hurt: bool = False) -> str:
     """Return what happens under a seed, and how it ends."""
-    sim = Simulation(seed)
+    sim = Simulation(seed, hurt)
     try:
         sim.run()
         end = "all invariants hold"

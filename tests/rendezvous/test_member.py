@@ -8,6 +8,7 @@ from elaunch.errors import StoreReplaced
 from elaunch.rendezvous import records
 from elaunch.rendezvous.member import MemberState
 from elaunch.rendezvous.news import CutOff
+from elaunch.rendezvous.news import MeetingFailed as Failed
 from elaunch.rendezvous.plan import AgentRecord, Plan
 from elaunch.rendezvous.tasks import Enrol, Idle, Open, Update
 from elaunch.rendezvous.view import Rules
@@ -115,3 +116,23 @@ def test_a_plan_without_a_round_makes_nobody_forget() -> None:
     seen = records.decode_agent(task.value, None, "a1").seen
     assert seen is not None
     assert (seen["job"], seen["round"]) == ("new", 5)
+
+
+def test_a_job_is_gone_on_with_where_etcd_has_lost_its_memory() -> None:
+    """The board may be older, or that of a job before; what was seen says that it is known."""
+    member = joined()
+    member.heard(Post(7, records.encode(Plan("job", 4, "running"), None)))
+    member.done(member.next(0.6), 0.6, 0.6, StoreReplaced("its revision is 3 and was 9"))
+    assert isinstance(member.next(0.6), Open)
+    member.opened("etcd at h1:2379", Post(3, records.encode(Plan("job", 2, "running"), None)))
+    member.done(Open(), 0.6, 0.6, None)
+    task = member.next(0.6)
+    assert isinstance(task, Enrol)
+    seen = records.decode_agent(task.value, None, task.name).seen
+    assert seen is not None
+    assert (seen["job"], seen["round"], seen["lost"]) == ("job", 4, True)
+    member.done(task, 0.6, 0.6, None)
+    member.heard(Post(3, records.encode(Plan("job", 2, "running"), None)))
+    assert not isinstance(member.heard(Post(4, records.encode(Plan("new", -1), None)))[0], Failed)
+    member.heard(Post(5, records.encode(Plan("new", 5, "running"), None)))
+    assert isinstance(member.heard(Post(9, records.encode(Plan("third", 0), None)))[0], Failed)

@@ -19,15 +19,20 @@ COMMAND = "ELAUNCH_SIMULATION_SEED={} pytest tests/rendezvous/test_simulation.py
 
 
 @pytest.mark.timeout(60 + NUMBER // 10)
+@pytest.mark.parametrize("hurt", [False, True], ids=["whole", "hurt"])
 @pytest.mark.parametrize("part", range(PARTS))
-def test_every_schedule_keeps_the_invariants(part: int) -> None:
-    """Joins, deaths, delays, partitions, lost answers, freezes, failures, growth, spares."""
+def test_every_schedule_keeps_the_invariants(part: int, hurt: bool) -> None:
+    """Joins, deaths, delays, partitions, lost answers, freezes, failures, growth, spares.
+
+    With a store that is whole, and with one that is hurt itself (tests/rendezvous/simhurts.py).
+    """
     seeds = range(part, NUMBER, PARTS) if ONE is None else [int(ONE)] * (part == 0)
     for seed in seeds:
         try:
-            Simulation(seed).run()
+            Simulation(seed, hurt).run()
         except Broken as exc:
-            pytest.fail(f"seed {seed}: {exc}\nreplay: {COMMAND.format(seed)}\n{story(seed)}")
+            told = f"seed {seed}: {exc}\nreplay: {COMMAND.format(seed)}"
+            pytest.fail(f"{told}\n{story(seed, hurt)}")
 
 
 def test_a_seed_replays() -> None:

@@ -13,10 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.errors import StoreUnreachable
+from elaunch.errors import StoreReplaced, StoreUnreachable
 from elaunch.store import etcd
 from elaunch.store.etcd import EtcdStore
+from elaunch.store.etcdhistory import History
 from elaunch.store.etcdplace import EtcdPlace
+from elaunch.store.protocol import Post
 from tests.etcdserver import Cluster, Member
 from tests.etcdserver import etcd as serve
 
@@ -31,8 +33,8 @@ def opened() -> Iterator[Callable[..., EtcdStore]]:
     """Open stores that are closed at the end: ``opened(place)``."""
     with ExitStack() as stack:
 
-        def connect(place: EtcdPlace) -> EtcdStore:
-            store = etcd.connect(place, "job", deadline=LONG)
+        def connect(place: EtcdPlace, history: History | None = None) -> EtcdStore:
+            store = etcd.connect(place, "job", deadline=LONG, history=history)
             assert isinstance(store, EtcdStore)
             stack.callback(store.close)
             return store
@@ -142,3 +144,78 @@ def test_an_entry_that_is_written_late_is_taken_back(
         until(lambda store=store: store.withdraw() is None, "it is out of reach")  # type: ignore[misc]
     until_handled(member)
     assert dict(stores[0].roster()) == {}
+
+
+# ── what it forgets ──────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("how", ["wiped", "restored"])
+def test_an_etcd_that_has_lost_its_memory_is_another_store(
+    tmp_path: Path, one: Cluster, opened: Callable[..., EtcdStore], how: str
+) -> None:
+    """Whoever renews, waits or reads hears so; who was not connected meanwhile does, once."""
+    first, second = opened(one.place()), opened(one.place())
+    first.enrol("first", b"", 60.0)
+    second.enrol("second", b"", 60.0)
+    assert first.await_lead("first", LONG)
+    assert first.publish(1, b"one")
+    assert second.follow(0, LONG) == Post(1, b"one")
+    one.save(tmp_path / "snapshot")
+    assert first.publish(2, b"two") and first.publish(3, b"three")
+    assert second.follow(2, LONG) == Post(3, b"three")
+    with ThreadPoolExecutor(3) as pool:
+        waits = [
+            pool.submit(until_replaced, lambda: first.changes("first", 60.0)),
+            pool.submit(until_replaced, lambda: second.follow(3, 60.0)),
+            pool.submit(until_replaced, lambda: second.await_lead("second", 60.0)),
+        ]
+        history = History()
+        opened(one.place(), history).close()
+        one.wipe() if how == "wiped" else one.restore(tmp_path / "snapshot")
+        for call in (first.renew, second.renew, first.latest, lambda: second.update(b"")):
+            assert "has lost its memory" in until_replaced(call)
+        for wait in waits:
+            assert "its revision is" in wait.result(LONG)
+    with pytest.raises(StoreReplaced):
+        opened(one.place(), history)
+    again = opened(one.place(), history)
+    again.enrol("again", b"", 60.0)
+    assert again.latest() == (None if how == "wiped" else Post(1, b"one"))
+
+
+def until_replaced(call: Callable[[], object]) -> str:
+    """Call until the store is another one; return what is said of it."""
+    end = time.monotonic() + LONG
+    while time.monotonic() < end:
+        try:
+            call()
+        except StoreReplaced as error:
+            return str(error)
+        except StoreUnreachable:
+            pass
+    raise AssertionError("the store was not found to be another one")
+
+
+def test_a_member_that_is_behind_has_lost_nothing(
+    tmp_path: Path, opened: Callable[..., EtcdStore]
+) -> None:
+    """Neither who renews there nor who begins to wait there takes it for another etcd."""
+    with serve(tmp_path / "etcd", 3) as cluster:
+        leader = cluster.leader()
+        behind = next(member for member in cluster.members if member is not leader)
+        store = opened(cluster.place())
+        store.enrol("first", b"", 60.0)
+        assert store.await_lead("first", LONG)
+        assert store.follow(0, 0.0) is None
+        for number in range(4):
+            other = next(member for member in cluster.members if member is not behind)
+            behind.freeze()
+            for _ in range(5):
+                until(lambda: store.update(b"%d" % number) is None, "it can be reached")  # noqa: B023
+            behind.thaw()
+            other.freeze()
+            until(lambda: store.renew() is None, "it is renewed")
+            other.thaw()
+            behind = other
+        assert store.publish(1, b"one")
+        assert store.follow(0, LONG) == Post(1, b"one")
