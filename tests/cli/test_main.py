@@ -100,3 +100,23 @@ def test_an_interrupt_before_anything_starts_is_130(tmp_path: Path) -> None:
     _, err = process.communicate(timeout=60)
     os.close(writer)
     assert (process.returncode, err.strip()) == (130, b"")
+
+
+ENDING = """
+import atexit, sys
+from elaunch.__main__ import main
+atexit.register(print, "taken apart")
+if sys.argv.pop(1) == "torch":
+    import torch
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize(("module", "expected"), [("torch", False), ("os", True)])
+def test_an_agent_that_has_torch_is_not_taken_apart(module: str, expected: bool) -> None:
+    """That takes a second of CPU, after the last line; what was written is there all the same."""
+    argv = [sys.executable, "-c", ENDING, module, "run", "--help"]
+    ended = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0
+    assert "--nproc-per-node" in ended.stdout
+    assert ("taken apart" in ended.stdout) == expected
