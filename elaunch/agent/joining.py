@@ -21,9 +21,13 @@ from elaunch.agent.localsearch import LocalSearch
 from elaunch.agent.opening import Opening, rules
 from elaunch.agent.seeker import for_all_nodes
 from elaunch.agent.spokesman import Identity, Spokesman
+from elaunch.checkpoint.places import is_within
+from elaunch.checkpoint.records import Place
 from elaunch.config.facts import facts
+from elaunch.errors import UsageError
 from elaunch.rendezvous.meeting import Meeting, World
-from elaunch.rendezvous.news import News, PlanSeen
+from elaunch.rendezvous.news import MeetingFailed, News, PlanSeen
+from elaunch.rendezvous.plan import Plan
 from elaunch.rendezvous.view import Found, Search
 
 
@@ -59,8 +63,13 @@ def join(
     courier.start()
     stack.callback(courier.close)
 
+    check = CheckpointCheck(settings.checkpoint_dir)
+
     def post(news: News) -> None:
         if isinstance(news, PlanSeen):  # here, since the coordinator's search needs it at once
+            if problem := check.problem(news.plan):
+                plan.post(MeetingFailed(UsageError.exit_code, problem))
+                return
             courier.hear(news.plan, news.name)
         plan.post(news)
 
@@ -85,6 +94,33 @@ def join(
     spokesman = Spokesman(meeting, identity)
     stack.callback(spokesman.leave)
     return Joined(spokesman, courier, meeting)
+
+
+class CheckpointCheck:
+    """Whether a plan's checkpoint is in this node's own --checkpoint-dir.
+
+    Whoever can write plans could else have all ranks read any file of any directory.
+    """
+
+    def __init__(self, root: Place | None) -> None:
+        self._root = root
+        self._passed: object = None
+
+    def problem(self, plan: Plan) -> str:
+        """Return why the plan is refused, "" if it is not."""
+        found = plan.checkpoint
+        if found is None or found["path"] == self._passed:
+            return ""
+        path = str(found["path"])
+        if self._root is not None and is_within(path, self._root):
+            self._passed = path
+            return ""
+        own = "has no --checkpoint-dir" if self._root is None else f"has {str(self._root)!r}"
+        return (
+            f"the plan of the coordinator is refused: it would have the workers resume from "
+            f"{path!r}, and this node {own}; give the same --checkpoint-dir on all nodes, and "
+            "--rdzv-secret-file where others than the job's agents reach the store"
+        )
 
 
 def _identity(plan: GroupPlan, say: Callable[[str], None]) -> Identity:

@@ -67,6 +67,23 @@ def without_slash(url: str) -> str:
     return f"{scheme}{separator}{rest.rstrip('/')}" if separator else url.rstrip("/")
 
 
+def is_within(place: str, root: Place) -> bool:
+    """Return whether a place is below ``root``, wherever links on the way lead.
+
+    A relative one starts from ``root``; a directory is not below a URL, nor the other way round.
+    """
+    if isinstance(root, str):
+        start = without_slash(root)
+        start += "" if start.endswith("://") else "/"
+        rest = place[len(start) :]
+        return place.startswith(start) and bool(rest) and not {".", ".."} & set(rest.split("/"))
+    if _URL.fullmatch(place) or "\0" in place:
+        return False
+    top = os.path.realpath(root)
+    found = os.path.realpath(os.path.join(top, place))
+    return found != top and os.path.commonpath((top, found)) == top
+
+
 def broken_link(path: Path) -> str:
     """Return in words which link on the way to a directory leads nowhere; "" if none does.
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.checkpoint.places import broken_link, parse_place, without_slash
+from elaunch.checkpoint.places import broken_link, is_within, parse_place, without_slash
 
 
 @pytest.mark.parametrize(
@@ -64,3 +64,27 @@ def test_broken_links(tmp_path: Path) -> None:
         "loop' is a link that leads back to itself"
     )
     assert broken_link(tmp_path / "good" / "new") == broken_link(tmp_path / ("x" * 300)) == ""
+
+
+def test_what_is_within(tmp_path: Path) -> None:
+    """Links are followed, on the way and at the end."""
+    own, other = tmp_path / "own", tmp_path / "other"
+    for path in (own / "step-1", other / "step-1"):
+        path.mkdir(parents=True)
+    os.symlink(other / "step-1", own / "step-2")
+    os.symlink(other, own / "away")
+    os.symlink(own, tmp_path / "link")
+    for place in ("step-1", str(own / "step-1"), str(tmp_path / "link" / "step-1"), "gone/step-9"):
+        assert is_within(place, own) and is_within(place, tmp_path / "link")
+    wrong = [".", "", "..", "../other/step-1", "step-2", "away/step-1", str(other / "step-1")]
+    for place in [*wrong, str(own), "/", "s3://own/step-1", f"file://{own}/step-1", "a\0b"]:
+        assert not is_within(place, own)
+
+
+def test_what_is_within_a_url() -> None:
+    """By its text; no storage is asked."""
+    for place in ("s3://b/run/step-1", "s3://b/run/a/step-1"):
+        assert is_within(place, "s3://b/run") and is_within(place, "s3://b/run/")
+    wrong = ["s3://b/running/step-1", "s3://b/run/../x", "s3://b/run/", "s3://b/run", "/s3://b/run"]
+    assert not any(is_within(place, "s3://b/run") for place in [*wrong, "gs://b/run/step-1"])
+    assert is_within("memory://step-1", "memory://") and is_within("memory:///step-1", "memory://")
