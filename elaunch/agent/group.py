@@ -34,7 +34,7 @@ class RoundStart:
     """What differs from round to round; ``reason`` is empty in round 0.
 
     ``place`` and ``store`` (the address and the port of the round's TCPStore) are given in a job of
-    several nodes; a node by itself is the whole job and hosts the store.
+    several nodes; a node by itself is the whole job and hosts the store. ``job`` is the plan's.
     """
 
     round: int
@@ -43,6 +43,7 @@ class RoundStart:
     checkpoint: Checkpoint | None
     place: env.NodePlace | None = None
     store: tuple[str, int] | None = None
+    job: str = ""
 
 
 @dataclass(frozen=True)
@@ -241,15 +242,19 @@ class WorkerGroup:
     def _channel_key(self, start: RoundStart) -> str:
         """Return the key by which the round's workers know each other; "" if none can be shared.
 
-        Nodes share nothing that others could not read but the secret of --rdzv-secret-file.
+        Nodes share nothing that others could not read but the secret of --rdzv-secret-file or of
+        mpirun, and, behind a password of etcd, the job's random word.
         """
         meeting = self._plan.settings.rendezvous
         if meeting is None:
             return self._key.hex()
-        if meeting.secret is None:
+        secret = meeting.secret
+        if secret is None and meeting.etcd.password is not None:
+            secret = start.job.encode()
+        if not secret:
             return ""
         told = f"workers of {self._plan.settings.run_id}, round {start.round}".encode()
-        return hmac.new(meeting.secret, told, "sha256").hexdigest()
+        return hmac.new(secret, told, "sha256").hexdigest()
 
     def _error_file(self, round_number: int, local_rank: int) -> Path:
         attempt = logfiles.round_directory(self._files_root, round_number).absolute()

@@ -25,6 +25,7 @@ from elaunch.checkpoint.places import is_within
 from elaunch.checkpoint.records import Place
 from elaunch.config.facts import facts
 from elaunch.errors import UsageError
+from elaunch.rendezvous import records
 from elaunch.rendezvous.meeting import Meeting, World
 from elaunch.rendezvous.news import MeetingFailed, News, PlanSeen
 from elaunch.rendezvous.plan import Plan
@@ -63,16 +64,6 @@ def join(
     courier.start()
     stack.callback(courier.close)
 
-    check = CheckpointCheck(settings.checkpoint_dir)
-
-    def post(news: News) -> None:
-        if isinstance(news, PlanSeen):  # here, since the coordinator's search needs it at once
-            if problem := check.problem(news.plan):
-                plan.post(MeetingFailed(UsageError.exit_code, problem))
-                return
-            courier.hear(news.plan, news.name)
-        plan.post(news)
-
     search: Callable[[Search], Found] = for_all_nodes(settings, plan.post, finishing)
     rests: Callable[[bool], object] = bool
     if settings.checkpoint_local and isinstance(settings.checkpoint_dir, Path):
@@ -86,14 +77,30 @@ def join(
             settings.checkpoint_dir, settings.checkpoint_glob, settings.run_id, finishing.finish
         )
         rests = LocalCopies(courier, place).rests
-    world = World(post=post, search=search, fence=group.fence, clock=time.monotonic)
+    world = World(post=_post(plan, courier), search=search, fence=group.fence, clock=time.monotonic)
     killed_in = rundir.killed_in(settings.run_id, os.environ) if opening.hosts else None
     agreed = rules(settings, rendezvous, opening.hosts, killed_in)
-    meeting = Meeting(opening.open, agreed, rendezvous.secret, world)
+    signing = records.key_of(rendezvous.secret, settings.run_id)
+    meeting = Meeting(opening.open, agreed, signing, world)
     identity = replace(_identity(plan, say), courier=courier.port, rests=rests, probe=probe)
     spokesman = Spokesman(meeting, identity)
     stack.callback(spokesman.leave)
     return Joined(spokesman, courier, meeting)
+
+
+def _post(plan: GroupPlan, courier: Courier) -> Callable[[News], None]:
+    """Return what takes the news of the rendezvous: plans that are not refused, and all else."""
+    check = CheckpointCheck(plan.settings.checkpoint_dir)
+
+    def post(news: News) -> None:
+        if isinstance(news, PlanSeen):  # here, since the coordinator's search needs it at once
+            if problem := check.problem(news.plan):
+                plan.post(MeetingFailed(UsageError.exit_code, problem))
+                return
+            courier.hear(news.plan, news.name)
+        plan.post(news)
+
+    return post
 
 
 class CheckpointCheck:

@@ -245,7 +245,7 @@ class Agent:
         start = RoundStart(action.round, restarts, why, action.checkpoint)
         if plan is not None:
             place, store = jobpolicy.place(plan, state.name), (plan.master_addr, plan.master_port)
-            start = replace(start, place=place, store=store)
+            start = replace(start, place=place, store=store, job=plan.job)
         self._links.begin(action.round)
         self._hangs.begin(action.round, action.first_rank)
         self._keeper.begin(round_of(state, action))

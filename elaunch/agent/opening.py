@@ -26,6 +26,7 @@ from elaunch.agent.workerserver import SWEEP_OVERDUE
 from elaunch.config import Settings, ports
 from elaunch.config.rendezvous import RendezvousSettings
 from elaunch.errors import StoreClosed, StoreDenied, StoreUnreachable, UsageError
+from elaunch.hosts import is_loopback
 from elaunch.rendezvous.view import Rules
 from elaunch.store.etcdhistory import History
 from elaunch.store.protocol import Store
@@ -118,6 +119,8 @@ class Opening:
             self._listening = listen_for_nodes(self._own_addr, 0)
         elif settings.backend == "c10d" and settings.is_host is not False:
             self._listening = self._bind(*settings.endpoints[0])
+        if self._listening is not None and settings.secret is None:
+            log.warning("%s", _open_to(self._listening))
 
     def _bind(self, host: str, port: int) -> socket.socket | None:
         try:
@@ -255,3 +258,14 @@ class Opening:
         if self._listening is not None:
             self._listening.close()
             self._listening = None
+
+
+def _open_to(listening: socket.socket) -> str:
+    """Return the warning that a store without a secret is open, to whom, and what closes it."""
+    host, port = listening.getsockname()[:2]
+    here = is_loopback(host)
+    who = "every user of this machine" if here else f"whoever reaches port {port} of this machine"
+    return (
+        f"the store of this job's agents is open: {who} can end the job or lead its workers "
+        "elsewhere; --rdzv-secret-file FILE, the same on all nodes, closes it"
+    )

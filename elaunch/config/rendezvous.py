@@ -20,11 +20,13 @@ read_timeout        read_timeout                               60 s, at most sto
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
+from elaunch import env
 from elaunch.config import endpoints, meetingplace, paths, rdzvconf, secretfiles, topology
 from elaunch.config.answers import Answers, collect
 from elaunch.config.etcdaccess import EtcdAccess, etcd_access, file_of, refuse_shown_password
@@ -82,7 +84,7 @@ class RendezvousSettings:
         store_timeout: how long an agent goes on without its store.
         connect_timeout: how long the store is tried to be reached at the start.
         read_timeout: how long one answer of the store is waited for.
-        secret: what signs the records, or None.
+        secret: what signs the records: of --rdzv-secret-file, or of mpirun; or None.
         etcd: how to get into etcd; of no meaning for other backends.
     """
 
@@ -126,11 +128,13 @@ def several_nodes(
     place = meetingplace.place(answers, environ)
     if place is None:
         return None, []
+    found = _settings(answers, place, environ, start)
     settings = replace(
-        _settings(answers, place, environ, start),
+        found,
         is_host=place.is_host,
         node_hint=place.node_hint,
         local_addr=_local_addr(answers),
+        secret=found.secret or _secret_of_mpirun(environ),
     )
     return settings, [*place.notices, *_unused_conf(answers, place.backend)]
 
@@ -225,6 +229,14 @@ def _secret(answers: Answers, start: Path) -> bytes | None:
         path = paths.absolute(conf, start)
         return file_of(answers, _CONF, path, "names a secret_file that ", secretfiles.secret)
     return None
+
+
+def _secret_of_mpirun(environ: Mapping[str, str]) -> bytes | None:
+    """Return the secret of agents that mpirun of Open MPI started, None for others."""
+    shared = environ.get(env.OPEN_MPI_SECRET, "")
+    if not (shared and environ.get(env.OPEN_MPI_RANK)):
+        return None
+    return hashlib.sha256(f"elaunch rendezvous {shared}".encode()).digest()
 
 
 def _local_addr(answers: Answers) -> str | None:

@@ -64,7 +64,7 @@ def open_for_reading(rendezvous: RendezvousSettings, run_id: str) -> Store:
 
 
 def look(store: Store, secret: bytes | None) -> Found:
-    """Read board and roster once.
+    """Read board and roster once; ``secret`` is records.key_of the job's.
 
     Raises:
         RecordError: the plan cannot be read, or no agent's record where there is no plan: it is
@@ -92,7 +92,9 @@ def look(store: Store, secret: bytes | None) -> Found:
 
 
 def _plan(post: Post | None, secret: bytes | None) -> Plan | None:
-    return records.decode_plan(post.value, secret, "the coordinator") if post else None
+    return (
+        records.decode_plan(post.value, secret, "the coordinator", post.version) if post else None
+    )
 
 
 def _at_one_moment(store: Store) -> tuple[Post | None, Mapping[str, Seat]]:

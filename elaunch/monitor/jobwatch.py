@@ -18,6 +18,7 @@ from elaunch.monitor.jobpage import job_page, jobs_page
 from elaunch.monitor.jobstore import look, no_such_job, open_for_reading, run_ids
 from elaunch.monitor.jobview import JobView, unreadable, view_job
 from elaunch.monitor.watch import Read, Reading, pause
+from elaunch.rendezvous import records
 from elaunch.store.protocol import Store
 
 # A blocking wait is cut into slices so that Ctrl-C is quick.
@@ -87,7 +88,7 @@ class JobReader:
         if self._store is None:
             self._store = open_for_reading(self._rendezvous, self._run_id)
         place = self._store.place
-        found = look(self._store, self._rendezvous.secret)
+        found = look(self._store, records.key_of(self._rendezvous.secret, self._run_id))
         if self._rendezvous.backend == "etcd" and found.empty:
             # A TCPStore says itself whose it is; etcd has the keys of a job or has none.
             if self._view is None:
@@ -114,7 +115,7 @@ def _listed(rendezvous: RendezvousSettings, run_id: str) -> JobView | None:
     """Return a job of a list; None where its last keys expired since the list was read."""
     store = open_for_reading(rendezvous, run_id)
     try:
-        found = look(store, rendezvous.secret)
+        found = look(store, records.key_of(rendezvous.secret, run_id))
         return None if found.empty else view_job(run_id, store.place, found, time.time())
     except (StoreUnreachable, StoreDenied):
         raise

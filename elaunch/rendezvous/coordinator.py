@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from elaunch.errors import StoreError, StoreReplaced, StoreUnreachable
 from elaunch.rendezvous.coordinatorstate import RETRY, Coming, CoordinatorState, Reread
+from elaunch.rendezvous.plan import Plan
 from elaunch.rendezvous.view import Found, Search
 from elaunch.store.protocol import Change, Store
 
@@ -29,6 +30,11 @@ class _Changed:
 @dataclass(frozen=True)
 class _Stopped:
     reason: str
+
+
+@dataclass(frozen=True)
+class _Written:
+    """Somebody else seems to have written to the board."""
 
 
 class Coordinator:
@@ -48,16 +54,18 @@ class Coordinator:
         self._search = search
         self._clock = clock
         self._settled = settled
-        self._queue: queue.SimpleQueue[_Changed | _Stopped | Found] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Changed | _Stopped | _Written | Found] = queue.SimpleQueue()
         self._ended = threading.Event()
 
-    def run(self, opened: float) -> str:
+    def run(self, opened: float, known: Plan | None = None) -> str:
         """Coordinate until the lead is lost, and return why; the store was ``opened`` then.
+
+        ``known`` is the newest plan that this agent has read.
 
         Raises:
             StoreError: the board cannot be read, or its plan cannot.
         """
-        self._state.begin(self._store.latest(), self._clock(), opened)
+        self._state.begin(self._store.latest(), self._clock(), opened, known)
         reader = threading.Thread(target=self._read_changes, name="roster", daemon=True)
         reader.start()
         try:
@@ -69,6 +77,10 @@ class Coordinator:
     def stop(self) -> None:
         """Have ``run`` return soon; from any thread."""
         self._queue.put(_Stopped("this agent leaves"))
+
+    def look_again(self) -> None:
+        """Have the board read, to which somebody else seems to have written; from any thread."""
+        self._queue.put(_Written())
 
     def _loop(self) -> str:
         state, clock = self._state, self._clock
@@ -112,6 +124,8 @@ class Coordinator:
                     return news.reason
                 if isinstance(news, Found):
                     self._state.on_found(news)
+                elif isinstance(news, _Written):
+                    self._state.look_again()
                 else:
                     self._state.on_changes(news.changes, self._clock())
                 news = self._queue.get_nowait()

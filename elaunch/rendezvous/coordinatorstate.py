@@ -74,7 +74,7 @@ class CoordinatorState:
         self._arrivals = 0
         self._roster_known = False
         self._doubt: Coming | None = None
-        self._refusal = False
+        self._refusal = self._again = False
         self._reread_at = 0.0
         self._view = View(me, self._plan, self._present, self._absent)
 
@@ -93,11 +93,15 @@ class CoordinatorState:
         own = self._present.get(self.me)
         return own is None or own.record.seq >= seq
 
-    def begin(self, post: Post | None, now: float, opened: float = 0.0) -> None:
+    def begin(
+        self, post: Post | None, now: float, opened: float = 0.0, known: Plan | None = None
+    ) -> None:
         """Take over from the board as it is, in a store that was ``opened`` then.
 
+        ``known`` is the newest plan that this agent has read, for a board that cannot be.
+
         Raises:
-            RecordError: the plan there cannot be read; this agent must not lead.
+            RecordError: it has read none, and the store is not its own: it must not lead.
         """
         self._view = replace(
             self._view, began=now, since=now, posted=now, stirred=now, opened=opened
@@ -105,14 +109,25 @@ class CoordinatorState:
         if post is None:
             self._adopt(Plan(self._draw()[0]), 0, now)
             return
-        plan = records.decode_plan(post.value, self._secret, "the last coordinator")
+        try:
+            plan = self._decoded(post, "the last coordinator")
+        except records.RecordError as exc:
+            if known is None and not self._rules.hosted_by_me:
+                raise
+            # Written by who cannot sign: others have heard what we have, or nothing in a new store.
+            log.warning("%s", exc)
+            new = Plan(self._draw()[0], reason="the job begins")
+            self._adopt(known or new, post.version, now)
+            self._view = replace(self._view, unannounced=True)
+            return
         if plan.phase != "over" or plan.job != self._old_job:
             self._adopt(plan, post.version, now)
             return
         self._superseded = plan.job
         names = {node.name for node in plan.nodes}
         self._ignored = frozenset(names.union(plan.spares, plan.joining))
-        self._adopt(Plan(self._draw()[0]), post.version, now)
+        reason = "the last job with this run id is over; this one begins"
+        self._adopt(Plan(self._draw()[0], reason=reason), post.version, now)
         self._view = replace(self._view, unannounced=True)
 
     def on_changes(self, changes: Sequence[Change], now: float) -> None:
@@ -143,6 +158,8 @@ class CoordinatorState:
         """Return what to do now, and why."""
         if not self._roster_known:
             return Wait(), "reading the roster"
+        if self._again:
+            return Reread(), "reading the board"
         if self._doubt is not None:
             wait = now < self._reread_at
             return (Wait(self._reread_at) if wait else Reread()), "reading the board"
@@ -152,7 +169,8 @@ class CoordinatorState:
         if not isinstance(step, Publish):
             return step, reason
         plan = replace(step.plan, coordinator=self.me)
-        return Coming(self._version + 1, records.encode(plan, self._secret), plan), reason
+        version = self._version + 1
+        return Coming(version, records.encode(plan, self._secret, version), plan), reason
 
     def on_published(self, coming: Coming, taken: bool | None, now: float) -> None:
         """Take whether the store has taken ``coming``; None: it did not answer."""
@@ -162,13 +180,17 @@ class CoordinatorState:
         self._doubt, self._refusal = coming, taken is False
         self._reread_at = now if self._refusal else now + RETRY
 
+    def look_again(self) -> None:
+        """Take that somebody else seems to have written to the board."""
+        self._again = self._doubt is None
+
     def on_no_board(self, now: float) -> None:
         """Take that the board could not be read."""
         self._reread_at = now + RETRY
 
     def on_board(self, post: Post | None, now: float) -> None:
         """Take the board as it is after a post of ours may have failed, and believe it."""
-        coming, self._doubt = self._doubt, None
+        coming, self._doubt, self._again = self._doubt, None, False
         version = 0 if post is None else post.version
         if self._refusal and coming is not None and version == coming.version - 1:
             self.ended = "the lead is lost"
@@ -179,15 +201,20 @@ class CoordinatorState:
 
     def _take(self, post: Post, now: float) -> None:
         try:
-            plan = records.decode_plan(post.value, self._secret, "another coordinator")
+            plan = self._decoded(post, "another coordinator")
         except records.RecordError as exc:
-            log.warning("%s", exc)
+            # Written by who cannot sign, perhaps over ours: it is posted again, above that.
+            log.debug("%s", exc)
             self._version = post.version
+            self._view = replace(self._view, unannounced=True)
             return
         if plan.coordinator == self.me:
             self._adopt(plan, post.version, now)
         else:
             self.ended = "another agent leads"
+
+    def _decoded(self, post: Post, sender: str) -> Plan:
+        return records.decode_plan(post.value, self._secret, sender, post.version)
 
     # ── how news are written down ────────────────────────────────────────────────────────────────
 

@@ -65,12 +65,10 @@ def _rounded(seconds: float, unit: float) -> float:
 
 def _decide(view: View, now: float, rules: Rules) -> Decision:
     plan = view.plan
+    if view.unannounced:
+        return publish(plan)
     if plan.phase == "over":
         return Wait(), plan.reason
-    if view.unannounced:
-        return publish(
-            replace(plan, reason="the last job with this run id is over; this one begins")
-        )
     stopped = _stopped(view, rules)
     if stopped is not None:
         return publish(stopped)

@@ -32,7 +32,7 @@ from elaunch.rendezvous.plan import AgentRecord, Plan
 from elaunch.rendezvous.records import RecordError, decode_plan
 from elaunch.rendezvous.tasks import Effect, Fence, Idle, Open, Task
 from elaunch.rendezvous.view import Found, Rules, Search
-from elaunch.store.protocol import Store
+from elaunch.store.protocol import Post, Store
 
 SLICE = 5.0
 """Seconds of one wait for a plan or the lead."""
@@ -162,7 +162,7 @@ class Meeting:
         post = store.latest()
         if post is None:
             raise StoreUnreachable(f"{store.place} has no plan of this job")
-        return decode_plan(post.value, self._secret, "the coordinator")
+        return decode_plan(post.value, self._secret, "the coordinator", post.version)
 
     # ── leaving ──────────────────────────────────────────────────────────────────────────────────
 
@@ -281,19 +281,34 @@ class Meeting:
                 return
             store, _ = seated
             try:
-                post = store.follow(member.after, SLICE)
-                if post is None and member.old_job is not None and member.plan is None:
-                    post = store.latest()  # the board of the job before may have been removed
-                    member.after = 0 if post is None else member.after
+                post = self._next_post(store)
                 if post is None and self._look_due():
                     self._look(store)
             except StoreError as exc:
                 member.note_problem(exc, self._world.clock())
                 self._pause()
                 continue
-            with self._changed:
-                if post is not None and store is self._store:
-                    self._post(member.heard(post))
+            if post is not None:
+                self._hear(store, post)
+
+    def _next_post(self, store: Store) -> Post | None:
+        """Wait for the next post, for SLICE seconds; raises StoreError."""
+        member = self._member
+        post = store.follow(member.follows, SLICE)
+        if post is None and member.refused is not None:
+            post = store.latest()  # the same version may have been written again
+        if post is None and member.old_job is not None and member.plan is None:
+            post = store.latest()  # the board of the job before may have been removed
+            member.after = 0 if post is None else member.after
+        return post
+
+    def _hear(self, store: Store, post: Post) -> None:
+        with self._changed:
+            if store is not self._store:
+                return
+            self._post(self._member.heard(post))
+            if post == self._member.refused and self._coordinator is not None:
+                self._coordinator.look_again()
 
     def _look_due(self) -> bool:
         with self._changed:
@@ -337,7 +352,8 @@ class Meeting:
             self._coordinator, self._decided = coordinator, None
             self._changed.notify_all()
         try:
-            log.debug("%s coordinates no more: %s", name, coordinator.run(self._member.opened_at))
+            why = coordinator.run(self._member.opened_at, self._member.plan)
+            log.debug("%s coordinates no more: %s", name, why)
         finally:
             with self._changed:
                 self._coordinator = None

@@ -68,6 +68,9 @@ from elaunch.store.protocol import Post
 RENEWALS = 6
 """Renewals in the lifetime of an entry; the fence falls one of them before its end."""
 RETRY_FIRST, RETRY_MOST = 0.05, 0.25
+REFUSING = 5.0
+"""Seconds in which an agent has to find one plan that it can read: somebody may have written
+others, which the coordinator's next one replaces."""
 
 log = logging.getLogger("elaunch")
 
@@ -89,7 +92,11 @@ class MemberState:
         self.old_job: str | None = None
         """The job that had this run id before and was over when we came."""
         self.after = 0
-        """Version of the newest post that was heard."""
+        """Version of the newest post that was heard and is a plan."""
+        self.refused: Post | None = None
+        """The post that was refused last, if none was heard since."""
+        self._refusal = ""
+        self._refused_at: float | None = None
         self.place = ""
         self.opened_at = now
         """When the store was asked to open that we use, or host."""
@@ -156,14 +163,15 @@ class MemberState:
             if self._ever_joined:
                 self._seq += 1
                 self._record = replace(self._record, seq=self._seq, seen=self._seen())
-            return Enrol(self._make_name(), records.encode(self._record, self._secret), self._seq)
+            name = self._make_name()
+            return Enrol(name, records.encode(self._record, self._secret, name), self._seq)
         again = self._rewrite_at is not None and now >= self._rewrite_at
         unsaid = self._written != self._seq or again
         late = now - self._renew_at
         if late >= self._ttl / RENEWALS or (late >= 0 and not unsaid):
             return Renew()
         if unsaid:
-            return Update(records.encode(self._record, self._secret), self._seq)
+            return Update(records.encode(self._record, self._secret, self.name), self._seq)
         return Idle(min(self._renew_at, self._rewrite_at or self._renew_at))
 
     def done(self, task: Task, sent: float, now: float, problem: StoreError | None) -> list[Effect]:
@@ -173,6 +181,8 @@ class MemberState:
         if problem is None:
             effects = self._answered(now)
             effects += self._succeeded(task, sent, now)
+            if self._is_refusing(now):
+                effects += self._give_up(self._refusal)
         elif isinstance(problem, SeatLost | StoreReplaced):
             self._last_answer = now
             self._opened = self._opened and isinstance(problem, SeatLost)
@@ -185,28 +195,30 @@ class MemberState:
         return effects
 
     def opened(self, place: str, post: Post | None) -> None:
-        """Take what the board says in a store that was opened just now; raises RecordError."""
+        """Take what the board says in a store that was opened just now."""
         self.place = place
         self._hosted = place.startswith("TCPStore")
         self._opened = True
         self.after = 0
         if post is not None and (self._lost or not self._ever_joined):
-            plan = records.decode_plan(post.value, self._secret, "the coordinator")
-            if plan.phase == "over" and (self.plan is None or plan.job != self.plan.job):
+            plan = self._plan_of(post)
+            over = plan is not None and plan.phase == "over"
+            if plan is not None and over and (self.plan is None or plan.job != self.plan.job):
                 self.old_job, self.after = plan.job, post.version
 
+    @property
+    def follows(self) -> int:
+        """The version of the board above which the next post is waited for."""
+        return self.after if self.refused is None else max(self.after, self.refused.version)
+
     def heard(self, post: Post) -> list[Effect]:
-        """Take a post of the board."""
-        if post.version == self.after:
+        """Take a post of the board; what is refused counts as not heard."""
+        if post.version == self.after or post == self.refused:
+            return []
+        plan = self._plan_of(post)
+        if plan is None:
             return []
         self.after = post.version
-        try:
-            plan = records.decode_plan(post.value, self._secret, "the coordinator")
-        except records.RecordError as exc:
-            if self.plan is None:
-                return self._give_up(str(exc))
-            log.warning("%s", exc)
-            return []
         if plan.job == self.old_job:
             if not self._lost or plan.phase == "over":
                 return []
@@ -264,6 +276,26 @@ class MemberState:
     def note_problem(self, problem: StoreError, now: float) -> None:
         """Keep what the store has refused, for the error of an agent that waits in vain."""
         self._problem, self._problem_at = str(problem), now
+
+    def _plan_of(self, post: Post) -> Plan | None:
+        """Return a post's plan; None, and it is kept in mind, if it is refused."""
+        try:
+            plan = records.decode_plan(post.value, self._secret, "the coordinator", post.version)
+        except records.RecordError as exc:
+            if str(exc) != self._refusal:
+                log.warning("%s", exc)
+            self.refused, self._refusal = post, str(exc)
+            return None
+        self.refused, self._refusal, self._refused_at = None, "", None
+        return plan
+
+    def _is_refusing(self, now: float) -> bool:
+        """Whether no plan of this job could be read since a while: ours may be another secret."""
+        if self.refused is None or self.plan is not None:
+            return False
+        if self._refused_at is None:
+            self._refused_at = now
+        return now - self._refused_at >= REFUSING
 
     # ── how it went ──────────────────────────────────────────────────────────────────────────────
 

@@ -2,7 +2,12 @@
 
 ::
 
-    [<hex HMAC-SHA256 of the line below> \\n] {"elaunch": 1, "kind": "agent" | "plan", field: …}
+    [<hex HMAC-SHA256> \\n] {"elaunch": 1, "kind": "agent" | "plan", field: …}
+
+The signature is of the kind, of the place that the record is for (a plan's version on the board, an
+agent's name on the roster) and of the JSON, under a key of this run id alone (``key_of``). So what
+was signed once is of no use as another version, under another name or in another run; an agent's
+own older records are told by ``seq``.
 
 Fields that have their default value are left out. A plan's nodes are columns, joined by commas: the
 plan of 4,096 nodes stays below 200 KB and is read in about two milliseconds, by each of 4,096
@@ -46,8 +51,17 @@ _PLAN_DEFAULTS = {**_defaults(Plan), "facts": {}}
 # ── writing ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def encode(record: AgentRecord | Plan, secret: bytes | None) -> bytes:
+def key_of(secret: bytes | None, run_id: str) -> bytes | None:
+    """Return what signs the records of one run id, None without a secret."""
+    if secret is None:
+        return None
+    return hmac.digest(secret, b"elaunch records of " + run_id.encode(), hashlib.sha256)
+
+
+def encode(record: AgentRecord | Plan, secret: bytes | None, at: str | int) -> bytes:
     """Return a record as bytes for the store, signed if there is a ``secret``.
+
+    ``at`` is the agent's name on the roster, or the plan's version on the board.
 
     Raises:
         RecordError: no other agent could read it: a field does not fit, or it is too large.
@@ -68,12 +82,11 @@ def encode(record: AgentRecord | Plan, secret: bytes | None) -> bytes:
         elif isinstance(value, Mapping):
             said[name] = dict(value)
     _check(said, table, "this agent")
+    kind = "plan" if plan else "agent"
     body = json.dumps(
-        {"elaunch": VERSION, "kind": "plan" if plan else "agent", **said},
-        separators=(",", ":"),
-        ensure_ascii=False,
+        {"elaunch": VERSION, "kind": kind, **said}, separators=(",", ":"), ensure_ascii=False
     ).encode()
-    raw = body if secret is None else _signature(body, secret) + b"\n" + body
+    raw = body if secret is None else _signature(f"{kind} {at}", body, secret) + b"\n" + body
     _check_size(raw, MAX_PLAN_BYTES if plan else MAX_AGENT_BYTES, "this agent")
     return raw
 
@@ -104,8 +117,8 @@ def _columns(nodes: tuple[Node, ...]) -> dict[str, Any]:
     return columns
 
 
-def _signature(body: bytes, secret: bytes) -> bytes:
-    return hmac.new(secret, body, hashlib.sha256).hexdigest().encode()
+def _signature(place: str, body: bytes, secret: bytes) -> bytes:
+    return hmac.digest(secret, f"{place}\n".encode() + body, hashlib.sha256).hex().encode()
 
 
 # ── reading ──────────────────────────────────────────────────────────────────────────────────────
@@ -117,20 +130,20 @@ def decode_agent(raw: bytes, secret: bytes | None, sender: str) -> AgentRecord:
     Raises:
         RecordError: it is malformed, too large, of another version or not signed with ``secret``.
     """
-    said = _read(raw, secret, sender, MAX_AGENT_BYTES)
+    said = _read(raw, secret, sender, f"agent {sender}")
     _kind(said, "agent", sender)
     _check(said, schema.AGENT, sender)
     _require(said, ("host", "addr", "port", "slots"), sender)
     return AgentRecord(**said)
 
 
-def decode_plan(raw: bytes, secret: bytes | None, sender: str) -> Plan:
-    """Return the plan that ``sender`` has posted.
+def decode_plan(raw: bytes, secret: bytes | None, sender: str, version: int) -> Plan:
+    """Return the plan that ``sender`` has posted as ``version`` of the board.
 
     Raises:
         RecordError: as for :func:`decode_agent`.
     """
-    said = _read(raw, secret, sender, MAX_PLAN_BYTES)
+    said = _read(raw, secret, sender, f"plan {version}")
     _kind(said, "plan", sender)
     _check(said, schema.PLAN, sender)
     _require(said, ("job",), sender)
@@ -142,8 +155,8 @@ def decode_plan(raw: bytes, secret: bytes | None, sender: str) -> Plan:
     return Plan(**said)
 
 
-def _read(raw: bytes, secret: bytes | None, sender: str, most: int) -> dict[str, Any]:
-    _check_size(raw, most, sender)
+def _read(raw: bytes, secret: bytes | None, sender: str, place: str) -> dict[str, Any]:
+    _check_size(raw, MAX_PLAN_BYTES if place.startswith("plan") else MAX_AGENT_BYTES, sender)
     signed = raw[SIGNATURE_BYTES : SIGNATURE_BYTES + 1] == b"\n" and not raw.startswith(b"{")
     body = raw[SIGNATURE_BYTES + 1 :] if signed else raw
     if secret is None and signed:
@@ -151,9 +164,13 @@ def _read(raw: bytes, secret: bytes | None, sender: str, most: int) -> dict[str,
     if secret is not None and not signed:
         raise _refused(sender, "it is not signed; start every agent with --rdzv-secret-file")
     if secret is not None and not hmac.compare_digest(
-        raw[:SIGNATURE_BYTES], _signature(body, secret)
+        raw[:SIGNATURE_BYTES], _signature(place, body, secret)
     ):
-        raise _refused(sender, "its signature is wrong; its --rdzv-secret-file is another one")
+        raise _refused(
+            sender,
+            "its signature is wrong; its --rdzv-secret-file is another one, or it was written for "
+            "another place by who cannot sign",
+        )
     try:
         said = json.loads(body.decode())
     except (ValueError, RecursionError) as exc:  # not UTF-8, not JSON, or nested without end

@@ -25,6 +25,12 @@ KEPT = 64
 """Versions of the board that are kept for those who wait for one of them."""
 
 
+SPARSELY = 0.2
+"""Seconds between two looks at what says that there is news where there is none."""
+FURTHEST = 1_000_000
+"""A version that is further ahead than that was not written by the host, and is passed over."""
+
+
 class TcpStore:
     """One agent's store.
 
@@ -54,7 +60,8 @@ class TcpStore:
         self._following = threading.Lock()
         self._seat: tuple[str, float] | None = None
         self._lead: str | None = None
-        self._head = 0
+        self._head = self._known = 0
+        self._posted: Post | None = None
         self._server = server
         hosted = server is not None
         self._keeper = Keeper(self._inbox, self._prefix, self._closed) if hosted else None
@@ -66,36 +73,48 @@ class TcpStore:
 
     def publish(self, version: int, value: bytes) -> bool:
         """Write the next version of the board; False without the lead or with another version."""
+        head = self._prefix + "head"
         post = [
             tcpwire.put(f"{self._prefix}b/{version}", value),
-            tcpwire.put(self._prefix + "head", str(version).encode()),
+            tcpwire.put(head, str(version).encode()),
             tcpwire.delete(f"{self._prefix}b/{version - KEPT}"),
         ]
 
         def talk(line: Connection, until: float) -> bool:
-            if version != self._head + 1 or not self._leads():
+            if not self._leads():
+                return False
+            line.send([tcpwire.get(head)], until)
+            found = _version(line.value(until))
+            if self._head < found < self._head + FURTHEST:
+                self._head = found  # somebody else's: who reads it is to read ours after it
+            if version != self._head + 1:
                 return False
             line.send(post, until)
             line.integer(until)
-            self._head = version
+            self._head, self._posted = version, Post(version, value)
             return True
 
         return self._calls.exchange(talk)
 
     def latest(self) -> Post | None:
-        """Return the newest post, or None."""
-        return self._calls.exchange(lambda line, until: self._newer(line, until, 0))
+        """Return the newest post, or None; the host's own where somebody has removed that."""
+        found = self._calls.exchange(lambda line, until: self._newer(line, until, 0))
+        own = self._posted
+        return own if own and (found is None or found.version < own.version) else found
 
     def follow(self, after: int, timeout: float) -> Post | None:
         """Wait for a post newer than ``after``; None after ``timeout`` seconds."""
         end = time.monotonic() + timeout
+        self._known = max(self._known, after)
         post = self._calls.exchange(lambda line, by: self._newer(line, by, after))
         if post is not None or not self._following.acquire(timeout=timeout):
             return post
         try:
             while post is None and time.monotonic() < end:
-                self._waits.exchange(lambda line, by: self._await(line, by, end, after + 1))
+                come = self._waits.exchange(lambda line, by: self._await(line, by, end, after + 1))
                 post = self._waits.exchange(lambda line, by: self._newer(line, by, after))
+                if come and post is None:  # somebody else has written there: not at full speed
+                    self._closed.wait(min(SPARSELY, max(0.0, end - time.monotonic())))
             return post
         finally:
             self._following.release()
@@ -212,7 +231,8 @@ class TcpStore:
         while True:
             line.send([tcpwire.get(head_key), tcpwire.get(f"{self._prefix}b/{read}")], until)
             head, value = _version(line.value(until)), line.value(until)
-            if head <= after:
+            known = max(self._known, self._head)
+            if head <= after or (known and head > known + FURTHEST):
                 return None
             if head == read:
                 return Post(head, value)

@@ -30,6 +30,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
+from elaunch import env
 from elaunch.errors import PlacementError
 
 Family = Literal["mpi", "slurm", "torch"]
@@ -74,13 +75,13 @@ TORCH: Final = LauncherNames(
 OPEN_MPI: Final = LauncherNames(
     title="mpirun of Open MPI",
     family="mpi",
-    rank=("OMPI_COMM_WORLD_RANK",),
+    rank=(env.OPEN_MPI_RANK,),
     size=("OMPI_COMM_WORLD_SIZE",),
     local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
     local_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),
     nodes=("OMPI_MCA_orte_num_nodes",),
     job=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
-    secret="OMPI_MCA_orte_precondition_transports",
+    secret=env.OPEN_MPI_SECRET,
 )
 SLURM: Final = LauncherNames(
     title="srun",

@@ -64,8 +64,8 @@ def cases(options: Options) -> list[Case]:
 
 
 def _measure(agents: int, trial: Trial) -> Mapping[str, Sample]:
-    word = records.encode(replace(record_of(agents - 1), state="ended", round=41), None)
-    plan = records.encode(plan_of(agents), None)
+    word = records.encode(replace(record_of(agents - 1), state="ended", round=41), None, "agent")
+    plan = records.encode(plan_of(agents), None, 1)
     costs = _tcp if trial.column == C10D else _etcd
     in_round, steady = costs(agents, word, plan)
     return {

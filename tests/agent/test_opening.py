@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -88,6 +89,25 @@ def test_the_first_on_a_machine_hosts_and_the_second_is_its_client(
     assert (one.hosts, two.hosts) == (True, False)
     stores[1].enrol("aa", b"a record", 60.0)
     wait_until(lambda: set(stores[0].roster()) == {"aa"})
+
+
+def test_an_open_store_is_said_to_be_open(
+    stack: ExitStack, caplog: pytest.LogCaptureFixture, free_port: int
+) -> None:
+    """Once, by the agent that hosts; not by its clients, and not where records are signed."""
+    said = "the store of this job's agents is open: every user of this machine can end the job"
+    one, two = (opening(meeting(free_port), stack) for _ in range(2))
+    one.prepare()
+    assert [said in line and "--rdzv-secret-file" in line for line in caplog.messages] == [True]
+    stack.callback(one.open().close)
+    two.prepare()
+    one.close()
+    signed = opening(meeting(0, secret=b"s"), stack)
+    signed.prepare()
+    assert len(caplog.messages) == 1
+    wide = opening(meeting(0, endpoints=(("0.0.0.0", 0),)), stack)
+    wide.prepare()
+    assert re.search("open: whoever reaches port [0-9]+ of this machine", caplog.messages[-1])
 
 
 def test_a_stranger_on_the_port_is_named(stack: ExitStack) -> None:

@@ -41,6 +41,10 @@ class Stranger:
         """Return the newest version of the board, 0 without one."""
         return int(self.get("head") or 0)
 
+    def is_above(self, version: int) -> bool:
+        """Return whether a newer version than that was posted."""
+        return self.version() > version
+
     def board(self) -> tuple[int, bytes]:
         """Return the newest plan and its version; waits until there is one."""
         until = time.monotonic() + DEADLINE

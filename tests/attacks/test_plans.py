@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.attacks.stranger import stranger
-from tests.launching import Launcher
+from tests.launching import Launcher, Running, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -49,3 +50,114 @@ def test_a_plan_cannot_name_anybodys_directory(
     assert done.returncode == 2
     assert f"would have the workers resume from '{evil}/step-9', and this node has" in done.stderr
     assert "--rdzv-secret-file" in done.stderr and "evil" not in done.stdout
+
+
+def pair(
+    elaunch: Launcher, port: int, tmp_path: Path, *flags: str, conf: str = ""
+) -> list[Running]:
+    """Start both agents of a job on this machine; their workers wait for ``tmp_path/go``."""
+    script = tmp_path / "waits.py"
+    script.write_text(WAITS)
+    meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=job"]
+    options = ["run", "--nnodes=2", *meeting, f"--rdzv-conf=join_timeout=60{conf}"]
+    argv = [*options, "--start-method=spawn", *flags, str(script), str(tmp_path / "go")]
+    agents = [elaunch.start(argv) for _ in range(2)]
+    for agent in agents:
+        agent.wait_for_line("resumes from nothing", 90.0)
+    return agents
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> str:
+    """Return the flag for a secret of the job's."""
+    path = tmp_path / "secret"
+    path.write_text("a secret of the job's\n")
+    path.chmod(0o600)
+    return f"--rdzv-secret-file={path}"
+
+
+@pytest.mark.parametrize("ahead", [1, 5, 10**14, 10**15 - 1])
+def test_a_replayed_record_does_not_keep_a_job(
+    elaunch: Launcher, port: int, tmp_path: Path, secret: str, ahead: int
+) -> None:
+    """A plan that was signed once, written as a later version: it is refused, and the job ends.
+
+    torchrun: whoever writes to its store replaces the state of the rendezvous, which hangs or ends.
+    """
+    agents = pair(elaunch, port, tmp_path, secret)
+    with stranger(port, "job") as other:
+        version, _ = other.await_plan(phase="running")
+        old = other.board()[1]
+        other.post(version + ahead, old)
+        if ahead == 1:
+            agents[0].wait_for_line("its signature is wrong", 30.0, "stderr")
+        (tmp_path / "go").touch()
+        assert [agent.wait(60.0).returncode for agent in agents] == [0, 0]
+
+
+def test_a_record_over_the_end_of_a_job_does_not_hide_it(
+    elaunch: Launcher, port: int, tmp_path: Path, secret: str
+) -> None:
+    """Whatever is written above the newest plan is answered by that plan, above it.
+
+    So an agent that had yet to read the plan does. torchrun: the state is what was written last.
+    """
+    agents = pair(elaunch, port, tmp_path, secret)
+    with stranger(port, "job") as other:
+        version, plan = other.await_plan(phase="running")
+        for value in (b"{}", b"", other.board()[1]):
+            other.post(version + 1, value)
+            wait_until(partial(other.is_above, version + 1), 30.0, "it is answered")
+            version, newest = other.await_plan(phase="running")
+            assert newest == plan
+    (tmp_path / "go").touch()
+    assert [agent.wait(60.0).returncode for agent in agents] == [0, 0]
+
+
+def test_a_newcomer_joins_although_somebody_has_written_to_the_board(
+    elaunch: Launcher, port: int, tmp_path: Path, secret: str
+) -> None:
+    """What it cannot read it waits to see replaced. torchrun: it unpickles what is there."""
+    script = tmp_path / "waits.py"
+    script.write_text(WAITS)
+    argv = job(port, secret, str(script), str(tmp_path / "go"))
+    first = elaunch.start(argv)
+    first.wait_for_line("resumes from nothing", 60.0)
+    with stranger(port, "job") as other:
+        version, _ = other.await_plan(phase="running")
+        other.post(version + 1, b"{}")
+        second = elaunch.start(argv)
+        other.await_plan(phase="running", round=1)
+    (tmp_path / "go").touch()
+    assert [agent.wait(60.0).returncode for agent in (first, second)] == [0, 0]
+
+
+def test_another_secret_is_told(elaunch: Launcher, port: int, tmp_path: Path, secret: str) -> None:
+    """An agent that can read no plan of the job ends and says why. torchrun: it has no secrets."""
+    script, wrong = tmp_path / "waits.py", tmp_path / "wrong"
+    script.write_text(WAITS)
+    wrong.write_text("another\n")
+    wrong.chmod(0o600)
+    first = elaunch.start(job(port, secret, str(script), str(tmp_path / "go")))
+    first.wait_for_line("resumes from nothing", 60.0)
+    flag = f"--rdzv-secret-file={wrong}"
+    second = elaunch.run(job(port, flag, str(script), str(tmp_path / "go")), deadline=60.0)
+    assert second.returncode == 69 and "its --rdzv-secret-file is another one" in second.stderr
+    (tmp_path / "go").touch()
+    assert first.wait(60.0).returncode == 0
+
+
+def test_without_a_secret_nothing_hangs(elaunch: Launcher, port: int, tmp_path: Path) -> None:
+    """A plan of the stranger's is followed by all, here to the end; garbage is passed over.
+
+    torchrun: as with its own state.
+    """
+    agents = pair(elaunch, port, tmp_path)
+    with stranger(port, "job") as other:
+        version, plan = other.await_plan(phase="running")
+        other.post(version + 1, b"\xff")
+        wait_until(partial(other.is_above, version + 1), 30.0, "it is answered")
+        version, _ = other.await_plan(phase="running")
+        over = plan | {"phase": "over", "exit_code": 9, "reason": "a stranger says so"}
+        other.post(version + 1, json.dumps(over).encode())
+        assert [agent.wait(60.0).returncode for agent in agents] == [9, 9]

@@ -31,6 +31,16 @@ def test_the_defaults(job: Job) -> None:
     assert (found.on_join, found.strict_symmetry, found.secret) == ("graceful", False, None)
 
 
+def test_agents_of_mpirun_have_a_secret_without_being_asked(job: Job) -> None:
+    """That of Open MPI's own; --rdzv-secret-file goes before it, and nobody else's counts."""
+    shared = {"OMPI_MCA_orte_precondition_transports": "8c8fd887a09a9725-6ef0e190a449f6db"}
+    found = meet(job, C10D, OMPI_COMM_WORLD_RANK="1", **shared).secret
+    assert found == meet(job, C10D, OMPI_COMM_WORLD_RANK="0", **shared).secret
+    assert found and shared.popitem()[1].encode() not in found
+    assert meet(job, C10D, OMPI_COMM_WORLD_RANK="0").secret is None
+    assert meet(job, C10D, OMPI_MCA_orte_precondition_transports="x").secret is None
+
+
 @pytest.mark.parametrize(
     ("line", "name", "value"),
     [

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from elaunch.config.rendezvous import RendezvousSettings
 from elaunch.rendezvous.plan import AgentRecord, Node, Plan
-from elaunch.rendezvous.records import encode
+from elaunch.rendezvous.records import encode, key_of
 from elaunch.store.protocol import Store
 from tests.etcdserver import etcd
 from tests.launching import wait_until
@@ -124,12 +124,12 @@ class PlayedJob:
     def __init__(
         self, meetings: Meetings, run_id: str, nodes: int = 1, secret: bytes | None = None
     ) -> None:
-        self.secret = secret
+        self.secret = key_of(secret, run_id)
         self.stores: list[Store] = []
         members = []
         for number in range(1, nodes + 1):
             store, name = meetings.open(run_id), f"{number:06x}"
-            store.enrol(name, encode(record(number), secret), TTL)
+            store.enrol(name, encode(record(number), key_of(secret, run_id), name), TTL)
             self.stores.append(store)
             members.append(Node(name, f"node{number}", f"10.0.0.{number}", 2, "default"))
         assert self.stores[0].await_lead(members[0].name, 60.0)
@@ -143,7 +143,7 @@ class PlayedJob:
         """Publish the plan with ``changes``."""
         self.plan = replace(self.plan, **changes)
         self.version += 1
-        assert self.stores[0].publish(self.version, encode(self.plan, self.secret))
+        assert self.stores[0].publish(self.version, encode(self.plan, self.secret, self.version))
 
     def close(self) -> None:
         """Close the agents' stores, the coordinator's last."""

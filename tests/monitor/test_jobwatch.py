@@ -61,7 +61,7 @@ def test_a_job_is_read_from_its_store(meetings: Meetings) -> None:
 
 def test_agents_that_gather_have_no_plan_yet(meetings: Meetings) -> None:
     with closing(meetings.open("train-1")) as store:
-        store.enrol("aaaaaa", encode(record(1, state="joining", round=-1), None), 60.0)
+        store.enrol("aaaaaa", encode(record(1, state="joining", round=-1), None, "aaaaaa"), 60.0)
         # A TCPStore tells readers a moment later.
         wait_until(lambda: reading(meetings).document["joining"])
         document = reading(meetings).document
@@ -145,7 +145,7 @@ def test_while_watching_a_silent_store_is_waited_for(meetings: Meetings) -> None
 def test_one_agent_that_is_refused_does_not_hide_the_others() -> None:
     hub = MemoryHub()
     with closing(hub.store()) as good, closing(hub.store()) as bad:
-        good.enrol("aaaaaa", encode(record(1), b"right"), 60.0)
+        good.enrol("aaaaaa", encode(record(1), b"right", "aaaaaa"), 60.0)
         bad.enrol("bbbbbb", b"{}", 60.0)
         found = look(good, b"right")
         assert (set(found.roster), set(found.refused)) == ({"aaaaaa"}, {"bbbbbb"})
@@ -154,16 +154,16 @@ def test_one_agent_that_is_refused_does_not_hide_the_others() -> None:
 
 def test_without_a_plan_and_with_none_readable_the_refusal_is_the_answer() -> None:
     with closing(MemoryHub().store()) as store:
-        store.enrol("aaaaaa", encode(record(1), b"right"), 60.0)
+        store.enrol("aaaaaa", encode(record(1), b"right", "aaaaaa"), 60.0)
         with pytest.raises(RecordError, match="aaaaaa"):
             look(store, b"wrong")
 
 
 def test_a_plan_that_is_refused_is_the_answer() -> None:
     with closing(MemoryHub().store()) as store:
-        store.enrol("aaaaaa", encode(record(1), None), 60.0)
+        store.enrol("aaaaaa", encode(record(1), None, "aaaaaa"), 60.0)
         assert store.await_lead("aaaaaa", 10.0)
-        assert store.publish(1, encode(Plan("maple"), b"other"))
+        assert store.publish(1, encode(Plan("maple"), b"other", 1))
         with pytest.raises(RecordError, match="the coordinator"):
             look(store, None)
 

@@ -229,7 +229,7 @@ class Simulation:
         return self.agents[int(name[1:].partition(".")[0])].rules.hosted_by_me
 
     def _on_publish(self, post: Post) -> None:
-        plan = records.decode_plan(post.value, b"secret", "sim")
+        plan = records.decode_plan(post.value, b"secret", "sim", post.version)
         self.note(f"v{post.version} {plan.phase} {plan.job} round {plan.round}: {plan.reason}")
         if post.version > MOST_POSTS:
             raise Broken(f"{post.version} posts")

@@ -86,7 +86,7 @@ def test_another_store_in_its_place_is_joined_at_once() -> None:
     """The workers end before their fence; the new host hears how far the job was."""
     member = joined()
     plan = Plan("old", 4, "running", restarts=2)
-    member.heard(Post(7, records.encode(plan, None)))
+    member.heard(Post(7, records.encode(plan, None, 7)))
     assert rejoined(member).seen == {
         "job": "old",
         "phase": "running",
@@ -100,16 +100,16 @@ def test_another_store_in_its_place_is_joined_at_once() -> None:
 def test_a_plan_without_a_round_makes_nobody_forget() -> None:
     """The new host says that it waits for nodes before the first of its rounds."""
     member = joined()
-    member.heard(Post(7, records.encode(Plan("old", 4, "running"), None)))
+    member.heard(Post(7, records.encode(Plan("old", 4, "running"), None, 7)))
     rejoined(member)
-    member.heard(Post(1, records.encode(Plan("new", reason="1 of 2 nodes"), None)))
+    member.heard(Post(1, records.encode(Plan("new", reason="1 of 2 nodes"), None, 1)))
     member.tell(AgentRecord("node1", "10.0.0.1", 4000, 1, state="ready"))
     task = member.next(0.7)
     assert isinstance(task, Update)
     seen = records.decode_agent(task.value, None, "a1").seen
     assert seen is not None
     assert (seen["job"], seen["round"]) == ("old", 4)
-    member.heard(Post(2, records.encode(Plan("new", 5, "running"), None)))
+    member.heard(Post(2, records.encode(Plan("new", 5, "running"), None, 2)))
     member.tell(AgentRecord("node1", "10.0.0.1", 4000, 1, state="running", round=5))
     task = member.next(0.7)
     assert isinstance(task, Update)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any, get_args
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from elaunch.rendezvous import records
 from elaunch.rendezvous.plan import AgentRecord, AgentState, Cause, Node, Phase, Plan
-from elaunch.rendezvous.records import RecordError, decode_agent, decode_plan, encode
+from elaunch.rendezvous.records import RecordError, decode_agent, decode_plan, encode, key_of
 
 SHORT = st.text(st.characters(exclude_categories=("Cs", "Cc", "Zl", "Zp")), max_size=20)
 TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=60)
@@ -70,13 +71,13 @@ AGENT = AgentRecord("node1", "10.0.0.1", 29500, 8)
 @given(AGENTS, SECRETS)
 def test_an_agent_comes_back(record: AgentRecord, secret: bytes | None) -> None:
     """Whatever it says."""
-    assert decode_agent(encode(record, secret), secret, "a1") == record
+    assert decode_agent(encode(record, secret, "a1"), secret, "a1") == record
 
 
 @given(PLANS, SECRETS)
 def test_a_plan_comes_back(plan: Plan, secret: bytes | None) -> None:
     """Commas and equal values in its columns of nodes included."""
-    assert decode_plan(encode(plan, secret), secret, "a1") == plan
+    assert decode_plan(encode(plan, secret, 3), secret, "a1", 3) == plan
 
 
 @given(st.binary(max_size=200), SECRETS)
@@ -85,7 +86,7 @@ def test_a_plan_comes_back(plan: Plan, secret: bytes | None) -> None:
 @example('{"elaunch":1}'.encode("utf-16"), None)
 def test_any_bytes_are_refused(raw: bytes, secret: bytes | None) -> None:
     """With a RecordError that names the sender, and nothing else."""
-    for decode in (decode_agent, decode_plan):
+    for decode in (decode_agent, partial(decode_plan, version=3)):
         with pytest.raises(RecordError, match="the record of a1 is refused: "):
             decode(raw, secret, "a1")
 
@@ -95,14 +96,14 @@ def test_any_fields_are_read_or_refused(said: dict[str, Any], plan: bool) -> Non
     """A record of the right frame with anything in its fields."""
     raw = json.dumps({"elaunch": 1, "kind": "plan" if plan else "agent", **said}).encode()
     try:
-        (decode_plan if plan else decode_agent)(raw, None, "a1")
+        decode_plan(raw, None, "a1", 3) if plan else decode_agent(raw, None, "a1")
     except RecordError as exc:
         assert str(exc).isprintable()
 
 
 def spoil(**said: Any) -> bytes:
     """Return an agent's record with other values."""
-    good = json.loads(encode(AGENT, None))
+    good = json.loads(encode(AGENT, None, "a1"))
     return json.dumps({**good, **said}).encode()
 
 
@@ -127,10 +128,10 @@ def spoil(**said: Any) -> bytes:
         (b'{"a":1}', None, "it is no record of elaunch"),
         (b"\x80\x04K\x01.", None, "it is not JSON"),
         (spoil(note="x" * 70_000), None, "bytes, more than 65,536"),
-        (encode(AGENT, None), b"s", "it is not signed; start every agent with --rdzv-secret"),
-        (encode(AGENT, b"s"), None, "it is signed, and this agent was given no"),
-        (encode(AGENT, b"other"), b"s", "its signature is wrong"),
-        (encode(AGENT, b"s")[:-2] + b"9}", b"s", "its signature is wrong"),
+        (encode(AGENT, None, "a1"), b"s", "it is not signed; start every agent with --rdzv-secret"),
+        (encode(AGENT, b"s", "a1"), None, "it is signed, and this agent was given no"),
+        (encode(AGENT, b"other", "a1"), b"s", "its signature is wrong"),
+        (encode(AGENT, b"s", "a1")[:-2] + b"9}", b"s", "its signature is wrong"),
     ],
 )
 def test_what_is_wrong_is_said(raw: bytes, secret: bytes | None, problem: str) -> None:
@@ -156,19 +157,21 @@ def test_what_is_wrong_is_said(raw: bytes, secret: bytes | None, problem: str) -
 )
 def test_what_is_wrong_with_a_port_of_a_node_is_said(column: object, problem: str) -> None:
     """No agent calls a port that is none, whoever wrote the plan."""
-    said = json.loads(encode(Plan("job", nodes=(Node("a", "h", "10.0.0.1", 8, "x", 29500),)), None))
+    said = json.loads(
+        encode(Plan("job", nodes=(Node("a", "h", "10.0.0.1", 8, "x", 29500),)), None, 3)
+    )
     said["nodes"]["courier"] = column
     if column is None:
         del said["nodes"]["courier"]
     with pytest.raises(RecordError) as caught:
-        decode_plan(json.dumps(said).encode(), None, "a1")
+        decode_plan(json.dumps(said).encode(), None, "a1", 3)
     assert str(caught.value).startswith(f"the record of a1 is refused: {problem}")
 
 
 def test_what_nobody_could_read_is_not_written() -> None:
     """The writer hears it, not every reader."""
     with pytest.raises(RecordError, match="this agent"):
-        encode(replace(AGENT, host="a\nb"), None)
+        encode(replace(AGENT, host="a\nb"), None, "a1")
 
 
 def test_a_plan_of_4096_nodes_is_small() -> None:
@@ -177,9 +180,26 @@ def test_a_plan_of_4096_nodes_is_small() -> None:
         Node(f"{n:06x}", f"node-{n:05d}", f"10.12.{n // 256}.{n % 256}", 8, "default", 30000 + n)
         for n in range(4096)
     )
-    raw = encode(Plan("job", nodes=nodes), b"s")
+    raw = encode(Plan("job", nodes=nodes), b"s", 3)
     assert len(raw) < 200_000
     began = time.thread_time()
-    assert decode_plan(raw, b"s", "a1").nodes == nodes
+    assert decode_plan(raw, b"s", "a1", 3).nodes == nodes
     assert time.thread_time() - began < 1.0
     assert len(raw) < records.MAX_PLAN_BYTES
+
+
+def test_a_signature_is_good_for_one_place_in_one_run() -> None:
+    """What was signed once is refused as another version, under another name, in another run."""
+    key, other = key_of(b"s", "mnist"), key_of(b"s", "mnist-2")
+    plan, agent = encode(Plan("job"), key, 7), encode(AGENT, key, "a1")
+    assert (
+        decode_plan(plan, key, "a1", 7) == Plan("job") and decode_agent(agent, key, "a1") == AGENT
+    )
+    assert key_of(None, "mnist") is None
+    with pytest.raises(RecordError, match="its signature is wrong"):
+        decode_plan(plan, key, "a1", 8)
+    with pytest.raises(RecordError, match="its signature is wrong"):
+        decode_plan(plan, other, "a1", 7)
+    for wrong, name in ((key, "a2"), (other, "a1"), (b"s", "a1")):
+        with pytest.raises(RecordError, match="its signature is wrong"):
+            decode_agent(agent, wrong, name)
