@@ -23,17 +23,21 @@ close_timeout, use_libuv,       torchrun's, without effect
 store_type
 ==============================  ====================================================================
 
-An unknown key is an error with the nearest name. A password is never shown, in an error neither.
+An unknown key is an error with the nearest name. A password is never shown, in an error neither,
+nor what stands behind an unknown key whose name looks like a secret's.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 
 from elaunch.config import values
 
 PASSWORD = "password"
 HIDDEN = "(hidden)"
+_SECRET = re.compile(r"pass|pw|secret|token|cred|auth|key", re.IGNORECASE)
+_SECRETS = (PASSWORD, "passwd", "secret", "token", "credential")
 # Other spellings, torchrun's mostly: both at once is an error.
 ALIASES: Mapping[str, str] = {
     "last_call_timeout": "settle",
@@ -123,18 +127,27 @@ def seconds(conf: Mapping[str, str], key: str, default: float) -> float:
 def masked(raw: str) -> str:
     """Return the text of ``--rdzv-conf`` as it may be shown.
 
-    What stands behind a key that is not known may be a password under a misspelt name.
+    An unknown key may be a misspelt one: what its name makes a secret is hidden, too. A secret may
+    have commas in it.
     """
     shown: list[str] = []
+    hidden = False
     for pair in raw.split(","):
         key, equals, _ = pair.partition("=")
-        if equals and (key.strip() == PASSWORD or key.strip() not in KEYS):
+        name = key.strip()
+        if equals and (name == PASSWORD or (name not in KEYS and _looks_secret(name))):
             shown.append(f"{key}={HIDDEN}")
-        else:
+            hidden = True
+        elif equals or not hidden:
             shown.append(pair)
-        if key.strip() == PASSWORD:
+            hidden = False
+        if name == PASSWORD:
             break
     return ",".join(shown)
+
+
+def _looks_secret(name: str) -> bool:
+    return bool(_SECRET.search(name)) or bool(values.nearest(name, _SECRETS, cutoff=0.7))
 
 
 def without_password(conf: Mapping[str, str]) -> dict[str, str]:

@@ -99,3 +99,19 @@ def test_what_is_shown_of_a_configuration() -> None:
     assert rdzvconf.masked("is_host=1,password=x,y=z") == "is_host=1,password=(hidden)"
     assert rdzvconf.masked("password_file=/a,user=b") == "password_file=/a,user=b"
     assert rdzvconf.masked("passwd=x,user=b") == "passwd=(hidden),user=b"
+    assert rdzvconf.masked("pasword=x,y,user=b") == "pasword=(hidden),user=b"
+
+
+@pytest.mark.parametrize("key", ["timeot", "join-timeout", "is_hots", "usr", "nodes", "protocl"])
+def test_an_unknown_key_that_is_no_secrets_is_shown_with_its_value(job: Job, key: str) -> None:
+    """The value says what was meant."""
+    assert f"'{key}=17,is_host=1'" in job.error(f"--rdzv-conf {key}=17,is_host=1 train.py")
+
+
+@pytest.mark.parametrize(
+    "key", ["pwd", "PASSWORD", "Pasword", "passwort", "user-password", "api_key", "tokn", "secrt"]
+)
+def test_an_unknown_key_that_looks_like_a_secrets_hides_its_value(job: Job, key: str) -> None:
+    """A misspelt password must not be in a log."""
+    message = job.error(f"--rdzv-conf is_host=1,{key}=17,19 train.py")
+    assert f"{key}=(hidden)" in message and "17" not in message and "19" not in message

@@ -71,6 +71,7 @@ def interpreter():
         "trace and profile": [sys.gettrace(), sys.getprofile(), threading.gettrace()],
         "recursion limit": sys.getrecursionlimit(),
         "switch interval": sys.getswitchinterval(),
+        "frozen objects": gc.get_freeze_count() > 0,
         "gc": [gc.isenabled(), list(gc.get_threshold()), gc.get_debug(), gc.garbage],
         "locale": [locale.setlocale(locale.LC_ALL), locale.getpreferredencoding(False)],
         "fs encoding": [sys.getfilesystemencoding(), sys.getfilesystemencodeerrors()],
