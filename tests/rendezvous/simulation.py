@@ -254,7 +254,11 @@ class Simulation:
     def on_lost(self) -> None:
         """Take what is on the board for all that was ever posted: nobody else remembers."""
         post = self.store.post
-        self.plans = [] if post is None else [records.decode_plan(post.value, b"secret", "sim")]
+        self.plans = (
+            []
+            if post is None
+            else [records.decode_plan(post.value, b"secret", "sim", post.version)]
+        )
         self.stores += 1
 
     def _check_counts_on(self, plan: Plan) -> None:

@@ -121,10 +121,10 @@ def test_a_plan_without_a_round_makes_nobody_forget() -> None:
 def test_a_job_is_gone_on_with_where_etcd_has_lost_its_memory() -> None:
     """The board may be older, or that of a job before; what was seen says that it is known."""
     member = joined()
-    member.heard(Post(7, records.encode(Plan("job", 4, "running"), None)))
+    member.heard(Post(7, records.encode(Plan("job", 4, "running"), None, 7)))
     member.done(member.next(0.6), 0.6, 0.6, StoreReplaced("its revision is 3 and was 9"))
     assert isinstance(member.next(0.6), Open)
-    member.opened("etcd at h1:2379", Post(3, records.encode(Plan("job", 2, "running"), None)))
+    member.opened("etcd at h1:2379", Post(3, records.encode(Plan("job", 2, "running"), None, 3)))
     member.done(Open(), 0.6, 0.6, None)
     task = member.next(0.6)
     assert isinstance(task, Enrol)
@@ -132,7 +132,9 @@ def test_a_job_is_gone_on_with_where_etcd_has_lost_its_memory() -> None:
     assert seen is not None
     assert (seen["job"], seen["round"], seen["lost"]) == ("job", 4, True)
     member.done(task, 0.6, 0.6, None)
-    member.heard(Post(3, records.encode(Plan("job", 2, "running"), None)))
-    assert not isinstance(member.heard(Post(4, records.encode(Plan("new", -1), None)))[0], Failed)
-    member.heard(Post(5, records.encode(Plan("new", 5, "running"), None)))
-    assert isinstance(member.heard(Post(9, records.encode(Plan("third", 0), None)))[0], Failed)
+    member.heard(Post(3, records.encode(Plan("job", 2, "running"), None, 3)))
+    assert not isinstance(
+        member.heard(Post(4, records.encode(Plan("new", -1), None, 4)))[0], Failed
+    )
+    member.heard(Post(5, records.encode(Plan("new", 5, "running"), None, 5)))
+    assert isinstance(member.heard(Post(9, records.encode(Plan("third", 0), None, 9)))[0], Failed)
