@@ -98,9 +98,13 @@ class RunDir:
 
         Only one thread may write.
         """
-        content = json.dumps(record, separators=(",", ":")).encode()
+        text = json.dumps(record, separators=(",", ":"))
+        self.write_state_text(text, is_last=record["state"] in FINAL_STATES)
+
+    def write_state_text(self, text: str, is_last: bool) -> None:
+        """Replace the record by ``text``, as :meth:`write_state` does."""
         try:
-            self._replace_state(content, is_last=record["state"] in FINAL_STATES)
+            self._replace_state(text.encode(), is_last)
         except OSError as exc:
             raise RunDirError(f"cannot write {self.state_file}: {exc.strerror}") from exc
 

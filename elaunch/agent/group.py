@@ -11,6 +11,7 @@ import os
 import string
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from signal import Signals
 
@@ -18,6 +19,7 @@ from elaunch import env
 from elaunch.agent import events, logfiles, openfiles
 from elaunch.agent.endpoint import StoreEndpoint
 from elaunch.agent.logs import LogPump
+from elaunch.agent.patience import bounded
 from elaunch.agent.reaper import Reaper
 from elaunch.agent.workerserver import KILL_DEADLINE, SWEEP_OVERDUE, ServerPlan, WorkerServer
 from elaunch.checkpoint.placeholder import fill_placeholders
@@ -187,7 +189,8 @@ class WorkerGroup:
         ranks = {local_rank: first + local_rank for local_rank in range(self._nproc)}
         channels = self._pump.open_round(start.round, ranks)
         if self._plan.log_root is None:
-            logfiles.make_directories(self._files_root, start.round, list(ranks))
+            make = partial(logfiles.make_directories, self._files_root, start.round, list(ranks))
+            bounded(make, None, f"cannot make a directory for error files in {self._files_root}")
         for local_rank, (stdout, stderr) in channels.items():
             error_file = str(self._error_file(start.round, local_rank))
             variables = env.worker_environment(facts, local_rank, error_file, self._environ)
@@ -267,7 +270,8 @@ class WorkerGroup:
     def error_file(self, round_number: int, local_rank: int) -> str | None:
         """Return the path of a worker's error record if it wrote one."""
         path = self._error_file(round_number, local_rank)
-        return str(path) if path.exists() else None
+        there = bounded(path.exists, False, f"cannot look for {path}")
+        return str(path) if there else None
 
     def send_signal(self, signum: Signals, stops: bool) -> None:
         """Signal the worker processes; also their groups where a worker is any command.

@@ -14,15 +14,15 @@ from typing import Any
 
 from elaunch.agent import events
 from elaunch.agent.actions import Action, Finish, Nothing, ReplaceServer, StartRound
+from elaunch.agent.recordwriter import RecordWriter
 from elaunch.agent.state import Phase, State
 from elaunch.checkpoint.records import Checkpoint
 from elaunch.config import Settings
 from elaunch.endings import PREEMPTED, signal_name
-from elaunch.errors import RunDirError
 from elaunch.newrecord import add_round, first_record, new_round, new_worker
 from elaunch.rendezvous.plan import Plan
 from elaunch.rundir import RunDir
-from elaunch.runrecord import CheckpointRecord, ProgressRecord, Record
+from elaunch.runrecord import FINAL_STATES, CheckpointRecord, ProgressRecord, Record
 from elaunch.saverecord import SavesRecord
 
 
@@ -46,9 +46,7 @@ class Journal:
         self, settings: Settings, run_dir: RunDir, log_dir: str | None, warn: Callable[[str], None]
     ) -> None:
         self._settings = settings
-        self._run_dir = run_dir
-        self._warn = warn
-        self._problem = ""
+        self._writer = RecordWriter(run_dir.write_state_text, warn)
         self._failed_at: float | None = None
         self._record = _first_record(settings, run_dir, log_dir)
         self._published = json.dumps(self._record)
@@ -137,13 +135,8 @@ class Journal:
         if saves is not None:
             self._record["saves"] = saves
         self._record["name"] = self._name() or self._record["name"]
-        self._published = json.dumps(self._record)
-        try:
-            self._run_dir.write_state(self._record)
-        except RunDirError as error:
-            if str(error) != self._problem:
-                self._problem = str(error)
-                self._warn(f"{error}; `elaunch status` will be out of date")
+        self._published = json.dumps(self._record, separators=(",", ":"))
+        self._writer.put(self._published, is_last=self._record["state"] in FINAL_STATES)
 
     def _note_plan(self, plan: Plan, name: str) -> None:
         """Note what the job is beyond this node; workers' tools read who joins."""

@@ -1,4 +1,4 @@
-"""Word that something goes on for which the job waits: nothing does so in silence."""
+"""Waits that are not silent, and calls to a file system that end when it does not answer."""
 
 from __future__ import annotations
 
@@ -7,11 +7,16 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Final
+from typing import Final, TypeVar
+
+from elaunch.checkpoint import atonce
 
 TOLD_S: Final = 10.0
 """Seconds after which it is said, and again after every AGAIN_S."""
 AGAIN_S: Final = 60.0
+
+FILES_S: Final = 2.0
+"""Seconds for a file system to answer the agent's loop."""
 
 log = logging.getLogger("elaunch")
 
@@ -32,3 +37,21 @@ def telling(what: Callable[[float], str]) -> Iterator[None]:
         yield
     finally:
         over.set()
+
+
+_T = TypeVar("_T")
+
+
+def bounded(call: Callable[[], _T], otherwise: _T, what: str) -> _T:
+    """Return what a call to a file system returns; ``otherwise`` where it hangs, or fails.
+
+    The call is made in a thread; after FILES_S the loop goes on without it, and says ``what``.
+    """
+    found: list[_T] = []
+    try:
+        if atonce.within(FILES_S, lambda: found.append(call()), "files"):
+            return found[0]
+        log.warning("%s: the file system does not answer for %g s; going on", what, FILES_S)
+    except OSError as error:
+        log.warning("%s: %s; going on", what, error.strerror or error)
+    return otherwise

@@ -12,7 +12,9 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Literal
 
 from elaunch.agent import events, failures, memory, report
@@ -20,6 +22,7 @@ from elaunch.agent.group import WorkerGroup
 from elaunch.agent.hangreport import Hang, lines_of
 from elaunch.agent.journal import wall_time
 from elaunch.agent.logs import LogPump
+from elaunch.agent.patience import bounded
 from elaunch.agent.state import State
 from elaunch.config import Settings
 from elaunch.rundir import RunDir
@@ -85,9 +88,14 @@ class Reporter:
         )
         settings = self._plan.settings
         host = socket.gethostname()
-        made = failures.build(
-            settings.entrypoint, host, state.round, self._kept, _first(state), circumstances
-        )
+        first = _first(state)
+
+        def build(kept: tuple[failures.WorkerExit, ...]) -> failures.FailureReport:
+            words = settings.entrypoint, host, state.round
+            return failures.build(*words, kept, first, circumstances)
+
+        made = bounded(partial(build, self._kept), None, "cannot read the workers' error files")
+        made = made or build(tuple(replace(each, error_file=None) for each in self._kept))
         self._kept = ()
         text = report.render(made)
         self._write(state.round, made, text)
@@ -118,11 +126,7 @@ class Reporter:
     def _write_files(self, round_number: int, contents: Mapping[str, str]) -> None:
         for suffix, content in contents.items():
             path = self._plan.run_dir.report(round_number, suffix)
-            try:
-                path.write_text(content, encoding="utf-8", errors="surrogateescape")
-                os.chmod(path, 0o600)
-            except OSError as error:
-                log.error("cannot write %s: %s", path, error.strerror)
+            bounded(partial(_write_private, path, content), None, f"cannot write {path}")
 
     def _exit(
         self, event: events.WorkerExited, stopped: bool, first_rank: int
@@ -143,6 +147,11 @@ class Reporter:
             oom_kill=self._oom and event.exitcode in (-9, 128 + 9) and not stopped,
             timer=event.timer,
         )
+
+
+def _write_private(path: Path, content: str) -> None:
+    path.write_text(content, encoding="utf-8", errors="surrogateescape")
+    os.chmod(path, 0o600)
 
 
 def _first(state: State) -> int:

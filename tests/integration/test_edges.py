@@ -127,6 +127,21 @@ def test_an_error_before_the_first_worker_is_in_the_record(
     assert why.splitlines()[0] in record["reason"]
 
 
+def test_a_report_that_the_file_system_never_takes(elaunch: Launcher, tmp_path: Path) -> None:
+    """The job ends with its code; what is not written is named."""
+    script = tmp_path / "fails.py"
+    script.write_text(
+        "import os, sys\n"
+        "run = os.path.dirname(os.environ['ELAUNCH_AGENT_SOCKET'])\n"
+        "os.mkfifo(os.path.join(run, 'failure-0.json'))\n"
+        "sys.exit(3)\n"
+    )
+    done = elaunch.run(["run", *SPAWN, "--run-id=pipe", script])
+    assert done.returncode == 3
+    assert "failure-0.json: the file system does not answer for 2 s; going on" in done.stderr
+    assert json.loads(elaunch.run(["status", "pipe", "--json"]).stdout)["state"] == "FAILED"
+
+
 def test_the_exit_code_stands_once_it_is_known(elaunch: Launcher) -> None:
     """A signal that comes while the command ends does not replace the failed worker's code."""
     for delay in (0.0, 0.005, 0.01, 0.02, 0.03):
