@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from elaunch import env
@@ -48,7 +49,7 @@ from elaunch.agent.keeperround import round_of
 from elaunch.agent.limits import known_nproc, limits_of
 from elaunch.agent.links import WorkerLinks
 from elaunch.agent.narrator import Narrator
-from elaunch.agent.patience import telling
+from elaunch.agent.patience import bounded, telling
 from elaunch.agent.probing import Probing
 from elaunch.agent.report import write_launcher_file
 from elaunch.agent.reporter import Reporter
@@ -305,7 +306,8 @@ class Agent:
             name: eventlog.State = "TERMINATED"
         else:
             name = "SUCCEEDED" if event.exitcode == 0 else "FAILED"
-        left = errorfile.read(self._group.error_file(event.round, event.local_rank))
+        path = self._group.error_file(event.round, event.local_rank)
+        left = bounded(partial(errorfile.read, path), None, f"cannot read {path}")
         self._events.record(
             name,
             worker_facts(state, event),

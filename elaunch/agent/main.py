@@ -338,6 +338,9 @@ class Served:
         try:
             return answers.get(timeout=LOOP_PATIENCE)
         except queue.Empty:
+            code = self.journal.snapshot()["exit_code"]
+            if code is not None:
+                return f"{reason}: the job has ended already, with {code}"
             return f"{reason}: accepted; the agent is busy, and acts on it as soon as it is not"
 
 

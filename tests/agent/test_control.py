@@ -17,6 +17,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -272,15 +274,20 @@ def test_an_answer_that_took_long_still_arrives(
 def test_a_loop_that_is_busy_has_accepted(tmp_path: Path) -> None:
     """The request is done later, so nobody is told that it failed."""
     inbox: queue.SimpleQueue[events.Event] = queue.SimpleQueue()
-    busy = main.Served(journal=None, links=None, keeper=None, inbox=inbox)  # type: ignore[arg-type]
+    journal: Any = SimpleNamespace(snapshot=lambda: {"exit_code": code[0]})
+    code: list[int | None] = [None]
+    busy = main.Served(journal=journal, links=None, keeper=None, inbox=inbox)  # type: ignore[arg-type]
     assert control.CLIENT_DEADLINE_S != main.LOOP_PATIENCE < ANSWER_S
     server = ControlSocket(tmp_path / "sock", dict, busy.preempt)
     server.start()
     try:
         answer = ask(tmp_path / "sock", {"op": "preempt", "reason": "drain"}, ANSWER_S)
+        code[0] = 3
+        late = ask(tmp_path / "sock", {"op": "preempt", "reason": "drain"}, ANSWER_S)
     finally:
         server.close()
-    assert answer["done"].startswith("drain: accepted; the agent is busy")
+    assert str(answer["done"]).startswith("drain: accepted; the agent is busy")
+    assert late == {"done": "drain: the job has ended already, with 3"}
     assert inbox.get(timeout=LONG).reason == "drain"
 
 
