@@ -264,11 +264,11 @@ class Simulation:
     def _check_counts_on(self, plan: Plan) -> None:
         """Compare the plan with what agents say who have known the job in another store."""
         store = self.store
-        said = [entry.value for entry in store.entries.values()]
+        said = [(name, entry.value) for name, entry in store.entries.items()]
         if not self.hurt:  # else who said it may be gone before the host led again
-            said += [change.value for change in store.log if change.value is not None]
-        for value in said:
-            seen = records.decode_agent(value, b"secret", "sim").seen
+            said += [(change.name, change.value) for change in store.log if change.value]
+        for name, value in said:
+            seen = records.decode_agent(value, b"secret", name).seen
             if seen is None or seen["phase"] == "over":
                 continue
             if "lost" not in seen and (seen["job"] == plan.job or not self.setting.hosted):
