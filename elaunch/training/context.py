@@ -45,6 +45,7 @@ from elaunch.training.preempt import PreemptContext
 from elaunch.training.train import TrainContext
 
 if TYPE_CHECKING:
+    from elaunch.saverecord import SavesRecord
     from elaunch.training.checkpoint.context import CheckpointContext
 
 log = logging.getLogger("elaunch")
@@ -130,6 +131,7 @@ class Context:
         self._stack = ExitStack()
         self._checkpoint: CheckpointContext | None = None
         self._run_id = ("", False)
+        self._note_saves: Callable[[SavesRecord], None] | None = None
         self.distributed = distributed
         self.info = info()
         try:
@@ -223,6 +225,7 @@ class Context:
         tracking.start()
         self._stack.callback(lambda: tracking.end(self._error))
         self._run_id = (tracking.run_id, tracking.run_id_given)
+        self._note_saves = tracking.note_saves
         return tracking.directory
 
     @property
@@ -234,7 +237,15 @@ class Context:
 
             run_id, given = self._run_id
             self._checkpoint = CheckpointContext(
-                Opening(self.info, self.distributed, self.train, self._page, run_id, given)
+                Opening(
+                    self.info,
+                    self.distributed,
+                    self.train,
+                    self._page,
+                    run_id,
+                    given,
+                    self._note_saves,
+                )
             )
             self._stack.callback(self._close_checkpoint, self._checkpoint)
         return self._checkpoint

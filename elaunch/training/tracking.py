@@ -21,6 +21,7 @@ of the round before, which is known by the process that started both.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import sys
@@ -41,11 +42,14 @@ from elaunch.runrecord import (
     this_agent,
     worker_is_alive,
 )
+from elaunch.saverecord import SavesRecord
 from elaunch.statedir import locked
 from elaunch.training.placement import Placement
 
 if TYPE_CHECKING:
     from elaunch.training.distributed import DistributedContext
+
+log = logging.getLogger("elaunch")
 
 LOCK: Final = "record.lock"
 INTERRUPTED: Final = 130
@@ -70,6 +74,7 @@ class Tracking:
         self.run_id, self.run_id_given = "", False
         self._run: RunDir | None = None
         self._pruning: threading.Thread | None = None
+        self._saved_before: int | None = None
 
     @property
     def directory(self) -> Path:
@@ -115,6 +120,26 @@ class Tracking:
                 self._run.write_state(record)
         except (RunDirError, OSError) as problem:
             print(f"elaunch: the end of this run is not recorded: {problem}", file=sys.stderr)
+
+    def note_saves(self, saves: SavesRecord) -> None:
+        """Put what this process has saved into the record; the rank that commits calls it.
+
+        What earlier rounds have saved is counted, too. What cannot be written is no error: the
+        checkpoint is there.
+        """
+        if self._run is None:
+            return
+        try:
+            with locked(self._run.path / LOCK):
+                record = self._run.read_state()
+                if self._saved_before is None:
+                    known = record.get("saves")
+                    self._saved_before = 0 if known is None else known.get("commits", 0)
+                commits = self._saved_before + saves.get("commits", 0)
+                record["saves"] = {**saves, "commits": commits}
+                self._run.write_state(record)
+        except (RunDirError, OSError) as problem:
+            log.debug("what was saved is not recorded: %s", problem)
 
     def _choose_id(self, found: RunDir | None) -> str:
         given = _given_id(self._distributed.placement, os.environ)

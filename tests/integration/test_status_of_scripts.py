@@ -73,6 +73,27 @@ def test_its_name_and_what_its_ranks_saved(elaunch: Launcher, tmp_path: Path) ->
     assert "tiny digits" in listed and " ended " in listed
 
 
+@pytest.mark.slow
+def test_what_is_saved_under_torchrun(elaunch: Launcher, tmp_path: Path) -> None:
+    """The script keeps the record then, and counts over torchrun's rounds."""
+    script = tmp_path / "s.py"
+    body = SCRIPT.replace("GO", repr(str(tmp_path / "go")))
+    body = body.replace("    go = ", "    if ctx.info.round == 0: raise SystemExit(3)\n    go = ")
+    # A second round of torchrun finds the first one's keys, and its process group may hang.
+    body = body.replace('torch.distributed.init_process_group("gloo")\n', "")
+    script.write_text(body.replace("checkpoint.save(", "checkpoint.save_ddp("))
+    (tmp_path / "go").touch()
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--max-restarts", "1"]
+    words = [sys.executable, *torchrun, "--nproc-per-node", "2", script]
+    done = elaunch.start_command(words).wait(150)
+    assert done.returncode == 0, done
+    (run,) = json.loads(elaunch.run(["status", "--json"]).stdout)
+    record, page = status(elaunch, run["run_id"])
+    assert (record["name"], record["round"]) == ("tiny digits", 1)
+    assert (record["saves"]["commits"], record["saves"]["step"]) == (10, 5)
+    assert "10 in all" in page
+
+
 def test_the_command_lines_name_stays(elaunch: Launcher, tmp_path: Path) -> None:
     """A person has given it to this very run."""
     (tmp_path / "go").touch()

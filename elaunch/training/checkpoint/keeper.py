@@ -18,20 +18,27 @@ from elaunch.keeperline import Keeper
 
 if TYPE_CHECKING:
     from elaunch.checkpoint.depot import Depot
+    from elaunch.saverecord import SavesRecord
     from elaunch.training.distributed import DistributedContext
 
 
-def open_keeper(distributed: DistributedContext, depot: Depot, round_number: int) -> Keeper:
+def open_keeper(
+    distributed: DistributedContext,
+    depot: Depot,
+    round_number: int,
+    noted: Callable[[SavesRecord], None] | None = None,
+) -> Keeper:
     """Return this rank's keeper; any rank may call it alone.
 
     ``round_number`` is that of the names of the checkpoints that are written now. An agent that
     cannot be reached at all is no reason for a script to fail: what is returned ``lacks`` it then,
     and lets every round commit. Raises SaveError where the agent refuses this
-    worker: the round is over, or the directory is another job's.
+    worker: the round is over, or the directory is another job's. ``noted`` gets what was saved so
+    far after each commit, where no agent counts.
     """
     placement = distributed.placement
     if placement.launcher != "elaunch":
-        return without_agent(distributed, depot)
+        return without_agent(distributed, depot, noted=noted)
     path = os.environ.get(AGENT_SOCKET)
     if not path:
         return without_agent(distributed, depot, f"{AGENT_SOCKET} is not set")
@@ -50,6 +57,7 @@ def without_agent(
     depot: Depot,
     lacks: str = "",
     fence: Callable[[int], None] | None = None,
+    noted: Callable[[SavesRecord], None] | None = None,
 ) -> Keeper:
     """Return a keeper that is this process itself; ``lacks``: why its agent is not, if it has one.
 
@@ -58,4 +66,4 @@ def without_agent(
     """
     from elaunch.training.checkpoint.localkeeper import LocalKeeper  # not for agents' workers
 
-    return LocalKeeper(distributed, depot, lacks, fence)
+    return LocalKeeper(distributed, depot, lacks, fence, noted)

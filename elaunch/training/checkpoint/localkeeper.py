@@ -35,6 +35,7 @@ from elaunch.training.checkpoint.where import keep_of
 
 if TYPE_CHECKING:
     from elaunch.checkpoint.depot import Committed, Depot, Stage
+    from elaunch.saverecord import SavesRecord
     from elaunch.training.distributed import DistributedContext
 
 FIRST_LOOK_S: Final = 0.02
@@ -50,7 +51,8 @@ log = logging.getLogger("elaunch")
 class LocalKeeper:
     """This process as its own keeper; see ``Keeper``.
 
-    ``lacks``: why its agent is not; ``fence``: asks whether a round is still on, where that can be.
+    ``lacks``: why its agent is not; ``fence``: asks whether a round is still on, where that can be;
+    ``noted``: gets what was saved so far after each commit of this process.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class LocalKeeper:
         depot: Depot,
         lacks: str = "",
         fence: Callable[[int], None] | None = None,
+        noted: Callable[[SavesRecord], None] | None = None,
     ) -> None:
         self.lacks = lacks
         self.fence = fence or _pass
@@ -66,13 +69,16 @@ class LocalKeeper:
         self._rank = distributed.rank
         self._pid = os.getpid()
         self._view: memoryview | None = None
-        alone = _Alone(depot, distributed, self.fence)
+        self._noted = noted or _pass
+        alone = _Alone(depot, distributed, self.fence, self._noted)
         self._keeping = alone.keeping = Keeping(depot, alone)
         self._keeping.join(self._rank)
         self._said = distributed.rank != 0 or bool(lacks)
 
     def committed(self, done: Committed, seconds: float) -> None:
-        """Do nothing: no agent keeps a record of saves."""
+        """Count it with what this process has committed in the background."""
+        self._keeping.committed_by_rank(done, seconds)
+        self._noted(self._keeping.record())
 
     def memory(self, size: int) -> memoryview:
         """Return memory of this process, touched."""
@@ -156,9 +162,14 @@ class _Alone:
     keeping: Keeping
 
     def __init__(
-        self, depot: Depot, distributed: DistributedContext, fence: Callable[[int], None]
+        self,
+        depot: Depot,
+        distributed: DistributedContext,
+        fence: Callable[[int], None],
+        noted: Callable[[SavesRecord], None],
     ) -> None:
         self.fence = fence
+        self._noted = noted
         self._depot = depot
         self._distributed = distributed
         self._rank = distributed.rank
@@ -192,7 +203,8 @@ class _Alone:
             log.debug("rank 0 is not told of %r: %s", problem, error)
 
     def committed(self, handed: Handed, done: Committed) -> None:
-        """Remove what may go now."""
+        """Have it counted, and remove what may go now."""
+        self._noted(self.keeping.record())
         self._retiring.after(handed, done)
 
     def make_room(self, handed: Handed) -> bool:
@@ -221,7 +233,7 @@ class _Alone:
                 self.keeping.failed_elsewhere(stage, f"rank {rank}: {problem}")
 
 
-def _pass(_: int) -> None:
+def _pass(_: object) -> None:
     """Let every round commit: nobody can say that it is over but who started it."""
 
 

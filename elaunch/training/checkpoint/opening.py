@@ -30,7 +30,10 @@ from elaunch.training.checkpoint.parts import Known, Parts, awaiting
 from elaunch.training.checkpoint.where import Whose
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from elaunch.progress import ProgressPage
+    from elaunch.saverecord import SavesRecord
     from elaunch.training.distributed import DistributedContext
     from elaunch.training.info import Info
     from elaunch.training.train import TrainContext
@@ -49,6 +52,7 @@ class Opening:
         page: progress page of this rank.
         run_id: of the run.
         given: the run id is the same when the job is started again.
+        noted: gets what was saved so far after each commit, where no agent keeps the run's record.
     """
 
     info: Info
@@ -57,6 +61,7 @@ class Opening:
     page: ProgressPage
     run_id: str
     given: bool
+    noted: Callable[[SavesRecord], None] | None = None
     known: Known = field(default_factory=Known)
     _depot: Depot | None = None
     _whose: Whose | None = None
@@ -208,7 +213,7 @@ class Opening:
     def _made(self, whose: Whose) -> Parts:
         from elaunch.training.checkpoint.keeper import open_keeper
 
-        keeper = open_keeper(self.distributed, self.depot, whose.round)
+        keeper = open_keeper(self.distributed, self.depot, whose.round, self.noted)
         self._stack.callback(lambda: keeper.close(self._patient))
         return Parts(
             distributed=self.distributed,

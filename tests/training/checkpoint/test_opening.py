@@ -57,7 +57,7 @@ def test_one_rank_cannot_reach_its_agent(start: Callable[..., Job]) -> None:
     script = """
 from elaunch.training.checkpoint import keeper
 asked = []
-def opened(distributed, depot, number):
+def opened(distributed, depot, number, noted):
     if rank == 1:
         return keeper.without_agent(distributed, depot, "/x.sock: No such file")
     return keeper.without_agent(distributed, depot, fence=asked.append)  # stands for an agent's
@@ -104,7 +104,7 @@ def test_a_refusal_of_one_agent_is_an_error_of_all(start: Callable[..., Job]) ->
     """No rank goes on, and waits for the others, where one is refused."""
     script = """
 from elaunch.training.checkpoint import keeper
-def opened(distributed, depot, number):
+def opened(distributed, depot, number, noted):
     if rank == 1:
         raise SaveError("round 0 is over")
     return keeper.without_agent(distributed, depot)
