@@ -106,6 +106,7 @@ class Courier:
         """Hand what comes of parts and replicas to the keeper, from now on."""
         self._received = received
         self.handle("sealed", self._on_sealed)
+        self.handle("writing", self._on_writing)
         self.handle("failed", self._on_failed)
         self.handle("part", self._on_part)
         self.handle("replica", self._on_replica)
@@ -197,6 +198,14 @@ class Courier:
         with self._to_node(node_rank, timeout) as line:
             line.ask({"do": "failed", "stage": asdict(stage), "rank": rank, "problem": problem})
 
+    def send_writing(
+        self, node_rank: int, stage: Stage, rank: int, world_size: int, timeout: float
+    ) -> None:
+        """Tell it that ``rank``'s part of the stage is being written still."""
+        told = {"stage": asdict(stage), "rank": rank, "world_size": world_size}
+        with self._to_node(node_rank, timeout) as line:
+            line.ask({"do": "writing", **told})
+
     def fetch_part(
         self,
         node_rank: int,
@@ -267,6 +276,12 @@ class Courier:
         assert self._received is not None  # attached
         stage, manifest = Stage(**request["stage"]), str(request["manifest"]).encode("latin-1")
         self._received.on_sealed(stage, int(request["rank"]), manifest)
+        return {"ok": True}
+
+    def _on_writing(self, _: Line, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        assert self._received is not None  # attached
+        stage, world_size = Stage(**request["stage"]), int(request["world_size"])
+        self._received.on_writing(stage, int(request["rank"]), world_size)
         return {"ok": True}
 
     def _on_failed(self, _: Line, request: Mapping[str, Any]) -> Mapping[str, Any]:

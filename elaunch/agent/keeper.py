@@ -154,6 +154,10 @@ class CheckpointKeeper:
         said = json.loads(manifest)
         self._served().keeping.sealed_elsewhere(stage, rank, int(said["world_size"]), manifest)
 
+    def on_writing(self, stage: Stage, rank: int, world_size: int) -> None:
+        """Another node's part is being written still."""
+        self._served().keeping.writing_elsewhere(stage, rank, world_size)
+
     def on_failed(self, stage: Stage, rank: int, problem: str) -> None:
         """Another node's part will not come."""
         self._served().keeping.failed_elsewhere(stage, f"rank {rank}: {problem}")

@@ -32,19 +32,20 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from elaunch.agent.keepermemory import CheckpointMemory, Segment
 from elaunch.agent.localcopies import GATHERED
 from elaunch.checkpoint import layout
-from elaunch.checkpoint.atonce import stand_back
 from elaunch.checkpoint.committing import read_committed
 from elaunch.checkpoint.depot import Depot
 from elaunch.checkpoint.files import open_regular
 from elaunch.checkpoint.filewriter import make_parents, sync_directory, sync_parents, write_file
 from elaunch.checkpoint.keeping import Keeping, told
 from elaunch.checkpoint.manifests import decode
+from elaunch.checkpoint.pace import Pace
 from elaunch.checkpoint.records import Stage
 from elaunch.errors import CheckpointError, SaveError
 from elaunch.keeperline import Handed
@@ -149,20 +150,19 @@ class Copies:
 
     def _start(self, replica: _Replica, target: Path | None, until: float = math.inf) -> None:
         name = f"copy of rank {replica[0].part.rank}"
-        threading.Thread(
-            target=self._write, args=(replica, target, until), name=name, daemon=True
-        ).start()
+        pace = Pace()
+        work = partial(self._write, replica, target, until, pace)
+        threading.Thread(target=pace.lead, args=(work,), name=name, daemon=True).start()
 
-    def _write(self, replica: _Replica, target: Path | None, until: float) -> None:
+    def _write(self, replica: _Replica, target: Path | None, until: float, pace: Pace) -> None:
         """Put a replica into the checkpoint at ``target``, or into its stage before ``until``."""
         handed, segment = replica
-        stand_back()
         try:
             if target is None:
-                self._complete_stage(handed, segment.view, until)
+                self._complete_stage(handed, segment.view, until, pace)
             else:
                 content = _read(target / layout.manifest_name(handed.part.rank))
-                self._put(target, content, handed, segment.view)
+                self._put(target, content, handed, segment.view, pace=pace)
         except (CheckpointError, OSError) as error:
             if target is not None and not target.is_dir():
                 log.debug("%s went before its copy was written", handed.stage.final)
@@ -175,14 +175,14 @@ class Copies:
                 self._writing.remove(replica)
                 self._changed.notify_all()
 
-    def _complete_stage(self, handed: Handed, memory: memoryview, until: float) -> None:
+    def _complete_stage(self, handed: Handed, memory: memoryview, until: float, pace: Pace) -> None:
         """Put the replica into a stage that nobody works on, with the seal that its rank made."""
         stage, rank = handed.stage, handed.part.rank
         path = self._root / layout.STAGE / stage.name
         seal = self._keeping.left_sealed(stage, rank)
         if seal is None or not path.is_dir():
             return
-        self._put(path, seal, handed, memory, until)
+        self._put(path, seal, handed, memory, until, pace=pace)
         if rank not in self._depot.manifests(stage):
             self._depot.adopt(stage, {rank: seal})
 
@@ -193,6 +193,8 @@ class Copies:
         handed: Handed,
         memory: memoryview,
         until: float = math.inf,
+        *,
+        pace: Pace,
     ) -> None:
         """Put those files into ``target`` that the manifest of the part's rank lists."""
         wanted = {entry.path: entry for entry in decode(manifest, handed.part.rank).files}
@@ -203,7 +205,7 @@ class Copies:
         with self._workplace() as workplace:
             for number, path in enumerate(lacking):
                 pieces = [memory[at : at + size] for at, size in extents[path]]
-                made, entry = write_file(workplace, str(number), pieces), wanted[path]
+                made, entry = write_file(workplace, str(number), pieces, pace), wanted[path]
                 if (made.size, made.checksum) != (entry.size, entry.checksum):
                     raise CheckpointError(f"{path} is not what its rank has sealed")
             if time.monotonic() >= until:

@@ -36,6 +36,11 @@ class Peers(Protocol):
     ) -> None:
         """Tell it that ``rank``'s part of the stage will not come."""
 
+    def send_writing(
+        self, node_rank: int, stage: Stage, rank: int, world_size: int, timeout: float
+    ) -> None:
+        """Tell it that ``rank``'s part of the stage is being written still."""
+
     def fetch_part(
         self,
         node_rank: int,
@@ -63,6 +68,9 @@ class Received(Protocol):
 
     def on_failed(self, stage: Stage, rank: int, problem: str) -> None:
         """Another node's part will not come."""
+
+    def on_writing(self, stage: Stage, rank: int, world_size: int) -> None:
+        """Another node's part is being written still."""
 
     def serve_part(
         self, step: int, round_number: int, rank: int

@@ -123,6 +123,14 @@ class RoundWorld:
             except SaveError as error:
                 log.warning("node %d does not know that %s failed: %s", node_rank, stage, error)
 
+    def writing(self, handed: Handed) -> None:
+        """Tell those who commit that a part is on its way; raises SaveError."""
+        peers = self._plan.peers
+        for node_rank in self._committers(handed):
+            if peers is not None:
+                part = handed.part
+                peers.send_writing(node_rank, handed.stage, part.rank, part.world_size, TRY_S)
+
     def _committers(self, handed: Handed) -> list[int]:
         """Return the other nodes that wait for this part."""
         found = self.round

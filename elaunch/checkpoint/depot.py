@@ -106,6 +106,12 @@ class Depot(Protocol):
     def put_failure(self, stage: Stage, rank: int, problem: str) -> None:
         """Leave word in the stage that the part of ``rank`` will not come."""
 
+    def put_mark(self, stage: Stage, rank: int, mark: str) -> None:
+        """Leave a mark for who commits that the part of ``rank`` is being written still."""
+
+    def marks(self, stage: Stage) -> dict[int, str]:
+        """Return the marks that are there, by rank; one that has changed is a sign of life."""
+
     def failures(self, stage: Stage) -> dict[int, str]:
         """Return what was left by ``put_failure``: rank → problem."""
 

@@ -33,12 +33,12 @@ from typing import TypeVar
 from elaunch.checkpoint import layout
 from elaunch.checkpoint.files import open_regular
 from elaunch.checkpoint.manifests import Entry
+from elaunch.checkpoint.pace import STEP, Pace
 from elaunch.errors import SaveError
 
 _PIECES = 512  # per call of writev; the system takes 1024 at most
 _INLINE = 2**20  # bytes; a smaller file is hashed without a thread
 _CHUNK = 2**20
-_STRIDE = 2**24  # bytes hashed between two looks whether the checksum is still wanted
 _PAUSE = 0.05  # seconds between two looks at what another machine has written
 _NO_SUCH_CALL = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)  # CIFS and some FUSE: directories
 _NOT_YET = (errno.ENOENT, errno.ESTALE)
@@ -63,7 +63,9 @@ def naming(path: Path) -> Iterator[None]:
         raise
 
 
-def write_file(directory: Path, relative: str, pieces: Sequence[Piece]) -> Entry:
+def write_file(
+    directory: Path, relative: str, pieces: Sequence[Piece], pace: Pace | None = None
+) -> Entry:
     """Write a file below ``directory``, whose parents are there, and return its entry.
 
     The checksum is computed in a second thread while the data are on their way to the disk.
@@ -74,8 +76,8 @@ def write_file(directory: Path, relative: str, pieces: Sequence[Piece]) -> Entry
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
-            with naming(path), BackgroundChecksum(views) as total:
-                _write(descriptor, views)
+            with naming(path), BackgroundChecksum(views, pace) as total:
+                do_steps(_writes(descriptor, views), pace)
                 os.fsync(descriptor)
             status = os.fstat(descriptor)
         finally:
@@ -185,22 +187,51 @@ def plain_views(pieces: Sequence[Piece]) -> list[memoryview]:
     return [view.cast("B") for view in views if view.nbytes]
 
 
-def _write(descriptor: int, views: Sequence[memoryview]) -> None:
-    for start in range(0, len(views), _PIECES):
-        batch = list(views[start : start + _PIECES])
-        while batch:
-            written = os.writev(descriptor, batch)
-            while batch and written >= batch[0].nbytes:
-                written -= batch.pop(0).nbytes
-            if written:
-                batch[0] = batch[0][written:]
+def do_steps(steps: Iterator[int], pace: Pace | None) -> None:
+    """Do steps, which yield their bytes, at the pace of their part, if it has one."""
+    if pace is not None:
+        pace.run(steps)
+    else:
+        for _ in steps:
+            pass
+
+
+def portions(views: Sequence[memoryview]) -> Iterator[memoryview]:
+    """Yield pieces that are not larger than STEP bytes."""
+    for view in views:
+        for start in range(0, view.nbytes, STEP):
+            yield view[start : start + STEP]
+
+
+def _writes(descriptor: int, views: Sequence[memoryview]) -> Iterator[int]:
+    """Write pieces, so many in one call that there are not more than about STEP bytes."""
+    batch: list[memoryview] = []
+    size = 0
+    for piece in portions(views):
+        batch.append(piece)
+        size += piece.nbytes
+        if size >= STEP or len(batch) == _PIECES:
+            _write(descriptor, batch)
+            yield size
+            batch, size = [], 0
+    _write(descriptor, batch)
+
+
+def _write(descriptor: int, batch: list[memoryview]) -> None:
+    while batch:
+        written = os.writev(descriptor, batch)
+        while batch and written >= batch[0].nbytes:
+            written -= batch.pop(0).nbytes
+        if written:
+            batch[0] = batch[0][written:]
 
 
 class BackgroundChecksum:
     """The checksum of pieces of memory, computed beside the ``with`` block."""
 
-    def __init__(self, views: Sequence[memoryview]) -> None:
+    def __init__(self, views: Sequence[memoryview], pace: Pace | None = None) -> None:
         self._views = views
+        self._pace = pace
         self._total = hashlib.sha256()
         self._thread: threading.Thread | None = None
         self._unwanted = False
@@ -219,11 +250,14 @@ class BackgroundChecksum:
             self._thread.join()
 
     def _run(self) -> None:
-        for view in self._views:
-            for start in range(0, view.nbytes, _STRIDE):
-                if self._unwanted:
-                    return
-                self._total.update(view[start : start + _STRIDE])
+        do_steps(self._sums(), self._pace)
+
+    def _sums(self) -> Iterator[int]:
+        for piece in portions(self._views):
+            if self._unwanted:
+                return
+            self._total.update(piece)
+            yield piece.nbytes
 
     def checksum(self) -> str:
         """Return it, behind the ``with`` block."""

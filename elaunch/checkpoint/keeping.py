@@ -7,7 +7,7 @@ sealed by a thread of its own; the thread that brings the last seal commits.
 what goes wrong                 what becomes of it
 ==============================  ==================================================================
 a part never comes              the save is discarded when its rank has ended, at the end of the
-                                round, or after ``PART_DEADLINE_S``
+                                round, or after ``PART_DEADLINE_S`` without word of it
 the disk is full                what retention allows is removed, the part is written once more
 it is still full, or broken     the save is discarded; its ranks are told, once, by the next call
 a copy cannot be written        that is logged: the node whose part it is may have written it
@@ -26,18 +26,25 @@ import errno
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final, Protocol
 
+from elaunch.checkpoint import saves
 from elaunch.checkpoint.atonce import stand_back
 from elaunch.checkpoint.depot import Depot
+from elaunch.checkpoint.pace import Pace
 from elaunch.checkpoint.records import Committed, Image, Stage
 from elaunch.checkpoint.saves import Books, Save
 from elaunch.errors import ElaunchError, SaveError
 from elaunch.keeperline import Handed
 
 FULL: Final = (errno.ENOSPC, errno.EDQUOT)
+WORD_S = 60.0
+"""Seconds between two words to other nodes that a part is being written still."""
+
 log = logging.getLogger("elaunch")
 
 
@@ -61,6 +68,9 @@ class Surroundings(Protocol):
 
     def failed(self, handed: Handed, problem: str) -> None:
         """A part will not come: tell those who wait for it elsewhere."""
+
+    def writing(self, handed: Handed) -> None:
+        """A part is on its way to the disk for long: tell those who wait for it elsewhere."""
 
     def committed(self, handed: Handed, done: Committed) -> None:
         """Remove what retention lets go, now that there is a newer one."""
@@ -125,11 +135,15 @@ class Keeping:
             save.world_size = handed.part.world_size
             save.done = False  # this process may have been done with it, but for the copy
             save.commits = self._around.commits(save.lead())
-            save.writing[rank] = time.monotonic()
+            save.writing[rank] = Pace()
             books.drop_if_hopeless(save)
         if handed.part.copied != copied:
             handed = replace(handed, part=replace(handed.part, copied=copied))
-        _start(f"checkpoint {handed.stage.step} rank {rank}", self._write, save, handed, memory)
+        name = f"checkpoint {handed.stage.step} rank {rank}"
+        work = partial(self._write, save, handed, memory)
+        threading.Thread(
+            target=save.writing[rank].lead, args=(work,), name=name, daemon=True
+        ).start()
 
     def abandon(self, rank: int, stage: Stage | None = None) -> None:
         """Note that ``rank`` hands over nothing of the save that it has begun.
@@ -161,6 +175,11 @@ class Keeping:
         """Note a checkpoint that rank 0 has written with the others and committed itself."""
         with self._changed:
             self._books.count(done, seconds)
+
+    def writing_elsewhere(self, stage: Stage, rank: int, world_size: int) -> None:
+        """Note that another node still writes the part of ``rank``."""
+        with self._changed:
+            self._books.save(stage, world_size).heard[rank] = time.monotonic()
 
     def failed_elsewhere(self, stage: Stage, problem: str) -> None:
         """Note that a part of ``stage`` will not come from another node."""
@@ -232,14 +251,16 @@ class Keeping:
     def _write(self, save: Save, handed: Handed, memory: memoryview) -> None:
         """Write one part, and commit if it was the last."""
         rank, problem, manifest = handed.part.rank, "", b""
-        try:
+        pace = save.writing[rank]
+        with self._telling(handed, pace):
             try:
-                manifest = self._write_part(handed, memory)
-            finally:
-                self._around.released(handed)
-            self._around.sealed(handed, manifest)
-        except Exception as error:  # whatever it is: the save comes to nothing, the job goes on
-            problem = told(error)
+                try:
+                    manifest = self._write_part(handed, memory, pace)
+                finally:
+                    self._around.released(handed)
+                self._around.sealed(handed, manifest)
+            except Exception as error:  # whatever it is: the save comes to nothing, the job goes on
+                problem = told(error)
         with self._changed:
             del save.writing[rank]
             if not problem:
@@ -264,9 +285,33 @@ class Keeping:
         """Whether a rank of this process has yet to hand over its part."""
         return bool(save.missing(self._around.own_ranks()))
 
-    def _write_part(self, handed: Handed, memory: memoryview) -> bytes:
+    @contextmanager
+    def _telling(self, handed: Handed, pace: Pace) -> Iterator[None]:
+        """Have who waits for the part elsewhere hear every WORD_S that it gets on."""
+        over = threading.Event()
+
+        def tell() -> None:
+            while not over.wait(WORD_S):
+                if time.monotonic() - pace.moved <= saves.WRITE_DEADLINE_S:
+                    self._say_writing(handed)
+
+        alone = handed.part.copied or handed.part.world_size <= len(self._around.own_ranks())
+        if not alone:
+            _start(f"checkpoint {handed.stage.step} word", tell)
+        try:
+            yield
+        finally:
+            over.set()
+
+    def _say_writing(self, handed: Handed) -> None:
+        try:
+            self._around.writing(handed)
+        except (ElaunchError, OSError) as error:
+            log.debug("%s: who commits was not told: %s", handed.stage.name, told(error))
+
+    def _write_part(self, handed: Handed, memory: memoryview, pace: Pace) -> bytes:
         images = [
-            Image(path, [memory[at : at + size] for at, size in extents])
+            Image(path, [memory[at : at + size] for at, size in extents], pace)
             for path, extents in handed.images
         ]
         try:

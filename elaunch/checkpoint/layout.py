@@ -65,6 +65,7 @@ QUARANTINED = "QUARANTINED"
 REMOVED = "REMOVED"
 CHECKSUM = "sha256"
 TEMPORARY = ".tmp-elaunch-"  # what a file is called until it is whole; never a user's name
+MARK = f"{TEMPORARY}writing-"  # in a stage, of a rank: its part is on its way; changes
 PRIVATE = ".rank-"  # directory of one rank inside a stage
 FAILED = "failed.rank-"  # a rank's word, in a stage, that its part will not come
 STEPS_COMPLETED = "steps_completed"  # the key that every checkpoint's user metadata has
@@ -133,6 +134,17 @@ def failure_name(rank: int) -> str:
 def parse_failure_name(name: str) -> int | None:
     """Return the rank whose word of failure has this name, or None for any other name."""
     rank = name.removeprefix(FAILED)
+    return int(rank) if rank != name and rank.isdecimal() else None
+
+
+def mark_name(rank: int) -> str:
+    """Return the name, in a stage, of a rank's mark that its part is being written still."""
+    return f"{MARK}{rank:05d}"
+
+
+def parse_mark_name(name: str) -> int | None:
+    """Return the rank whose mark has this name, or None for any other name."""
+    rank = name.removeprefix(MARK)
     return int(rank) if rank != name and rank.isdecimal() else None
 
 

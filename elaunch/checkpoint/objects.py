@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from elaunch.checkpoint import layout
-from elaunch.checkpoint.filewriter import BackgroundChecksum, plain_views
+from elaunch.checkpoint.filewriter import BackgroundChecksum, do_steps, plain_views, portions
 from elaunch.checkpoint.manifests import Entry
 from elaunch.checkpoint.places import BUCKETS, without_slash
 from elaunch.checkpoint.records import Image
@@ -112,11 +112,10 @@ class Objects:
         views = plain_views(image.pieces)
         with (
             self._at(f"{path}/{image.path}") as (system, full),
-            BackgroundChecksum(views) as total,
+            BackgroundChecksum(views, image.pace) as total,
             _with_parents(system, [full], lambda: system.open(full, "wb")) as file,
         ):
-            for view in views:
-                file.write(view)
+            do_steps((file.write(piece) and piece.nbytes for piece in portions(views)), image.pace)
         return Entry(image.path, image.size, total.checksum())
 
     def upload(self, path: str, local: Path, files: Sequence[str]) -> None:

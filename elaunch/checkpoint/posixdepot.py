@@ -107,7 +107,9 @@ class PosixDepot:
         with self._must_stay(stage, part):
             for relative in paths:
                 make_parents(path, relative)
-            calls = [partial(write_file, path, image.path, image.pieces) for image in images]
+            calls = [
+                partial(write_file, path, image.path, image.pieces, image.pace) for image in images
+            ]
             files = at_once(calls, _WRITERS, "checkpoint")
             return self._put_manifest(path, stage, part, files)
 
@@ -152,12 +154,25 @@ class PosixDepot:
         path = self.open_stage(stage) / layout.failure_name(rank)
         write_document(path, problem.encode())
 
+    def put_mark(self, stage: Stage, rank: int, mark: str) -> None:
+        """Put a file into the stage, which a commit sweeps away."""
+        path = committing.stage_path(self._root, stage) / layout.mark_name(rank)
+        write_document(path, mark.encode())
+
+    def marks(self, stage: Stage) -> dict[int, str]:
+        """Return the marks; none if the stage is gone."""
+        return self._words(stage, layout.parse_mark_name)
+
     def failures(self, stage: Stage) -> dict[int, str]:
         """Return the words of failure; none if the stage is gone."""
+        return self._words(stage, layout.parse_failure_name)
+
+    def _words(self, stage: Stage, rank_of: Callable[[str], int | None]) -> dict[int, str]:
+        """Return what ranks have left in the stage, by rank."""
         path, found = committing.stage_path(self._root, stage), {}
         with contextlib.suppress(FileNotFoundError):
             for name in sorted(os.listdir(path)):
-                rank = layout.parse_failure_name(name)
+                rank = rank_of(name)
                 if rank is not None:
                     found[rank] = read_limited(path / name, JSON_LIMIT).decode(errors="replace")
         return found

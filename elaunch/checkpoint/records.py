@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from elaunch.checkpoint import layout
+from elaunch.checkpoint.pace import Pace
 from elaunch.errors import CheckpointError
 
 Place = Path | str  # a directory, or an fsspec URL such as "s3://bucket/run"
@@ -116,11 +117,13 @@ class Part:
 class Image:
     """A file that is to be: ``path`` below the stage, and its bytes, piece after piece.
 
-    The pieces may lie in a tensor's or in an agent's memory: nothing copies them.
+    The pieces may lie in a tensor's or in an agent's memory: nothing copies them. ``pace`` is that
+    of what is written beside a training.
     """
 
     path: str
     pieces: Sequence[memoryview | bytes]
+    pace: Pace | None = field(default=None, compare=False)
 
     @property
     def size(self) -> int:

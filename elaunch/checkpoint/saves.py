@@ -21,15 +21,17 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from elaunch.checkpoint.ownership import NOT_THE_ONE
+from elaunch.checkpoint.pace import Pace
 from elaunch.checkpoint.records import Committed, Stage
 from elaunch.errors import SaveError
 from elaunch.keeperline import Handed
 from elaunch.saverecord import SavesRecord
 
 PART_DEADLINE_S = 600.0
-"""Seconds for all ranks to hand over their parts, after the first."""
+"""Seconds for all ranks to hand over their parts, after the first, or after another node has last
+said that it still writes one."""
 WRITE_DEADLINE_S = 1800.0
-"""Seconds for the storage to take a part; longer is a storage that hangs."""
+"""Seconds without a step forward for the storage to take a part; longer is a storage that hangs."""
 LOOK_S: Final = 1.0
 """Seconds between two looks at these deadlines; all else wakes who waits."""
 REMEMBERED: Final = 8
@@ -47,7 +49,8 @@ class Save:
         began: when the first part came, in monotonic seconds.
         handed: the parts that were handed over in this process, by rank.
         commits: whether this process commits it.
-        writing: the ranks whose parts are being written here, and since when.
+        writing: the ranks whose parts are being written here, and how that gets on.
+        heard: when another node's keeper was last heard to write the part of a rank.
         sealed: the seals that are known, by rank, of all nodes.
         committing: whether the commit runs.
         adopting: whether it has yet to write other nodes' manifests into the stage.
@@ -62,7 +65,8 @@ class Save:
     began: float
     handed: dict[int, Handed] = field(default_factory=dict)
     commits: bool = False
-    writing: dict[int, float] = field(default_factory=dict)
+    writing: dict[int, Pace] = field(default_factory=dict)
+    heard: dict[int, float] = field(default_factory=dict)
     sealed: dict[int, bytes] = field(default_factory=dict)
     committing: bool = False
     adopting: bool = False
@@ -91,16 +95,22 @@ class Save:
 
     def stuck(self, now: float) -> str:
         """Return why the storage has to be taken for one that hangs at ``now``, or ""."""
-        late = [rank for rank, at in self.writing.items() if now - at > WRITE_DEADLINE_S]
+        late = [r for r, pace in self.writing.items() if now - pace.moved > WRITE_DEADLINE_S]
         if not late:
             return ""
-        part = f"the part of {named(late)}"
-        return f"the storage has not taken {part} within {WRITE_DEADLINE_S:g} s: it hangs"
+        return (
+            f"the storage has taken nothing of the part of {named(late)} for "
+            f"{WRITE_DEADLINE_S:g} s: it hangs"
+        )
 
     def overdue(self, now: float) -> str:
         """Return why nobody need wait for other ranks any longer at ``now``, or ""."""
-        late = self.missing(range(self.world_size))
-        if not late or now - self.began <= PART_DEADLINE_S:
+        late = [
+            rank
+            for rank in self.missing(range(self.world_size))
+            if now - max(self.began, self.heard.get(rank, 0.0)) > PART_DEADLINE_S
+        ]
+        if not late:
             return ""
         return (
             f"{named(late)} handed over no part within {PART_DEADLINE_S:g} s; every rank has to "

@@ -43,6 +43,10 @@ class Keeper:
         """Note it."""
         self.told.append(("sealed", stage, rank, manifest))
 
+    def on_writing(self, stage: Stage, rank: int, world_size: int) -> None:
+        """Note it."""
+        self.told.append(("writing", stage, rank, world_size))
+
     def on_failed(self, stage: Stage, rank: int, problem: str) -> None:
         """Note it."""
         self.told.append(("failed", stage, rank, problem))
@@ -76,9 +80,11 @@ def test_seals_and_failures_reach_the_node_that_they_are_for() -> None:
         for courier, keeper in zip(made, keepers, strict=True):
             courier.attach(keeper)
         made[2].send_sealed(0, STAGE, 5, manifest, DEADLINE)
+        made[1].send_writing(0, STAGE, 3, 6, DEADLINE)
         made[1].send_failed(0, STAGE, 3, "no space left", DEADLINE)
         assert keepers[0].told == [
             ("sealed", STAGE, 5, manifest),
+            ("writing", STAGE, 3, 6),
             ("failed", STAGE, 3, "no space left"),
         ]
         assert keepers[1].told == keepers[2].told == []

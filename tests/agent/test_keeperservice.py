@@ -106,6 +106,11 @@ class Agent:
     ) -> None:
         self._peer(node_rank).on_sealed(stage, rank, manifest)
 
+    def send_writing(
+        self, node_rank: int, stage: Stage, rank: int, world_size: int, timeout: float
+    ) -> None:
+        self._peer(node_rank).on_writing(stage, rank, world_size)
+
     def send_failed(
         self, node_rank: int, stage: Stage, rank: int, problem: str, timeout: float
     ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import threading
 import time
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.checkpoint import committing, layout, saves
+from elaunch.checkpoint import committing, filewriter, keeping, layout, pace, saves
 from elaunch.checkpoint.keeping import Keeping
 from elaunch.checkpoint.manifests import decode
 from elaunch.checkpoint.posixdepot import PosixDepot
@@ -64,6 +65,9 @@ class Around:
 
     def failed(self, handed: Handed, _: str) -> None:
         self.said.append(("failed", handed.part.rank))
+
+    def writing(self, handed: Handed) -> None:
+        self.said.append(("writing", handed.part.rank))
 
     def committed(self, _: Handed, done: Committed) -> None:
         self.done.append(done.name)
@@ -323,6 +327,64 @@ def test_a_part_that_never_comes(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> N
     rig.stage(10, 0)
     with pytest.raises(SaveError, match="rank 1 handed over no part within"):
         rig.begin(0)
+
+
+def test_another_node_that_writes_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says so all the time: the deadline begins anew with each word, and ends with the last."""
+    monkeypatch.setattr(saves, "PART_DEADLINE_S", 1.0)
+    rig = Rig(tmp_path, ranks=(0,))
+    stage = rig.handed(10, 1).stage
+    rig.stage(10, 0)
+    until = time.monotonic() + 2.5
+    while time.monotonic() < until:
+        rig.keeping.writing_elsewhere(stage, 1, 2)
+        assert not rig.keeping.begin(0, True, 0.05)
+    with pytest.raises(SaveError, match="rank 1 handed over no part within 1 s"):
+        rig.begin(0)
+
+
+def test_who_commits_hears_of_a_write_that_takes_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as the storage takes something; one rank of two is here, so another waits."""
+    monkeypatch.setattr(keeping, "WORD_S", 0.02)
+    rig = Rig(tmp_path, ranks=(1,))
+    rig.around.chief = False
+    gate = Gate(rig, 1)
+    rig.stage(10, 1)
+    wait_until(lambda: rig.around.said.count(("writing", 1)) > 2, LONG)
+    monkeypatch.setattr(saves, "WRITE_DEADLINE_S", 0.0)
+    wait_until(lambda: _silent(rig.around.said), LONG)
+    gate.opened.set()
+    wait_until(lambda: ("sealed", 1) in rig.around.said, LONG)
+
+
+def _silent(said: list[tuple[str, int]]) -> bool:
+    before = len(said)
+    time.sleep(0.2)
+    return len(said) == before
+
+
+def test_a_write_that_gets_on_is_no_storage_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long it takes in all."""
+    monkeypatch.setattr(saves, "WRITE_DEADLINE_S", 2.0)
+    monkeypatch.setattr(pace, "STEP", 1)
+    monkeypatch.setattr(filewriter, "STEP", 1)
+    rig, write = Rig(tmp_path, ranks=(0,), world=1), filewriter._write
+    steps = itertools.count()
+
+    def slow(descriptor: int, batch: list[memoryview]) -> None:
+        if next(steps) < 8:  # the bytes of the part
+            threading.Event().wait(0.5)
+        write(descriptor, batch)
+
+    monkeypatch.setattr(filewriter, "_write", slow)
+    begun = time.monotonic()
+    rig.stage(10, 0)
+    assert rig.begin(0)
+    assert time.monotonic() - begun > 2.0 and rig.names == ["step-00000010.r0"]
 
 
 def test_a_round_that_is_over_commits_nothing(rig: Rig) -> None:

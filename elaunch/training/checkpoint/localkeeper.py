@@ -7,6 +7,7 @@ has in flight; the stage that it leaves is cleared at the next start. Rank 0 com
 it learns                              from
 =====================================  =============================================================
 that another has sealed its part       its manifest in the stage
+that another still writes its part     a mark in the stage that changes
 that another's part has failed         its word in the stage, if it can write there; else the next
                                        call of all ranks (``share``)
 that another has ended without either  that call (PeerLost); at the end, when no call comes any
@@ -24,9 +25,9 @@ import time
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Final
 
+from elaunch.checkpoint import saves
 from elaunch.checkpoint.keeping import Keeping
 from elaunch.checkpoint.retiring import Retiring
-from elaunch.checkpoint.saves import PART_DEADLINE_S
 from elaunch.errors import CheckpointError, ContextError, SaveError
 from elaunch.keeperline import CLOSE_S, MARGIN_S, Handed
 from elaunch.training.checkpoint.agreeing import agree
@@ -173,6 +174,7 @@ class _Alone:
         self._depot = depot
         self._distributed = distributed
         self._rank = distributed.rank
+        self._marks = 0
         self._retiring = Retiring(depot, keep_of(os.environ))
 
     def own_ranks(self) -> frozenset[int]:
@@ -202,6 +204,13 @@ class _Alone:
         except (OSError, CheckpointError) as error:
             log.debug("rank 0 is not told of %r: %s", problem, error)
 
+    def writing(self, handed: Handed) -> None:
+        """Change the mark that rank 0 looks at."""
+        if self._rank == 0:
+            return
+        self._marks += 1
+        self._depot.put_mark(handed.stage, self._rank, str(self._marks))
+
     def committed(self, handed: Handed, done: Committed) -> None:
         """Have it counted, and remove what may go now."""
         self._noted(self.keeping.record())
@@ -214,7 +223,8 @@ class _Alone:
     def _watch(self, handed: Handed) -> None:
         """Tell the keeping which ranks have sealed, or failed, until all have or it is over."""
         stage, size, seen = handed.stage, handed.part.world_size, {0}
-        until, pause = time.monotonic() + PART_DEADLINE_S, FIRST_LOOK_S
+        until, pause = time.monotonic() + saves.PART_DEADLINE_S, FIRST_LOOK_S
+        marks: dict[int, str] = {}
         again, lives = threading.Event(), _Lives(self._distributed)
         while len(seen) < size and time.monotonic() < until and self.keeping.is_open(stage):
             again.wait(pause)
@@ -222,9 +232,14 @@ class _Alone:
             lives.ask([rank for rank in range(size) if rank not in seen])
             try:
                 sealed, failed = self._depot.manifests(stage), self._depot.failures(stage)
+                marked = self._depot.marks(stage)
             except (OSError, CheckpointError) as error:
                 log.debug("%s cannot be read now: %s", stage.name, error)
-                sealed, failed = {}, {}
+                sealed, failed, marked = {}, {}, marks
+            for rank in [rank for rank, mark in marked.items() if marks.get(rank) != mark]:
+                self.keeping.writing_elsewhere(stage, rank, size)
+                until = time.monotonic() + saves.PART_DEADLINE_S
+            marks = marked
             for rank in sorted(set(sealed) - seen):
                 self.keeping.sealed_elsewhere(stage, rank, size, sealed[rank])
             seen |= set(sealed)
