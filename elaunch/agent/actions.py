@@ -99,6 +99,11 @@ class ReplaceServer:
 
 
 @dataclass(frozen=True)
+class RestartServer:
+    """Start the server again, which has ended while no worker was there."""
+
+
+@dataclass(frozen=True)
 class KillServer:
     """Kill the server, which does not answer; its end is the next event."""
 
@@ -124,6 +129,7 @@ Action = (
     | TakeStacks
     | Settle
     | ReplaceServer
+    | RestartServer
     | KillServer
     | Finish
 )

@@ -125,6 +125,10 @@ class WorkerGroup:
     def spawn_from_now_on(self) -> None:
         """Replace the server by one that imports nothing; workers are plain processes then."""
         self._forks = False
+        self.replace_server()
+
+    def replace_server(self) -> None:
+        """End the server, if it has not ended, and start another; no worker runs."""
         self.server.close()
         self.server = self._new_server()
         self.server.start()

@@ -226,8 +226,12 @@ def _on_fenced(state: State, _: events.Fenced) -> Decision:
 
 def _on_held(_: State, event: events.Held) -> Decision:
     if event.on:
-        return Nothing(), "the store gets nothing done: the workers are stopped until it does"
-    return Nothing(), "the workers go on"
+        # The server stops them, which knows of no cause: this agent may have been suspended itself.
+        return Nothing(), (
+            "this agent's lease was not renewed in time (the store gets nothing done, or this "
+            "agent was suspended): the workers are stopped until it is"
+        )
+    return Nothing(), "the lease was renewed: the workers go on"
 
 
 def _on_failed(state: State, event: events.MeetingFailed) -> Decision:

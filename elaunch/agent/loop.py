@@ -33,6 +33,7 @@ from elaunch.agent.actions import (
     Meet,
     Notify,
     ReplaceServer,
+    RestartServer,
     Settle,
     StartRound,
     StopWorkers,
@@ -232,6 +233,10 @@ class Agent:
             self._settle(state, action)
         elif isinstance(action, ReplaceServer):
             self._group.spawn_from_now_on()
+        elif isinstance(action, RestartServer):
+            self._group.replace_server()
+            if state.phase is Phase.STARTING:
+                self._deadline = time.monotonic() + state.limits.start_timeout
         elif isinstance(action, KillServer):
             self._group.server.kill()
             self._deadline = time.monotonic() + KILL_DEADLINE

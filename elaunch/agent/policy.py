@@ -25,6 +25,7 @@ from elaunch.agent.actions import (
     KillServer,
     Nothing,
     ReplaceServer,
+    RestartServer,
     Settle,
     StartRound,
     StopWorkers,
@@ -42,6 +43,8 @@ from elaunch.rendezvous.budget import (
 Decision = tuple[Action, str]
 
 NOTHING: Decision = (Nothing(), "")
+SERVER_RESTARTS: Final = 3
+"""How often the server is started again in one wait for other nodes: nothing of a round is lost."""
 LAST_SAVE_S: Final = 1800.0
 """Seconds for the storage to take the last save of a job that is done; a signal cuts that short."""
 
@@ -181,8 +184,31 @@ def _unkillable(state: State) -> Decision:
 
 def _on_server_lost(state: State, event: events.ServerLost) -> Decision:
     if state.phase is Phase.STARTING:
-        return Finish(ServerError.exit_code), server_ended(event.exitcode)
+        return _lost_at_start(state, event)
+    if state.phase is Phase.MEETING:
+        return _lost_at_rest(state, event)
     return EndTree(), f"{server_ended(event.exitcode)}; its workers ended with it"
+
+
+def _lost_at_start(state: State, event: events.ServerLost) -> Decision:
+    """Start the server again if a signal has killed it; one that ends by itself would again."""
+    how, most = server_ended(event.exitcode), state.limits.max_restarts
+    if event.exitcode >= 0 or most == 0 or state.interrupted is not None:
+        return Finish(ServerError.exit_code), how
+    how += " before it was ready"
+    if state.server_restarts >= most:
+        return Finish(ServerError.exit_code), f"{how}; {most} of {most} restarts are used up"
+    number = state.server_restarts + 1
+    return RestartServer(), f"{how}; starting another: restart {number} of {most}"
+
+
+def _lost_at_rest(state: State, event: events.ServerLost) -> Decision:
+    """Start the server again at once: with static it shows the others where to meet."""
+    how, most = server_ended(event.exitcode), max(SERVER_RESTARTS, state.limits.max_restarts)
+    if state.server_restarts >= most:
+        how += f" {most + 1} times while this node waited for others"
+        return Finish(ServerError.exit_code), how
+    return RestartServer(), f"{how}; starting another, and waiting for the other nodes"
 
 
 def _on_tree_gone(state: State, event: events.TreeGone) -> Decision:

@@ -39,6 +39,7 @@ from elaunch.agent.actions import (
     KillServer,
     Meet,
     Notify,
+    RestartServer,
     Settle,
     StartRound,
     StopWorkers,
@@ -132,6 +133,7 @@ class State:
     sigints: int = 0
     sigterms: int = 0
     server_lost: int | None = None
+    server_restarts: int = 0
     killing: bool = False
     restarts: int = 0
     without_progress: int = 0
@@ -335,6 +337,8 @@ def follow(state: State, action: Action) -> State:
         return replace(state, notice=action.notice, notified_in=state.phase)
     if isinstance(action, TakeStacks):
         return replace(state, taking=True)
+    if isinstance(action, RestartServer):
+        return replace(state, server_lost=None, server_restarts=state.server_restarts + 1)
     if isinstance(action, KillServer):
         return replace(state, killing=True)
     if isinstance(action, ChooseCheckpoint) and not state.searching:

@@ -15,6 +15,7 @@ from elaunch.agent.actions import (
     Hurry,
     Meet,
     Nothing,
+    RestartServer,
     Settle,
     StartRound,
     StopWorkers,
@@ -209,11 +210,33 @@ TABLE: dict[str, tuple[tuple[events.Event, ...], Action, str]] = {
     "held": (
         (*RUNS, events.Held(True)),
         Nothing(),
-        "the store gets nothing done: the workers are stopped until it does",
+        "this agent's lease was not renewed in time (the store gets nothing done, or this agent "
+        "was suspended): the workers are stopped until it is",
     ),
-    "let go": ((*RUNS, events.Held(True), events.Held(False)), Nothing(), "the workers go on"),
+    "let go": (
+        (*RUNS, events.Held(True), events.Held(False)),
+        Nothing(),
+        "the lease was renewed: the workers go on",
+    ),
     "fenced at rest": ((READY, events.Fenced(0.1)), Nothing(), ""),
     # ── the store ──
+    "the server dies while others are waited for": (
+        (READY, lost(-9)),
+        RestartServer(),
+        "the server that starts the workers was killed by SIGKILL; starting another, and waiting "
+        "for the other nodes",
+    ),
+    "the round begins on the next one": (
+        (READY, lost(-9), seen(FIRST)),
+        StartRound(0, None, 3),
+        "first start",
+    ),
+    "it does again and again": (
+        (READY, *[lost(-9)] * 4),
+        Finish(71),
+        "the server that starts the workers was killed by SIGKILL 4 times while this node waited "
+        "for others",
+    ),
     "a long wait is logged": (
         (READY, events.StillWaiting("waiting for 30 s: no coordinator has published a plan")),
         Nothing(),

@@ -27,6 +27,7 @@ from elaunch.agent.actions import (
     Nothing,
     Notify,
     ReplaceServer,
+    RestartServer,
     Settle,
     StartRound,
     StopWorkers,
@@ -102,6 +103,38 @@ TABLE: dict[str, Row] = {
     "a later server cannot preload": (TWO, (*RUNS, BROKEN), Nothing(), ""),
     "the first server dies": (
         TWO,
+        (lost(1),),
+        Finish(71),
+        "the server that starts the workers exited with code 1",
+    ),
+    "it is killed": (
+        TWO,
+        (lost(-9),),
+        Finish(71),
+        "the server that starts the workers was killed by SIGKILL",
+    ),
+    "it is killed, and may be started again": (
+        Limits(2, max_restarts=2),
+        (lost(-9),),
+        RestartServer(),
+        "the server that starts the workers was killed by SIGKILL before it was ready; starting "
+        "another: restart 1 of 2",
+    ),
+    "the next one is ready": (
+        Limits(2, max_restarts=2),
+        (lost(-9), READY),
+        StartRound(0, None),
+        "first start",
+    ),
+    "the next ones are killed, too": (
+        Limits(2, max_restarts=2),
+        (lost(-9), lost(-9), lost(-9)),
+        Finish(71),
+        "the server that starts the workers was killed by SIGKILL before it was ready; 2 of 2 "
+        "restarts are used up",
+    ),
+    "one that ends by itself would again": (
+        Limits(2, max_restarts=2),
         (lost(1),),
         Finish(71),
         "the server that starts the workers exited with code 1",

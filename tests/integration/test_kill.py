@@ -81,6 +81,23 @@ def test_the_agent_is_killed_while_the_server_imports(elaunch: Launcher, place: 
     wait_until_gone(elaunch)
 
 
+def test_the_server_is_killed_while_it_imports(elaunch: Launcher, place: Path) -> None:
+    """No worker was there yet: another server is started, as often as there are restarts."""
+    lines = ["import os, time", "print('importing', flush=True)"]
+    lines += ["os.path.exists('go') or time.sleep(110)"]
+    (place / "slow.py").write_text("\n".join(lines))
+    flags = ["--max-restarts=1"]
+    words = act(("--preload", "slow"), "say=up", flags=flags)
+    running = elaunch.start(words, env={"PYTHONPATH": str(place)}, cwd=place)
+    running.wait_for_line("importing")
+    (place / "go").touch()
+    os.kill(server_of(running), signal.SIGKILL)
+    done = running.wait()
+    assert done.returncode == 0, done.stderr
+    assert "before it was ready; starting another: restart 1 of 1" in done.stderr
+    assert "up" in done.stdout
+
+
 @both_methods
 def test_the_server_is_killed(elaunch: Launcher, method: Method, place: Path) -> None:
     """The round fails, the report names the server, nothing is left."""

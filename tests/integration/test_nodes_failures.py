@@ -22,6 +22,7 @@ from tests.integration.nodes import (
     wait_for_worker,
     wait_until_said,
 )
+from tests.integration.watching import server_of
 
 pytestmark = pytest.mark.slow
 
@@ -60,6 +61,22 @@ def test_a_node_never_starts_its_workers(cluster: Build) -> None:
     for agent in (one, two):
         assert agent.wait(DEADLINE).returncode == 69
         wait_until_said(agent, r"node2 \(\S+\) did not start round 0 in \d+ s")
+
+
+@pytest.mark.parametrize("backend", ["c10d", "static"])
+def test_the_server_of_an_agent_that_waits_is_killed(cluster: Build, backend: str) -> None:
+    """The job begins when the other node comes; no restart is used."""
+    job = Job(cluster, backend, 2)
+    flags = ["--nnodes=2", "--max-restarts=0"]
+    one = job.start(1, flags)
+    wait_until_said(one, r"waiting: 1 of 2 nodes")
+    os.kill(server_of(one), signal.SIGKILL)
+    wait_until_said(one, r"the server that starts the workers was killed by SIGKILL")
+    two = job.start(2, flags)
+    for rank, agent in enumerate((one, two)):
+        agent.wait_for_line(r"^up rank=\d round=0", DEADLINE)
+        job.goes_on(0, rank)
+    assert end(job, one, two) == [0, 0]
 
 
 @both_backends
