@@ -6,10 +6,14 @@ import time
 from typing import Final
 
 _DAY_S: Final = 86_400
+LONGEST_S: Final = 1e12
+"""Seconds that are a length of time; whatever says more does not know."""
 
 
 def duration(seconds: float) -> str:
     """Write a length of time: ``0.05 s``, ``12 s``, ``3m 12s``, ``2h 05m``, ``3d 04h``."""
+    if not abs(seconds) < LONGEST_S:  # NaN is not below anything
+        return "?"
     if seconds < 10:
         return f"{seconds:.2f} s" if seconds < 1 else f"{seconds:.1f} s"
     whole = round(seconds)

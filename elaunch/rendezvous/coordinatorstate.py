@@ -21,6 +21,8 @@ from elaunch.rendezvous.plan import AgentRecord, Plan
 from elaunch.rendezvous.view import Absent, Found, Present, Publish, Rules, Search, View, Wait
 from elaunch.store.protocol import Change, Post
 
+REFUSALS_TOLD = 5
+"""Agents whose refused records are told one by one."""
 RETRY = 0.2
 """Seconds before the board is read again after it could not be."""
 
@@ -71,6 +73,7 @@ class CoordinatorState:
         self._present: dict[str, Present] = {}
         self._absent: dict[str, Absent] = {}
         self._refused: set[str] = set()
+        self._told_at = 10
         self._arrivals = 0
         self._roster_known = False
         self._doubt: Coming | None = None
@@ -141,14 +144,26 @@ class CoordinatorState:
             try:
                 record = records.decode_agent(change.value, self._secret, change.name)
             except records.RecordError as exc:
-                if change.name not in self._refused:
-                    self._refused.add(change.name)
-                    log.warning("%s", exc)
+                self._refuse(change.name, exc)
                 continue
             self._on_record(change.name, record, now)
         if not self._roster_known:
             self._roster_known = True
             self._note_absent(now)
+
+    def _refuse(self, name: str, problem: records.RecordError) -> None:
+        """Say so once for each of the first names, and then that there are ten times as many."""
+        if name in self._refused:
+            return
+        self._refused.add(name)
+        number = len(self._refused)
+        if number <= REFUSALS_TOLD:
+            log.warning("%s", problem)
+        elif number == self._told_at:
+            self._told_at *= 10
+            log.warning(
+                "the records of %s agents were refused so far; the last: %s", number, problem
+            )
 
     def on_found(self, found: Found) -> None:
         """Take what the search for a checkpoint brought."""

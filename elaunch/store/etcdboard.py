@@ -128,11 +128,15 @@ class Board:
             self._newest = post
 
 
+LONGEST_VERSION = 18
+"""Digits of a version of the board."""
+
+
 def _post(kv: Any | None) -> Post | None:
     """Return what a key and value of etcd say; raises StoreError if that is no post."""
     if kv is None:
         return None
     version, _, value = kv.value.partition(b"\n")
-    if not version.isdigit():
+    if not version.isdigit() or len(version) > LONGEST_VERSION:
         raise StoreError(f"what is at {kv.key.decode()} in etcd was not written by elaunch")
     return Post(int(version), value)

@@ -39,6 +39,7 @@ from elaunch.errors import SeatLost, StoreClosed, StoreUnreachable
 from elaunch.store import tcpwire
 from elaunch.store.memory import Roster
 from elaunch.store.protocol import Change, Seat
+from elaunch.store.tcpidle import hang_up_on_silent
 from elaunch.store.tcpline import Line
 from elaunch.store.tcpwire import Connection
 
@@ -51,6 +52,12 @@ PERIOD = (0.02, 0.5)
 AGES_EVERY = 1.0
 AGES_AT_MOST_EVERY = 0.05
 POPS = 512
+IDLE_EVERY = 5.0
+"""Seconds between two looks for connections that nobody uses."""
+SPARSELY = 0.1
+"""Seconds of a pause where somebody else has written what wakes the host and says nothing."""
+MOST_ENTRIES = 20_000
+"""Entries of the roster; notices of more are dropped."""
 NOTICE = 1024 * 1024
 """Bytes of the longest notice that is taken."""
 
@@ -111,7 +118,7 @@ class _Pulse:
 class Keeper:
     """Keeps the roster of a hosted store in a thread of its own."""
 
-    def __init__(self, line: Line, prefix: str, closed: threading.Event) -> None:
+    def __init__(self, line: Line, prefix: str, closed: threading.Event, port: int) -> None:
         self.changed = threading.Condition()
         self._line, self._prefix, self._closed = line, prefix, closed
         self._roster = Roster()
@@ -122,6 +129,8 @@ class Keeper:
         self._judge_at = 0.0
         self._ages_at = 0.0
         self._ages_due: float | None = None
+        self._port = port
+        self._idle_at = self._looked + IDLE_EVERY
         threading.Thread(target=self._run, name="elaunch-keeper", daemon=True).start()
 
     def wake(self) -> None:
@@ -177,10 +186,17 @@ class Keeper:
         """Wait for notices until the counters must be read; take both in, tell readers."""
         due = self._judge_at if self._ages_due is None else min(self._judge_at, self._ages_due)
         raw: list[bytes] = []
+        inbox = self._prefix + "in"
         until = time.monotonic() + max(0.001, due - self._now)
         try:
-            self._line.exchange(lambda line, by: _drain(line, self._prefix + "in", until, by, raw))
+            woken = self._line.exchange(lambda line, by: _drain(line, inbox, until, by, raw))
+            if woken and not raw:  # no queue has that name but a key, which somebody has set
+                self._line.exchange(lambda line, by: _remove(line, inbox, by))
+                self._closed.wait(SPARSELY)
         finally:
+            if time.monotonic() >= self._idle_at:
+                self._idle_at = time.monotonic() + IDLE_EVERY
+                hang_up_on_silent(self._port)
             self._tick()
             requests = self._take([notice for one in raw if (notice := read_notice(one))])
         if self._now >= self._judge_at:
@@ -215,6 +231,8 @@ class Keeper:
             return [tcpwire.put(seat, b""), tcpwire.put(counter, str(GONE).encode())]
         if not here and self._roster.knows(name):
             return []  # it is gone, and learns so from its counter
+        if not here and len(self._pulses) >= MOST_ENTRIES:
+            return []
         if not here:
             self._pulses[name] = _Pulse(notice.ttl, self._now)
             self._judge_at = min(self._judge_at, self._now + self._period())
@@ -276,11 +294,14 @@ class Keeper:
         return tcpwire.put(self._prefix + "ages", json.dumps(ages, separators=(",", ":")).encode())
 
 
-def _drain(line: Connection, inbox: str, until: float, by: float, taken: list[bytes]) -> None:
-    """Wait until ``until`` for something in the inbox and take all that is there."""
+def _drain(line: Connection, inbox: str, until: float, by: float, taken: list[bytes]) -> bool:
+    """Wait until ``until`` for something in the inbox and take all that is there.
+
+    Returns whether something was said to be there.
+    """
     line.send([tcpwire.wait(inbox)], by)
     if not line.awaited(until, grace=by - time.monotonic()):
-        return
+        return False
     pops = 1
     while pops > 0:
         by = time.monotonic() + 5.0
@@ -291,6 +312,12 @@ def _drain(line: Connection, inbox: str, until: float, by: float, taken: list[by
             if left >= 0:
                 taken.append(value)
         pops = min(left, POPS)
+    return True
+
+
+def _remove(line: Connection, key: str, by: float) -> int:
+    line.send([tcpwire.delete(key)], by)
+    return line.integer(by)
 
 
 def _read_all(line: Connection, keys: list[str], by: float) -> list[bytes]:

@@ -35,6 +35,7 @@ from elaunch.errors import StoreClosed, StoreReplaced, StoreUnreachable
 from elaunch.store import tcpwire
 from elaunch.store.tcpwire import Connection, ForeignAnswer
 
+LONGEST_NAME = 1_000
 HELLO = "elaunch"
 AGAIN = 0.02
 """Seconds before a line that broke is opened again: a host that ends closes its port last."""
@@ -137,8 +138,21 @@ def _read_hello(raw: bytes) -> dict[str, Any] | None:
         said = json.loads(raw)
     except (ValueError, RecursionError):
         return None
-    known = isinstance(said, dict) and isinstance(said.get("elaunch"), int)
-    return said if known and all(isinstance(said.get(k), str) for k in ("run_id", "boot")) else None
+    if not isinstance(said, dict) or type(said.get("elaunch")) is not int:
+        return None
+    named = all(_is_line(said.get(name)) for name in ("run_id", "boot"))
+    return said if named and ("store" not in said or _is_place(said["store"])) else None
+
+
+def _is_line(value: object) -> bool:
+    """Return whether it is one line that can be printed and sent; anybody may have written it."""
+    return isinstance(value, str) and len(value) <= LONGEST_NAME and value.isprintable()
+
+
+def _is_place(value: object) -> bool:
+    if not isinstance(value, list) or len(value) != 2 or not _is_line(value[0]):
+        return False
+    return bool(value[0]) and type(value[1]) is int and 0 < value[1] < 65536
 
 
 class Line:

@@ -15,7 +15,15 @@ from collections.abc import Callable, Mapping, Sequence
 from elaunch.errors import SeatLost, StoreClosed
 from elaunch.store import tcpwire
 from elaunch.store.protocol import Change, Post, Seat
-from elaunch.store.tcphost import NOTICE, TTL, Keeper, is_name, left_notice, put_notice
+from elaunch.store.tcphost import (
+    MOST_ENTRIES,
+    NOTICE,
+    TTL,
+    Keeper,
+    is_name,
+    left_notice,
+    put_notice,
+)
 from elaunch.store.tcpline import Line, Spot
 from elaunch.store.tcpwire import Connection
 
@@ -25,6 +33,7 @@ KEPT = 64
 """Versions of the board that are kept for those who wait for one of them."""
 
 
+LONGEST_AGE = 1e9
 SPARSELY = 0.2
 """Seconds between two looks at what says that there is news where there is none."""
 FURTHEST = 1_000_000
@@ -64,7 +73,9 @@ class TcpStore:
         self._posted: Post | None = None
         self._server = server
         hosted = server is not None
-        self._keeper = Keeper(self._inbox, self._prefix, self._closed) if hosted else None
+        self._keeper = (
+            Keeper(self._inbox, self._prefix, self._closed, spot.address[1][1]) if hosted else None
+        )
 
     @property
     def place(self) -> str:
@@ -271,5 +282,12 @@ def _ages(raw: bytes) -> dict[str, float]:
         ages = json.loads(raw or b"{}")
     except (ValueError, RecursionError):
         return {}
-    known = isinstance(ages, dict)
-    return {k: float(v) for k, v in ages.items() if isinstance(v, int | float)} if known else {}
+    if not isinstance(ages, dict):
+        return {}
+    good = [(name, age) for name, age in ages.items() if is_name(name) and is_age(age)]
+    return {name: float(age) for name, age in good[:MOST_ENTRIES]}
+
+
+def is_age(value: object) -> bool:
+    """Return whether a value from JSON is a number of seconds, and neither NaN nor endless."""
+    return type(value) in (int, float) and 0 <= value <= LONGEST_AGE  # type: ignore[operator]
