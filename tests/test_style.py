@@ -50,7 +50,7 @@ BROAD_EXCEPTS: dict[str, str] = {
     "elaunch.agent.seeker:look": "whatever a search runs into is its answer, and is told",
     "elaunch.checkpoint.atonce:_run": "top of a thread: raised again in the one that has asked",
     "elaunch.checkpoint.objects:Objects._at": "whatever a storage's driver raises is an OSError",
-    "elaunch.checkpoint.pace:Pace._rest": "top of a thread: raised again in the one that waits for it",
+    "elaunch.checkpoint.pace:Pace._rest": "top of a thread: raised in the one that waits for it",
     "elaunch.rendezvous.coordinator:Coordinator._find": "top of a thread: the job ends with it",
     "elaunch.rendezvous.meeting:Meeting._run": "top of a thread: ends this agent, and is told",
     "elaunch.agent.control:ControlSocket._serve": "top of a thread: logged, others are served",
