@@ -6,6 +6,8 @@
     ├── UsageError              a flag, a variable or a job file is wrong; nothing was started
     ├── StoreError              something is wrong between this agent and the job's store
     │   ├── StoreUnreachable    nobody answers there, or what answers is no store of this job
+    │   │   ├── StoreReplaced   what answers is not the store that this agent has an entry in
+    │   │   └── StoreFull       it answers and takes no more writes
     │   ├── StoreDenied         it answers and does not let us in
     │   ├── SeatLost            it has given us up: our entry expired or was removed
     │   └── StoreClosed         our own side of it was closed meanwhile
@@ -68,6 +70,10 @@ class StoreReplaced(StoreUnreachable):
 
     It knows nothing of this job's agents; an entry of theirs is gone for good.
     """
+
+
+class StoreFull(StoreUnreachable):
+    """The store answers and takes no more writes: its space is used up. Names what to do."""
 
 
 class StoreDenied(StoreError):

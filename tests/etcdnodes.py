@@ -37,6 +37,7 @@ class Etcd:
 
     def __init__(self, nodes: Sequence[Node]) -> None:
         programs.needed("etcd", "etcdctl")
+        self._options: list[str] = []
         self._peers = ",".join(f"{n.name}=http://{n.address}:{PEER_PORT}" for n in nodes)
         self.members = [Member(node, self._start(node)) for node in nodes]
         self.leader()
@@ -103,6 +104,16 @@ class Etcd:
             assert done.returncode == 0, done
         self.restart(member)
 
+    def fill(self) -> None:
+        """Start the only member again with little space, and write until it takes no more."""
+        (member,) = self.members
+        self._options = ["--quota-backend-bytes", "200000"]
+        self.kill(member)
+        self.restart(member)
+        self.leader()
+        while member.node.run(_etcdctl(member, "put", "junk", "x" * 50_000)).returncode == 0:
+            pass
+
     def freeze(self, member: Member) -> None:
         """Stop a member: its connections stay, and nobody answers; ``thaw`` its pid."""
         freeze(member.running.pid)
@@ -116,7 +127,7 @@ class Etcd:
         if "," not in self._peers:
             # It has nobody to wait for. Several members have production's times.
             words += ["--heartbeat-interval", "20", "--election-timeout", "200"]
-        return node.popen(["etcd", *words])
+        return node.popen(["etcd", *words, *self._options])
 
 
 def _etcdctl(member: Member, *words: str) -> list[str]:

@@ -7,6 +7,7 @@ outgoing connection can take a port while a member is down. Members keep product
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import shutil
@@ -188,6 +189,21 @@ class Cluster:
             return getattr(getattr(loaded.rpc, f"{service}Stub")(channel), method)(
                 request, timeout=timeout
             )
+
+    def fill(self) -> None:
+        """Write until it takes no more; give it a small ``--quota-backend-bytes``."""
+        from elaunch.store import etcdload
+
+        loaded = etcdload.load()
+        with contextlib.suppress(loaded.grpc.RpcError):
+            while True:
+                self.call("KV", "Put", loaded.rpc.PutRequest(key=b"junk", value=bytes(50_000)))
+
+    def drain(self) -> None:
+        """Have it take writes again."""
+        self.compact()
+        self._etcdctl("defrag")
+        self._etcdctl("alarm", "disarm")
 
     def wipe(self) -> None:
         """End all members and start them with no data, at the same addresses."""

@@ -256,8 +256,8 @@ def _on_silent(_: State, event: events.StoreSilent) -> Decision:
     return Nothing(), event.reason
 
 
-def _on_back(_: State, __: events.StoreBack) -> Decision:
-    return Nothing(), "the store answers again"
+def _on_back(_: State, event: events.StoreBack) -> Decision:
+    return Nothing(), event.reason
 
 
 ARMS: dict[type, Callable[[State, Any], Decision]] = {

@@ -47,13 +47,18 @@ class Coordinator:
         search: Callable[[Search], Found],
         clock: Callable[[], float],
         settled: Callable[[CoordinatorState], None],
+        published: Callable[[StoreError | None], None],
     ) -> None:
-        """``settled`` is called whenever all that was heard so far has been decided upon."""
+        """``settled`` is called whenever all that was heard so far has been decided upon.
+
+        ``published`` is called with how each try to publish went: None, or what the store did.
+        """
         self._store = store
         self._state = state
         self._search = search
         self._clock = clock
         self._settled = settled
+        self._published = published
         self._queue: queue.SimpleQueue[_Changed | _Stopped | _Written | Found] = queue.SimpleQueue()
         self._ended = threading.Event()
 
@@ -103,9 +108,12 @@ class Coordinator:
 
     def _publish(self, coming: Coming) -> bool | None:
         try:
-            return self._store.publish(coming.version, coming.value)
-        except StoreUnreachable:
+            taken = self._store.publish(coming.version, coming.value)
+        except StoreUnreachable as exc:
+            self._published(exc)
             return None
+        self._published(None)
+        return taken
 
     def _reread(self) -> None:
         try:

@@ -346,7 +346,12 @@ class Meeting:
             name, self._rules, self._secret, self._member.old_job, draw_job_and_jitter
         )
         coordinator = Coordinator(
-            store, state, self._world.search, self._world.clock, self._note_decided
+            store,
+            state,
+            self._world.search,
+            self._world.clock,
+            self._note_decided,
+            self._note_published,
         )
         with self._changed:
             self._coordinator, self._decided = coordinator, None
@@ -358,6 +363,11 @@ class Meeting:
             with self._changed:
                 self._coordinator = None
                 self._changed.notify_all()
+
+    def _note_published(self, problem: StoreError | None) -> None:
+        with self._changed:
+            self._post(self._member.published(problem, self._world.clock()))
+            self._changed.notify_all()
 
     def _note_decided(self, state: CoordinatorState) -> None:
         with self._changed:

@@ -63,6 +63,7 @@ from elaunch.rendezvous.tasks import (
 )
 from elaunch.rendezvous.view import FENCE, HOSTED, Rules
 from elaunch.rendezvous.waiting import RESTING, Still, Waiting, is_last
+from elaunch.rendezvous.writes import Writes
 from elaunch.store.protocol import Post
 
 RENEWALS = 6
@@ -116,6 +117,7 @@ class MemberState:
         self._rewrite_until = now
         self._rewrite_at: float | None = None
         self._problem = ""
+        self._writes = Writes()
         self._problem_at = -math.inf
         self._waiting = Waiting(rules, now)
         self._moved = False
@@ -180,6 +182,8 @@ class MemberState:
             self.opened_at = sent
         if problem is None:
             effects = self._answered(now)
+            if isinstance(task, Update | Enrol):
+                effects += self._writes.done("entry")
             effects += self._succeeded(task, sent, now)
             if self._is_refusing(now):
                 effects += self._give_up(self._refusal)
@@ -297,6 +301,13 @@ class MemberState:
             self._refused_at = now
         return now - self._refused_at >= REFUSING
 
+    def published(self, problem: StoreError | None, now: float) -> list[Effect]:
+        """Take how this agent, which coordinates, got on with publishing a plan."""
+        if problem is None:
+            return [*self._writes.done("plan")]
+        self.note_problem(problem, now)
+        return [*self._writes.refused("plan", problem, now), *self._overdue(now)]
+
     # ── how it went ──────────────────────────────────────────────────────────────────────────────
 
     def _answered(self, now: float) -> list[Effect]:
@@ -378,10 +389,25 @@ class MemberState:
             self._opened = self._stale_entry = False  # perhaps another connection gets through
         if self._withdrawing:
             self.name, self._stale_entry = "", False  # it expires by itself
-        limit = self._rules.store_timeout if self._ever_joined else self._rules.join_timeout
-        if now - self._last_answer >= limit:
+        if now - self._last_answer >= self._limit:
             effects += self._give_up(self._lost_store(now))
-        return effects
+        if isinstance(task, Update | Enrol):
+            effects += self._writes.refused("entry", problem, now)
+        return effects + self._overdue(now)
+
+    @property
+    def _limit(self) -> float:
+        """For how many seconds this agent goes on without the store."""
+        return self._rules.store_timeout if self._ever_joined else self._rules.join_timeout
+
+    def _overdue(self, now: float) -> list[Effect]:
+        waited = self._writes.overdue(now, self._limit)
+        if waited is None:
+            return []
+        return self._give_up(
+            f"{self.place} has taken no write of this agent for {waited:.0f} s, the last attempt: "
+            f"{self._problem}"
+        )
 
     def _cut(self, reason: str, stale: bool) -> list[Effect]:
         """We are not on the roster any more, or cannot know; ``stale``: our entry may be there."""

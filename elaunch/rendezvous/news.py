@@ -7,8 +7,9 @@ PlanSeen       the coordinator has decided something; ``name`` is ours on the ro
 CutOff         the others have given us up, or may have: our workers are dead or must be at once
 Rejoined       we are on the roster again, under another name, as a newcomer
 StillWaiting   this agent waits for others for long; the reason says for whom
-StoreSilent    the store does not answer; the workers go on while nobody can decide without us
-StoreBack      it answers again, and nothing was lost
+StoreSilent    the store does not answer, or takes no writes; the workers go on while nobody can
+               decide without us
+StoreBack      it does again, and nothing was lost
 MeetingFailed  we cannot go on: too long without the store, or it does not let us in
 =============  =====================================================================================
 """
@@ -58,7 +59,9 @@ class StoreSilent:
 
 @dataclass(frozen=True)
 class StoreBack:
-    """The store answers again."""
+    """The store answers again, or takes writes again."""
+
+    reason: str = "the store answers again"
 
 
 @dataclass(frozen=True)

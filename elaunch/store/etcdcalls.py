@@ -30,6 +30,7 @@ from elaunch.errors import (
     StoreClosed,
     StoreDenied,
     StoreError,
+    StoreFull,
     StoreReplaced,
     StoreUnreachable,
 )
@@ -210,6 +211,8 @@ class Calls:
                 raise StoreDenied(etcdreasons.denied(self.place, refusal.text))
             if refusal.kind == "gone":
                 raise SeatLost(f"{self.place} has given up our entry: the lease has expired")
+            if refusal.kind == "full":
+                raise StoreFull(etcdreasons.full(self.place, refusal.text))
             if refusal.kind == "wrong":
                 raise StoreError(f"{self.place} cannot do what it was asked: {refusal.text}")
             if refusal.kind != "token":

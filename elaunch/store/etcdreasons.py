@@ -12,6 +12,7 @@ tls         and we do not agree on how to encrypt, or on whom     another; Store
 token       does not know our token: expired, or it was restarted  a new token
 denied      knows us and does not let us in                       StoreDenied
 gone        knows our lease no more                               SeatLost
+full        takes no more writes: etcd's space is used up         StoreFull
 wrong       will never do it: too large, no such call             StoreError
 ==========  ====================================================  ===============================
 """
@@ -25,7 +26,7 @@ from typing import Literal
 from elaunch.store.etcdplace import EtcdPlace
 
 Kind = Literal[
-    "refused", "leaderless", "silent", "failing", "tls", "token", "denied", "gone", "wrong"
+    "refused", "leaderless", "silent", "failing", "tls", "token", "denied", "gone", "full", "wrong"
 ]
 
 _LONGEST_TEXT = 200
@@ -94,6 +95,8 @@ def refusal(code: str, details: str, waited: float) -> Refusal:
         return Refusal("silent", f"no answer within {waited:.2g} s")
     if "lease not found" in low:
         return Refusal("gone", short)
+    if "space exceeded" in low:
+        return Refusal("full", short)
     if "no leader" in low:
         return Refusal("leaderless", "it has no leader")
     if code == "UNAVAILABLE":
@@ -134,6 +137,14 @@ def denied(place: EtcdPlace, text: str) -> str:
     return (
         f"{place} does not let the user {place.user!r} in ({text}): it needs a role that may read "
         f"and write the keys below {place.prefix}/"
+    )
+
+
+def full(place: EtcdPlace, text: str) -> str:
+    """Return the message for an etcd whose space is used up: how to free some."""
+    return (
+        f"{place} takes no more writes ({text}; alarm NOSPACE): free space with etcdctl compact, "
+        "defrag and alarm disarm, and raise its --quota-backend-bytes"
     )
 
 

@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from elaunch.errors import SeatLost, StoreUnreachable
+from elaunch.errors import SeatLost, StoreFull, StoreUnreachable
 from elaunch.store.etcdplace import Keys
 from elaunch.store.etcdrenewal import Renewal
 from elaunch.store.etcdroster import LEFT
@@ -145,7 +145,10 @@ class OwnSeat:
         try:
             txns.send([still], then, [])
         except SeatLost:  # expired at this moment: it is off the roster, which is what was wanted
-            self._forget(own)
+            pass
+        except StoreFull:  # what is removed needs no room; the others take it for lost
+            with suppress(SeatLost):
+                txns.revoke(own.lease)
         self._forget(own)
 
     def await_lead(self, name: str, timeout: float) -> bool:

@@ -14,6 +14,7 @@ from tests.integration.nodes import (
     Job,
     end,
     rounds,
+    said,
     wait_for_worker,
     wait_until_said,
 )
@@ -226,3 +227,21 @@ def test_etcd_loses_its_memory(cluster: Build, how: str) -> None:
         wait_for_worker(agent, rank, 2)
     assert end(job, *agents) == [0, 0]
     assert [rounds(agent) for agent in agents] == [[(0, 2), (1, 2), (2, 2)]] * 2
+
+
+def test_etcd_is_full(cluster: Build) -> None:
+    """Training goes on; once something has to be written, the agents name it, and end in time."""
+    job = Job(cluster, "etcd", 2)
+    job.conf["store_timeout"] = 4
+    assert job.etcd is not None
+    agents = job.pair(["--nnodes=2", "--max-restarts=1"], ["fail=1r0"])
+    job.etcd.fill()
+    for rank in range(2):
+        job.goes_on(0, rank, LONGER_THAN_A_LEASE)
+    (job.share / "fail.0").touch()
+    for agent in agents:
+        assert agent.wait(DEADLINE).returncode == 69
+        full = [line for line in said(agent) if "takes no more writes" in line]
+        assert "alarm NOSPACE" in full[0] and "the job goes on until" in full[0]
+        assert "has taken no write of this agent for 4 s" in full[1]
+        assert sum("the job goes on until" in line for line in full) == 1

@@ -293,7 +293,9 @@ class Agent:
         if isinstance(step, Coming):
 
             def published(value: Any) -> None:
-                taken = None if isinstance(value, StoreError) else value
+                problem = value if isinstance(value, StoreError) else None
+                taken = None if problem else value
+                self._take(self.member.published(problem, self.sim.engine.now))
                 state.on_published(step, taken, self.sim.engine.now)
 
             store, name = client.store, client.name

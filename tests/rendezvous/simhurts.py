@@ -4,6 +4,7 @@
 late       a member is frozen: what it was sent is done elsewhere, and again when it wakes
 together   all agents are frozen for longer than their entries live, as by a suspended host
 wiped      it is down for some seconds and comes back empty
+full       it takes no more writes, for good or for some seconds
 restored   it is down for some seconds and comes back as it was a while ago
 =========  =======================================================================================
 """
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from tests.rendezvous.simulation import Simulation
 
 WITHIN = 14.0
-KINDS = ("late", "late", "together", "wiped", "restored")
+KINDS = ("late", "late", "together", "wiped", "restored", "full")
 
 
 def schedule(sim: Simulation, rng: random.Random) -> None:
@@ -43,6 +44,11 @@ def _strike(sim: Simulation, kind: str, seconds: float, draw: float) -> None:
     elif kind == "together":
         for agent in there:
             sim.freeze(agent, seconds)
+    elif kind == "full":
+        store = sim.store
+        store.full = True
+        if draw < 0.7:
+            sim.engine.after(seconds, lambda: setattr(store, "full", False))
     else:
         _lose(sim, seconds, None if kind == "wiped" else sim.saved)
 

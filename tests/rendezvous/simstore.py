@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from elaunch.errors import SeatLost, StoreError, StoreReplaced, StoreUnreachable
+from elaunch.errors import SeatLost, StoreError, StoreFull, StoreReplaced, StoreUnreachable
 from elaunch.store.protocol import Change, Post
 
 CALL_TIMEOUT = 1.0
@@ -83,6 +83,8 @@ class SimStore:
         self.replaced = False
         """Another host has this place; it does not know who was here."""
         self.leaderless = False
+        self.full = False
+        """It takes no more writes."""
         self.in_order = True
         """No write that comes late replaces a newer one: etcd, not a TCPStore's inbox."""
         self.times_lost = 0
@@ -106,6 +108,7 @@ class SimStore:
 
     def enrol(self, name: str, value: bytes, ttl: float) -> None:
         """Put an entry on the roster."""
+        self._check_room()
         if name in self.known:
             raise SeatLost(f"{name} is or was there")
         self.known.add(name)
@@ -115,6 +118,7 @@ class SimStore:
 
     def update(self, name: str, value: bytes, number: int) -> None:
         """Replace an entry, but not one that its agent has written after this one."""
+        self._check_room()
         entry = self.entry(name)
         if number < entry.number and self.in_order:
             return
@@ -134,6 +138,7 @@ class SimStore:
 
     def publish(self, name: str | None, version: int, value: bytes) -> bool:
         """Write the next version, if ``name`` leads."""
+        self._check_room()
         newest = 0 if self.post is None else self.post.version
         if self.lead is None or self.lead != name or version != newest + 1:
             return False
@@ -153,6 +158,10 @@ class SimStore:
         if self.lead is None and self.may_lead(name):
             self.lead = name
         return self.lead == name
+
+    def _check_room(self) -> None:
+        if self.full:
+            raise StoreFull("it takes no more writes")
 
     def _drop(self, name: str, cause: Any) -> None:
         del self.entries[name]

@@ -311,7 +311,7 @@ class Simulation:
 
     def _check_codes(self) -> None:
         ended = self.plans and self.plans[-1].phase == "over"
-        told = self.setting.told_to_go is not None and not self.store.times_lost
+        told = self.setting.told_to_go is not None and not self.hurt
         if told and self.plans and not ended:
             raise Broken(f"all were told to go, and the last plan is {self.plans[-1]}")
         for agent in self.agents:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 
-from elaunch.errors import StoreReplaced
+from elaunch.errors import StoreFull, StoreReplaced
 from elaunch.rendezvous import records
 from elaunch.rendezvous.member import MemberState
-from elaunch.rendezvous.news import CutOff
+from elaunch.rendezvous.news import CutOff, StoreBack, StoreSilent
 from elaunch.rendezvous.news import MeetingFailed as Failed
 from elaunch.rendezvous.plan import AgentRecord, Plan
-from elaunch.rendezvous.tasks import Enrol, Idle, Open, Update
+from elaunch.rendezvous.tasks import Enrol, Fence, Idle, Open, Update
 from elaunch.rendezvous.view import Rules
 from elaunch.store.protocol import Post
 
@@ -138,3 +138,31 @@ def test_a_job_is_gone_on_with_where_etcd_has_lost_its_memory() -> None:
     )
     member.heard(Post(5, records.encode(Plan("new", 5, "running"), None, 5)))
     assert isinstance(member.heard(Post(9, records.encode(Plan("third", 0), None, 9)))[0], Failed)
+
+
+def test_a_store_that_takes_no_writes_is_named_once_and_left_in_time() -> None:
+    """Renewals are answered all the time; nothing else would end the wait."""
+    member = joined()
+    member.tell(AgentRecord("node1", "10.0.0.1", 4000, 1, state="failed", round=0))
+    full, told, now = StoreFull("etcd takes no more writes"), [], 0.0
+    while not (told and isinstance(told[-1], Failed)):
+        task = member.next(now)
+        if not isinstance(task, Idle):
+            refused = full if isinstance(task, Update) else None
+            told += [one for one in member.done(task, now, now, refused) if type(one) is not Fence]
+        now += 0.1
+        assert now < 40.0
+    assert 30.0 <= now < 31.0
+    assert [type(one) for one in told] == [StoreSilent, Failed]
+    assert "has taken no write of this agent for 30 s" in told[-1].problem
+
+
+def test_a_plan_that_is_not_taken_has_the_same_deadline() -> None:
+    """Whoever coordinates may have nothing to say of itself; space that is freed ends it."""
+    member = joined()
+    full = StoreFull("etcd takes no more writes")
+    assert [type(one) for one in member.published(full, 1.0)] == [StoreSilent]
+    assert member.published(full, 30.9) == []
+    assert member.published(None, 30.95) == [StoreBack("the store takes writes again")]
+    assert [type(one) for one in member.published(full, 40.0)] == [StoreSilent]
+    assert [type(one) for one in member.published(full, 70.0)] == [Failed]

@@ -511,6 +511,12 @@ def test_the_fast_protobuf_is_said_to_be_in_the_way() -> None:
             "connection refused",
         ),
         ("UNAVAILABLE", "etcdserver: no leader", "leaderless", "it has no leader"),
+        (
+            "RESOURCE_EXHAUSTED",
+            "etcdserver: mvcc: database space exceeded",
+            "full",
+            "mvcc: database space exceeded",
+        ),
         ("UNAVAILABLE", "etcdserver: leader changed", "failing", "leader changed"),
         ("UNAVAILABLE", "Socket closed", "failing", "Socket closed"),
         (

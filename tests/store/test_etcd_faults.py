@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.errors import StoreReplaced, StoreUnreachable
+from elaunch.errors import StoreFull, StoreReplaced, StoreUnreachable
 from elaunch.store import etcd
 from elaunch.store.etcd import EtcdStore
 from elaunch.store.etcdhistory import History
@@ -219,3 +219,31 @@ def test_a_member_that_is_behind_has_lost_nothing(
             behind = other
         assert store.publish(1, b"one")
         assert store.follow(0, LONG) == Post(1, b"one")
+
+
+# ── what it does not take ────────────────────────────────────────────────────────────────────────
+
+
+def test_an_etcd_that_is_full_says_so(tmp_path: Path, opened: Callable[..., EtcdStore]) -> None:
+    """Entries live on, no write is done, whoever leaves is off the roster; then all works again."""
+    quota = ["--quota-backend-bytes", "200000"]
+    with serve(tmp_path / "etcd", options=quota) as cluster:
+        first, second = opened(cluster.place()), opened(cluster.place())
+        first.enrol("first", b"ready", 60.0)
+        second.enrol("second", b"ready", 60.0)
+        assert first.await_lead("first", LONG)
+        cluster.fill()
+        for call in (
+            lambda: first.update(b"failed"),
+            lambda: first.publish(1, b"plan"),
+            lambda: second.await_lead("second", LONG),
+            lambda: opened(cluster.place()).enrol("third", b"", 60.0),
+        ):
+            with pytest.raises(StoreFull, match=r"takes no more writes \(.*NOSPACE\): free space"):
+                call()
+        first.renew()
+        second.withdraw()
+        assert {name: seat.value for name, seat in first.roster().items()} == {"first": b"ready"}
+        cluster.drain()
+        first.update(b"failed")
+        assert first.publish(1, b"plan")
