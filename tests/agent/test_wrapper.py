@@ -124,7 +124,7 @@ def test_an_error_file_is_pointed_out(elaunch: Launcher, tmp_path: Path) -> None
 @pytest.mark.slow
 def test_as_written(elaunch: Launcher) -> None:
     """``--tee 0`` adds nothing."""
-    assert start(elaunch, ["echo", "a"], "--tee", "0").wait().stdout == "a\n"
+    assert start(elaunch, python("print('a')"), "--tee", "0").wait().stdout == "a\n"
 
 
 @pytest.mark.slow
