@@ -277,7 +277,7 @@ def _start(view: View, rules: Rules, enough: Enough, verdict: budget.Again | Non
         without_progress=spent.without_progress,
         crashes=spent.crashes,
         failure=plan.failure if verdict else None,
-        notice=notice,
+        notice="; ".join(filter(None, (notice, _anew(before, rules)))),
         facts=first.facts,
         strict=rules.strict_symmetry,
     )
@@ -296,18 +296,23 @@ def _why(view: View, rules: Rules, nodes: tuple[Node, ...], before: Known) -> st
         found = view.found.checkpoint if view.found else None
         start = f", {budget.resumes_from(_step(found))}"
     if plan.round < 0 and before.round < 0:
-        return f"first start: {with_whom}{start}{_anew(rules)}"
+        return f"first start: {with_whom}{start}"
     if plan.round < before.round:
         return f"the store lost its memory; going on with {with_whom}{start}"
     what = plan.reason if plan.phase == "ending" else "enough nodes are there again"
     return f"{what}; going on with {with_whom}{start}"
 
 
-def _anew(rules: Rules) -> str:
+def _anew(before: Known, rules: Rules) -> str:
     """Return that the numbers of an earlier run begin again, where one is known of."""
-    if not rules.hosted_by_me or rules.killed_in is None or rules.killed_in < 0:
+    if (
+        before.round >= 0
+        or not rules.hosted_by_me
+        or rules.killed_in is None
+        or rules.killed_in < 0
+    ):
         return ""
     return (
-        f"; the last run with this run id was killed here in round {rules.killed_in} and none of "
+        f"the last run with this run id was killed here in round {rules.killed_in} and none of "
         "its agents is left: rounds and restarts are counted from 0 again"
     )

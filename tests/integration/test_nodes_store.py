@@ -162,6 +162,19 @@ def test_the_host_of_the_tcpstore_is_told_to_leave(cluster: Build) -> None:
     wait_until_said(two, r"node1.*stopped by SIGTERM.*the store.*etcd")
 
 
+def test_all_agents_are_killed_and_none_knows_the_job(cluster: Build) -> None:
+    """A TCPStore ends with its host: rounds are counted anew, and both nodes say so."""
+    job = Job(cluster, "c10d", 2)
+    flags = ["--nnodes=2", "--max-restarts=1"]
+    for agent in job.pair(flags):
+        os.kill(agent.pid, signal.SIGKILL)
+    again = [job.start(number, flags) for number in (1, 2)]
+    for agent in again:
+        wait_until_said(agent, r"was killed here in round 0 and none of its agents is left: rounds")
+        agent.wait_for_line(r"^up rank=\d round=0", DEADLINE)
+    assert end(job, *again) == [0, 0]
+
+
 def test_all_agents_are_told_to_leave_at_once(cluster: Build) -> None:
     """The job is over: what is started with its run id then is another one."""
     job = Job(cluster, "etcd", 3, members=3)

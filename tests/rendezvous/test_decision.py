@@ -91,9 +91,9 @@ TABLE: dict[str, Row] = {
     ),
     "and none of them has come back": (
         *(replace(HOSTS, killed_in=4), EMPTY, [seat(1), seat(2)], {"opened": 88.0}),
-        "running//0/None a1 a2",
-        "first start: 2 nodes, 16 workers; the last run with this run id was killed here in round "
-        "4 and none of its agents is left: rounds and restarts are counted from 0 again",
+        "running//0/None a1 a2; the last run with this run id was killed here in round 4 and none "
+        "of its agents is left: rounds and restarts are counted from 0 again",
+        "first start: 2 nodes, 16 workers",
     ),
     "the longest fence of those that have": (
         *(HOSTS, EMPTY, [seat(1), seat(2)], {"opened": 80.0, "known": Known(4, heartbeat=30.0)}),
@@ -443,7 +443,8 @@ def told(step: Publish | Search | Wait) -> str:
         left_out = [f"!{name}" for name in plan.strangers]
         restarts = [f"r{plan.restarts}"] if plan.restarts > 1 else []
         waits = [plan.waits] if plan.waits else []
-        return " ".join([head, *names, *left_out, *restarts, *waits])
+        notice = f"; {plan.notice}" if plan.notice else ""
+        return " ".join([head, *names, *left_out, *restarts, *waits]) + notice
     if isinstance(step, Wait):
         return f"wait {step.until if step.until is None else format(step.until, 'g')}"
     return "search"
