@@ -140,11 +140,13 @@ def _newest_size(place: Path, local: bool) -> tuple[int, str]:
 
 
 def _size_below(directory: Path) -> int:
+    """Return what the files take on the disk: one that is a hole takes nothing."""
     total = 0
     for root, _, files in os.walk(directory):
         for name in files:
             with contextlib.suppress(OSError):
-                total += os.lstat(os.path.join(root, name)).st_size
+                status = os.lstat(os.path.join(root, name))
+                total += min(status.st_size, status.st_blocks * 512)
     return total
 
 

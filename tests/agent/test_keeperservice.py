@@ -19,7 +19,7 @@ from elaunch.agent.control import ControlSocket
 from elaunch.agent.finishing import Finishing
 from elaunch.agent.keeper import CheckpointKeeper
 from elaunch.agent.keeperround import KeeperPlan, KeeperRound
-from elaunch.checkpoint import own
+from elaunch.checkpoint import keeping, own, saves
 from elaunch.checkpoint.depot import open_depot
 from elaunch.checkpoint.posixdepot import PosixDepot
 from elaunch.checkpoint.records import Part, Stage
@@ -296,6 +296,29 @@ def test_what_the_other_node_has_written_needs_no_copy(tmp_path: Path) -> None:
         agent.close()
     assert done is not None
     assert os.listdir(Path(agents[0].place) / ".stage") == []
+
+
+def test_a_node_that_writes_for_long(agents: list[Agent], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that commits hears of it all the time, and waits longer than for one that is mute."""
+    monkeypatch.setattr(saves, "PART_DEADLINE_S", 2.0)
+    monkeypatch.setattr(keeping, "WORD_S", 0.1)
+    write = PosixDepot.write_part
+
+    def slow(self: PosixDepot, stage: Stage, part: Part, images: Any) -> bytes:
+        if part.rank == 1:
+            threading.Event().wait(4.0)
+        return write(self, stage, part, images)
+
+    monkeypatch.setattr(PosixDepot, "write_part", slow)
+    workers = [agent.worker(rank) for rank, agent in enumerate(agents)]
+    for rank, worker in enumerate(workers):
+        assert worker.begin(True, LONG)
+        worker.memory(8)
+        worker.staged(handed(10, rank))
+    done = workers[0].wait(LONG)
+    assert done is not None and done.step == 10
+    for worker in workers:
+        end(worker)
 
 
 def test_the_last_save_of_a_job_waits_for_the_other_node(agents: list[Agent]) -> None:

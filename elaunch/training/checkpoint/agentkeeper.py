@@ -42,7 +42,9 @@ if TYPE_CHECKING:
 ADMIT_S: Final = 300.0
 """Seconds for the agent to bring to an end what earlier rounds left in the directory."""
 MEMORY_S: Final = 120.0
-"""Seconds for the agent to make memory."""
+"""Seconds for the agent to make memory; more where that is large."""
+SLOWEST: Final = 1 << 28
+"""Bytes per second that are made at least, beside the other ranks' memory."""
 RECALL_S: Final = 60.0
 AT_ONCE: Final = 64
 """Parts that are asked for in one request: each brings a descriptor."""
@@ -115,7 +117,7 @@ class AgentKeeper:
         if self._view is not None:
             release(self._view)
             self._view = None  # what the script still has of it keeps it mapped
-        answer, files = self._ask("memory", MEMORY_S, size=size)
+        answer, files = self._ask("memory", MEMORY_S + size / SLOWEST, size=size)
         try:
             mapping = mmap.mmap(files[0], int(answer["size"]))
         except (OSError, ValueError) as error:

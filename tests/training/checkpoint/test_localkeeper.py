@@ -16,9 +16,10 @@ from typing import Any
 
 import pytest
 
-from elaunch.checkpoint import saves
+from elaunch.checkpoint import keeping, saves
 from elaunch.checkpoint.depot import Place, open_depot
 from elaunch.checkpoint.fsspecdepot import FsspecDepot
+from elaunch.checkpoint.objects import Objects
 from elaunch.checkpoint.posixdepot import PosixDepot
 from elaunch.checkpoint.records import Part, Stage
 from elaunch.errors import SaveError
@@ -279,3 +280,33 @@ def test_a_forked_process_closes_nothing(tmp_path: Path) -> None:
     save(both[0], 0, 10)
     both[0]._pid = 0
     both[0].close()
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_a_rank_that_writes_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remote: bool
+) -> None:
+    """It marks the stage all the time, so rank 0 waits longer than for one that is mute."""
+    monkeypatch.setattr(saves, "PART_DEADLINE_S", 2.0)
+    monkeypatch.setattr(keeping, "WORD_S", 0.1)
+    place: Place = f"memory://{uuid.uuid4().hex}" if remote else tmp_path
+    both = keepers(place)
+    kind = type(open_depot(place))
+    write = kind.write_part
+
+    def slow(self: Any, stage: Stage, part: Part, images: Any) -> bytes:
+        if part.rank == 1:
+            threading.Event().wait(4.0)
+        return write(self, stage, part, images)
+
+    monkeypatch.setattr(kind, "write_part", slow)
+    for rank in (0, 1):
+        save(both[rank], rank, 10)
+    done = both[0].wait(LONG)
+    assert done is not None and done.step == 10
+    if remote:
+        names = list(Objects(str(place)).sizes(""))
+        assert names and not [name for name in names if "writing" in name]
+    assert not [name for name in tmp_path.rglob("*") if "writing" in name.name]
+    for keeper in reversed(both):
+        keeper.close()
