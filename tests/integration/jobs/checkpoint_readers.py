@@ -26,6 +26,9 @@ from elaunch.checkpoint.readers import reading
 
 SIZE = 20_000
 PAUSE_S = 0.03
+LEAST = 2
+"""Reads of each reader, and saves, however busy the machine is."""
+LATE_S = 60.0
 
 
 def state_of(step: int) -> dict[str, Any]:
@@ -66,9 +69,9 @@ def read_plain(directory: Path) -> bool:
 
 
 def reader(read: Callable[[Path], bool], directory: Path, until: float) -> dict[str, Any]:
-    """Read until then."""
+    """Read until then, and on a busy machine until something was read."""
     done, failed, why = 0, 0, Counter[str]()
-    while time.monotonic() < until:
+    while time.monotonic() < until or (done + failed < LEAST and time.monotonic() < until + LATE_S):
         try:
             done += read(directory)
         except Exception as error:  # whatever a reader can run into is what is counted
@@ -79,11 +82,11 @@ def reader(read: Callable[[Path], bool], directory: Path, until: float) -> dict[
 
 
 def write_elaunch(directory: Path, until: float) -> int:
-    """Commit until then; return how often."""
+    """Commit until then, LEAST times at least; return how often."""
     os.environ["ELAUNCH_CHECKPOINT_DIR"] = str(directory)
     step = 0
     with elaunch.init(announce=False) as ctx:
-        while time.monotonic() < until:
+        while time.monotonic() < until or step < LEAST:
             step += 1
             ctx.checkpoint.save_ddp(state_of(step), step, keep=2)
     return step
@@ -92,7 +95,7 @@ def write_elaunch(directory: Path, until: float) -> int:
 def write_plain(directory: Path, until: float) -> int:
     """Write in place until then; return how often."""
     step = 0
-    while time.monotonic() < until:
+    while time.monotonic() < until or step < LEAST:
         step += 1
         torch.save(state_of(step), directory / "state.pt")
     return step
