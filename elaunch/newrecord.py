@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Final
 
+from elaunch import shown
 from elaunch.errors import RunDirError
 from elaunch.runrecord import (
     SCHEMA,
@@ -41,7 +42,7 @@ def first_record(run_id: str, name: str, directory: Path) -> Record:
         "world_size": None,
         "nproc_per_node": None,
         "entrypoint": "",
-        "argv": list(sys.argv),
+        "argv": shown.arguments(sys.argv),
         "cwd": os.getcwd(),
         "start_method": "",
         "interpreter": sys.executable,

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"elaunch"}),
     frozenset({"errors"}),
-    frozenset({"earlysignals", "endings", "env", "hosts"}),
+    frozenset({"earlysignals", "endings", "env", "hosts", "shown"}),
     frozenset("errorrecord saverecord runrecord newrecord statedir rundir".split()),
     frozenset("config control checkpoint store progress worklink keeperline handshake".split()),
     frozenset({"server", "rendezvous", "training"}),

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from elaunch import env, rundir, statedir
+from elaunch import env, rundir, shown, statedir
 from elaunch.agent import events, openfiles, signals
 from elaunch.agent.control import ControlSocket
 from elaunch.agent.errorfile import write_launcher_error
@@ -296,15 +296,23 @@ def _log_plan(settings: Settings, log_root: Path | None, environ: Mapping[str, s
     )
 
 
+class _OneLine(logging.Formatter):
+    """Formats a log line, in which what others wrote is printed as elaunch.shown says."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line, and below it the traceback of an error of elaunch's own."""
+        plain = logging.makeLogRecord(vars(record))
+        plain.msg, plain.args = shown.line(record.getMessage()), None
+        return super().format(plain)
+
+
 class _SayHandler(logging.Handler):
     """Prints the agent's log lines through the log pump, so that they cut no worker's line."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         super().__init__()
         self._say = say
-        self.setFormatter(
-            logging.Formatter("elaunch %(asctime)s.%(msecs)03d %(message)s", "%H:%M:%S")
-        )
+        self.setFormatter(_OneLine("elaunch %(asctime)s.%(msecs)03d %(message)s", "%H:%M:%S"))
 
     def emit(self, record: logging.LogRecord) -> None:
         self._say(self.format(record))

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from elaunch import shown
 from elaunch.agent import events, jobpolicy
 from elaunch.agent.errorfile import write_launcher_file
 from elaunch.agent.failures import FailureReport
@@ -152,7 +153,9 @@ class Spokesman:
             return None
         self._told = mark
         text = str(found.get("text") or "").rstrip() or words.failure(found)
-        self._identity.say(f"the first failure of the job was on another node:\n{text}\n")
+        self._identity.say(
+            f"the first failure of the job was on another node:\n{shown.block(text)}\n"
+        )
         return found
 
     def tell_plan(self, plan: Plan, name: str) -> None:

@@ -21,6 +21,8 @@ import re
 import signal
 from collections.abc import Sequence
 
+from elaunch import shown
+
 LAST_LINES = 20
 MAX_LINES = 200
 KEPT_FIRST = 40
@@ -54,11 +56,12 @@ _EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(?:: .*)?$")
 def printable(text: str) -> str:
     """Return ``text`` without terminal escapes, control characters and lone surrogates.
 
+    What else does not print (C1 controls, marks of direction) is written out (elaunch.shown).
     Of a progress bar, drawn over itself with carriage returns, the last state is kept.
     """
     text = _ESCAPE.sub("", text).encode("utf-8", "replace").decode()
     lines = (line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n"))
-    return "\n".join(_CONTROL.sub("", line) for line in lines)
+    return shown.block("\n".join(_CONTROL.sub("", line) for line in lines))
 
 
 def pick(tail: Sequence[str], exitcode: int) -> tuple[str, ...]:

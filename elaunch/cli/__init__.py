@@ -13,6 +13,7 @@ import click
 from elaunch import __version__
 from elaunch.config.values import did_you_mean
 from elaunch.errors import ElaunchError
+from elaunch.shown import block
 
 COMMANDS = {
     "run": ("elaunch.cli.run", "Start a script on every worker and keep it running."),
@@ -79,7 +80,7 @@ def execute(argv: Sequence[str]) -> int:
     except click.Abort:
         return 130
     except ElaunchError as exc:
-        click.echo(f"elaunch: error: {bounded(str(exc))}", err=True)
+        click.echo(f"elaunch: error: {block(bounded(str(exc)))}", err=True)
         return exc.exit_code
     return code if isinstance(code, int) else 0
 

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, cast
 
 import click
 
+from elaunch import shown
 from elaunch.cli.printing import show as print_page
 from elaunch.errors import CheckpointError, UsageError
 
@@ -66,7 +67,7 @@ def _opened(
             there = listing(target, os.environ)
             return function(there, target.name, *args, **kwargs) or 0
         except CheckpointError as error:
-            click.echo(f"elaunch: error: {error}", err=True)
+            click.echo(f"elaunch: error: {shown.block(str(error))}", err=True)
         except OSError as error:
             if isinstance(error, BrokenPipeError) and not error.filename:
                 raise  # nobody reads on, as behind `| head`: that is no error of the directory
@@ -317,7 +318,7 @@ def import_(file: Path, directory: str, step: int, run_id: str | None, trust: bo
     try:
         found = import_file(file, place, step, run_id, trust)
     except CheckpointError as error:
-        click.echo(f"elaunch: error: {error}", err=True)
+        click.echo(f"elaunch: error: {shown.block(str(error))}", err=True)
         return FAILED
     except OSError as error:
         click.echo(f"elaunch: error: {error.filename or file}: {error.strerror}", err=True)

@@ -18,6 +18,7 @@ import click
 from elaunch import env
 from elaunch.config import Settings
 from elaunch.config.topology import LOOPBACK
+from elaunch.shown import arguments
 
 _SECRET = re.compile(r"TOKEN|SECRET|PASSW|PASSPHRASE|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE", re.I)
 _PER_RANK = ("RANK", "LOCAL_RANK", "ROLE_RANK", env.VISIBLE_DEVICES, env.ERROR_FILE)
@@ -60,7 +61,7 @@ def command(settings: Settings) -> str:
         "command": [settings.entrypoint],
         "run-path": [settings.interpreter, "-u", settings.entrypoint],
     }[settings.mode]
-    return shlex.join([*words, *settings.args])
+    return shlex.join([*words, *arguments(settings.args)])
 
 
 def facts(settings: Settings, nproc: int) -> list[tuple[str, str]]:

@@ -31,6 +31,7 @@ from elaunch import __version__
 from elaunch.config import modules
 from elaunch.config.settings import Settings
 from elaunch.env import HPARAMS
+from elaunch.shown import arguments
 
 TEXT_LIMIT = 80
 VARIABLES_LIMIT = 1000
@@ -38,7 +39,6 @@ _WORLD = re.compile(r"(NCCL|TORCH|GLOO)_\w+")
 _OF_ONE_NODE = re.compile(
     r"IFNAME|ADDR|HOST|HCA|_FILE|_DIR|_HOME|_PATH|_CACHE|DEBUG|LOG|STACKTRACE|TOPO|GRAPH|TOKEN|KEY"
 )
-_SECRET = re.compile(r"(-\S*(?:token|secret|passw|key|credential)[^\s=]*[\s=])\S+", re.IGNORECASE)
 
 
 def facts(settings: Settings, environ: Mapping[str, str]) -> dict[str, str]:
@@ -100,8 +100,8 @@ def _argv(args: Iterable[str]) -> str:
     whole = "\0".join(args).encode("utf-8", "surrogateescape")
     if not whole:
         return "none"
-    shown = _SECRET.sub(r"\1(hidden)", " ".join(args))
-    return f"{short(shown.encode('ascii', 'replace').decode())} ({digest(whole)})"
+    told = " ".join(arguments(args))
+    return f"{short(told.encode('ascii', 'replace').decode())} ({digest(whole)})"
 
 
 def _hparams(settings: Settings) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from typing import Final
 
+from elaunch import shown
+
 _DAY_S: Final = 86_400
 LONGEST_S: Final = 1e12
 """Seconds that are a length of time; whatever says more does not know."""
@@ -53,4 +55,4 @@ def date(at: float) -> str:
 
 def clean(text: str) -> str:
     """Return ``text`` on one line, with what is not printable (escape sequences) written out."""
-    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+    return shown.line(text)
