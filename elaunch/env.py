@@ -32,7 +32,7 @@ TORCHELASTIC_TIMER_FILE         the pipe of torch's timers; with TORCHELASTIC_EN
 
 torchrun's names and value formats are those of torch 2.13, ``torch/distributed/elastic/agent/
 server/local_elastic_agent.py``. One value differs on purpose: ``TORCHELASTIC_USE_AGENT_STORE`` is
-``1`` where elaunch cannot mend torch in the worker (docs/torchrun.md, trap 5).
+``1``, so that a store of the script's own can be hosted (docs/torchrun.md, trap 5).
 """
 
 from __future__ import annotations

@@ -134,12 +134,6 @@ class WorkerGroup:
         self.server.start()
         self.between_rounds()
 
-    @property
-    def _mends_torch(self) -> bool:
-        """Whether workers are forks of a process that has torch (elaunch.server.torchfix)."""
-        names = _preloaded(self._plan.settings, later=False)
-        return self._forks and any(name.partition(".")[0] == "torch" for name in names)
-
     def open_endpoint(self) -> int:
         """Bind the store's socket now, so that a port in use is an error before anything starts.
 
@@ -236,8 +230,9 @@ class WorkerGroup:
             resume_step="" if checkpoint is None else str(checkpoint.step),
             signals_to_handle=",".join(s.name for s in settings.signals_to_handle),
             # "1" makes rank 0 try to host and torch's own fallback make it a client where that
-            # address is taken, as the launcher's is; a private store of the script works with it.
-            use_agent_store="True" if self._mends_torch else "1",
+            # address is taken, as the launcher's is; a private store of the script, or of what it
+            # starts, works with it. In a forked worker elaunch.server.torchfix spares the attempt.
+            use_agent_store="1",
             virtual_local_rank=settings.virtual_local_rank,
             channel_key=self._channel_key(start),
             run_id_given=settings.run_id_given,

@@ -29,6 +29,8 @@ import os
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from elaunch import env
@@ -87,17 +89,32 @@ def mend_stores() -> None:
             distributed: Any = sys.modules["torch.distributed"]
             distributed.set_debug_level_from_env()
         if str(port) == launchers_port:
-            store = original(host, port, rank, world_size, *rest)
+            with _agent_store("True" if os.environ.get(env.AGENT_STORE) == "1" else None):
+                store = original(host, port, rank, world_size, *rest)
             times[world_size] += 1
             if times[world_size] == 1:
                 return store
             prefixed: Any = sys.modules["torch.distributed"].PrefixStore
             return prefixed(f"again_{times[world_size]}", store)
-        launcher = os.environ.pop(env.AGENT_STORE, None)
-        try:
+        with _agent_store(""):
             return original(host, port, rank, world_size, *rest)
-        finally:
-            if launcher is not None:
-                os.environ[env.AGENT_STORE] = launcher
 
     rendezvous._create_c10d_store = create_store
+
+
+@contextmanager
+def _agent_store(value: str | None) -> Iterator[None]:
+    """Give torch another value of the variable for a moment; "" takes it away, None keeps it.
+
+    What the script starts keeps ``1``: there is no mend in it, and a store of its own must work.
+    """
+    before = os.environ.get(env.AGENT_STORE)
+    try:
+        if value:
+            os.environ[env.AGENT_STORE] = value
+        elif value is not None:
+            os.environ.pop(env.AGENT_STORE, None)
+        yield
+    finally:
+        if before is not None:
+            os.environ[env.AGENT_STORE] = before

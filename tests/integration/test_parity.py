@@ -48,7 +48,7 @@ OWN_VALUES = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC
 OWN_VALUES |= {"PARITY_OUT"}
 _NAMES = "RUN_ID ROUND RESTART_REASON NODE_ADDRS AGENT_SOCKET RESUME_FROM RESUME_STEP CHANNEL_KEY"
 ADDED = {f"ELAUNCH_{name}" for name in _NAMES.split()}
-CHANGED = {"spawn": {"TORCHELASTIC_USE_AGENT_STORE": "1"}, "fork": {}}
+CHANGED = {"TORCHELASTIC_USE_AGENT_STORE": "1"}
 
 PTY = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
 # What a job script, a terminal or a scheduler may hand on.
@@ -151,7 +151,7 @@ def test_the_environment_is_torchruns(two: dict[str, Outcome], method: str, rank
     assert set(found) - set(torchruns) == ADDED
     assert set(torchruns) - set(found) == set()
     changed = {name for name in torchruns if torchruns[name] != found[name]} - OWN_VALUES
-    assert {name: found[name] for name in changed} == CHANGED[method]
+    assert {name: found[name] for name in changed} == CHANGED
 
 
 def test_threads_and_title(two: dict[str, Outcome]) -> None:
@@ -238,7 +238,7 @@ def test_the_documentation_has_every_difference() -> None:
     """docs/start-methods.md names what the tables here name."""
     text = (ROOT / "docs" / "start-methods.md").read_text()
     rows = {*DIFFERENT["spawn"].values(), *DIFFERENT["fork"].values(), *MAY_DIFFER.values()}
-    rows |= {f"`{name}`" for name in ADDED | set(CHANGED["spawn"])} | {
+    rows |= {f"`{name}`" for name in ADDED | set(CHANGED)} | {
         "hash of a text",
         "`os.getppid()`",
         "`OMP_NUM_THREADS`",

@@ -31,12 +31,12 @@ def results(directory: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("options", "agent_store", "again"),
-    [(["--start-method", "spawn"], "1", []), ([], "True", ["again"])],
+    ("options", "lines", "again"),
+    [(["--start-method", "spawn"], 2, []), ([], 0, ["again"])],
     ids=["spawn", "fork"],
 )
 def test_stores_of_scripts(
-    elaunch: Launcher, tmp_path: Path, options: list[str], agent_store: str, again: list[str]
+    elaunch: Launcher, tmp_path: Path, options: list[str], lines: int, again: list[str]
 ) -> None:
     """In both rounds: env://, a part of the group, a TCPStore, tcp://, and again where mended."""
     words = ["run", *options, "--nproc-per-node", "2", "--max-restarts", "1"]
@@ -48,10 +48,45 @@ def test_stores_of_scripts(
     assert sorted(found) == ["0-0", "0-1", "1-0", "1-1"]
     for result in found.values():
         assert result.pop("round") in ("0", "1")
-        assert result.pop("agent store") == agent_store
+        assert result.pop("agent store") == "1"
         assert result.pop("own store") == "a value"
         assert result.pop("variable") is True
         assert set(result.values()) == {3}
         assert ("again in one process" in result) == bool(again)
-    notes = NOTE.findall(done.stderr)
-    assert len(notes) == (0 if agent_store == "True" else 2)  # one per round, of rank 0
+    assert len(NOTE.findall(done.stderr)) == lines  # one per round, of rank 0
+
+
+# As PyTorch's DDP tutorial has it, and with the address of the worker itself.
+SPAWNS = """
+import os, socket, sys
+import torch, torch.distributed as dist, torch.multiprocessing as mp
+
+def demo(rank, how, port):
+    address = {}
+    if how == "variables":
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", str(port)
+    elif how == "tcp":
+        address["init_method"] = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", rank=rank, world_size=2, **address)
+    both = torch.ones(1) * (rank + 1)
+    dist.all_reduce(both)
+    print(how, both.item(), flush=True)
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    mp.spawn(demo, args=(sys.argv[1], port), nprocs=2)
+"""
+
+
+@pytest.mark.parametrize("how", ["variables", "tcp", "worker"])
+def test_ranks_that_a_worker_spawns_find_each_other(
+    elaunch: Launcher, tmp_path: Path, how: str
+) -> None:
+    """They have the worker's variables and nothing of what elaunch mends in it."""
+    script = tmp_path / "s.py"
+    script.write_text(SPAWNS)
+    done = elaunch.run(["run", script, how], deadline=110.0)
+    assert (done.returncode, done.stdout) == (0, f"{how} 3.0\n" * 2), done.stderr
+    assert len(NOTE.findall(done.stderr)) == (how == "worker")
