@@ -68,6 +68,9 @@ SETTLE_LEAST = 5.0
 SETTLE_OVERDUE = 2.0
 """Seconds after which the loop goes on without the word that it was."""
 
+SILENT = "its server is not ready: what it imports hangs, or its file system does not answer"
+PASSED = events.DeadlinePassed()
+
 log = logging.getLogger("elaunch")
 
 
@@ -111,6 +114,7 @@ class Agent:
         self._exit_code = 0
         self._deadline: float | None = None
         self._grace_until: float | None = None
+        self._starting: tuple[float | None, int] = (None, -1)
         self._narrator = Narrator(settings)
 
     def run(self, environ: Mapping[str, str]) -> int:
@@ -168,8 +172,9 @@ class Agent:
                 return self._inbox.get()
             return self._inbox.get(timeout=max(0.0, self._deadline - time.monotonic()))
         except queue.Empty:
-            self._deadline = None
-            return events.DeadlinePassed()
+            passed, self._deadline = self._deadline, None
+            until, number = self._starting
+            return events.WorkerNotStarted(number, 0, SILENT) if passed == until else PASSED
 
     def _still_starting(self, seconds: float) -> str:
         modules = " ".join(name for name in self._settings.preload if not name.startswith("+"))
@@ -242,7 +247,9 @@ class Agent:
             self._deadline = time.monotonic() + KILL_DEADLINE
 
     def _start_round(self, state: State, action: StartRound, reason: str) -> None:
-        self._deadline = self._grace_until = None
+        # A server that was lost is replaced, and may hang in its imports as the first one may.
+        self._deadline = time.monotonic() + state.limits.start_timeout
+        self._starting, self._grace_until = (self._deadline, action.round), None
         if action.round > 0 and self._spokesman is None:
             self._reporter.keep(state)
         plan = state.plan
@@ -283,6 +290,8 @@ class Agent:
     def _tell(self, state: State, event: events.Event, action: Action, reason: str) -> None:
         self._hangs.hear(event)
         if isinstance(event, events.WorkerStarted):
+            if self._deadline == self._starting[0]:
+                self._deadline = None
             self._events.record("START", worker_facts(state, event), restarts=state.restarts)
         elif isinstance(event, events.WorkerExited):
             self._record_exit(state, event)

@@ -142,6 +142,32 @@ def test_a_report_that_the_file_system_never_takes(elaunch: Launcher, tmp_path: 
     assert json.loads(elaunch.run(["status", "pipe", "--json"]).stdout)["state"] == "FAILED"
 
 
+@pytest.mark.parametrize("first", [True, False], ids=["first", "second"])
+def test_a_server_whose_imports_hang(elaunch: Launcher, tmp_path: Path, first: bool) -> None:
+    """As those of torch on a dead network disk; ten minutes are five seconds here."""
+    (tmp_path / "slow.py").write_text(
+        f"import os, time\nwhile os.path.exists({str(tmp_path / 'block')!r}): time.sleep(0.05)\n"
+    )
+    script = tmp_path / "main.py"
+    script.write_text(
+        f"import os, signal, time\nopen({str(tmp_path / 'block')!r}, 'w').close()\n"
+        "os.kill(os.getppid(), signal.SIGKILL)\ntime.sleep(600)\n"
+    )
+    if first:
+        (tmp_path / "block").touch()
+    code = (
+        "import dataclasses, sys; from elaunch.agent import loop; limits_of = loop.limits_of\n"
+        "def short(*words, **named):\n"
+        "    return dataclasses.replace(limits_of(*words, **named), start_timeout=5.0)\n"
+        "loop.limits_of = short; from elaunch.__main__ import main; sys.exit(main())"
+    )
+    words = ["run", "--max-restarts=3", "--preload=slow", "--run-id=hangs", script]
+    done = elaunch.start_command([sys.executable, "-c", code, *words], cwd=tmp_path).wait()
+    assert done.returncode == 71, done.stderr
+    assert "what it imports" in done.stderr and "hangs" in done.stderr
+    assert json.loads(elaunch.run(["status", "hangs", "--json"]).stdout)["state"] == "FAILED"
+
+
 def test_the_exit_code_stands_once_it_is_known(elaunch: Launcher) -> None:
     """A signal that comes while the command ends does not replace the failed worker's code."""
     for delay in (0.0, 0.005, 0.01, 0.02, 0.03):
