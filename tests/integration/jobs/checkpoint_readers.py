@@ -26,7 +26,7 @@ from elaunch.checkpoint.readers import reading
 
 SIZE = 20_000
 PAUSE_S = 0.03
-LEAST = 2
+LEAST, SAVES = 2, 5
 """Reads of each reader, and saves, however busy the machine is."""
 LATE_S = 60.0
 
@@ -82,11 +82,11 @@ def reader(read: Callable[[Path], bool], directory: Path, until: float) -> dict[
 
 
 def write_elaunch(directory: Path, until: float) -> int:
-    """Commit until then, LEAST times at least; return how often."""
+    """Commit until then, SAVES times at least; return how often."""
     os.environ["ELAUNCH_CHECKPOINT_DIR"] = str(directory)
     step = 0
     with elaunch.init(announce=False) as ctx:
-        while time.monotonic() < until or step < LEAST:
+        while time.monotonic() < until or step < SAVES:
             step += 1
             ctx.checkpoint.save_ddp(state_of(step), step, keep=2)
     return step
@@ -95,7 +95,7 @@ def write_elaunch(directory: Path, until: float) -> int:
 def write_plain(directory: Path, until: float) -> int:
     """Write in place until then; return how often."""
     step = 0
-    while time.monotonic() < until or step < LEAST:
+    while time.monotonic() < until or step < SAVES:
         step += 1
         torch.save(state_of(step), directory / "state.pt")
     return step
