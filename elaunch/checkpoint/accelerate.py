@@ -22,6 +22,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from elaunch.checkpoint import filetree
+from elaunch.checkpoint.zips import number_inside
 from elaunch.errors import CheckpointError
 
 FORMAT = "accelerate"
@@ -34,6 +35,12 @@ _RANDOM = re.compile(r"random_states_([0-9]+)\.pkl")
 def looks_like(names: Iterable[str]) -> bool:
     """Tell from the names in a directory whether ``save_state`` wrote there."""
     return any(_RANDOM.fullmatch(name) for name in names)
+
+
+def step_inside(path: Path) -> int:
+    """Return the steps that Accelerate itself has counted; the script may count others."""
+    states = sorted(name for name in os.listdir(path) if _RANDOM.fullmatch(name))
+    return number_inside(path / states[0], "step") or 0
 
 
 def verify(path: Path) -> None:

@@ -13,7 +13,7 @@ name                           step                     taken for
                                                         renamed first
 any other directory            number behind "step",    what its content is, by ``directories``
                                else the last one, else
-                               DeepSpeed's inside
+                               Accelerate's, DeepSpeed's inside
 any other file, by glob only   the same                 torch.save, safetensors, JSON
 =============================  =======================  ===========================================
 """
@@ -92,8 +92,8 @@ def classify(entry: Entry, globbed: bool) -> Candidate | PassedOver | None:
         return None
     step_found = step_in_name(path.name, is_file=not entry.is_dir)
     try:
-        if step_found is None and entry.is_dir and deepspeed.looks_like_tag(os.listdir(path)):
-            step_found = deepspeed.step_inside(path)
+        if step_found is None and entry.is_dir:
+            step_found = _step_inside(path)
     except CheckpointError as error:
         return PassedOver(path, str(error))
     except OSError as error:
@@ -104,6 +104,17 @@ def classify(entry: Entry, globbed: bool) -> Candidate | PassedOver | None:
         return None
     reported = globbed or sounds_like_checkpoint(path.name)
     return Candidate(path, step_found, _file_format(entry), reported=reported, picked=globbed)
+
+
+def _step_inside(path: Path) -> int | None:
+    """Return the step that the content of a directory tells, None where it tells none."""
+    try:
+        names = os.listdir(path)
+    except OSError:
+        return None  # nothing in its name says that it is a checkpoint
+    if accelerate.looks_like(names):
+        return accelerate.step_inside(path)
+    return deepspeed.step_inside(path) if deepspeed.looks_like_tag(names) else None
 
 
 def _file_format(entry: Entry) -> str | None:

@@ -80,6 +80,31 @@ def test_a_state_of_accelerate(tmp_path: Path, name: str, safe: bool) -> None:
     assert found(tmp_path) == (Checkpoint(path, 3, "accelerate"), {})
 
 
+def test_a_state_of_accelerate_without_a_number(tmp_path: Path) -> None:
+    """As in Accelerate's own examples; one with a number in its name is newer or older by that."""
+    path = save_state(tmp_path / "my_checkpoint")
+    assert found(tmp_path) == (Checkpoint(path, 3, "accelerate"), {})
+    newer = save_state(tmp_path / "step_4")
+    assert found(tmp_path)[0] == Checkpoint(newer, 4, "accelerate")
+
+
+def test_a_directory_without_a_number_that_cannot_be_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As lost+found: nobody takes it for a checkpoint."""
+    path = save_state(tmp_path / "step_4")
+    (tmp_path / "lost+found").mkdir()
+    real = os.listdir
+
+    def listdir(place: Path) -> list[str]:
+        if Path(place).name == "lost+found":
+            raise PermissionError(13, "Permission denied", str(place))
+        return real(place)
+
+    monkeypatch.setattr(os, "listdir", listdir)
+    assert found(tmp_path) == (Checkpoint(path, 4, "accelerate"), {})
+
+
 def test_automatic_names_of_accelerate(tmp_path: Path) -> None:
     save_state(tmp_path / "checkpoints" / "checkpoint_9")
     path = save_state(tmp_path / "checkpoints" / "checkpoint_10")
