@@ -14,6 +14,7 @@
     ├── ServerError             the process that starts the workers could not start or was lost
     ├── RunDirError             the run directory cannot be created or written
     ├── CheckpointError         a checkpoint is torn, foreign or unreadable
+    │   ├── DamageError         its files are not what was sealed; it is not to be read
     │   └── SaveError           a checkpoint was not committed; what was there before is untouched
     ├── JoinTimeoutError        too few nodes came together before the join timeout
     ├── SymmetryError           the nodes do not run the same thing, and --strict-symmetry is given
@@ -104,6 +105,10 @@ class CheckpointError(ElaunchError):
     """A checkpoint is torn, foreign or unreadable."""
 
     exit_code = 74
+
+
+class DamageError(CheckpointError):
+    """A checkpoint's files are not what was sealed; raised on all ranks that read it together."""
 
 
 class SaveError(CheckpointError):

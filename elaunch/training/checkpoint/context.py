@@ -401,10 +401,7 @@ class CheckpointContext:
 
         singlefile.check_mode(mode)
         parts, wanted = self._wanted(uuid, source, timeout, "load_ddp")
-        parts, found = restoring.choose(parts, wanted)
-        if found is not None:
-            singlefile.load(parts, state, found, (mode, strict), timeout)
-        return found
+        return singlefile.load_chosen(parts, wanted, state, (mode, strict))
 
     # ── keeping ──────────────────────────────────────────────────────────────────────────────────
 

@@ -23,13 +23,14 @@ import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from elaunch.checkpoint.depot import Committed
-from elaunch.errors import CheckpointError
+from elaunch.errors import CheckpointError, DamageError
 from elaunch.training import unpickling
 from elaunch.training.checkpoint import (
     capturing,
@@ -39,6 +40,7 @@ from elaunch.training.checkpoint import (
     sources,
     stored,
     tensors,
+    verifying,
 )
 from elaunch.training.checkpoint.agreeing import agree
 from elaunch.training.checkpoint.capturing import Captured
@@ -47,6 +49,7 @@ from elaunch.training.checkpoint.parts import Parts
 from elaunch.training.checkpoint.readying import check_group
 from elaunch.training.checkpoint.sources import Source
 from elaunch.training.checkpoint.stored import Stored
+from elaunch.training.checkpoint.verifying import Verifier
 
 WHAT: Final = "load"
 _NUMBERED: Final = re.compile(r"\.state\.[0-9]+\.[a-z_]+$")
@@ -82,18 +85,18 @@ def load(
     Raises:
         CheckpointError: on all ranks; names keys, files, ranks.
     """
-    parts, found = restoring.choose(parts, wanted)
-    if found is None:
-        return None
-    with contextlib.ExitStack() as stack:
-        source = Source(found.place)
-        stack.callback(source.close)
-        loading = _Loading(parts, found, source, stack, wanted.timeout)
-        metadata = loading.look()
-        captured, reads = loading.compare(state, metadata, strict)
-        loading.read(captured, reads)
-        loading.restore(captured)
-    return found
+
+    def use(there: Parts, found: Committed) -> None:
+        with contextlib.ExitStack() as stack:
+            source = Source(found.place)
+            stack.callback(source.close)
+            loading = _Loading(there, found, source, stack, wanted.timeout)
+            metadata = loading.look()
+            captured, reads = loading.compare(state, metadata, strict)
+            loading.read(captured, reads)
+            loading.restore(captured)
+
+    return restoring.read(parts, wanted, strict, use)
 
 
 class _Loading:
@@ -118,12 +121,15 @@ class _Loading:
         # Most of what a rank reads lies in the part that it has saved itself.
         self._fetch([stored.FILE], None, [imaging.data_file(self._parts.rank)])
 
-        def work() -> Metadata:
+        def work() -> bytes | memoryview:
             check_group(self._parts.distributed, WHAT)
-            return stored.read(self._source.whole(stored.FILE), self._found.place)
+            return self._source.whole(stored.FILE)
 
-        metadata, problem = guarded(work, WHAT)
-        self._agree(problem)
+        content, problem = guarded(work, WHAT)
+        metadata = None
+        if content is not None:
+            metadata, problem = guarded(lambda: stored.read(content, self._found.place), WHAT)
+        self._refuse_damage(self._damage_of(content), problem)
         assert metadata is not None
         return metadata
 
@@ -146,7 +152,7 @@ class _Loading:
         values = [leaf.key for leaf in leaves if not leaf.is_tensor]
         wanted = {leaf.key: _target(leaf) for leaf in leaves if leaf.is_tensor}
         reads, problem = guarded(lambda: reading.plan(metadata, wanted, values), WHAT)
-        self._fetch([] if reads is None else reads.files, problem)
+        self._verify(self._fetch([] if reads is None else reads.files, problem))
         assert reads is not None
         for leaf in leaves:
             if leaf.is_tensor and wanted[leaf.key] is not leaf.value:
@@ -166,7 +172,12 @@ class _Loading:
                 leaf.holder[leaf.name] = reading.read_value(self._source, reads.metadata, key, also)
 
         with torch.no_grad():
-            self._agree(guarded(work, WHAT)[1])
+            problem = guarded(work, WHAT)[1]
+        verifier, damage = self._source.verifier, ""
+        if verifier is not None:
+            told, unread = guarded(verifier.damage, WHAT)
+            damage, problem = told or "", problem or unread
+        self._refuse_damage(damage, problem)
 
     def restore(self, captured: Captured) -> None:
         """Give the objects what was loaded for them."""
@@ -179,19 +190,54 @@ class _Loading:
 
     def _fetch(
         self, names: Iterable[str], problem: Exception | None, more: Iterable[str] = ()
-    ) -> None:
+    ) -> list[frozenset[str]]:
         """Have files in memory, or the directory open: on all ranks where one needs it.
 
-        ``problem`` is this rank's, from before; ``more`` are files that will be wanted, maybe.
+        Returns what each rank will read from files. ``problem`` is this rank's, from before;
+        ``more`` are files that will be wanted, maybe.
         """
         wanted = [name for name in names if self._source.lacks([name])]
         if problem is None:
             asked = [*wanted, *more]
             self._source.hold(sources.recall(self._parts, self._found, asked, self._timeout))
-        lacking = self._source.path is None and self._source.lacks(wanted)
-        if any(self._agree(problem, lacking)) and self._source.path is None:
+        lacking = frozenset(name for name in wanted if self._source.lacks([name]))
+        everyone: list[frozenset[str]] = self._agree(problem, lacking)
+        if any(everyone) and self._source.path is None:
             opened = restoring.opened(self._parts, self._found, self._timeout, WHAT)
             self._source.path = self._stack.enter_context(opened)
+        return everyone
+
+    @property
+    def _is_sealed(self) -> bool:
+        """Whether there are checksums that nobody has compared yet; a copy of a URL's is whole."""
+        return not (restoring.is_foreign(self._found) or isinstance(self._parts.depot.place, str))
+
+    def _verify(self, everyone: Sequence[frozenset[str]]) -> None:
+        """Have this rank check its share of the files, while they are read."""
+        distributed, path = self._parts.distributed, self._source.path
+        verifier, problem = None, None
+        if path is not None and self._is_sealed:
+            nodes = distributed.allgather(distributed.cross_rank) if self._parts.local else None
+            names = _share(everyone, self._parts.rank, nodes)
+            verifier, problem = guarded(lambda: _verifier(path, names), WHAT)
+        self._source.verifier = verifier
+        self._refuse_damage(_told_by(problem), problem)
+
+    def _damage_of(self, content: bytes | memoryview | None) -> str:
+        """Return what is wrong with ``.metadata`` as it was read; "" if nothing is known."""
+        path = self._source.path
+        if content is None or path is None or not self._is_sealed:
+            return ""
+        damage, problem = guarded(lambda: verifying.damage_of(path, stored.FILE, content, 0), WHAT)
+        return damage or _told_by(problem)
+
+    def _refuse_damage(self, damage: str, problem: BaseException | None) -> None:
+        """Raise, on all ranks, DamageError if one has found damage; else what a rank ran into."""
+        own = f"{damage} ({problem})" if damage and problem is not None else damage
+        told: list[str] = self._agree(None, own)
+        if found := next(filter(None, told), ""):
+            raise DamageError(found) from problem
+        self._agree(problem)
 
     def _check(
         self, fits: Sequence[_Fit], taken: frozenset[str], own: Stored, strict: bool
@@ -218,6 +264,36 @@ class _Loading:
         what = f"{WHAT} {self._found.name}"
         distributed = self._parts.distributed
         return agree(distributed, what, problem, payload, self._timeout, CheckpointError)
+
+
+def _share(
+    everyone: Sequence[frozenset[str]], rank: int, nodes: Sequence[int] | None
+) -> frozenset[str]:
+    """Return the files that a rank checks, of those that it reads: each is checked by one rank.
+
+    ``everyone``: what each rank reads; ``nodes``: each rank's, where each has files of its own.
+    """
+    share = set()
+    for name in everyone[rank]:
+        readers = [
+            other
+            for other, names in enumerate(everyone)
+            if name in names and (nodes is None or nodes[other] == nodes[rank])
+        ]
+        if readers[(sources.writer_of(name) or 0) % len(readers)] == rank:
+            share.add(name)
+    return frozenset(share)
+
+
+def _told_by(problem: BaseException | None) -> str:
+    """Return why manifests are damaged; "" if they cannot be read just now, or are not."""
+    return str(problem) if isinstance(problem, CheckpointError) else ""
+
+
+def _verifier(path: Path, names: frozenset[str]) -> Verifier | None:
+    writers = {name: sources.writer_of(name) or 0 for name in names}
+    expected = verifying.checksums(path, names, writers)
+    return Verifier(path, expected) if expected else None
 
 
 def _fit(captured: Captured, own: Stored, taken: frozenset[str]) -> _Fit:

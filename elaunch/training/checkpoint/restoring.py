@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -20,7 +20,13 @@ from typing import Any, Final
 from elaunch.checkpoint import elsewhere, layout, readers
 from elaunch.checkpoint.depot import Committed, Depot, Place, open_depot
 from elaunch.checkpoint.places import parse_place, without_slash
-from elaunch.errors import CheckpointError, CollectiveError, ContextError, SaveError
+from elaunch.errors import (
+    CheckpointError,
+    CollectiveError,
+    ContextError,
+    DamageError,
+    SaveError,
+)
 from elaunch.training.checkpoint import where
 from elaunch.training.checkpoint.agreeing import agree, attempt
 from elaunch.training.checkpoint.parts import Known, Parts, newer
@@ -118,6 +124,44 @@ def choose(parts: Parts, wanted: Wanted) -> tuple[Parts, Committed | None]:
     if found is not None and parts.rank == 0:
         log.info("this run has no checkpoint: it begins at step 0 from %s", found.place)
     return there, None if found is None else replace(found, step=0)
+
+
+def read(
+    parts: Parts, wanted: Wanted, strict: bool, use: Callable[[Parts, Committed], None]
+) -> Committed | None:
+    """Choose a checkpoint, and have ``use`` read it; return it, None if there is none.
+
+    ALL ranks call it together. Where ``use`` finds the latest damaged it is put aside, and the next
+    older one is read: with ``strict`` that leaves nothing of what was read before. Raises what
+    ``use`` raises.
+    """
+    while True:
+        there, found = choose(parts, wanted)
+        if found is None:
+            return None
+        try:
+            use(there, found)
+        except DamageError as damage:
+            told = CheckpointError(f"{wanted.what} {found.name}: {found.place}: {damage}")
+            if wanted.which is not None or there is not parts:
+                raise told from damage
+            _put_aside(parts, found, told, wanted)
+            if not strict:
+                raise told from damage
+        else:
+            return found
+
+
+def _put_aside(parts: Parts, found: Committed, damage: CheckpointError, wanted: Wanted) -> None:
+    """Take a damaged checkpoint away from all readers, on each node. ALL ranks call it together."""
+    parts.known.whole.discard(found.uuid)
+    acts = parts.rank == 0 or (parts.local and parts.is_node_chief)
+    if acts and parts.known.taken is None:
+        log.warning("an older checkpoint is looked for: %s", damage)
+        problem = attempt(lambda: parts.depot.quarantine(found, str(damage)))[1]
+        if problem is not None:
+            log.warning("%s cannot be put into quarantine: %s", found.name, problem)
+    agree(parts.distributed, wanted.what, None, None, wanted.timeout, CheckpointError)
 
 
 def _place(source: str | os.PathLike[str]) -> Place:

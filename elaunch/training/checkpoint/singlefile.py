@@ -37,8 +37,8 @@ from typing import Any, Final
 import torch
 
 from elaunch.checkpoint.depot import Committed, Stage
-from elaunch.errors import CheckpointError, ContextError
-from elaunch.training.checkpoint import filling, loadable, plainstate, restoring
+from elaunch.errors import CheckpointError, ContextError, DamageError
+from elaunch.training.checkpoint import filling, loadable, plainstate, restoring, verifying
 from elaunch.training.checkpoint.agreeing import agree
 from elaunch.training.checkpoint.guarding import guarded
 from elaunch.training.checkpoint.parts import Mode, Parts, Saving
@@ -78,6 +78,17 @@ def save(parts: Parts, state: Mapping[str, Any], saving: Saving) -> Committed:
         return parts.depot.seal(stage, part_of(parts, saving, writers=1), [FILE])
 
     return save_together(parts, saving, write)
+
+
+def load_chosen(
+    parts: Parts, wanted: restoring.Wanted, state: Mapping[str, Any], how: tuple[Mode, bool]
+) -> Committed | None:
+    """Choose a checkpoint and :func:`load` it. ALL ranks call it together."""
+
+    def use(there: Parts, found: Committed) -> None:
+        load(there, state, found, how, wanted.timeout)
+
+    return restoring.read(parts, wanted, how[1], use)
 
 
 def load(
@@ -133,14 +144,35 @@ def _read(parts: Parts, found: Committed, mode: Mode, timeout: float | None, wha
         path = place if place.is_file() else place / FILE
         loaded: Any = None
         problem: Exception | None = None
+        damage = ""
         for turn in range(parts.distributed.size if mode == "sequential" else 1):
             reads = mode == "all" or turn == parts.rank
             if reads:
-                loaded, problem = guarded(lambda: _load(path), "torch.load")
+                is_checked = _is_checked(parts, found, path)
+                (loaded, problem), damage = _loaded(path, is_checked)
             if mode == "sequential":
                 parts.distributed.barrier(timeout)
+        told = agree(parts.distributed, what, None, damage, timeout, CheckpointError)
+        if bad := next(filter(None, told), ""):
+            raise DamageError(bad) from problem
         agree(parts.distributed, what, problem, None, timeout, CheckpointError)
     return parts.distributed.broadcast(loaded, timeout) if mode == "broadcast" else loaded
+
+
+def _is_checked(parts: Parts, found: Committed, path: Path) -> bool:
+    """Tell whether this rank compares the file's checksum: one of each node does."""
+    local = not (restoring.is_foreign(found) or isinstance(parts.depot.place, str))
+    return local and parts.is_node_chief and path.name == FILE
+
+
+def _loaded(path: Path, is_checked: bool) -> tuple[tuple[Any, None] | tuple[None, Exception], str]:
+    """Return what :func:`guarded` makes of the file's content, and whether the file is damaged."""
+    if not is_checked:
+        return guarded(lambda: _load(path), "torch.load"), ""
+    with verifying.beside(path.parent, [path.name]) as verifier:
+        done = guarded(lambda: _load(path), "torch.load")
+        damage, problem = guarded(verifier.damage, "reading")
+    return (done if problem is None or done[1] else (None, problem)), damage or ""
 
 
 def _load(path: Path) -> Any:

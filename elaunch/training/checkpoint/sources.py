@@ -18,6 +18,7 @@ from elaunch.errors import CheckpointError, SaveError
 from elaunch.training.checkpoint import pages, stored
 from elaunch.training.checkpoint.parts import Parts
 from elaunch.training.checkpoint.restoring import is_foreign
+from elaunch.training.checkpoint.verifying import Verifier
 
 _DATA: Final = re.compile(r"__([0-9]+)_[0-9]+\.distcp")
 _LONGEST_READ: Final = 1 << 30
@@ -31,6 +32,7 @@ class Source:
     def __init__(self, place: object) -> None:
         self.place = place
         self.path: Path | None = None
+        self.verifier: Verifier | None = None
         self._held: dict[str, memoryview] = {}
         self._open: dict[str, int] = {}
 
@@ -60,6 +62,8 @@ class Source:
             if not count:
                 raise self._too_short(name, at + done, at + size)
             done += count
+        if self.verifier is not None:
+            self.verifier.saw(name, at, target)
 
     def read(self, name: str, at: int, size: int) -> bytes | memoryview:
         """Return ``size`` bytes from offset ``at`` of a file; errors as in :meth:`read_into`."""
@@ -78,6 +82,8 @@ class Source:
 
     def close(self) -> None:
         """Close the files, and let the memory go."""
+        if self.verifier is not None:
+            self.verifier.close()
         for descriptor in self._open.values():
             os.close(descriptor)
         self._open.clear()

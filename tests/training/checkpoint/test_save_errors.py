@@ -265,7 +265,7 @@ def damage(place: Path, how: str) -> None:
         ("gone", "__1_0.distcp is missing"),
         ("garbled", "__1_0.distcp is damaged: model."),
         ("metadata", ".metadata is damaged"),
-        ("foreign", ".metadata does not say where"),
+        ("foreign", "bad checksum: .metadata"),
     ],
 )
 def test_damaged_files(tmp_path: Path, how: str, words: str) -> None:
