@@ -23,6 +23,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import wait
 from typing import Any, TypeVar
 
 from elaunch.errors import (
@@ -46,6 +47,8 @@ PROBE_SECONDS = 0.3
 """How long all members together have to say how they are."""
 PASSES = 3
 """How often the members that know a leader are tried for one call."""
+
+CLOSE_SECONDS = 1.0
 
 _NEEDS_LEADER: Metadata = (("hasleader", "true"),)
 
@@ -183,10 +186,12 @@ class Calls:
         return etcdreasons.refusal(error.code().name, error.details() or "", waited)
 
     def close(self) -> None:
-        """Close all connections; calls end with StoreClosed."""
+        """Close all connections; calls end with StoreClosed.
+
+        What is not done after CLOSE_SECONDS is done by the thread that the connections belong to.
+        """
         self.closed = True
-        for member in self.members:
-            member.close()
+        wait([member.close() for member in self.members], CLOSE_SECONDS)
 
     def _use(self, member: Member) -> None:
         self._let_in = True

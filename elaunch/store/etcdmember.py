@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import gc
 import queue
 import threading
 from collections.abc import AsyncIterator, Coroutine, Iterator
@@ -41,6 +42,8 @@ _OPTIONS = (
     ("grpc.max_send_message_length", -1),
 )
 _CLOSE_SECONDS = 1.0
+_COLLECT_AFTER = 1.0
+"""Seconds until whoever has closed a connection refers to it no more."""
 _ENDED = object()
 
 
@@ -49,6 +52,7 @@ class _Loop:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
+        self._collecting = False
         self._thread = threading.Thread(target=self._loop.run_forever, name="etcd", daemon=True)
         self._thread.start()
         atexit.register(self._stop)
@@ -60,6 +64,21 @@ class _Loop:
     def soon(self, call: Any, argument: Any) -> None:
         """Have ``call(argument)`` done in the loop."""
         self._loop.call_soon_threadsafe(call, argument)
+
+    def collect(self) -> None:
+        """Have closed connections collected in a moment; in the loop's thread only.
+
+        gRPC keeps a connection for as long as something refers to its channel. Its calls do, and
+        errors refer to calls and to each other: only the garbage collector ends that, which comes
+        to an agent that does little once in hours.
+        """
+        if not self._collecting:
+            self._collecting = True
+            self._loop.call_later(_COLLECT_AFTER, self._collect)
+
+    def _collect(self) -> None:
+        self._collecting = False
+        gc.collect()
 
     def _stop(self) -> None:
         self.begin(self._finish())
@@ -104,6 +123,7 @@ class Member:
         self._credentials = credentials
         self._channel: Any = None  # this and the rest belong to the loop's thread
         self._stubs: dict[str, Any] = {}
+        self._calls: set[asyncio.Task[Any]] = set()
         self._closed = False
 
     def call(
@@ -123,11 +143,16 @@ class Member:
         """Call an RPC and return the future of its answer, which raises as ``call``."""
 
         async def work() -> Any:
+            task = asyncio.current_task()
+            assert task is not None  # a coroutine of the loop's
+            self._calls.add(task)
             try:
                 rpc = self.method(service, method)
                 return await rpc(request, timeout=seconds, metadata=metadata)
             except (asyncio.CancelledError, self.loaded.grpc.aio.UsageError) as error:
                 raise StoreClosed(f"the connection to {self.address} was closed") from error
+            finally:
+                self._calls.discard(task)
 
         return _the_loop().begin(work())
 
@@ -141,15 +166,22 @@ class Member:
             self._stubs[service] = getattr(self.loaded.rpc, f"{service}Stub")(self._channel)
         return getattr(self._stubs[service], name)
 
-    def close(self) -> None:
-        """Close the connection; whoever waits on it gets StoreClosed."""
+    def close(self) -> Future[None]:
+        """Begin to close the connection; whoever waits on it gets StoreClosed.
+
+        The future that is returned is done when no call can be made any more.
+        """
 
         async def work() -> None:
             self._closed = True
-            if self._channel is not None:
-                await self._channel.close()
+            for task in self._calls:
+                task.cancel()
+            channel, self._channel, self._stubs = self._channel, None, {}
+            if channel is not None:
+                await channel.close()
+            _the_loop().collect()
 
-        _the_loop().begin(work()).result(_CLOSE_SECONDS)
+        return _the_loop().begin(work())
 
     def _open(self) -> Any:
         aio = self.loaded.grpc.aio

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import socket
 import threading
 import time
 import urllib.request
@@ -13,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.errors import StoreFull, StoreReplaced, StoreUnreachable
-from elaunch.store import etcd
+from elaunch.errors import StoreClosed, StoreFull, StoreReplaced, StoreUnreachable
+from elaunch.store import etcd, etcdmember
 from elaunch.store.etcd import EtcdStore
 from elaunch.store.etcdhistory import History
 from elaunch.store.etcdplace import EtcdPlace
@@ -247,3 +249,44 @@ def test_an_etcd_that_is_full_says_so(tmp_path: Path, opened: Callable[..., Etcd
         cluster.drain()
         first.update(b"failed")
         assert first.publish(1, b"plan")
+
+
+# ── connections that are closed ──────────────────────────────────────────────────────────────────
+
+SETTINGS = bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+"""The first frame of an HTTP/2 server: with it, a connection has come about."""
+
+
+def test_closing_waits_for_nobody(one: Cluster, opened: Callable[..., EtcdStore]) -> None:
+    """The thread of the connections may be held up, by a machine that swaps for example."""
+    store = opened(one.place())
+    store.enrol("n0", b"", 60.0)
+    etcdmember._the_loop().soon(time.sleep, 3.0)
+    store.close()
+    with pytest.raises(StoreClosed):
+        store.renew()
+
+
+def test_a_connection_that_comes_about_too_late_is_closed() -> None:
+    """Packets are lost while agents connect, time and again: no descriptor stays behind."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as server, ExitStack() as stack:
+        address = server.getsockname()
+        stack.enter_context(socket.create_connection(address))  # as many as may wait to be accepted
+        place = EtcdPlace((address,), call_timeout=0.2)
+        for _ in range(3):
+            with pytest.raises(StoreUnreachable):
+                etcd.connect(place, "job", deadline=0.2)
+        server.listen(16)
+        server.settimeout(4.0)  # longer than it takes until a lost packet is sent again
+        accepted = []
+        with contextlib.suppress(TimeoutError):
+            while True:
+                accepted.append(stack.enter_context(server.accept()[0]))
+                if len(accepted) > 1:  # the first is our own
+                    accepted[-1].sendall(SETTINGS)
+        assert len(accepted) > 1
+        for connection in accepted[1:]:
+            connection.settimeout(LONG)
+            with contextlib.suppress(ConnectionResetError):
+                while connection.recv(1 << 16):
+                    pass
