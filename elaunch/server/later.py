@@ -106,9 +106,9 @@ class Later:
         if answer is None:
             names = ",".join(f"+{name}" for name in modules)
             return Warmed(f"--preload {names}: the process that imported it first died of it")
-        read, written, unforkable = answer
-        if unforkable:
-            return Warmed(unforkable)
+        read, written, why_not = answer
+        if why_not:
+            return Warmed(why_not)
         own = {name for name, text in written.items() if changed.get(name) == text}
         settings = tuple(sorted((set(changed) & set(read)) - own))
         return Warmed(settings=settings) if settings else None
@@ -121,7 +121,8 @@ def _changed(given: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
 def _trial(modules: list[str], path: str | None) -> tuple[list[str], dict[str, str], str]:
     """Import the modules in a fork.
 
-    Returns the variables that they read, those that they set, and why it must not be forked then.
+    Returns the variables that they read, those that they set, and why that failed or must not be
+    done in the server: it would have threads, or a CUDA context.
     """
     nowhere = os.open(os.devnull, os.O_RDWR)
     os.dup2(nowhere, 1)
@@ -139,4 +140,4 @@ def _trial(modules: list[str], path: str | None) -> tuple[list[str], dict[str, s
     found = preload(modules, path)
     kind.__getitem__ = look_up
     written = {name: text for name, text in os.environ.items() if before.get(name) != text}
-    return sorted(read), written, found.unforkable
+    return sorted(read), written, found.problem or found.unforkable
