@@ -89,8 +89,8 @@ def test_a_replayed_record_does_not_keep_a_job(
         version, _ = other.await_plan(phase="running")
         old = other.board()[1]
         other.post(version + ahead, old)
-        if ahead == 1:
-            agents[0].wait_for_line("its signature is wrong", 30.0, "stderr")
+        if ahead < 10:
+            wait_until(partial(other.is_above, version + ahead), 30.0, "it is answered")
         (tmp_path / "go").touch()
         assert [agent.wait(60.0).returncode for agent in agents] == [0, 0]
 
