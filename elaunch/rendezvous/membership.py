@@ -166,7 +166,8 @@ def _fences(view: View, rules: Rules, number: int) -> float:
     """Return how long after the store was opened an agent that does not know it may have workers.
 
     No renewal was answered since by the host of before, so every fence of its agents has passed
-    after FENCE of their ``heartbeat_timeout``. Who hears of this host ends its workers at once.
+    after FENCE of their ``heartbeat_timeout``. An agent that reaches this host ends its workers at
+    once.
     """
     if view.known is not None:
         return view.known.heartbeat

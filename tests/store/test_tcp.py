@@ -215,11 +215,11 @@ def test_a_connection_that_breaks_is_opened_again(hosted: tuple[Store, int]) -> 
     with closing(Proxy(port)) as proxy, closing(connect(proxy.port)) as store:
         store.enrol("a", b"1", 60.0)
         wait = beside(lambda: store.follow(0, LONG))
-        read_until(first, Change("a", b"1", "put"))
+        read_until(first, Change("a", b"1", "put"), "host")
         for value in (b"2", b"3"):
             proxy.cut()
             store.update(value)
-            read_until(first, Change("a", value, "put"))
+            read_until(first, Change("a", value, "put"), "host")
         assert first.publish(1, b"one")
         assert wait() == Post(1, b"one")
 
@@ -363,7 +363,7 @@ def test_a_stranger_can_disturb_but_not_stop_the_host(hosted: tuple[Store, int])
         with pytest.raises(StoreUnreachable, match=r"every connection|none was had"):
             tcp.connect("127.0.0.1", port, "job", deadline=LONG, timeout=2.0).enrol("a", b"", 3.0)
         store.enrol("b", b"B", 60.0)
-        read_until(first, Change("b", b"B", "put"))
+        read_until(first, Change("b", b"B", "put"), "host")
         assert first.publish(1, b"one")
         assert store.follow(0, LONG) == Post(1, b"one")
         assert sorted(first.roster()) == ["b", "host"]
@@ -420,9 +420,12 @@ def test_ipv6() -> None:
     port = listening.getsockname()[1]
     with closing(tcp.host(listening, "job", timeout=20.0)) as host:
         assert host.place == f"TCPStore at [::1]:{port}"
+        host.enrol("host", b"", 60.0)
+        assert host.await_lead("host", LONG)
+        collect(host, 1, "host")
         with closing(tcp.connect("::1", port, "job", deadline=LONG)) as store:
             store.enrol("a", b"", 60.0)
-            assert collect(host, 1) == [Change("a", b"", "put")]
+            assert collect(host, 1, "host") == [Change("a", b"", "put")]
 
 
 def test_every_address_of_a_name_is_tried() -> None:
@@ -442,7 +445,7 @@ def test_torchs_own_client_reads_what_is_written(hosted: tuple[Store, int]) -> N
     assert first.publish(1, b"one")
     assert client.get("job/b/1") == b"one"
     client.queue_push("job/in", b"put torch 60\nhere")
-    read_until(first, Change("torch", b"here", "put"))
+    read_until(first, Change("torch", b"here", "put"), "host")
 
 
 def test_only_the_host_leads(hosted: tuple[Store, int]) -> None:
@@ -475,11 +478,11 @@ def test_what_does_not_fit_is_refused_here(
 def test_a_name_that_is_gone_never_comes_back(hosted: tuple[Store, int]) -> None:
     """Neither for who had it nor for another."""
     first, port = hosted
-    collect(first, 1)
+    collect(first, 1, "host")
     with closing(connect(port)) as store, closing(connect(port)) as other:
         store.enrol("a", b"", 60.0)
         store.withdraw()
-        read_until(first, Change("a", None, "left"))
+        read_until(first, Change("a", None, "left"), "host")
         for one in (store, other):
             with pytest.raises(SeatLost):
                 one.enrol("a", b"", 60.0)
