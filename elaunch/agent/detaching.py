@@ -74,9 +74,9 @@ def run(settings: Settings, run_agent: Callable[[Settings, Detached | None], int
     """Run the agent in a process of its own; return once it is ready, in both processes.
 
     In the command's process: 0, or the exit code of an agent that never was ready. In the agent's:
-    the job's exit code, at its end. Must be called in the main thread, before there are others.
+    the job's exit code, at its end. Must be called in the main thread, before there are others,
+    and after ``check``.
     """
-    check(settings)
     told, tell = os.pipe()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

@@ -66,11 +66,14 @@ def _start(words: tuple[str, ...], **given: str | None) -> int:
 
         dryrun.show(settings, os.environ)
         return 0
+    from elaunch.agent.main import resolve_nproc
     from elaunch.agent.main import run as run_agent
 
     if settings.detach:
         from elaunch.agent import detaching
 
+        detaching.check(settings)
+        resolve_nproc(settings)  # that torch knows no such device is an error in the foreground
         return detaching.run(settings, run_agent)
     return run_agent(settings)
 
