@@ -17,6 +17,8 @@ PATIENCE: Final = 1.0
 """Seconds for the file system to take a record."""
 LAST_PATIENCE: Final = 5.0
 """Seconds for it to take the last one."""
+THAWED_S: Final = 0.2
+"""Seconds more, which a process that was frozen for longer than its patience still has."""
 
 
 class RecordWriter:
@@ -50,7 +52,9 @@ class RecordWriter:
             self._changed.notify_all()
             if known and not is_last:
                 return False
-            done = self._changed.wait_for(lambda: self._done >= number, patience)
+            done = self._changed.wait_for(
+                lambda: self._done >= number, patience
+            ) or self._changed.wait_for(lambda: self._done >= number, THAWED_S)
             self._late = not done
         if not done and not known:
             self._warn(

@@ -274,7 +274,7 @@ def test_a_request_to_end_while_the_last_save_is_written(elaunch: Launcher) -> N
     """It has its time, whatever the grace is, and the job is done."""
     job = Job(elaunch, "job", "aside", steps=4, every=4)
     job.flags = [*job.flags, "--shutdown-timeout=1"]
-    job.fault = {"where": "agent", "step": "begin", "nth": 10**6, "slow": 1.0}
+    job.fault = {"where": "agent", "step": "begin", "nth": 10**6, "slow": 4.0}
     running = job.start()
     wait_until(lambda: bool(job.noted("trained")), DEADLINE, "the ranks have trained")
     state = job.home / "state0" / "elaunch" / "runs" / "job" / "state.json"

@@ -159,7 +159,8 @@ def test_cpu_time_is_the_last_resort(elaunch: Launcher, method: Sequence[str]) -
     if method is FORK:
         assert re.search(r"  ranks 0-1:\n    File .* in hang\n", done.stderr)
     else:
-        assert "No stacks of ranks 0-1: " in done.stderr
+        # By py-spy, where that may look into other processes.
+        assert re.search(r"No stacks of ranks 0-1: |  ranks 0-1:\n    File ", done.stderr)
 
 
 def test_who_computes_does_not_hang(elaunch: Launcher) -> None:
@@ -262,16 +263,16 @@ with elaunch.init(announce=False) as ctx:
 
 
 def test_a_wait_for_the_last_save_is_no_hang(elaunch: Launcher, tmp_path: Path) -> None:
-    """It has a deadline of its own, and may last longer than ten times the limit."""
+    """It has a deadline of its own, and may last several times longer than the limit."""
     script = tmp_path / "saves.py"
     script.write_text(SAVES)
     held = [sys.executable, SLOW_AGENT, elaunch.directory, "write=10"]
-    flags = ["--run-id=saves", "--hang-timeout=0.3", f"--checkpoint-dir={tmp_path / 'ck'}"]
+    flags = ["--run-id=saves", "--hang-timeout=1", f"--checkpoint-dir={tmp_path / 'ck'}"]
     running = elaunch.start_command([*held, "run", *flags, script])
 
     def has_waited() -> bool:
         shown = json.loads(elaunch.run(["status", "saves", "--json"]).stdout)
-        return any((worker["silent_s"] or 0.0) > 4.0 for worker in shown["progress"]["workers"])
+        return any((worker["silent_s"] or 0.0) > 5.0 for worker in shown["progress"]["workers"])
 
     wait_until((elaunch.directory / "reached").exists, 60.0)
     wait_until(has_waited, 60.0)

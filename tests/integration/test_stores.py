@@ -70,7 +70,7 @@ def demo(rank, how, port):
     dist.init_process_group("gloo", rank=rank, world_size=2, **address)
     both = torch.ones(1) * (rank + 1)
     dist.all_reduce(both)
-    print(how, both.item(), flush=True)
+    os.write(1, f"{how} {both.item()}\\n".encode())  # both ranks write to one pipe
     dist.destroy_process_group()
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,18 +73,18 @@ class Outcome:
 
 def launch(launcher: Launcher, directory: Path, starts: Mapping[str, Start]) -> dict[str, Outcome]:
     """Run all of ``starts`` (method → start) at the same time, in ``directory``."""
-    temporary = directory / "tmp"
-    temporary.mkdir(exist_ok=True)
-    running = {}
-    for method, start in starts.items():
-        out = directory / method.replace(" ", "-")
-        out.mkdir()
-        env = {"PARITY_OUT": str(out), "TMPDIR": str(temporary), **(start.env or {})}
-        running[method] = (out, launcher.start_command(start.argv(method), env=env, cwd=directory))
-    found = {}
-    for method, (out, process) in running.items():
-        done = process.wait(DEADLINE)
-        found[method] = Outcome(done.returncode, done.stdout, done.stderr, out)
+    running, found = {}, {}
+    # multiprocessing makes sockets below it, and the name of a socket has at most 107 bytes.
+    with tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as temporary:
+        for method, start in starts.items():
+            out = directory / method.replace(" ", "-")
+            out.mkdir()
+            env = {"PARITY_OUT": str(out), "TMPDIR": temporary, **(start.env or {})}
+            process = launcher.start_command(start.argv(method), env=env, cwd=directory)
+            running[method] = (out, process)
+        for method, (out, process) in running.items():
+            done = process.wait(DEADLINE)
+            found[method] = Outcome(done.returncode, done.stdout, done.stderr, out)
     return found
 
 
