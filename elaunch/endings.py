@@ -7,6 +7,8 @@ import signal
 PREEMPTED = 75
 """Exit code of a run that was told to end, and whose workers said so and ended with 0: not done, to
 be continued (EX_TEMPFAIL of sysexits.h)."""
+INTERRUPTED = 128 + signal.SIGINT
+"""Exit code of a command that a person has ended with Ctrl-C."""
 KILLED = 128 + signal.SIGKILL
 """Exit code of a run that was told to end and did not."""
 

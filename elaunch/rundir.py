@@ -28,7 +28,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -181,7 +181,7 @@ def _made(path: Path, notice: str | None = None) -> RunDir:
 
 def list_runs(environ: Mapping[str, str]) -> list[RunDir]:
     """Return every kept run of this user, the newest first; those without a record by file time."""
-    return [run for _, run in sorted(_dated(environ), key=lambda pair: pair[0], reverse=True)]
+    return _newest_first(_kept(environ))
 
 
 def find(run: str, environ: Mapping[str, str]) -> RunDir:
@@ -211,7 +211,8 @@ def killed_in(run_id: str, environ: Mapping[str, str]) -> int | None:
 
     None if there is no such run, or if its agent has ended it; -1 if no round had begun.
     """
-    for run in list_runs(environ):
+    same_id = re.compile(re.escape(file_name(run_id)) + r"(\.\d+)?")
+    for run in _newest_first(run for run in _kept(environ) if same_id.fullmatch(run.path.name)):
         try:
             record = run.read_state()
         except RunDirError:
@@ -285,11 +286,15 @@ def prune(
     return deleted
 
 
-def _dated(environ: Mapping[str, str]) -> Iterator[tuple[float, RunDir]]:
+def _kept(environ: Mapping[str, str]) -> Iterator[RunDir]:
     for root in roots(environ):
         for path in subdirectories(root):
             if not path.name.startswith("."):
-                yield _started_at(RunDir(path)), RunDir(path)
+                yield RunDir(path)
+
+
+def _newest_first(runs: Iterable[RunDir]) -> list[RunDir]:
+    return sorted(runs, key=_started_at, reverse=True)
 
 
 def _started_at(run: RunDir) -> float:

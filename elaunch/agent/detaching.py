@@ -24,12 +24,11 @@ from types import FrameType
 from typing import Any, Final
 
 from elaunch.config import Settings
-from elaunch.endings import exit_code
+from elaunch.endings import INTERRUPTED, exit_code
 from elaunch.errors import UsageError
 from elaunch.rundir import CONSOLE, RunDir
 
 TAIL_BYTES: Final = 16 * 1024
-INTERRUPTED: Final = 130
 
 
 class Detached:

@@ -22,7 +22,7 @@ THAWED_S: Final = 0.2
 
 
 class RecordWriter:
-    """Owns the thread, from the first :meth:`put` on; ``put`` and ``close`` are the loop's.
+    """Owns the thread, from the first :meth:`put` on; only the loop calls that.
 
     Args:
         write: replaces the record; raises RunDirError where it cannot.
@@ -52,9 +52,10 @@ class RecordWriter:
             self._changed.notify_all()
             if known and not is_last:
                 return False
-            done = self._changed.wait_for(
-                lambda: self._done >= number, patience
-            ) or self._changed.wait_for(lambda: self._done >= number, THAWED_S)
+            done = any(
+                self._changed.wait_for(lambda: self._done >= number, seconds)
+                for seconds in (patience, THAWED_S)
+            )
             self._late = not done
         if not done and not known:
             self._warn(

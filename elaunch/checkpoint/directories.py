@@ -17,6 +17,8 @@ import os
 from pathlib import Path
 
 from elaunch.checkpoint import accelerate, dcp, deepspeed, filetree, huggingface
+from elaunch.checkpoint.candidates import Candidate
+from elaunch.errors import CheckpointError
 
 
 def format_of(path: Path, picked: bool) -> str | None:
@@ -31,6 +33,17 @@ def format_of(path: Path, picked: bool) -> str | None:
     if deepspeed.looks_like(path, names):
         return deepspeed.FORMAT
     return filetree.FORMAT if picked and names else None
+
+
+def known_format(candidate: Candidate) -> str | None:
+    """Return a directory's format; CheckpointError where its name promises one."""
+    format_ = format_of(candidate.path, candidate.picked)
+    if format_ is None and candidate.reported:
+        there = os.listdir(candidate.path)
+        raise CheckpointError(
+            "no checkpoint of a known format is in it" if there else "it is empty"
+        )
+    return format_
 
 
 def verify(path: Path, step: int, format_: str) -> None:

@@ -122,7 +122,7 @@ def _kept(candidate: Candidate, root: Path, run_id: str | None) -> Kept | None:
         raise CheckpointError("it is a link that leads out of the checkpoint directory")
     relative, step = str(path.relative_to(root)), candidate.step
     if candidate.format is None:
-        format_ = _known_format(candidate)
+        format_ = directories.known_format(candidate)
         if format_ is None:
             return None
         return Kept(relative, step, format=format_ if format_ == filetree.FORMAT else "")
@@ -130,17 +130,6 @@ def _kept(candidate: Candidate, root: Path, run_id: str | None) -> Kept | None:
         return Kept(relative, step, format=candidate.format)
     assert candidate.round is not None  # its name was parsed
     return Kept(relative, step, candidate.round, own.FORMAT, _digest(path, run_id))
-
-
-def _known_format(candidate: Candidate) -> str | None:
-    """Return a directory's format; CheckpointError where people would think that it has one."""
-    format_ = directories.format_of(candidate.path, candidate.picked)
-    if format_ is None and candidate.reported:
-        there = os.listdir(candidate.path)
-        raise CheckpointError(
-            "no checkpoint of a known format is in it" if there else "it is empty"
-        )
-    return format_
 
 
 def _digest(path: Path, run_id: str | None) -> str:

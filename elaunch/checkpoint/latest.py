@@ -8,7 +8,6 @@ and what vanishes or cannot be read in the middle is a reason, not an exception.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection
 from pathlib import Path
 
@@ -98,13 +97,7 @@ def verify_candidate(
 
 
 def _verify_directory(candidate: Candidate) -> str | None:
-    path = candidate.path
-    format_ = directories.format_of(path, candidate.picked)
+    format_ = directories.known_format(candidate)
     if format_ is not None:
-        directories.verify(path, candidate.step, format_)
-    elif candidate.reported:
-        there = os.listdir(path)
-        raise CheckpointError(
-            "no checkpoint of a known format is in it" if there else "it is empty"
-        )
+        directories.verify(candidate.path, candidate.step, format_)
     return format_

@@ -12,6 +12,7 @@ import click
 
 from elaunch import __version__
 from elaunch.config.values import did_you_mean
+from elaunch.endings import INTERRUPTED
 from elaunch.errors import ElaunchError
 from elaunch.shown import block
 
@@ -78,7 +79,7 @@ def execute(argv: Sequence[str]) -> int:
         click.echo(bounded(shown.getvalue()), err=True, nl=False)
         return exc.exit_code
     except click.Abort:
-        return 130
+        return INTERRUPTED
     except ElaunchError as exc:
         click.echo(f"elaunch: error: {block(bounded(str(exc)))}", err=True)
         return exc.exit_code

@@ -18,11 +18,10 @@ import click
 from elaunch import env
 from elaunch.config import Settings
 from elaunch.config.topology import LOOPBACK
-from elaunch.shown import arguments
+from elaunch.shown import HIDDEN, arguments
 
 _SECRET = re.compile(r"TOKEN|SECRET|PASSW|PASSPHRASE|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE", re.I)
 _PER_RANK = ("RANK", "LOCAL_RANK", "ROLE_RANK", env.VISIBLE_DEVICES, env.ERROR_FILE)
-HIDDEN = "(hidden)"
 LATER = "(chosen at the start)"
 MEET = "decided when the nodes meet"
 # What a node cannot know of itself before it has met the others.

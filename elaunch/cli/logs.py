@@ -7,9 +7,8 @@ import sys
 
 import click
 
+from elaunch.endings import INTERRUPTED
 from elaunch.errors import UsageError
-
-INTERRUPTED = 130
 
 
 @click.command("logs")

@@ -18,12 +18,12 @@ import click
 
 from elaunch.cli.printing import echo_plain, on_terminal, show
 from elaunch.config.meetingflags import OWN, TORCHRUN
+from elaunch.endings import INTERRUPTED
 from elaunch.errors import UsageError
 
 if TYPE_CHECKING:
     from elaunch.monitor.watch import Read, Reading
 
-INTERRUPTED = 130
 # The flags of ``elaunch run`` that say where a job's agents meet, and what they are here.
 PLACE_HELP = {
     "rdzv-backend": "Show a job on all its nodes, as the store says in which they meet.",

@@ -61,7 +61,7 @@ _TORCHRUN: tuple[Flag, ...] = (
     ),
     Flag(
         "role",
-        values.role,
+        values.label_or_empty,
         "default",
         CODE,
         "Role of the workers: ROLE_NAME and the prefix of their lines.",

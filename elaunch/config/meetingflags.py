@@ -27,7 +27,7 @@ TORCHRUN: tuple[Flag, ...] = (
     ),
     Flag(
         "rdzv-id",
-        values.run_id,
+        values.label_or_empty,
         None,
         MEETING,
         "The run's id, the same on all nodes (default: the script's name; on one node with six hex "

@@ -35,6 +35,20 @@ def problem(path: Path) -> str:
     return ""
 
 
+def open_to_read(path: Path) -> int:
+    """Return a descriptor that does not block, so that a pipe which nobody writes to is no trap.
+
+    Raises:
+        ValueError: the end of a sentence that begins with the path.
+    """
+    try:
+        return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise ValueError("does not exist") from None
+    except OSError as error:
+        raise ValueError(f"cannot be read: {error.strerror}") from None
+
+
 def read_text(path: Path, limit: int) -> str:
     """Return the text of a small file, or of a pipe, as of a shell's ``<(command)``.
 
@@ -45,12 +59,7 @@ def read_text(path: Path, limit: int) -> str:
     Raises:
         ValueError: the end of a sentence that begins with the path.
     """
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError:
-        raise ValueError("does not exist") from None
-    except OSError as error:
-        raise ValueError(f"cannot be read: {error.strerror}") from None
+    descriptor = open_to_read(path)
     try:
         if stat.S_ISDIR(os.fstat(descriptor).st_mode):
             raise ValueError("cannot be read: it is a directory")

@@ -33,9 +33,9 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 
 from elaunch.config import values
+from elaunch.shown import HIDDEN
 
 PASSWORD = "password"
-HIDDEN = "(hidden)"
 _SECRET = re.compile(r"pass|pw|secret|token|cred|auth|key", re.IGNORECASE)
 _SECRETS = (PASSWORD, "passwd", "secret", "token", "credential")
 # Other spellings, torchrun's mostly: both at once is an error.

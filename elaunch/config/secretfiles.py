@@ -18,6 +18,8 @@ import os
 import stat
 from pathlib import Path
 
+from elaunch.config import paths
+
 _LARGEST = 64 * 1024
 _CERTIFICATE, _PRIVATE_KEY = b"CERTIFICATE-----", b"PRIVATE KEY-----"
 
@@ -60,13 +62,7 @@ def _look_for(mark: bytes, what: str, path: Path) -> None:
 
 
 def _read(path: Path, private: bool) -> bytes:
-    # Non-blocking, so that a pipe which nobody writes to is refused and not waited for.
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError:
-        raise ValueError("does not exist") from None
-    except OSError as exc:
-        raise ValueError(f"cannot be read: {exc.strerror}") from None
+    descriptor = paths.open_to_read(path)
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):

@@ -173,10 +173,9 @@ def _plain(answers: Answers) -> dict[str, Any]:
         "nproc-per-node standalone node-rank local-addr max-restarts restart-budget "
         "monitor-interval role redirects tee local-ranks-filter duplicate-stdout-filters "
         "duplicate-stderr-filters logs-specs numa-binding event-log-handler health-check-port "
-        "file-timer "
-        "shutdown-timeout sibling-grace virtual-local-rank exit-codes dry-run detach log-level "
-        "checkpoint-glob require-resume checkpoint-local checkpoint-replicas checkpoint-memory "
-        "hang-timeout progress-regex tmp"
+        "file-timer shutdown-timeout sibling-grace virtual-local-rank exit-codes dry-run detach "
+        "log-level checkpoint-glob require-resume checkpoint-local checkpoint-replicas "
+        "checkpoint-memory hang-timeout progress-regex tmp"
     ).split()
     fields = {name.replace("-", "_"): answers[name] for name in names}
     if not answers.is_set("sibling-grace"):

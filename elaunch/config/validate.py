@@ -150,7 +150,7 @@ def timer_file(answers: Answers, start: Path) -> Path | None:
     """Return the absolute path of the timers' named pipe; None where elaunch chooses it."""
     if not answers["file-timer"] or not answers["timer-file"]:
         return None
-    path = Path(os.path.abspath(start / Path(answers["timer-file"]).expanduser()))
+    path = paths.absolute(answers["timer-file"], start)
     try:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:

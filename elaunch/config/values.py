@@ -94,13 +94,12 @@ def label(raw: str) -> str:
     return raw
 
 
-def role(raw: str) -> str:
-    """Return the name of a role; TorchX gives an empty one to every job."""
-    return label(raw) if raw else raw
+def label_or_empty(raw: str) -> str:
+    """Return a role or a run id.
 
-
-def run_id(raw: str) -> str:
-    """Return a run id; an empty one asks for a fresh one, as under torchrun."""
+    TorchX gives an empty role to every job; an empty run id asks for a fresh one, as under
+    torchrun.
+    """
     return label(raw) if raw else raw
 
 

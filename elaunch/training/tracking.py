@@ -31,6 +31,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from elaunch.endings import INTERRUPTED
 from elaunch.errors import ContextError, RunDirError
 from elaunch.newrecord import add_round, agent_of, first_record, new_round, new_worker
 from elaunch.rundir import RunDir, create, list_runs, prune
@@ -52,7 +53,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("elaunch")
 
 LOCK: Final = "record.lock"
-INTERRUPTED: Final = 130
 PRUNE_S: Final = 0.5
 """How long the end waits for old runs to be deleted; the next run goes on with it."""
 

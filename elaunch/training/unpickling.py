@@ -378,13 +378,20 @@ def _plain(module: str, name: str) -> Any:
         return _rebuild_sparse
     if name in _PLAIN.get(module, "").split():
         return reach(module, name)
-    if module == "torch" and not name.startswith("_"):
-        torch = sys.modules.get("torch")
-        found = getattr(torch, name, None)
-        kinds = (torch.dtype, torch.layout, torch.memory_format) if torch is not None else ()
-        if isinstance(found, kinds):
-            return found
-    _refuse(module, name)
+    found = None if name.startswith("_") else torch_kind(module, name)
+    if found is None:
+        _refuse(module, name)
+    return found
+
+
+def torch_kind(module: str, name: str) -> Any:
+    """Return the dtype, layout or memory format of torch that a name stands for; None if none."""
+    torch = sys.modules.get("torch")
+    if module != "torch" or torch is None:
+        return None
+    found = getattr(torch, name, None)
+    kinds = (torch.dtype, torch.layout, torch.memory_format)
+    return found if isinstance(found, kinds) else None
 
 
 def _encode(text: str, encoding: str) -> bytes:

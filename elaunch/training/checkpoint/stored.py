@@ -23,7 +23,6 @@ Path = tuple[str | int, ...]
 FILE = ".metadata"
 _LONGEST: Final = 10_000_000
 """Items of a list that stands in a state, each with a key of its own."""
-_KINDS: Final = (torch.dtype, torch.layout, torch.memory_format)
 
 
 def read(content: bytes | memoryview, place: object) -> Metadata:
@@ -54,9 +53,8 @@ def _find(module: str, name: str) -> Any:
     """Return what ``.metadata`` may name; raises unpickling.Refused for anything else."""
     if name in unpickling.CHECKPOINT.get(module, "").split():
         return unpickling.reach(module, name)
-    found = getattr(torch, name, None) if module == "torch" else None
-    if isinstance(found, _KINDS):
-        return found
+    if (kind := unpickling.torch_kind(module, name)) is not None:
+        return kind
     raise unpickling.Refused(
         f"it names {ascii(f'{module}.{name}')[1:-1][:200]}, which is no class "
         "of torch.distributed.checkpoint's own"
