@@ -87,7 +87,12 @@ class Node:
         clock: str | None = None,
     ) -> Running:
         """Start ``elaunch ARGS`` here; see ``popen``."""
-        return self.popen([sys.executable, "-m", "elaunch", *args], env, clock=clock)
+        if clock is not None:
+            return self.popen([sys.executable, "-m", "elaunch", *args], env, clock=clock)
+        added = self._launcher.env | self.env | dict(env or {})
+        where = self._launcher.directory
+        self._started.append(self._launcher.start_elaunch(args, added, where, self.machine))
+        return self._started[-1]
 
     def run(self, argv: Sequence[Word], deadline: float = 60.0) -> subprocess.CompletedProcess[str]:
         """Run any command here to its end."""
@@ -140,9 +145,10 @@ def _slow(port: str) -> str:
 class Cluster:
     """A test's machines and the switch; ``close`` fails where a process was left behind."""
 
-    def __init__(self, directory: Path, count: int) -> None:
+    def __init__(self, directory: Path, count: int, *, forks: bool = True) -> None:
         self.directory = directory
         self.nodes: list[Node] = []
+        self._forks = forks
         self._faults = _Faults()
         self._cables: dict[str, subprocess.Popen[str]] = {}
         self._machines: list[netns.Machine] = []
@@ -247,7 +253,7 @@ class Cluster:
         self._keeper = netns.keeper(self._machines)
         *machines, self._switch = self._machines
         # Only now: what this process has started before is not the test's own.
-        self._launcher = launcher = Launcher(self.directory)
+        self._launcher = launcher = Launcher(self.directory, forks=self._forks)
         self.nodes = [
             Node(machine, number, launcher)
             for number, machine in zip(numbers, machines, strict=True)

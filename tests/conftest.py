@@ -54,21 +54,26 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 @pytest.fixture
-def elaunch(tmp_path: Path) -> Iterator[Launcher]:
-    """Run the real command, ``run(args)`` or ``start(args)``; it may leave no process behind."""
-    launcher = Launcher(tmp_path)
+def elaunch(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Launcher]:
+    """Run the real command, ``run(args)`` or ``start(args)``; it may leave no process behind.
+
+    It is forked from a process that has torch already, unless the test has the marker ``executed``.
+    """
+    executed = request.node.get_closest_marker("executed") is not None
+    launcher = Launcher(tmp_path, forks=not executed)
     yield launcher
     launcher.close()
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Callable[[int], Cluster]]:
+def cluster(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[[int], Cluster]]:
     """Make machines, ``cluster(count)``; no process may be left behind in them."""
+    forks = request.node.get_closest_marker("executed") is None
     netns.needed()
     with ExitStack() as clusters:
 
         def build(count: int) -> Cluster:
-            made = Cluster(tmp_path, count)
+            made = Cluster(tmp_path, count, forks=forks)
             clusters.callback(made.close)
             return made
 

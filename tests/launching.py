@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Literal
 
+from tests import netns, warm
+
 MARKER = "TEST_RUN_MARKER"
 """Name of the variable that every process of a test's runs carries."""
 
@@ -58,6 +60,18 @@ def wait_until(condition: Callable[[], object], deadline: float = 30.0, what: st
         late = time.monotonic() >= until
 
 
+def _executed(argv: Sequence[str], env: Mapping[str, str], cwd: Path) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        list(argv),
+        env=dict(env),
+        cwd=cwd,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+
+
 @dataclass
 class _Output:
     """What one stream has said so far; a thread reads it until its last writer is gone."""
@@ -86,22 +100,14 @@ class _Output:
 class Running:
     """A started command: its process, its output so far, and waits with a deadline."""
 
-    def __init__(self, argv: Sequence[str], env: Mapping[str, str], cwd: Path) -> None:
-        self.argv = list(argv)
-        self.process = subprocess.Popen(
-            self.argv,
-            env=dict(env),
-            cwd=cwd,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
-        assert self.process.stdout is not None and self.process.stderr is not None
+    def __init__(self, process: subprocess.Popen[bytes] | warm.WarmProcess) -> None:
+        self.argv: list[str] = process.args  # type: ignore[assignment]  # Popen keeps what it got
+        self.process = process
+        assert process.stdout is not None and process.stderr is not None
         self._changed = threading.Condition()
         self._outputs = {
-            "stdout": _Output(self.process.stdout, self._changed),
-            "stderr": _Output(self.process.stderr, self._changed),
+            "stdout": _Output(process.stdout, self._changed),
+            "stderr": _Output(process.stderr, self._changed),
         }
         for output in self._outputs.values():
             threading.Thread(target=output.pump, daemon=True).start()
@@ -173,12 +179,19 @@ class Running:
 
 
 class Launcher:
-    """Starts ``elaunch`` for one test with a private state directory; see the module's text."""
+    """Starts ``elaunch`` for one test with a private state directory; see the module's text.
 
-    def __init__(self, directory: Path) -> None:
+    Args:
+        forks: ``elaunch run`` is forked where no difference can be seen (tests/warm.py).
+    """
+
+    def __init__(self, directory: Path, *, forks: bool = False) -> None:
         self.directory = directory
         self.state = directory / "state"
         self.env = clean_environment(self.state) | {MARKER: uuid.uuid4().hex}
+        self._forks = forks
+        if forks:
+            warm.prepare(clean_environment(self.state))
         self._before = _descendants(os.getpid())
         self._running: list[Running] = []
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -202,7 +215,31 @@ class Launcher:
         cwd: Path | None = None,
     ) -> Running:
         """Start ``elaunch ARGS``; the test's end kills it where it still runs."""
-        return self.start_command([sys.executable, "-m", "elaunch", *args], env=env, cwd=cwd)
+        return self.start_elaunch(args, self.env | dict(env or {}), cwd or self.directory)
+
+    def start_elaunch(
+        self,
+        args: Sequence[str | os.PathLike[str]],
+        env: Mapping[str, str],
+        cwd: Path,
+        machine: netns.Machine | None = None,
+    ) -> Running:
+        """Start ``elaunch ARGS`` with just these variables, on a machine if one is given."""
+        argv = [sys.executable, "-m", "elaunch", *map(os.fspath, args)]
+        if self._forks and argv[3:4] == ["run"] and warm.can_start(env):
+            spaces = machine.namespaces() if machine is not None else ()
+            return self._watched(warm.WarmProcess(argv, env, cwd, spaces))
+        prefix = machine.prefix(cwd) if machine is not None else []
+        return self._watched(_executed([*prefix, *argv], env, cwd))
+
+    def start_around(
+        self, argv: Sequence[str | os.PathLike[str]], env: Mapping[str, str] | None = None
+    ) -> Running:
+        """Start ``python PROGRAM ARGS``, a program of the tests that runs elaunch itself."""
+        words, everything = [os.fspath(word) for word in argv], self.env | dict(env or {})
+        if self._forks and words[0] == sys.executable and warm.can_start(everything):
+            return self._watched(warm.WarmProcess(words, everything, self.directory))
+        return self._watched(_executed(words, everything, self.directory))
 
     def start_command(
         self,
@@ -213,7 +250,11 @@ class Launcher:
     ) -> Running:
         """Start any command (torchrun, nohup elaunch …) under the same rules."""
         words = [os.fspath(word) for word in argv]
-        running = Running(words, self.env | dict(env or {}), cwd or self.directory)
+        everything = self.env | dict(env or {})
+        return self._watched(_executed(words, everything, cwd or self.directory))
+
+    def _watched(self, process: subprocess.Popen[bytes] | warm.WarmProcess) -> Running:
+        running = Running(process)
         self._running.append(running)
         return running
 

@@ -102,6 +102,11 @@ class Machine:
         where = directory or self.directory
         return ["nsenter", f"--target={self.holder}", *spaces, f"--wdns={where}", "--"]
 
+    def namespaces(self) -> list[str]:
+        """Return the paths of what a process enters that runs here, in this order."""
+        kinds = ["net", "uts", *(["time"] if _CLOCKS else []), "mnt"]
+        return [f"/proc/{self.holder}/ns/{kind}" for kind in kinds]
+
     def do(self, argv: Sequence[str], text: str = "") -> str:
         """Run a short command in this machine's network; return what it said, fail if it does."""
         done = subprocess.run(

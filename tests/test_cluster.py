@@ -218,8 +218,11 @@ def test_a_node_loses_its_power(cluster: Build) -> None:
 def test_a_process_is_frozen(cluster: Build) -> None:
     """And goes on."""
     machines = cluster(1)
-    running = python(machines[1], "import sys; print('up', flush=True); sys.stdin.read()")
+    go = machines.directory / "go"
+    code = "import os, sys, time\nwhile not os.path.exists(sys.argv[1]): time.sleep(0.01)"
+    running = python(machines[1], code, str(go))
     freeze(running.pid)
+    go.touch()
     assert running.process.poll() is None
     thaw(running.pid)
     assert running.wait().returncode == 0

@@ -134,7 +134,7 @@ class Job:
             flags.append(f"--preload={PRELOAD}")
         python = [sys.executable, AGENT, self.directory / f"agent.{node}"]
         argv = [*self.prefix, *python, "run", *flags, *script, *self.words, *more]
-        return self.launcher.start_command(argv, env=env)
+        return self.launcher.start_around(argv, env=env)
 
     def run(self, *more: str) -> Running:
         """Run the job of one agent to its end, which is a good one."""
@@ -241,8 +241,8 @@ def undisturbed(factory: pytest.TempPathFactory, world: int) -> Trajectory:
     with (shared / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (shared / "whole").exists():
-            launcher = Launcher(shared)
+            launcher = Launcher(shared, forks=True)
             Job(launcher, "job", "none", nproc=world).run()
             launcher.close()
             (shared / "whole").touch()
-        return Trajectory.of(Job(Launcher(shared), "job", "none", nproc=world).notes())
+        return Trajectory.of(Job(Launcher(shared, forks=True), "job", "none", nproc=world).notes())

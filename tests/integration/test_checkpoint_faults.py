@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from signal import SIGCONT, SIGUSR1
+from signal import SIGCONT
 
 import pytest
 
@@ -21,7 +21,7 @@ from tests.integration import checkpointing
 from tests.integration.checkpointing import DEADLINE, JOBS, Job, Trajectory
 from tests.integration.jobs import checkpoint_fault
 from tests.integration.watching import agent_lines
-from tests.launching import Launcher, Running, wait_until
+from tests.launching import Launcher, Running
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -268,22 +268,6 @@ def test_sigterm_while_a_save_is_in_flight(
     expected = trajectory(2)
     for rank, line in job.noted("trained"):
         expected.check(rank, line)
-
-
-def test_a_request_to_end_while_the_last_save_is_written(elaunch: Launcher) -> None:
-    """It has its time, whatever the grace is, and the job is done."""
-    job = Job(elaunch, "job", "aside", steps=4, every=4)
-    job.flags = [*job.flags, "--shutdown-timeout=1"]
-    job.fault = {"where": "agent", "step": "begin", "nth": 10**6, "slow": 4.0}
-    running = job.start()
-    wait_until(lambda: bool(job.noted("trained")), DEADLINE, "the ranks have trained")
-    state = job.home / "state0" / "elaunch" / "runs" / "job" / "state.json"
-    wait_until(lambda: json.loads(state.read_text())["state"] == "STOPPING", DEADLINE, "its flush")
-    running.send_signal(SIGUSR1)
-    done = running.wait(DEADLINE)
-    assert "SIGUSR1 received: no round follows this one" in done.stderr
-    assert done.returncode == 0, done.stderr
-    assert [one.step for one in job.listed()] == [4]
 
 
 def test_the_orphan_of_an_asynchronous_save_of_torch(elaunch: Launcher) -> None:

@@ -54,6 +54,7 @@ def functions(stack: Sequence[str]) -> list[str]:
     return [frame.rpartition(" in ")[2] for frame in stack]
 
 
+@pytest.mark.executed
 def test_a_rank_that_stays_behind(elaunch: Launcher) -> None:
     """The report names it, shows where it sleeps, and what the others do."""
     done = elaunch.run(job("steps=5", "1:hang", "steps=1000", flags=["--hang-timeout=2"]))
@@ -125,6 +126,7 @@ def test_a_section_may_not_last_longer_than_its_own_timeout(
     assert "rank 0: step 5, in section eval" in done.stderr
 
 
+@pytest.mark.executed
 def test_lines_of_the_log(elaunch: Launcher, tmp_path: Path) -> None:
     """An ordinary script; after the restart it goes on and ends well."""
     script = tmp_path / "lines.py"
@@ -268,7 +270,7 @@ def test_a_wait_for_the_last_save_is_no_hang(elaunch: Launcher, tmp_path: Path) 
     script.write_text(SAVES)
     held = [sys.executable, SLOW_AGENT, elaunch.directory, "write=10"]
     flags = ["--run-id=saves", "--hang-timeout=1", f"--checkpoint-dir={tmp_path / 'ck'}"]
-    running = elaunch.start_command([*held, "run", *flags, script])
+    running = elaunch.start_around([*held, "run", *flags, script])
 
     def has_waited() -> bool:
         shown = json.loads(elaunch.run(["status", "saves", "--json"]).stdout)

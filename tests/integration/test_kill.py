@@ -320,6 +320,7 @@ def test_sigterm_while_the_server_imports(elaunch: Launcher, place: Path) -> Non
     assert agent_lines(done.stderr)[-1] == "round 0: stopped by SIGTERM"
 
 
+@pytest.mark.executed
 def test_sigterm_while_the_devices_are_counted(elaunch: Launcher) -> None:
     """torch is being imported for it in a process of its own."""
     flags = ["--run-id=counting", "--shutdown-timeout=300"]
@@ -331,6 +332,7 @@ def test_sigterm_while_the_devices_are_counted(elaunch: Launcher) -> None:
     assert '"STOPPED"' in elaunch.run(["status", "--json", "counting"]).stdout
 
 
+@pytest.mark.executed
 def test_the_agent_is_killed_while_the_devices_are_counted(elaunch: Launcher) -> None:
     """Neither the server nor the counting process stays."""
     running = elaunch.start(["run", *SPAWN, "--nproc-per-node", "auto", COLLECTIVE])

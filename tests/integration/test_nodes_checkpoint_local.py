@@ -150,6 +150,7 @@ def peak(agent: Running) -> int:
     return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) * 1024  # type: ignore[index]
 
 
+@pytest.mark.executed
 def test_a_large_file_goes_in_chunks(cluster: Build) -> None:
     """Neither agent's memory grows with it; the same was seen with 1 GiB."""
     job = Job(cluster, "etcd", 2)  # an agent that hosts a TCPStore has torch in its memory

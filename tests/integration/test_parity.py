@@ -17,7 +17,7 @@ import pytest
 from tests.integration.parity.launches import HERE, Outcome, Start, differences, launch_alike
 from tests.launching import Launcher
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.executed]
 
 ROOT = Path(__file__).parents[2]
 ELAUNCH = ("spawn", "fork")

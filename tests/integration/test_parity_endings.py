@@ -14,7 +14,7 @@ import pytest
 from tests.integration.parity.launches import HERE, Outcome, Start, launch_alike
 from tests.launching import Launcher, wait_until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.executed]
 
 SCRIPT = str(HERE / "endings.py")
 WITH_TORCH = "return_,exit_text,chained,exit_handlers,keyboard_interrupt,unraisable_at_exit"

@@ -19,6 +19,8 @@ import pytest
 
 from tests.launching import Launcher
 
+pytestmark = pytest.mark.executed
+
 SHOW = """
 def answer(x: int) -> int:
     return x

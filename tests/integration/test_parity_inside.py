@@ -11,7 +11,7 @@ import pytest
 
 from tests.integration.parity.launches import HERE, Start, launch_alike
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.executed]
 
 
 @pytest.fixture(scope="module")

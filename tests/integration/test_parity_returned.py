@@ -13,7 +13,7 @@ import pytest
 
 from tests.integration.parity.launches import HERE, Start, launch_alike
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.executed]
 
 SOURCE = (HERE / "returned.py").read_text()
 

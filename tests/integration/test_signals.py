@@ -17,7 +17,7 @@ from tests.integration.jobs import FORK, METHODS, SPAWN
 from tests.integration.watching import act, agent_lines, wait_for_workers, wait_until_gone
 from tests.launching import Launcher, wait_until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.executed]
 
 Method = Sequence[str]
 both_methods = pytest.mark.parametrize("method", METHODS, ids=["spawn", "fork"])

@@ -1,0 +1,293 @@
+"""A process that has imported torch and elaunch, and forks commands for tests (tests/warm.py).
+
+It is run as a program: ``python warmserver.py FD``. Each request on the socket FD is a JSON object
+with descriptors; it answers with the pid of the command. Three processes come of a request:
+
+=======  ===========================================================================================
+process  what it is
+=======  ===========================================================================================
+command  what ``python -m elaunch ARGS``, or ``python PROGRAM ARGS``, would be, in a session of its
+         own. It is an orphan, so it is a child of the test process, which is a subreaper. torch is
+         hidden from it until it imports it
+seed     waits to become the agent's server, with what that process has in memory once it has
+         imported torch, and nothing else of elaunch
+server   the seed's child, when the agent executes the server's program; as the seed ends, the agent
+         is its parent. The agent's next one, and any with other settings, is a real one
+=======  ===========================================================================================
+
+A command and a server have the arguments, variables, streams, directory and signals that they would
+have if they were executed; what remains of this process is memory.
+"""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import gc
+import importlib.abc
+import importlib.machinery
+import io
+import json
+import os
+import resource
+import runpy
+import signal
+import socket
+import sys
+import types
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Final
+
+_LARGEST: Final = 1 << 20
+_SUBREAPER, _GET_SUBREAPER = 36, 37
+_ARGUMENTS, _VARIABLES = 48, 50
+_LIBC = ctypes.CDLL(None, use_errno=True)
+IMPORT_TIME: Final = ("PYTHON", "LD_", "MALLOC_", "TORCH_", "KMP_", "MKL_", "OMP_", "FAKETIME")
+"""Beginnings of variables that are read when a program starts, or when torch is imported."""
+THREADS: Final = "OMP_NUM_THREADS"
+
+ROOM: Final = 32_768
+"""Bytes that this process is started with as an argument, and as a variable: room for others."""
+
+
+def settings(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return those variables that a fork could not take over any more."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if name.startswith(IMPORT_TIME) and name != THREADS
+    }
+
+
+def _prctl(option: int, value: int) -> None:
+    zero = ctypes.c_ulong(0)
+    if _LIBC.prctl(option, ctypes.c_ulong(value), zero, zero, zero) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}, {value})")
+
+
+def _show(first: int, texts: Iterable[str]) -> None:
+    """Have /proc show these texts, whose start is that field of proc_pid_stat(5); see ROOM."""
+    with open("/proc/self/stat", "rb") as file:
+        start, end = map(int, file.read().rpartition(b")")[2].split()[first - 3 : first - 1])
+    content = b"".join(os.fsencode(text) + b"\0" for text in texts)[: end - start - 1]
+    with open("/proc/self/mem", "r+b", buffering=0) as memory:
+        memory.seek(start)
+        memory.write(content.ljust(end - start, b"\0"))
+
+
+def _send(sock: socket.socket, message: object, files: Sequence[int] = ()) -> None:
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))] if files else []
+    sock.sendmsg([json.dumps(message).encode()], rights)
+
+
+def _receive(sock: socket.socket) -> tuple[Any, list[int]] | None:
+    data, rights, _, _ = sock.recvmsg(_LARGEST, socket.CMSG_SPACE(16 * 4))
+    files = array.array("i")
+    for _, _, held in rights:
+        files.frombytes(held)
+    return (json.loads(data), list(files)) if data else None
+
+
+def _close_all_but(*kept: int) -> None:
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2 and int(name) not in kept:
+            try:
+                os.close(int(name))
+            except OSError:  # the one that listed the directory
+                continue
+
+
+def _open_streams(unbuffered: bool) -> None:
+    """Make Python's own streams anew, as the interpreter does at its start."""
+    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115 - open to the end
+    for name, fd in (("stdout", 1), ("stderr", 2)):
+        file: Any = io.FileIO(fd, "w", closefd=False)
+        stream = io.TextIOWrapper(
+            file if unbuffered else io.BufferedWriter(file),
+            errors="backslashreplace" if fd == 2 else None,
+            line_buffering=fd == 2 or file.isatty(),
+            write_through=unbuffered,
+        )
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+def _take_over(argv: Sequence[str], environ: Mapping[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environ)
+    _show(_ARGUMENTS, argv)
+    _show(_VARIABLES, (f"{name}={value}" for name, value in environ.items()))
+    sys.orig_argv[:] = argv
+
+
+class _Hidden(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Hides modules that are imported already until one of them is imported."""
+
+    def __init__(self, names: set[str]) -> None:
+        self._modules = {name: sys.modules.pop(name) for name in names}
+        self._own: Any = None
+        sys.meta_path.insert(0, self)
+
+    def find_spec(self, name: str, *_: object) -> importlib.machinery.ModuleSpec | None:
+        """Bring all of them back where one is asked for."""
+        if name not in self._modules:
+            return None
+        sys.meta_path.remove(self)
+        self._own = self._modules[name].__spec__
+        sys.modules.update({key: one for key, one in self._modules.items() if key != name})
+        return importlib.machinery.ModuleSpec(name, self)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        """Return the module as it is."""
+        return self._modules[spec.name]
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """Give the module its own description back; it was executed long ago."""
+        module.__spec__ = self._own
+
+
+class WarmServer:
+    """Serves the requests of one test process; ``run`` returns in the processes that it forks."""
+
+    def __init__(self, requests: socket.socket) -> None:
+        self._requests = requests
+        first = set(sys.modules)
+        from elaunch.server import loop, script  # noqa: F401 - as the server's program does
+
+        self.program = os.path.join(os.path.dirname(loop.__file__), "__main__.py")
+        gc.disable()
+        import torch  # noqa: F401
+
+        self._server = set(sys.modules)
+        self._torch = {
+            name
+            for name in self._server - first
+            if name.partition(".")[0] not in (*sys.stdlib_module_names, "elaunch")
+        }
+        import elaunch.agent.main
+        import elaunch.cli.run  # noqa: F401
+
+        gc.freeze()
+        gc.enable()
+        self._settings = settings(os.environ)
+
+    def run(self) -> None:
+        """Serve until the test process ends (then never returns); returns in a command."""
+        _send(self._requests, {"ready": os.getpid()})
+        while True:
+            received = _receive(self._requests)
+            if received is None:
+                os._exit(0)
+            between = os.fork()
+            if between == 0:
+                command = os.fork()
+                if command == 0:
+                    return self._become_command(*received)
+                _send(self._requests, {"pid": command})
+                os._exit(0)
+            for fd in received[1]:
+                os.close(fd)
+            os.waitpid(between, 0)
+            _send(self._requests, {"orphan": True})
+
+    def _become_command(self, request: Any, files: list[int]) -> None:
+        os.setsid()
+        for number, fd in enumerate(files[:3]):
+            os.dup2(fd, number)
+        for space in files[3:]:
+            if _LIBC.setns(space, 0) != 0:
+                raise OSError(ctypes.get_errno(), "setns")
+        os.chdir(request["cwd"])
+        ours, seeds = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        os.set_inheritable(ours.fileno(), False)
+        if os.fork() == 0:
+            ours.close()
+            _close_all_but(seeds.fileno())
+            self._wait_as_seed(seeds)
+            return
+        _close_all_but(ours.fileno())
+        _take_over(request["argv"], request["env"])
+        _open_streams(unbuffered=False)
+        _Hidden(self._torch)
+        os.posix_spawnp = self._spawning(ours, os.posix_spawnp)
+        _, program, *args = request["argv"]
+        if program == "-m":
+            sys.argv[:] = args
+            sys.path[0] = os.getcwd()
+            runpy.run_module(args[0], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv[:] = [program, *args]
+            sys.path[0] = os.path.dirname(program)
+            runpy.run_path(program, run_name="__main__")
+
+    def _spawning(self, seed: socket.socket, really: Any) -> Any:
+        """Return what starts the server of the seed, and all else really."""
+        waiting = [seed]
+
+        def spawn(path: str, argv: list[str], environ: Mapping[str, str], **how: Any) -> int:
+            is_server = path == sys.executable and argv[2:3] == [self.program]
+            if not (waiting and is_server and settings(environ) == self._settings):
+                return int(really(path, argv, environ, **how))
+            with waiting.pop() as sock:
+                before = ctypes.c_int()
+                _prctl(_GET_SUBREAPER, ctypes.addressof(before))
+                _prctl(_SUBREAPER, 1)
+                try:
+                    sock.send(b"fork")
+                    found = _receive(sock)
+                    assert found is not None, "the seed is gone"
+                    pid, seed_pid = found[0]
+                    with suppress(ChildProcessError):  # a thread that waits for any was first
+                        os.waitpid(seed_pid, 0)
+                finally:
+                    _prctl(_SUBREAPER, before.value)
+                mask = [int(one) for one in signal.pthread_sigmask(signal.SIG_BLOCK, [])]
+                files = resource.getrlimit(resource.RLIMIT_NOFILE)
+                start = {"argv": argv, "env": dict(environ), "mask": mask, "files": files}
+                _send(sock, start, [int(argv[3])])
+                return int(pid)
+
+        return spawn
+
+    def _wait_as_seed(self, sock: socket.socket) -> None:
+        if sock.recv(16) != b"fork":
+            os._exit(0)
+        seed = os.getpid()
+        server = os.fork()
+        if server != 0:
+            _send(sock, [server, seed])
+            os._exit(0)
+        received = _receive(sock)
+        if received is None:
+            os._exit(0)
+        start, files = received
+        sock.close()
+        os.setsid()
+        signal.pthread_sigmask(signal.SIG_SETMASK, start["mask"])
+        resource.setrlimit(resource.RLIMIT_NOFILE, start["files"])
+        _take_over(start["argv"], start["env"])
+        _open_streams(unbuffered=True)
+        if THREADS in os.environ:
+            sys.modules["torch"].set_num_threads(int(os.environ[THREADS]))
+        for name in set(sys.modules) - self._server:
+            del sys.modules[name]
+        sys.argv[:] = [start["argv"][2], str(files[0]), *start["argv"][4:]]
+        sys.path[0] = os.path.dirname(self.program)  # its program takes this away again
+
+
+if __name__ == "__main__":
+    _server = WarmServer(socket.socket(fileno=int(sys.argv[1])))
+    _server.run()
+    # Only a server comes here: a command has left by sys.exit.
+    _main = types.ModuleType("__main__")
+    _main.__dict__.update(__file__=_server.program)
+    sys.modules["__main__"] = _main
+    with open(_server.program, "rb") as _file:
+        _code = compile(_file.read(), _server.program, "exec")
+    try:
+        exec(_code, _main.__dict__)
+    except BaseException as _error:
+        assert _error.__traceback__ is not None  # its first frame is this file's
+        _error.__traceback__ = _error.__traceback__.tb_next
+        raise
