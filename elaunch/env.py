@@ -23,7 +23,7 @@ ELAUNCH_INIT_FROM               the checkpoint of ``--init-from``, from which th
                                 step 0 while it has none of its own; unset without it
 ELAUNCH_HPARAMS                 ``hyperparameters`` of the job file as JSON; unset without them
 ELAUNCH_CHANNEL_KEY             key by which the round's workers know each other, as hex; not set
-                                where several nodes have no --rdzv-secret-file
+                                where several nodes have no secret (docs/rendezvous.md)
 ELAUNCH_STARTER                 process that has started ``elaunch wrap``, as pid and tick; set by
                                 it where no launcher names the job
 ELAUNCH_STACKS_FILE             where the worker writes its stacks at a signal; with --hang-timeout

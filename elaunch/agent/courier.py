@@ -66,13 +66,14 @@ class Courier:
     Args:
         host: the address that the other nodes reach this one at.
         run_id: of the job.
-        secret: of --rdzv-secret-file, or None.
+        secret: of --rdzv-secret-file, or None; the attribute may be set until the first plan of a
+            store is heard.
     """
 
     def __init__(self, host: str, run_id: str, secret: bytes | None) -> None:
         self.host = host
         self._run_id = run_id
-        self._secret = secret
+        self.secret = secret
         self._port = CourierPort(host, self._serve)
         self._plan: Plan | None = None
         self._name = ""
@@ -113,7 +114,7 @@ class Courier:
 
     def hear(self, plan: Plan, name: str) -> None:
         """Take the newest plan: whose job it is, who its nodes are; ``name`` is ours."""
-        key = session_key(self._secret or b"elaunch", f"courier {self._run_id} {plan.job}")
+        key = session_key(self.secret or b"elaunch", f"courier {self._run_id} {plan.job}")
         with self._heard:
             self._plan, self._name = plan, name
             self._port.key = key

@@ -75,6 +75,8 @@ class WorkerGroup:
         self._nproc = 0
         self._hello = ""
         self._key = os.urandom(32)
+        self.secret = None if settings.rendezvous is None else settings.rendezvous.secret
+        """What this job's agents share; it may be settled when the store was opened."""
         self._reaper = Reaper()
         self._open_files = openfiles.raise_limit()
         self._endpoint = _endpoint(settings, plan.own_addr)
@@ -244,13 +246,13 @@ class WorkerGroup:
     def _channel_key(self, start: RoundStart) -> str:
         """Return the key by which the round's workers know each other; "" if none can be shared.
 
-        Nodes share nothing that others could not read but the secret of --rdzv-secret-file or of
-        mpirun, and, behind a password of etcd, the job's random word.
+        Nodes share nothing that others could not read but the secret of --rdzv-secret-file, of
+        mpirun or by MUNGE, and, behind a password of etcd, the job's random word.
         """
         meeting = self._plan.settings.rendezvous
         if meeting is None:
             return self._key.hex()
-        secret = meeting.secret
+        secret = self.secret
         if secret is None and meeting.etcd.password is not None:
             secret = start.job.encode()
         if not secret:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from elaunch import rundir
 from elaunch.agent.courier import Courier
@@ -24,12 +25,17 @@ from elaunch.agent.spokesman import Identity, Spokesman
 from elaunch.checkpoint.places import is_within
 from elaunch.checkpoint.records import Place
 from elaunch.config.facts import facts
+from elaunch.config.rendezvous import RendezvousSettings
 from elaunch.errors import UsageError
 from elaunch.rendezvous import records
 from elaunch.rendezvous.meeting import Meeting, World
 from elaunch.rendezvous.news import MeetingFailed, News, PlanSeen
 from elaunch.rendezvous.plan import Plan
 from elaunch.rendezvous.view import Found, Search
+from elaunch.store.protocol import Store
+
+if TYPE_CHECKING:
+    from elaunch.agent.mungekey import MungeKey
 
 
 @dataclass(frozen=True)
@@ -57,7 +63,8 @@ def join(
     settings, own_addr = plan.settings, plan.own_addr
     rendezvous = settings.rendezvous
     assert own_addr is not None and rendezvous is not None  # a job of several nodes
-    opening = Opening(rendezvous, settings.run_id, own_addr, group.host_hello)
+    key = _key_by_munge(settings.run_id, rendezvous, os.environ)
+    opening = Opening(rendezvous, settings.run_id, own_addr, group.host_hello, key=key)
     opening.prepare()
     stack.callback(opening.close)
     courier = Courier(own_addr, settings.run_id, rendezvous.secret)
@@ -80,12 +87,37 @@ def join(
     world = World(post=_post(plan, courier), search=search, fence=group.fence, clock=time.monotonic)
     killed_in = rundir.killed_in(settings.run_id, os.environ) if opening.hosts else None
     agreed = rules(settings, rendezvous, opening.hosts, killed_in)
-    signing = records.key_of(rendezvous.secret, settings.run_id)
-    meeting = Meeting(opening.open, agreed, signing, world)
+    open_store = _store_opener(opening, courier, group)
+    meeting = Meeting(
+        open_store, agreed, lambda: records.key_of(opening.secret, settings.run_id), world
+    )
     identity = replace(_identity(plan, say), courier=courier.port, rests=rests, probe=probe)
     spokesman = Spokesman(meeting, identity)
     stack.callback(spokesman.leave)
     return Joined(spokesman, courier, meeting)
+
+
+def _key_by_munge(
+    run_id: str, rendezvous: RendezvousSettings, environ: Mapping[str, str]
+) -> MungeKey | None:
+    """Return what settles the key of agents that srun has started and that share nothing else."""
+    if rendezvous.secret or rendezvous.etcd.password or not environ.get("SLURM_STEP_ID"):
+        return None
+    from elaunch.agent.mungekey import MungeKey
+    from elaunch.training import launchers
+
+    return MungeKey(run_id) if launchers.find(environ) is launchers.SLURM else None
+
+
+def _store_opener(opening: Opening, courier: Courier, group: WorkerGroup) -> Callable[[], Store]:
+    """Return what opens the store and hands its secret to those who use it, before any plan."""
+
+    def open_store() -> Store:
+        store = opening.open()
+        courier.secret = group.secret = opening.secret
+        return store
+
+    return open_store
 
 
 def _post(plan: GroupPlan, courier: Courier) -> Callable[[News], None]:

@@ -20,16 +20,20 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from elaunch.agent.endpoint import listen_for_nodes
 from elaunch.agent.workerserver import SWEEP_OVERDUE
 from elaunch.config import Settings, ports
 from elaunch.config.rendezvous import RendezvousSettings
-from elaunch.errors import StoreClosed, StoreDenied, StoreUnreachable, UsageError
+from elaunch.errors import StoreClosed, StoreDenied, StoreError, StoreUnreachable, UsageError
 from elaunch.hosts import is_loopback
 from elaunch.rendezvous.view import Rules
 from elaunch.store.etcdhistory import History
 from elaunch.store.protocol import Store
+
+if TYPE_CHECKING:
+    from elaunch.agent.mungekey import MungeKey
 
 STRANGER_PATIENCE = 2.5
 """Seconds for what has the endpoint's port to show that it is this job's store after all."""
@@ -83,6 +87,7 @@ class Opening:
         run_id: of the job.
         own_addr: where the other nodes reach this one.
         publish: has a word hosted at the master's port (static, node 0).
+        key: what settles a key by MUNGE, where that is to be and none was given.
     """
 
     def __init__(
@@ -91,11 +96,13 @@ class Opening:
         run_id: str,
         own_addr: str,
         publish: Callable[[str], None],
+        key: MungeKey | None = None,
     ) -> None:
         self._rendezvous = rendezvous
         self._run_id = run_id
         self._own_addr = own_addr
         self._publish = publish
+        self._key = key
         self._attempt = min(ATTEMPT, rendezvous.connect_timeout, rendezvous.store_timeout)
         self._listening: socket.socket | None = None
         self._taken = False
@@ -109,8 +116,13 @@ class Opening:
         """Whether the agents' TCPStore is hosted here."""
         return self._listening is not None
 
+    @property
+    def secret(self) -> bytes | None:
+        """What this job's agents share, since the store was opened; None if they share nothing."""
+        return self._rendezvous.secret if self._key is None else self._key.secret
+
     def prepare(self) -> None:
-        """Bind what is to be hosted here.
+        """Bind what is to be hosted here, and make the key that its clients are to share.
 
         Raises UsageError when the port belongs to a stranger, naming it where it is visible.
         """
@@ -119,8 +131,11 @@ class Opening:
             self._listening = listen_for_nodes(self._own_addr, 0)
         elif settings.backend == "c10d" and settings.is_host is not False:
             self._listening = self._bind(*settings.endpoints[0])
-        if self._listening is not None and settings.secret is None:
-            log.warning("%s", _open_to(self._listening))
+        if self._listening is not None:
+            problem = self._key.host() if self._key is not None else ""
+            if self.secret is None:
+                why = f"; Slurm's MUNGE would, but {problem}" if problem else ""
+                log.warning("%s%s", _open_to(self._listening), why)
 
     def _bind(self, host: str, port: int) -> socket.socket | None:
         try:
@@ -156,12 +171,14 @@ class Opening:
         )
 
     def open(self) -> Store:
-        """Return a store of this job, after ATTEMPT seconds at most.
+        """Return a store of this job, after ATTEMPT seconds at most, and those of MUNGE.
 
         Raises StoreUnreachable, StoreDenied, StoreClosed. How often to try is the caller's.
         """
         try:
-            store = self._open_etcd() if self._rendezvous.backend == "etcd" else self._open_tcp()
+            etcd = self._rendezvous.backend == "etcd"
+            store = self._open_etcd() if etcd else self._open_tcp()
+            self._settle_key(store)
         except StoreUnreachable as error:
             self._tell_waiting(error)
             if self._taken:
@@ -169,6 +186,19 @@ class Opening:
             raise
         self._waits_since = None
         return store
+
+    def _settle_key(self, store: Store) -> None:
+        """Share the key of ``store``, if MUNGE is to; closes it where that cannot be."""
+        if self._key is None or self._listening is not None:
+            return
+        try:
+            if self._rendezvous.backend == "etcd":
+                self._key.agree(store)
+            else:
+                self._key.read(store)
+        except StoreError:
+            store.close()
+            raise
 
     def _refuse_other_job(self, problem: StoreUnreachable) -> None:
         """Give up where another job's store keeps the port of this machine."""
@@ -196,7 +226,9 @@ class Opening:
         from elaunch.store import tcp
 
         if self._listening is not None:
-            store = tcp.host(self._listening.dup(), self._run_id, timeout=settings.read_timeout)
+            listening, shared = self._listening.dup(), self._key.credential if self._key else b""
+            timeout = settings.read_timeout
+            store = tcp.host(listening, self._run_id, timeout=timeout, shared=shared)
             if settings.backend == "static":
                 self._publish_address()
             return store

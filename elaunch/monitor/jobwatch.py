@@ -18,7 +18,8 @@ from elaunch.monitor.jobpage import job_page, jobs_page
 from elaunch.monitor.jobstore import look, no_such_job, open_for_reading, run_ids
 from elaunch.monitor.jobview import JobView, unreadable, view_job
 from elaunch.monitor.watch import Read, Reading, pause
-from elaunch.rendezvous import records
+from elaunch.rendezvous import munge, records
+from elaunch.rendezvous.munge import MungeError
 from elaunch.store.protocol import Store
 
 # A blocking wait is cut into slices so that Ctrl-C is quick.
@@ -38,6 +39,7 @@ class JobReader:
         self._run_id = run_id
         self._clock = clock
         self._store: Store | None = None
+        self._secret: bytes | None = None
         self._view: JobView | None = None
         self._answered_at = clock()
 
@@ -86,9 +88,15 @@ class JobReader:
 
     def _look(self) -> JobView:
         if self._store is None:
-            self._store = open_for_reading(self._rendezvous, self._run_id)
+            store = open_for_reading(self._rendezvous, self._run_id)
+            try:
+                self._secret = _signing(self._rendezvous, self._run_id, store)
+            except StoreError:
+                store.close()
+                raise
+            self._store = store
         place = self._store.place
-        found = look(self._store, records.key_of(self._rendezvous.secret, self._run_id))
+        found = look(self._store, self._secret)
         if self._rendezvous.backend == "etcd" and found.empty:
             # A TCPStore says itself whose it is; etcd has the keys of a job or has none.
             if self._view is None:
@@ -115,7 +123,7 @@ def _listed(rendezvous: RendezvousSettings, run_id: str) -> JobView | None:
     """Return a job of a list; None where its last keys expired since the list was read."""
     store = open_for_reading(rendezvous, run_id)
     try:
-        found = look(store, records.key_of(rendezvous.secret, run_id))
+        found = look(store, _signing(rendezvous, run_id, store))
         return None if found.empty else view_job(run_id, store.place, found, time.time())
     except (StoreUnreachable, StoreDenied):
         raise
@@ -123,6 +131,23 @@ def _listed(rendezvous: RendezvousSettings, run_id: str) -> JobView | None:
         return unreadable(run_id, store.place, str(exc), time.time())
     finally:
         store.close()
+
+
+def _signing(rendezvous: RendezvousSettings, run_id: str, store: Store) -> bytes | None:
+    """Return what signs the records of a job: the secret given, or what its agents share by MUNGE.
+
+    Raises:
+        StoreDenied: they share a key that this process cannot read.
+        StoreError: the store does not answer.
+    """
+    secret = rendezvous.secret
+    if secret is None and munge.is_there() and (found := store.shared()):
+        try:
+            secret = munge.read(found, run_id)
+        except MungeError as exc:
+            key = f"the key that the agents of {run_id!r} share by MUNGE"
+            raise StoreDenied(f"{key}, in {store.place}, cannot be read: {exc}") from None
+    return records.key_of(secret, run_id)
 
 
 def _gist(view: JobView) -> object:

@@ -70,17 +70,24 @@ class World:
 
 
 class Meeting:
-    """Owns this agent's place in its job: its connection to the store, its entry, its threads."""
+    """Owns this agent's place in its job: its connection to the store, its entry, its threads.
+
+    ``secret`` returns what signs the records in the store that ``store_opener`` opened last.
+    """
 
     def __init__(
-        self, store_opener: Callable[[], Store], rules: Rules, secret: bytes | None, world: World
+        self,
+        store_opener: Callable[[], Store],
+        rules: Rules,
+        secret: Callable[[], bytes | None],
+        world: World,
     ) -> None:
         self._open = store_opener
         self._rules = rules
         self._secret = secret
         self._world = world
         self._changed = threading.Condition()
-        self._member = MemberState(rules, secret, world.make_name, world.clock())
+        self._member = MemberState(rules, secret(), world.make_name, world.clock())
         self._store: Store | None = None
         self._coordinator: Coordinator | None = None
         self._decided: CoordinatorState | None = None
@@ -95,7 +102,7 @@ class Meeting:
     def start(self, record: AgentRecord) -> None:
         """Join the job with ``record``; what comes of it is posted."""
         self._member = MemberState(
-            self._rules, self._secret, self._world.make_name, self._world.clock()
+            self._rules, self._secret(), self._world.make_name, self._world.clock()
         )
         self._member.tell(record)
         loops = {"entry": self._keep_entry, "follower": self._follow, "coordinator": self._lead}
@@ -162,7 +169,7 @@ class Meeting:
         post = store.latest()
         if post is None:
             raise StoreUnreachable(f"{store.place} has no plan of this job")
-        return decode_plan(post.value, self._secret, "the coordinator", post.version)
+        return decode_plan(post.value, self._secret(), "the coordinator", post.version)
 
     # ── leaving ──────────────────────────────────────────────────────────────────────────────────
 
@@ -249,6 +256,7 @@ class Meeting:
         if old is not None:
             old.close()
         store = self._open()
+        self._member.secret = self._secret()
         try:
             post = store.latest()
             with self._changed:
@@ -343,7 +351,7 @@ class Meeting:
 
     def _coordinate(self, store: Store, name: str) -> None:
         state = CoordinatorState(
-            name, self._rules, self._secret, self._member.old_job, draw_job_and_jitter
+            name, self._rules, self._secret(), self._member.old_job, draw_job_and_jitter
         )
         coordinator = Coordinator(
             store,

@@ -83,7 +83,8 @@ class MemberState:
         self, rules: Rules, secret: bytes | None, make_name: Callable[[], str], now: float
     ) -> None:
         self._rules = rules
-        self._secret = secret
+        self.secret = secret
+        """What signs the records, ours and those of others; None: nothing does."""
         self._make_name = make_name
         self._ttl = rules.heartbeat_timeout
         self.name = ""
@@ -166,14 +167,14 @@ class MemberState:
                 self._seq += 1
                 self._record = replace(self._record, seq=self._seq, seen=self._seen())
             name = self._make_name()
-            return Enrol(name, records.encode(self._record, self._secret, name), self._seq)
+            return Enrol(name, records.encode(self._record, self.secret, name), self._seq)
         again = self._rewrite_at is not None and now >= self._rewrite_at
         unsaid = self._written != self._seq or again
         late = now - self._renew_at
         if late >= self._ttl / RENEWALS or (late >= 0 and not unsaid):
             return Renew()
         if unsaid:
-            return Update(records.encode(self._record, self._secret, self.name), self._seq)
+            return Update(records.encode(self._record, self.secret, self.name), self._seq)
         return Idle(min(self._renew_at, self._rewrite_at or self._renew_at))
 
     def done(self, task: Task, sent: float, now: float, problem: StoreError | None) -> list[Effect]:
@@ -274,7 +275,7 @@ class MemberState:
         known: dict[str, AgentRecord] = {}
         for name, value in roster.items():
             with contextlib.suppress(records.RecordError):  # the coordinator names its sender
-                known[name] = records.decode_agent(value, self._secret, name)
+                known[name] = records.decode_agent(value, self.secret, name)
         return known
 
     def note_problem(self, problem: StoreError, now: float) -> None:
@@ -284,7 +285,7 @@ class MemberState:
     def _plan_of(self, post: Post) -> Plan | None:
         """Return a post's plan; None, and it is kept in mind, if it is refused."""
         try:
-            plan = records.decode_plan(post.value, self._secret, "the coordinator", post.version)
+            plan = records.decode_plan(post.value, self.secret, "the coordinator", post.version)
         except records.RecordError as exc:
             if str(exc) != self._refusal:
                 log.warning("%s", exc)

@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 
 from elaunch.errors import StoreDenied, StoreReplaced, StoreUnreachable
 from elaunch.store import etcdload
-from elaunch.store.etcdboard import Board
+from elaunch.store.etcdboard import CLEARED_SECONDS, Board
 from elaunch.store.etcdcalls import Calls
 from elaunch.store.etcdhistory import History
 from elaunch.store.etcdplace import EtcdPlace, every_job, keys_of, run_id_of
@@ -106,6 +106,7 @@ class EtcdStore:
         self._calls = calls
         self._news = threading.Condition()
         keys, txns = keys_of(calls.place.prefix, run_id), Transactions(calls)
+        self._txns, self._shared = txns, keys.shared
         self._watching = Watching(calls, self._news)
         calls.moved = self._watching.move
         self._board = Board(txns, keys, self._watching, self._news)
@@ -165,9 +166,29 @@ class EtcdStore:
         """Wait until we hold the lead; see Store."""
         return self._own.await_lead(name, timeout)
 
+    def shared(self, offer: bytes = b"") -> bytes:
+        """Return the value that all share, or write it; see Store."""
+        txns, key = self._txns, self._shared
+        kv, _ = txns.read(key)
+        value = b"" if kv is None else kv.value
+        if not offer or (kv is not None and not kv.lease):
+            return value
+        unchanged = txns.modified(key, 0 if kv is None else kv.mod_revision)
+        answer = txns.send([unchanged], [txns.put(key, value or offer)], [txns.get(key)])
+        if answer.done:
+            return value or offer
+        now = answer.found[0]  # somebody else's, or ours where the answer was lost
+        if not now:
+            raise StoreUnreachable(f"{self.place} has lost what this job's agents share")
+        return bytes(now[0].value)
+
     def clear(self) -> None:
-        """Have the board removed in a minute; all else goes with the agents' leases. See Store."""
+        """Have the board removed in a minute, and what all share with it. See Store.
+
+        All else goes with the agents' leases.
+        """
         self._board.clear()
+        self._txns.expire(self._shared, CLEARED_SECONDS)
 
     def close(self) -> None:
         """Close the connections and wake who waits; see Store."""

@@ -95,13 +95,7 @@ class Board:
 
     def clear(self) -> None:
         """Have the board removed in a minute, unless somebody posts again; raises as Calls.ask."""
-        txns = self._txns
-        kv, _ = txns.read(self._key)
-        if kv is None or kv.lease:
-            return
-        lease, _ = txns.grant(CLEARED_SECONDS)
-        unchanged = txns.modified(self._key, kv.mod_revision)
-        txns.send([unchanged], [txns.put(self._key, kv.value, lease)], [])
+        self._txns.expire(self._key, CLEARED_SECONDS)
 
     def _begin_to_watch(self) -> None:
         with self._begin:

@@ -4,6 +4,7 @@
 key                                     value                       lives
 ======================================  ==========================  ================================
 ``<prefix>/<run id>/board``             version, newline, the post  until a minute after ``clear``
+``<prefix>/<run id>/shared``            what all agents share       as long as the board
 ``<prefix>/<run id>/agents/<name>``     the agent's record          as long as the agent's lease
 ``<prefix>/<run id>/lead/<name>``       empty                       as long as the agent's lease
 ======================================  ==========================  ================================
@@ -57,6 +58,11 @@ class Keys:
     def board(self) -> bytes:
         """The post of the coordinator."""
         return f"{self.root}board".encode()
+
+    @property
+    def shared(self) -> bytes:
+        """What all agents share."""
+        return f"{self.root}shared".encode()
 
     @property
     def agents(self) -> bytes:

@@ -87,6 +87,15 @@ class Transactions:
         )
         return Txn(bool(answer.succeeded), int(answer.header.revision), found)
 
+    def expire(self, key: bytes, seconds: int) -> None:
+        """Have what is at ``key`` removed in some seconds, unless somebody writes there again."""
+        kv, _ = self.read(key)
+        if kv is None or kv.lease:
+            return
+        lease, _ = self.grant(seconds)
+        unchanged = self.modified(key, kv.mod_revision)
+        self.send([unchanged], [self.put(key, kv.value, lease)], [])
+
     def grant(self, seconds: int) -> tuple[int, int]:
         """Return a new lease and for how many seconds it holds, which may be more than asked."""
         answer = self.calls.ask("Lease", "LeaseGrant", self._rpc.LeaseGrantRequest(TTL=seconds))

@@ -83,6 +83,7 @@ class MemoryHub:
         self.clock = clock
         self.changed = threading.Condition()
         self.post: Post | None = None
+        self.shared = b""
         self.roster = Roster()
         self.leases: dict[str, _Lease] = {}
         self.lead: str | None = None
@@ -230,6 +231,13 @@ class MemoryStore:
             return hub.lead == name or None
 
         return self._await(taken, timeout) is not None
+
+    def shared(self, offer: bytes = b"") -> bytes:
+        """Return the value that all share; ``offer`` becomes it where there is none."""
+        with self._hub.changed:
+            self._look()
+            self._hub.shared = self._hub.shared or offer
+            return self._hub.shared
 
     def clear(self) -> None:
         """Do nothing: what the job wrote goes with the process."""

@@ -6,6 +6,7 @@ part    who writes                                                    who reads
 board   the coordinator: posts with versions 1, 2, 3, …               every agent, by waiting
 roster  each agent its own entry, for as long as it is alive          the coordinator, by waiting
 lead    one agent at a time holds it; only that one may publish       whoever wants it next
+shared  one value: the host of a TCPStore, or the first to offer one  every agent, when it comes
 ======  ============================================================  ==========================
 
 That is all that a round needs, and each part costs an agent O(1) operations per round. Nobody
@@ -120,6 +121,14 @@ class Store(Protocol):
         """Wait until we hold the lead, or for ``timeout`` seconds; True when we hold it.
 
         It is lost with our entry on the roster, and given up by ``withdraw``.
+        """
+
+    # ── what all share ───────────────────────────────────────────────────────────────────────────
+
+    def shared(self, offer: bytes = b"") -> bytes:
+        """Return the one value that all agents share, empty if there is none.
+
+        ``offer`` becomes it where there is none, and keeps the value that was to be removed.
         """
 
     def clear(self) -> None:

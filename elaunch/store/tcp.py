@@ -29,6 +29,7 @@ from typing import Any
 from elaunch.errors import StoreClosed, StoreUnreachable
 from elaunch.store import tcpwire
 from elaunch.store.protocol import Store
+from elaunch.store.tcphost import SHARED
 from elaunch.store.tcpline import HELLO, Address, Spot, greet, resolve, spot_name
 from elaunch.store.tcpstore import TcpStore
 from elaunch.store.tcpwire import Connection, ForeignAnswer
@@ -43,10 +44,13 @@ FOREIGN_PATIENCE = 5.0
 """Seconds for which another job's store, or something else on the port, may be about to end."""
 
 
-def host(listening: socket.socket, run_id: str, *, timeout: float = CALL_TIMEOUT) -> Store:
+def host(
+    listening: socket.socket, run_id: str, *, timeout: float = CALL_TIMEOUT, shared: bytes = b""
+) -> Store:
     """Host the store of the job ``run_id`` on a bound socket, which is owned from now on.
 
-    Imports torch. ``timeout``: seconds for each call. Raises StoreUnreachable if the store that
+    Imports torch. ``timeout``: seconds for each call. ``shared``: what Store.shared is from the
+    first moment, whatever a stranger has written there. Raises StoreUnreachable if the store that
     was started does not answer.
     """
     bound = listening.getsockname()
@@ -56,7 +60,7 @@ def host(listening: socket.socket, run_id: str, *, timeout: float = CALL_TIMEOUT
     said = json.dumps({"elaunch": 1, "run_id": run_id, "boot": spot.boot}).encode()
     try:
         server = _serve(listening.detach(), bound[1], own, timeout)
-        connection = _announce(spot, said, time.monotonic() + timeout)
+        connection = _announce(spot, said, shared, time.monotonic() + timeout)
     except (OSError, RuntimeError, ForeignAnswer) as error:
         raise StoreUnreachable(f"the {name} cannot be hosted here: {error}") from None
     return TcpStore(spot, timeout, connection, server=server)
@@ -190,10 +194,11 @@ def _serve(listening: int, port: int, address: str, timeout: float) -> object:
     )
 
 
-def _announce(spot: Spot, said: bytes, until: float) -> Connection:
-    """Write what the store says of itself and read it back."""
+def _announce(spot: Spot, said: bytes, shared: bytes, until: float) -> Connection:
+    """Write what all share, then what the store says of itself, and read that back."""
     connection, _ = greet(spot.address, until, hold=lambda _: None)
-    connection.send([tcpwire.put(HELLO, said), tcpwire.get(HELLO)], until)
+    first = [tcpwire.put(f"{spot.run_id}/{SHARED}", shared)] if shared else []
+    connection.send([*first, tcpwire.put(HELLO, said), tcpwire.get(HELLO)], until)
     if connection.value(until) != said:
         raise ForeignAnswer("it does not keep what is written")
     return connection

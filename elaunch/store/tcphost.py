@@ -13,6 +13,8 @@ key            written by                                 what
                comes or goes                              heartbeat
 ``head``       the host                                   the newest version of the board
 ``b/<v>``      the host; the last 64 are kept             version ``v`` of the board
+``shared``     the host, before it says whose store this  what all agents share, if they do
+               is; else the first to offer it
 =============  =========================================  ========================================
 
 One thread waits for notices, takes all that are there in two exchanges, and reads every counter
@@ -43,6 +45,7 @@ from elaunch.store.tcpidle import hang_up_on_silent
 from elaunch.store.tcpline import Line
 from elaunch.store.tcpwire import Connection
 
+SHARED = "shared"
 GONE = -(2**62)
 """What the counter of an entry becomes; no number of heartbeats brings it back above zero."""
 TTL = (0.05, 3600.0)

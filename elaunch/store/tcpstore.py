@@ -18,6 +18,7 @@ from elaunch.store.protocol import Change, Post, Seat
 from elaunch.store.tcphost import (
     MOST_ENTRIES,
     NOTICE,
+    SHARED,
     TTL,
     Keeper,
     is_name,
@@ -196,6 +197,17 @@ class TcpStore:
         if self._closed.wait(max(0.0, timeout)):
             raise StoreClosed(f"the connection to the {self.place} was closed")
         return False
+
+    def shared(self, offer: bytes = b"") -> bytes:
+        """Return the value that all share; ``offer`` becomes it where there is none."""
+        key = self._prefix + SHARED
+        request = tcpwire.compare_set(key, b"", offer) if offer else tcpwire.get(key)
+
+        def talk(line: Connection, until: float) -> bytes:
+            line.send([request], until)
+            return line.value(until)
+
+        return self._calls.exchange(talk)
 
     def clear(self) -> None:
         """Do nothing: what the job wrote goes with the process that hosts it."""

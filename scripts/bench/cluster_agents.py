@@ -111,7 +111,7 @@ class Crowd:
                 lambda _: Found(),
                 lambda *_: None,
             )
-            meeting = Meeting(OpenAtGate(self._gate, store, task), rules, None, world)
+            meeting = Meeting(OpenAtGate(self._gate, store, task), rules, lambda: None, world)
             meeting.start(record_of(number))
             self.meetings[number] = meeting
         self.say("ready", time.monotonic())

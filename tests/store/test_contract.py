@@ -433,6 +433,24 @@ def test_what_is_cleared_may_still_be_read(cluster: Cluster) -> None:
     assert second.follow(0, LONG) == Post(1, b"over")
 
 
+def test_the_first_offer_is_what_all_share(cluster: Cluster) -> None:
+    """Until the job is over and a while after it, in which the next one may begin."""
+    first, second = cluster.open(), cluster.open()
+    assert (first.shared(), second.shared()) == (b"", b"")
+    assert [first.shared(b"one"), second.shared(b"two"), second.shared()] == [b"one"] * 3
+    first.clear()
+    assert [second.shared(), second.shared(b"two")] == [b"one"] * 2
+
+
+def test_agents_that_come_together_share_one_value(cluster: Cluster) -> None:
+    """Each offers its own."""
+    stores = [cluster.open() for _ in range(5)]
+    offers = [f"{number}".encode() for number in range(len(stores))]
+    with ThreadPoolExecutor() as pool:
+        found = set(pool.map(lambda store, offer: store.shared(offer), stores, offers))
+    assert len(found) == 1 and found < set(offers)
+
+
 def test_the_place_has_a_name(cluster: Cluster) -> None:
     """For messages."""
     assert len(cluster.open().place) > 5

@@ -295,8 +295,9 @@ def test_nobody_is_there() -> None:
 def test_what_a_finished_job_leaves_has_a_lease(
     one: Cluster, opened: Callable[..., EtcdStore]
 ) -> None:
-    """The board for a minute, the rest for as long as the agents' leases."""
+    """The board and what all share for a minute, the rest for as long as the agents' leases."""
     store = opened(one.place(), "run/1")
+    assert store.shared(b"a key") == b"a key"
     store.enrol("n0", b"here", 1.0)
     assert store.await_lead("n0", LONG)
     assert store.publish(1, b"over")
@@ -308,23 +309,26 @@ def test_what_a_finished_job_leaves_has_a_lease(
     rpc = etcdload.load().rpc
     request = rpc.RangeRequest(key=b"\0", range_end=b"\0")
     kvs = one.call("KV", "Range", request).kvs
-    assert {kv.key.rpartition(b"/")[2] for kv in kvs} == {b"board", b"n0"}
+    assert {kv.key.rpartition(b"/")[2] for kv in kvs} == {b"board", b"n0", b"shared"}
     for kv in kvs:
         left = one.call("Lease", "LeaseTimeToLive", rpc.LeaseTimeToLiveRequest(ID=kv.lease)).TTL
         assert 0 <= left <= 60
 
 
 def test_a_job_with_the_same_run_id_goes_on(one: Cluster, opened: Callable[..., EtcdStore]) -> None:
-    """After ``clear`` the versions count on, and the new post has no lease."""
+    """After ``clear`` the versions count on; the new post, and what all share, have no lease."""
     store = opened(one.place())
+    assert store.shared(b"a key") == b"a key"
     store.enrol("n0", b"", 5.0)
     assert store.await_lead("n0", LONG)
     assert store.publish(1, b"over")
     store.clear()
     assert store.publish(2, b"new")
     rpc = etcdload.load().rpc
-    found = one.call("KV", "Range", rpc.RangeRequest(key=keys_of("/elaunch", "job").board))
-    assert found.kvs[0].lease == 0
+    assert opened(one.place()).shared(b"another") == b"a key"
+    keys = keys_of("/elaunch", "job")
+    for key in (keys.board, keys.shared):
+        assert one.call("KV", "Range", rpc.RangeRequest(key=key)).kvs[0].lease == 0
 
 
 def test_a_board_that_was_removed_begins_anew(
