@@ -1,4 +1,4 @@
-from elaunch.checkpoint.keep import Keep as Keep
+from elaunch.checkpoint.retention.rule import Keep as Keep
 from elaunch.errors import CheckpointError as CheckpointError
 from elaunch.errors import CollectiveError as CollectiveError
 from elaunch.errors import CollectiveTimeout as CollectiveTimeout
@@ -11,14 +11,14 @@ from elaunch.errors import RunDirError as RunDirError
 from elaunch.errors import SamplerError as SamplerError
 from elaunch.errors import SaveError as SaveError
 from elaunch.errors import ScriptError as ScriptError
-from elaunch.training.checkpoint.perrank import PerRank as PerRank
-from elaunch.training.checkpoint.perrank import rng_state as rng_state
+from elaunch.training.checkpoint.state.perrank import PerRank as PerRank
+from elaunch.training.checkpoint.state.perrank import rng_state as rng_state
 from elaunch.training.context import Context as Context
 from elaunch.training.context import init as init
 from elaunch.training.distributed import DistributedContext as DistributedContext
-from elaunch.training.info import Info as Info
-from elaunch.training.info import info as info
-from elaunch.training.info import latest_checkpoint as latest_checkpoint
+from elaunch.training.place.info import Info as Info
+from elaunch.training.place.info import info as info
+from elaunch.training.place.info import latest_checkpoint as latest_checkpoint
 from elaunch.training.recording import record as record
 from elaunch.training.sampler import ElasticDistributedSampler as ElasticDistributedSampler
 

@@ -5,8 +5,8 @@ The launcher names a file in ``TORCHELASTIC_ERROR_FILE``; the worker leaves ther
     {"message": {"message": "ValueError: boom",
                  "extraInfo": {"py_callstack": "Traceback …", "timestamp": "1700000000"}}}
 
-elaunch.agent.errorfile reads it, as torchrun does. What ``--run-path`` runs is recorded without the
-script asking for it; other scripts ask by ``elaunch.record``.
+elaunch.agent.failure.errorfile reads it, as torchrun does. What ``--run-path`` runs is recorded
+without the script asking for it; other scripts ask by ``elaunch.record``.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     "Checkpoints: `ctx.checkpoint`": (
         f"{TRAINING}.checkpoint.context:CheckpointContext",
         "elaunch.checkpoint.records:Committed",
-        "elaunch.checkpoint.keep:Keep",
+        "elaunch.checkpoint.retention.rule:Keep",
         f"{TRAINING}.checkpoint.perrank:PerRank",
         f"{TRAINING}.checkpoint.perrank:rng_state",
     ),

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from elaunch.store.etcdplace import EtcdPlace
+from elaunch.store.etcd.keys import EtcdPlace
 from tests import programs
 
 START_DEADLINE = 60.0
@@ -174,9 +174,9 @@ class Cluster:
         timeout: float = 60.0,
     ) -> Any:
         """Ask one member something through gRPC, as root if there are users."""
-        from elaunch.store import etcdload
+        from elaunch.store.etcd import imports
 
-        loaded = etcdload.load()
+        loaded = imports.load()
         target = "{}:{}".format(*(member or self.members[0]).endpoint)
         options = (("grpc.use_local_subchannel_pool", 1),)
         if self.identity is None:
@@ -192,9 +192,9 @@ class Cluster:
 
     def fill(self) -> None:
         """Write until it takes no more; give it a small ``--quota-backend-bytes``."""
-        from elaunch.store import etcdload
+        from elaunch.store.etcd import imports
 
-        loaded = etcdload.load()
+        loaded = imports.load()
         with contextlib.suppress(loaded.grpc.RpcError):
             while True:
                 self.call("KV", "Put", loaded.rpc.PutRequest(key=b"junk", value=bytes(50_000)))
@@ -236,26 +236,26 @@ class Cluster:
 
     def compact(self, member: Member | None = None) -> None:
         """Throw away the history of all keys."""
-        from elaunch.store import etcdload
+        from elaunch.store.etcd import imports
 
-        rpc = etcdload.load().rpc
+        rpc = imports.load().rpc
         revision = self.call("KV", "Range", rpc.RangeRequest(key=b"x"), member).header.revision
         request = rpc.CompactionRequest(revision=revision, physical=True)
         self.call("KV", "Compact", request, member)
 
     def keys(self) -> list[bytes]:
         """Return every key."""
-        from elaunch.store import etcdload
+        from elaunch.store.etcd import imports
 
-        request = etcdload.load().rpc.RangeRequest(key=b"\0", range_end=b"\0", keys_only=True)
+        request = imports.load().rpc.RangeRequest(key=b"\0", range_end=b"\0", keys_only=True)
         return [kv.key for kv in self.call("KV", "Range", request).kvs]
 
     def add_user(self, user: str, password: str, prefix: str) -> None:
         """Create the user, who may use keys below ``prefix``, and switch on authentication."""
-        from elaunch.store import etcdload
-        from elaunch.store.etcdplace import end_of
+        from elaunch.store.etcd import imports
+        from elaunch.store.etcd.keys import end_of
 
-        rpc = etcdload.load().rpc
+        rpc = imports.load().rpc
         self.call("Auth", "UserAdd", rpc.AuthUserAddRequest(name="root", password="root"))
         self.call("Auth", "RoleAdd", rpc.AuthRoleAddRequest(name="root"))
         self.call("Auth", "UserGrantRole", rpc.AuthUserGrantRoleRequest(user="root", role="root"))
@@ -279,9 +279,9 @@ class Cluster:
             member.kill()
 
     def _status(self, member: Member) -> Any:
-        from elaunch.store import etcdload
+        from elaunch.store.etcd import imports
 
-        loaded = etcdload.load()
+        loaded = imports.load()
         try:
             return self.call("Maintenance", "Status", loaded.rpc.StatusRequest(), member, 5.0)
         except loaded.grpc.RpcError:

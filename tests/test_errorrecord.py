@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from elaunch import env, errorrecord
-from elaunch.agent import errorfile
+from elaunch.agent.failure import errorfile
 
 
 def raised() -> ValueError:

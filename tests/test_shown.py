@@ -7,8 +7,8 @@ import logging
 import pytest
 
 from elaunch import shown
+from elaunch.agent.failure.tracebacks import printable
 from elaunch.agent.main import _OneLine
-from elaunch.agent.tracebacks import printable
 
 
 @pytest.mark.parametrize(

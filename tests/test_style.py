@@ -10,6 +10,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
@@ -22,9 +23,9 @@ ROOT = Path(__file__).parent.parent
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"elaunch"}),
     frozenset({"errors"}),
-    frozenset({"earlysignals", "endings", "env", "hosts", "shown"}),
-    frozenset("errorrecord saverecord runrecord newrecord statedir rundir".split()),
-    frozenset("config control checkpoint store progress worklink keeperline handshake".split()),
+    frozenset({"earlysignals", "endings", "env", "hosts", "launchers", "shown"}),
+    frozenset({"errorrecord", "run"}),
+    frozenset({"config", "checkpoint", "store", "wire"}),
     frozenset({"server", "rendezvous", "training"}),
     frozenset({"agent"}),
     frozenset({"monitor"}),
@@ -32,44 +33,53 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"__main__"}),
 )
 
-FILE_LINES, FUNCTION_LINES, PARAMETERS, NESTING = 500, 45, 8, 3
+FILE_LINES, FUNCTION_LINES, PARAMETERS, NESTING, MODULES = 500, 45, 8, 3, 14
 FORBIDDEN_NAMES = frozenset(
     "util utils helper helpers common manager managers base misc master child generation".split()
 )
 
 # Rule and place ("module" or "module:function") -> the reason for the exception.
 EXCEPTIONS: dict[tuple[str, str], str] = {
-    ("sleep", "elaunch.server.torchfix:_settle"): "nothing tells when a thread of C++ is at rest",
+    (
+        "sleep",
+        "elaunch.server.worker.torchfix:_settle",
+    ): "nothing tells when a thread of C++ is at rest",
     ("sleep", "elaunch.server.preload:threads_after_a_fork"): "nothing tells when a native thread "
     "is off the kernel's list",
 }
 
 # "module:function" that may catch everything -> what becomes of the exception.
 BROAD_EXCEPTS: dict[str, str] = {
-    "elaunch.agent.courierport:CourierPort._attend": "top of a thread: logged, others are served",
-    "elaunch.agent.seeker:look": "whatever a search runs into is its answer, and is told",
-    "elaunch.checkpoint.atonce:_run": "top of a thread: raised again in the one that has asked",
-    "elaunch.checkpoint.objects:Objects._at": "whatever a storage's driver raises is an OSError",
-    "elaunch.checkpoint.pace:Pace._rest": "top of a thread: raised in the one that waits for it",
+    "elaunch.agent.peers.port:CourierPort._attend": "top of a thread: logged, others are served",
+    "elaunch.agent.resume.latest:look": "whatever a search runs into is its answer, and is told",
+    "elaunch.checkpoint.storage.atonce:_run": "top of a thread: raised again in the "
+    "one that has asked",
+    "elaunch.checkpoint.storage.objects:Objects._at": "whatever a storage's driver raises "
+    "is an OSError",
+    "elaunch.checkpoint.writing.pace:Pace._rest": "top of a thread: raised in the one "
+    "that waits for it",
     "elaunch.rendezvous.coordinator:Coordinator._find": "top of a thread: the job ends with it",
     "elaunch.rendezvous.meeting:Meeting._run": "top of a thread: ends this agent, and is told",
-    "elaunch.agent.control:ControlSocket._serve": "top of a thread: logged, others are served",
-    "elaunch.agent.logs:LogPump._run": "top of a thread: logged with what it means for the job",
-    "elaunch.agent.keeperdesk:Desk._run": "top of a thread: logged, the worker is hung up on",
-    "elaunch.checkpoint.keeping:Keeping._commit": "top of a thread: the save fails with it",
-    "elaunch.checkpoint.keeping:Keeping._write": "top of a thread: the save fails with it",
-    "elaunch.agent.watchdog:Watchdog._run": "top of a thread: logged, the job goes on unwatched",
+    "elaunch.agent.status.socket:ControlSocket._serve": "top of a thread: logged, others are "
+    "served",
+    "elaunch.agent.logs.pump:LogPump._run": "top of a thread: logged with what it means for "
+    "the job",
+    "elaunch.agent.saver.connection:Desk._run": "top of a thread: logged, the worker is hung up on",
+    "elaunch.checkpoint.writing.queue:Keeping._commit": "top of a thread: the save fails with it",
+    "elaunch.checkpoint.writing.queue:Keeping._write": "top of a thread: the save fails with it",
+    "elaunch.agent.hangs.watchdog:Watchdog._run": "top of a thread: logged, the job goes on "
+    "unwatched",
     "elaunch.training.channel.objects:attempt": "what a user's object raises is the call's error",
     "elaunch.training.unpickling:named_by": "what cannot be pickled names nothing that is needed",
-    "elaunch.training.checkpoint.guarding:guarded": "what torch or a user's object raises on one "
-    "rank is an error of all",
+    "elaunch.training.checkpoint.together.guard:guarded": "what torch or a user's object raises on "
+    "one rank is an error of all",
     "elaunch.server.devices:_count_or_why": "whatever a driver raises is the answer to the agent",
     "elaunch.server.preload:_import": "whatever a user's module raises is the answer to the agent",
 }
 
 # Modules that run in the server or in processes that it forks, and the store that is torch's own:
 # they alone may import torch.
-TORCH_ALLOWED = ("elaunch.server", "elaunch.store.tcp", "elaunch.training")
+TORCH_ALLOWED = ("elaunch.server", "elaunch.store.tcp.client", "elaunch.training")
 
 BLOCKS = (
     ast.For,
@@ -182,6 +192,68 @@ def test_there_is_no_import_circle() -> None:
             break
         graph = {name: graph[name] & rest for name in rest}
     report("circles", ((name, f"imports {targets}") for name, targets in graph.items()))
+
+
+def test_the_agents_side_knows_no_script() -> None:
+    """What both sides need is below both; ``elaunch.cli`` may convert a script's files."""
+    sides = ("elaunch.agent", "elaunch.rendezvous", "elaunch.server")
+    found = (
+        (module, f"imports {target}")
+        for module, targets in own_imports().items()
+        for target in targets
+        if (module.startswith(sides) and target.startswith("elaunch.training"))
+        or (module.startswith("elaunch.training") and target.startswith(sides))
+    )
+    report("sides", found)
+
+
+def rooms() -> dict[str, set[str]]:
+    """Return each package of modules, with those that it names in ``__all__``: its face."""
+    found = {}
+    for name, tree in modules().items():
+        names = tree.body[1:]
+        if is_package(name) and len(names) == 1 and isinstance(names[0], ast.Assign):
+            found[name] = set(ast.literal_eval(names[0].value))
+    return found
+
+
+def test_imports_go_to_the_face_of_a_room() -> None:
+    """A room names in ``__all__`` what is used from outside, and nothing else."""
+    faces = rooms()
+    used: dict[str, set[str]] = {name: named_in_strings(name) for name in faces}
+    found = []
+    for module, targets in own_imports().items():
+        for target in targets:
+            room, _, name = target.rpartition(".")
+            if room in faces and not module.startswith(f"{room}."):
+                used[room].add(name)
+                if name not in faces[room]:
+                    found.append((module, f"imports {target}, which is not in __all__ there"))
+    for room, names in faces.items():
+        found += [(room, f"nobody outside imports {name}") for name in names - used[room]]
+    report("face", found)
+
+
+def named_in_strings(package: str) -> set[str]:
+    """Return the modules of a package that the code imports by a name in a string."""
+    texts = (
+        node.value
+        for tree in modules().values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )
+    return {text.rpartition(".")[2] for text in texts if text.rpartition(".")[0] == package}
+
+
+def test_folders_are_small() -> None:
+    """A listing reads like a table of contents."""
+    folders = Counter(name.rpartition(".")[0] for name in modules() if not is_package(name))
+    report("folder", ((f, f"{n} > {MODULES}") for f, n in folders.items() if n > MODULES))
+
+
+def is_package(module: str) -> bool:
+    """Tell whether a module is a folder."""
+    return file_of(module).name == "__init__.py"
 
 
 def test_files_are_short() -> None:

@@ -153,7 +153,8 @@ class WarmServer:
     def __init__(self, requests: socket.socket) -> None:
         self._requests = requests
         first = set(sys.modules)
-        from elaunch.server import loop, script  # noqa: F401 - as the server's program does
+        from elaunch.server import loop
+        from elaunch.server.worker import script  # noqa: F401 - as the server's program does
 
         self.program = os.path.join(os.path.dirname(loop.__file__), "__main__.py")
         gc.disable()
@@ -278,7 +279,8 @@ class WarmServer:
 
 if __name__ == "__main__":
     _server = WarmServer(socket.socket(fileno=int(sys.argv[1])))
-    _server.run()
+    with suppress(BrokenPipeError):  # the tests ended before this process was ready
+        _server.run()
     # Only a server comes here: a command has left by sys.exit.
     _main = types.ModuleType("__main__")
     _main.__dict__.update(__file__=_server.program)

@@ -20,8 +20,14 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from elaunch import env
-from elaunch.agent import errorfile, eventlog, events, fencing, jobpolicy, policy, seeker
-from elaunch.agent.actions import (
+from elaunch.agent.failure import errorfile
+from elaunch.agent.failure.ends import FailureReport
+from elaunch.agent.failure.report import write_launcher_file
+from elaunch.agent.failure.reporter import Reporter
+from elaunch.agent.hangs.watch import HangWatch
+from elaunch.agent.patience import bounded, telling
+from elaunch.agent.policy import decide, events, fencing, nodes
+from elaunch.agent.policy.actions import (
     Action,
     Backoff,
     ChooseCheckpoint,
@@ -39,29 +45,26 @@ from elaunch.agent.actions import (
     StopWorkers,
     TakeStacks,
 )
-from elaunch.agent.awaiting import Interruption, count_devices
-from elaunch.agent.eventlog import EventLog
-from elaunch.agent.failures import FailureReport
-from elaunch.agent.group import RoundStart, WorkerGroup
-from elaunch.agent.hangwatch import HangWatch
-from elaunch.agent.journal import Journal
-from elaunch.agent.keeper import CheckpointKeeper
-from elaunch.agent.keeperround import round_of
-from elaunch.agent.limits import known_nproc, limits_of
-from elaunch.agent.links import WorkerLinks
-from elaunch.agent.narrator import Narrator
-from elaunch.agent.patience import bounded, telling
-from elaunch.agent.probing import Probing
-from elaunch.agent.report import write_launcher_file
-from elaunch.agent.reporter import Reporter
-from elaunch.agent.state import START_S, Phase, State, follow, observe
-from elaunch.agent.workerfacts import worker_facts
-from elaunch.agent.workerserver import KILL_DEADLINE
+from elaunch.agent.policy.limits import known_nproc, limits_of
+from elaunch.agent.policy.state import START_S, Phase, State, follow, observe
+from elaunch.agent.resume import latest
+from elaunch.agent.resume.probe import Probing
+from elaunch.agent.saver.round import round_of
+from elaunch.agent.saver.saver import CheckpointKeeper
+from elaunch.agent.startup import Interruption, count_devices
+from elaunch.agent.status import eventlog
+from elaunch.agent.status.decisionlog import Narrator
+from elaunch.agent.status.eventlog import EventLog
+from elaunch.agent.status.record import Journal
+from elaunch.agent.status.workerfacts import worker_facts
+from elaunch.agent.workers.group import RoundStart, WorkerGroup
+from elaunch.agent.workers.links import WorkerLinks
+from elaunch.agent.workers.server import KILL_DEADLINE
 from elaunch.config import Settings
 from elaunch.endings import PREEMPTED
 
 if TYPE_CHECKING:
-    from elaunch.agent.spokesman import Spokesman
+    from elaunch.agent.nodes.status import Spokesman
 
 SETTLE_LEAST = 5.0
 """Seconds for what is in memory to be written out, however little of a grace is left."""
@@ -147,7 +150,7 @@ class Agent:
     def _serve(self, state: State, event: events.Event) -> State:
         """Take one event to its end; return the state after it."""
         state = observe(state, event)
-        action, reason = policy.decide(state, event)
+        action, reason = decide.decide(state, event)
         self._tell(state, event, action, reason)
         before, state = state, follow(state, action)
         self._perform(before, action, reason)
@@ -257,7 +260,7 @@ class Agent:
         why = reason if action.round > 0 else ""
         start = RoundStart(action.round, restarts, why, action.checkpoint)
         if plan is not None:
-            place, store = jobpolicy.place(plan, state.name), (plan.master_addr, plan.master_port)
+            place, store = nodes.place(plan, state.name), (plan.master_addr, plan.master_port)
             start = replace(start, place=place, store=store, job=plan.job)
         self._links.begin(action.round)
         self._hangs.begin(action.round, action.first_rank)
@@ -282,7 +285,7 @@ class Agent:
 
     def _choose(self, number: int) -> None:
         """Look for the newest complete checkpoint; a thread of its own, since storage may hang."""
-        found = seeker.look(self._settings, self._keeper.finishing)
+        found = latest.look(self._settings, self._keeper.finishing)
         self._inbox.put(replace(found, number=number))
 
     # ── telling ──────────────────────────────────────────────────────────────────────────────────
@@ -350,7 +353,7 @@ class Agent:
 
     def _tell_cause(self, spokesman: Spokesman, state: State, final: bool = False) -> None:
         """Print what ended the round, as soon as the plan says whose failure was the first."""
-        if not (final or jobpolicy.is_decided(state)):
+        if not (final or nodes.is_decided(state)):
             return
         if spokesman.failed_elsewhere(state) is not None:
             found = spokesman.tell_failure(state)

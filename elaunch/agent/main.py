@@ -19,35 +19,38 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from elaunch import env, rundir, shown, statedir
-from elaunch.agent import events, openfiles, signals
-from elaunch.agent.control import ControlSocket
-from elaunch.agent.errorfile import write_launcher_error
-from elaunch.agent.eventlog import EventLog, JobFacts
-from elaunch.agent.finishing import Finishing
-from elaunch.agent.group import GroupPlan, WorkerGroup
-from elaunch.agent.hangwatch import HangPlan, HangWatch
-from elaunch.agent.healthcheck import HealthCheck
-from elaunch.agent.journal import Journal, shown_code
-from elaunch.agent.keeper import CheckpointKeeper
-from elaunch.agent.keeperround import KeeperPlan
-from elaunch.agent.limits import known_nproc
-from elaunch.agent.links import WorkerLinks
-from elaunch.agent.logs import LogPlan, LogPump
+from elaunch import env, shown
+from elaunch.agent import signals
+from elaunch.agent.failure.errorfile import write_launcher_error
+from elaunch.agent.failure.reporter import Reporter, ReportPlan
+from elaunch.agent.hangs.loglines import ProgressLines
+from elaunch.agent.hangs.watch import HangPlan, HangWatch
+from elaunch.agent.logs.pump import LogPlan, LogPump
 from elaunch.agent.loop import Agent, Parts
-from elaunch.agent.probing import Probing
-from elaunch.agent.progresslines import ProgressLines
-from elaunch.agent.reporter import Reporter, ReportPlan
-from elaunch.agent.tempdir import RunTemp
+from elaunch.agent.policy import events
+from elaunch.agent.policy.limits import known_nproc
+from elaunch.agent.resume.directory import Finishing
+from elaunch.agent.resume.probe import Probing
+from elaunch.agent.saver.round import KeeperPlan
+from elaunch.agent.saver.saver import CheckpointKeeper
+from elaunch.agent.status.eventlog import EventLog, JobFacts
+from elaunch.agent.status.health import HealthCheck
+from elaunch.agent.status.record import Journal, shown_code
+from elaunch.agent.status.socket import ControlSocket
+from elaunch.agent.workers import openfiles
+from elaunch.agent.workers.group import GroupPlan, WorkerGroup
+from elaunch.agent.workers.links import WorkerLinks
+from elaunch.agent.workers.tempdir import RunTemp
 from elaunch.config import Settings
-from elaunch.config.rendezvous import SECRET_VARIABLES
+from elaunch.config.meeting.rendezvous import SECRET_VARIABLES
 from elaunch.config.validate import NO_FILES
 from elaunch.errors import ElaunchError, RunDirError, UsageError
+from elaunch.run import directory, statedir
 from elaunch.server import devices, processes
 
 if TYPE_CHECKING:
-    from elaunch.agent.detaching import Detached
-    from elaunch.agent.spokesman import Spokesman
+    from elaunch.agent.detach import Detached
+    from elaunch.agent.nodes.status import Spokesman
 
 PING_TIMEOUT = 2.0
 LOOP_PATIENCE = 1.0
@@ -92,7 +95,7 @@ def _run(
 ) -> int:
     """Run the job; whatever ends it early is in the run's record and the launcher's error file."""
     own_log_dir = _own_log_dir(settings)
-    run_dir = rundir.create(settings.run_id, os.environ)
+    run_dir = directory.create(settings.run_id, os.environ)
     if detached is not None:
         detached.placed(run_dir)
     log_root = run_dir.logs if settings.log_dir is None else own_log_dir
@@ -115,7 +118,7 @@ class _Place:
     """What a run has before anything of it is started; ``log_root`` as in GroupPlan."""
 
     settings: Settings
-    run_dir: rundir.RunDir
+    run_dir: directory.RunDir
     log_root: Path | None
     environ: Mapping[str, str]
     detached: Detached | None
@@ -151,7 +154,7 @@ def _run_job(place: _Place, journal: Journal, inbox: Inbox, stack: contextlib.Ex
     spokesman = _join(group_plan, group, pump.say, stack, probing.nonce, keeper)
     stack.callback(keeper.close)
     parts = Parts(group, journal, reporter, event_log, links, hangs, keeper, probing, spokesman)
-    threading.Thread(target=rundir.prune, args=(os.environ,), name="prune", daemon=True).start()
+    threading.Thread(target=directory.prune, args=(os.environ,), name="prune", daemon=True).start()
     keeper.check()
     if place.detached is not None:
         place.detached.ready()
@@ -186,7 +189,7 @@ def _start_links(
 def _own_addr(settings: Settings) -> str | None:
     if settings.rendezvous is None:
         return None
-    from elaunch.config.address import own_address
+    from elaunch.config.meeting.address import own_address
 
     return own_address(settings.rendezvous)
 
@@ -202,7 +205,7 @@ def _join(
     """Make ready what a job of several nodes needs; None for one node by itself."""
     if plan.settings.rendezvous is None:
         return None
-    from elaunch.agent.joining import join
+    from elaunch.agent.nodes.connect import join
 
     joined = join(plan, group, say, stack, probe, keeper.finishing)
     keeper.meet(joined.meeting.read_plan, joined.courier)
@@ -232,7 +235,7 @@ def _own_temp(
 
 
 def _own_timers(
-    settings: Settings, run_dir: rundir.RunDir, stack: contextlib.ExitStack
+    settings: Settings, run_dir: directory.RunDir, stack: contextlib.ExitStack
 ) -> dict[str, str]:
     """Make the pipe for torch.distributed.elastic.timer; return the variable that points to it."""
     if not settings.file_timer:
@@ -365,7 +368,7 @@ def _start_timer(settings: Settings, inbox: Inbox, stack: contextlib.ExitStack) 
     stack.callback(timer.cancel)
 
 
-def _start_control(run_dir: rundir.RunDir, served: Served, stack: contextlib.ExitStack) -> None:
+def _start_control(run_dir: directory.RunDir, served: Served, stack: contextlib.ExitStack) -> None:
     control = ControlSocket(
         run_dir.socket,
         served.journal.snapshot,

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Final, TypeVar
 
-from elaunch.checkpoint import atonce
+from elaunch.checkpoint.storage import atonce
 
 TOLD_S: Final = 10.0
 """Seconds after which it is said, and again after every AGAIN_S."""

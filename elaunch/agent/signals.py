@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from types import FrameType
 
 from elaunch import earlysignals
-from elaunch.agent import events
+from elaunch.agent.policy import events
 
 
 def install(signums: Iterable[signal.Signals], post: Callable[[events.Event], None]) -> None:

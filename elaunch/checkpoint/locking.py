@@ -18,7 +18,7 @@ import socket
 import time
 from pathlib import Path
 
-from elaunch.checkpoint.files import read_json
+from elaunch.checkpoint.storage.files import read_json
 from elaunch.errors import CheckpointError, SaveError
 
 log = logging.getLogger(__name__)

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from elaunch.checkpoint import layout
-from elaunch.checkpoint.files import read_json, shown
-from elaunch.checkpoint.filewriter import read_patiently, sync_directory, write_document
-from elaunch.checkpoint.manifests import dump, schema_checked
+from elaunch.checkpoint.storage.durable import read_patiently, sync_directory, write_document
+from elaunch.checkpoint.storage.files import read_json, shown
+from elaunch.checkpoint.writing.manifests import dump, schema_checked
 from elaunch.errors import CheckpointError, SaveError
 
 NOT_THE_ONE: Final = "is not the directory that this job began with"

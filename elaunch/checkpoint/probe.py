@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Final
 
 from elaunch.checkpoint import layout
-from elaunch.checkpoint.files import read_json, whole_number
-from elaunch.checkpoint.filewriter import stir
-from elaunch.checkpoint.places import broken_link
+from elaunch.checkpoint.search.places import broken_link
+from elaunch.checkpoint.storage.durable import stir
+from elaunch.checkpoint.storage.files import read_json, whole_number
 from elaunch.errors import CheckpointError, UsageError
 
 SEEN_S: Final = 10.0

@@ -34,7 +34,7 @@ from elaunch.cli.printing import show as print_page
 from elaunch.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
-    from elaunch.monitor.checkpointview import Entry, Listing
+    from elaunch.monitor.checkpoints.view import Entry, Listing
 
 P = ParamSpec("P")
 
@@ -60,7 +60,7 @@ def _opened(
 
     @wraps(function)
     def command(where: str, *args: P.args, **kwargs: P.kwargs) -> int:
-        from elaunch.monitor.checkpointtarget import listing, resolve
+        from elaunch.monitor.checkpoints.target import listing, resolve
 
         try:
             target = resolve(where, os.environ)
@@ -92,8 +92,8 @@ def ls(there: Listing, _: str, as_json: bool) -> int | None:
 
     The files are not read: `verify` does that.
     """
-    from elaunch.monitor.checkpointpage import list_page
-    from elaunch.monitor.checkpointview import document
+    from elaunch.monitor.checkpoints.page import list_page
+    from elaunch.monitor.checkpoints.view import document
 
     if isinstance(there.place, Path) and not there.place.is_dir():
         raise UsageError(f"there is no directory {str(there.place)!r}: nothing was saved yet")
@@ -111,9 +111,9 @@ def ls(there: Listing, _: str, as_json: bool) -> int | None:
 @_opened
 def show(there: Listing, pointed: str, name: str | None, as_json: bool) -> int | None:
     """Say all about one checkpoint: who wrote it, its metadata, metrics and files."""
-    from elaunch.monitor.checkpointpage import show_page
-    from elaunch.monitor.checkpointtarget import pick
-    from elaunch.monitor.checkpointview import entry_document
+    from elaunch.monitor.checkpoints.page import show_page
+    from elaunch.monitor.checkpoints.target import pick
+    from elaunch.monitor.checkpoints.view import entry_document
 
     entry = pick(there, name or pointed or "latest")
     files = _files(entry)
@@ -135,9 +135,9 @@ def verify(there: Listing, pointed: str, names: tuple[str, ...], as_json: bool) 
     In elaunch's own layout a missing file, a truncation and a flipped bit are found. Other formats
     have no checksums: what their headers tell is compared.
     """
-    from elaunch.monitor.checkpointpage import verdict_page
-    from elaunch.monitor.checkpointtarget import choose
-    from elaunch.monitor.checkpointview import problem_of
+    from elaunch.monitor.checkpoints.page import verdict_page
+    from elaunch.monitor.checkpoints.target import choose
+    from elaunch.monitor.checkpoints.view import problem_of
 
     asked = names or ((pointed,) if pointed else ())
     entries = choose(there, asked) if asked else list(there.entries)
@@ -167,8 +167,8 @@ def rm(there: Listing, _: str, names: tuple[str, ...], force: bool) -> int | Non
     Not the newest, a pinned one, or one that a living run has resumed from or reads, without
     --force.
     """
-    from elaunch.checkpoint import pins, readers
-    from elaunch.monitor.checkpointtarget import choose
+    from elaunch.checkpoint.retention import pins, readers
+    from elaunch.monitor.checkpoints.target import choose
 
     entries = choose(there, names)
     for entry in entries:
@@ -231,8 +231,8 @@ def unpin(there: Listing, _: str, names: tuple[str, ...]) -> int | None:
 
 
 def _set_pins(there: Listing, names: tuple[str, ...], on: bool) -> None:
-    from elaunch.checkpoint import pins
-    from elaunch.monitor.checkpointtarget import choose
+    from elaunch.checkpoint.retention import pins
+    from elaunch.monitor.checkpoints.target import choose
 
     for entry in choose(there, names):
         if entry.found is None:
@@ -259,10 +259,10 @@ def export(
     --force replaces a FILE that is there; of a link, what it leads to. Needs torch, and the memory
     for all of it.
     """
-    from elaunch.checkpoint import readers
-    from elaunch.monitor.checkpointtarget import pick
-    from elaunch.monitor.checkpointview import problem_of
-    from elaunch.training.conversion import to_torch_file
+    from elaunch.checkpoint.retention import readers
+    from elaunch.monitor.checkpoints.target import pick
+    from elaunch.monitor.checkpoints.view import problem_of
+    from elaunch.training.checkpoint.dcp.convert import to_torch_file
 
     entry = pick(there, name)
     target = _target(file, force)
@@ -308,8 +308,8 @@ def import_(file: Path, directory: str, step: int, run_id: str | None, trust: bo
 
     A run that is given its id by --rdzv-id resumes from its own checkpoints only: give that id.
     """
-    from elaunch.checkpoint.places import parse_place
-    from elaunch.training.conversion import import_file
+    from elaunch.checkpoint.search.places import parse_place
+    from elaunch.training.checkpoint.dcp.convert import import_file
 
     try:
         place = parse_place(directory)
@@ -332,7 +332,7 @@ def _files(entry: Entry) -> list[dict[str, Any]]:
     found = entry.found
     if found is None or not isinstance(found.place, Path):
         return []
-    from elaunch.checkpoint import own
+    from elaunch.checkpoint.formats import own
 
     return [
         {"path": file.path, "rank": rank, "size": file.size, "checksum": file.checksum}

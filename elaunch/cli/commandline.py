@@ -22,8 +22,8 @@ from dataclasses import dataclass
 
 import click
 
-from elaunch.config.flag import Flag, by_spelling
-from elaunch.config.flags import FLAGS
+from elaunch.config.flags.flag import Flag, by_spelling
+from elaunch.config.flags.table import FLAGS
 
 SPELLINGS = by_spelling(FLAGS)
 

@@ -33,10 +33,10 @@ def logs(
     Without: of a detached run what its agent has shown; else the lines of all ranks, each with its
     rank. RUN is a run id of this machine, or the beginning of one, or a run directory.
     """
-    from elaunch import rundir
     from elaunch.monitor.logfiles import Choice, Reader, directories
+    from elaunch.run import directory
 
-    found = rundir.find(run, os.environ)
+    found = directory.find(run, os.environ)
     choice = Choice(rank, number, (stream,) if stream else ("stdout", "stderr"))
     if dirs:
         if follow or stream:

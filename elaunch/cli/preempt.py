@@ -30,12 +30,13 @@ def preempt(run: str, reason: str) -> None:
     after --shutdown-timeout seconds is killed. RUN is a run id of this machine, or the beginning of
     one; one node of several is enough.
     """
-    from elaunch import control, rundir
+    from elaunch.run import directory
+    from elaunch.wire import control
 
-    found = rundir.find(run, os.environ)
+    found = directory.find(run, os.environ)
     if not reason.strip() or not reason.isprintable():
         raise UsageError(f"--reason {reason!r}: give a text of one line")
-    name = rundir.run_id_of(found)
+    name = directory.run_id_of(found)
     try:
         answer = control.ask(found.socket, {"op": "preempt", "reason": reason}, timeout=ANSWER_S)
     except (FileNotFoundError, ConnectionRefusedError):

@@ -9,8 +9,8 @@ from pathlib import Path
 import click
 
 from elaunch.cli import commandline
-from elaunch.config.flag import GROUPS, Flag
-from elaunch.config.flags import FLAGS
+from elaunch.config.flags.flag import GROUPS, Flag
+from elaunch.config.flags.table import FLAGS
 from elaunch.errors import UsageError
 
 
@@ -70,11 +70,11 @@ def _start(words: tuple[str, ...], **given: str | None) -> int:
     from elaunch.agent.main import run as run_agent
 
     if settings.detach:
-        from elaunch.agent import detaching
+        from elaunch.agent import detach
 
-        detaching.check(settings)
+        detach.check(settings)
         resolve_nproc(settings)  # that torch knows no such device is an error in the foreground
-        return detaching.run(settings, run_agent)
+        return detach.run(settings, run_agent)
     return run_agent(settings)
 
 

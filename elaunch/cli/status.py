@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import click
 
 from elaunch.cli.printing import echo_plain, on_terminal, show
-from elaunch.config.meetingflags import OWN, TORCHRUN
+from elaunch.config.flags.meeting import OWN, TORCHRUN
 from elaunch.endings import INTERRUPTED
 from elaunch.errors import UsageError
 
@@ -121,7 +121,7 @@ def _refuse_local_words(run: str | None, everything: bool, line: Mapping[str, st
 
 def _reader(run: str | None, everything: bool) -> tuple[Read, Wait]:
     from elaunch.monitor.watch import list_reader, pause, run_reader
-    from elaunch.rundir import find
+    from elaunch.run.directory import find
 
     if run is None:
         return list_reader(os.environ, everything), pause
@@ -130,9 +130,9 @@ def _reader(run: str | None, everything: bool) -> tuple[Read, Wait]:
 
 def _job_reader(line: Mapping[str, str], stack: ExitStack) -> tuple[Read, Wait]:
     """Return what reads a job, or several, in the store that the flags name."""
-    from elaunch.config.rendezvous import resolve_place, resolve_run_id
-    from elaunch.monitor.jobstore import no_job, run_ids
-    from elaunch.monitor.jobwatch import JobReader, jobs_reader
+    from elaunch.config.meeting.rendezvous import resolve_place, resolve_run_id
+    from elaunch.monitor.job.store import no_job, run_ids
+    from elaunch.monitor.job.watch import JobReader, jobs_reader
     from elaunch.monitor.watch import pause
 
     try:

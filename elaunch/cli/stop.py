@@ -9,7 +9,7 @@ import signal
 import click
 
 from elaunch.errors import UsageError
-from elaunch.rundir import RunDir
+from elaunch.run.directory import RunDir
 
 TIMED_OUT = 1
 
@@ -29,10 +29,10 @@ def stop(run: str, timeout: float | None) -> int:
     of --shutdown-timeout. RUN is a run id of this machine, or the beginning of one; of several
     nodes this one leaves the job.
     """
-    from elaunch import rundir
+    from elaunch.run import directory
 
-    found = rundir.find(run, os.environ)
-    name = rundir.run_id_of(found)
+    found = directory.find(run, os.environ)
+    name = directory.run_id_of(found)
     agent = _agent(found, name)
     try:
         signal.pidfd_send_signal(agent, signal.SIGTERM)
@@ -55,7 +55,7 @@ def stop(run: str, timeout: float | None) -> int:
 
 def _agent(run: RunDir, name: str) -> int:
     """Return a descriptor of the agent's process; raise UsageError if there is none here."""
-    from elaunch.runrecord import condition
+    from elaunch.run.record import condition
 
     record = run.read_state()
     if "launcher" in record:

@@ -8,10 +8,10 @@ from typing import Any
 
 import click
 
-from elaunch.config import values
-from elaunch.config.flag import OTHER, Flag
-from elaunch.config.flags import FLAGS
-from elaunch.config.given import Given, convert
+from elaunch.config.flags import values
+from elaunch.config.flags.flag import OTHER, Flag
+from elaunch.config.flags.given import Given, convert
+from elaunch.config.flags.table import FLAGS
 from elaunch.config.validate import NO_FILES
 from elaunch.errors import UsageError
 
@@ -78,8 +78,8 @@ def _start(command: tuple[str, ...], **given: str | None) -> int:
         text = given[flag.dest]
         text = DEFAULTS.get(flag.name, flag.default) if text is None else text
         read[flag.dest] = None if text is None else convert(flag, Given(text, "command line"))
-    from elaunch.agent.wrapper import run
-    from elaunch.agent.wrapplan import WrapRequest, plan
+    from elaunch.agent.wrap.plan import WrapRequest, plan
+    from elaunch.agent.wrap.run import run
 
     no_files = read["log_dir"] in (None, NO_FILES)
     read["log_dir"] = None if no_files else Path(read["log_dir"])

@@ -30,8 +30,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from elaunch.config.flags.values import StreamMap
     from elaunch.config.settings import Settings, resolve
-    from elaunch.config.values import StreamMap
 
 __all__ = ["Settings", "StreamMap", "resolve"]
 

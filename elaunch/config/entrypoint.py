@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Literal
 
-from elaunch.config import values
-from elaunch.config.answers import Answers
-from elaunch.config.given import Entrypoint
+from elaunch.config.flags import values
+from elaunch.config.flags.answers import Answers
+from elaunch.config.flags.given import Entrypoint
 from elaunch.errors import UsageError
 
 Mode = Literal["script", "module", "command", "run-path"]

@@ -26,10 +26,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from elaunch.config import checkpointflags, endpoints, hparams, paths, rdzvconf, values
-from elaunch.config.flag import Flag, by_key
-from elaunch.config.flags import FLAGS
-from elaunch.config.given import Entrypoint, Given, JobFile
+from elaunch.config import hparams, paths
+from elaunch.config.flags import checkpoint, rdzvconf, values
+from elaunch.config.flags.flag import Flag, by_key
+from elaunch.config.flags.given import Entrypoint, Given, JobFile
+from elaunch.config.flags.table import FLAGS
+from elaunch.config.meeting import endpoints
 from elaunch.errors import UsageError
 
 if TYPE_CHECKING:
@@ -46,7 +48,7 @@ SECTIONS = (
     "searcher",
 )
 SEARCHER_KEYS = ("name", "metric", "max_length", "smaller_is_better", "max_time", "time_metric")
-CHECKPOINT_KEYS = {flag.name.removeprefix("checkpoint-"): flag.name for flag in checkpointflags.OWN}
+CHECKPOINT_KEYS = {flag.name.removeprefix("checkpoint-"): flag.name for flag in checkpoint.OWN}
 BLOCK_STYLES = ("|", ">")
 LARGEST = 1 << 20
 DEEPEST = 100

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
-from elaunch.config import values
+from elaunch.config.flags import values
 
 
 def worker_path(directory: Path, environ: Mapping[str, str]) -> list[str]:

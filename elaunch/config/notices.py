@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from elaunch.config import checkpointplace, gpus
-from elaunch.config.answers import Answers, unknown_variables
+from elaunch.config import checkpoint, gpus
 from elaunch.config.entrypoint import Command
-from elaunch.config.topology import Meeting
+from elaunch.config.flags.answers import Answers, unknown_variables
+from elaunch.config.meeting.topology import Meeting
 from elaunch.config.validate import NO_FILES
 
 
@@ -22,7 +22,7 @@ def collect(
     found = [*_start(answers, command), *_logs(answers), *_ranks(answers), *meeting.notices]
     if answers.said("monitor-interval"):
         found.append("--monitor-interval has no effect: an exit wakes the agent, it does not poll")
-    found += checkpointplace.remarks(answers, answers["nnodes"][1])
+    found += checkpoint.remarks(answers, answers["nnodes"][1])
     found += _gpus(answers, environ)
     found += unknown_variables(environ)
     if answers["log-level"] in ("DEBUG", "INFO"):

@@ -14,26 +14,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from elaunch.checkpoint.keep import Keep
 from elaunch.checkpoint.records import Checkpoint
-from elaunch.config import (
-    checkpointplace,
-    entrypoint,
-    jobfile,
-    notices,
-    paths,
-    rdzvconf,
-    rendezvous,
-    topology,
-    validate,
-    values,
-)
-from elaunch.config.answers import Answers, collect, from_variables
+from elaunch.checkpoint.retention.rule import Keep
+from elaunch.config import checkpoint, entrypoint, jobfile, notices, paths, validate
 from elaunch.config.entrypoint import Command, Mode
-from elaunch.config.flags import FLAGS
-from elaunch.config.given import JobFile
-from elaunch.config.rendezvous import RendezvousSettings
-from elaunch.config.values import StreamMap
+from elaunch.config.flags import rdzvconf, values
+from elaunch.config.flags.answers import Answers, collect, from_variables
+from elaunch.config.flags.given import JobFile
+from elaunch.config.flags.table import FLAGS
+from elaunch.config.flags.values import StreamMap
+from elaunch.config.meeting import rendezvous, topology
+from elaunch.config.meeting.rendezvous import RendezvousSettings
 from elaunch.env import HPARAMS
 from elaunch.errors import UsageError
 
@@ -213,9 +204,9 @@ def _places(answers: Answers, command: Command, start: Path) -> dict[str, Any]:
     return {
         "log_dir": validate.log_dir(answers, start),
         "timer_file": validate.timer_file(answers, start),
-        "checkpoint_dir": checkpointplace.place(answers, start, command.args),
-        "init_from": checkpointplace.init_from(answers, start),
-        "checkpoint_keep": checkpointplace.keep(answers),
+        "checkpoint_dir": checkpoint.place(answers, start, command.args),
+        "init_from": checkpoint.init_from(answers, start),
+        "checkpoint_keep": checkpoint.keep(answers),
         "workdir": start if answers["workdir"] else None,
     }
 

@@ -16,10 +16,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from elaunch import env
-from elaunch.config import gpus, modules, moments, paths, ports, topology, values
-from elaunch.config.answers import Answers
+from elaunch.config import gpus, modules, moments, paths
 from elaunch.config.entrypoint import Command
-from elaunch.config.rendezvous import RendezvousSettings
+from elaunch.config.flags import values
+from elaunch.config.flags.answers import Answers
+from elaunch.config.meeting import ports, topology
+from elaunch.config.meeting.rendezvous import RendezvousSettings
 from elaunch.errors import UsageError
 
 NO_FILES = "/dev/null"

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
-from elaunch.monitor.jobview import JobView, NodeView
+from elaunch.monitor.job.view import JobView, NodeView
 from elaunch.monitor.snapshot import RunView, WorkerView
 from elaunch.monitor.standing import Standing
-from elaunch.runrecord import SCHEMA
+from elaunch.run.record import SCHEMA
 
 JOB_SCHEMA: Final = 1
 

@@ -14,8 +14,8 @@ from typing import BinaryIO, Final
 
 from elaunch.errors import RunDirError, UsageError
 from elaunch.monitor.watch import pause
-from elaunch.rundir import CONSOLE, RunDir, is_live, run_id_of
-from elaunch.runrecord import Record
+from elaunch.run.directory import CONSOLE, RunDir, is_live, run_id_of
+from elaunch.run.record import Record
 
 PAUSE_S: Final = 0.2
 CHUNK: Final = 1 << 20

@@ -19,8 +19,8 @@ from elaunch.monitor.amounts import clean, date, duration, memory, moment
 from elaunch.monitor.failurelines import SHOWN_MESSAGE_LINES, failure_lines
 from elaunch.monitor.snapshot import RunView, WorkerView
 from elaunch.monitor.standing import Standing
-from elaunch.rundir import handle
-from elaunch.runrecord import Record, RoundRecord, WorkerProgressRecord
+from elaunch.run.directory import handle
+from elaunch.run.record import Record, RoundRecord, WorkerProgressRecord
 
 NOTHING: Final = "-"
 SHOWN_ROUNDS: Final = 10

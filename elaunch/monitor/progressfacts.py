@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Final
 
 from elaunch.monitor.amounts import duration
-from elaunch.runrecord import ProgressRecord, Record, WorkerProgressRecord
+from elaunch.run.record import ProgressRecord, Record, WorkerProgressRecord
 
 BY: Final[Mapping[str, str]] = {"script": "by the script"}
 

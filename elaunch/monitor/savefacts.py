@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from elaunch.monitor.amounts import duration
 from elaunch.monitor.standing import Standing
-from elaunch.runrecord import Record
-from elaunch.saverecord import SavesRecord
+from elaunch.run.record import Record
+from elaunch.run.saves import SavesRecord
 
 
 def facts(record: Record, standing: Standing) -> Iterator[tuple[str, str]]:

@@ -12,8 +12,8 @@ from typing import Final
 from elaunch.errors import ElaunchError, RunDirError
 from elaunch.monitor.standing import Standing, living, lost_reason, read_standing
 from elaunch.monitor.usage import SAMPLE_S, Measurement, Usage, measure, usage
-from elaunch.rundir import RunDir
-from elaunch.runrecord import Record, WorkerRecord
+from elaunch.run.directory import RunDir
+from elaunch.run.record import Record, WorkerRecord
 
 GONE: Final = "GONE"
 RUNNING: Final = "RUNNING"
@@ -126,7 +126,7 @@ def _latest_checkpoint(record: Record, now: float) -> tuple[LatestCheckpoint | N
         return None, None
     if "://" in record["checkpoint_dir"]:
         return _latest_at_url(record["checkpoint_dir"], now)
-    from elaunch.checkpoint.latest import find_latest
+    from elaunch.checkpoint.search.latest import find_latest
 
     try:
         glob = record["checkpoint_glob"]
@@ -147,7 +147,7 @@ def _latest_checkpoint(record: Record, now: float) -> tuple[LatestCheckpoint | N
 
 def _latest_at_url(url: str, now: float) -> tuple[LatestCheckpoint | None, str | None]:
     """Return the newest that is committed at a URL; its files are not fetched for that."""
-    from elaunch.checkpoint.depot import open_depot
+    from elaunch.checkpoint.storage.storage import open_depot
 
     try:
         listed = open_depot(url).listed()

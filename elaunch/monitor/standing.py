@@ -25,17 +25,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
-from elaunch.control import ask
 from elaunch.errors import RunDirError
-from elaunch.rundir import RunDir, list_runs
-from elaunch.runrecord import (
-    LIVE_STATES,
-    Record,
-    WorkerRecord,
-    check,
-    condition,
-    worker_is_alive,
-)
+from elaunch.run.directory import RunDir, list_runs
+from elaunch.run.record import LIVE_STATES, Record, WorkerRecord, check, condition, worker_is_alive
+from elaunch.wire.control import ask
 
 LOST: Final = "LOST"
 UNREADABLE: Final = "UNREADABLE"

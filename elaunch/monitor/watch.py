@@ -16,7 +16,7 @@ from elaunch.monitor.page import Page, list_page, run_page
 from elaunch.monitor.snapshot import RunView, take
 from elaunch.monitor.standing import overview
 from elaunch.monitor.usage import Measurement
-from elaunch.rundir import RunDir
+from elaunch.run.directory import RunDir
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from elaunch.errors import StoreError, StoreReplaced, StoreUnreachable
 from elaunch.rendezvous.coordinatorstate import RETRY, Coming, CoordinatorState, Reread
+from elaunch.rendezvous.decide.view import Found, Search
 from elaunch.rendezvous.plan import Plan
-from elaunch.rendezvous.view import Found, Search
 from elaunch.store.protocol import Change, Store
 
 CHANGES_SLICE = 2.0

@@ -15,10 +15,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from elaunch.rendezvous import membership, records
-from elaunch.rendezvous.decision import decide
+from elaunch.rendezvous import records
+from elaunch.rendezvous.decide import members
+from elaunch.rendezvous.decide.decide import decide
+from elaunch.rendezvous.decide.view import (
+    Absent,
+    Found,
+    Present,
+    Publish,
+    Rules,
+    Search,
+    View,
+    Wait,
+)
 from elaunch.rendezvous.plan import AgentRecord, Plan
-from elaunch.rendezvous.view import Absent, Found, Present, Publish, Rules, Search, View, Wait
 from elaunch.store.protocol import Change, Post
 
 REFUSALS_TOLD = 5
@@ -265,10 +275,10 @@ class CoordinatorState:
 
     def _note_seen(self, record: AgentRecord) -> None:
         """Take how far an agent has seen the job, if the store may know less than it does."""
-        seen, plan = membership.goes_on(record, self._rules), self._plan
+        seen, plan = members.goes_on(record, self._rules), self._plan
         if seen is None or (seen["job"] == plan.job and "lost" not in seen):
             return
-        known = membership.further(self._view.known, seen, record, self._rules)
+        known = members.further(self._view.known, seen, record, self._rules)
         if "lost" in seen and plan.round < 0 and int(seen["round"]) == known.round:
             self._plan = plan = replace(plan, job=str(seen["job"]))  # it is the same job
         self._view = replace(self._view, known=known, plan=plan)

@@ -26,12 +26,12 @@ from elaunch.errors import StoreError, StoreUnreachable
 from elaunch.rendezvous import tasks
 from elaunch.rendezvous.coordinator import Coordinator
 from elaunch.rendezvous.coordinatorstate import CoordinatorState
+from elaunch.rendezvous.decide.view import Found, Rules, Search
 from elaunch.rendezvous.member import MemberState
 from elaunch.rendezvous.news import MeetingFailed, News
 from elaunch.rendezvous.plan import AgentRecord, Plan
 from elaunch.rendezvous.records import RecordError, decode_plan
 from elaunch.rendezvous.tasks import Effect, Fence, Idle, Open, Task
-from elaunch.rendezvous.view import Found, Rules, Search
 from elaunch.store.protocol import Post, Store
 
 SLICE = 5.0

@@ -15,7 +15,7 @@ that nobody decides, it moves on without renewals: etcd that gets a leader again
 its full time again; a TCPStore may be hosted anew and empty, so there it moves by ttl / HOSTED
 only. An agent that finds such a store ends its workers at once and enrols there, with what it has
 seen of the job (``AgentRecord.seen``); the new host's first round waits for those that cannot
-(``opened_at``, elaunch.rendezvous.membership).
+(``opened_at``, elaunch.rendezvous.decide.members).
 
 Where etcd is there and gets nothing done, it may be about to elect a leader, or it may have one
 that answers others. Then the workers are kept stopped for another ttl: who is stopped writes
@@ -40,6 +40,8 @@ from elaunch.errors import (
     StoreUnreachable,
 )
 from elaunch.rendezvous import records
+from elaunch.rendezvous.decide.view import FENCE, HOSTED, Rules
+from elaunch.rendezvous.decide.waiting import RESTING, Still, Waiting, is_last
 from elaunch.rendezvous.news import (
     CutOff,
     MeetingFailed,
@@ -61,8 +63,6 @@ from elaunch.rendezvous.tasks import (
     Update,
     Withdraw,
 )
-from elaunch.rendezvous.view import FENCE, HOSTED, Rules
-from elaunch.rendezvous.waiting import RESTING, Still, Waiting, is_last
 from elaunch.rendezvous.writes import Writes
 from elaunch.store.protocol import Post
 

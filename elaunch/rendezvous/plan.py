@@ -63,7 +63,7 @@ class AgentRecord:
             it, and ``seq``, which counts what this agent has written.
         courier: the port on which other agents reach this one; 0: none.
         probe: the name of the file that it has written where all nodes should see it
-            (elaunch.rendezvous.sharing), or "".
+            (elaunch.rendezvous.decide.sharing), or "".
     """
 
     host: str
@@ -121,7 +121,7 @@ class Plan:
             path is relative where every node has a directory of its own (--checkpoint-local).
         restarts, without_progress: of the whole job: rounds that followed a failure, and those
             since a newer checkpoint was last seen. ``crashes``: rounds in a row that failed soon
-            after their start (elaunch.rendezvous.budget).
+            after their start (elaunch.rendezvous.decide.budget).
         failure: the first failure of the round that ended last, of the whole job: a
             WorkerFailure with ``rank``, ``host`` and ``node`` of the job; None without one.
         waits: what the coordinator waits for, and for how long, if that takes long; or "".
@@ -174,7 +174,7 @@ class WorkerFailure:
     """The first worker of a node that failed, short enough to be sent to every other node.
 
     ``rank`` is the worker's rank in the job, ``exitcode`` negative for a signal, ``text`` the
-    cause as people read it (elaunch.agent.report.render_cause), at most 4,000 characters;
+    cause as people read it (elaunch.agent.failure.report.render_cause), at most 4,000 characters;
     ``summary`` is what happened in one line where the exit code does not tell: a hang.
     """
 

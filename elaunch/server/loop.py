@@ -24,14 +24,15 @@ import time
 from collections.abc import Sequence
 from typing import NoReturn
 
-from elaunch.server import devices, processes, protocol, worker
-from elaunch.server.job import Job
+from elaunch.server import devices, processes, protocol
 from elaunch.server.later import Later
 from elaunch.server.preload import Preloaded, preload
-from elaunch.server.stores import Stores
+from elaunch.server.stores.client import Stores
 from elaunch.server.sweep import Sweep
 from elaunch.server.timers import Timers, worker_above
-from elaunch.server.title import set_title
+from elaunch.server.worker import fork as worker
+from elaunch.server.worker.job import Job
+from elaunch.server.worker.title import set_title
 
 FENCED = -2
 """The round in the answer to a sweep that the agent has not asked for."""

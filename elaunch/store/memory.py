@@ -4,7 +4,7 @@
 MemoryHub     what one job's agents share; the clock that judges who is alive is handed in
 MemoryStore   one agent's view of it (elaunch.store.protocol)
 Roster        the entries by name, and for each reader the changes that it has not seen; the agent
-              that hosts a TCPStore keeps one too (elaunch.store.tcphost)
+              that hosts a TCPStore keeps one too (elaunch.store.tcp.host)
 ============  ====================================================================================
 
 Nothing runs in the background. Every call first takes the entries off whose time is over, and a

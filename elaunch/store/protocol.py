@@ -25,8 +25,8 @@ SeatLost             our own entry is gone: expired or removed; enrol again unde
 ===================  ===========================================================================
 
 The methods may be called from several threads. ``close`` wakes those that block; they then raise
-StoreClosed. The implementations are elaunch.store.memory, elaunch.store.tcp, elaunch.store.etcd;
-tests/store/test_contract.py holds all of them to this text.
+StoreClosed. The implementations are elaunch.store.memory, elaunch.store.tcp.client and
+elaunch.store.etcd.client; tests/store/test_contract.py holds all of them to this text.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The worker's end of the link to its agent (protocol: elaunch.worklink).
+"""The worker's end of the link to its agent (protocol: elaunch.wire.worker).
 
 A script never fails for the sake of its agent: where none answers, where it refuses, or when it is
 gone, that is logged once and the script goes on without. A link that broke is not opened again: an
@@ -18,10 +18,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from elaunch import worklink
-from elaunch.control import short_address
-from elaunch.progress import ProgressPage
-from elaunch.training.placement import Placement
+from elaunch.training.place.placement import Placement
+from elaunch.wire import worker
+from elaunch.wire.control import short_address
+from elaunch.wire.progress import ProgressPage
 
 SEND_TIMEOUT_S: Final = 2.0
 JOIN_S: Final = 2.0
@@ -42,7 +42,7 @@ class AgentLink:
     def __init__(
         self, socket_path: Path, page: ProgressPage, placement: Placement, name: str | None = None
     ) -> None:
-        self.on_notice: Callable[[str, worklink.Kind, float | None], None] | None = None
+        self.on_notice: Callable[[str, worker.Kind, float | None], None] | None = None
         self._path = socket_path
         self._page = page
         self._said: dict[str, object] = {
@@ -78,11 +78,11 @@ class AgentLink:
         """Tell the agent that the script asks should_preempt()."""
         self._send({"op": "listens"})
 
-    def heard(self, reason: str, kind: worklink.Kind) -> None:
+    def heard(self, reason: str, kind: worker.Kind) -> None:
         """Tell the agent of a notice that did not come from it."""
         self._send({"op": "heard", "reason": reason, "kind": kind})
 
-    def ack(self, reason: str, kind: worklink.Kind) -> None:
+    def ack(self, reason: str, kind: worker.Kind) -> None:
         """Tell the agent that the script knows and will end: exit code 0 means "preempted" now.
 
         What was sent is read by the agent even if this process ends at once.
@@ -146,7 +146,7 @@ class AgentLink:
         elif said.get("op") == "preempt" and self.on_notice is not None:
             reason, kind, grace = said.get("reason", ""), said.get("kind"), said.get("grace")
             seconds = float(grace) if isinstance(grace, int | float) else None
-            self.on_notice(str(reason), kind if kind in worklink.KINDS else "stop", seconds)
+            self.on_notice(str(reason), kind if kind in worker.KINDS else "stop", seconds)
 
     def _give_up(self, why: str) -> None:
         if self._ended:

@@ -35,17 +35,17 @@ from typing import TYPE_CHECKING
 
 from elaunch.env import AGENT_SOCKET, RUN_ID_GIVEN
 from elaunch.errors import ContextError, ElaunchError
-from elaunch.progress import ProgressPage
 from elaunch.training import liveness
 from elaunch.training.agentlink import AgentLink
 from elaunch.training.distributed import DistributedContext, leave_to_the_end
-from elaunch.training.info import Info, info
 from elaunch.training.metrics.history import FROM_NOTHING
-from elaunch.training.preempt import PreemptContext
+from elaunch.training.place.info import Info, info
+from elaunch.training.preempt.preempt import PreemptContext
 from elaunch.training.train import TrainContext
+from elaunch.wire.progress import ProgressPage
 
 if TYPE_CHECKING:
-    from elaunch.saverecord import SavesRecord
+    from elaunch.run.saves import SavesRecord
     from elaunch.training.checkpoint.context import CheckpointContext
 
 log = logging.getLogger("elaunch")

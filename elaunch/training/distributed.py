@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakSet
 
 from elaunch.errors import CollectiveError, ContextError, PlacementError
-from elaunch.progress import ProgressPage
-from elaunch.training import placement as placements
-from elaunch.training.keystore import KeyStore
-from elaunch.training.placement import Numbers, Placement
-from elaunch.training.roundstore import RoundStore
+from elaunch.training.place import placement as placements
+from elaunch.training.place.placement import Numbers, Placement
+from elaunch.training.stores.keystore import KeyStore
+from elaunch.training.stores.roundstore import RoundStore
+from elaunch.wire.progress import ProgressPage
 
 if TYPE_CHECKING:
     from elaunch.training.channel.channel import Channel

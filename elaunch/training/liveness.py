@@ -1,6 +1,6 @@
 """What a script does for hang detection: heartbeats, sections, stacks when the agent asks for them.
 
-Heartbeats and sections are written to the worker's progress page (elaunch.progress); the agent
+Heartbeats and sections are written to the worker's progress page (elaunch.wire.progress); the agent
 reads them there and judges. Stacks: at the signal ``env.STACKS_SIGNAL`` the worker writes those of
 all its threads to the file that ``ELAUNCH_STACKS_FILE`` names, in C, so that it works also while
 Python's lock is held. The agent sets the variable only where hangs are looked for.
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from elaunch import env
 from elaunch.errors import ContextError
-from elaunch.progress import ProgressPage
+from elaunch.wire.progress import ProgressPage
 
 log = logging.getLogger("elaunch")
 

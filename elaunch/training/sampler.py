@@ -28,8 +28,9 @@ import torch.distributed as dist
 from torch.utils.data.distributed import DistributedSampler
 
 from elaunch.errors import PlacementError, SamplerError
-from elaunch.training import permutation, placement
+from elaunch.training import permutation
 from elaunch.training.permutation import Permutation
+from elaunch.training.place import placement
 
 _CHUNK = 1 << 13
 """Indices that are computed at once: they fit into the processor's cache."""

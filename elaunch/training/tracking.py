@@ -1,7 +1,7 @@
 """The run directory and the record of a run that no agent keeps: torchrun's, mpirun's, a lone one.
 
-The first worker of each node makes the directory (elaunch.rundir) and its record; each worker
-writes its own end into it, under ``record.lock``:
+The first worker of each node makes the directory (elaunch.run.directory) and its record; each
+worker writes its own end into it, under ``record.lock``:
 
 =============================================  ==========================================
 what happened                                  state of the run on this node
@@ -33,9 +33,9 @@ from typing import TYPE_CHECKING, Final
 
 from elaunch.endings import INTERRUPTED
 from elaunch.errors import ContextError, RunDirError
-from elaunch.newrecord import add_round, agent_of, first_record, new_round, new_worker
-from elaunch.rundir import RunDir, create, list_runs, prune
-from elaunch.runrecord import (
+from elaunch.run.directory import RunDir, create, list_runs, prune
+from elaunch.run.first import add_round, agent_of, first_record, new_round, new_worker
+from elaunch.run.record import (
     LIVE_STATES,
     AgentRecord,
     Record,
@@ -43,9 +43,9 @@ from elaunch.runrecord import (
     this_agent,
     worker_is_alive,
 )
-from elaunch.saverecord import SavesRecord
-from elaunch.statedir import locked
-from elaunch.training.placement import Placement
+from elaunch.run.saves import SavesRecord
+from elaunch.run.statedir import locked
+from elaunch.training.place.placement import Placement
 
 if TYPE_CHECKING:
     from elaunch.training.distributed import DistributedContext

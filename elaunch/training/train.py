@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from elaunch.errors import ContextError, MetricError
-from elaunch.progress import ProgressPage
 from elaunch.training.metrics.board import Board, require
 from elaunch.training.metrics.files import TENSORBOARD, MetricFiles
 from elaunch.training.metrics.history import TRAINING, VALIDATION
 from elaunch.training.metrics.latest import Latest
 from elaunch.training.metrics.rows import Encoder
 from elaunch.training.metrics.writer import Writer
-from elaunch.training.placement import Placement
+from elaunch.training.place.placement import Placement
+from elaunch.wire.progress import ProgressPage
 
 CLOSE_TIMEOUT_S: Final = 30.0
 

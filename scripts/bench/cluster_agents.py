@@ -32,10 +32,10 @@ import time
 from collections import Counter
 from dataclasses import dataclass, replace
 
+from elaunch.rendezvous.decide.view import Found, Rules
 from elaunch.rendezvous.meeting import Meeting, World
 from elaunch.rendezvous.news import News, PlanSeen, Rejoined, StoreBack
 from elaunch.rendezvous.plan import AgentRecord, Plan, WorkerFailure
-from elaunch.rendezvous.view import Found, Rules
 from elaunch.store.protocol import Store
 
 CONNECT_SECONDS = 120.0
@@ -184,27 +184,27 @@ class OpenAtGate:
 
 def host(task: Task) -> Store:
     """Host the TCPStore at the endpoint."""
-    from elaunch.store import tcp
+    from elaunch.store.tcp import client
 
     address, _, port = task.endpoint.rpartition(":")
     listening = socket.socket()
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listening.bind((address, int(port)))
     listening.listen(4096)
-    return tcp.host(listening, task.run_id, timeout=task.patience)
+    return client.host(listening, task.run_id, timeout=task.patience)
 
 
 def connect(task: Task) -> Store:
     """Connect one agent."""
     if task.backend == "c10d":
-        from elaunch.store import tcp
+        from elaunch.store.tcp import client
 
         address, _, port = task.endpoint.rpartition(":")
-        return tcp.connect(
+        return client.connect(
             address, int(port), task.run_id, deadline=CONNECT_SECONDS, timeout=task.patience
         )
-    from elaunch.store import etcd
-    from elaunch.store.etcdplace import EtcdPlace
+    from elaunch.store.etcd import client as etcd
+    from elaunch.store.etcd.keys import EtcdPlace
 
     endpoints = [one.rpartition(":") for one in task.endpoint.split(",")]
     members = tuple((address, int(port)) for address, _, port in endpoints)

@@ -25,7 +25,7 @@ from cluster_agents import Task
 from cluster_figures import ETCD, OURS, Trial
 from job import CLEAR_NAMES, CLEAR_PREFIXES, JobError
 
-from elaunch.rendezvous.view import HOSTED
+from elaunch.rendezvous.decide.view import HOSTED
 
 PROCESSES = 4
 CONNECT_SECONDS = 180.0

@@ -99,32 +99,32 @@ def plan_of(agents: int) -> Plan:
 
 
 def _tcp(agents: int, word: bytes, plan: bytes) -> tuple[Cost, Cost]:
-    from elaunch.store import tcphost, tcpwire
+    from elaunch.store.tcp import host, wire
 
     root, name, version = f"{RUN_ID}/", "00abcd", "123"
-    put = tcphost.put_notice(name, TTL, word)
-    beat = len(tcpwire.add(f"{root}c/{name}", 1)) + 8
-    kept = len(tcpwire.put(f"{root}s/{name}", b"+" + word))
-    told = len(tcpwire.push(root + "in", put)) + beat
-    told += len(tcpwire.pop(root + "in")) + 8 + 8 + len(put) + kept
-    post = len(tcpwire.wait(f"{root}b/{version}")) + 1 + 8 + len(plan)
-    post += len(tcpwire.get(root + "head")) + 8 + len(version)
-    post += len(tcpwire.get(f"{root}b/{version}"))
-    posted = len(tcpwire.put(f"{root}b/{version}", plan))
+    put = host.put_notice(name, TTL, word)
+    beat = len(wire.add(f"{root}c/{name}", 1)) + 8
+    kept = len(wire.put(f"{root}s/{name}", b"+" + word))
+    told = len(wire.push(root + "in", put)) + beat
+    told += len(wire.pop(root + "in")) + 8 + 8 + len(put) + kept
+    post = len(wire.wait(f"{root}b/{version}")) + 1 + 8 + len(plan)
+    post += len(wire.get(root + "head")) + 8 + len(version)
+    post += len(wire.get(f"{root}b/{version}"))
+    posted = len(wire.put(f"{root}b/{version}", plan))
     in_round = Cost(agents * (PLANS * 3 + WORDS * 4), agents * (PLANS * post + WORDS * told))
     in_round = Cost(in_round.requests + PLANS * 3, in_round.size + PLANS * posted)
 
-    reading = len(tcpwire.multi_get([f"{root}c/{name}"] * agents)) + agents * (8 + 5)
+    reading = len(wire.multi_get([f"{root}c/{name}"] * agents)) + agents * (8 + 5)
     size = agents * beat * RENEWALS_A_SECOND + reading * READINGS_A_SECOND
     return in_round, Cost(agents * RENEWALS_A_SECOND + READINGS_A_SECOND, size)
 
 
 def _etcd(agents: int, word: bytes, plan: bytes) -> tuple[Cost, Cost]:
-    from elaunch.store import etcdload
-    from elaunch.store.etcdplace import keys_of
-    from elaunch.store.etcdtxn import Transactions
+    from elaunch.store.etcd import imports
+    from elaunch.store.etcd.keys import keys_of
+    from elaunch.store.etcd.txn import Transactions
 
-    loaded: Any = etcdload.load()
+    loaded: Any = imports.load()
     rpc, keys = loaded.rpc, keys_of("/elaunch", RUN_ID)
     txns = Transactions(SimpleNamespace(loaded=loaded))  # type: ignore[arg-type]
     key, lease, revision = keys.agent("00abcd"), 7587880122438512659, 10_000_000

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from elaunch.agent.courier import Courier
-from elaunch.agent.localcopies import LocalCopies, LocalPlace
-from elaunch.checkpoint.depot import open_depot
+from elaunch.agent.peers.directory import LocalCopies, LocalPlace
+from elaunch.agent.peers.peers import Courier
+from elaunch.checkpoint.storage.storage import open_depot
 from elaunch.rendezvous.plan import AgentRecord, Node, Plan
 
 HERE = "127.0.0.1"

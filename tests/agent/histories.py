@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from elaunch.agent import events, policy
-from elaunch.agent.actions import Action, Nothing
-from elaunch.agent.state import Limits, State, follow, observe
+from elaunch.agent.policy import decide, events
+from elaunch.agent.policy.actions import Action, Nothing
+from elaunch.agent.policy.state import Limits, State, follow, observe
 from elaunch.checkpoint.records import Checkpoint, Search
 
 READY = events.ServerReady(problem=None, preload_s=0.1)
@@ -67,7 +67,7 @@ def step(state: State, event: events.Event) -> tuple[State, Action, str]:
     if isinstance(event, events.CheckpointChosen) and not event.number:
         event = replace(event, number=state.search)
     state = observe(state, event)
-    action, reason = policy.decide(state, event)
+    action, reason = decide.decide(state, event)
     return follow(state, action), action, reason
 
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from elaunch.agent.logs import LogPlan, LogPump
+from elaunch.agent.logs.pump import LogPlan, LogPump
 
 SECONDS = 60.0
 """Deadline for anything that is to happen."""

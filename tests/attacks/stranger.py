@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from elaunch.store import tcpwire
-from elaunch.store.tcpwire import Connection
+from elaunch.store.tcp import wire
+from elaunch.store.tcp.wire import Connection
 
 DEADLINE = 60.0
 
@@ -25,16 +25,16 @@ class Stranger:
     def get(self, key: str) -> bytes:
         """Return the value of a key of the job, empty if it has none."""
         until = time.monotonic() + DEADLINE
-        self._connection.send([tcpwire.get(self._prefix + key)], until)
+        self._connection.send([wire.get(self._prefix + key)], until)
         return self._connection.value(until)
 
     def put(self, key: str, value: bytes) -> None:
         """Set a key of the job."""
-        self._connection.send([tcpwire.put(self._prefix + key, value)], time.monotonic() + DEADLINE)
+        self._connection.send([wire.put(self._prefix + key, value)], time.monotonic() + DEADLINE)
 
     def push(self, key: str, *values: bytes) -> None:
         """Put values at the end of a queue of the job."""
-        requests = [tcpwire.push(self._prefix + key, value) for value in values]
+        requests = [wire.push(self._prefix + key, value) for value in values]
         self._connection.send(requests, time.monotonic() + DEADLINE)
 
     def version(self) -> int:

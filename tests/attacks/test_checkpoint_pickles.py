@@ -22,8 +22,9 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from elaunch.errors import CheckpointError
 from elaunch.training import unpickling
-from elaunch.training.checkpoint import archives, stored
-from elaunch.training.conversion import to_torch_file
+from elaunch.training.checkpoint.dcp import archives
+from elaunch.training.checkpoint.dcp import metadata as stored
+from elaunch.training.checkpoint.dcp.convert import to_torch_file
 from tests.attacks.gadgets import Call, gadgets, runs_shell
 from tests.launching import Launcher
 

@@ -20,11 +20,12 @@ from elaunch.errors import StoreUnreachable
 from elaunch.monitor.amounts import duration
 from elaunch.rendezvous import schema
 from elaunch.rendezvous.coordinatorstate import CoordinatorState
+from elaunch.rendezvous.decide.view import Rules
 from elaunch.rendezvous.records import RecordError, decode_agent
-from elaunch.rendezvous.view import Rules
-from elaunch.store import tcp, tcpline, tcpstore
 from elaunch.store.protocol import Change, Store
-from elaunch.store.tcpidle import hang_up_on_silent
+from elaunch.store.tcp import client, connection
+from elaunch.store.tcp import store as tcpstore
+from elaunch.store.tcp.idle import hang_up_on_silent
 from tests.attacks.stranger import Stranger, stranger
 from tests.attacks.test_plans import job
 from tests.launching import Launcher, wait_until
@@ -39,7 +40,10 @@ NONSENSE = [
 def hosted(port: int) -> Iterator[tuple[Store, Stranger]]:
     """Return a store that is hosted here, and a stranger's connection to it."""
     listening = socket.create_server(("127.0.0.1", port))
-    with closing(tcp.host(listening, "job", timeout=20.0)) as store, stranger(port, "job") as other:
+    with (
+        closing(client.host(listening, "job", timeout=20.0)) as store,
+        stranger(port, "job") as other,
+    ):
         yield store, other
 
 
@@ -66,15 +70,15 @@ def test_a_length_of_time_that_is_none(seconds: float) -> None:
 def test_a_store_that_says_nonsense_of_itself(store: object) -> None:
     """It counts as no store of elaunch, for agents of the static backend and for status."""
     said = {"elaunch": 1, "run_id": "job", "boot": "", "store": store}
-    assert tcpline._read_hello(json.dumps(said).encode()) is None
-    assert tcpline._read_hello(json.dumps(said | {"store": ["h", 1]}).encode()) is not None
+    assert connection._read_hello(json.dumps(said).encode()) is None
+    assert connection._read_hello(json.dumps(said | {"store": ["h", 1]}).encode()) is not None
 
 
 @pytest.mark.parametrize("run_id", ["\\ud800", "a\\nb", "\\u001b[2J", "x" * 2000])
 def test_a_run_id_that_is_none(run_id: str) -> None:
     """It is not printed, nor compared."""
     said = f'{{"elaunch": 1, "run_id": "{run_id}", "boot": ""}}'
-    assert tcpline._read_hello(said.encode()) is None
+    assert connection._read_hello(said.encode()) is None
 
 
 @pytest.mark.parametrize("value", NONSENSE)
@@ -115,7 +119,7 @@ def test_a_follower_that_is_woken_for_nothing(hosted: tuple[Store, Stranger], po
     """A version that is there and not the newest wakes an agent five times a second at most."""
     _, other = hosted
     other.put("b/1", b"x")
-    with closing(tcp.connect("127.0.0.1", port, "job", deadline=20.0)) as store:
+    with closing(client.connect("127.0.0.1", port, "job", deadline=20.0)) as store:
         began = time.process_time()
         assert store.follow(0, 1.5) is None
         assert time.process_time() - began < 0.75
@@ -194,4 +198,4 @@ def test_status_of_a_store_with_nonsense(elaunch: Launcher, port: int, tmp_path:
 def test_nobody_answers_is_an_error(port: int) -> None:
     """As before any nonsense."""
     with pytest.raises(StoreUnreachable):
-        tcp.hello("127.0.0.1", port, 0.5)
+        client.hello("127.0.0.1", port, 0.5)

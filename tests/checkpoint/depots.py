@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 from uuid import uuid4
 
-from elaunch.checkpoint.depot import Committed, Depot, Image, Part, Stage
+from elaunch.checkpoint.storage.storage import Committed, Depot, Image, Part, Stage
 
 
 def stage(step: int = 120, round_: int = 3) -> Stage:

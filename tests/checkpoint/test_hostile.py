@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.checkpoint import latest, layout, own
-from elaunch.checkpoint.pickles import Inert, load_inert, mapping
+from elaunch.checkpoint import layout
+from elaunch.checkpoint.formats import own
+from elaunch.checkpoint.formats.pickles import Inert, load_inert, mapping
+from elaunch.checkpoint.search import latest
 from elaunch.errors import CheckpointError
 from tests.checkpoint import hostile, makers
 
@@ -30,7 +32,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_search_passes_over_all_of_it(root: Path) -> None:
     """The search is a process of its own: a crash or a hang of it must not be this one's."""
     code = (
-        "import sys, pathlib, elaunch.checkpoint.latest as latest\n"
+        "import sys, pathlib, elaunch.checkpoint.search.latest as latest\n"
         "found = latest.find_latest(pathlib.Path(sys.argv[1]))\n"
         "assert found.checkpoint is None, found.checkpoint\n"
         "for passed in found.passed_over: print(passed.path.name, passed.reason)\n"

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from elaunch.checkpoint import layout
-from elaunch.checkpoint.depot import Image, open_depot
 from elaunch.checkpoint.ownership import Origin
-from elaunch.checkpoint.posixdepot import PosixDepot
+from elaunch.checkpoint.storage.posix import PosixDepot
+from elaunch.checkpoint.storage.storage import Image, open_depot
 from elaunch.errors import SaveError
 from tests import programs
 from tests.checkpoint import depots

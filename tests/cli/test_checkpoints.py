@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from elaunch.checkpoint import readers
-from elaunch.checkpoint.depot import Committed
-from elaunch.checkpoint.posixdepot import PosixDepot
+from elaunch.checkpoint.retention import readers
+from elaunch.checkpoint.storage.posix import PosixDepot
+from elaunch.checkpoint.storage.storage import Committed
 from elaunch.cli import execute
 from tests.checkpoint import depots, makers
 from tests.monitor.conftest import Play, environ, play
@@ -583,7 +583,7 @@ def test_nobody_reads_on(saves: Path, environ: dict[str, str]) -> None:
 def test_a_url(command: Command) -> None:
     """The same commands, on storage that fsspec knows."""
     pytest.importorskip("fsspec")
-    from elaunch.checkpoint.depot import open_depot
+    from elaunch.checkpoint.storage.storage import open_depot
 
     url = f"memory://cli-{os.getpid()}"
     depot = open_depot(url)

@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from elaunch.cli.commandline import cut
-from elaunch.config.flags import FLAGS
+from elaunch.config.flags.table import FLAGS
 
 Parsed = tuple[dict[str, str], str, list[str]]
 

@@ -21,9 +21,9 @@ import pytest
 
 from elaunch.cli import COMMANDS, execute
 from elaunch.config import paths
-from elaunch.config.flag import Flag
-from elaunch.config.flags import FLAGS
-from elaunch.config.variables import VARIABLES
+from elaunch.config.flags.flag import Flag
+from elaunch.config.flags.table import FLAGS
+from elaunch.config.flags.variables import VARIABLES
 from tests import programs
 
 CPU_SECONDS = 10.0

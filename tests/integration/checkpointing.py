@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from elaunch.checkpoint.depot import Committed, open_depot
+from elaunch.checkpoint.storage.storage import Committed, open_depot
 from tests.etcdserver import free_port
 from tests.integration.jobs import SPAWN, checkpoint_fault
 from tests.launching import Launcher, Running, wait_until

@@ -15,7 +15,7 @@ from signal import SIGCONT
 
 import pytest
 
-from elaunch.checkpoint.depot import open_depot
+from elaunch.checkpoint.storage.storage import open_depot
 from tests import programs
 from tests.integration import checkpointing
 from tests.integration.checkpointing import DEADLINE, JOBS, Job, Trajectory

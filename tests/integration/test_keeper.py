@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.checkpoint.depot import open_depot
+from elaunch.checkpoint.storage.storage import open_depot
 from tests.launching import Launcher, Running, wait_until
 
 pytestmark = pytest.mark.slow

@@ -297,7 +297,7 @@ def test_sigint_twice_kills_what_the_workers_left_at_once(elaunch: Launcher, pla
 
 def test_sigterm_in_the_backoff(elaunch: Launcher) -> None:
     """The failure that led to it is what the job ends with; the backoff is one of minutes."""
-    code = "from elaunch.rendezvous import budget; from elaunch.__main__ import main; "
+    code = "from elaunch.rendezvous.decide import budget; from elaunch.__main__ import main; "
     code += "budget.BACKOFF_FIRST = budget.BACKOFF_MOST = 600.0; exit(main())"
     words = act(SPAWN, "1:exit=3", "wait", flags=["--max-restarts=99"])
     running = elaunch.start_command([sys.executable, "-c", code, *words])

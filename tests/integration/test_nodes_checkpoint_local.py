@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.checkpoint import layout, own
+from elaunch.checkpoint import layout
+from elaunch.checkpoint.formats import own
 from elaunch.errors import CheckpointError
 from tests.checkpoint import makers
 from tests.integration.nodes import BACKENDS, DEADLINE, Build, Job, said, wait_until_said

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.checkpoint import own
+from elaunch.checkpoint.formats import own
 from tests.integration.nodes import DEADLINE, Build, Job
 
 pytestmark = pytest.mark.slow

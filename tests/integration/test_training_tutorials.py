@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from elaunch.checkpoint.depot import open_depot
+from elaunch.checkpoint.storage.storage import open_depot
 from tests import programs
 from tests.integration.jobs import FORK, SPAWN
 from tests.integration.nodes import Build, Job

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from elaunch.config.rendezvous import RendezvousSettings
+from elaunch.config.meeting.rendezvous import RendezvousSettings
 from elaunch.rendezvous.plan import AgentRecord, Node, Plan
 from elaunch.rendezvous.records import encode, key_of
 from elaunch.store.protocol import Store
@@ -88,7 +88,7 @@ class EtcdMeetings(_Closing):
 
     def open(self, run_id: str) -> Store:
         """Connect one more agent."""
-        from elaunch.store import etcd as backend
+        from elaunch.store.etcd import client as backend
 
         store = backend.connect(self._server.place(), run_id, deadline=60.0)
         self._stack.callback(store.close)
@@ -96,9 +96,9 @@ class EtcdMeetings(_Closing):
 
     def forget(self, run_id: str) -> None:
         """Delete every key."""
-        from elaunch.store import etcdload
+        from elaunch.store.etcd import imports
 
-        rpc = etcdload.load().rpc
+        rpc = imports.load().rpc
         self._server.call("KV", "DeleteRange", rpc.DeleteRangeRequest(key=b"\0", range_end=b"\0"))
 
     def close(self) -> None:

@@ -18,9 +18,9 @@ import threading
 import time
 from typing import Any
 
-from elaunch.agent.control import ControlSocket
-from elaunch.rundir import RunDir, create
-from elaunch.runrecord import this_agent
+from elaunch.agent.status.socket import ControlSocket
+from elaunch.run.directory import RunDir, create
+from elaunch.run.record import this_agent
 
 WORKER = "import sys; sys.stdin.read()"
 _PR_SET_PDEATHSIG = 1

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from elaunch.rundir import RunDir
+from elaunch.run.directory import RunDir
 
 ROOT = Path(__file__).parent.parent.parent
 

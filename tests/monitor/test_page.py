@@ -17,8 +17,8 @@ from elaunch.monitor.render import plain, styled
 from elaunch.monitor.snapshot import LatestCheckpoint, RunView, WorkerView
 from elaunch.monitor.standing import AgentState, Standing
 from elaunch.monitor.usage import Usage
-from elaunch.rundir import RunDir
-from elaunch.runrecord import Record
+from elaunch.run.directory import RunDir
+from elaunch.run.record import Record
 from tests.monitor.played_agent import new_record
 
 NOW = time.mktime((2026, 11, 21, 12, 0, 0, 0, 0, -1))

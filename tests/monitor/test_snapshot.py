@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.checkpoint.depot import Image, Part, Stage, open_depot
+from elaunch.checkpoint.storage.storage import Image, Part, Stage, open_depot
 from elaunch.errors import RunDirError
 from elaunch.monitor.document import list_document, run_document
 from elaunch.monitor.snapshot import take
 from elaunch.monitor.standing import overview
-from elaunch.rundir import create
-from elaunch.runrecord import worker_is_alive
+from elaunch.run.directory import create
+from elaunch.run.record import worker_is_alive
 from tests.launching import wait_until
 from tests.monitor.conftest import Play
 from tests.monitor.playing import final

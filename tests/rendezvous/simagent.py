@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 from elaunch.errors import SeatLost, StoreError, StoreReplaced
 from elaunch.rendezvous import tasks
 from elaunch.rendezvous.coordinatorstate import Coming, CoordinatorState, Reread
-from elaunch.rendezvous.decision import Rules, Search
+from elaunch.rendezvous.decide.decide import Rules, Search
+from elaunch.rendezvous.decide.view import Found
 from elaunch.rendezvous.member import MemberState
 from elaunch.rendezvous.news import CutOff, MeetingFailed, PlanSeen
 from elaunch.rendezvous.plan import AgentRecord, Plan, WorkerFailure
 from elaunch.rendezvous.tasks import Effect, Fence, Idle, Open
-from elaunch.rendezvous.view import Found
 from tests.rendezvous.simstore import Client, Link
 
 if TYPE_CHECKING:

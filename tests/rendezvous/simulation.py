@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from elaunch.rendezvous import records
-from elaunch.rendezvous.decision import Rules
+from elaunch.rendezvous.decide.decide import Rules
 from elaunch.rendezvous.plan import Plan
 from elaunch.store.protocol import Post
 from tests.rendezvous import simhurts

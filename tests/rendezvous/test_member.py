@@ -6,12 +6,12 @@ import itertools
 
 from elaunch.errors import StoreFull, StoreReplaced
 from elaunch.rendezvous import records
+from elaunch.rendezvous.decide.view import Rules
 from elaunch.rendezvous.member import MemberState
 from elaunch.rendezvous.news import CutOff, StoreBack, StoreSilent
 from elaunch.rendezvous.news import MeetingFailed as Failed
 from elaunch.rendezvous.plan import AgentRecord, Plan
 from elaunch.rendezvous.tasks import Enrol, Fence, Idle, Open, Update
-from elaunch.rendezvous.view import Rules
 from elaunch.store.protocol import Post
 
 RECORD = AgentRecord("node1", "10.0.0.1", 4000, 1)

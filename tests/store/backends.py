@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from elaunch.store import tcp
 from elaunch.store.memory import MemoryHub
 from elaunch.store.protocol import Store
+from elaunch.store.tcp import client
 from tests.store.etcd_backend import EtcdCluster
 
 
@@ -67,11 +67,11 @@ class TcpCluster:
     def open(self, run_id: str = "job") -> Store:
         """Host the store, or connect to it."""
         if self._stores:
-            store = tcp.connect("127.0.0.1", self.port, run_id, deadline=60.0, timeout=20.0)
+            store = client.connect("127.0.0.1", self.port, run_id, deadline=60.0, timeout=20.0)
         else:
             listening = socket.create_server(("127.0.0.1", 0))
             self.port = listening.getsockname()[1]
-            store = tcp.host(listening, run_id, timeout=20.0)
+            store = client.host(listening, run_id, timeout=20.0)
         self._stores.append(store)
         return store
 

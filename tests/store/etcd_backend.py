@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from pathlib import Path
 
-from elaunch.store import etcd
+from elaunch.store.etcd import client
 from elaunch.store.protocol import Store
 from tests import etcdserver
 
@@ -22,7 +22,7 @@ class EtcdCluster:
 
     def open(self, run_id: str = "job") -> Store:
         """Connect one more agent."""
-        store = etcd.connect(self._server.place(), run_id, deadline=60.0)
+        store = client.connect(self._server.place(), run_id, deadline=60.0)
         self._stack.callback(store.close)
         return store
 

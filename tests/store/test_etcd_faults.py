@@ -16,10 +16,11 @@ from pathlib import Path
 import pytest
 
 from elaunch.errors import StoreClosed, StoreFull, StoreReplaced, StoreUnreachable
-from elaunch.store import etcd, etcdmember
-from elaunch.store.etcd import EtcdStore
-from elaunch.store.etcdhistory import History
-from elaunch.store.etcdplace import EtcdPlace
+from elaunch.store.etcd import client
+from elaunch.store.etcd import member as etcdmember
+from elaunch.store.etcd.client import EtcdStore
+from elaunch.store.etcd.history import History
+from elaunch.store.etcd.keys import EtcdPlace
 from elaunch.store.protocol import Post
 from tests.etcdserver import Cluster, Member
 from tests.etcdserver import etcd as serve
@@ -36,7 +37,7 @@ def opened() -> Iterator[Callable[..., EtcdStore]]:
     with ExitStack() as stack:
 
         def connect(place: EtcdPlace, history: History | None = None) -> EtcdStore:
-            store = etcd.connect(place, "job", deadline=LONG, history=history)
+            store = client.connect(place, "job", deadline=LONG, history=history)
             assert isinstance(store, EtcdStore)
             stack.callback(store.close)
             return store
@@ -275,7 +276,7 @@ def test_a_connection_that_comes_about_too_late_is_closed() -> None:
         place = EtcdPlace((address,), call_timeout=0.2)
         for _ in range(3):
             with pytest.raises(StoreUnreachable):
-                etcd.connect(place, "job", deadline=0.2)
+                client.connect(place, "job", deadline=0.2)
         server.listen(16)
         server.settimeout(4.0)  # longer than it takes until a lost packet is sent again
         accepted = []

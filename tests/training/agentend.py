@@ -1,4 +1,4 @@
-"""An agent as its worker sees it: a real Unix socket, on which a test speaks elaunch.worklink."""
+"""An agent as its worker sees it: a real Unix socket; on it a test speaks elaunch.wire.worker."""
 
 from __future__ import annotations
 

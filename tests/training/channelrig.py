@@ -15,10 +15,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from elaunch.progress import ProgressPage
 from elaunch.training.channel.channel import Channel
-from elaunch.training.placement import Placement
-from elaunch.training.roundstore import RoundStore
+from elaunch.training.place.placement import Placement
+from elaunch.training.stores.roundstore import RoundStore
+from elaunch.wire.progress import ProgressPage
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 60.0

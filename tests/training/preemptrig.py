@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from elaunch.progress import ProgressPage
 from elaunch.training.agentlink import AgentLink
 from elaunch.training.distributed import DistributedContext
-from elaunch.training.placement import Placement
-from elaunch.training.preempt import PreemptContext
+from elaunch.training.place.placement import Placement
+from elaunch.training.preempt.preempt import PreemptContext
+from elaunch.wire.progress import ProgressPage
 
 LONG = 100.0
 """Seconds that anything may take on a busy machine."""

@@ -14,9 +14,9 @@ import threading
 import time
 
 from elaunch.errors import CollectiveError
-from elaunch.progress import ProgressPage
 from elaunch.training.distributed import DistributedContext
-from elaunch.training.preempt import PreemptContext
+from elaunch.training.preempt.preempt import PreemptContext
+from elaunch.wire.progress import ProgressPage
 
 _LOCKED = ctypes.PyDLL(None)
 

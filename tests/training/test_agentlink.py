@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.progress import PageReader, ProgressPage
 from elaunch.training.agentlink import AgentLink
-from elaunch.training.placement import Placement
+from elaunch.training.place.placement import Placement
+from elaunch.wire.progress import PageReader, ProgressPage
 from tests.launching import wait_until
 from tests.training.agentend import Agent
 
@@ -121,9 +121,9 @@ def test_notices_are_handed_on(agent: Agent, link: AgentLink, notices: Notices) 
 ACK_AND_DIE = """
 import os, sys
 from pathlib import Path
-from elaunch.progress import ProgressPage
+from elaunch.wire.progress import ProgressPage
 from elaunch.training.agentlink import AgentLink
-from elaunch.training.placement import Placement
+from elaunch.training.place.placement import Placement
 place = Placement("elaunch", 0, 1, 0, 1, 0, 1, None, False, "job/0", "job", 0, "", None)
 link = AgentLink(Path(sys.argv[1]), ProgressPage(), place)
 link.start()

@@ -17,12 +17,12 @@ from elaunch.errors import (
     PeerLost,
     PlacementError,
 )
-from elaunch.progress import ProgressPage
 from elaunch.training.channel.calls import INLINE
 from elaunch.training.channel.channel import Channel
 from elaunch.training.channel.dial import Unreached
 from elaunch.training.channel.members import Member
-from elaunch.training.roundstore import RoundStore
+from elaunch.training.stores.roundstore import RoundStore
+from elaunch.wire.progress import ProgressPage
 from tests.training.channelrig import PATIENCE, Outcome, Ranks, StoreHost, in_threads
 
 SHAPES = [

@@ -11,15 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elaunch.handshake import (
-    HELLO,
-    LINK,
-    Answering,
-    Caller,
-    Stranger,
-    call_up,
-    session_key,
-)
 from elaunch.training.channel.frames import (
     BadFrame,
     Call,
@@ -29,6 +20,7 @@ from elaunch.training.channel.frames import (
     encode,
     encode_entries,
 )
+from elaunch.wire.handshake import HELLO, LINK, Answering, Caller, Stranger, call_up, session_key
 
 CALL = Call("all", 3, "allgather")
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from elaunch.handshake import HELLO, LINK, MOST_UNPROVED
 from elaunch.training.channel import inquiry
 from elaunch.training.channel.dial import Telephone, Unreached
 from elaunch.training.channel.listener import Listener
 from elaunch.training.channel.members import Member
+from elaunch.wire.handshake import HELLO, LINK, MOST_UNPROVED
 from tests.launching import wait_until
 from tests.training.channelrig import PATIENCE
 

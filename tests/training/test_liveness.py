@@ -15,8 +15,8 @@ import pytest
 
 from elaunch import env
 from elaunch.errors import ContextError
-from elaunch.progress import PageReader, ProgressPage
 from elaunch.training import liveness
+from elaunch.wire.progress import PageReader, ProgressPage
 from tests.launching import wait_until
 
 

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from elaunch.errors import ContextError, MetricError
-from elaunch.progress import PageReader, ProgressPage
-from elaunch.training.placement import alone
+from elaunch.training.place.placement import alone
 from elaunch.training.train import TrainContext
+from elaunch.wire.progress import PageReader, ProgressPage
 
 
 def context(directory: Path | None, rank: int = 0, **options: Any) -> TrainContext:

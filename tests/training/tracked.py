@@ -13,10 +13,10 @@ import sys
 import time
 from pathlib import Path
 
-from elaunch.progress import ProgressPage
 from elaunch.training.distributed import DistributedContext
 from elaunch.training.tracking import Tracking
 from elaunch.training.train import TrainContext
+from elaunch.wire.progress import ProgressPage
 
 
 def wait_for(path: Path) -> None:

@@ -23,7 +23,6 @@ from typing import Any, Final
 
 from elaunch.env import CHANNEL_KEY
 from elaunch.errors import CollectiveError
-from elaunch.handshake import GATHER, RING
 from elaunch.training.channel import blobs, objects
 from elaunch.training.channel.frames import Call, Entry, encode_entries
 from elaunch.training.channel.link import Link, close_all
@@ -31,6 +30,7 @@ from elaunch.training.channel.members import Member
 from elaunch.training.channel.mesh import Mesh
 from elaunch.training.channel.streams import Region, Rooms, Stream
 from elaunch.training.unpickling import Names, Refused
+from elaunch.wire.handshake import GATHER, RING
 
 INLINE: Final = 64 * 1024
 """Bytes of an object that still go inside of its entry."""

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final, NoReturn
 
 from elaunch.errors import CollectiveError, CollectiveTimeout, ContextError, PeerLost
-from elaunch.progress import ProgressPage
 from elaunch.training.channel import forks, inquiry
 from elaunch.training.channel.calls import PLANS, Differs, Exchange
 from elaunch.training.channel.dial import Telephone
@@ -20,8 +19,9 @@ from elaunch.training.channel.listener import Listener
 from elaunch.training.channel.meeting import meet
 from elaunch.training.channel.members import Layout, Member, lay_out, machine_identity
 from elaunch.training.channel.mesh import Broken, Expired, Mesh
-from elaunch.training.placement import Placement
-from elaunch.training.roundstore import RoundStore
+from elaunch.training.place.placement import Placement
+from elaunch.training.stores.roundstore import RoundStore
+from elaunch.wire.progress import ProgressPage
 
 ASK_S: Final = 2.0
 """Seconds in which other ranks have to say what they do."""

@@ -8,10 +8,10 @@ import threading
 import time
 from typing import Final
 
-from elaunch.handshake import Caller, Stranger, call_up
-from elaunch.store import tcpline
+from elaunch.store.tcp import connection
 from elaunch.training.channel.listener import peer_uid
 from elaunch.training.channel.members import Member
+from elaunch.wire.handshake import Caller, Stranger, call_up
 
 PAUSE_S: Final = 0.05
 """Seconds before the next attempt where the other side was too busy to take us."""
@@ -93,7 +93,7 @@ def _connect_unix(name: str, until: float) -> socket.socket:
 
 def _connect_tcp(addr: str, port: int, until: float) -> socket.socket:
     why = OSError(f"{addr} has no address")
-    addresses = tcpline.resolve(addr, port, until)
+    addresses = connection.resolve(addr, port, until)
     for place, (family, address) in enumerate(addresses):
         now = time.monotonic()
         sock = socket.socket(family, socket.SOCK_STREAM)

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from elaunch.handshake import ASK, receive
 from elaunch.training.channel.dial import Telephone, Unreached
 from elaunch.training.channel.frames import Call
 from elaunch.training.channel.listener import LENGTH
 from elaunch.training.channel.members import Member
+from elaunch.wire.handshake import ASK, receive
 
 AT_ONCE: Final = 32
 LONGEST: Final = 65536

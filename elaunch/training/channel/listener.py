@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
-from elaunch.handshake import ASK, GATHER, LINK, RING, Answering, Caller, Doorstep
+from elaunch.wire.handshake import ASK, GATHER, LINK, RING, Answering, Caller, Doorstep
 
 PATIENCE_S: Final = 10.0
 PAUSE_S: Final = 0.2

@@ -28,12 +28,12 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from elaunch.errors import CollectiveTimeout, PlacementError
-from elaunch.handshake import session_key
 from elaunch.hosts import is_loopback, plain
 from elaunch.training.channel.listener import Listener
 from elaunch.training.channel.members import Member, read_member
-from elaunch.training.placement import Placement
-from elaunch.training.roundstore import Line, RoundStore
+from elaunch.training.place.placement import Placement
+from elaunch.training.stores.roundstore import Line, RoundStore
+from elaunch.wire.handshake import session_key
 
 ANSWER_S: Final = 10.0
 """Seconds for the store's answer to who has come, once the deadline has passed."""

@@ -10,7 +10,6 @@ from collections.abc import Collection, Iterable
 from typing import Final, Protocol
 
 from elaunch.errors import CollectiveTimeout, PeerLost
-from elaunch.handshake import LINK
 from elaunch.training.channel import inquiry
 from elaunch.training.channel.dial import Telephone, Unreached
 from elaunch.training.channel.frames import Call, Encoded
@@ -18,6 +17,7 @@ from elaunch.training.channel.link import End, Link
 from elaunch.training.channel.listener import Listener
 from elaunch.training.channel.members import Layout, Member
 from elaunch.training.channel.streams import Inflow, Outflow, Stream
+from elaunch.wire.handshake import LINK
 
 SETTLE_S: Final = 0.25
 """Seconds in which another neighbour may say why one is gone."""

@@ -9,7 +9,7 @@ True           all ranks enter. Each gets a directory of its own, so that nobody
 =============  ==================================================================================
 
 The same file with the same content from several ranks is one file. With different content, or a
-file where another rank has a directory, nothing is committed (elaunch.checkpoint.merging).
+file where another rank has a directory, nothing is committed (elaunch.checkpoint.writing.merge).
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from elaunch.checkpoint.depot import Stage
+from elaunch.checkpoint.storage.storage import Stage
 from elaunch.errors import CheckpointError, CollectiveError, ContextError, SaveError
-from elaunch.training.checkpoint.agreeing import agree, attempt, in_words
 from elaunch.training.checkpoint.parts import Parts, Saving
-from elaunch.training.checkpoint.storing import (
+from elaunch.training.checkpoint.store import (
     begin,
     called,
     check_metadata,
@@ -37,6 +36,7 @@ from elaunch.training.checkpoint.storing import (
     part_of,
     writing,
 )
+from elaunch.training.checkpoint.together.agree import agree, attempt, in_words
 
 
 def refuse_unless_chief(rank: int) -> None:

@@ -17,13 +17,13 @@ import uuid
 from pathlib import Path
 from typing import Any, Final
 
-from elaunch.checkpoint.depot import Committed, Stage
 from elaunch.checkpoint.layout import TEMPORARY
-from elaunch.checkpoint.sealing import list_files
+from elaunch.checkpoint.storage.adopt import list_files
+from elaunch.checkpoint.storage.storage import Committed, Stage
 from elaunch.errors import CollectiveError, SaveError
-from elaunch.training.checkpoint.agreeing import agree, attempt
 from elaunch.training.checkpoint.parts import Parts, Saving
-from elaunch.training.checkpoint.storing import begin, check_steps, discard, finish, part_of
+from elaunch.training.checkpoint.store import begin, check_steps, discard, finish, part_of
+from elaunch.training.checkpoint.together.agree import agree, attempt
 
 SEEN_S: Final = 1.0
 """Seconds until an entry that another node made is seen in a directory that both share."""

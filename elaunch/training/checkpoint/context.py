@@ -24,18 +24,18 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
-from elaunch.checkpoint import pins, readers
-from elaunch.checkpoint.depot import Committed, Place
-from elaunch.checkpoint.retention import Keep
+from elaunch.checkpoint.retention import pins, readers
+from elaunch.checkpoint.retention.delete import Keep
+from elaunch.checkpoint.storage.storage import Committed, Place
 from elaunch.errors import CheckpointError, ContextError
 from elaunch.training import liveness
-from elaunch.training.checkpoint import asking, blocks, commits, restoring
+from elaunch.training.checkpoint import blocks, commits, request, restore
 from elaunch.training.checkpoint.opening import Opening
 from elaunch.training.checkpoint.parts import SECTION, Mode, Parts
-from elaunch.training.checkpoint.restoring import Which
+from elaunch.training.checkpoint.restore import Which
 
 if TYPE_CHECKING:
-    from elaunch.training.checkpoint.saving import Busy, Sharded
+    from elaunch.training.checkpoint.save import Busy, Sharded
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
@@ -115,7 +115,7 @@ class CheckpointContext:
         """
         if not shard:
             blocks.refuse_unless_chief(self._opening.distributed.rank)
-        asked = asking.as_given(metadata, keep, timeout, "store_path")
+        asked = request.as_given(metadata, keep, timeout, "store_path")
         store = blocks.store_together if shard else blocks.store_alone
         with self._section():
             parts = self._opening.together(timeout) if shard else self._opening.alone()
@@ -136,7 +136,9 @@ class CheckpointContext:
         checkpoint needs a new one. What is not committed is gone with the job.
         """
         parts = self._opening.together(timeout)
-        return commits.open_path(parts, asking.at_step(step, metadata, None, timeout, "stage_path"))
+        return commits.open_path(
+            parts, request.at_step(step, metadata, None, timeout, "stage_path")
+        )
 
     @_in_section
     def commit(
@@ -159,7 +161,7 @@ class CheckpointContext:
             SaveError: nothing was committed.
         """
         parts = self._opening.together(timeout)
-        asked = asking.at_step(step, metadata, keep, timeout, "commit")
+        asked = request.at_step(step, metadata, keep, timeout, "commit")
         return commits.commit_path(parts, path, asked)
 
     # ── reading ──────────────────────────────────────────────────────────────────────────────────
@@ -183,10 +185,10 @@ class CheckpointContext:
         what = "restore_path"
         with self._section():
             parts, wanted = self._wanted(uuid, None, timeout, what)
-            parts, found = restoring.choose(parts, wanted)
+            parts, found = restore.choose(parts, wanted)
             if found is None:
-                raise restoring.not_there(what)
-            with restoring.opened(parts, found, timeout, what) as path:
+                raise restore.not_there(what)
+            with restore.opened(parts, found, timeout, what) as path:
                 yield path
 
     @_in_section
@@ -211,10 +213,10 @@ class CheckpointContext:
         Any rank may call it. Raises CheckpointError, with what is there, if it is not.
         """
         if uuid is not None:
-            return dict(restoring.find(self._opening.depot, uuid, anywhere=True).metadata)
+            return dict(restore.find(self._opening.depot, uuid, anywhere=True).metadata)
         found = self.latest()
         if found is None:
-            raise restoring.not_there("get_metadata")
+            raise restore.not_there("get_metadata")
         return dict(found.metadata)
 
     @_in_section
@@ -261,10 +263,10 @@ class CheckpointContext:
                 not.
             CheckpointError: the state cannot be saved so that it can be loaded; says what to do.
         """
-        from elaunch.training.checkpoint import saving
+        from elaunch.training.checkpoint import save as saving
 
         parts = self._opening.together(timeout)
-        asked = asking.at_step(step, metadata, keep, timeout, "save")
+        asked = request.at_step(step, metadata, keep, timeout, "save")
         return saving.save(parts, self._sharded(), state, asked, block, when_busy)
 
     @_in_section
@@ -295,7 +297,7 @@ class CheckpointContext:
             CheckpointError: on all ranks; names keys and ranks.
             ContextError: uuid and source were given.
         """
-        from elaunch.training.checkpoint import loading
+        from elaunch.training.checkpoint import load as loading
 
         parts, wanted = self._wanted(uuid, source, timeout, loading.WHAT)
         return loading.load(parts, wanted, state, strict)
@@ -306,7 +308,7 @@ class CheckpointContext:
 
         ALL ranks call it together. Raises SaveError if it would be over --checkpoint-memory.
         """
-        from elaunch.training.checkpoint import saving
+        from elaunch.training.checkpoint import save as saving
 
         parts = self._opening.together(timeout)
         saving.reserve(parts, self._sharded(), state, timeout)
@@ -317,7 +319,7 @@ class CheckpointContext:
 
         ALL ranks call it together. Raises SaveError if a save in flight came to nothing.
         """
-        from elaunch.training.checkpoint import saving
+        from elaunch.training.checkpoint import save as saving
 
         parts = self._opening.together(timeout)
         return saving.wait(parts, self._sharded(), timeout)
@@ -329,7 +331,7 @@ class CheckpointContext:
         ALL ranks call it together. Raises CheckpointError that names the ranks that differ and the
         first key.
         """
-        from elaunch.training.checkpoint import sameness
+        from elaunch.training.checkpoint.together import sameness
 
         sameness.check_same(self._opening.distributed, state, timeout)
 
@@ -361,10 +363,10 @@ class CheckpointContext:
         Raises:
             SaveError: nothing was committed.
         """
-        from elaunch.training.checkpoint import singlefile
+        from elaunch.training.checkpoint.ddp import singlefile
 
         parts = self._opening.together(timeout)
-        asked = asking.at_step(step, metadata, keep, timeout, "save_ddp")
+        asked = request.at_step(step, metadata, keep, timeout, "save_ddp")
         return singlefile.save(parts, state, asked)
 
     @_in_section
@@ -397,7 +399,7 @@ class CheckpointContext:
             CheckpointError: on all ranks; names keys and ranks.
             ContextError: there is no such mode; or uuid and source were given.
         """
-        from elaunch.training.checkpoint import singlefile
+        from elaunch.training.checkpoint.ddp import singlefile
 
         singlefile.check_mode(mode)
         parts, wanted = self._wanted(uuid, source, timeout, "load_ddp")
@@ -414,7 +416,7 @@ class CheckpointContext:
                 from it and has no newer one, and so it stays.
         """
         depot = self._opening.depot
-        found = restoring.find(depot, uuid)
+        found = restore.find(depot, uuid)
         if found.name in pins.pinned(self.directory):
             raise CheckpointError(f"{found.name} stays: it is pinned; unpin() it first")
         resumed = self._opening.known.resumed
@@ -432,12 +434,12 @@ class CheckpointContext:
     @_in_section
     def pin(self, uuid: Which) -> None:
         """Have retention leave a checkpoint alone; any rank may call it."""
-        pins.pin(self.directory, restoring.find(self._opening.depot, uuid).name)
+        pins.pin(self.directory, restore.find(self._opening.depot, uuid).name)
 
     @_in_section
     def unpin(self, uuid: Which) -> None:
         """Take back :meth:`pin`; any rank may call it."""
-        pins.unpin(self.directory, restoring.find(self._opening.depot, uuid).name)
+        pins.unpin(self.directory, restore.find(self._opening.depot, uuid).name)
 
     @_in_section
     def quarantine(self, uuid: Which, reason: str) -> None:
@@ -452,7 +454,7 @@ class CheckpointContext:
                 f"quarantine() needs a reason in words, for who finds it there; this is {reason!r}"
             )
         depot = self._opening.depot
-        depot.quarantine(restoring.find(depot, uuid), reason)
+        depot.quarantine(restore.find(depot, uuid), reason)
 
     # ── the end ──────────────────────────────────────────────────────────────────────────────────
 
@@ -477,17 +479,17 @@ class CheckpointContext:
         source: str | os.PathLike[str] | None,
         timeout: float | None,
         what: str,
-    ) -> tuple[Parts, restoring.Wanted]:
+    ) -> tuple[Parts, restore.Wanted]:
         """Return what a call reads, and the parts to read it with. ALL ranks call it together."""
         parts = self._opening.together(timeout)
         if uuid is None:
             self._opening.ask_for_latest()
             source = self._opening.info.init_from if source is None else source
-        return parts, restoring.Wanted(uuid, source, timeout, what)
+        return parts, restore.Wanted(uuid, source, timeout, what)
 
     def _sharded(self) -> Sharded:
         """Return what is remembered from one sharded save to the next."""
-        from elaunch.training.checkpoint import saving
+        from elaunch.training.checkpoint import save as saving
 
         if self._remembered is None:
             self._remembered = saving.Sharded()

@@ -3,7 +3,7 @@
 With ``--checkpoint-local`` a node has the files of its own ranks. Before a checkpoint is read, each
 node's first rank says which files it has whole, by their checksums; what all nodes have together
 must be complete; then each gets what it lacks from one that has it, in pieces, checked at the end.
-(At the start of a round elaunch's agents do the same: elaunch.agent.localsearch.)
+(At the start of a round elaunch's agents do the same: elaunch.agent.peers.search.)
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ from itertools import chain
 from pathlib import Path
 from typing import IO, Any, Final
 
-from elaunch.checkpoint import layout, own
-from elaunch.checkpoint.depot import Committed
-from elaunch.checkpoint.files import inside, regular_size
-from elaunch.checkpoint.filewriter import (
+from elaunch.checkpoint import layout
+from elaunch.checkpoint.formats import own
+from elaunch.checkpoint.nodelocal.inventory import Kept, Looked, list_kept, look
+from elaunch.checkpoint.nodelocal.union import Held, Union, unite
+from elaunch.checkpoint.storage.durable import (
     make_parents,
     sync_directory,
     sync_parents,
     temporary_name,
 )
-from elaunch.checkpoint.inventory import Kept, Looked, list_kept, look
-from elaunch.checkpoint.union import Held, Union, unite
+from elaunch.checkpoint.storage.files import inside, regular_size
+from elaunch.checkpoint.storage.storage import Committed
 from elaunch.errors import CheckpointError
-from elaunch.training.checkpoint.agreeing import agree, attempt
 from elaunch.training.checkpoint.parts import Parts
+from elaunch.training.checkpoint.together.agree import agree, attempt
 
 PIECE: Final = 16 << 20
 """Bytes of a file that travel at once."""

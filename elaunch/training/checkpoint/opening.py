@@ -21,22 +21,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from elaunch.checkpoint import layout
-from elaunch.checkpoint.depot import Committed, Depot, Place, open_depot
+from elaunch.checkpoint.storage.storage import Committed, Depot, Place, open_depot
 from elaunch.errors import CheckpointError, ContextError, SaveError
-from elaunch.keeperline import CLOSE_S
-from elaunch.training.checkpoint import restoring, where
-from elaunch.training.checkpoint.agreeing import agree, attempt
+from elaunch.training.checkpoint import restore, where
 from elaunch.training.checkpoint.parts import Known, Parts, awaiting
+from elaunch.training.checkpoint.together.agree import agree, attempt
 from elaunch.training.checkpoint.where import Whose
+from elaunch.wire.saver import CLOSE_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from elaunch.progress import ProgressPage
-    from elaunch.saverecord import SavesRecord
+    from elaunch.run.saves import SavesRecord
     from elaunch.training.distributed import DistributedContext
-    from elaunch.training.info import Info
+    from elaunch.training.place.info import Info
     from elaunch.training.train import TrainContext
+    from elaunch.wire.progress import ProgressPage
 
 log = logging.getLogger("elaunch")
 
@@ -138,7 +138,7 @@ class Opening:
             )
         if parts.keeper.lacks:
             return parts
-        from elaunch.training.checkpoint.keeper import without_agent
+        from elaunch.training.checkpoint.saver.choose import without_agent
 
         why = f"that of rank {rank} cannot be reached: {reason}"
         keeper = without_agent(self.distributed, self.depot, why, parts.keeper.fence)
@@ -152,7 +152,7 @@ class Opening:
             if self.by_agent:
                 self.known.resumed = self._chosen_by_agent()
             else:
-                self.known.resumed = restoring.look(self.together(None), None)
+                self.known.resumed = restore.look(self.together(None), None)
             self.known.asked = True
         return self.known.latest()
 
@@ -211,7 +211,7 @@ class Opening:
         return whose
 
     def _made(self, whose: Whose) -> Parts:
-        from elaunch.training.checkpoint.keeper import open_keeper
+        from elaunch.training.checkpoint.saver.choose import open_keeper
 
         keeper = open_keeper(self.distributed, self.depot, whose.round, self.noted)
         self._stack.callback(lambda: keeper.close(self._patient))

@@ -6,18 +6,18 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from elaunch.keeperline import MARGIN_S
 from elaunch.training import liveness
 from elaunch.training.distributed import checked_timeout
+from elaunch.wire.saver import MARGIN_S
 
 if TYPE_CHECKING:
-    from elaunch.checkpoint.depot import Committed, Depot, Stage
-    from elaunch.checkpoint.retention import Keep
+    from elaunch.checkpoint.retention.delete import Keep
+    from elaunch.checkpoint.storage.storage import Committed, Depot, Stage
     from elaunch.errors import SaveError
-    from elaunch.keeperline import Keeper
-    from elaunch.progress import ProgressPage
     from elaunch.training.distributed import DistributedContext
     from elaunch.training.train import TrainContext
+    from elaunch.wire.progress import ProgressPage
+    from elaunch.wire.saver import Keeper
 
 SECTION: Final = "checkpoint"
 """What this rank is in, in ``elaunch status``, during every call."""

@@ -34,18 +34,19 @@ from pathlib import Path
 from typing import Final
 
 from elaunch import env
-from elaunch.checkpoint import layout, probe, readers
-from elaunch.checkpoint.defaultplace import default_place
-from elaunch.checkpoint.depot import Closeable, Committed, Depot, Place
-from elaunch.checkpoint.files import read_json
-from elaunch.checkpoint.places import parse_place
-from elaunch.checkpoint.retention import Keep
+from elaunch.checkpoint import layout, probe
+from elaunch.checkpoint.retention import readers
+from elaunch.checkpoint.retention.delete import Keep
+from elaunch.checkpoint.search.defaultplace import default_place
+from elaunch.checkpoint.search.places import parse_place
+from elaunch.checkpoint.storage.files import read_json
+from elaunch.checkpoint.storage.storage import Closeable, Committed, Depot, Place
 from elaunch.errors import CheckpointError, SaveError, UsageError
-from elaunch.statedir import make_private
-from elaunch.training.checkpoint.agreeing import agree, attempt
+from elaunch.run.statedir import make_private
 from elaunch.training.checkpoint.parts import Known
+from elaunch.training.checkpoint.together.agree import agree, attempt
 from elaunch.training.distributed import DistributedContext
-from elaunch.training.info import Info
+from elaunch.training.place.info import Info
 
 SEEN_S: Final = 15.0
 """Seconds after which what another node has made counts as not there: attribute caches are slow."""
@@ -105,7 +106,7 @@ def is_local(info: Info, environ: Mapping[str, str]) -> bool:
     text = environ.get(env.CHECKPOINT_LOCAL, "")
     if text in ("", "1"):
         return text == "1" and info.nodes > 1
-    from elaunch.config.values import switch
+    from elaunch.config.flags.values import switch
 
     try:
         return switch(text) and info.nodes > 1

@@ -23,7 +23,7 @@ from stamp import leave
 from torch.distributed.checkpoint.state_dict import set_state_dict
 
 import elaunch
-import elaunch.training.checkpoint.loading  # as torch.distributed.checkpoint, above
+import elaunch.training.checkpoint.load  # as torch.distributed.checkpoint, above
 
 STEP = 7
 

@@ -26,7 +26,7 @@ import act  # from the script's own directory
 import checkpoint_fault
 
 import elaunch
-from elaunch.checkpoint.depot import Part, Stage, open_depot
+from elaunch.checkpoint.storage.storage import Part, Stage, open_depot
 
 
 def content(step: int, rank: int, size: int) -> bytes:

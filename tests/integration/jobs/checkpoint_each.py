@@ -29,9 +29,9 @@ import torch
 import torch.distributed.checkpoint.state_dict
 
 import elaunch
-import elaunch.training.checkpoint.loading
-import elaunch.training.checkpoint.saving
-import elaunch.training.checkpoint.singlefile
+import elaunch.training.checkpoint.ddp.singlefile
+import elaunch.training.checkpoint.load
+import elaunch.training.checkpoint.save
 import elaunch.training.context
 
 NAMES = ("weights", "moments")

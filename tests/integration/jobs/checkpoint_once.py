@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import elaunch
-from elaunch.checkpoint.depot import Image, Part, Stage, open_depot
+from elaunch.checkpoint.storage.storage import Image, Part, Stage, open_depot
 
 if __name__ == "__main__":
     directory = Path(sys.argv[1])

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 import elaunch
-import elaunch.training.checkpoint.singlefile
+import elaunch.training.checkpoint.ddp.singlefile
 import elaunch.training.context
-from elaunch.checkpoint.latest import find_latest
-from elaunch.checkpoint.readers import reading
+from elaunch.checkpoint.retention.readers import reading
+from elaunch.checkpoint.search.latest import find_latest
 
 SIZE = 20_000
 PAUSE_S = 0.03

@@ -18,10 +18,10 @@ import threading
 from pathlib import Path
 
 import elaunch
-from elaunch.checkpoint.depot import open_depot
 from elaunch.checkpoint.records import Part, Stage
-from elaunch.keeperline import Handed
-from elaunch.training.checkpoint.keeper import open_keeper
+from elaunch.checkpoint.storage.storage import open_depot
+from elaunch.training.checkpoint.saver.choose import open_keeper
+from elaunch.wire.saver import Handed
 
 STEPS = (10, 20, 30)
 LONG = 60.0

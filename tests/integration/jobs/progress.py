@@ -32,8 +32,8 @@ import threading
 import time
 from pathlib import Path
 
-from elaunch.control import short_address
-from elaunch.progress import ProgressPage
+from elaunch.wire.control import short_address
+from elaunch.wire.progress import ProgressPage
 
 RANK, ROUND = int(os.environ["RANK"]), int(os.environ["ELAUNCH_ROUND"])
 SIZE = int(os.environ["WORLD_SIZE"])

@@ -11,7 +11,7 @@ import threading
 from pathlib import Path
 
 from elaunch.agent import patience
-from elaunch.checkpoint.posixdepot import PosixDepot
+from elaunch.checkpoint.storage.posix import PosixDepot
 
 PAUSE = threading.Event()
 patience.TOLD_S = 4.0

@@ -8,12 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from elaunch.progress import ProgressPage
 from elaunch.training.checkpoint.context import CheckpointContext
 from elaunch.training.checkpoint.opening import Opening
 from elaunch.training.distributed import DistributedContext
-from elaunch.training.info import read
+from elaunch.training.place.info import read
 from elaunch.training.train import TrainContext
+from elaunch.wire.progress import ProgressPage
 from tests.training.channelrig import PATIENCE, Outcome, StoreHost, in_threads
 
 Work = Callable[[CheckpointContext, int], Any]

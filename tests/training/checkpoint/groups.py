@@ -27,8 +27,8 @@ _forks.set_forkserver_preload(
         "torch.distributed.checkpoint.state_dict",
         "torch._dynamo",
         "elaunch.training.context",
-        "elaunch.training.checkpoint.saving",
-        "elaunch.training.checkpoint.loading",
+        "elaunch.training.checkpoint.save",
+        "elaunch.training.checkpoint.load",
         "tests.training.checkpoint.groups",
     ]
 )

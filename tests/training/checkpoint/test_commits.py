@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.checkpoint.depot import open_depot
+from elaunch.checkpoint.storage.storage import open_depot
 from tests.training.checkpoint.rig import Job, checkpoints, committed, stages, user_files
 
 Start = Callable[..., Job]

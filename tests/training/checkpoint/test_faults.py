@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.checkpoint.depot import open_depot
+from elaunch.checkpoint.storage.storage import open_depot
 from tests import programs
 from tests.training.checkpoint.rig import Job, checkpoints, committed, stages
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from elaunch.checkpoint.depot import Committed
+from elaunch.checkpoint.storage.storage import Committed
 from elaunch.errors import CheckpointError, ContextError
 from elaunch.training.checkpoint.context import CheckpointContext
 from tests.training.checkpoint.ddprig import Ranks

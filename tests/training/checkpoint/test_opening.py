@@ -12,11 +12,11 @@ from typing import Any, cast
 
 import pytest
 
-from elaunch.checkpoint.depot import Image, Part, Stage, open_depot
+from elaunch.checkpoint.storage.storage import Image, Part, Stage, open_depot
 from elaunch.errors import CheckpointError
 from elaunch.training.checkpoint.context import CheckpointContext
 from elaunch.training.checkpoint.opening import Opening
-from elaunch.training.info import read
+from elaunch.training.place.info import read
 from tests.training.checkpoint.ddprig import Ranks
 from tests.training.checkpoint.rig import Job, checkpoints, stages
 
@@ -55,7 +55,7 @@ def test_the_choice_at_a_url(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_rank_cannot_reach_its_agent(start: Callable[..., Job]) -> None:
     """Then all write themselves; rank 0's agent, which is there, is still asked for the fence."""
     script = """
-from elaunch.training.checkpoint import keeper
+from elaunch.training.checkpoint.saver import choose as keeper
 asked = []
 def opened(distributed, depot, number, noted):
     if rank == 1:
@@ -103,7 +103,7 @@ say(json.dumps([tried(work) for work in (
 def test_a_refusal_of_one_agent_is_an_error_of_all(start: Callable[..., Job]) -> None:
     """No rank goes on, and waits for the others, where one is refused."""
     script = """
-from elaunch.training.checkpoint import keeper
+from elaunch.training.checkpoint.saver import choose as keeper
 def opened(distributed, depot, number, noted):
     if rank == 1:
         raise SaveError("round 0 is over")

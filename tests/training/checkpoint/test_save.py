@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from elaunch.checkpoint import dcp as dcp_reader
+from elaunch.checkpoint.formats import dcp as dcp_reader
 from elaunch.checkpoint.records import Committed
 from tests.training.checkpoint.groups import in_group
 from tests.training.checkpoint.models import bits, network, plain, train

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 import elaunch
-from elaunch.training.checkpoint import reading, tensors
+from elaunch.training.checkpoint.dcp import read
+from elaunch.training.checkpoint.state import tensors
 from tests.training.checkpoint.groups import Raised, in_group
 from tests.training.checkpoint.models import bits, network, plain, train
 
@@ -283,7 +284,7 @@ def one_reader_fails(ctx: Any) -> Any:
         def fail(*_: Any) -> None:
             raise OSError(5, "Input/output error", "__0_0.distcp")
 
-        reading.read_tensors = fail  # type: ignore[assignment]
+        read.read_tensors = fail  # type: ignore[assignment]
         tensors.memory_of = fail  # type: ignore[assignment]
     first = tried(lambda: ctx.checkpoint.load({"model": plain(1)}))
     second = tried(lambda: ctx.checkpoint.save({"model": plain()}, 2))

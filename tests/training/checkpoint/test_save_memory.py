@@ -13,7 +13,7 @@ import json, os, signal, sys
 import torch, torch.distributed as dist
 from torch import nn
 import elaunch
-from elaunch.training.checkpoint.sources import Source
+from elaunch.training.checkpoint.dcp.sources import Source
 
 opened, descriptor = [], Source._descriptor
 def counting(self, name):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from elaunch.training.checkpoint import optimizers
+from elaunch.training.checkpoint.state import optimizers
 from tests.training.checkpoint.groups import in_group
 from tests.training.checkpoint.models import bits
 

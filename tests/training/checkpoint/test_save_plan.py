@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import elaunch
-from elaunch.training.checkpoint import planning
+from elaunch.training.checkpoint.dcp import plan
 from tests.training.checkpoint.groups import Raised, in_group
 from tests.training.checkpoint.models import bits, plain, train
 
@@ -19,13 +19,13 @@ from tests.training.checkpoint.models import bits, plain, train
 def counted_plans() -> list[int]:
     """Count how often this process plans from now on, in the list that is returned."""
     made: list[int] = []
-    make = planning.make
+    make = plan.make
 
     def counting(*args: Any) -> Any:
         made.append(1)
         return make(*args)
 
-    planning.make = counting
+    plan.make = counting
     return made
 
 

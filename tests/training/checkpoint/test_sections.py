@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from elaunch.progress import PageReader, Reading
 from elaunch.training.checkpoint.context import CheckpointContext
+from elaunch.wire.progress import PageReader, Reading
 from tests.training.checkpoint.ddprig import Ranks
 
 

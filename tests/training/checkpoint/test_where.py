@@ -9,10 +9,10 @@ from typing import Any, cast
 import pytest
 
 from elaunch.checkpoint import layout
-from elaunch.checkpoint.depot import Image, Part, Stage, open_depot
+from elaunch.checkpoint.storage.storage import Image, Part, Stage, open_depot
 from elaunch.errors import SaveError, UsageError
 from elaunch.training.checkpoint import where
-from elaunch.training.info import Info, read
+from elaunch.training.place.info import Info, read
 from tests.training.checkpoint.rig import Job, checkpoints, committed, stages, user_files
 
 Start = Callable[..., Job]

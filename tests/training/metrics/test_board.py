@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from elaunch.progress import ProgressPage
-from elaunch.training.placement import alone
+from elaunch.training.place.placement import alone
 from elaunch.training.train import TrainContext
+from elaunch.wire.progress import ProgressPage
 
 ROOT = Path(__file__).parents[3]
 

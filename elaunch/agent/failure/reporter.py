@@ -1,0 +1,178 @@
+"""Makes a round's failure report at the two moments when its parts are at hand.
+
+What the dead workers left (last lines, error files) is kept before the next round reuses the log
+pump; the report is made, shown and written after that round was started, since it can wait and the
+workers cannot. Reports of rounds that were restarted are shown without torchrun's table.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from elaunch.agent.failure import ends, memory, report
+from elaunch.agent.hangs.report import Hang, lines_of
+from elaunch.agent.logs.pump import LogPump
+from elaunch.agent.patience import bounded
+from elaunch.agent.policy import events
+from elaunch.agent.policy.state import State
+from elaunch.agent.status.record import wall_time
+from elaunch.agent.workers.group import WorkerGroup
+from elaunch.config import Settings
+from elaunch.run.directory import RunDir
+
+TAIL_LINES = 400
+
+Shown = Literal["all", "cause", "nothing"]
+"""How much of a report is printed: with torchrun's table, without it, or nothing of it."""
+
+log = logging.getLogger("elaunch")
+
+
+@dataclass(frozen=True)
+class ReportPlan:
+    """What reports are made from; ``say`` prints one block of lines on stderr."""
+
+    settings: Settings
+    run_dir: RunDir
+    pump: LogPump
+    group: WorkerGroup
+    say: Callable[[str], None]
+
+
+class Reporter:
+    """Collects what is known of a failing round."""
+
+    def __init__(self, plan: ReportPlan) -> None:
+        self._plan = plan
+        self._noticed: float | None = None
+        self._oom_kills = memory.oom_kill_count()
+        self._oom = False
+        self._shm_free: int | None = None
+        self._kept: tuple[ends.WorkerExit, ...] = ()
+
+    def notice(self, _: events.WorkerExited | events.HangSeen) -> None:
+        """Take down the state of the machine when the first failure is learned of."""
+        self._noticed = time.monotonic()
+        count = memory.oom_kill_count()
+        self._oom = count is not None and count > (self._oom_kills or 0)
+        self._oom_kills = count
+        self._shm_free = memory.shm_free()
+
+    def keep(self, state: State) -> None:
+        """Keep what the round's workers left; the log pump forgets it when the next opens."""
+        if state.reportable:
+            stopped = {event.local_rank for event in state.stopped}
+            first = () if state.first is None else (state.first,)
+            everyone = (*first, *state.later, *state.stopped)
+            self._kept = tuple(
+                self._exit(e, e.local_rank in stopped, state.first_rank) for e in everyone
+            )
+
+    def report(self, state: State, shown: Shown) -> ends.FailureReport:
+        """Make, print and write the report of the failed round that ``state`` describes."""
+        if not self._kept:
+            self.keep(state)
+        circumstances = ends.Circumstances(
+            started_at=None if state.began is None else wall_time(state.began),
+            local_world_size=state.limits.nproc,
+            noticed_monotonic=self._noticed,
+            shm_free=self._shm_free,
+            hang=_hang(state),
+        )
+        settings = self._plan.settings
+        host = socket.gethostname()
+        first = _first(state)
+
+        def build(kept: tuple[ends.WorkerExit, ...]) -> ends.FailureReport:
+            words = settings.entrypoint, host, state.round
+            return ends.build(*words, kept, first, circumstances)
+
+        made = bounded(partial(build, self._kept), None, "cannot read the workers' error files")
+        made = made or build(tuple(replace(each, error_file=None) for each in self._kept))
+        self._kept = ()
+        text = report.render(made)
+        self._write(state.round, made, text)
+        if shown != "nothing":
+            self._plan.say(text if shown == "all" else report.render_cause(made))
+        return made
+
+    def show_cause(self, made: ends.FailureReport) -> None:
+        """Print a report without torchrun's table."""
+        self._plan.say(report.render_cause(made))
+
+    def show_table(self, made: ends.FailureReport) -> None:
+        """Print torchrun's table of a report whose cause was printed before."""
+        self._plan.say(report.render_table(made))
+
+    def tell_stacks(self, taken: events.StacksTaken) -> None:
+        """Print and write what this node's workers were doing when another node told of a hang."""
+        text = "\n".join(lines_of(taken)) + "\n"
+        self._write_files(taken.round, {"txt": text})
+        self._plan.say(text)
+
+    def _write(self, round_number: int, made: ends.FailureReport, text: str) -> None:
+        import json
+
+        contents = {"json": json.dumps(made.to_dict(), indent=1), "txt": text}
+        self._write_files(round_number, contents)
+
+    def _write_files(self, round_number: int, contents: Mapping[str, str]) -> None:
+        for suffix, content in contents.items():
+            path = self._plan.run_dir.report(round_number, suffix)
+            bounded(partial(_write_private, path, content), None, f"cannot write {path}")
+
+    def _exit(self, event: events.WorkerExited, stopped: bool, first_rank: int) -> ends.WorkerExit:
+        rank = event.local_rank
+        stdout, stderr = self._plan.pump.paths(rank)
+        return ends.WorkerExit(
+            rank=first_rank + rank,
+            local_rank=rank,
+            pid=event.pid,
+            exitcode=event.exitcode,
+            at=wall_time(event.at),
+            stopped_by_us=stopped,
+            error_file=self._plan.group.error_file(event.round, rank),
+            stdout_path=None if stdout is None else str(stdout),
+            stderr_path=None if stderr is None else str(stderr),
+            tail=tuple(self._plan.pump.tail(rank, "stderr", TAIL_LINES)),
+            oom_kill=self._oom and event.exitcode in (-9, 128 + 9) and not stopped,
+            timer=event.timer,
+        )
+
+
+def _write_private(path: Path, content: str) -> None:
+    path.write_text(content, encoding="utf-8", errors="surrogateescape")
+    os.chmod(path, 0o600)
+
+
+def _first(state: State) -> int:
+    """Return the local rank that the report is about: who failed first, or who hung."""
+    if state.first is not None:
+        return state.first.local_rank
+    assert state.hang is not None  # the loop reports failures of workers only
+    ended = [event.local_rank for event in (*state.later, *state.stopped)]
+    hung = [rank - state.first_rank for rank in state.hang.ranks]
+    return next((local_rank for local_rank in hung if local_rank in ended), ended[0])
+
+
+def _hang(state: State) -> Hang | None:
+    if state.hang is None or not state.hung:
+        return None
+    taken = state.stacks
+    return Hang(
+        ranks=state.hang.ranks,
+        reason=state.hang.reason,
+        source=state.hang.source,
+        at=wall_time(state.hang.at),
+        last=state.hang.last,
+        groups=() if taken is None else taken.groups,
+        problems=() if taken is None else taken.problems,
+    )

@@ -1,0 +1,191 @@
+"""Whether a round hangs: from its history (elaunch.agent.hangs.history) to a worded verdict. Pure.
+
+==================================  ==============================================================
+a worker                            may show no progress for
+==================================  ==============================================================
+outside of a section                the limit (``--hang-timeout``)
+in a section with a timeout         until the section's deadline
+in a section without one            LENIENT times the limit
+before its first progress           LENIENT times the limit: imports, compilation, first batches
+while another is in a section       as long as that may last: it may be waiting for it
+of which nothing was ever seen      as long as others make progress: it does not take part
+==================================  ==============================================================
+
+Who is behind is told by who goes on meanwhile. Where all stand still, it is the one with the lowest
+step; else nobody is named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from elaunch.agent.hangs.history import History, Source, Watched
+
+LENIENT: Final = 10.0
+LATEST: Final = 1.5
+"""So many times its limit late, a worker is judged also if it is not clear whether others go on."""
+SHARED: Final[tuple[Source, ...]] = ("checkpoints", "CPU time")
+"""Sources that tell of the round as a whole: a worker that stands still may wait for another."""
+_MADE: Final = ("made no progress", "made progress")
+_LEFT: Final = ("not left", "left")
+"""What ranks have not done; what no rank has done."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A hang: ``ranks`` are behind; they are all ranks where none is ``named``."""
+
+    ranks: tuple[int, ...]
+    reason: str
+    source: Source
+    named: bool = True
+
+
+def judge(history: History, limit: float | None) -> Verdict | None:
+    """Return the hang that the history shows, if it does.
+
+    Args:
+        history: of the round.
+        limit: seconds; None: only the deadlines of sections are judged.
+    """
+    overdue = [rank for rank, watched in history.ranks.items() if _overdue(watched)]
+    if overdue:
+        return _verdict(history, overdue, _LEFT, f"{_sections(history, overdue)} in time")
+    if limit is None:
+        return None
+    if not history.begun:
+        return _never_begun(history, LENIENT * limit)
+    late = [rank for rank, watched in history.ranks.items() if _lateness(watched, limit) > 1]
+    if not late or not _is_clear(history, late, limit):
+        return None
+    idle = min(history.ranks[rank].idle for rank in late)
+    behind = _lowest_steps(history) if len(late) == len(history.ranks) else late
+    return _verdict(history, behind, _MADE, f"for {_seconds(idle)}")
+
+
+def _is_clear(history: History, late: Sequence[int], limit: float) -> bool:
+    """Whether the others go on, or stand still as well: who stops with them is not yet late."""
+    others = [watched for rank, watched in history.ranks.items() if rank not in late]
+    if history.source in SHARED:
+        return not others
+    between = any(_lateness(watched, limit) >= 0.5 for watched in others)
+    return not between or max(_lateness(history.ranks[r], limit) for r in late) > LATEST
+
+
+def _lateness(watched: Watched, limit: float) -> float:
+    return watched.idle / _patience(watched, limit)
+
+
+def _never_begun(history: History, patience: float) -> Verdict | None:
+    if history.waited <= patience:
+        return None
+    return _verdict(history, [], _MADE, f"in the first {_seconds(history.waited)} of the round")
+
+
+def _patience(watched: Watched, limit: float) -> float:
+    if watched.allowed is not None:
+        return float("inf")
+    return limit * (LENIENT if watched.mark.section or not watched.begun else 1.0)
+
+
+def _overdue(watched: Watched) -> bool:
+    return watched.allowed is not None and watched.inside > watched.allowed
+
+
+def _lowest_steps(history: History) -> list[int]:
+    """Return who has fewer steps than others, if all stand still; [] where that is not known."""
+    if history.source in SHARED:
+        return []
+    steps = {r: w.mark.step for r, w in history.ranks.items() if w.mark.step is not None}
+    lowest = min(steps.values(), default=0)
+    behind = [rank for rank, step in steps.items() if step == lowest]
+    return behind if len(behind) < len(steps) else []
+
+
+# ── saying ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def _verdict(history: History, behind: Sequence[int], verbs: tuple[str, str], rest: str) -> Verdict:
+    everyone = history.everyone
+    named = tuple(sorted(behind)) or (everyone if len(everyone) == 1 else ())
+    if len(named) == len(everyone) > 1:
+        named = ()
+    if named:
+        have = "has" if len(named) == 1 else "have"
+        told = f"{ranks_text(named)} {have} {verbs[0]} {rest}"
+    else:
+        told = f"no rank has {verbs[1]} {rest}"
+    where = _where(history, named)
+    return Verdict(
+        ranks=named or everyone,
+        reason=f"{told}{f' ({where})' if where else ''}",
+        source=history.source,
+        named=bool(named),
+    )
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Return "rank 3" or "ranks 0-2,4"."""
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    shown = ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
+
+
+def _sections(history: History, ranks: Sequence[int]) -> str:
+    names = dict.fromkeys(history.ranks[rank].mark.section for rank in sorted(ranks))
+    return f"section {', '.join(names)}"
+
+
+def _where(history: History, named: Sequence[int]) -> str:
+    """Return what is known besides: "step 41, in section eval; the others are at step 42"."""
+    watched = history.ranks
+    told = []
+    named = [rank for rank in named if rank in watched]
+    if own := _steps(history, named or list(watched)):
+        told.append(f"all at {own}" if not named and len(watched) > 1 else own)
+    inside = [r for r in named or watched if watched[r].mark.section and not _overdue(watched[r])]
+    if inside:
+        told.append(f"in {_sections(history, inside)}")
+    if history.source == "log lines":
+        told.append("no line matches --progress-regex")
+    elif history.source == "checkpoints":
+        told.append("no checkpoint was written")
+    elif history.source == "CPU time":
+        told.append("none has used the CPU")
+    others = _steps(history, [rank for rank in watched if rank not in named]) if named else ""
+    text = ", ".join(told)
+    return f"{text}; the others are at {others}" if others else text
+
+
+def _steps(history: History, ranks: Sequence[int]) -> str:
+    found = sorted({s for r in ranks if (s := history.ranks[r].mark.step) is not None})
+    if not found:
+        return ""
+    return f"step {found[0]}" if len(found) == 1 else f"steps {found[0]} to {found[-1]}"
+
+
+def last_words(history: History) -> tuple[str, ...]:
+    """Return lines about what each rank said last; none where the script says nothing."""
+    if history.source != "script":
+        return ()
+    lines = []
+    for rank, watched in sorted(history.ranks.items()):
+        mark = watched.mark
+        said = [] if mark.step is None else [f"step {mark.step}"]
+        said += [f"in section {mark.section}"] if mark.section else []
+        if mark.said_at is not None and history.at is not None:
+            said.append(f"silent for {_seconds(max(0.0, history.at - mark.said_at))}")
+        said += [f"last call {mark.doing}"] if mark.doing else []
+        lines.append(f"rank {rank}: {', '.join(said)}")
+    return tuple(lines)

@@ -1,0 +1,225 @@
+"""How far the workers of a round are, from the first source that tells anything.
+
+============  ==================================================  =================================
+source        used when                                           a worker's progress
+============  ==================================================  =================================
+script        the script says something by itself: a step, a      its page (elaunch.wire.progress):
+              section, or more than SILENT heartbeats             any call of the script API
+log lines     ``--progress-regex`` is given                       a line that matches
+checkpoints   ``--checkpoint-dir`` is given, and twice in this    a checkpoint is written (by any)
+              run a new one has come
+CPU time      otherwise                                           its process tree uses the CPU
+============  ==================================================  =================================
+
+A script that only calls ``elaunch.init()`` is not judged by what it never says, nor are the ranks
+of one that speaks on rank 0 only. Once a script has spoken, its next rounds are watched by it from
+the first moment, until all have detached.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from elaunch.agent.hangs.checkpoints import CheckpointGrowth
+from elaunch.agent.hangs.cputime import Used, tree_seconds
+from elaunch.agent.hangs.history import Look, Mark, Source
+from elaunch.agent.hangs.loglines import LineMark, ProgressLines
+from elaunch.agent.policy import events
+from elaunch.run.record import ProgressRecord, WorkerProgressRecord
+from elaunch.wire.progress import Reading
+
+SILENT: Final = 3
+"""Heartbeats that elaunch.init() makes by itself, and a few more."""
+BETWEEN_SAVES: Final = 3.0
+"""A pause between checkpoints may be so many times the longest that was seen."""
+
+Readings = Callable[[], Mapping[int, Reading]]
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where progress is read from: the workers' pages, their lines, their checkpoints.
+
+    ``left`` are the last pages of workers that are not attached any more.
+    """
+
+    readings: Readings
+    left: Readings
+    lines: ProgressLines | None = None
+    growth: CheckpointGrowth | None = None
+
+
+class RoundProgress:
+    """Follows the workers of the round that runs; any thread may ask.
+
+    The loop says which workers there are (:meth:`begin`, :meth:`hear`). Only the watchdog, which is
+    there if it is ``watched``, may call :meth:`look`; :meth:`record` is for everybody.
+    """
+
+    def __init__(self, sources: Sources, watched: bool) -> None:
+        self._sources = sources
+        self._watched = watched
+        self._lock = threading.Lock()
+        self._first_rank = 0
+        self._pids: dict[int, int] = {}
+        self._held = False
+        self._used: dict[int, Used] = {}
+        self._source: Source | None = None
+        self._speaks = False
+        self._seen_pages = False
+        self._first_beats: dict[int, int] = {}
+        self._speakers: set[int] = set()
+
+    def begin(self, first_rank: int) -> None:
+        """Forget the workers of the round before; the first of the next has ``first_rank``."""
+        if self._sources.lines is not None:
+            self._sources.lines.begin()
+        with self._lock:
+            self._first_rank = first_rank
+            self._pids, self._used, self._held = {}, {}, False
+            self._seen_pages, self._first_beats, self._speakers = False, {}, set()
+
+    def hear(self, event: events.Event) -> None:
+        """Take down which workers live, and whether they are held."""
+        with self._lock:
+            if isinstance(event, events.WorkerStarted):
+                self._pids[event.local_rank] = event.pid
+            elif isinstance(event, events.WorkerExited):
+                self._pids.pop(event.local_rank, None)
+            elif isinstance(event, events.Held):
+                self._held = event.on
+
+    def workers(self) -> dict[int, tuple[int, int]]:
+        """Return the local rank and the pid of each living worker, by its rank in the job."""
+        with self._lock:
+            return {self._first_rank + k: (k, pid) for k, pid in sorted(self._pids.items())}
+
+    def look(self) -> Look | None:
+        """Return how the living workers are now; None while there is none."""
+        readings = self._sources.readings()
+        now = time.monotonic()
+        with self._lock:
+            if not self._pids:
+                return None
+            self._note(readings)
+            self._source = source = self._choose(readings)
+            pids, held, first = dict(self._pids), self._held, self._first_rank
+        growth = self._sources.growth
+        if growth is not None:
+            growth.wanted = source in ("checkpoints", "CPU time")
+        marks = self._marks(source, pids, readings)
+        least = BETWEEN_SAVES * growth.pace.pause if growth and source == "checkpoints" else 0.0
+        return Look(now, source, {first + k: mark for k, mark in marks.items()}, held, least)
+
+    def _note(self, readings: Mapping[int, Reading]) -> None:
+        for local_rank, reading in readings.items():
+            first = self._first_beats.setdefault(local_rank, reading.beats)
+            if _says(reading) or reading.beats - first > SILENT:
+                self._speakers.add(local_rank)
+        self._speaks = self._speaks or bool(self._speakers)
+        self._seen_pages = self._seen_pages or bool(readings)
+
+    def _choose(self, readings: Mapping[int, Reading]) -> Source:
+        growth = self._sources.growth
+        if self._speaks and (readings or not self._seen_pages):
+            return "script"
+        if self._sources.lines is not None:
+            return "log lines"
+        return "checkpoints" if growth is not None and growth.pace.known else "CPU time"
+
+    def _marks(
+        self, source: Source, pids: Mapping[int, int], readings: Mapping[int, Reading]
+    ) -> dict[int, Mark | None]:
+        if source == "script":
+            heard = self._speakers & readings.keys()
+            return {k: _of_page(readings[k]) if k in heard else None for k in pids}
+        if source == "log lines" and self._sources.lines is not None:
+            found = self._sources.lines.marks()
+            return {k: _of_lines(found[k]) if k in found else None for k in pids}
+        if source == "checkpoints" and self._sources.growth is not None:
+            held = self._sources.growth.pace.growth
+            step = None if held is None else held.step
+            return dict.fromkeys(pids, Mark(held, True, step))
+        return {k: Mark(self._measure(k, pid)) for k, pid in pids.items()}
+
+    def _measure(self, local_rank: int, pid: int) -> int:
+        seconds, now = tree_seconds(pid), time.monotonic()
+        before = self._used.get(local_rank)
+        used = Used(0, seconds, now) if before is None else before.again(seconds, now)
+        self._used[local_rank] = used
+        return used.count
+
+    def record(self) -> ProgressRecord | None:
+        """Return what the run's record says of progress now; None if nothing is known."""
+        readings, left = self._sources.readings(), self._sources.left()
+        lines = self._sources.lines
+        marks = {} if lines is None else lines.marks()
+        with self._lock:
+            self._note(readings)
+            pages, source = {**left, **readings}, self._source
+            if source is None and self._watched:
+                source = self._choose(readings)
+            first, living = self._first_rank, sorted({*self._pids, *pages, *marks})
+        if source is None:
+            if not (pages or lines):
+                return None
+            source = "script" if pages else "log lines"
+        now = time.monotonic()
+        workers = [_worker(first, k, pages.get(k), marks.get(k), now) for k in living]
+        if source == "checkpoints" and self._sources.growth is not None:
+            held = self._sources.growth.pace.growth
+            for worker in workers:
+                worker["step"] = None if held is None else held.step
+        return {"source": source, "limit_s": None, "learning": False, "workers": workers}
+
+
+def _says(reading: Reading) -> bool:
+    """Whether the script itself has said something, beyond being there."""
+    return bool(
+        reading.step is not None
+        or reading.progress is not None
+        or reading.section
+        or reading.status
+    )
+
+
+def _of_page(reading: Reading) -> Mark:
+    return Mark(
+        value=(reading.beats, reading.step),
+        begun=True,
+        step=reading.step,
+        section=_one_line(reading.section),
+        until=reading.section_until,
+        doing=_one_line(reading.doing),
+        said_at=reading.beat_at,
+    )
+
+
+def _one_line(text: str) -> str:
+    """Return a text of the script's as it may stand in a log line."""
+    return "".join(char if char.isprintable() else "?" for char in text)
+
+
+def _of_lines(found: LineMark) -> Mark:
+    return Mark(found.count, True, found.step, said_at=found.at)
+
+
+def _worker(
+    first: int, local_rank: int, page: Reading | None, line: LineMark | None, now: float
+) -> WorkerProgressRecord:
+    said_at = page.beat_at if page is not None else line.at if line is not None else None
+    step = None if page is None else page.step
+    return {
+        "rank": first + local_rank,
+        "local_rank": local_rank,
+        "step": line.step if step is None and line is not None else step,
+        "progress": None if page is None else page.progress,
+        "status": "" if page is None else page.status,
+        "section": "" if page is None else page.section,
+        "doing": "" if page is None else page.doing,
+        "silent_s": None if said_at is None else max(0.0, now - said_at),
+    }

@@ -1,0 +1,203 @@
+"""Takes the Python stacks of all workers, before a hung round is ended; a thread of its own.
+
+==============================================  ==================================================
+a worker                                        its stacks come from
+==============================================  ==================================================
+forked by the server, or with elaunch.init()    itself: it has a handler at env.STACKS_SIGNAL that
+                                                writes to its file, also when C code keeps it
+any other                                       ``py-spy``, where that is installed and may look
+==============================================  ==================================================
+
+The signal is sent only to a process that catches it: it would end any other. Where there are no
+stacks, the report says why, and what the kernel knows of the process.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from elaunch import env
+from elaunch.agent.hangs import stackdump
+from elaunch.agent.hangs.stackdump import Dump
+from elaunch.agent.policy import events
+from elaunch.server import processes
+
+WRITE_S: Final = 5.0
+"""Seconds for a worker to write its stacks."""
+SPY_S: Final = 15.0
+"""Seconds for py-spy to look at all processes that are left."""
+OVERDUE_S: Final = WRITE_S + SPY_S + 5.0
+"""Seconds after which the round is ended without stacks."""
+QUIET_S: Final = 0.3
+"""A file that has not grown for so long is whole, whatever it ends with."""
+_LOOK_S: Final = 0.02
+
+
+@dataclass(frozen=True)
+class Worker:
+    """One worker whose stacks are wanted; ``file`` is where it writes them."""
+
+    rank: int
+    pid: int
+    file: Path
+
+
+def take(round_number: int, workers: tuple[Worker, ...]) -> events.StacksTaken:
+    """Return the stacks of ``workers``, grouped; blocks OVERDUE_S at the most."""
+    began = time.monotonic()
+    asked: dict[int, int] = {}
+    for worker in workers:
+        pid = _ask(worker)
+        if pid:
+            asked[worker.rank] = pid
+    dumps: dict[int, Dump] = {}
+    problems: dict[int, str] = {}
+    for worker in workers:
+        found = _read(worker, began + WRITE_S) if worker.rank in asked else None
+        if found is not None:
+            dumps[worker.rank] = found
+    spy = _py_spy()
+    for worker in (each for each in workers if each.rank not in dumps):
+        spied = None if spy is None else _spy(spy, worker.pid, began + WRITE_S + SPY_S)
+        if isinstance(spied, Dump):
+            dumps[worker.rank] = spied
+        else:
+            problems[worker.rank] = _why(worker, worker.rank in asked, spied)
+    return events.StacksTaken(round_number, stackdump.group(dumps), _grouped(problems))
+
+
+def start(
+    round_number: int,
+    workers: tuple[Worker, ...],
+    last: tuple[str, ...],
+    post: Callable[[events.Event], None],
+) -> float:
+    """Take the stacks in a thread, which posts them with ``last``; return when that is overdue."""
+
+    def run() -> None:
+        post(replace(take(round_number, workers), last=last))
+
+    threading.Thread(target=run, name="stacks", daemon=True).start()
+    return OVERDUE_S
+
+
+def _ask(worker: Worker) -> int:
+    """Have the worker write its stacks; return the pid of who was asked, 0 if nobody can be."""
+    process = processes.read_process(worker.pid)
+    if process is None or process.state in "TtZX":
+        return 0
+    if not catches(process.pid):
+        # A shell around the script: the script is below it, with the same file.
+        below = (p for p in processes.descendants(worker.pid) if catches(p.pid))
+        process = next(below, None)
+    if process is None or not processes.send_signal(process, env.STACKS_SIGNAL):
+        return 0
+    return process.pid
+
+
+def catches(pid: int) -> bool:
+    """Whether a process has a handler at the signal; without one it would be ended by it."""
+    caught = _status(pid).get("SigCgt", "0")
+    return bool(int(caught, 16) >> (env.STACKS_SIGNAL - 1) & 1)
+
+
+def _status(pid: int) -> dict[str, str]:
+    try:
+        text = Path(f"/proc/{pid}/status").read_text(errors="replace")
+    except OSError:
+        return {}
+    return dict(line.split(":\t", 1) for line in text.splitlines() if ":\t" in line)
+
+
+def _read(worker: Worker, until: float) -> Dump | None:
+    """Wait until the worker's file is whole, or until the time is over; return what is in it."""
+    text, changed = "", time.monotonic()
+    pause = threading.Event()
+    while not stackdump.is_whole(text):
+        now = time.monotonic()
+        newer = _text(worker.file)
+        if newer != text:
+            text, changed = newer, now
+            continue
+        if now > until or (text and now > changed + QUIET_S):
+            break
+        pause.wait(_LOOK_S)
+    return stackdump.parse(text)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _spy(program: str, pid: int, until: float) -> Dump | str:
+    """Return what py-spy sees of a process, or why it sees nothing."""
+    argv = [program, "dump", "--full-filenames", "--pid", str(pid)]
+    # Its exit code goes to the agent's reaper, which waits for all children.
+    try:
+        done = subprocess.run(
+            argv,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=max(0.1, until - time.monotonic()),
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"py-spy: {error}"
+    found = stackdump.parse_spied(done.stdout)
+    if found is not None:
+        return found
+    said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    return f"py-spy: {said[0] if said else 'it says nothing'}"
+
+
+def _py_spy() -> str | None:
+    """Return the program: from the PATH, or from this environment, which may not be activated."""
+    own = os.path.dirname(sys.executable)
+    return shutil.which("py-spy") or shutil.which("py-spy", path=own)
+
+
+def _why(worker: Worker, asked: bool, spied: str | Dump | None) -> str:
+    """Return why there are no stacks of a worker, for the report."""
+    status = _status(worker.pid)
+    state = status.get("State", "")
+    if not status or state[:1] in "ZX":
+        return "the process has ended meanwhile"
+    if state[:1] in "Tt":
+        return "the process is stopped by a signal (SIGSTOP) or by a debugger"
+    if state[:1] == "D":
+        return f"the process hangs in the kernel{_in_kernel(worker.pid)}"
+    if isinstance(spied, str):
+        return spied
+    if asked:
+        return f"not written within {WRITE_S:g} s"
+    return (
+        "nothing in the process writes them (elaunch.init() and --start-method forkserver see to "
+        "that), and py-spy is not installed (pip install 'elaunch[stacks]')"
+    )
+
+
+def _in_kernel(pid: int) -> str:
+    try:
+        where = Path(f"/proc/{pid}/wchan").read_text().strip()
+    except OSError:
+        return ""
+    return f" ({where})" if where not in ("", "0") else ""
+
+
+def _grouped(problems: Mapping[int, str]) -> tuple[tuple[tuple[int, ...], str], ...]:
+    by_text: dict[str, list[int]] = {}
+    for rank, text in sorted(problems.items()):
+        by_text.setdefault(text, []).append(rank)
+    return tuple((tuple(ranks), text) for text, ranks in by_text.items())

@@ -1,0 +1,139 @@
+"""Looks at the workers' progress at fixed times and posts a hang when it sees one.
+
+What is a hang is decided purely (elaunch.agent.hangs.judge); here is the thread that looks. It
+waits for a fraction of the limit between two looks, so that a hang is told at most a twentieth
+late.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from elaunch.agent.hangs.history import History, Look, advance, limit
+from elaunch.agent.hangs.judge import Verdict, judge, last_words
+from elaunch.agent.policy import events
+
+SHARE: Final = 20
+SHORTEST_S: Final = 0.1
+LONGEST_S: Final = 5.0
+AUTO_S: Final = 1.0
+LATE_TICKS: Final = 3
+"""Of a longer time between two looks no more than so many ticks count: nobody was looking."""
+YIELD_TICKS: Final = 3
+JOIN_S: Final = 2.0
+
+log = logging.getLogger("elaunch")
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What ``--hang-timeout`` comes to at present; ``seconds`` is None while it is learned."""
+
+    seconds: float | None
+    learning: bool
+
+
+class Watchdog:
+    """Watches one round after the other, from :meth:`start` to :meth:`close`.
+
+    Args:
+        asked: ``--hang-timeout``.
+        look: returns how the workers are now; None while there is none.
+        post: takes the hang, once in a round.
+        several: whether other nodes take part. A hang in which nobody is named is told
+            YIELD_TICKS later then: the node of the rank that all wait for can name it.
+    """
+
+    def __init__(
+        self,
+        asked: float | Literal["auto"],
+        look: Callable[[], Look | None],
+        post: Callable[[events.HangSeen], None],
+        several: bool = False,
+    ) -> None:
+        self._asked: float | Literal["auto"] = asked
+        self._look = look
+        self._post = post
+        self._lock = threading.Lock()
+        self._history = History()
+        self._round = -1
+        self._told = False
+        self._several = several
+        self._yielded = 0
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+        self.tick = AUTO_S if asked == "auto" else min(max(asked / SHARE, SHORTEST_S), LONGEST_S)
+
+    def start(self) -> None:
+        """Begin to look."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closing.set()
+        if self._thread.is_alive():
+            self._thread.join(JOIN_S)
+
+    def begin(self, round_number: int) -> None:
+        """Forget the round before, but for how long its pauses were."""
+        with self._lock:
+            self._history = self._history.next_round()
+            self._round, self._told, self._yielded = round_number, False, 0
+
+    @property
+    def limit(self) -> Limit:
+        """The limit at present."""
+        with self._lock:
+            seconds = limit(self._history, self._asked)
+        return Limit(seconds, self._asked == "auto" and seconds is None)
+
+    def _run(self) -> None:
+        try:
+            while not self._closing.wait(self.tick):
+                self._watch()
+        except Exception:
+            log.exception("hangs are not detected any more (--hang-timeout)")
+
+    def _watch(self) -> None:
+        with self._lock:
+            round_number = self._round
+        seen = self._look()
+        if seen is None:
+            return
+        with self._lock:
+            if round_number != self._round or self._told:
+                return
+            self._history = advance(self._history, seen, LATE_TICKS * self.tick)
+            found = self._ripe(judge(self._history, limit(self._history, self._asked)))
+            self._told = found is not None
+        if found is not None:
+            self._post(_event(round_number, found, self.last_words()))
+
+    def _ripe(self, found: Verdict | None) -> Verdict | None:
+        """Return the verdict if it is to be told now."""
+        if found is None or found.named or not self._several:
+            self._yielded = 0
+            return found
+        self._yielded += 1
+        return found if self._yielded > YIELD_TICKS else None
+
+    def last_words(self) -> tuple[str, ...]:
+        """Return lines about what each rank said last, if the script says anything."""
+        with self._lock:
+            return last_words(self._history)
+
+
+def _event(round_number: int, found: Verdict, last: tuple[str, ...]) -> events.HangSeen:
+    return events.HangSeen(
+        round=round_number,
+        ranks=found.ranks,
+        reason=found.reason,
+        source=found.source,
+        at=time.monotonic(),
+        last=last,
+    )

@@ -1,0 +1,193 @@
+"""The files that workers' output is kept in, and the last lines that are kept in memory.
+
+::
+
+    <log root>/attempt_<round>/<local rank>/stdout.log    exactly the bytes the worker wrote
+                                           /stderr.log
+                                           /error.json    written by the worker, never here
+              /attempt_<round>/filtered_stdout.log        lines that match a duplicate filter,
+                              /filtered_stderr.log        prefixed, of all ranks or the tee'd ones
+
+Directories have mode 0700. A file that exists is appended to, never truncated. A file that cannot
+be written (full disk, quota) is reported through a callback and tried again with the next bytes; a
+line in the file then says how many are missing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from elaunch.agent.logs.plan import encode
+
+KEPT_BYTES = 64 * 1024
+KEPT_LINES = 500
+LINE_LIMIT = 16 * 1024 * 1024
+
+Complaint = Callable[[Path, OSError], None]
+
+
+def round_directory(log_root: Path, round: int) -> Path:
+    """Return the directory of a round's log files."""
+    return log_root / f"attempt_{round}"
+
+
+def make_directories(log_root: Path, round: int, local_ranks: list[int]) -> None:
+    """Create a round's directories, mode 0700.
+
+    Raises:
+        OSError: one of them cannot be created.
+    """
+    log_root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    base = round_directory(log_root, round)
+    base.mkdir(mode=0o700, exist_ok=True)
+    for local_rank in local_ranks:
+        (base / str(local_rank)).mkdir(mode=0o700, exist_ok=True)
+
+
+class LogFile:
+    """A file that bytes are appended to, come what may.
+
+    Args:
+        path: the file; its directory exists.
+        complain: told of a failure to write, at most once until writing works again.
+    """
+
+    def __init__(self, path: Path, complain: Complaint) -> None:
+        self.path = path
+        self._complain = complain
+        self._fd = -1
+        self._lost = 0
+        self._reason = ""
+
+    def open(self) -> bool:
+        """Open the file for appending; a failure is complained of and gives False."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        try:
+            self._fd = os.open(self.path, flags, 0o666)
+        except OSError as exc:
+            self._complain(self.path, exc)
+        return self._fd >= 0
+
+    def write(self, data: bytes) -> None:
+        """Append `data`; what cannot be written is counted and complained of."""
+        if self._fd < 0:
+            return
+        if self._lost and not self._resume():
+            self._lost += len(data)
+            return
+        try:
+            _write_all(self._fd, data)
+        except _ShortWrite as short:
+            self._lost = short.missing
+            self._reason = short.error.strerror or str(short.error)
+            self._complain(self.path, short.error)
+
+    def close(self) -> None:
+        """Close the file; a gap at its end is marked if there is room again."""
+        if self._fd < 0:
+            return
+        if self._lost:
+            self._resume()
+        fd, self._fd = self._fd, -1
+        try:
+            os.close(fd)
+        except OSError as exc:  # network file systems report a full disk only here
+            self._complain(self.path, exc)
+
+    def _resume(self) -> bool:
+        mark = f"\n[elaunch: {self._lost} bytes are missing here: {self._reason}]\n".encode()
+        try:
+            size = os.fstat(self._fd).st_size
+            if os.write(self._fd, mark) < len(mark):
+                os.ftruncate(self._fd, size)  # only whole marks are ever in a file
+                return False
+        except OSError:
+            return False  # still no room
+        self._lost = 0
+        return True
+
+
+class LineFilter:
+    """Copies the lines of one stream that contain any of some strings to a file.
+
+    Args:
+        file: shared by the streams of a round.
+        needles: what to look for; any of them is enough.
+        prefix: put before each line copied.
+    """
+
+    def __init__(self, file: LogFile, needles: tuple[str, ...], prefix: bytes) -> None:
+        self._file = file
+        self._needles = tuple(encode(needle) for needle in needles)
+        self._prefix = prefix
+        self._held = bytearray()
+
+    def feed(self, data: bytes) -> None:
+        """Copy the matching lines that are whole by now."""
+        end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
+        if end:
+            self._copy(bytes(self._held) + data[:end])
+            self._held.clear()
+        self._held += data[end:]
+        if len(self._held) > LINE_LIMIT:
+            self.end()
+
+    def end(self) -> None:
+        """Take what is held as the last line."""
+        if self._held:
+            self._copy(bytes(self._held))
+            self._held.clear()
+
+    def _copy(self, text: bytes) -> None:
+        lines = text.replace(b"\r", b"\n").split(b"\n")
+        found = [line for line in lines if line and any(n in line for n in self._needles)]
+        if found:
+            self._file.write(b"".join(self._prefix + line + b"\n" for line in found))
+
+
+class Tail:
+    """The last lines of a stream, bounded in lines and bytes."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+        self._cut = False
+
+    def feed(self, data: bytes) -> None:
+        """Keep the end of what was written so far."""
+        self._bytes += data
+        if len(self._bytes) > KEPT_BYTES:
+            del self._bytes[:-KEPT_BYTES]
+            self._cut = True  # the first line kept is the end of one
+
+    def lines(self, count: int) -> list[str]:
+        """Return the last `count` lines (at most `KEPT_LINES`); a progress bar is one line."""
+        lines = [_last_state(line) for line in bytes(self._bytes).split(b"\n")]
+        if self._cut and len(lines) > 1:
+            del lines[0]
+        if lines and not lines[-1]:
+            lines.pop()
+        last = lines[-min(count, KEPT_LINES) :] if count > 0 else []
+        return [line.decode(errors="replace") for line in last]
+
+
+class _ShortWrite(Exception):
+    def __init__(self, missing: int, error: OSError) -> None:
+        super().__init__(missing)
+        self.missing = missing
+        self.error = error
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    rest = memoryview(data)
+    try:
+        while rest:
+            rest = rest[os.write(fd, rest) :]
+    except OSError as exc:
+        raise _ShortWrite(len(rest), exc) from exc
+
+
+def _last_state(line: bytes) -> bytes:
+    states = [state for state in line.split(b"\r") if state]
+    return states[-1] if states else b""

@@ -1,0 +1,318 @@
+"""The log pump: one thread of the agent that reads what every worker prints.
+
+It sits in one blocking wait over the read ends of all workers' stdout and stderr, and passes each
+chunk to the worker's log file (exact bytes), to the console (whole lines), to the filtered files
+and to the tail that failure reports quote. `LogPlan` says which stream goes where.
+
+Calls, all from one thread: `LogPump.start`; for each round `open_round`, then, when its workers are
+gone, `finish_round`; `close`. A round's files are opened and closed by a thread of the round
+(elaunch.agent.logs.rounds), so that a round may begin while the files of the last are closed.
+`say`, `tail` and `paths` may be called from any thread.
+
+Memory is bounded: a console that takes nothing makes the pump stop reading the streams shown on it
+(the workers then wait, as they would for the console itself), while all others go on.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import selectors
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+from elaunch.agent.logs.console import Console, open_consoles, write_directly
+from elaunch.agent.logs.plan import STREAM_BITS, LogPlan
+from elaunch.agent.logs.rounds import LogRound, open_streams
+from elaunch.agent.logs.streams import Stream
+
+__all__ = ["LogPlan", "LogPump"]
+
+PENDING_HIGH = 1024 * 1024
+PENDING_LOW = 256 * 1024
+CONSOLE_PATIENCE = 30.0
+OPEN_PATIENCE = 2.0
+"""Seconds for a round's files to be opened; after it the workers are started without waiting."""
+CLOSE_PATIENCE = 0.1
+"""Seconds for a round's files to be closed before the next begins; most take microseconds."""
+_ABANDON_WAIT = 2.0
+
+logger = logging.getLogger(__name__)
+
+
+class LogPump:
+    """Reads all workers' output and distributes it according to a `LogPlan`.
+
+    Args:
+        plan: where the output goes.
+        console_out: descriptor of the agent's stdout.
+        console_err: descriptor of the agent's stderr.
+    """
+
+    def __init__(self, plan: LogPlan, console_out: int = 1, console_err: int = 2) -> None:
+        self._plan = plan
+        self._console_fds = (console_out, console_err)
+        self._consoles: dict[str, Console] = {}
+        self._selector: selectors.BaseSelector
+        self._wake = -1
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._thread = threading.Thread(target=self._run, name="log-pump", daemon=True)
+        self._round: LogRound | None = None
+        self._unclosed: list[LogRound] = []
+        self._live: dict[Stream, LogRound] = {}
+        self._full: set[Console] = set()
+        self._said: set[str] = set()
+        self._stop_at: float | None = None
+
+    def start(self) -> None:
+        """Open the consoles and start the thread."""
+        out, err = open_consoles(*self._console_fds)
+        self._consoles = {"stdout": out, "stderr": err}
+        self._selector = selectors.DefaultSelector()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._selector.register(self._wake, selectors.EVENT_READ)
+        self._thread.start()
+
+    def open_round(self, round: int, ranks: Mapping[int, int]) -> dict[int, tuple[int, int]]:
+        """Open the streams, directories and files of a round.
+
+        Log files that cannot be created are reported on stderr and done without. Storage that takes
+        longer than OPEN_PATIENCE to open them is named, and the workers' output waits for it.
+
+        Args:
+            round: round number, from 0.
+            ranks: local rank to global rank of every worker of this node.
+
+        Returns:
+            For each local rank the descriptors of its stdout and stderr. They are close-on-exec;
+            the caller passes them to the worker and closes them.
+
+        Raises:
+            OSError: there are no descriptors left; nothing stays open.
+        """
+        for text in self._plan.shortcomings(ranks):
+            self._say_once(text, text)
+        opened = LogRound(round, dict(ranks))
+        write_ends = open_streams(opened, self._plan, self._consoles)
+        self._round = opened
+        self._unclosed = [*(each for each in self._unclosed if not each.done.is_set()), opened]
+        opened.serve(self._plan, self._complain, lambda: self._post(partial(self._adopt, opened)))
+        if not opened.opened.wait(OPEN_PATIENCE):
+            self.say(f"elaunch: {self._plan.log_root} is slow to open the log files; going on")
+        return write_ends
+
+    def finish_round(self, timeout: float) -> bool:
+        """Wait until every stream of the newest round has ended and is on file.
+
+        The round closes its files after that by itself; `close` waits for it.
+        When the time is over, what can be read is read, and the streams that somebody still has
+        open are named on stderr and closed. What a slow console has not taken yet stays queued.
+
+        Args:
+            timeout: seconds.
+
+        Returns:
+            True when all streams had ended by themselves.
+        """
+        finished = self._round
+        if finished is None:
+            return True
+        if not finished.ended.wait(timeout):
+            self._post(partial(self._abandon, finished))
+            finished.ended.wait(_ABANDON_WAIT)
+        finished.done.wait(CLOSE_PATIENCE)
+        return finished.ended.is_set() and not finished.held
+
+    def tail(self, local_rank: int, stream: str = "stderr", lines: int = 20) -> list[str]:
+        """Return the last lines of a stream of the newest round, without line ends.
+
+        Args:
+            local_rank: whose; an unknown one has no lines.
+            stream: ``stdout`` or ``stderr``.
+            lines: how many at most; no more than 500 lines and 64 KiB are kept.
+        """
+        found = self._find(local_rank, stream)
+        return [] if found is None else found.tail.lines(lines)
+
+    def paths(self, local_rank: int) -> tuple[Path | None, Path | None]:
+        """Return the stdout and stderr log files of the newest round; None where there is none."""
+        files = [s.file if (s := self._find(local_rank, n)) else None for n in STREAM_BITS]
+        out, err = (file.path if file else None for file in files)
+        return out, err
+
+    def say(self, text: str) -> None:
+        """Show a line of the agent's own on the console's stderr, never inside a worker's line.
+
+        Does not block. Before `start` and after `close` it is written directly.
+
+        Args:
+            text: one or several lines; the last line end may be left out.
+        """
+        if self._thread.is_alive():
+            self._post(partial(self._show, text))
+        else:
+            write_directly(self._console_fds[1], _line(text))
+
+    def close(self, timeout: float = CONSOLE_PATIENCE) -> None:
+        """Stop the thread, once files are closed and the console has taken what is queued for it.
+
+        Args:
+            timeout: seconds to wait for storage that does not close a file, and for a console that
+                takes nothing; after it, what is queued is dropped (it is in the files).
+        """
+        if not self._thread.is_alive():
+            return
+        self.finish_round(0.0)
+        until = time.monotonic() + timeout
+        for each in self._unclosed:
+            if not each.done.wait(max(0.0, until - time.monotonic())):
+                place = f"{self._plan.log_root}, round {each.number}"
+                self.say(f"elaunch: {place}: the log files are not closed yet; they may lack lines")
+        self._post(partial(self._stop, until))
+        self._thread.join(timeout + _ABANDON_WAIT)
+        if not self._thread.is_alive():
+            os.close(self._wake)
+            self._wake = -1
+
+    def _find(self, local_rank: int, name: str) -> Stream | None:
+        newest = self._round
+        return None if newest is None else newest.streams.get((local_rank, name))
+
+    def _complain(self, path: Path, exc: OSError) -> None:
+        reason = exc.strerror or str(exc)
+        self._say_once(reason, f"cannot write {path}: {reason}; log files are incomplete")
+
+    def _say_once(self, subject: str, text: str) -> None:
+        if subject not in self._said:
+            self._said.add(subject)
+            self.say(f"elaunch: {text}")
+
+    def _post(self, command: Callable[[], None]) -> None:
+        self._inbox.append(command)
+        if self._wake >= 0:
+            os.eventfd_write(self._wake, 1)
+
+    # What follows is called by the thread only.
+
+    def _run(self) -> None:
+        try:
+            while not self._stopped():
+                self._turn()
+        except Exception:
+            logger.exception("the log pump failed; workers' further output is lost")
+        finally:
+            self._shut()
+
+    def _turn(self) -> None:
+        events = self._selector.select(self._timeout())
+        now = time.monotonic()
+        for key, _ in events:
+            if isinstance(key.data, Stream):
+                if key.data.pump(now) == 0:
+                    self._end(key.data, self._live[key.data])
+            elif key.fd == self._wake:
+                os.eventfd_read(self._wake)
+        while self._inbox:
+            self._inbox.popleft()()
+        for stream in self._live:
+            due = _deadline(stream)
+            if due is not None and due <= now and stream.speaker is not None:
+                stream.speaker.show_held()
+        self._flush_consoles()
+        self._pause_and_resume(now)
+
+    def _timeout(self) -> float | None:
+        times = [due for stream in self._live if (due := _deadline(stream)) is not None]
+        if self._stop_at is not None:
+            times.append(self._stop_at)
+        return max(0.0, min(times) - time.monotonic()) if times else None
+
+    def _adopt(self, opened: LogRound) -> None:
+        for stream in opened.live:
+            self._live[stream] = opened
+            self._selector.register(stream.fd, selectors.EVENT_READ, stream)
+
+    def _end(self, stream: Stream, of_round: LogRound) -> None:
+        if self._live.pop(stream, None) is not None and not stream.paused:
+            self._selector.unregister(stream.fd)
+        stream.close()
+        of_round.live.discard(stream)
+        if not of_round.live:
+            of_round.ended.set()
+
+    def _abandon(self, overdue: LogRound) -> None:
+        now = time.monotonic()
+        for stream in sorted(overdue.live, key=lambda stream: (stream.rank, stream.name)):
+            if not stream.drain(now):
+                overdue.held.append(f"rank {stream.rank} {stream.name}")
+            self._end(stream, overdue)
+        if overdue.held:
+            held = ", ".join(overdue.held)
+            self._show(f"elaunch: a process still holds open: {held}; it is no longer read")
+
+    def _flush_consoles(self) -> None:
+        for console in set(self._consoles.values()):
+            console.flush()
+            if console.fault is not None:
+                reason, console.fault = console.fault.strerror, None
+                self._say_once(console.name, f"{console.name}: {reason}; output is missing there")
+            if console.pending and console not in self._full:
+                self._full.add(console)
+                self._selector.register(console.fd, selectors.EVENT_WRITE)
+            elif not console.pending and console in self._full:
+                self._full.discard(console)
+                self._selector.unregister(console.fd)
+
+    def _pause_and_resume(self, now: float) -> None:
+        for stream in self._live:
+            if stream.speaker is None:
+                continue
+            pending = stream.speaker.console.pending
+            pause = pending > (PENDING_LOW if stream.paused else PENDING_HIGH)
+            if pause and not stream.paused:
+                self._selector.unregister(stream.fd)
+            elif stream.paused and not pause:
+                self._selector.register(stream.fd, selectors.EVENT_READ, stream)
+                stream.speaker.wait_anew(now)
+            stream.paused = pause
+
+    def _show(self, text: str) -> None:
+        self._consoles["stderr"].write(_line(text))
+
+    def _stop(self, deadline: float) -> None:
+        self._stop_at = deadline
+
+    def _stopped(self) -> bool:
+        if self._stop_at is None:
+            return False
+        waiting = any(console.pending for console in self._consoles.values())
+        return not (waiting or self._inbox) or time.monotonic() >= self._stop_at
+
+    def _shut(self) -> None:
+        """Close everything; a worker that still writes gets an error instead of waiting."""
+        for each in self._unclosed:
+            for stream in each.live:
+                each.held.append(f"rank {stream.rank} {stream.name}")
+                stream.close()
+            each.live.clear()
+            each.ended.set()
+        self._live.clear()
+        for console in set(self._consoles.values()):
+            console.close()
+        self._selector.close()
+
+
+def _deadline(stream: Stream) -> float | None:
+    """Return when a stream's unfinished line is to be shown, if it is read at present at all."""
+    if stream.paused or stream.speaker is None:
+        return None
+    return stream.speaker.deadline()
+
+
+def _line(text: str) -> bytes:
+    line = text if text.endswith("\n") else f"{text}\n"
+    return line.encode("utf-8", "backslashreplace")

@@ -1,0 +1,239 @@
+"""Speaks for this node in a job of several: says how it is, and tells what failed elsewhere.
+
+After every event the loop hands over its state; what the roster should say of it follows purely
+(elaunch.agent.policy.nodes.own_state) and is sent when it has changed. Sending is the Meeting's:
+its threads block, the loop does not.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from elaunch import shown
+from elaunch.agent.failure.ends import FailureReport
+from elaunch.agent.failure.errorfile import write_launcher_file
+from elaunch.agent.failure.report import render_cause
+from elaunch.agent.policy import events, nodes
+from elaunch.agent.policy.state import Phase, State
+from elaunch.agent.policy.text import failure
+from elaunch.endings import KILLED, PREEMPTED
+from elaunch.errors import HangError, ServerError, SymmetryError
+from elaunch.rendezvous import text as words
+from elaunch.rendezvous.decide.facts import differences
+from elaunch.rendezvous.meeting import Meeting
+from elaunch.rendezvous.plan import AgentRecord, AgentState, Plan, Preempted, WorkerFailure
+
+MAX_TEXT = 4000
+AT_REST: frozenset[AgentState] = frozenset(("joining", "ready", "ended", "finished"))
+"""What an agent says of itself while nothing of a round is left on its node."""
+LEAVE_DEADLINE = 5.0
+"""Seconds to take our entry off the roster, and for those who still wait to hear the end."""
+
+log = logging.getLogger("elaunch")
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What this agent says of itself and does not change.
+
+    ``say`` prints lines on stderr, ``post`` tells the loop; ``strict`` is --strict-symmetry;
+    ``courier`` is the port for other agents; ``rests`` is told whether workers run here; ``probe``
+    is the name of the mark in the checkpoint directory.
+    """
+
+    host: str
+    addr: str
+    role: str
+    hint: int | None
+    facts: Mapping[str, str]
+    say: Callable[[str], None]
+    post: Callable[[events.Event], None]
+    strict: bool = False
+    courier: int = 0
+    probe: str = ""
+    rests: Callable[[bool], object] = bool
+
+
+class Spokesman:
+    """Owns this agent's word on the roster."""
+
+    def __init__(self, meeting: Meeting, identity: Identity) -> None:
+        self._meeting = meeting
+        self._identity = identity
+        self._record: AgentRecord | None = None
+        self._text = ""
+        self._told: tuple[int, str] | None = None
+        self._noticed: set[str] = set()
+
+    def join(self, slots: int, port: int) -> None:
+        """Join the rendezvous with ``slots`` workers; ``port`` is bound for a round's store."""
+        own = self._identity
+        self._record = AgentRecord(
+            own.host, own.addr, port, slots, own.role, own.hint, own.facts, courier=own.courier
+        )
+        self._record = replace(self._record, probe=own.probe)
+        self._meeting.start(self._record)
+
+    def say(self, state: State, port: int) -> None:
+        """Put on the roster how this agent is, if that has changed."""
+        assert self._record is not None  # joined before the first event
+        word, round_number = nodes.own_state(state)
+        self._identity.rests(word in AT_REST)
+        made = self._failure(state) if round_number >= 0 else None
+        old = self._record
+        listens, preempted, asks = bool(state.listens), _preempted(state), _asks(state)
+        same = (old.state, old.round, old.port) == (word, round_number, port)
+        same = same and (old.listens, old.preempted, old.asks) == (listens, preempted, asks)
+        if same and _without_age(old.failure) == _without_age(made):
+            return
+        self._record = replace(
+            old,
+            state=word,
+            round=round_number,
+            port=port,
+            failure=made,
+            listens=listens,
+            preempted=preempted,
+            asks=asks,
+            reason=_reason(state),
+            exit_code=_own_code(state),
+        )
+        self._meeting.tell(self._record)
+
+    def keep(self, report: FailureReport) -> None:
+        """Keep the cause of this node's failure in the words that other nodes will print."""
+        self._text = render_cause(report)[:MAX_TEXT]
+
+    def _failure(self, state: State) -> dict[str, Any] | None:
+        if not state.failed:
+            self._text = ""
+            return None
+        first = state.first
+        if state.hang is not None and state.hung:
+            rank, age = state.hang.ranks[0], time.monotonic() - state.hang.at
+            local_rank = rank - state.first_rank
+            pid, code = state.hang.pid, HangError.exit_code
+            made = self._made(rank, local_rank, pid, code, self._text, age)
+            return {**made, "summary": state.hang.reason}
+        if first is None:
+            code, text = ServerError.exit_code, failure(state)
+            return self._made(state.first_rank, -1, 0, code, text, 0.0)
+        age = time.monotonic() - first.at
+        rank = state.first_rank + first.local_rank
+        return self._made(rank, first.local_rank, first.pid, first.exitcode, self._text, age)
+
+    def _made(
+        self, rank: int, local_rank: int, pid: int, code: int, text: str, age: float
+    ) -> dict[str, Any]:
+        host = self._identity.host
+        return WorkerFailure(rank, local_rank, host, pid, code, text, max(0.0, age)).to_dict()
+
+    # ── telling what others have said ────────────────────────────────────────────────────────────
+
+    def failed_elsewhere(self, state: State) -> Mapping[str, Any] | None:
+        """Return the job's first failure if the plan has one and it is another node's."""
+        plan = state.plan
+        if plan is None or plan.failure is None or plan.failure.get("node") == state.member:
+            return None
+        return plan.failure
+
+    def tell_failure(self, state: State) -> Mapping[str, Any] | None:
+        """Print another node's failure that ended the round, once; return it if it is news."""
+        found = self.failed_elsewhere(state)
+        if found is None or state.plan is None:
+            return None
+        if not found.get("text") and state.plan.phase in ("ending", "forming"):
+            return None  # its node has yet to gather what is known; the next plan has it
+        mark = (int(found.get("pid", 0)), str(found.get("node", "")))
+        if mark == self._told:
+            return None
+        self._told = mark
+        text = str(found.get("text") or "").rstrip() or words.failure(found)
+        self._identity.say(
+            f"the first failure of the job was on another node:\n{shown.block(text)}\n"
+        )
+        return found
+
+    def tell_plan(self, plan: Plan, name: str) -> None:
+        """Log what the plan says beside rounds: differing nodes, who is waited for, standing by."""
+        lines = self._differences(plan, name)
+        if plan.notice:
+            lines.append(plan.notice)
+        if name in plan.joining and plan.phase == "running":
+            lines.append("the job runs already; this node takes part from its next round on")
+        if plan.phase == "forming" and plan.reason:
+            lines.append(f"waiting: {plan.reason}")
+        if plan.waits and plan.phase != "over":
+            lines.append(f"still {plan.waits}")
+        if name in plan.spares:
+            lines.append(
+                f"standing by: the job has its {words.count(len(plan.nodes))}; this one replaces "
+                "the next that is lost"
+            )
+        news = [line for line in lines if line not in self._noticed]
+        self._noticed.update(news)
+        for line in news:
+            log.warning("%s", line)
+
+    def _differences(self, plan: Plan, name: str) -> list[str]:
+        """Return how a newcomer differs from the job, if it does; the strict ones then end."""
+        own = self._identity
+        if not plan.facts or plan.phase == "over" or plan.node_rank(name) is not None:
+            return []
+        told = differences([(f"the job ({plan.nodes[0].host})", plan.facts), ("here", own.facts)])
+        if told and (plan.strict or own.strict):
+            problem = f"{told}; this node may not take part (--strict-symmetry)"
+            own.post(events.MeetingFailed(SymmetryError.exit_code, problem))
+            return []
+        return [told] if told else []
+
+    def write_launcher_file(self, found: Mapping[str, Any], environ: Mapping[str, str]) -> None:
+        """Write the launcher's own error file from another node's failure."""
+        code = int(found.get("exitcode", 1))
+        write_launcher_file(
+            environ, code or 1, None, words.failure(found), str(found.get("text", ""))
+        )
+
+    def leave(self) -> None:
+        """Take this agent off the roster; waits a bounded time for others to hear the end."""
+        self._meeting.leave(LEAVE_DEADLINE)
+
+
+def _preempted(state: State) -> Preempted:
+    """Return why the workers, which have ended with 0, are not done."""
+    return state.notice.kind if state.preempted and state.notice is not None else ""
+
+
+def _asks(state: State) -> str:
+    """Return why somebody asks on this node that the whole job end, to be continued; or ""."""
+    notice = state.notice
+    return "" if notice is None or notice.kind != "stop" else notice.reason[:MAX_TEXT]
+
+
+def _reason(state: State) -> str:
+    if state.parted is not None:
+        return state.parted.problem
+    if state.notice is not None and not state.failed:
+        return state.notice.reason
+    if state.interrupted is not None:
+        return f"stopped by {state.interrupted.name}"
+    return "" if state.phase is not Phase.ENDED else "its agent has ended"
+
+
+def _own_code(state: State) -> int | None:
+    """Return what this agent will end with, if it leaves the job."""
+    if state.parted is not None:
+        return state.parted.exit_code
+    if state.preempted and state.told_to_stop:
+        return PREEMPTED
+    if state.notice is not None and state.told_to_stop and state.interrupted is None:
+        return KILLED if state.stopped else PREEMPTED
+    return None if state.interrupted is None else 128 + state.interrupted
+
+
+def _without_age(found: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    return None if found is None else {k: v for k, v in found.items() if k != "age"}

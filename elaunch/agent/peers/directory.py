@@ -1,0 +1,336 @@
+"""A node's own checkpoint directory (``--checkpoint-local``), as other agents see it.
+
+=============  ================================================================================
+request        what this agent does
+=============  ================================================================================
+``staged``     says what its ranks have sealed and not committed, and what it has committed
+``seals``      says what all ranks have sealed of a checkpoint that it has committed
+``kept``       finishes or clears what workers have left, and lists the checkpoints
+``look``       reads one checkpoint's bytes, and says which files are whole
+``gather``     fetches files from the agents that have them, and puts them in place
+``file``       sends a file
+=============  ================================================================================
+
+The coordinator asks for all but files between two rounds (elaunch.agent.peers.search); they are
+done one at a time, and refused while workers run here. Files are sent whenever another agent
+gathers. A file is fetched under another name, checked, synced and renamed; a checkpoint that this
+node has nothing of appears at once, with all its files. What is in the way goes to the quarantine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from elaunch.agent.peers.files import Fetched, Sources
+from elaunch.agent.peers.messages import CHUNK, Line
+from elaunch.agent.peers.peers import Courier, Peer
+from elaunch.checkpoint import layout
+from elaunch.checkpoint.formats import own
+from elaunch.checkpoint.nodelocal import seals
+from elaunch.checkpoint.nodelocal.inventory import Kept, Looked, list_kept, look
+from elaunch.checkpoint.nodelocal.seals import Seals
+from elaunch.checkpoint.storage.commit import read_stage
+from elaunch.checkpoint.storage.durable import sync_directory
+from elaunch.checkpoint.storage.files import inside, open_regular, read_json
+from elaunch.checkpoint.writing.manifests import Entry
+from elaunch.errors import CheckpointError
+
+GATHERED: Final = "gather."
+"""What a directory below STAGE begins with that files are fetched into."""
+
+log = logging.getLogger("elaunch")
+
+
+@dataclass(frozen=True)
+class LocalPlace:
+    """Where this node's checkpoints are, and whose.
+
+    Attributes:
+        root: the directory, which need not be there yet.
+        glob: --checkpoint-glob, or None.
+        run_id: of the job; other runs' checkpoints are not told of.
+        finish: brings stages of dead rounds to an end:
+            elaunch.agent.resume.directory.Finishing.finish.
+    """
+
+    root: Path
+    glob: str | None
+    run_id: str
+    finish: Callable[[Path | str, str | None], None]
+
+
+class LocalCopies:
+    """Serves this node's checkpoint directory to the agents of the job.
+
+    Args:
+        courier: reaches the others; is given the handlers.
+        place: which checkpoints.
+    """
+
+    def __init__(self, courier: Courier, place: LocalPlace) -> None:
+        self._courier = courier
+        self._place = place
+        self._root = place.root
+        self._turn = threading.Lock()
+        self._done = 0
+        self._rests = True
+        courier.handle("staged", self._in_turn(self._on_staged))
+        courier.handle("seals", self._in_turn(self._on_seals))
+        courier.handle("kept", self._in_turn(self._on_kept))
+        courier.handle("look", self._in_turn(self._on_look))
+        courier.handle("gather", self._in_turn(self._on_gather))
+        courier.handle("file", self._on_file)
+
+    def rests(self, rests: bool) -> None:
+        """Note whether nothing of a round is left on this node."""
+        self._rests = rests
+
+    def _in_turn(
+        self, serve: Callable[[Line, Mapping[str, Any]], Mapping[str, Any]]
+    ) -> Callable[[Line, Mapping[str, Any]], Mapping[str, Any]]:
+        """Return a handler that waits its turn; who waits hears what is got done meanwhile."""
+
+        def served(line: Line, request: Mapping[str, Any]) -> Mapping[str, Any]:
+            seen = self._done
+            while not self._turn.acquire(timeout=1.0):
+                line.busy(self._done - seen)
+                seen = self._done
+            try:
+                if not self._rests:
+                    raise CheckpointError("workers run here")
+                return serve(line, request)
+            finally:
+                self._turn.release()
+
+        return served
+
+    def _progress(self, line: Line) -> Callable[[int], None]:
+        def progress(amount: int) -> None:
+            self._done += amount
+            line.busy(amount)
+
+        return progress
+
+    # ── what is here ─────────────────────────────────────────────────────────────────────────────
+
+    def _on_staged(self, _: Line, __: Mapping[str, Any]) -> Mapping[str, Any]:
+        names = list(seals.committed(self._root))
+        return {"ok": True, "seals": seals_to_json(seals.staged(self._root)), "committed": names}
+
+    def _on_seals(self, _: Line, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        name = request["name"]
+        path = seals.committed(self._root)[name]
+        return {"ok": True, "seals": seals_to_json({name: read_stage(path)})}
+
+    def _on_kept(self, _: Line, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        seals.adopt(self._root, seals_of(request.get("seals", {})))
+        self._tidy()
+        kept, passed_over = list_kept(self._root, self._place.glob, self._place.run_id)
+        told = [[str(passed.path), passed.reason] for passed in passed_over]
+        return {"ok": True, "kept": [asdict(one) for one in kept], "passed_over": told}
+
+    def _tidy(self) -> None:
+        """Finish or clear what workers and earlier searches have left."""
+        for left in (self._root / layout.STAGE).glob(f"{GATHERED}*"):
+            shutil.rmtree(left, ignore_errors=True)
+        self._place.finish(self._root, self._place.run_id)
+
+    def _on_look(self, line: Line, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        looked = look(self._root, kept_of(request["checkpoint"]), self._progress(line))
+        return {"ok": True, "looked": looked_to_json(looked)}
+
+    def _on_file(self, line: Line, request: Mapping[str, Any]) -> None:
+        path = inside(self._root, request["checkpoint"], line.who)
+        if request["file"]:
+            path = inside(path, request["file"], line.who)
+        self._check_within(path)
+        with open_regular(path) as file:
+            line.say({"ok": True, "size": os.fstat(file.fileno()).st_size})
+            line.send_bytes(_pieces(file.fileno()))
+
+    def _check_within(self, path: Path) -> None:
+        """Raise CheckpointError where a link leads out of the checkpoint directory."""
+        if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(self._root)):
+            raise CheckpointError(f"{path} is a link that leads out of the checkpoint directory")
+
+    # ── what is fetched ──────────────────────────────────────────────────────────────────────────
+
+    def _on_gather(self, line: Line, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        kept = kept_of(request["checkpoint"])
+        files = [
+            Fetched(Entry(str(path), int(size), str(checksum)), tuple(map(int, places)))
+            for path, size, checksum, places in request["files"]
+        ]
+        nodes = [Peer(str(n[0]), str(n[1]), int(n[2])) for n in request["nodes"]]
+        path = inside(self._root, kept.path, line.who)
+        self._check_within(path)
+        self._check_room(sum(one.entry.size for one in files))
+        workplace = self._root / layout.STAGE / f"{GATHERED}{secrets.token_hex(8)}"
+        workplace.mkdir(parents=True)
+        try:
+            with Sources(self._courier, kept.path, nodes, self._progress(line)) as sources:
+                if path.is_dir() and (kept.format != own.FORMAT or _is(path, kept.digest)):
+                    self._complete(path, files, workplace, sources)
+                else:
+                    self._make(path, files, workplace, sources)
+        finally:
+            shutil.rmtree(workplace, ignore_errors=True)
+        return {"ok": True}
+
+    def _check_room(self, needed: int) -> None:
+        self._root.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(self._root).free
+        if needed > free:
+            raise CheckpointError(
+                f"no space left on {self._root}: the files to fetch need {needed:,} bytes, "
+                f"{free:,} are free"
+            )
+
+    def _make(
+        self, path: Path, files: Sequence[Fetched], workplace: Path, sources: Sources
+    ) -> None:
+        """Fetch a checkpoint that is not here, and have it appear at once."""
+        made = workplace / "checkpoint"
+        for number, one in enumerate(files):
+            fetched = workplace / f"{number}"
+            sources.fetch(one, fetched)
+            _put(fetched, inside(made, one.entry.path, "a file") if one.entry.path else made)
+        for directory in _missing(path.parent):
+            directory.mkdir()
+            sync_directory(directory.parent)
+        self._set_aside(path)
+        os.rename(made, path)
+        sync_directory(path.parent)
+
+    def _complete(
+        self, path: Path, files: Sequence[Fetched], workplace: Path, sources: Sources
+    ) -> None:
+        """Put files that are lacking, or damaged, into a checkpoint that is here in part.
+
+        metadata.json and COMMIT make a pair, which is another one on each node that has committed
+        by itself: both are here before either is put in place.
+        """
+        pair = []
+        for number, one in enumerate(files):
+            fetched = workplace / f"{number}"
+            sources.fetch(one, fetched)
+            target = inside(path, one.entry.path, "a file")
+            self._check_within(target.parent)
+            if one.entry.path in (layout.METADATA, layout.COMMIT):
+                pair.append((fetched, target))
+            else:
+                self._set_aside(target)
+                _put(fetched, target)
+        for fetched, target in pair:
+            _put(fetched, target)
+
+    def _set_aside(self, path: Path) -> None:
+        """Put what is in the way into the quarantine, under a name of its own."""
+        if not os.path.lexists(path):
+            return
+        places = self._root / layout.QUARANTINE
+        places.mkdir(exist_ok=True)
+        aside = places / f"{path.name}.{secrets.token_hex(4)}"
+        os.rename(path, aside)
+        log.warning("%s is damaged, or not what the other nodes have: now %s", path, aside)
+
+
+# ── as they travel ───────────────────────────────────────────────────────────────────────────────
+
+
+def kept_of(fields: Mapping[str, Any]) -> Kept:
+    """Return a checkpoint as another agent has named it; ValueError for anything else."""
+    kept = Kept(**fields)
+    words = (kept.path, kept.format, kept.digest)
+    if not all(isinstance(word, str) for word in words):
+        raise ValueError("a checkpoint without names")
+    if not all(type(number) is int for number in (kept.step, kept.round)):
+        raise ValueError("a checkpoint without step and round")
+    return kept
+
+
+def looked_to_json(looked: Looked) -> dict[str, Any]:
+    """Return what ``look`` found, as it travels."""
+
+    def rows(entries: Sequence[Entry] | None) -> list[list[Any]] | None:
+        return None if entries is None else [[e.path, e.size, e.checksum] for e in entries]
+
+    return {
+        "files": rows(looked.files),
+        "wanted": rows(looked.wanted),
+        "problem": looked.problem,
+        "format": looked.format,
+    }
+
+
+def looked_of(fields: Mapping[str, Any]) -> Looked:
+    """Return what looked_to_json made; raises ValueError, TypeError or KeyError for others."""
+
+    def entries(rows: list[list[Any]]) -> tuple[Entry, ...]:
+        return tuple(Entry(str(path), int(size), str(sum_)) for path, size, sum_ in rows)
+
+    wanted = fields["wanted"]
+    return Looked(
+        entries(fields["files"]),
+        None if wanted is None else entries(wanted),
+        str(fields["problem"]),
+        str(fields["format"]),
+    )
+
+
+def seals_to_json(sealed: Seals) -> dict[str, dict[str, str]]:
+    """Return seals as they travel, byte for byte."""
+    return {
+        name: {str(rank): content.decode("latin-1") for rank, content in manifests.items()}
+        for name, manifests in sealed.items()
+    }
+
+
+def seals_of(fields: Mapping[str, Mapping[str, str]]) -> dict[str, dict[int, bytes]]:
+    """Return what seals_to_json made; raises ValueError or AttributeError for others."""
+    return {
+        name: {int(rank): content.encode("latin-1") for rank, content in manifests.items()}
+        for name, manifests in fields.items()
+    }
+
+
+def _is(path: Path, digest: str) -> bool:
+    """Tell whether the checkpoint at ``path`` has this digest in its COMMIT."""
+    try:
+        return read_json(path / layout.COMMIT).get("digest") == digest
+    except (OSError, CheckpointError):
+        return False
+
+
+def _pieces(fd: int) -> Iterator[memoryview]:
+    buffer = bytearray(CHUNK)
+    with contextlib.closing(os.fdopen(os.dup(fd), "rb", buffering=0)) as file:
+        while size := file.readinto(buffer):
+            yield memoryview(buffer)[:size]
+
+
+def _put(fetched: Path, target: Path) -> None:
+    """Move a file to where it belongs, and have that on the disk."""
+    for directory in _missing(target.parent):
+        directory.mkdir()
+        sync_directory(directory.parent)
+    os.rename(fetched, target)
+    sync_directory(target.parent)
+
+
+def _missing(directory: Path) -> list[Path]:
+    """Return the directories that have to be made for this one to be, the outermost first."""
+    missing = []
+    while not directory.is_dir():
+        missing.append(directory)
+        directory = directory.parent
+    return missing[::-1]

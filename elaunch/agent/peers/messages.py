@@ -1,0 +1,297 @@
+"""What the agents of a job say to each other about checkpoints, over TCP.
+
+An agent that connects shows that it is of the job (elaunch.wire.handshake), then sends requests,
+one after the other, each a line of JSON with ``do``. The answer to each is one line,
+``{"ok": true, …}`` or ``{"error": "…"}``; lines ``{"busy": n}`` may come before it: n grows while
+something gets done, so that one who is slow is told from one who hangs. Bytes follow a line as
+frames:
+
+===========================  =====================================================================
+frame                        meaning
+===========================  =====================================================================
+u32 n, n bytes               the next n bytes, at most CHUNK
+u32 0, 32 bytes              the end; the SHA-256 of all bytes before
+u32 2**32-1, line of JSON    the sender cannot go on: ``{"error": "…"}``; the connection lives on
+===========================  =====================================================================
+
+======================================================  ==========================================
+request                                                 answer, beside ``ok``
+======================================================  ==========================================
+``sealed``: stage, rank, manifest                       nothing: the rank's part is on the disk
+``failed``: stage, rank, problem                        nothing: the part will never be
+``part``: step, round, rank                             ``handed``, the bytes of one rank's part
+                                                        from the memory of that agent, a line
+                                                        ``whole``: whether they stayed the same
+                                                        meanwhile; nothing if it is not there
+``replica``: handed                                     nothing, once there is room; after the bytes
+                                                        again, once the neighbour has them
+``staged``                                              ``seals`` of its ranks, ``committed``: names
+``seals``: name                                         ``seals`` of all ranks
+``kept``: seals                                         ``kept``: the checkpoints of this node,
+                                                        ``passed_over``: names with reasons
+``look``: checkpoint, one of ``kept``                   ``looked``: files that are whole here,
+                                                        files wanted, problem, format
+``gather``: checkpoint, files, nodes                    nothing: all these files are here now
+``file``: checkpoint, file                              ``size``, then the bytes, from the disk
+======================================================  ==========================================
+
+The last six are those of --checkpoint-local (elaunch.agent.peers.directory). Nothing is encrypted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import io
+import json
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, BinaryIO, Final
+
+from elaunch.errors import SaveError
+
+CHUNK: Final = 4 * 2**20
+LONGEST_LINE: Final = 64 * 2**20
+BUSY_EVERY: Final = 1.0
+"""Seconds between two ``busy`` lines."""
+ALIVE_S: Final = 6
+"""Seconds after which a machine that acknowledges nothing is gone; one whose agent is stopped is
+not, and neither is one whose disk is slow."""
+_LENGTH: Final = struct.Struct("<I")
+_BROKEN: Final = 2**32 - 1
+
+
+class Undelivered(SaveError):
+    """Another agent did not do what it was asked to; the text names it and says why.
+
+    ``gone``: it has ended, or nobody is there; False: it is there and refuses, or is too slow.
+    """
+
+    def __init__(self, text: str, gone: bool = False) -> None:
+        super().__init__(text)
+        self.gone = gone
+
+
+class Line:
+    """One end of a connection between two agents; owns the socket.
+
+    Args:
+        sock: connected, after the handshake.
+        who: the other side, as messages name it.
+        patience: seconds without a byte, or without progress, after which it counts as hung.
+    """
+
+    def __init__(self, sock: socket.socket, who: str, patience: float) -> None:
+        self.who = who
+        self.patience = patience
+        self._sock = sock
+        self._progress = 0
+        self._came = b""
+        """SHA-256 of the bytes that came last."""
+        self._told_busy = 0.0
+        sock.settimeout(patience)
+        _watch(sock)
+        self._reader = io.BufferedReader(socket.SocketIO(sock, "r"), 65536)
+
+    def __enter__(self) -> Line:
+        """Return it; the end of the block closes it."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close it."""
+        self.close()
+
+    def close(self) -> None:
+        """Hang up; may be called twice, and from another thread to wake who waits here."""
+        with contextlib.suppress(OSError):  # the other side may have hung up before
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._sock.close()
+
+    # ── lines ────────────────────────────────────────────────────────────────────────────────────
+
+    def say(self, fields: Mapping[str, Any]) -> None:
+        """Send one line; raises Undelivered."""
+        self._send(json.dumps(fields, separators=(",", ":")).encode() + b"\n")
+
+    def hear(self) -> dict[str, Any] | None:
+        """Return the next line; None where the other side has hung up between two lines."""
+        try:
+            line = self._reader.readline(LONGEST_LINE)
+        except OSError as error:
+            raise self._lost(error) from None
+        if not line:
+            return None
+        try:
+            said = json.loads(line)
+        except (ValueError, RecursionError):
+            said = None
+        if not line.endswith(b"\n") or not isinstance(said, dict):
+            raise Undelivered(f"{self.who} broke off, or sends what is no line of elaunch", True)
+        return said
+
+    def ask(
+        self, fields: Mapping[str, Any], progress: Callable[[], object] | None = None
+    ) -> dict[str, Any]:
+        """Send a request and return its answer; see :meth:`answer`."""
+        self.say(fields)
+        return self.answer(progress)
+
+    def answer(self, progress: Callable[[], object] | None = None) -> dict[str, Any]:
+        """Return the answer to what was asked; ``progress`` is called while it is being worked on.
+
+        Raises Undelivered: it is an error, the other side is gone, or makes no progress.
+        """
+        seen, since = -1, time.monotonic()
+        while True:
+            said = self.hear()
+            if said is None:
+                raise Undelivered(f"{self.who} has ended, or hung up", True)
+            if "error" in said:
+                raise Undelivered(f"{self.who}: {said['error']}")
+            if "busy" not in said:
+                return said
+            now = time.monotonic()
+            if said["busy"] != seen:
+                seen, since = said["busy"], now
+                if progress is not None:
+                    progress()
+            elif now - since > self.patience:
+                raise Undelivered(f"{self.who} makes no progress for {self.patience:g} s")
+
+    def busy(self, amount: int = 1) -> None:
+        """Say, once in a while, that the request is being worked on and has got further."""
+        self._progress += amount
+        now = time.monotonic()
+        if now - self._told_busy >= BUSY_EVERY:
+            self._told_busy = now
+            self.say({"busy": self._progress})
+
+    # ── bytes ────────────────────────────────────────────────────────────────────────────────────
+
+    def send_bytes(self, pieces: Iterable[memoryview | bytes]) -> None:
+        """Send the bytes of ``pieces``; an OSError while they are made is told to the other side.
+
+        Raises Undelivered, and the OSError after it was told.
+        """
+        total = hashlib.sha256()
+        source = _chunks(pieces)
+        while True:
+            try:
+                chunk = next(source, None)
+            except OSError as error:
+                self._send(_LENGTH.pack(_BROKEN))
+                self.say({"error": error.strerror or str(error)})
+                raise
+            if chunk is None:
+                break
+            total.update(chunk)
+            self._send(_LENGTH.pack(len(chunk)))
+            self._send(chunk)
+        self._send(_LENGTH.pack(0) + total.digest())
+
+    def receive_into(self, memory: memoryview, progress: Callable[[int], object]) -> None:
+        """Fill ``memory`` with the bytes that come; ``progress`` is told of each frame's size.
+
+        Raises Undelivered: fewer or more come, they are not what was sent, or the sender is gone.
+        """
+        at = 0
+
+        def place(size: int) -> memoryview:
+            nonlocal at
+            if at + size > memory.nbytes:
+                raise Undelivered(f"{self.who} sends more than {memory.nbytes:,} bytes")
+            view = memory[at : at + size]
+            at += size
+            return view
+
+        for view in self._frames(place):
+            progress(view.nbytes)
+        if at != memory.nbytes:
+            raise Undelivered(f"{self.who} sends {at:,} of {memory.nbytes:,} bytes")
+
+    def receive_to(self, file: BinaryIO, size: int, progress: Callable[[int], object]) -> str:
+        """Write the ``size`` bytes that come to ``file`` and return their SHA-256 in hex.
+
+        Needs CHUNK bytes of memory. Raises Undelivered as :meth:`receive_into`, and OSError.
+        """
+        buffer = memoryview(bytearray(min(CHUNK, max(1, size))))
+        written = 0
+
+        def place(length: int) -> memoryview:
+            if written + length > size:
+                raise Undelivered(f"{self.who} sends more than {size:,} bytes")
+            return buffer[:length]
+
+        for view in self._frames(place):
+            file.write(view)
+            written += view.nbytes
+            progress(view.nbytes)
+        if written != size:
+            raise Undelivered(f"{self.who} sends {written:,} of {size:,} bytes")
+        return self._came.hex()
+
+    def _frames(self, place: Callable[[int], memoryview]) -> Iterator[memoryview]:
+        total = hashlib.sha256()
+        while True:
+            (size,) = _LENGTH.unpack(self._exactly(bytearray(_LENGTH.size)))
+            if size == 0:
+                break
+            if size == _BROKEN:
+                said = self.hear() or {}
+                raise Undelivered(f"{self.who}: {said.get('error', 'it cannot go on')}")
+            if size > CHUNK:
+                raise Undelivered(f"{self.who} sends what is no frame of elaunch", True)
+            view = place(size)
+            self._exactly(view)
+            total.update(view)
+            yield view
+        self._came = total.digest()
+        if bytes(self._exactly(bytearray(len(self._came)))) != self._came:
+            raise Undelivered(f"what {self.who} sent was changed on the way")
+
+    def _exactly(self, into: bytearray | memoryview) -> bytearray | memoryview:
+        try:
+            got = self._reader.readinto(into)
+        except OSError as error:
+            raise self._lost(error) from None
+        if got != len(into):
+            raise Undelivered(f"{self.who} has ended in the middle of sending", True)
+        return into
+
+    def _send(self, data: bytes | memoryview) -> None:
+        try:
+            self._sock.sendall(data)
+        except OSError as error:
+            raise self._lost(error) from None
+
+    def _lost(self, error: OSError) -> Undelivered:
+        if error.errno == errno.ETIMEDOUT:
+            return Undelivered(f"{self.who} is gone: its machine does not answer", True)
+        if isinstance(error, TimeoutError):
+            return Undelivered(f"{self.who} does not answer for {self.patience:g} s")
+        why = error.strerror or str(error)
+        return Undelivered(f"{self.who} is gone: {why}", True)
+
+
+def _watch(sock: socket.socket) -> None:
+    """Have the kernel find out, in ALIVE_S seconds, that the other machine or the cable is gone."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    options = {
+        socket.TCP_NODELAY: 1,
+        socket.TCP_KEEPIDLE: 2,
+        socket.TCP_KEEPINTVL: 1,
+        socket.TCP_KEEPCNT: ALIVE_S - 2,
+        socket.TCP_USER_TIMEOUT: 1000 * ALIVE_S,
+    }
+    for option, value in options.items():
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def _chunks(pieces: Iterable[memoryview | bytes]) -> Iterator[memoryview]:
+    for piece in pieces:
+        view = memoryview(piece).cast("B")
+        for at in range(0, view.nbytes, CHUNK):
+            yield view[at : at + CHUNK]

@@ -1,0 +1,339 @@
+"""The courier: brings word of checkpoints, parts and files from one node's agent to another's.
+
+Every agent of a job of several nodes has one: a port that its record on the roster names
+(``courier`` there and in the plan's nodes), and calls to the others'. The messages are in
+elaunch.agent.peers.messages; who sends one has shown that it belongs to this job: its key is made
+of the secret of --rdzv-secret-file, and of the job's word, which only those know who can read the
+store.
+
+Calls block for ``timeout`` seconds at most and raise Undelivered, which tells an agent that is gone
+from one that is slow. What comes from others is handed to the keeper (elaunch.agent.saver.peers)
+and to the handlers that :meth:`Courier.handle` was given, in threads of the courier's.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from elaunch.agent.peers.messages import CHUNK, Line, Undelivered
+from elaunch.agent.peers.port import CourierPort
+from elaunch.agent.saver.peers import Received
+from elaunch.agent.workers.storesocket import LOOPBACK
+from elaunch.checkpoint.records import Stage
+from elaunch.errors import CheckpointError
+from elaunch.hosts import is_loopback
+from elaunch.rendezvous.plan import Plan
+from elaunch.store.tcp import connection
+from elaunch.wire.handshake import COURIER, Caller, Stranger, call_up, session_key
+from elaunch.wire.saver import Files, Handed, handed_from_json, handed_to_json
+
+PATIENCE: Final = 30.0
+"""Seconds without a byte or progress after which another agent counts as hung."""
+IDLE: Final = 120.0
+"""Seconds that a connection may rest between two requests."""
+AGAIN: Final = 0.05
+"""Seconds before the next attempt to reach an agent that did not take us."""
+
+Handler = Callable[[Line, Mapping[str, Any]], Mapping[str, Any] | None]
+"""Serves one request; returns the answer, or None if it has answered."""
+
+log = logging.getLogger("elaunch")
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Where the agent of another node is reached."""
+
+    host: str
+    addr: str
+    port: int
+
+    def __str__(self) -> str:
+        """Name it for messages."""
+        addr = f"[{self.addr}]" if ":" in self.addr else self.addr
+        return f"the agent of node {self.host} ({addr}:{self.port})"
+
+
+class Courier:
+    """Owns this agent's port for other agents; thread-safe.
+
+    Args:
+        host: the address that the other nodes reach this one at.
+        run_id: of the job.
+        secret: of --rdzv-secret-file, or None; the attribute may be set until the first plan of a
+            store is heard.
+    """
+
+    def __init__(self, host: str, run_id: str, secret: bytes | None) -> None:
+        self.host = host
+        self._run_id = run_id
+        self.secret = secret
+        self._port = CourierPort(host, self._serve)
+        self._plan: Plan | None = None
+        self._name = ""
+        self._heard = threading.Condition()
+        self._handlers: dict[str, Handler] = {}
+        self._received: Received | None = None
+
+    @property
+    def port(self) -> int:
+        """The port that others are told; 0 before :meth:`start`."""
+        return self._port.port
+
+    def start(self) -> int:
+        """Listen, and return the port; raises CheckpointError."""
+        try:
+            return self._port.open()
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot listen for the other nodes' agents: {error.strerror or error}"
+            ) from error
+
+    def close(self) -> None:
+        """Hang up on everybody."""
+        self._port.close()
+
+    def handle(self, op: str, handler: Handler) -> None:
+        """Have requests ``op`` served by ``handler``, from now on."""
+        self._handlers[op] = handler
+
+    def attach(self, received: Received) -> None:
+        """Hand what comes of parts and replicas to the keeper, from now on."""
+        self._received = received
+        self.handle("sealed", self._on_sealed)
+        self.handle("writing", self._on_writing)
+        self.handle("failed", self._on_failed)
+        self.handle("part", self._on_part)
+        self.handle("replica", self._on_replica)
+
+    def hear(self, plan: Plan, name: str) -> None:
+        """Take the newest plan: whose job it is, who its nodes are; ``name`` is ours."""
+        key = session_key(self.secret or b"elaunch", f"courier {self._run_id} {plan.job}")
+        with self._heard:
+            self._plan, self._name = plan, name
+            self._port.key = key
+            self._heard.notify_all()
+
+    def node(self, node_rank: int) -> Peer:
+        """Return where the node of that rank in the newest plan is; raises Undelivered."""
+        plan = self._plan
+        if plan is None or not 0 <= node_rank < len(plan.nodes):
+            raise Undelivered(f"the round has no node {node_rank}", True)
+        node = plan.nodes[node_rank]
+        if not node.courier:
+            raise Undelivered(f"node {node.host} has no courier: is its elaunch as new as this?")
+        return Peer(node.host, node.addr, node.courier)
+
+    def here(self) -> Peer:
+        """Return where this agent itself is reached from this machine."""
+        addr = self.host if is_loopback(self.host) else LOOPBACK
+        return Peer(os.uname().nodename, addr, self.port)
+
+    # ── calls ────────────────────────────────────────────────────────────────────────────────────
+
+    def call(self, peer: Peer, until: float, patience: float = PATIENCE) -> Line:
+        """Return a line to another agent, after the handshake; tries until ``until`` (monotonic).
+
+        Raises Undelivered; ``gone`` if nobody listens there any more.
+        """
+        why = ""
+        while True:
+            with self._heard:
+                self._heard.wait_for(lambda: self._port.key, max(0.0, until - time.monotonic()))
+                key = self._port.key
+            if not key:
+                raise Undelivered("this agent has not heard of a plan yet")
+            try:
+                return Line(self._dial(peer, key, until), str(peer), patience)
+            except ConnectionRefusedError:
+                raise Undelivered(f"{peer} has ended: nobody listens there", True) from None
+            except Stranger as error:
+                why = str(error)
+            except (ConnectionResetError, BrokenPipeError) as error:
+                why = error.strerror or str(error)
+            except OSError as error:
+                why = "no answer" if isinstance(error, TimeoutError) else str(error)
+                raise Undelivered(f"{peer} cannot be reached: {why}") from None
+            if time.monotonic() + AGAIN >= until:
+                raise Undelivered(f"{peer} does not take us: {why}")
+            threading.Event().wait(AGAIN)
+
+    def _dial(self, peer: Peer, key: bytes, until: float) -> socket.socket:
+        why = OSError(f"{peer.addr} has no address")
+        addresses = connection.resolve(peer.addr, peer.port, until)
+        for place, (family, address) in enumerate(addresses):
+            left = (until - time.monotonic()) / (len(addresses) - place)
+            sock = socket.socket(family, socket.SOCK_STREAM)
+            try:
+                sock.settimeout(max(0.001, left))
+                sock.connect(address)
+                call_up(sock, key, peer.port, Caller(COURIER, self.port), until)
+            except OSError as error:
+                sock.close()
+                why = error
+                continue
+            return sock
+        raise why
+
+    def _to_node(self, node_rank: int, timeout: float) -> Line:
+        return self.call(self.node(node_rank), time.monotonic() + timeout, min(timeout, PATIENCE))
+
+    def send_sealed(
+        self, node_rank: int, stage: Stage, rank: int, manifest: bytes, timeout: float
+    ) -> None:
+        """Tell the agent of ``node_rank`` that ``rank``'s part is on the disk, with this seal."""
+        told = {"stage": asdict(stage), "rank": rank, "manifest": manifest.decode("latin-1")}
+        with self._to_node(node_rank, timeout) as line:
+            line.ask({"do": "sealed", **told})
+
+    def send_failed(
+        self, node_rank: int, stage: Stage, rank: int, problem: str, timeout: float
+    ) -> None:
+        """Tell it that ``rank``'s part of the stage will not come."""
+        with self._to_node(node_rank, timeout) as line:
+            line.ask({"do": "failed", "stage": asdict(stage), "rank": rank, "problem": problem})
+
+    def send_writing(
+        self, node_rank: int, stage: Stage, rank: int, world_size: int, timeout: float
+    ) -> None:
+        """Tell it that ``rank``'s part of the stage is being written still."""
+        told = {"stage": asdict(stage), "rank": rank, "world_size": world_size}
+        with self._to_node(node_rank, timeout) as line:
+            line.ask({"do": "writing", **told})
+
+    def fetch_part(
+        self,
+        node_rank: int,
+        part: tuple[int, int, int],
+        into: Callable[[int], memoryview],
+        timeout: float,
+    ) -> tuple[str, Files] | None:
+        """Copy a part (step, round, rank) out of that node's memory; None if it is not there.
+
+        ``into`` makes room for so many bytes. Returns the stage's uuid and where the files lie in
+        that room.
+        """
+        step, round_number, rank = part
+        until = time.monotonic() + timeout
+        with self._to_node(node_rank, timeout) as line:
+            found = line.ask({"do": "part", "step": step, "round": round_number, "rank": rank})
+            if "handed" not in found:
+                return None
+            handed = _handed(line, found)
+            line.receive_into(into(handed.end)[: handed.end], _in_time(line, until))
+            if not line.answer().get("whole"):
+                return None
+        return handed.stage.uuid, handed.images
+
+    def push_replica(
+        self, node_rank: int, handed: Handed, memory: memoryview, timeout: float
+    ) -> None:
+        """Send a part, the first ``handed.end`` bytes of ``memory``, to be kept for this node."""
+        until = time.monotonic() + timeout
+        with self._to_node(node_rank, timeout) as line:
+            line.ask({"do": "replica", "handed": handed_to_json(handed)})
+            in_time = _in_time(line, until)
+            part = memory[: handed.end]  # what lies behind it is no part of it
+            pieces = (part[at : at + CHUNK] for at in range(0, handed.end, CHUNK))
+            line.send_bytes(piece for piece in pieces if in_time(len(piece)))
+            line.answer()
+
+    # ── what others ask ──────────────────────────────────────────────────────────────────────────
+
+    def _serve(self, sock: socket.socket) -> None:
+        line = Line(sock, "another node's agent", IDLE)
+        try:
+            while (request := line.hear()) is not None:
+                line.patience = PATIENCE
+                self._answer(line, request)
+        except Undelivered as error:
+            log.debug("a request of another node's agent came to nothing: %s", error)
+
+    def _answer(self, line: Line, request: Mapping[str, Any]) -> None:
+        handler = self._handlers.get(str(request.get("do")))
+        if handler is None:
+            line.say({"error": f"this agent does not serve {request.get('do')!r}"})
+            return
+        try:
+            answer = handler(line, request)
+        except Undelivered:
+            raise
+        except CheckpointError as error:
+            answer = {"error": str(error)}
+        except OSError as error:
+            answer = {"error": _in_words(error)}
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            answer = {"error": f"the request makes no sense: {error!r}"}
+        if answer is not None:
+            line.say(answer)
+
+    def _on_sealed(self, _: Line, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        assert self._received is not None  # attached
+        stage, manifest = Stage(**request["stage"]), str(request["manifest"]).encode("latin-1")
+        self._received.on_sealed(stage, int(request["rank"]), manifest)
+        return {"ok": True}
+
+    def _on_writing(self, _: Line, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        assert self._received is not None  # attached
+        stage, world_size = Stage(**request["stage"]), int(request["world_size"])
+        self._received.on_writing(stage, int(request["rank"]), world_size)
+        return {"ok": True}
+
+    def _on_failed(self, _: Line, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        assert self._received is not None  # attached
+        stage, problem = Stage(**request["stage"]), str(request["problem"])
+        self._received.on_failed(stage, int(request["rank"]), problem)
+        return {"ok": True}
+
+    def _on_part(self, line: Line, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        assert self._received is not None  # attached
+        part = int(request["step"]), int(request["round"]), int(request["rank"])
+        found = self._received.serve_part(*part)
+        if found is None:
+            return {"ok": True}
+        handed, memory = found
+        line.say({"ok": True, "handed": handed_to_json(handed)})
+        line.send_bytes([memory[: handed.end]])
+        again = self._received.serve_part(*part)
+        return {"ok": True, "whole": again is not None and again[0] == handed}
+
+    def _on_replica(self, line: Line, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        assert self._received is not None  # attached
+        handed = handed_from_json(request["handed"])
+        room = self._received.replica_room(handed)
+        line.say({"ok": True})
+        line.receive_into(room[: handed.end], lambda _: None)
+        self._received.replica_came(handed)
+        name, rank = handed.stage.final, handed.part.rank
+        log.debug("this node's memory has a copy of rank %d's part of %s", rank, name)
+        return {"ok": True}
+
+
+def _handed(line: Line, found: Mapping[str, Any]) -> Handed:
+    try:
+        return handed_from_json(found["handed"])
+    except ValueError as error:
+        raise Undelivered(f"{line.who}: {error}") from error
+
+
+def _in_words(error: OSError) -> str:
+    reason = error.strerror or str(error)
+    return f"{error.filename}: {reason}" if error.filename else reason
+
+
+def _in_time(line: Line, until: float) -> Callable[[int], bool]:
+    """Return what lets a transfer go on until ``until`` and then raises Undelivered."""
+
+    def check(_: int) -> bool:
+        if time.monotonic() >= until:
+            raise Undelivered(f"{line.who} is too slow: the transfer is not done in time")
+        return True
+
+    return check

@@ -1,0 +1,270 @@
+"""The coordinator's search where every node has its own checkpoint directory.
+
+1. Every agent on the roster says what its ranks have sealed of saves that may not be committed
+   everywhere (``staged``), hears what the others have, and says which checkpoints it has something
+   of (``kept``).
+2. From new to old: each that has something of the checkpoint reads it and says which files are
+   whole; what they have together is complete, or the checkpoint is passed over.
+3. The nodes of the next round fetch what they lack from those that have it. One that cannot makes
+   the next older checkpoint the choice, for all.
+
+All that is done before the round is published, so that no worker starts from less. An agent that
+cannot be reached has probably died: what it has does not count, and the round waits for the roster
+to say so, or for a search that reaches it. One that is on the roster all the time and cannot be
+reached ends the job with an error that names it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from elaunch.agent.nodes.status import AT_REST
+from elaunch.agent.peers.directory import kept_of, looked_of, seals_of, seals_to_json
+from elaunch.agent.peers.messages import Undelivered
+from elaunch.agent.peers.peers import PATIENCE, Courier, Peer
+from elaunch.agent.policy import events
+from elaunch.checkpoint import records
+from elaunch.checkpoint.nodelocal.inventory import Kept, Looked
+from elaunch.checkpoint.nodelocal.seals import Seals, merge
+from elaunch.checkpoint.nodelocal.union import Union, unite
+from elaunch.errors import CheckpointError
+from elaunch.rendezvous.decide.view import Found, Search
+from elaunch.rendezvous.plan import AgentRecord
+
+AT_ONCE: Final = 32
+GATHER_PATIENCE: Final = 3 * PATIENCE
+"""Seconds without progress of a node that fetches: one that it fetches from may hang meanwhile."""
+AGAIN: Final = 0.2
+MOST_SHOWN: Final = 3
+
+Answer = TypeVar("Answer")
+
+
+class LocalSearch:
+    """Finds the newest checkpoint that the nodes have together, and has all of them get it.
+
+    Args:
+        courier: reaches the other agents, and this one.
+        heartbeat_timeout: seconds after which the roster knows that an agent is dead.
+        post: tells the loop what was found, for its log.
+        require: whether it is an error if there are checkpoints and none is whole.
+    """
+
+    def __init__(
+        self,
+        courier: Courier,
+        heartbeat_timeout: float,
+        post: Callable[[events.Event], None],
+        *,
+        require: bool = False,
+    ) -> None:
+        self._courier = courier
+        self._require = require
+        self._reach = 2 * heartbeat_timeout + 1.0
+        self._post = post
+        self._unreached: dict[str, str] = {}
+        """Agents that the search before could not reach, and why."""
+
+    def __call__(self, asked: Search) -> Found:
+        """Return the checkpoint that lies whole on every node of ``Found.ready``.
+
+        Raises CheckpointError: an agent cannot be reached for long, its storage cannot be read, or
+        there are checkpoints and none can be had.
+        """
+        # By node rank, where that is known: of two contents the lower node's is taken.
+        there = dict.fromkeys((*asked.nodes, *asked.present))
+        nodes = {n: asked.present[n] for n in there if asked.present[n].state in AT_REST}
+        targets = [name for name in asked.nodes or nodes if name in nodes]
+        for name in self._unreached.keys() - set(targets):
+            nodes.pop(name, None)  # a spare that nobody reaches holds up nobody
+        search = _OneSearch(self._courier, nodes, targets, self._reach)
+        try:
+            found = search.run()
+        except Undelivered as error:
+            raise CheckpointError(f"--checkpoint-local: {error}") from error
+        finally:
+            before, self._unreached = self._unreached, search.unreached
+        for name in targets:
+            if name in before and name in search.unreached:
+                raise CheckpointError(
+                    f"--checkpoint-local: {search.unreached[name]}; it is on the roster all the "
+                    "time: is there a firewall between the nodes?"
+                )
+        if search.unreached:
+            return Found(again=True)
+        self._post(events.CheckpointChosen(found))
+        chosen = found.checkpoint
+        if chosen is None and self._require and found.passed_over:
+            first = found.passed_over[0]
+            raise CheckpointError(
+                f"--require-resume is given, and all {len(found.passed_over)} checkpoints were "
+                f"passed over; {first.path}: {first.reason}"
+            )
+        if chosen is None:
+            return Found(ready=frozenset(targets))
+        said = {"path": str(chosen.path), "step": chosen.step, "format": chosen.format}
+        return Found(said, ready=frozenset(targets))
+
+
+class _OneSearch:
+    """One search: what the agents said in it."""
+
+    def __init__(
+        self,
+        courier: Courier,
+        nodes: Mapping[str, AgentRecord],
+        targets: Sequence[str],
+        reach: float,
+    ) -> None:
+        self._courier = courier
+        self._peers = {
+            name: Peer(record.host, record.addr, record.courier) for name, record in nodes.items()
+        }
+        self._targets = targets
+        self._reach = reach
+        self._passed_over: list[records.PassedOver] = []
+        self._failed: list[str] = []
+        self.unreached: dict[str, str] = {}
+
+    def run(self) -> records.Search:
+        """Return what was found and is now on all targets; nothing if ``unreached`` has a node."""
+        holders: dict[Kept, list[str]] = {}
+        seals = self._seals()
+        if self.unreached:  # one of them may have what makes a stage of another complete
+            return records.Search(None)
+        for name, listed in self._of_all(seals, lambda name: self._kept(name, seals[name])).items():
+            for one in listed:
+                holders.setdefault(one, []).append(name)
+        for kept in sorted(holders, key=lambda one: one.age, reverse=True):
+            if self.unreached:
+                break
+            names = holders[kept]
+            looked = self._of_all(names, partial(self._look, kept))
+            union = unite([looked[name] for name in names if name in looked])
+            if self.unreached:
+                break
+            if union.missing:
+                self._pass_over(kept, names, _lacks(union))
+            elif self._gather(kept, union, names):
+                round_number = kept.round if kept.round >= 0 else None
+                path = Path(kept.path)
+                found = records.Checkpoint(path, kept.step, union.format, round_number)
+                return records.Search(found, tuple(self._passed_over))
+        if self._failed and not self.unreached:
+            raise CheckpointError(f"--checkpoint-local: {'; '.join(self._failed)}")
+        return records.Search(None, tuple(self._passed_over))
+
+    # ── one checkpoint ───────────────────────────────────────────────────────────────────────────
+
+    def _gather(self, kept: Kept, union: Union, names: Sequence[str]) -> bool:
+        """Have all targets get the files that they lack; return whether they all have."""
+        places = {name: place for place, name in enumerate(names)}
+        nodes = [[peer.host, peer.addr, peer.port] for peer in map(self._peers.get, names) if peer]
+        work = {}
+        for name in self._targets:
+            lacking = union.lacking(places.get(name, -1))
+            if lacking:
+                work[name] = [
+                    [held.entry.path, held.entry.size, held.entry.checksum, held.places]
+                    for held in lacking
+                ]
+        request = {"do": "gather", "checkpoint": asdict(kept), "nodes": nodes}
+
+        def fetch(name: str) -> str:
+            try:
+                self._ask(name, {**request, "files": work[name]}, GATHER_PATIENCE)
+            except Undelivered as error:
+                if error.gone:
+                    raise
+                return str(error)
+            return ""
+
+        problems = [problem for problem in self._of_all(work, fetch).values() if problem]
+        if problems:
+            self._failed += [f"step {kept.step} ({kept.path}): {problem}" for problem in problems]
+            self._pass_over(kept, names, "; ".join(problems))
+        return not problems and not self.unreached
+
+    def _pass_over(self, kept: Kept, names: Iterable[str], reason: str) -> None:
+        hosts = ", ".join(sorted({self._peers[name].host for name in names}))
+        self._passed_over.append(records.PassedOver(Path(kept.path), f"{reason} (on {hosts})"))
+
+    # ── asking ───────────────────────────────────────────────────────────────────────────────────
+
+    def _seals(self) -> dict[str, Seals]:
+        """Return for each node that was reached the seals of the stages that it has."""
+        said = self._of_all(self._peers, lambda name: self._ask(name, {"do": "staged"}, PATIENCE))
+        staged = {name: seals_of(one["seals"]) for name, one in said.items()}
+        merged = merge(staged.values())
+        for stage in merged:
+            done = next((name for name, one in said.items() if stage in one["committed"]), None)
+            if done is not None:
+                request = {"do": "seals", "name": stage}
+                known = self._of_all([done], partial(self._ask, request=request, patience=PATIENCE))
+                merged = merge([merged, *(seals_of(one["seals"]) for one in known.values())])
+        return {name: {stage: merged[stage] for stage in own} for name, own in staged.items()}
+
+    def _kept(self, name: str, seals: Seals) -> list[Kept]:
+        said = self._ask(name, {"do": "kept", "seals": seals_to_json(seals)}, PATIENCE)
+        host = self._peers[name].host
+        for path, reason in said["passed_over"]:
+            self._passed_over.append(records.PassedOver(Path(f"{host}:{path}"), str(reason)))
+        return [kept_of(fields) for fields in said["kept"]]
+
+    def _look(self, kept: Kept, name: str) -> Looked:
+        try:
+            said = self._ask(name, {"do": "look", "checkpoint": asdict(kept)}, PATIENCE)
+        except Undelivered as error:
+            if error.gone:
+                raise
+            return Looked(problem=str(error))
+        return looked_of(said["looked"])
+
+    def _ask(self, name: str, request: Mapping[str, Any], patience: float) -> Mapping[str, Any]:
+        """Ask an agent, as long as it makes progress; Undelivered, ``gone`` if it is not reached.
+
+        One that refuses may be starting: for a while it is tried again.
+        """
+        peer, until = self._peers[name], time.monotonic() + self._reach
+        if peer.port == self._courier.port and peer.addr == self._courier.host:
+            peer = self._courier.here()
+        while True:
+            try:
+                line = self._courier.call(peer, until, patience)
+                break
+            except Undelivered as error:
+                if time.monotonic() + AGAIN >= until:
+                    raise Undelivered(str(error), True) from error
+            threading.Event().wait(AGAIN)
+        with line:
+            return line.ask(request)
+
+    def _of_all(self, names: Iterable[str], ask: Callable[[str], Answer]) -> dict[str, Answer]:
+        """Ask all at the same time; those that are gone are noted, other errors are raised."""
+        answers = {}
+        with ThreadPoolExecutor(AT_ONCE, "checkpoint-search") as threads:
+            asked = {name: threads.submit(ask, name) for name in names}
+        for name, answer in asked.items():
+            try:
+                answers[name] = answer.result()
+            except Undelivered as error:
+                if not error.gone:
+                    raise
+                self.unreached[name] = str(error)
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
+                raise CheckpointError(f"{self._peers[name]} answers nonsense: {error!r}") from error
+        return answers
+
+
+def _lacks(union: Union) -> str:
+    shown = ", ".join(path or "it" for path in union.missing[:MOST_SHOWN])
+    more = len(union.missing) - MOST_SHOWN
+    what = f"{shown} and {more} more" if more > 0 else shown
+    return f"no node has all of it: {what}" if union.files else what

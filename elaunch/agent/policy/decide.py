@@ -1,0 +1,307 @@
+"""Every decision of the agent: ``decide(state, event) -> (action, reason)``.
+
+Pure: no clock, no process, no store, no log. ``state`` has the event written into it already
+(elaunch.agent.policy.state.observe); what other nodes have to do with is in
+elaunch.agent.policy.nodes. The reason is the log line, the status text, and what the test table
+asserts; it is empty where nothing is decided. A new cause of restart is one event, one arm here,
+and one row in tests/agent/test_policy.py.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from typing import Any, Final
+
+from elaunch.agent.policy import events, hang, nodes, preempt
+from elaunch.agent.policy.actions import (
+    Action,
+    Backoff,
+    ChooseCheckpoint,
+    EndTree,
+    Finish,
+    Forward,
+    Hurry,
+    KillServer,
+    Nothing,
+    ReplaceServer,
+    RestartServer,
+    Settle,
+    StartRound,
+    StopWorkers,
+)
+from elaunch.agent.policy.state import Phase, State
+from elaunch.agent.policy.text import LOST, ended, failure, failure_code, server_ended, workers
+from elaunch.errors import CheckpointError, ServerError, UsageError
+from elaunch.rendezvous.decide.budget import NoMore, hopeless, verdict, why_no_more
+
+Decision = tuple[Action, str]
+
+NOTHING: Decision = (Nothing(), "")
+SERVER_RESTARTS: Final = 3
+"""How often the server is started again in one wait for other nodes: nothing of a round is lost."""
+LAST_SAVE_S: Final = 1800.0
+"""Seconds for the storage to take the last save of a job that is done; a signal cuts that short."""
+
+
+def decide(state: State, event: events.Event) -> Decision:
+    """Return what to do about ``event`` and why."""
+    arm = _ARMS.get(type(event))
+    if arm is None or state.phase is Phase.ENDED:
+        return NOTHING
+    return arm(state, event)
+
+
+def _on_ready(state: State, event: events.ServerReady) -> Decision:
+    if state.phase is not Phase.STARTING:
+        return NOTHING
+    if event.problem is not None:
+        return Finish(UsageError.exit_code), event.problem
+    if event.unforkable:
+        fix = "the workers are started by --start-method spawn instead; leave the module out"
+        return ReplaceServer(), f"{event.unforkable}: {fix}"
+    if state.limits.meets:
+        return nodes.at_rest(state, "ready")
+    if state.limits.has_checkpoint_dir:
+        return ChooseCheckpoint(), ""
+    return StartRound(0, None), "first start"
+
+
+def _on_exit(state: State, event: events.WorkerExited) -> Decision:
+    if event.round != state.round or state.alive:
+        if state.phase is Phase.RUNNING and event == state.first:
+            return _stop_siblings(state, event)
+        return NOTHING
+    if state.phase is Phase.RUNNING and not state.failed:
+        what = "all workers ended with 0"
+        if state.preempted and state.notice is not None:
+            what = f"all workers have saved and ended ({state.notice.reason})"
+        reason = f"{what}; ending what they left, if anything"
+        return EndTree(signal.SIGTERM, state.limits.sibling_grace), reason
+    if state.phase is Phase.RUNNING:
+        return EndTree(), f"{ended(event, state.first_rank)}; no other worker is left"
+    if state.phase is Phase.STOPPING and state.interrupted is not None and not state.failed:
+        return EndTree(signal.SIGTERM, state.limits.shutdown_timeout), "all workers have ended"
+    if state.phase is Phase.STOPPING:
+        return EndTree(), "all workers have ended"
+    return NOTHING
+
+
+def _stop_siblings(state: State, event: events.WorkerExited) -> Decision:
+    others = len(state.alive)
+    grace = state.limits.sibling_grace
+    reason = (
+        f"{ended(event, state.first_rank)}; stopping the other {workers(others)}, grace {grace:g} s"
+    )
+    return StopWorkers(signal.SIGTERM, grace), reason
+
+
+def _on_signal(state: State, event: events.SignalReceived) -> Decision:
+    name = event.signum.name
+    if event.signum in state.limits.forwarded:
+        if state.phase in (Phase.RUNNING, Phase.STOPPING):
+            return Forward(event.signum), f"{name} received: forwarded to the workers"
+        return Nothing(), f"{name} received: no worker runs to forward it to"
+    if event.signum in state.limits.preempting:
+        return preempt.asked(state, f"{name} received")
+    if event.signum is signal.SIGTERM:
+        told = preempt.on_sigterm(state)
+        if told is not None:
+            return told
+    if state.phase is Phase.RUNNING:
+        grace = state.limits.shutdown_timeout
+        reason = f"{name} received: forwarded to the workers, grace {grace:g} s"
+        return StopWorkers(event.signum, grace), reason
+    if state.phase in (Phase.STOPPING, Phase.SWEEPING):
+        if event.signum is signal.SIGINT and state.sigints == 2:
+            return EndTree(), "SIGINT again: killing at once"
+        reason = f"{name} received: the workers are being stopped already"
+        if state.phase is Phase.STOPPING and state.failed and state.interrupted is event.signum:
+            return Hurry(state.limits.shutdown_timeout), f"{reason}; no restart"
+        return Nothing(), reason
+    if state.phase is Phase.FLUSHING:
+        if event.signum is signal.SIGINT and state.sigints == 2:
+            return _after_tree(state, "SIGINT again: what is in memory only is lost")
+        grace = state.limits.shutdown_timeout
+        reason = (
+            f"{name} received: the checkpoint in memory is being written out, grace {grace:g} s"
+        )
+        return Hurry(grace), reason
+    if state.limits.meets:
+        return nodes.stopped(event.signum)
+    return _finish(state)
+
+
+def _on_not_started(state: State, event: events.WorkerNotStarted) -> Decision:
+    if event.round != state.round or state.phase is not Phase.RUNNING:
+        return NOTHING
+    rank = state.first_rank + event.local_rank
+    return Finish(ServerError.exit_code), f"cannot start rank {rank}: {event.problem}"
+
+
+def _on_deadline(state: State, event: events.DeadlinePassed) -> Decision:
+    if state.phase is Phase.RUNNING and state.taking:
+        return hang.overdue(state)
+    if state.phase is Phase.RUNNING and state.notice is not None:
+        return preempt.overdue(state)
+    if state.phase is Phase.STOPPING:
+        return EndTree(), f"the grace is over; killing {workers(len(state.alive))}"
+    if state.phase is Phase.SWEEPING and state.killing:
+        return _unkillable(state)
+    if state.phase is Phase.SWEEPING:
+        return KillServer(), "the server that starts the workers does not answer; killing it"
+    if state.phase is Phase.FLUSHING:
+        return _after_tree(state)
+    if state.phase is Phase.WAITING:
+        return StartRound(state.round + 1, state.chosen), failure(state)
+    if state.phase in preempt.AT_REST and state.told_to_stop:
+        return preempt.overdue_at_rest(state)
+    if state.phase is Phase.STARTING:
+        seconds = state.limits.start_timeout
+        return Finish(ServerError.exit_code), (
+            f"the server that starts the workers has not been ready for {seconds:g} s: what it "
+            "imports (--preload) hangs, or the file system of its Python does not answer"
+        )
+    return NOTHING
+
+
+def _unkillable(state: State) -> Decision:
+    """Decide what follows when not even SIGKILL ends the server: no worker may start beside it."""
+    what = "the server that starts the workers cannot be killed: it hangs in the kernel"
+    if state.completed:
+        return Settle(LAST_SAVE_S) if state.saves else _next(state)[0], what
+    if state.failed:
+        return Finish(failure_code(state)), f"{failure(state)}; no restart: {what}"
+    if state.interrupted is not None:
+        return Finish(128 + state.interrupted), f"stopped by {state.interrupted.name}; {what}"
+    return Finish(ServerError.exit_code), what
+
+
+def _on_server_lost(state: State, event: events.ServerLost) -> Decision:
+    if state.phase is Phase.STARTING:
+        return _lost_at_start(state, event)
+    if state.phase is Phase.MEETING:
+        return _lost_at_rest(state, event)
+    return EndTree(), f"{server_ended(event.exitcode)}; its workers ended with it"
+
+
+def _lost_at_start(state: State, event: events.ServerLost) -> Decision:
+    """Start the server again if a signal has killed it; one that ends by itself would again."""
+    how, most = server_ended(event.exitcode), state.limits.max_restarts
+    if event.exitcode >= 0 or most == 0 or state.interrupted is not None:
+        return Finish(ServerError.exit_code), how
+    how += " before it was ready"
+    if state.server_restarts >= most:
+        return Finish(ServerError.exit_code), f"{how}; {most} of {most} restarts are used up"
+    number = state.server_restarts + 1
+    return RestartServer(), f"{how}; starting another: restart {number} of {most}"
+
+
+def _lost_at_rest(state: State, event: events.ServerLost) -> Decision:
+    """Start the server again at once: with static it shows the others where to meet."""
+    how, most = server_ended(event.exitcode), max(SERVER_RESTARTS, state.limits.max_restarts)
+    if state.server_restarts >= most:
+        how += f" {most + 1} times while this node waited for others"
+        return Finish(ServerError.exit_code), how
+    return RestartServer(), f"{how}; starting another, and waiting for the other nodes"
+
+
+def _on_tree_gone(state: State, event: events.TreeGone) -> Decision:
+    if event.round != state.round or state.phase is not Phase.SWEEPING:
+        return NOTHING
+    if state.saves:
+        done = state.completed and not state.preempted and state.interrupted is None
+        return Settle(LAST_SAVE_S if done else state.limits.shutdown_timeout), ""
+    return _after_tree(state)
+
+
+def _on_settled(state: State, event: events.SavesSettled) -> Decision:
+    if event.round != state.round or state.phase is not Phase.FLUSHING:
+        return NOTHING
+    return _after_tree(state)
+
+
+def _after_tree(state: State, also: str = "") -> Decision:
+    """Decide what follows a round of which nothing is left here, in memory neither."""
+    action, reason = _next(state)
+    return action, f"{also}; {reason}" if also and reason else reason or also
+
+
+def _next(state: State) -> Decision:
+    if state.limits.meets:
+        return nodes.on_tree_gone(state)
+    told_before = state.told_to_stop and state.notified_in is not Phase.FLUSHING
+    if state.completed or not state.failed or state.interrupted or told_before:
+        return _finish(state)
+    limits = state.limits
+    if hopeless(limits.budget, state.spent):
+        return _finish(state)
+    if state.notified_in is Phase.FLUSHING:
+        return preempt.instead_of_restart(state)
+    if state.found is not None:  # nothing has run since: the server was lost meanwhile
+        return _go_on_from(state, state.found)
+    if limits.has_checkpoint_dir:
+        return ChooseCheckpoint(), ""
+    return _restart(state)
+
+
+def _on_checkpoint(state: State, event: events.CheckpointChosen) -> Decision:
+    if state.phase is not Phase.CHOOSING or event is not state.found:
+        return NOTHING
+    return _go_on_from(state, event)
+
+
+def _go_on_from(state: State, event: events.CheckpointChosen) -> Decision:
+    """Decide what follows a search, which has brought ``event``."""
+    if event.problem is not None:
+        return Finish(event.exit_code), f"cannot look for checkpoints: {event.problem}"
+    if state.failed:
+        return _restart(state)
+    return StartRound(0, state.chosen), "first start"
+
+
+def _restart(state: State) -> Decision:
+    """Start the next round if the budget has one left, at once or after a backoff."""
+    step = None if state.chosen is None else state.chosen.step
+    found = verdict(state.limits.budget, state.spent, failure(state), step, state.lived_long)
+    if isinstance(found, NoMore):
+        return _finish(state)
+    if found.backoff:
+        return Backoff(found.backoff), found.reason
+    return StartRound(state.round + 1, state.chosen), found.reason
+
+
+def _finish(state: State) -> Decision:
+    if state.notice is not None and (state.completed or not state.failed):
+        return preempt.ended(state)
+    if state.lost_save:
+        return Finish(CheckpointError.exit_code), LOST
+    if state.completed:
+        return Finish(0), "all workers ended with 0"
+    if state.failed:
+        code = failure_code(state)
+        if state.interrupted is not None:
+            why = f"; no restart after {state.interrupted.name}"
+        elif state.told_to_stop and state.notice is not None:
+            why = f"; no restart: {state.notice.reason}"
+        else:
+            why = why_no_more(state.limits.budget, state.spent)
+        return Finish(code), failure(state) + why
+    assert state.interrupted is not None  # nothing else ends a job that neither failed nor is done
+    return Finish(128 + state.interrupted), f"stopped by {state.interrupted.name}"
+
+
+_ARMS: dict[type, Callable[[State, Any], Decision]] = {
+    events.ServerReady: _on_ready,
+    events.WorkerNotStarted: _on_not_started,
+    events.WorkerExited: _on_exit,
+    events.TreeGone: _on_tree_gone,
+    events.SavesSettled: _on_settled,
+    events.CheckpointChosen: _on_checkpoint,
+    events.SignalReceived: _on_signal,
+    events.DeadlinePassed: _on_deadline,
+    events.ServerLost: _on_server_lost,
+    **nodes.ARMS,
+    **preempt.ARMS,
+    **hang.ARMS,
+}

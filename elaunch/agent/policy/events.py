@@ -1,0 +1,322 @@
+"""What can happen to an agent: frozen events, posted by threads into the one queue.
+
+==================  =======================  ======================================================
+event               posted by                meaning
+==================  =======================  ======================================================
+ServerReady         server reader            the server has imported what it should, or could not
+ServerWarmed        server reader            the server has imported what was to be imported later
+WorkerStarted       server reader            a worker was forked
+WorkerNotStarted    server reader            a worker could not be forked
+WorkerExited        server reader            a worker's wait returned
+TreeGone            server reader            nothing of the round is left, but for the survivors
+StoreLost           server reader            the round's TCPStore could not be hosted any longer
+DevicesCounted      server reader            the answer to ``count_devices``
+Probed              probe                    the checkpoint directory can be used, or cannot
+ServerLost          reaper                   the server itself ended
+CheckpointChosen    checkpoint search        the newest complete checkpoint, or none
+SignalReceived      signal handlers          a person, a scheduler or the kernel signalled the agent
+DeadlinePassed      the loop's own clock     the state's deadline has come
+Fenced              server reader            all workers were killed: no renewal came in time
+Held                server reader            all workers were stopped for a while, or go on
+WorkerListens       workers' links           a script asks should_preempt()
+NoticeHeard         workers' links           it knows of a notice that another node's agent gave
+PreemptAcked        workers' links           a script says that it ends because of the notice
+PreemptAsked        control socket, timer    somebody asks that the job end, to be continued
+HangSeen            watchdog                 the workers make no progress for too long
+StacksTaken         stacks                   what the workers were doing then
+KeeperUsed          keeper                   a worker has the agent write its checkpoints
+SavesSettled        keeper                   what the round has left in memory is on disk, or lost
+FenceAsked          keeper                   answer, whether a round may still commit
+Ping                health check             answer, to show that the loop is alive
+PlanSeen, CutOff,   the rendezvous           what the other nodes' agents have to do with
+Rejoined, …                                  (elaunch.rendezvous.news)
+==================  =======================  ======================================================
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from elaunch.agent.hangs.stackdump import StackGroup
+from elaunch.checkpoint.records import Search
+from elaunch.errors import CheckpointError
+from elaunch.rendezvous.news import CutOff as CutOff
+from elaunch.rendezvous.news import MeetingFailed as MeetingFailed
+from elaunch.rendezvous.news import PlanSeen as PlanSeen
+from elaunch.rendezvous.news import Rejoined as Rejoined
+from elaunch.rendezvous.news import StillWaiting as StillWaiting
+from elaunch.rendezvous.news import StoreBack as StoreBack
+from elaunch.rendezvous.news import StoreSilent as StoreSilent
+from elaunch.wire.worker import Notice
+
+
+@dataclass(frozen=True)
+class ServerReady:
+    """The server is ready to start workers; ``problem`` says why it never will be.
+
+    ``unforkable`` says which module of --preload has started threads: forks of it would hang.
+    """
+
+    problem: str | None
+    preload_s: float
+    unforkable: str = ""
+
+
+@dataclass(frozen=True)
+class ServerWarmed:
+    """The server has imported the later modules, in ``seconds``, or could not: ``problem``.
+
+    ``settings`` are variables that the script sets and those modules read: they are left to it.
+    """
+
+    problem: str | None
+    seconds: float
+    settings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class WorkerStarted:
+    """Worker ``local_rank`` of ``round`` runs as ``pid`` since ``at`` (monotonic seconds)."""
+
+    round: int
+    local_rank: int
+    pid: int
+    at: float
+
+
+@dataclass(frozen=True)
+class WorkerNotStarted:
+    """Worker ``local_rank`` of ``round`` could not be started: ``problem``."""
+
+    round: int
+    local_rank: int
+    problem: str
+
+
+@dataclass(frozen=True)
+class WorkerExited:
+    """A worker ended; ``exitcode`` is negative for a signal, ``at`` is monotonic seconds.
+
+    ``stopped`` says that the server had been told to end the workers, and had not yet seen this
+    one's end: "it died" and "we ended it" are different facts. ``timer`` names the worker's timer
+    of torch.distributed.elastic.timer that had expired before, if one had.
+    """
+
+    round: int
+    local_rank: int
+    pid: int
+    exitcode: int
+    at: float
+    stopped: bool = False
+    timer: str = ""
+
+
+@dataclass(frozen=True)
+class TreeGone:
+    """All of ``round`` has ended; ``killed`` had outlived the workers, ``survivors`` cannot die."""
+
+    round: int
+    killed: tuple[tuple[int, str], ...] = ()
+    survivors: tuple[tuple[int, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class StoreLost:
+    """The workers' TCPStore is not hosted any longer."""
+
+    problem: str
+
+
+@dataclass(frozen=True)
+class Probed:
+    """The checkpoint directory was looked at; ``problem``: it cannot be used; else a remark."""
+
+    problem: str = ""
+    remark: str = ""
+
+
+@dataclass(frozen=True)
+class DevicesCounted:
+    """How many workers a name like ``gpu`` means on this machine."""
+
+    count: int | None
+    problem: str | None
+
+
+@dataclass(frozen=True)
+class ServerLost:
+    """The server ended although nobody asked it to; ``exitcode`` as in WorkerExited."""
+
+    exitcode: int
+
+
+@dataclass(frozen=True)
+class CheckpointChosen:
+    """The search for the newest complete checkpoint came back.
+
+    ``problem`` says why it could not, and ``exit_code`` is what the agent then ends with.
+    ``number`` is that of the search, from 1; 0 where the coordinator has searched for all nodes.
+    """
+
+    search: Search
+    problem: str | None = None
+    exit_code: int = CheckpointError.exit_code
+    number: int = 0
+
+
+@dataclass(frozen=True)
+class SignalReceived:
+    """The agent got ``signum``."""
+
+    signum: signal.Signals
+
+
+@dataclass(frozen=True)
+class DeadlinePassed:
+    """The deadline that the state carries has come: a grace or a backoff is over."""
+
+
+@dataclass(frozen=True)
+class Fenced:
+    """The server has killed all workers, ``late`` seconds after the moment that it was given."""
+
+    late: float
+
+
+@dataclass(frozen=True)
+class Held:
+    """The server has stopped all workers (``on``), or has let them go on."""
+
+    on: bool
+
+
+@dataclass(frozen=True)
+class WorkerListens:
+    """The script of worker ``local_rank`` asks should_preempt(): it can be told to save and end."""
+
+    round: int
+    local_rank: int
+
+
+@dataclass(frozen=True)
+class NoticeHeard:
+    """The workers of ``round`` know of a notice."""
+
+    round: int
+    notice: Notice
+
+
+@dataclass(frozen=True)
+class PreemptAcked:
+    """Worker ``local_rank`` ends because of the notice: its exit code 0 is not the job's end."""
+
+    round: int
+    local_rank: int
+    notice: Notice
+
+
+@dataclass(frozen=True)
+class PreemptAsked:
+    """Somebody asks that the job end and be continued later; ``answer`` takes what is done."""
+
+    reason: str
+    answer: Callable[[str], None] = field(compare=False)
+
+
+@dataclass(frozen=True)
+class HangSeen:
+    """The workers ``ranks`` of ``round`` hang, for ``reason``; ``source`` is what showed it.
+
+    ``at`` is when that was found, in monotonic seconds; ``last`` are lines about what each rank
+    said last; ``pid`` is that of the first of ``ranks``.
+    """
+
+    round: int
+    ranks: tuple[int, ...]
+    reason: str
+    source: str
+    at: float = 0.0
+    last: tuple[str, ...] = ()
+    pid: int = 0
+
+
+@dataclass(frozen=True)
+class StacksTaken:
+    """The stacks of the workers of ``round``; ``problems`` say whose there are not, and why.
+
+    ``last`` are lines about what each rank said last.
+    """
+
+    round: int
+    groups: tuple[StackGroup, ...] = ()
+    problems: tuple[tuple[tuple[int, ...], str], ...] = ()
+    last: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class KeeperUsed:
+    """A worker of ``round`` leaves its checkpoints in the agent's memory (elaunch.wire.saver)."""
+
+    round: int
+
+
+@dataclass(frozen=True)
+class SavesSettled:
+    """Nothing of ``round`` is in memory only: names of what was ``committed``, and what is lost."""
+
+    round: int
+    committed: tuple[str, ...] = ()
+    lost: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class FenceAsked:
+    """May ``round`` still commit a checkpoint? ``answer`` takes why not, or ""."""
+
+    round: int
+    answer: Callable[[str], None] = field(compare=False)
+
+
+@dataclass(frozen=True)
+class Ping:
+    """Somebody asks whether the loop is alive; calling ``answer`` says yes."""
+
+    answer: Callable[[], None] = field(compare=False)
+
+
+Event = (
+    ServerReady
+    | ServerWarmed
+    | WorkerStarted
+    | WorkerNotStarted
+    | WorkerExited
+    | TreeGone
+    | StoreLost
+    | DevicesCounted
+    | Probed
+    | ServerLost
+    | CheckpointChosen
+    | SignalReceived
+    | DeadlinePassed
+    | Fenced
+    | Held
+    | WorkerListens
+    | NoticeHeard
+    | PreemptAcked
+    | PreemptAsked
+    | HangSeen
+    | StacksTaken
+    | KeeperUsed
+    | SavesSettled
+    | FenceAsked
+    | Ping
+    | PlanSeen
+    | CutOff
+    | Rejoined
+    | StillWaiting
+    | StoreSilent
+    | StoreBack
+    | MeetingFailed
+)

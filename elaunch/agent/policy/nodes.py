@@ -1,0 +1,273 @@
+"""What the job's plan means for one node: the arms of ``decide`` for several nodes. Pure.
+
+The coordinator decides when a round begins and ends, and what follows it
+(elaunch.rendezvous.decide.decide). Here is what an agent does about that, and what it says of
+itself: :func:`own_state` is written into its record on the roster after every event.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from elaunch import env
+from elaunch.agent.policy import events, hang, preempt
+from elaunch.agent.policy.actions import (
+    Action,
+    EndTree,
+    Finish,
+    Hurry,
+    Meet,
+    Nothing,
+    StartRound,
+    StopWorkers,
+)
+from elaunch.agent.policy.state import Phase, State
+from elaunch.agent.policy.text import LOST, failure, failure_code, workers
+from elaunch.checkpoint.records import Checkpoint
+from elaunch.endings import PREEMPTED
+from elaunch.errors import CheckpointError, UsageError
+from elaunch.rendezvous.plan import AgentState, Plan
+
+Decision = tuple[Action, str]
+
+NOTHING: Decision = (Nothing(), "")
+
+
+def own_state(state: State) -> tuple[AgentState, int]:
+    """Return what this agent says of itself, and of which round (-1: of none)."""
+    if _leaves(state):
+        return "leaving", state.round if state.member else -1
+    if state.cut_off or not state.name:
+        return "ready" if state.phase is Phase.MEETING else "joining", -1
+    if _missed(state):
+        assert state.plan is not None
+        return "ended", state.plan.round
+    if state.member != state.name:
+        return "ready" if state.phase is Phase.MEETING else "joining", -1
+    if state.phase is Phase.RUNNING:
+        return "running", state.round
+    if state.phase in (Phase.STOPPING, Phase.SWEEPING, Phase.FLUSHING):
+        return "failed" if state.failed else "running", state.round
+    return "finished" if state.completed and not state.failed else "ended", state.round
+
+
+def _leaves(state: State) -> bool:
+    """Whether this agent is on its way out; workers that were asked to save are not hurried."""
+    if state.parted is not None or state.phase is Phase.ENDED:
+        return True
+    if state.notice is None or state.failed:
+        return state.interrupted is not None
+    if state.phase in (Phase.RUNNING, Phase.STOPPING, Phase.SWEEPING, Phase.FLUSHING):
+        return False
+    return state.interrupted is not None
+
+
+def _missed(state: State) -> bool:
+    """Whether a round has ended that this node was in before it heard of it: nothing runs here."""
+    plan = state.plan
+    if plan is None or plan.phase not in ("ending", "forming"):
+        return False
+    if plan.node_rank(state.name) is None or state.phase not in (Phase.STARTING, Phase.MEETING):
+        return False
+    return state.member != state.name or state.round < plan.round
+
+
+def place(plan: Plan, name: str) -> env.NodePlace:
+    """Return where the node ``name`` stands in the plan's round."""
+    node_rank = plan.node_rank(name)
+    assert node_rank is not None  # the round was begun because the plan names us
+    before, own = plan.nodes[:node_rank], plan.nodes[node_rank]
+    return env.NodePlace(
+        node_rank=node_rank,
+        addrs=tuple(node.addr for node in plan.nodes),
+        first_rank=sum(node.slots for node in before),
+        world_size=plan.world_size,
+        first_role_rank=sum(node.slots for node in before if node.role == own.role),
+        role_world_size=sum(node.slots for node in plan.nodes if node.role == own.role),
+    )
+
+
+def is_decided(state: State) -> bool:
+    """Whether the plan says what ended the round in which this node is."""
+    plan = state.plan
+    return plan is not None and (plan.round > state.round or plan.phase != "running")
+
+
+def at_rest(state: State, what: str) -> Decision:
+    """Return what the plan says to an agent that has no worker; ``what`` has brought it here."""
+    plan = state.plan
+    if state.parted is not None:
+        return Finish(state.parted.exit_code), state.parted.problem
+    if plan is not None and plan.phase == "over":
+        unused = "" if state.member else "; this node took part in no round"
+        if state.lost_save and not plan.exit_code:
+            return Finish(CheckpointError.exit_code), LOST
+        return Finish(plan.exit_code or 0), plan.reason + unused
+    if plan is not None and state.name in plan.strangers and not _begins(state, plan):
+        return Finish(UsageError.exit_code), (
+            "--checkpoint-dir of this node is not that of the job: what was written here is not "
+            f"seen on {plan.nodes[0].host}; mount the same file system here, or give "
+            "--checkpoint-local on all nodes"
+        )
+    if plan is not None and state.preempted and state.told_to_stop and _moved_on(state, plan):
+        return preempt.ended(state)
+    if state.told_to_stop:  # no round follows here; the coordinator ends the job
+        return (Meet(), f"{what}; waiting for the other nodes") if what else NOTHING
+    if plan is not None and _begins(state, plan):
+        first_rank = place(plan, state.name).first_rank
+        return StartRound(plan.round, _checkpoint(state, plan), first_rank), plan.reason
+    return (Meet(), f"{what}; waiting for the other nodes") if what else NOTHING
+
+
+def _moved_on(state: State, plan: Plan) -> bool:
+    """Whether the job goes on without what this node's workers were asked to end for."""
+    return plan.round > state.round or plan.phase in ("ending", "forming")
+
+
+def _begins(state: State, plan: Plan) -> bool:
+    if plan.phase != "running" or plan.node_rank(state.name) is None or state.cut_off:
+        return False
+    return state.member != state.name or plan.round > state.round
+
+
+def _checkpoint(state: State, plan: Plan) -> Checkpoint | None:
+    found = plan.checkpoint
+    if found is None:
+        return None
+    if "://" in str(found["path"]):
+        return Checkpoint(str(found["path"]), int(found["step"]), str(found["format"]))
+    path = Path(found["path"])
+    if state.limits.checkpoint_root is not None:
+        path = state.limits.checkpoint_root / path
+    return Checkpoint(path, int(found["step"]), str(found["format"]))
+
+
+def on_tree_gone(state: State) -> Decision:
+    """Nothing of the round is left here: say so, and go on as the plan says."""
+    over = state.plan is not None and state.plan.phase == "over"
+    if state.interrupted is not None and not over:
+        return preempt.ended(state) if state.preempted else stopped(state.interrupted)
+    told_before = state.told_to_stop and state.notified_in is not Phase.FLUSHING
+    if told_before and not state.completed and not over:
+        return _told_and_not_done(state)
+    if state.preempted and state.notice is not None:
+        return at_rest(state, f"all workers of this node have saved ({state.notice.reason})")
+    if state.failed:
+        return at_rest(state, failure(state))
+    if state.completed:
+        return at_rest(state, "all workers of this node ended with 0")
+    return at_rest(state, "the workers of this node have ended")
+
+
+def _told_and_not_done(state: State) -> Decision:
+    """Leave: no round is to follow here, although the workers did not end as they were asked."""
+    if not state.failed or state.notice is None:
+        return preempt.ended(state)
+    return Finish(failure_code(state)), f"{failure(state)}; no restart: {state.notice.reason}"
+
+
+def stopped(signum: signal.Signals) -> Decision:
+    """Leave, as a person or a scheduler has told us to."""
+    return Finish(128 + signum), f"stopped by {signum.name}"
+
+
+def _on_plan(state: State, event: events.PlanSeen) -> Decision:
+    if state.phase is Phase.RUNNING:
+        return _while_running(state, event.plan)
+    if state.phase is Phase.MEETING:
+        return at_rest(state, "")
+    if state.phase is Phase.STARTING and event.plan.phase == "over":
+        return at_rest(state, "")
+    return NOTHING
+
+
+def _while_running(state: State, plan: Plan) -> Decision:
+    limits, others = state.limits, workers(len(state.alive))
+    if (
+        plan.phase == "running"
+        and plan.round == state.round
+        and plan.node_rank(state.member) is None
+    ):
+        return EndTree(), "the other nodes have gone on without this one; killing its workers"
+    if plan.round > state.round:
+        reason = f"round {plan.round} has begun without this node; killing {others}"
+        return EndTree(), reason
+    if plan.phase == "running" or plan.round < state.round:
+        return preempt.asked_elsewhere(state, plan)
+    # Who lost a peer can only hang; who is stopped for growth may want to save first.
+    peer_gone = plan.cause in ("failure", "lost") or plan.phase == "over"
+    peer_gone = peer_gone and plan.exit_code != PREEMPTED
+    stacks = hang.elsewhere(state, plan)
+    if stacks is not None:
+        return stacks
+    if state.notice is not None and not peer_gone:
+        grace = limits.shutdown_timeout
+        return Hurry(grace), f"{plan.reason}; {others} may save, grace {grace:g} s"
+    grace = limits.sibling_grace if peer_gone else limits.shutdown_timeout
+    reason = f"{plan.reason}; stopping {others}, grace {grace:g} s"
+    return StopWorkers(signal.SIGTERM, grace), reason
+
+
+def _on_cut_off(state: State, event: events.CutOff) -> Decision:
+    if state.phase in (Phase.RUNNING, Phase.STOPPING):
+        return EndTree(), f"cut off: {event.reason}; killing {workers(len(state.alive))}"
+    return Nothing(), f"cut off: {event.reason}"
+
+
+def _on_fenced(state: State, _: events.Fenced) -> Decision:
+    if state.phase in (Phase.RUNNING, Phase.STOPPING):
+        reason = "this agent could not renew its lease in time: its workers were killed, since the"
+        return EndTree(), f"{reason} other nodes may go on without them"
+    return NOTHING
+
+
+def _on_held(_: State, event: events.Held) -> Decision:
+    if event.on:
+        # The server stops them, which knows of no cause: this agent may have been suspended itself.
+        return Nothing(), (
+            "this agent's lease was not renewed in time (the store gets nothing done, or this "
+            "agent was suspended): the workers are stopped until it is"
+        )
+    return Nothing(), "the lease was renewed: the workers go on"
+
+
+def _on_failed(state: State, event: events.MeetingFailed) -> Decision:
+    if state.phase is Phase.RUNNING:
+        grace = state.limits.shutdown_timeout
+        reason = f"{event.problem}; stopping {workers(len(state.alive))}, grace {grace:g} s"
+        return StopWorkers(signal.SIGTERM, grace), reason
+    if state.phase in (Phase.STARTING, Phase.MEETING):
+        return Finish(event.exit_code), event.problem
+    return NOTHING  # told when the workers are gone
+
+
+def _on_rejoined(_: State, event: events.Rejoined) -> Decision:
+    return Nothing(), f"on the roster again, as {event.name}"
+
+
+def _on_waiting(state: State, event: events.StillWaiting) -> Decision:
+    return (Nothing(), event.reason) if state.phase is Phase.MEETING else NOTHING
+
+
+def _on_silent(_: State, event: events.StoreSilent) -> Decision:
+    return Nothing(), event.reason
+
+
+def _on_back(_: State, event: events.StoreBack) -> Decision:
+    return Nothing(), event.reason
+
+
+ARMS: dict[type, Callable[[State, Any], Decision]] = {
+    events.PlanSeen: _on_plan,
+    events.CutOff: _on_cut_off,
+    events.Fenced: _on_fenced,
+    events.Held: _on_held,
+    events.MeetingFailed: _on_failed,
+    events.Rejoined: _on_rejoined,
+    events.StillWaiting: _on_waiting,
+    events.StoreSilent: _on_silent,
+    events.StoreBack: _on_back,
+}

@@ -1,0 +1,170 @@
+"""Preemption: the arms of ``decide`` for a job that is asked to save and to end. Pure.
+
+A notice (elaunch.wire.worker.Notice) goes to the workers whose scripts ask should_preempt(); they
+agree on the call at which all of them learn of it (elaunch.training.preempt.preempt), save, and
+end with 0.
+
+=====================================  =========================================================
+what comes                             what is done
+=====================================  =========================================================
+SIGTERM, and a worker listens          notice, grace ``--shutdown-timeout``; a second SIGTERM goes
+                                       to the workers, as does the first where nobody listens
+a signal of ``--preempt-signals``,     notice, the same grace; who has not asked should_preempt()
+``elaunch preempt``, ``--preempt-at``  yet is told when it does
+a node joins                           notice of the kind ``resize``: the next round follows at once
+another node's workers know            the same on this node
+a request on a node without workers    the other nodes' workers get the notice, by way of the plan;
+                                       where no node has workers, the job ends with 75
+a request while the last saves are     they are written out first, with their own patience; what
+written                                is done ends as it would have
+all workers end with 0, one has said   the run is PREEMPTED, exit code 75: to be continued
+that it does so because of the notice
+the grace is over                      the workers are ended: KILLED, to be continued as well
+=====================================  =========================================================
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from typing import Any, Final
+
+from elaunch.agent.hangs.judge import ranks_text
+from elaunch.agent.policy import events
+from elaunch.agent.policy.actions import Action, EndTree, Finish, Hurry, Nothing, Notify
+from elaunch.agent.policy.state import Phase, State
+from elaunch.agent.policy.text import LOST, failure, workers
+from elaunch.endings import KILLED, PREEMPTED
+from elaunch.errors import CheckpointError
+from elaunch.rendezvous.plan import Plan
+from elaunch.wire.worker import Notice
+
+Decision = tuple[Action, str]
+
+NOTHING: Decision = (Nothing(), "")
+AT_REST: Final = frozenset({Phase.STARTING, Phase.MEETING})
+"""Where an agent of several has no worker: a request there goes to the other nodes."""
+
+
+def on_sigterm(state: State) -> Decision | None:
+    """Return what SIGTERM means to workers that can be asked to end; None if none can."""
+    if state.phase is not Phase.RUNNING or not state.listens or state.sigterms > 1:
+        return None
+    if state.notice is not None and state.notice.kind == "stop":
+        grace = state.limits.shutdown_timeout
+        return Hurry(grace), f"SIGTERM received: {state.notice.reason} already, grace {grace:g} s"
+    if state.limits.meets:
+        return notify(state, Notice("a node leaves (SIGTERM)", "resize"))
+    return notify(state, Notice("SIGTERM received"))
+
+
+def notify(state: State, notice: Notice) -> Decision:
+    """Return the decision to tell the workers."""
+    told = f"{len(state.listens)} of {workers(state.limits.nproc)} listen"
+    if notice.kind == "resize" and state.interrupted is None:
+        return Notify(notice, None), f"{notice.reason}: the workers are asked to save ({told})"
+    grace = state.limits.shutdown_timeout
+    reason = (
+        f"{notice.reason}: the workers are asked to save and to end ({told}), grace {grace:g} s"
+    )
+    return Notify(notice, grace), reason
+
+
+def asked(state: State, reason: str) -> Decision:
+    """Return what follows when somebody asks that the whole job end and be continued later."""
+    if state.told_to_stop:
+        return Nothing(), f"{reason}: {state.notice.reason if state.notice else ''} already"
+    if state.phase is Phase.RUNNING:
+        return notify(state, Notice(reason))
+    if state.phase in (Phase.STOPPING, Phase.SWEEPING, Phase.FLUSHING):
+        return Notify(Notice(reason), None), f"{reason}: no round follows this one"
+    if state.limits.meets:
+        what = f"{reason}: no worker runs on this node; the other nodes are asked, too"
+        return Notify(Notice(reason), state.limits.shutdown_timeout), what
+    return Finish(PREEMPTED), f"{reason}: no worker runs; to be continued"
+
+
+def ended(state: State) -> Decision:
+    """Return the end of a node whose workers were asked to end, and have not failed."""
+    assert state.notice is not None  # somebody asked
+    if state.preempted:
+        return Finish(PREEMPTED), f"preempted: {state.notice.reason}; to be continued"
+    if state.lost_save:
+        return Finish(CheckpointError.exit_code), LOST
+    if state.completed:
+        return Finish(0), "all workers ended with 0"
+    if state.interrupted is not None:
+        reason = f"stopped by {state.interrupted.name}; the workers had not saved and ended before"
+        return Finish(128 + state.interrupted), reason
+    return Finish(KILLED), f"killed: {state.notice.reason}, and the workers did not end in time"
+
+
+def instead_of_restart(state: State) -> Decision:
+    """Return the end of a job that is asked to end when a round has failed and one would follow."""
+    assert state.notice is not None  # somebody asked
+    return Finish(PREEMPTED), f"{failure(state)}; preempted: {state.notice.reason}; to be continued"
+
+
+def overdue(state: State) -> Decision:
+    """Return what becomes of workers that have not ended within the grace of the notice."""
+    grace = state.limits.shutdown_timeout
+    told = f"the notice was not followed for {grace:g} s"
+    silent = sorted(state.first_rank + rank for rank in state.alive - state.listens)
+    if silent and len(silent) == len(state.alive):
+        told += "; no worker has asked should_preempt()"
+    elif silent:
+        have = "has" if len(silent) == 1 else "have"
+        told += f"; {ranks_text(silent)} {have} not asked should_preempt()"
+    what = f"{told}; ending {workers(len(state.alive))}"
+    return EndTree(signal.SIGTERM, state.limits.sibling_grace), what
+
+
+def overdue_at_rest(state: State) -> Decision:
+    """Return what becomes of a node without workers whose request no coordinator has taken up."""
+    plan = state.plan
+    if plan is not None and (plan.asked or plan.phase == "ending"):
+        return NOTHING  # the coordinator bounds what follows
+    reason = "" if state.notice is None else state.notice.reason
+    grace = state.limits.shutdown_timeout
+    what = f"{reason}: no coordinator has answered for {grace:g} s; this node leaves"
+    return Finish(PREEMPTED), f"{what}, to be continued"
+
+
+def asked_elsewhere(state: State, plan: Plan) -> Decision:
+    """Return what to tell the workers when the plan says that the job is asked to end."""
+    if plan.asked and not state.told_to_stop:
+        return notify(state, Notice(plan.asked))
+    return newcomers(state)
+
+
+def newcomers(state: State) -> Decision:
+    """Return what to tell the workers of the nodes that the plan says are about to join."""
+    plan = state.plan
+    if plan is None or plan.phase != "running" or plan.round != state.round or not plan.joining:
+        return NOTHING
+    if state.phase is not Phase.RUNNING or state.notice is not None or not state.listens:
+        return NOTHING
+    number = len(plan.joining)
+    what = "a node joins" if number == 1 else f"{number} nodes join"
+    return notify(state, Notice(what, "resize"))
+
+
+def _on_asked(state: State, event: events.PreemptAsked) -> Decision:
+    return asked(state, event.reason)
+
+
+def _on_listens(state: State, event: events.WorkerListens) -> Decision:
+    return newcomers(state) if event.round == state.round else NOTHING
+
+
+def _on_heard(state: State, event: events.NoticeHeard) -> Decision:
+    if event.round != state.round or state.phase is not Phase.RUNNING or state.notice is not None:
+        return NOTHING
+    return notify(state, event.notice)
+
+
+ARMS: dict[type, Callable[[State, Any], Decision]] = {
+    events.PreemptAsked: _on_asked,
+    events.WorkerListens: _on_listens,
+    events.NoticeHeard: _on_heard,
+}

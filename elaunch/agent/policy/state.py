@@ -1,0 +1,357 @@
+"""The agent's state, how an event changes it, and how an action does. Pure: no clock, no process.
+
+::
+
+    STARTING ──ready──► CHOOSING ──chosen──► RUNNING ──all exited 0──► SWEEPING ──gone──► ENDED
+        │                  ▲                   │ failure, signal          │ gone, failed
+        └──no directory────┼──────────────────►│                          ▼
+                           │                STOPPING ──all exited──► SWEEPING ──► CHOOSING | WAITING
+                           │                                              │ gone, saves in memory
+                           └──────────────────settled──────────────── FLUSHING ──settled──► ENDED
+
+STARTING: the server imports. CHOOSING: the newest complete checkpoint is looked for; the old tree
+is dead. RUNNING: workers run. STOPPING: they were signalled, the grace runs. SWEEPING: what they
+left is ended. FLUSHING: checkpoints that the workers have left in the agent's memory are written
+out. WAITING: a backoff before the next round. ENDED: the agent leaves its loop.
+
+In a job of several nodes the coordinator chooses and waits for all (elaunch.rendezvous), and the
+agent is MEETING instead: nothing of a round is left here, and the plan says what comes::
+
+    STARTING ──ready──► MEETING ──plan: a round with this node──► RUNNING ──► … SWEEPING ──► MEETING
+                           └──────plan: over──────► ENDED
+"""
+
+from __future__ import annotations
+
+import enum
+import signal
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from elaunch.agent.policy import events
+from elaunch.agent.policy.actions import (
+    Action,
+    Backoff,
+    ChooseCheckpoint,
+    EndTree,
+    Finish,
+    KillServer,
+    Meet,
+    Notify,
+    RestartServer,
+    Settle,
+    StartRound,
+    StopWorkers,
+    TakeStacks,
+)
+from elaunch.checkpoint.records import Checkpoint
+from elaunch.rendezvous.decide.budget import LONG_ENOUGH, Budget, Spent
+from elaunch.rendezvous.plan import Plan
+from elaunch.wire.worker import Notice
+
+START_S: Final = 600.0
+"""Seconds for the server to import what it should; a cold network file system may take minutes."""
+
+
+class Phase(enum.Enum):
+    """Where the agent is; the module's docstring draws the ways between."""
+
+    STARTING = "STARTING"
+    CHOOSING = "CHOOSING"
+    RUNNING = "RUNNING"
+    STOPPING = "STOPPING"
+    SWEEPING = "SWEEPING"
+    FLUSHING = "FLUSHING"
+    WAITING = "WAITING"
+    MEETING = "MEETING"
+    ENDED = "ENDED"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the user asked for, as far as decisions depend on it; times in seconds.
+
+    ``meets`` says that other nodes take part, or may; ``takes_stacks`` that workers can be asked
+    what they are doing (--hang-timeout). ``checkpoint_root`` is this node's own directory, to which
+    the path of a plan's checkpoint is relative (--checkpoint-local). ``start_timeout`` bounds what
+    the server imports.
+    """
+
+    nproc: int
+    max_restarts: int = 0
+    lifetime_budget: bool = False
+    shutdown_timeout: float = 30.0
+    sibling_grace: float = 5.0
+    has_checkpoint_dir: bool = False
+    forwarded: frozenset[signal.Signals] = frozenset()
+    preempting: frozenset[signal.Signals] = frozenset()
+    meets: bool = False
+    takes_stacks: bool = False
+    checkpoint_root: Path | None = None
+    start_timeout: float = START_S
+
+    @property
+    def budget(self) -> Budget:
+        """Return what bounds the restarts."""
+        return Budget(self.max_restarts, self.lifetime_budget, self.has_checkpoint_dir)
+
+
+@dataclass(frozen=True)
+class State:
+    """All that decisions depend on.
+
+    ``first`` is the worker whose failure ended the round, ``later`` those that failed by themselves
+    after it, ``stopped`` those that ended after they had been told to. ``interrupted`` is the first
+    signal that ends the job, ``sigints`` and ``sigterms`` count those. ``killing`` says that the
+    server was sent SIGKILL. ``restarts`` counts for life, ``without_progress`` since a newer
+    checkpoint was seen. ``crashes`` counts the rounds in a row that failed at their start.
+    ``checkpoint`` is the one that this round resumed from, ``chosen`` the one that the next will;
+    ``search`` is the number of the newest search for it, ``searching`` says that it is still on,
+    ``found`` what it brought. ``began`` is when the round's first worker was started, on the
+    monotonic clock. ``listens`` are the workers whose scripts ask should_preempt(), ``notice`` is
+    what they were told, if anything, ``notified_in`` the phase in which it came, ``acked`` are
+    those that said that they end because of it. ``hang`` is the hang that ended the round,
+    ``stacks`` what the workers were doing then; ``taking`` says that they were asked. ``saves``
+    says that workers have checkpoints written by the agent, ``settled`` what became of the last.
+
+    Of a job of several nodes: ``plan`` is the newest, ``name`` ours on the roster, ``member`` the
+    name under which this node is in ``round`` (empty: in none), ``first_rank`` the rank of its
+    first worker there. ``cut_off`` says that we have no name at present, ``parted`` is why this
+    agent can take part no more.
+    """
+
+    limits: Limits
+    phase: Phase = Phase.STARTING
+    round: int = 0
+    alive: frozenset[int] = frozenset()
+    first: events.WorkerExited | None = None
+    later: tuple[events.WorkerExited, ...] = ()
+    stopped: tuple[events.WorkerExited, ...] = ()
+    succeeded: frozenset[int] = frozenset()
+    interrupted: signal.Signals | None = None
+    sigints: int = 0
+    sigterms: int = 0
+    server_lost: int | None = None
+    server_restarts: int = 0
+    killing: bool = False
+    restarts: int = 0
+    without_progress: int = 0
+    crashes: int = 0
+    checkpoint: Checkpoint | None = None
+    chosen: Checkpoint | None = None
+    search: int = 0
+    searching: bool = False
+    found: events.CheckpointChosen | None = None
+    began: float | None = None
+    listens: frozenset[int] = frozenset()
+    notice: Notice | None = None
+    notified_in: Phase | None = None
+    acked: frozenset[int] = frozenset()
+    hang: events.HangSeen | None = None
+    taking: bool = False
+    stacks: events.StacksTaken | None = None
+    saves: bool = False
+    settled: events.SavesSettled | None = None
+    plan: Plan | None = None
+    name: str = ""
+    member: str = ""
+    first_rank: int = 0
+    cut_off: bool = False
+    parted: events.MeetingFailed | None = None
+
+    @property
+    def lost_save(self) -> bool:
+        """Whether all ended well and what they left in memory is not known to be on the disk."""
+        written = self.settled is not None and not self.settled.lost
+        return self.saves and self.completed and not written
+
+    @property
+    def failed(self) -> bool:
+        """Whether this round has failed; a user's signal is not a failure."""
+        return self.first is not None or self.server_lost is not None or self.hung
+
+    @property
+    def hung(self) -> bool:
+        """Whether this round has ended by a hang; one whose workers are all done had none."""
+        return self.hang is not None and not self.completed
+
+    @property
+    def reportable(self) -> bool:
+        """Whether there are ends of workers that a failure report can be made of."""
+        return self.first is not None or (self.hung and bool(self.later or self.stopped))
+
+    @property
+    def completed(self) -> bool:
+        """Whether every worker has ended with 0 by itself; no signal can undo that."""
+        return len(self.succeeded) == self.limits.nproc
+
+    @property
+    def spent(self) -> Spent:
+        """Return what the job has used of its budget, on one node."""
+        return Spent(self.restarts, self.without_progress, self.crashes)
+
+    @property
+    def lived_long(self) -> bool:
+        """Whether the round ran long enough not to have died at its start."""
+        failed = self.first or self.hang
+        if failed is None or self.began is None:
+            return False
+        return failed.at - self.began >= LONG_ENOUGH
+
+    @property
+    def preempted(self) -> bool:
+        """Whether the workers have ended with 0 because they were asked to."""
+        return self.completed and bool(self.acked)
+
+    @property
+    def told_to_stop(self) -> bool:
+        """Whether this node's workers were asked to end, and none are to follow them here."""
+        if self.notice is None:
+            return False
+        return self.notice.kind == "stop" or self.interrupted is not None
+
+
+def observe(state: State, event: events.Event) -> State:
+    """Return ``state`` with what ``event`` says written into it."""
+    if isinstance(event, events.WorkerStarted):
+        return replace(state, began=event.at if state.began is None else state.began)
+    if isinstance(event, events.WorkerExited):
+        return _observe_exit(state, event)
+    if isinstance(event, events.SignalReceived):
+        return _observe_signal(state, event.signum)
+    if isinstance(event, events.ServerLost):
+        return replace(state, server_lost=event.exitcode, alive=frozenset())
+    if isinstance(event, events.WorkerListens) and event.round == state.round:
+        return replace(state, listens=state.listens | {event.local_rank})
+    if isinstance(event, events.PreemptAcked) and event.round == state.round:
+        notice = state.notice or event.notice
+        return replace(state, notice=notice, acked=state.acked | {event.local_rank})
+    if isinstance(event, events.CheckpointChosen):
+        return _observe_checkpoint(state, event)
+    if isinstance(event, events.HangSeen | events.StacksTaken):
+        return _observe_hang(state, event)
+    if isinstance(event, events.KeeperUsed) and event.round == state.round:
+        return replace(state, saves=True)
+    if isinstance(event, events.SavesSettled) and event.round == state.round:
+        return replace(state, settled=event)
+    return _observe_news(state, event)
+
+
+def _observe_news(state: State, event: events.Event) -> State:
+    if isinstance(event, events.PlanSeen):
+        return replace(state, plan=event.plan, name=event.name)
+    if isinstance(event, events.CutOff):
+        return replace(state, cut_off=True)
+    if isinstance(event, events.Rejoined):
+        return replace(state, cut_off=False, name=event.name)
+    if isinstance(event, events.MeetingFailed):
+        return replace(state, parted=event)
+    return state
+
+
+def _observe_hang(state: State, event: events.HangSeen | events.StacksTaken) -> State:
+    if event.round != state.round:
+        return state
+    if isinstance(event, events.StacksTaken):
+        return replace(state, stacks=event) if state.taking else state
+    ends_already = state.failed or state.interrupted is not None or state.told_to_stop
+    if state.phase is not Phase.RUNNING or not state.alive or ends_already:
+        return state
+    return replace(state, hang=event)
+
+
+def _observe_signal(state: State, signum: signal.Signals) -> State:
+    if signum in state.limits.forwarded or signum in state.limits.preempting:
+        return state
+    return replace(
+        state,
+        interrupted=state.interrupted or signum,
+        sigints=state.sigints + (signum is signal.SIGINT),
+        sigterms=state.sigterms + (signum is signal.SIGTERM),
+    )
+
+
+def _observe_checkpoint(state: State, event: events.CheckpointChosen) -> State:
+    """Take what the newest search brought, the result of an older one changes nothing.
+
+    Refills the budget of restarts if the round that ended has got further than it began.
+    """
+    if not state.searching or event.number != state.search:
+        return state
+    chosen = event.search.checkpoint
+    before = None if state.checkpoint is None else state.checkpoint.step
+    found = None if chosen is None else chosen.step
+    spent = state.spent.refilled(before, found)
+    state = replace(state, without_progress=spent.without_progress, crashes=spent.crashes)
+    return replace(state, chosen=chosen, searching=False, found=event)
+
+
+def _observe_exit(state: State, event: events.WorkerExited) -> State:
+    if event.round != state.round or event.local_rank not in state.alive:
+        return state
+    state = replace(state, alive=state.alive - {event.local_rank})
+    # After a person's signal all ends are taken for its effect: many schedulers signal the
+    # workers, too, and those that handle it end before the agent's own signal reaches them.
+    told = state.interrupted is not None and state.notice is None
+    if event.stopped or (told and state.first is None):
+        return replace(state, stopped=(*state.stopped, event))
+    if event.exitcode == 0:
+        return replace(state, succeeded=state.succeeded | {event.local_rank})
+    if state.first is None and state.hang is None:
+        return replace(state, first=event)
+    return replace(state, later=(*state.later, event))
+
+
+def follow(state: State, action: Action) -> State:
+    """Return the state in which ``action`` leaves the agent."""
+    if isinstance(action, StartRound) and state.limits.meets:
+        assert state.plan is not None  # it named the round
+        return State(
+            limits=state.limits,
+            phase=Phase.RUNNING,
+            round=action.round,
+            alive=frozenset(range(state.limits.nproc)),
+            restarts=state.plan.restarts,
+            without_progress=state.plan.without_progress,
+            checkpoint=action.checkpoint,
+            plan=state.plan,
+            name=state.name,
+            member=state.name,
+            first_rank=action.first_rank,
+        )
+    if isinstance(action, StartRound):
+        spent = state.spent.counted(state.lived_long) if action.round > 0 else Spent()
+        return State(
+            limits=state.limits,
+            phase=Phase.RUNNING,
+            round=action.round,
+            alive=frozenset(range(state.limits.nproc)),
+            restarts=spent.restarts,
+            without_progress=spent.without_progress,
+            crashes=spent.crashes,
+            checkpoint=action.checkpoint,
+            search=state.search,
+        )
+    if isinstance(action, Notify):
+        return replace(state, notice=action.notice, notified_in=state.phase)
+    if isinstance(action, TakeStacks):
+        return replace(state, taking=True)
+    if isinstance(action, RestartServer):
+        return replace(state, server_lost=None, server_restarts=state.server_restarts + 1)
+    if isinstance(action, KillServer):
+        return replace(state, killing=True)
+    if isinstance(action, ChooseCheckpoint) and not state.searching:
+        state = replace(state, search=state.search + 1, searching=True, found=None)
+    return replace(state, phase=_PHASES.get(type(action), state.phase))
+
+
+_PHASES: Final = {
+    ChooseCheckpoint: Phase.CHOOSING,
+    Backoff: Phase.WAITING,
+    Meet: Phase.MEETING,
+    StopWorkers: Phase.STOPPING,
+    EndTree: Phase.SWEEPING,
+    Settle: Phase.FLUSHING,
+    Finish: Phase.ENDED,
+}

@@ -1,0 +1,234 @@
+"""What is done in a checkpoint directory before the next round's checkpoint is chosen there.
+
+1. The directory is locked: two jobs in one would take each other's stages for dead ones.
+2. Stages of dead rounds are committed, where all ranks had sealed their parts, or cleared.
+3. Checkpoints of this run that are damaged are put into quarantine, so that they are neither read
+   nor counted again.
+
+Only directories that elaunch writes into (``run.json`` is there) are touched. One object serves
+both who chooses and the keeper, so that the lock is taken once.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from elaunch.checkpoint import layout
+from elaunch.config import Settings
+from elaunch.errors import CheckpointError, SaveError, UsageError
+
+if TYPE_CHECKING:
+    from elaunch.checkpoint.ownership import Origin
+    from elaunch.checkpoint.records import PassedOver
+    from elaunch.checkpoint.storage.storage import Closeable, Depot
+
+MOST: Final = 1 << 20
+"""Bytes that a run.json or metadata.json may have to be looked at."""
+
+CLOSE_S: Final = 2.0
+"""Seconds at the end for the storage to take the lock back; the process's end gives it back too."""
+LOCK_S: Final = 15.0
+"""Seconds for an earlier job of this run id, which is about to end, to give the directory back."""
+LOOK_S: Final = 0.1
+ASIDE_S: Final = 2.0
+"""Seconds before a round for damaged checkpoints to be put aside."""
+MOST_TOLD: Final = 10
+
+log = logging.getLogger("elaunch")
+
+
+class Finishing:
+    """Owns the directory's lock. ``settings`` are the run's.
+
+    ``unfinished``, set by the keeper, returns the names of stages that this process still writes,
+    ``round`` is the newest that this node took part in, and ``jobs`` are the words of the plans of
+    this job, if it has several nodes, as far as they are known. ``turn`` is held by who searches.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self.unfinished: Callable[[], Collection[str]] = tuple
+        self.round = 0
+        self.jobs: frozenset[str] = frozenset()
+        self.turn = threading.Lock()
+        self._job = ""
+        self._taking = threading.Lock()
+        self._held: dict[str, Closeable] = {}
+        self._origins: dict[str, Origin] = {}
+        self._tidied: set[str] = set()
+        self._doubted: set[str] | None = None
+
+    def enter(self, job: str) -> None:
+        """Note that a round of ``job`` begins here: others may know the lock by that word."""
+        self.jobs |= {job}
+        self._job = job
+
+    def lock(self, depot: Depot) -> None:
+        """Take the directory for this job, once; SaveError names the job that has it.
+
+        Another agent of the same job of several nodes may have it: that is as good. Waits LOCK_S
+        for another job of the same run id, with several nodes. SaveError, too, if the directory is
+        gone since an earlier call, or is another one.
+        """
+        if isinstance(depot.place, Path):
+            self._demand_origin(depot.place)
+        until = time.monotonic() + LOCK_S
+        while not self._try_lock(depot, time.monotonic() >= until):
+            threading.Event().wait(LOOK_S)
+
+    def _try_lock(self, depot: Depot, last: bool) -> bool:
+        """Return whether it is locked; False, else SaveError with ``last``, for one to wait for."""
+        with self._taking:
+            place = str(depot.place)
+            if place in self._held:
+                self._held[place].say_who(self._job)
+                return True
+            try:
+                self._held[place] = depot.lock(self._job)
+            except SaveError:
+                several = self._settings.rendezvous is not None
+                run_id = _said(depot.place, layout.RUN, "run_id")
+                if not several or run_id != self._settings.run_id:
+                    raise
+                # A word that is not known is no proof of another job.
+                holder = _said(depot.place, layout.LOCK, "job")
+                ours = not holder or not self.jobs or holder in self.jobs
+                if last and not ours:
+                    raise
+                return ours
+            return True
+
+    def close(self) -> None:
+        """Give the lock back, if the storage answers within CLOSE_S."""
+        from elaunch.checkpoint.storage import atonce
+
+        if not atonce.within(CLOSE_S, self._unlock, "unlock"):
+            log.warning("the checkpoint directory's storage hangs: its lock goes with this process")
+
+    def _unlock(self) -> None:
+        with self._taking:
+            for lock in self._held.values():
+                lock.close()
+            self._held.clear()
+
+    def finish(self, place: Path | str, run_id: str | None) -> None:
+        """Lock the directory and bring its stages to an end; raises CheckpointError, OSError.
+
+        UsageError: the directory is another run's, or a living job's. CheckpointError: it is not
+        the one that this job has had.
+        """
+        if str(place) in self._origins and isinstance(place, Path):
+            self._demand_origin(place)
+        if isinstance(place, Path) and not (place / layout.RUN).exists():
+            return
+        from elaunch.checkpoint.storage.storage import (
+            open_depot,  # jobs that elaunch writes nothing for
+        )
+
+        depot = open_depot(place, self._settings.checkpoint_local)
+        try:
+            depot.prepare(self._settings.run_id, self._settings.run_id_given)
+            self.lock(depot)
+        except SaveError as error:
+            raise UsageError(f"--checkpoint-dir {place}: {error}") from error
+        self._tidy(depot, run_id, self.round)
+
+    def _demand_origin(self, place: Path) -> None:
+        """Raise SaveError unless this is the directory of the first call for that path."""
+        from elaunch.checkpoint.ownership import Origin
+
+        origin = self._origins.get(str(place), Origin(place))
+        if lost := origin.lost():
+            raise SaveError(lost)
+        self._origins[str(place)] = origin
+
+    def tidy(self, depot: Depot) -> None:
+        """Bring to an end what rounds before this one left in a directory that has been locked.
+
+        For one that is not ``--checkpoint-dir``: no checkpoint was looked for there before this
+        round. Raises CheckpointError, OSError.
+        """
+        settings = self._settings
+        self._tidy(depot, settings.run_id if settings.run_id_given else None, self.round - 1)
+
+    def _tidy(self, depot: Depot, run_id: str | None, after: int) -> None:
+        place = str(depot.place)
+        alone = self._settings.rendezvous is None and place in self._tidied
+        self._tidied.add(place)
+        for done in depot.finish_stages(run_id, self.unfinished(), after, alone):
+            log.warning("%s was complete and is committed now: its writer had died", done.name)
+        depot.clear_trash()
+
+    def doubted(self, place: Path) -> set[str] | None:
+        """Return the names of the checkpoints that nobody has read for this job yet; None: of all.
+
+        They were there when this agent first looked for one: what has happened since they were
+        sealed, as a power cut, is not known. Who has read one takes it out of the set.
+        """
+        if self._doubted is None:
+            try:
+                self._doubted = set(os.listdir(place))
+            except FileNotFoundError:
+                self._doubted = set()
+            except OSError:
+                return None  # the search will say
+        return self._doubted
+
+    def put_aside(self, place: Path, passed: Iterable[PassedOver], run_id: str | None) -> None:
+        """Put into quarantine what is damaged of ``passed``, newest first, and of this run.
+
+        What could not be read now (EIO, EACCES) stays: it may be whole. The round does not wait
+        for more than ASIDE_S: the rest is put aside by the next search.
+        """
+        if not (place / layout.RUN).exists():
+            return
+        from elaunch.checkpoint.retention.quarantine import put_all_aside
+
+        until = time.monotonic() + ASIDE_S
+        found = [each for each in passed if each.damaged and _is_own(place, each.path, run_id)]
+        reasons = {each.path: each.reason for each in found}
+        if not found:
+            return
+
+        def in_time() -> Iterator[tuple[Path, str]]:
+            for path, reason in reasons.items():
+                if time.monotonic() >= until:
+                    return
+                yield path, reason
+
+        try:
+            moved = put_all_aside(place, in_time())
+        except (OSError, CheckpointError) as error:
+            log.warning("damaged checkpoints are passed over and left where they are: %s", error)
+            return
+        for path in moved[:MOST_TOLD]:
+            log.warning("%s is damaged (%s): put into quarantine", path.name, reasons[path])
+        if len(moved) > MOST_TOLD:
+            log.warning("%d more are damaged: put into quarantine", len(moved) - MOST_TOLD)
+
+
+def _is_own(place: Path, path: Path, run_id: str | None) -> bool:
+    """Tell whether this is a checkpoint in elaunch's layout, and of this run."""
+    if path.parent != place or layout.parse_step_name(path.name) is None:
+        return False
+    return run_id in (None, _said(path, layout.METADATA, "run_id"))
+
+
+def _said(place: Path | str, name: str, key: str) -> str | None:
+    """Return the text that a document of the directory has at ``key``, None if it has none."""
+    if isinstance(place, str):
+        return None
+    try:
+        with open(place / name, "rb") as file:
+            said = json.loads(file.read(MOST))
+    except (OSError, ValueError, RecursionError):
+        return None
+    found = said.get(key) if isinstance(said, dict) else None
+    return found if isinstance(found, str) else None

@@ -1,0 +1,173 @@
+"""Looks for the newest complete checkpoint, for the round that comes."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from elaunch.agent.patience import telling
+from elaunch.agent.policy import events
+from elaunch.agent.resume.directory import Finishing
+from elaunch.checkpoint.records import Checkpoint, PassedOver, Search
+from elaunch.config import Settings
+from elaunch.errors import CheckpointError, ElaunchError
+from elaunch.rendezvous.decide import view
+
+log = logging.getLogger("elaunch")
+
+STILL = (
+    "still looking for the newest complete checkpoint in {root}, for {seconds:.0f} s: files are "
+    "read and compared with their checksums, if the storage answers at all"
+)
+
+
+def look(settings: Settings, finishing: Finishing | None = None) -> events.CheckpointChosen:
+    """Return what is found below ``--checkpoint-dir``; blocks as long as the storage does.
+
+    With ``finishing``, what the round before has left there is finished first, and what is damaged
+    is put aside: nobody else may write there meanwhile, so an earlier search is waited for.
+    """
+    root = settings.checkpoint_dir
+    assert root is not None  # the policy asks only then
+    shared = settings.run_id_given or settings.rendezvous is not None
+    run_id = settings.run_id if shared else None
+    problem, exit_code = None, CheckpointError.exit_code
+    try:
+        with (
+            telling(lambda seconds: STILL.format(root=root, seconds=seconds)),
+            contextlib.nullcontext() if finishing is None else finishing.turn,
+        ):
+            if finishing is not None:
+                finishing.finish(root, run_id)
+            search = _search(root, settings.checkpoint_glob, run_id, finishing)
+            if finishing is not None and isinstance(root, Path):
+                finishing.put_aside(root, search.passed_over, run_id)
+                _point_to(search)
+            if settings.require_resume and search.checkpoint is None:
+                problem = _lost(settings, search)
+    except ElaunchError as error:
+        search, problem = Search(None), str(error)
+        exit_code = error.exit_code
+    except Exception as error:  # the round waits for the answer, whatever it is
+        search, problem = Search(None), f"{root}: {type(error).__name__}: {error}"
+    unreadable = [passed.reason for passed in search.passed_over if passed.path == root]
+    if unreadable:  # not the same as a directory without checkpoints: nobody may start afresh
+        problem = f"{root}: {unreadable[0]}"
+    return events.CheckpointChosen(search, problem, exit_code)
+
+
+def _lost(settings: Settings, search: Search) -> str | None:
+    """Return why a job with ``--require-resume`` may not start afresh, None if it may."""
+    root = settings.checkpoint_dir
+    entries = in_place(root) if isinstance(root, Path) else len(search.passed_over)
+    if not entries:
+        return None
+    passed = next((f"; {one.path}: {one.reason}" for one in search.passed_over), "")
+    return (
+        f"--require-resume is given, and none of the {entries} entries of {root} can be resumed "
+        f"from{passed}; name them by --checkpoint-glob, or leave the "
+        "flag out to start afresh"
+    )
+
+
+def in_place(root: Path) -> int:
+    """Return how many entries a checkpoint directory has that scripts may have saved."""
+    from elaunch.checkpoint import layout
+
+    try:
+        names = set(os.listdir(root)) - {layout.RUN}
+    except OSError:
+        return 0  # it is not there yet, or the search has said so
+    with contextlib.suppress(OSError):
+        names.update(os.listdir(root / layout.QUARANTINE))
+    return sum(not name.startswith(".") for name in names)
+
+
+def _point_to(search: Search) -> None:
+    """Have DeepSpeed load what was chosen, where a newer one was passed over."""
+    from elaunch.checkpoint.formats import deepspeed
+
+    chosen = search.checkpoint
+    if chosen is None or chosen.format != deepspeed.FORMAT or search.found is None:
+        return
+    before = deepspeed.point_to(search.found)
+    if before:
+        log.warning(
+            "%s/%s named %s; it names %s now, so that load_checkpoint takes that",
+            chosen.path,
+            deepspeed.LATEST,
+            before,
+            search.found.name,
+        )
+
+
+def _search(
+    root: Path | str, glob: str | None, run_id: str | None, finishing: Finishing | None
+) -> Search:
+    if isinstance(root, Path):
+        from elaunch.checkpoint.search.latest import (
+            find_latest,  # only jobs with checkpoints pay for it
+        )
+
+        doubted = None if finishing is None else finishing.doubted(root)
+        search = find_latest(root, glob=glob, run_id=run_id, doubted=doubted)
+        if doubted is not None and search.checkpoint is not None:
+            doubted.discard(Path(search.checkpoint.path).name)
+        return search
+    from elaunch.checkpoint.formats.own import FORMAT
+    from elaunch.checkpoint.storage.storage import open_depot
+
+    depot, passed = open_depot(root), []
+    for found in reversed(depot.listed()):
+        try:
+            depot.verify(found, run_id)
+        except (CheckpointError, OSError) as error:
+            passed.append(PassedOver(Path(found.name), str(error)))
+            if isinstance(error, CheckpointError) and run_id in (None, found.run_id):
+                depot.quarantine(found, str(error))
+        else:
+            newest = Checkpoint(found.place, found.step, FORMAT, found.round)
+            return Search(newest, tuple(passed))
+    return Search(None, tuple(passed))
+
+
+def for_all_nodes(
+    settings: Settings,
+    post: Callable[[events.Event], None],
+    finishing: Finishing | None = None,
+) -> Callable[[view.Search], view.Found]:
+    """Return the coordinator's search: what it finds, every node resumes from.
+
+    The agent's loop is told as well, for its log. The search raises CheckpointError where the
+    storage cannot be read.
+    """
+
+    def search(asked: view.Search) -> view.Found:
+        unseen = _unseen(settings, asked.probes)
+        if unseen:  # those who share no directory have no checkpoint in common either
+            return view.Found(asked=asked.probes, unseen=unseen)
+        if finishing is not None:
+            finishing.jobs |= asked.jobs
+        found = look(settings, finishing)
+        post(found)
+        if found.problem is not None:
+            raise CheckpointError(f"cannot look for checkpoints: {found.problem}")
+        chosen = found.search.checkpoint
+        if chosen is None:
+            return view.Found(asked=asked.probes)
+        said = {"path": str(chosen.path), "step": chosen.step, "format": chosen.format}
+        return view.Found(said, asked=asked.probes)
+
+    return search
+
+
+def _unseen(settings: Settings, probes: frozenset[str]) -> frozenset[str]:
+    """Return the marks of other nodes that are not seen from here, after a bounded time."""
+    if not probes or not isinstance(settings.checkpoint_dir, Path):
+        return frozenset()
+    from elaunch.checkpoint import probe
+
+    return probe.unseen(settings.checkpoint_dir, probes)

@@ -1,0 +1,289 @@
+"""The keeper at work: made when a run's first worker connects to it (elaunch.agent.saver.saver).
+
+====================  ============================================================================
+part                  what it owns
+====================  ============================================================================
+Desk, one a worker    the connection, and the thread that answers it
+CheckpointMemory      the memfds, within --checkpoint-memory
+Parts                 what lies in them, and what other nodes have
+Keeping               the saves in flight, and the threads that write and commit
+Copies                other nodes' parts on the way to this node's own disk (--checkpoint-local)
+RoundWorld            the fence, word to other nodes, retention
+====================  ============================================================================
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+
+from elaunch.agent.policy import events
+from elaunch.agent.saver.connection import Desk
+from elaunch.agent.saver.memory import CheckpointMemory, Segment
+from elaunch.agent.saver.replicas import Copies
+from elaunch.agent.saver.round import KeeperPlan, KeeperRound
+from elaunch.agent.saver.shards import REPLICA, Parts
+from elaunch.agent.saver.surroundings import RoundWorld
+from elaunch.checkpoint.storage.storage import open_depot
+from elaunch.checkpoint.writing.queue import Keeping, Settled
+from elaunch.errors import CheckpointError, SaveError
+from elaunch.wire.saver import Handed
+
+PUSH_S = 300.0
+"""Seconds for another node to take a replica."""
+DRAIN_S = 5.0
+"""Seconds at the end of a round for the connections of the workers, which have ended, to end."""
+
+SEALS_S = 5.0
+"""Seconds at the end of a round for the seals of other nodes, where each has its own directory."""
+
+log = logging.getLogger("elaunch")
+
+
+class KeeperService:
+    """Owns memory, saves and connections; the loop calls begin, settle and close."""
+
+    def __init__(self, plan: KeeperPlan, place: str) -> None:
+        self._plan = plan
+        self._depot = open_depot(place, plan.settings.checkpoint_local)
+        self._memory = CheckpointMemory(plan.settings.checkpoint_memory)
+        self._changed = threading.Condition()
+        self._desks: dict[int, Desk] = {}
+        self._reading: dict[tuple[str, int], Segment] = {}
+        self._pushing: set[str] = set()
+        self._round: KeeperRound | None = None
+        self.world = RoundWorld(plan, self._depot, self._released)
+        self.keeping = Keeping(self._depot, self.world)
+        self.parts = Parts(plan, self._memory)
+        self._copies = Copies(self._depot, self.keeping, self._memory)
+        self.world.on_commit = self._copies.committed
+
+    # ── rounds ───────────────────────────────────────────────────────────────────────────────────
+
+    def begin(self, round_: KeeperRound) -> None:
+        """Serve the workers of this round."""
+        with self._changed:
+            self._round = self.world.round = round_
+            self.world.ending = False
+            old, self._desks = list(self._desks.values()), {}
+        for desk in old:
+            desk.close()
+        self.keeping.end_round()
+        self.parts.begin(round_)
+
+    def settle(self, number: int, until: float) -> events.SavesSettled:
+        """Bring to the disk what the workers, which have ended, have left; monotonic ``until``."""
+        with self._changed:
+            # What they sent last may still be unread.
+            drained = min(until, time.monotonic() + DRAIN_S)
+            self._changed.wait_for(lambda: not self._desks, max(0.0, drained - time.monotonic()))
+            desks = list(self._desks.values())
+        for desk in desks:
+            desk.close()
+        self.world.ending = True
+        replicas = threading.Thread(target=self._write_replicas, name="replicas", daemon=True)
+        replicas.start()
+        replicas.join(max(0.0, until - time.monotonic()))
+        settled = self.keeping.settle(until)
+        if self._plan.settings.checkpoint_local:
+            # Nobody can finish it later: each directory lacks what the other nodes have.
+            more = self.keeping.settle(min(until, time.monotonic() + SEALS_S), patient=True)
+            done = (*settled.committed, *more.committed)
+            settled = Settled(done, (*settled.lost, *more.lost))
+            self._copies.settle(until)
+        names = tuple(done.name for done in settled.committed)
+        return events.SavesSettled(number, names, settled.lost)
+
+    def close(self, until: float) -> None:
+        """End; a save that only lacks parts of other nodes may get them until then."""
+        self.keeping.settle(until, patient=True)
+        self._copies.settle(until)
+        with self._changed:
+            desks = list(self._desks.values())
+        for desk in desks:
+            desk.close()
+        self._memory.close()
+
+    # ── workers ──────────────────────────────────────────────────────────────────────────────────
+
+    def adopt(self, sock: socket.socket, rank: int, local_rank: int, round_: KeeperRound) -> None:
+        """Serve the worker that is connected by ``sock``, in place of an earlier connection."""
+        desk = Desk(sock, rank, local_rank, round_.round)
+        with self._changed:
+            old = self._desks.get(rank)
+            self._desks[rank] = desk
+        self.keeping.join(rank)
+        if old is not None:
+            old.close()
+        desk.start(self)
+
+    def admit(self, desk: Desk) -> None:
+        """Make the directory this job's own when its rank 0 comes; SaveError if it is another's."""
+        alone = self._plan.settings.checkpoint_local and desk.local_rank == 0
+        if desk.rank == 0 or alone:
+            self._plan.finishing.lock(self._depot)
+            if self._plan.settings.checkpoint_dir is None:
+                self._plan.finishing.tidy(self._depot)
+
+    def left(self, desk: Desk) -> None:
+        """Note that a worker's connection has ended."""
+        with self._changed:
+            current = self._desks.get(desk.rank) is desk
+            if current:
+                del self._desks[desk.rank]
+            self._changed.notify_all()
+        if current:
+            self.keeping.leave(desk.rank)
+
+    def lend(self, desk: Desk, size: int) -> Segment:
+        """Return the worker's segment, of ``size`` bytes or more."""
+        self._check_round(desk)
+        name = _name(desk)
+        before = self._memory.find(name)
+        segment = self._memory.lease(name, size)
+        if segment is not before:
+            self.parts.forget(name)
+        return segment
+
+    def begin_save(self, desk: Desk, wait: bool, timeout: float | None) -> bool:
+        """Wait for the save in flight, then let the worker overwrite its memory."""
+        self._check_round(desk)
+        until = None if timeout is None else time.monotonic() + timeout
+        if not self.keeping.begin(desk.rank, wait, timeout):
+            return False
+        name = _name(desk)
+        with self._changed:
+            left = None if until is None else max(0.0, until - time.monotonic())
+            if not self._changed.wait_for(lambda: name not in self._pushing, left if wait else 0.0):
+                return False
+        self.parts.forget(name)
+        self.parts.forget_others(_worker_names(self._round))
+        return True
+
+    def take(self, desk: Desk, handed: Handed) -> None:
+        """Take over a part: it is written from here on, whatever becomes of its worker."""
+        self._check_round(desk)
+        name = _name(desk)
+        segment = self._memory.find(name)
+        problem = _unfit(desk, handed, segment, self._plan.settings.run_id)
+        if problem or segment is None:
+            who = f"rank {desk.rank}'s part of {handed.stage.final}"
+            raise SaveError(f"{who} is refused: {problem}")
+        desk.begun = False
+        self.parts.keep(name, handed, segment)
+        self._write(handed, segment)
+        self._replicate(name, handed, segment)
+
+    def _check_round(self, desk: Desk) -> None:
+        now = self._round
+        if now is None or desk.round != now.round:
+            raise SaveError(
+                f"round {desk.round} is over"
+                + ("" if now is None else f": round {now.round} runs here")
+                + "; what it saves counts no more"
+            )
+
+    def _write(self, handed: Handed, segment: Segment) -> None:
+        self._memory.hold(segment)
+        with self._changed:
+            self._reading[handed.stage.name, handed.part.rank] = segment
+        try:
+            self.keeping.stage(handed, segment.view)
+        except CheckpointError:
+            self._released(handed)
+            raise
+
+    def _released(self, handed: Handed) -> None:
+        with self._changed:
+            segment = self._reading.pop((handed.stage.name, handed.part.rank), None)
+        if segment is not None:
+            self._memory.release(segment)
+
+    # ── replicas ─────────────────────────────────────────────────────────────────────────────────
+
+    def _replicate(self, name: str, handed: Handed, segment: Segment) -> None:
+        peers, round_ = self._plan.peers, self._round
+        if peers is None or round_ is None or round_.plan is None:
+            return
+        own, nodes = round_.plan.node_rank(round_.name), len(round_.plan.nodes)
+        if not self._plan.settings.checkpoint_replicas or own is None or nodes < 2:
+            return
+        node_rank = (own + 1) % nodes
+
+        def push() -> None:
+            try:
+                peers.push_replica(node_rank, handed, segment.view, PUSH_S)
+            except (SaveError, OSError) as error:
+                log.warning("%s has no copy on another node: %s", handed.stage.final, error)
+            finally:
+                self._memory.release(segment)
+                with self._changed:
+                    self._pushing.discard(name)
+                    self._changed.notify_all()
+
+        self._memory.hold(segment)
+        with self._changed:
+            self._pushing.add(name)
+        name_of_thread = f"replica of rank {handed.part.rank}"
+        threading.Thread(target=push, name=name_of_thread, daemon=True).start()
+
+    def _write_replicas(self) -> None:
+        """Write out the parts of other nodes that are not on the disk: those nodes may be gone."""
+        round_ = self._round
+        for handed, segment in self.parts.replicas():
+            if round_ is None or handed.stage.round != round_.round:
+                continue
+            try:
+                if self._is_lacking(handed):
+                    self._write(handed, segment)
+            except (CheckpointError, OSError) as error:
+                log.warning("the copy of rank %d's part: %s", handed.part.rank, error)
+
+    def _is_lacking(self, handed: Handed) -> bool:
+        if any(done.uuid == handed.stage.uuid for done in self._depot.listed()):
+            return False
+        if handed.local and self.keeping.is_sealed(handed.stage, handed.part.rank):
+            return False  # a seal of our own would make another checkpoint of it than theirs
+        return handed.part.rank not in self._depot.manifests(handed.stage)
+
+    def replica_room(self, handed: Handed) -> memoryview:
+        """Make room for a replica; see ``Received``."""
+        name = f"{REPLICA}{handed.part.rank}"
+        self._copies.await_room(handed.part.rank)
+        self.parts.forget(name)
+        return self._memory.lease(name, handed.end).view
+
+    def replica_came(self, handed: Handed) -> None:
+        """Keep a replica that is whole."""
+        name = f"{REPLICA}{handed.part.rank}"
+        segment = self._memory.find(name)
+        if segment is not None:
+            self.parts.keep(name, handed, segment)
+            if handed.local:
+                self._copies.came(handed, segment)
+
+
+def _name(desk: Desk) -> str:
+    return f"worker {desk.local_rank}"
+
+
+def _worker_names(round_: KeeperRound | None) -> list[str]:
+    return [f"worker {k}" for k in range(0 if round_ is None else round_.nproc)]
+
+
+def _unfit(desk: Desk, handed: Handed, segment: Segment | None, run_id: str) -> str:
+    """Return why a part cannot be taken, or ""."""
+    if not desk.begun:
+        return "no save was begun"
+    if segment is None:
+        return "no memory was asked for"
+    if handed.part.rank != desk.rank or handed.stage.round != desk.round:
+        return f"it is of rank {handed.part.rank} and round {handed.stage.round}"
+    if handed.part.run_id != run_id:
+        return f"it is of run {handed.part.run_id}"
+    extents = [extent for _, pieces in handed.images for extent in pieces]
+    if any(at < 0 or size < 0 or at + size > segment.size for at, size in extents):
+        return f"it lies beyond the {segment.size} bytes of its memory"
+    return ""

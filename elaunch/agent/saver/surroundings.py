@@ -1,0 +1,155 @@
+"""What keeping needs of an agent: the fence, the other nodes, retention (Surroundings there)."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+from elaunch.agent.policy import events
+from elaunch.agent.saver.round import KeeperPlan, KeeperRound
+from elaunch.checkpoint.records import Committed, Stage
+from elaunch.checkpoint.retention.after import Retiring
+from elaunch.checkpoint.storage.storage import Depot
+from elaunch.errors import SaveError, StoreError
+from elaunch.rendezvous.plan import Plan
+from elaunch.rendezvous.records import RecordError
+from elaunch.wire.saver import Handed
+
+FENCE_S: Final = 10.0
+"""Seconds for the loop to say which round it is in."""
+PEER_S: Final = 30.0
+"""Seconds for the agent of rank 0's node to take word of a part."""
+
+TRY_S: Final = 2.0
+"""Seconds of one attempt; between two the round may have ended."""
+AGAIN_S: Final = 0.1
+
+log = logging.getLogger("elaunch")
+
+
+class RoundWorld:
+    """The surroundings of an agent's saves; ``round`` is set at the begin of each round.
+
+    ``released`` is called when a part's memory is read no more.
+    """
+
+    def __init__(self, plan: KeeperPlan, depot: Depot, released: Callable[[Handed], None]) -> None:
+        self._plan = plan
+        self.released = released
+        self.on_commit: Callable[[Stage], object] = lambda _: None
+        """Is told of each save that was committed here."""
+        self.round: KeeperRound | None = None
+        self.ending = False
+        """Whether the round's workers have ended: who commits may be gone with its node."""
+        self._retiring = Retiring(depot, plan.settings.checkpoint_keep)
+
+    def own_ranks(self) -> frozenset[int]:
+        """Return the ranks of this node's workers."""
+        return frozenset() if self.round is None else self.round.own_ranks
+
+    def commits(self, handed: Handed) -> bool:
+        """Whether rank 0 runs here; with a directory on each node, each node commits its own."""
+        found = self.round
+        if found is None or found.plan is None or handed.local:
+            return True
+        return found.plan.node_rank(found.name) == found.node_of(0)
+
+    def fence(self, round_number: int) -> None:
+        """Ask the store, or the loop where there is none, whether that is still the round."""
+        if self._plan.read_plan is not None:
+            problem = self._ask_store(self._plan.read_plan, round_number)
+        else:
+            problem = self._ask_loop(round_number)
+        if problem:
+            raise SaveError(f"round {round_number} may not commit any more: {problem}")
+
+    def _ask_store(self, read_plan: Callable[[], Plan], round_number: int) -> str:
+        known = self.round
+        try:
+            plan = read_plan()
+        except (StoreError, RecordError) as error:
+            return f"the store cannot be asked: {error}"
+        if known is None or known.plan is None or plan.job != known.plan.job:
+            return "the store has another job with this run id"
+        if plan.round != round_number:
+            return f"the job is in round {plan.round}"
+        return "the next round is being formed" if plan.phase == "forming" else ""
+
+    def _ask_loop(self, round_number: int) -> str:
+        answers: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._plan.post(events.FenceAsked(round_number, answers.put))
+        try:
+            return answers.get(timeout=FENCE_S)
+        except queue.Empty:
+            return f"the agent did not answer within {FENCE_S:g} s"
+
+    # ── other nodes ──────────────────────────────────────────────────────────────────────────────
+
+    def sealed(self, handed: Handed, manifest: bytes) -> None:
+        """Tell those who commit that a part is on the disk; SaveError if they cannot be told.
+
+        At the end of a round that is no error: the part is on the disk, and who chooses the next
+        checkpoint finds it there.
+        """
+        for node_rank in self._committers(handed):
+            self._tell_sealed(node_rank, handed, manifest)
+
+    def _tell_sealed(self, node_rank: int, handed: Handed, manifest: bytes) -> None:
+        peers, until = self._plan.peers, time.monotonic() + PEER_S
+        while peers is not None:
+            try:
+                peers.send_sealed(node_rank, handed.stage, handed.part.rank, manifest, TRY_S)
+                return
+            except SaveError as error:
+                if self.ending:
+                    log.debug("who commits %s was not told: %s", handed.stage.name, error)
+                    return
+                if time.monotonic() >= until:
+                    raise
+            threading.Event().wait(AGAIN_S)
+
+    def failed(self, handed: Handed, problem: str) -> None:
+        """Tell those who commit that a part will not come."""
+        peers, stage = self._plan.peers, handed.stage
+        for node_rank in self._committers(handed):
+            if peers is None:
+                return
+            try:
+                peers.send_failed(node_rank, stage, handed.part.rank, problem, PEER_S)
+            except SaveError as error:
+                log.warning("node %d does not know that %s failed: %s", node_rank, stage, error)
+
+    def writing(self, handed: Handed) -> None:
+        """Tell those who commit that a part is on its way; raises SaveError."""
+        peers = self._plan.peers
+        for node_rank in self._committers(handed):
+            if peers is not None:
+                part = handed.part
+                peers.send_writing(node_rank, handed.stage, part.rank, part.world_size, TRY_S)
+
+    def _committers(self, handed: Handed) -> list[int]:
+        """Return the other nodes that wait for this part."""
+        found = self.round
+        if found is None or found.plan is None or found.round != handed.stage.round:
+            return []
+        own = found.plan.node_rank(found.name)
+        nodes = range(len(found.plan.nodes)) if handed.local else [found.node_of(0)]
+        return [node for node in nodes if node != own]
+
+    # ── retention ────────────────────────────────────────────────────────────────────────────────
+
+    def committed(self, handed: Handed, done: Committed) -> None:
+        """Remove what may go now, then tell of the commit: what comes next needs room."""
+        self._retiring.after(handed, done)
+        self.on_commit(handed.stage)
+
+    def make_room(self, handed: Handed) -> bool:
+        """Remove what may go once this one is committed."""
+        return self._retiring.for_room(handed, self._resumed())
+
+    def _resumed(self) -> tuple[str, ...]:
+        return () if self.round is None or not self.round.resumed else (self.round.resumed,)

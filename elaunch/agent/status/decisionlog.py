@@ -1,0 +1,125 @@
+"""Tells in the log what happens, once and in the words of the decision: the agent's log lines."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+from elaunch import env
+from elaunch.agent.policy import events
+from elaunch.agent.policy.actions import Action, EndTree, Finish, Meet, Nothing, StartRound
+from elaunch.agent.policy.state import State
+from elaunch.agent.resume import latest
+from elaunch.config import Settings
+
+PASSED_OVER_SHOWN = 10
+
+log = logging.getLogger("elaunch")
+
+
+class Narrator:
+    """Logs events and decisions; remembers what need not be said again."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._passed_over: set[str] = set()
+
+    def tell_threads(self, environ: Mapping[str, str], nproc: int) -> None:
+        """Say how many threads a worker gets, where the user has not said it."""
+        if env.default_omp_threads(environ, nproc):
+            log.warning(
+                "%s is not set: each of the %d workers gets 1 thread, so that they do not overload "
+                "the machine; set it to tune your script",
+                env.OMP_NUM_THREADS,
+                nproc,
+            )
+
+    def tell(self, state: State, event: events.Event, action: Action, reason: str) -> None:
+        """Log what ``event`` means to a reader, then why ``action`` follows it."""
+        if isinstance(event, events.TreeGone) and event.round >= 0:
+            self._tell_leftovers(event)
+        elif isinstance(event, events.CheckpointChosen):
+            self._tell_passed_over(event)
+        elif isinstance(event, events.ServerWarmed):
+            self._tell_warmed(event)
+        elif isinstance(event, events.SavesSettled):
+            self._tell_settled(event)
+        elif isinstance(event, events.StoreLost):
+            # A script that runs without torch never asks for the store.
+            level = logging.INFO if "No module named 'torch'" in event.problem else logging.WARNING
+            log.log(level, "the workers' TCPStore is gone: %s", event.problem)
+        if reason:
+            level = logging.INFO if _is_quiet(state, event, action) else logging.WARNING
+            log.log(level, "%s%s", _round(state, action), reason)
+
+    def _tell_settled(self, event: events.SavesSettled) -> None:
+        for name in event.committed:
+            log.info("round %d: %s was in memory and is committed now", event.round, name)
+        for line in event.lost:
+            log.warning("round %d: lost what was in memory only: %s", event.round, line)
+
+    def _tell_warmed(self, event: events.ServerWarmed) -> None:
+        if event.problem is not None:
+            log.warning("%s; workers of the next rounds are started without it", event.problem)
+        elif event.settings:
+            log.info(
+                "the later modules of --preload are left to the workers: the script sets %s, which "
+                "they read when they are imported",
+                ", ".join(event.settings),
+            )
+        else:
+            log.info("the server has imported the later modules in %.2f s", event.seconds)
+
+    def _tell_leftovers(self, event: events.TreeGone) -> None:
+        if event.killed:
+            names = ", ".join(f"{name} ({pid})" for pid, name in event.killed)
+            log.info("round %d: killed what the workers had left: %s", event.round, names)
+        for pid, name in event.survivors:
+            log.error("process %d (%s) does not die: it hangs in the kernel; left alone", pid, name)
+
+    def _tell_passed_over(self, event: events.CheckpointChosen) -> None:
+        if event.search.checkpoint is None and event.problem is None:
+            self._tell_none(len(event.search.passed_over))
+        lines = [f"passed over {p.path}: {p.reason}" for p in event.search.passed_over]
+        news = [line for line in lines if line not in self._passed_over]
+        self._passed_over.update(news)
+        for line in news[:PASSED_OVER_SHOWN]:
+            log.warning("%s", line)
+        if len(news) > PASSED_OVER_SHOWN:
+            log.warning("passed over %d more", len(news) - PASSED_OVER_SHOWN)
+
+    def _tell_none(self, passed_over: int) -> None:
+        """Say so when a directory that is not empty holds nothing that can be resumed from."""
+        root, glob = self._settings.checkpoint_dir, self._settings.checkpoint_glob
+        found = latest.in_place(root) if isinstance(root, Path) else passed_over
+        if not found:
+            return
+        fix = f"nothing matches {glob!r}" if glob else "name the files by --checkpoint-glob"
+        line = f"no checkpoint is recognised among {found} entries of {root}: {fix}"
+        if passed_over:
+            line = f"no checkpoint of {root} can be resumed from: {passed_over} were passed over"
+        log.warning("%s; workers start without one (--require-resume makes this an error)", line)
+
+
+def _round(state: State, action: Action) -> str:
+    """Return "round 3: "; nothing for a newcomer that has been in no round yet."""
+    if not state.limits.meets or state.member:
+        return f"round {state.round}: "
+    return f"round {action.round}: " if isinstance(action, StartRound) else ""
+
+
+def _is_quiet(state: State, event: events.Event, action: Action) -> bool:
+    """Whether nothing went wrong: a job that runs as it should prints nothing of its own."""
+    if isinstance(action, Nothing):
+        return isinstance(event, events.PlanSeen)
+    if isinstance(action, EndTree):
+        told = state.failed or state.limits.meets or state.notice is not None
+        return not state.alive or not told
+    if isinstance(action, Finish) and (
+        action.exit_code or (state.limits.meets and not state.member)
+    ):
+        return False
+    if isinstance(action, StartRound) and state.limits.meets and action.round > 0:
+        return False
+    return isinstance(action, StartRound | Finish | Meet) and not state.failed

@@ -1,0 +1,233 @@
+"""Keeps the run's record (elaunch.run.record), which ``status`` shows meanwhile and afterwards.
+
+The record is replaced as a whole at each change. A file system that cannot take it (full, gone) is
+reported once and does not stop the job: training is worth more than its record.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from signal import SIGTERM
+from typing import Any
+
+from elaunch.agent.policy import events
+from elaunch.agent.policy.actions import Action, Finish, Nothing, ReplaceServer, StartRound
+from elaunch.agent.policy.state import Phase, State
+from elaunch.agent.status.writer import RecordWriter
+from elaunch.checkpoint.records import Checkpoint
+from elaunch.config import Settings
+from elaunch.endings import PREEMPTED, signal_name
+from elaunch.rendezvous.plan import Plan
+from elaunch.run.directory import RunDir
+from elaunch.run.first import add_round, first_record, new_round, new_worker
+from elaunch.run.record import FINAL_STATES, CheckpointRecord, ProgressRecord, Record
+from elaunch.run.saves import SavesRecord
+
+
+def wall_time(monotonic: float) -> float:
+    """Return the time of day of a moment on the monotonic clock, in seconds since the epoch."""
+    return time.time() - (time.monotonic() - monotonic)
+
+
+def shown_code(code: int, settings: Settings) -> int:
+    """Return the command's exit code: 1 for any failure with ``--exit-codes torchrun``.
+
+    A worker's own 2 is no usage error; what is one was raised before a worker was started.
+    """
+    return min(code, 1) if settings.exit_codes == "torchrun" else code
+
+
+class Journal:
+    """Writes one run's record; the agent's loop is its only caller, but for :meth:`snapshot`."""
+
+    def __init__(
+        self, settings: Settings, run_dir: RunDir, log_dir: str | None, warn: Callable[[str], None]
+    ) -> None:
+        self._settings = settings
+        self._writer = RecordWriter(run_dir.write_state_text, warn)
+        self._failed_at: float | None = None
+        self._record = _first_record(settings, run_dir, log_dir)
+        self._published = json.dumps(self._record)
+        self._progress: Callable[[], ProgressRecord | None] = lambda: None
+        self._saves: Callable[[], SavesRecord | None] = lambda: None
+        self._name: Callable[[], str] = lambda: ""
+
+    def follow(
+        self,
+        progress: Callable[[], ProgressRecord | None],
+        saves: Callable[[], SavesRecord | None] = lambda: None,
+        name: Callable[[], str] = lambda: "",
+    ) -> None:
+        """Have the record say how far the workers are, what they save, what they call the run.
+
+        Any thread may ask. A name of the command line or the job file stays.
+        """
+        self._progress, self._saves = progress, saves
+        if not self._settings.name_given:
+            self._name = name
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the record as it was last written, with the progress of now; for other threads."""
+        published: dict[str, Any] = json.loads(self._published)
+        now = {"progress": self._progress(), "saves": self._saves(), "name": self._name() or None}
+        return published | {name: found for name, found in now.items() if found is not None}
+
+    def note(self, state: State, event: events.Event, action: Action, reason: str) -> None:
+        """Write down what ``event`` and ``action`` changed."""
+        record = self._record
+        if isinstance(event, events.WorkerStarted) and event.round == state.round:
+            self._note_start(state, event)
+        elif isinstance(event, events.WorkerExited) and event.round == state.round:
+            self._note_exit(state, event)
+        elif isinstance(event, events.HangSeen) and event == state.hang:
+            self._failed_at = event.at
+        elif isinstance(event, events.TreeGone) and record["history"]:
+            record["history"][-1]["ended_at"] = time.time()
+        if isinstance(action, ReplaceServer):
+            record["start_method"] = "spawn"
+        elif isinstance(action, StartRound):
+            self._note_round(state, reason)
+        elif isinstance(action, Finish):
+            record["exit_code"] = shown_code(action.exit_code, self._settings)
+            record["ended_at"] = time.time()
+        record["state"] = _state_name(state, action)
+        record["reason"] = reason or record["reason"]
+        if isinstance(event, events.PlanSeen):
+            self._note_plan(event.plan, event.name)
+        record["restarts"]["used"] = state.restarts
+        record["restarts"]["without_progress"] = state.without_progress
+        if self._worth_writing(event, action):
+            self.write()
+
+    def _worth_writing(self, event: events.Event, action: Action) -> bool:
+        """Spare the disk the steps between: a start of many workers, an end of many."""
+        if not isinstance(action, Nothing) or isinstance(event, events.PlanSeen):
+            return True
+        if isinstance(event, events.WorkerStarted):
+            return all(worker["pid"] for worker in self._record["workers"])
+        return isinstance(event, events.WorkerExited) and self._record["state"] == "RUNNING"
+
+    def note_failure(self, report: dict[str, Any]) -> None:
+        """Put a failure report into the record; the next round does not remove it."""
+        self._record["failure"] = report
+        self.write()
+
+    def note_job_failure(self, failure: dict[str, Any]) -> None:
+        """Put the first failure of the job, on another node, into the record."""
+        self._record["job_failure"] = failure
+        self.write()
+
+    def note_exit_code(self, exit_code: int, reason: str, state: str = "FAILED") -> None:
+        """Write the end of a run that never came to its loop's end."""
+        record = self._record
+        record["state"], record["exit_code"], record["reason"] = state, exit_code, reason
+        record["ended_at"] = time.time()
+        self.write()
+
+    def write(self) -> None:
+        """Replace the record on disk and for readers of the socket."""
+        found = self._progress()
+        if found is not None:
+            self._record["progress"] = found
+        saves = self._saves()
+        if saves is not None:
+            self._record["saves"] = saves
+        self._record["name"] = self._name() or self._record["name"]
+        self._published = json.dumps(self._record, separators=(",", ":"))
+        self._writer.put(self._published, is_last=self._record["state"] in FINAL_STATES)
+
+    def _note_plan(self, plan: Plan, name: str) -> None:
+        """Note what the job is beyond this node; workers' tools read who joins."""
+        record = self._record
+        record["node_rank"] = plan.node_rank(name)
+        record["nodes"] = [
+            {"name": node.name, "host": node.host, "addr": node.addr, "slots": node.slots}
+            for node in plan.nodes
+        ]
+        record["standby"] = name in plan.spares
+        record["joining"] = len(plan.joining)
+
+    def _note_round(self, state: State, reason: str) -> None:
+        record, checkpoint = self._record, state.checkpoint
+        nproc = state.limits.nproc
+        world_size = nproc if state.plan is None else state.plan.world_size
+        record["round"], record["world_size"], record["nproc_per_node"] = (
+            state.round,
+            world_size,
+            nproc,
+        )
+        record["workers"] = [
+            new_worker(state.first_rank + local_rank, local_rank) for local_rank in range(nproc)
+        ]
+        record["checkpoint"] = None if checkpoint is None else _checkpoint(checkpoint)
+        resumed = None if checkpoint is None else checkpoint.step
+        add_round(record, new_round(state.round, reason, resumed))
+
+    def _note_start(self, state: State, event: events.WorkerStarted) -> None:
+        worker = self._record["workers"][event.local_rank]
+        worker["pid"], worker["started_at"] = event.pid, wall_time(event.at)
+        if worker["state"] == "STARTING":
+            worker["state"] = "RUNNING"
+        if self._failed_at is not None and all(w["pid"] for w in self._record["workers"]):
+            self._record["history"][-1]["recovery_s"] = event.at - self._failed_at
+            self._failed_at = None
+
+    def _note_exit(self, state: State, event: events.WorkerExited) -> None:
+        if event == state.first:
+            self._failed_at = event.at
+        code = event.exitcode
+        if event in state.stopped:
+            name = "STOPPED"
+        else:
+            name = "SUCCEEDED" if code == 0 else "FAILED"
+        how = signal_name(-code) if code < 0 else f"exit code {code}"
+        worker = self._record["workers"][event.local_rank]
+        worker["state"], worker["exit"], worker["exit_code"] = name, how, code
+        worker["ended_at"] = wall_time(event.at)
+
+
+def _checkpoint(checkpoint: Checkpoint) -> CheckpointRecord:
+    return {"path": str(checkpoint.path), "step": checkpoint.step, "format": checkpoint.format}
+
+
+def _first_record(settings: Settings, run_dir: RunDir, log_dir: str | None) -> Record:
+    record = first_record(settings.run_id, settings.name, run_dir.path)
+    record["restarts"]["max"] = settings.max_restarts
+    record["restarts"]["budget"] = settings.restart_budget
+    record["entrypoint"] = settings.entrypoint
+    record["start_method"] = settings.start_method
+    record["interpreter"] = settings.interpreter
+    if settings.checkpoint_dir is not None:
+        record["checkpoint_dir"] = str(settings.checkpoint_dir)
+    record["checkpoint_glob"] = settings.checkpoint_glob
+    record["log_dir"] = log_dir
+    return record
+
+
+def _is_preempted(state: State, end: Finish) -> bool:
+    """Whether the run has ended because it was asked to; a worker may end with the same code."""
+    plan = state.plan
+    elsewhere = plan is not None and plan.phase == "over" and plan.failure is not None
+    return end.exit_code == PREEMPTED and not state.failed and not elsewhere
+
+
+def _state_name(state: State, action: Action) -> str:
+    if isinstance(action, Finish):
+        if action.exit_code == 0:
+            return "COMPLETED"
+        if _is_preempted(state, action):
+            return "PREEMPTED"
+        if state.notice is not None and not state.failed and state.interrupted in (None, SIGTERM):
+            return "KILLED"
+        return "STOPPED" if state.interrupted is not None and not state.failed else "FAILED"
+    if state.phase is Phase.RUNNING:
+        return "RUNNING"
+    if state.phase in (Phase.STOPPING, Phase.SWEEPING, Phase.FLUSHING):
+        restarts = state.failed and state.interrupted is None and state.limits.max_restarts > 0
+        restarts = restarts or (state.limits.meets and state.interrupted is None)
+        return "RESTARTING" if restarts else "STOPPING"
+    if state.phase is Phase.MEETING and state.member:
+        return "RUNNING" if state.completed and not state.failed else "RESTARTING"
+    return "RESTARTING" if state.failed else "STARTING"

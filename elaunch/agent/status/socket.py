@@ -1,0 +1,215 @@
+"""The agent's Unix socket: answers who asks about the run (protocol: ``elaunch.wire.control``).
+
+One thread serves one client after the other, so it costs the agent nothing while nobody asks. No
+client can disturb the agent: each is dropped when its request has not come within 1 s, is longer
+than 64 KiB, or when it has not read the answer 2 s after that was ready. A client that has hung up
+meanwhile gets nothing done: it has told its user so. Only the agent's own user and root are served.
+A worker that attaches (elaunch.wire.worker), or that has its checkpoints written
+(elaunch.wire.saver), stays: its connection is handed over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from elaunch.errors import RunDirError
+from elaunch.wire.control import short_address
+
+MAX_REQUEST: Final = 64 * 1024
+MAX_REASON: Final = 500
+MAX_FILES: Final = 1
+REQUEST_DEADLINE_S: Final = 1.0
+CLIENT_DEADLINE_S: Final = 2.0
+# How long close() waits for the thread: it is woken at once, unless the snapshot itself blocks.
+JOIN_S: Final = 2.0
+# accept() fails without blocking when the process has no descriptor left.
+ACCEPT_PAUSE_S: Final = 0.5
+
+Preempt = Callable[[str], str]
+Attach = Callable[[socket.socket, Mapping[str, Any], list[int]], object]
+
+_UCRED = struct.Struct("iII")
+
+log = logging.getLogger(__name__)
+
+
+class ControlSocket:
+    """Serves the run at ``path`` from :meth:`start` to :meth:`close`; calls in its own thread.
+
+    Args:
+        path: of the socket.
+        snapshot: returns a record that nobody changes any more.
+        preempt: asks, for the reason given, that the job end and be continued; returns what is done
+            about it.
+        adopters: by ``op``, who takes a worker's connection, its message and its descriptors, for
+            good.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        snapshot: Callable[[], Mapping[str, object]],
+        preempt: Preempt | None = None,
+        adopters: Mapping[str, Attach] | None = None,
+    ) -> None:
+        self._path = path
+        self._snapshot = snapshot
+        self._preempt = preempt
+        self._adopters = adopters or {}
+        self._listener: socket.socket | None = None
+        self._client: socket.socket | None = None
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name="control", daemon=True)
+
+    def start(self) -> None:
+        """Listen and serve; raise RunDirError where the file system can hold no socket."""
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            # The mode of the descriptor becomes the file's, so it is never open to others.
+            os.fchmod(listener.fileno(), 0o600)
+            with short_address(self._path) as address:
+                listener.bind(address)
+            listener.listen(16)
+        except OSError as exc:
+            listener.close()
+            raise RunDirError(f"cannot listen at {self._path}: {exc.strerror}") from exc
+        self._listener = listener
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread, drop its client and remove the socket; takes 2 s at the most."""
+        self._closing.set()
+        listener, self._listener = self._listener, None
+        if listener is None:
+            return
+        with contextlib.suppress(OSError):
+            self._path.unlink()
+        # Shutting down wakes the thread from accept and recv; closing alone would not.
+        listener.shutdown(socket.SHUT_RDWR)
+        with self._lock, contextlib.suppress(OSError):
+            if self._client is not None:
+                self._client.shutdown(socket.SHUT_RDWR)
+        self._thread.join(JOIN_S)
+        listener.close()
+
+    def _serve(self) -> None:
+        listener = self._listener
+        while listener is not None and not self._closing.is_set():
+            try:
+                client, _ = listener.accept()
+            except OSError as exc:
+                if not self._closing.wait(ACCEPT_PAUSE_S):
+                    log.warning("the control socket cannot accept: %s", exc)
+                continue
+            with self._lock:
+                self._client = client
+            try:
+                # close() may have looked for a client just before this one was known.
+                if not self._closing.is_set():
+                    self._answer(client)
+            except OSError as exc:
+                log.debug("a client of the control socket was dropped: %s", exc)
+            except Exception:
+                log.exception("the control socket could not answer")
+            finally:
+                with self._lock:
+                    self._client = None
+                client.close()  # of a worker's, a duplicate stays
+
+    def _answer(self, client: socket.socket) -> None:
+        connected = time.monotonic()
+        uid = peer_uid(client)
+        if not may_ask(uid, os.geteuid()):
+            raise PermissionError(f"user {uid} may not ask")
+        request, files = _read_request(client, connected + REQUEST_DEADLINE_S)
+        fields = _fields(request)
+        adopt = self._adopters.get(str(fields.get("op")))
+        if adopt is not None:
+            adopt(client.dup(), fields, files)
+            return
+        for fd in files:
+            os.close(fd)
+        if _has_hung_up(client):
+            raise ConnectionError("it hung up before its request was done")
+        answer = self._reply(fields)
+        client.settimeout(CLIENT_DEADLINE_S)
+        client.sendall(json.dumps(answer, separators=(",", ":")).encode() + b"\n")
+
+    def _reply(self, fields: Mapping[str, Any]) -> Mapping[str, object]:
+        op = fields.get("op")
+        if op == "status":
+            return self._snapshot()
+        if op == "preempt" and self._preempt is not None:
+            reason = fields.get("reason")
+            if not isinstance(reason, str) or not reason.strip() or len(reason) > MAX_REASON:
+                return {"error": f"'reason' must be a text of 1 to {MAX_REASON} characters"}
+            return {"done": self._preempt(" ".join(reason.split()))}
+        if "error" in fields:
+            return fields
+        return {"error": f"unknown op {op!r}, known: 'status', 'preempt', 'attach', 'checkpoint'"}
+
+
+def _fields(request: bytes) -> Mapping[str, Any]:
+    try:
+        fields = json.loads(request)
+    except (ValueError, RecursionError):
+        return {"error": "the request is not JSON"}
+    return fields if isinstance(fields, dict) else {}
+
+
+def peer_uid(client: socket.socket) -> int:
+    """Return the user id of the process that connected, as the kernel recorded it."""
+    raw = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+    uid: int = _UCRED.unpack(raw)[1]
+    return uid
+
+
+def may_ask(uid: int, own_uid: int) -> bool:
+    """Tell whether the user ``uid`` is served by an agent of the user ``own_uid``."""
+    return uid in (own_uid, 0)
+
+
+def _read_request(client: socket.socket, deadline: float) -> tuple[bytes, list[int]]:
+    """Return the first line that the client sends, and the descriptors that came with it."""
+    line, files = bytearray(), list[int]()
+    try:
+        while b"\n" not in line:
+            client.settimeout(_left(deadline))
+            chunk, more, _, _ = socket.recv_fds(client, MAX_REQUEST, MAX_FILES)
+            files += more
+            if not chunk:
+                raise ConnectionError("it hung up before its request was whole")
+            line += chunk
+            if len(line) > MAX_REQUEST:
+                raise ConnectionError(f"its request is longer than {MAX_REQUEST} bytes")
+    except OSError:
+        for fd in files:
+            os.close(fd)
+        raise
+    return bytes(line.partition(b"\n")[0]), files
+
+
+def _has_hung_up(client: socket.socket) -> bool:
+    """Tell whether nobody can read an answer; one that has only ended its sending still does."""
+    poll = select.poll()
+    poll.register(client, 0)
+    return any(happened & select.POLLHUP for _, happened in poll.poll(0))
+
+
+def _left(deadline: float) -> float:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("it was too slow")
+    return left

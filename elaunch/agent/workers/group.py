@@ -1,0 +1,335 @@
+"""The worker group: everything that one round's workers are started with and ended by.
+
+It owns the server, the log pump and the listening socket of the workers' store. It decides nothing:
+the loop tells it what to do, and what happens comes back as events from the server.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import string
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from signal import Signals
+
+from elaunch import env
+from elaunch.agent.logs import files
+from elaunch.agent.logs.pump import LogPump
+from elaunch.agent.patience import bounded
+from elaunch.agent.policy import events
+from elaunch.agent.workers import openfiles
+from elaunch.agent.workers.reaper import Reaper
+from elaunch.agent.workers.server import KILL_DEADLINE, SWEEP_OVERDUE, ServerPlan, WorkerServer
+from elaunch.agent.workers.storesocket import StoreEndpoint
+from elaunch.checkpoint.records import Checkpoint
+from elaunch.checkpoint.search.placeholder import fill_placeholders
+from elaunch.config import Settings
+from elaunch.run.directory import RunDir
+
+FLUSH_TIMEOUT = 2.0
+"""Seconds for the log pump to read what dead workers left in their pipes."""
+
+
+@dataclass(frozen=True)
+class RoundStart:
+    """What differs from round to round; ``reason`` is empty in round 0.
+
+    ``place`` and ``store`` (the address and the port of the round's TCPStore) are given in a job of
+    several nodes; a node by itself is the whole job and hosts the store. ``job`` is the plan's.
+    """
+
+    round: int
+    restarts: int
+    reason: str
+    checkpoint: Checkpoint | None
+    place: env.NodePlace | None = None
+    store: tuple[str, int] | None = None
+    job: str = ""
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """What a worker group is made of; ``log_root`` holds ``attempt_<round>/<local_rank>/``.
+
+    ``own_addr`` is where the other nodes reach this one; None in a job of one node. ``temp`` is the
+    run's own directory for temporary files, which the server removes where this agent was killed.
+    """
+
+    settings: Settings
+    run_dir: RunDir
+    log_root: Path | None
+    environ: Mapping[str, str]
+    post: Callable[[events.Event], None]
+    own_addr: str | None = None
+    temp: str | None = None
+
+
+class WorkerGroup:
+    """Owns what the workers of all rounds are started with; ``nproc`` workers per round."""
+
+    def __init__(self, plan: GroupPlan, pump: LogPump) -> None:
+        settings = plan.settings
+        self._plan = plan
+        self._pump = pump
+        self._nproc = 0
+        self._hello = ""
+        self._key = os.urandom(32)
+        self.secret = None if settings.rendezvous is None else settings.rendezvous.secret
+        """What this job's agents share; it may be settled when the store was opened."""
+        self._reaper = Reaper()
+        self._open_files = openfiles.raise_limit()
+        self._endpoint = _endpoint(settings, plan.own_addr)
+        self._files_root = plan.log_root or plan.run_dir.logs
+        self._forks = settings.start_method == "forkserver" and settings.mode != "command"
+        self._environ: Mapping[str, str] = plan.environ
+        self.server = self._new_server()
+
+    def _new_server(self) -> WorkerServer:
+        settings = self._plan.settings
+        words = [settings.interpreter, settings.entrypoint, *settings.args]
+        has_checkpoint = settings.checkpoint_dir is not None or settings.init_from is not None
+        longest_checkpoint = 4096 if has_checkpoint else 0
+        plan = ServerPlan(
+            run_id=settings.run_id,
+            interpreter=settings.interpreter,
+            fork_start=self._forks,
+            preload=_preloaded(settings, later=False),
+            later=_preloaded(settings, later=True),
+            import_path=_import_path(settings),
+            open_files=self._open_files,
+            title_room=sum(len(os.fsencode(word)) + 1 for word in words) + 64 + longest_checkpoint,
+            environ=self._environ,
+            temp=self._plan.temp,
+            timer_file=self._environ.get(env.TIMER_FILE) if settings.file_timer else None,
+        )
+        return WorkerServer(plan, self._plan.post, self._reaper)
+
+    def prepare(self, nproc: int | None, omp: Mapping[str, str]) -> None:
+        """Start the server with ``omp`` in its environment; None: the number is not known yet."""
+        self._nproc = nproc or 0
+        openfiles.check(self._nproc)
+        self._environ = {**self._plan.environ, **omp}
+        self.server = self._new_server()
+        self.server.start()
+
+    def settle(self, nproc: int, omp: Mapping[str, str]) -> None:
+        """Set the number of workers that the server counted.
+
+        A server that was started with another ``omp`` has imported torch under it: it is replaced.
+        """
+        self._nproc = nproc
+        openfiles.check(nproc)
+        if self._environ != {**self._plan.environ, **omp}:
+            self.server.close()
+            self.prepare(nproc, omp)
+
+    def spawn_from_now_on(self) -> None:
+        """Replace the server by one that imports nothing; workers are plain processes then."""
+        self._forks = False
+        self.replace_server()
+
+    def replace_server(self) -> None:
+        """End the server, if it has not ended, and start another; no worker runs."""
+        self.server.close()
+        self.server = self._new_server()
+        self.server.start()
+        self.between_rounds()
+
+    def open_endpoint(self) -> int:
+        """Bind the store's socket now, so that a port in use is an error before anything starts.
+
+        Returns the port, for the nodes that have to know it before the next round.
+        """
+        self._endpoint.open()
+        return self._endpoint.port
+
+    def host_hello(self, hello: str) -> None:
+        """Have a store hosted before the first round, in which the other agents read ``hello``.
+
+        From now on each round's store has it: with the static backend the workers' port is the one
+        address that all agents know.
+        """
+        self._hello = hello
+        self._host_store(-1)
+
+    def between_rounds(self) -> None:
+        """Have the word of :meth:`host_hello`, if any, found by agents that come meanwhile."""
+        if self._hello:
+            self._host_store(-1)
+
+    def _host_store(self, round_number: int) -> None:
+        listening = self._endpoint.open()
+        store = {"op": "store", "round": round_number, "host": self._endpoint.host}
+        store |= {"fixed": self._endpoint.fixed, "hello": self._hello}
+        self.server.send(store, [listening])
+        if round_number >= 0:
+            self._endpoint.note_use()
+
+    def fence(self, until: float, hold: float = 0.0) -> None:
+        """Have the server kill all workers when ``until`` (monotonic seconds) has passed.
+
+        With ``hold`` it stops them then, and kills them that many seconds later.
+
+        Each call replaces the last one. It holds also while this process is suspended.
+        """
+        self.server.send({"op": "fence", "until": until, "hold": hold})
+
+    def start(self, start: RoundStart) -> None:
+        """Start all workers of a round; a server that was lost is replaced first."""
+        if not self.server.pid:
+            self.server = self._new_server()
+            self.server.start()
+        settings = self._plan.settings
+        if start.place is None or start.place.node_rank == 0:
+            self._host_store(start.round)
+        facts = self._facts(start)
+        args = fill_placeholders(settings.args, start.checkpoint or settings.init_from)
+        first = facts.place.first_rank
+        ranks = {local_rank: first + local_rank for local_rank in range(self._nproc)}
+        channels = self._pump.open_round(start.round, ranks)
+        if self._plan.log_root is None:
+            make = partial(files.make_directories, self._files_root, start.round, list(ranks))
+            bounded(make, None, f"cannot make a directory for error files in {self._files_root}")
+        for local_rank, (stdout, stderr) in channels.items():
+            error_file = str(self._error_file(start.round, local_rank))
+            variables = env.worker_environment(facts, local_rank, error_file, self._environ)
+            if settings.hang_timeout is not None:
+                variables[env.STACKS_FILE] = str(self.stacks_file(start.round, local_rank))
+            job = {
+                "op": "start",
+                "round": start.round,
+                "local_rank": local_rank,
+                "mode": settings.mode,
+                "entrypoint": settings.entrypoint,
+                "args": [_with_local_rank(arg, local_rank) for arg in args],
+                "interpreter": settings.interpreter,
+                "env": variables,
+            }
+            self.server.send(job, [stdout, stderr])
+            os.close(stdout)
+            os.close(stderr)
+
+    def _facts(self, start: RoundStart) -> env.RoundFacts:
+        settings = self._plan.settings
+        checkpoint = start.checkpoint or settings.init_from
+        directory = settings.checkpoint_dir
+        master_addr, master_port = start.store or (self._endpoint.host, self._endpoint.port)
+        return env.RoundFacts(
+            run_id=settings.run_id,
+            round=start.round,
+            restarts=start.restarts,
+            max_restarts=settings.max_restarts,
+            reason=start.reason,
+            local_world_size=self._nproc,
+            role=settings.role,
+            place=start.place or env.only_node(self._endpoint.host, self._nproc),
+            master_addr=master_addr,
+            master_port=master_port,
+            agent_socket=str(self._plan.run_dir.socket),
+            checkpoint_dir=None if directory is None else str(directory),
+            resume_from="" if checkpoint is None else str(checkpoint.path),
+            resume_step="" if checkpoint is None else str(checkpoint.step),
+            signals_to_handle=",".join(s.name for s in settings.signals_to_handle),
+            # "1" makes rank 0 try to host and torch's own fallback make it a client where that
+            # address is taken, as the launcher's is; a private store of the script, or of what it
+            # starts, works with it. In a forked worker elaunch.server.worker.torchfix spares the
+            # attempt.
+            use_agent_store="1",
+            virtual_local_rank=settings.virtual_local_rank,
+            channel_key=self._channel_key(start),
+            run_id_given=settings.run_id_given,
+            checkpoint_local=settings.checkpoint_local,
+            checkpoint_keep=settings.checkpoint_keep.to_json() if settings.checkpoint_keep else "",
+            init_from=str(settings.init_from.path) if settings.init_from else "",
+        )
+
+    def _channel_key(self, start: RoundStart) -> str:
+        """Return the key by which the round's workers know each other; "" if none can be shared.
+
+        Nodes share nothing that others could not read but the secret of --rdzv-secret-file, of
+        mpirun or by MUNGE, and, behind a password of etcd, the job's random word.
+        """
+        meeting = self._plan.settings.rendezvous
+        if meeting is None:
+            return self._key.hex()
+        secret = self.secret
+        if secret is None and meeting.etcd.password is not None:
+            secret = start.job.encode()
+        if not secret:
+            return ""
+        told = f"workers of {self._plan.settings.run_id}, round {start.round}".encode()
+        return hmac.new(secret, told, "sha256").hexdigest()
+
+    def _error_file(self, round_number: int, local_rank: int) -> Path:
+        attempt = files.round_directory(self._files_root, round_number).absolute()
+        return attempt / str(local_rank) / "error.json"
+
+    def stacks_file(self, round_number: int, local_rank: int) -> Path:
+        """Return where a worker writes its stacks, if it is asked to."""
+        return self._error_file(round_number, local_rank).with_name("stacks.txt")
+
+    def error_file(self, round_number: int, local_rank: int) -> str | None:
+        """Return the path of a worker's error record if it wrote one."""
+        path = self._error_file(round_number, local_rank)
+        there = bounded(path.exists, False, f"cannot look for {path}")
+        return str(path) if there else None
+
+    def send_signal(self, signum: Signals, stops: bool) -> None:
+        """Signal the worker processes; also their groups where a worker is any command.
+
+        ``stops`` says that the workers are meant to end by it.
+
+        A Python worker's helpers (DataLoader workers) are its own to end; a command is often a
+        shell around the program that has to save.
+        """
+        group = self._plan.settings.mode == "command"
+        self.server.send({"op": "signal", "signum": int(signum), "group": group, "stops": stops})
+
+    def end_tree(self, round_number: int, signum: Signals | None, grace: float) -> float:
+        """Have everything of the round ended; return seconds until TreeGone is overdue."""
+        if not self.server.pid:
+            self.server.sweep_orphans(round_number)
+            return SWEEP_OVERDUE
+        order = {"op": "sweep", "round": round_number, "signum": int(signum or 0)}
+        self.server.send({**order, "grace": grace, "deadline": KILL_DEADLINE})
+        return grace + SWEEP_OVERDUE
+
+    def flush_logs(self) -> None:
+        """Wait until all that the round's workers wrote is where it goes."""
+        self._pump.finish_round(FLUSH_TIMEOUT)
+
+    def close(self) -> None:
+        """End the server with all that is below it, and let the store's address go."""
+        self.server.close()
+        self._endpoint.close()
+
+
+def _endpoint(settings: Settings, own_addr: str | None) -> StoreEndpoint:
+    meeting = settings.rendezvous
+    if meeting is None or own_addr is None:
+        return StoreEndpoint(settings.master_addr, settings.master_port)
+    if meeting.backend == "static" and meeting.is_host:
+        return StoreEndpoint(*meeting.endpoints[0], for_nodes=True)
+    return StoreEndpoint(own_addr, None, for_nodes=True)
+
+
+def _preloaded(settings: Settings, later: bool) -> tuple[str, ...]:
+    """Return the modules that the server imports at its start, or later (``+module``)."""
+    return tuple(name.lstrip("+") for name in settings.preload if name.startswith("+") is later)
+
+
+def _import_path(settings: Settings) -> str | None:
+    """Return what a worker has first on ``sys.path``: its own modules may be preloaded."""
+    if settings.mode == "module":
+        return os.getcwd()
+    if settings.mode == "script" and not os.path.isdir(settings.entrypoint):
+        return os.path.dirname(os.path.realpath(settings.entrypoint))
+    return None
+
+
+def _with_local_rank(arg: str, local_rank: int) -> str:
+    """Fill ``${local_rank}`` as torchrun does; ``$$`` becomes ``$``, as there."""
+    return string.Template(arg).safe_substitute(local_rank=local_rank)

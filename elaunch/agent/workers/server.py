@@ -1,0 +1,209 @@
+"""The agent's end of the server: starts the process, sends it messages, posts what it reports.
+
+Two threads, each in one blocking call: the reader in ``recv`` on the server's socket, the reaper
+(elaunch.agent.workers.reaper) in ``waitpid``. The messages are those of elaunch.server.protocol.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import struct
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import elaunch.server
+from elaunch.agent.policy import events
+from elaunch.agent.workers.reaper import Reaper
+from elaunch.errors import ServerError
+from elaunch.server import processes, protocol
+from elaunch.server.sweep import LOOK_AGAIN, Sweep
+
+KILL_DEADLINE = 10.0
+"""Seconds after SIGKILL after which a process is called a survivor and left alone."""
+SWEEP_OVERDUE = KILL_DEADLINE + 2.0
+"""Seconds after SIGKILL after which whoever sweeps should have said so much."""
+IMPORTS_DEADLINE = 0.2
+"""Seconds for a server that has no worker yet to end by itself; it may be deep in an import."""
+
+LATER_DELAY = 60.0
+"""Seconds after the first worker was started at which the later modules are imported."""
+
+SEND_DEADLINE = 120
+"""Seconds for the server to take a message; it does not while it imports, which may be slow."""
+
+Post = Callable[[events.Event], None]
+
+
+@dataclass(frozen=True)
+class ServerPlan:
+    """How to start the server; ``title_room`` is the length of the longest worker command."""
+
+    run_id: str
+    interpreter: str
+    fork_start: bool
+    preload: tuple[str, ...]
+    later: tuple[str, ...]
+    import_path: str | None
+    open_files: tuple[int, int]
+    title_room: int
+    environ: Mapping[str, str] = field(repr=False)
+    timer_file: str | None = None
+    temp: str | None = None
+
+
+class WorkerServer:
+    """Owns the server process and the socket that is its lifeline."""
+
+    def __init__(self, plan: ServerPlan, post: Post, reaper: Reaper) -> None:
+        self._plan = plan
+        self._post = post
+        self._reaper = reaper
+        self._sock: socket.socket | None = None
+        self._sending = threading.Lock()  # the loop sends, and the thread that renews the fence
+        self._pid = 0
+        self._strangers: list[int] = []
+        self._closing = False
+        self._started_any = False
+        self._ended = threading.Event()
+
+    @property
+    def pid(self) -> int:
+        """The server's pid; 0 when there is none."""
+        return 0 if self._ended.is_set() else self._pid
+
+    def start(self) -> None:
+        """Start the process, its reader and the reaper; ServerReady is posted in time."""
+        ours, theirs = socket.socketpair()
+        entry = str(Path(elaunch.server.__file__).with_name("__main__.py"))
+        padding = "." * min(max(0, self._plan.title_room - len(entry)), 100_000)
+        argv = [self._plan.interpreter, "-u", entry, str(theirs.fileno()), padding]
+        theirs.set_inheritable(True)
+        # Whoever executed elaunch in its own place may have had children; they are no part of it.
+        self._strangers = processes.children(os.getpid())
+        try:
+            self._pid = self._reaper.spawn(argv, self._plan.environ, self._note_end)
+        except OSError as error:
+            ours.close()
+            raise ServerError(f"cannot execute {self._plan.interpreter}: {error}") from error
+        finally:
+            theirs.close()
+        self._sock = ours
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", SEND_DEADLINE, 0))
+        threading.Thread(target=self._read, args=(ours,), name="server-reader", daemon=True).start()
+        start = "fork" if self._plan.fork_start else "exec"
+        configure: protocol.Message = {"op": "configure", "run_id": self._plan.run_id}
+        configure |= {"start": start}
+        modules = {"preload": list(self._plan.preload), "later": list(self._plan.later)}
+        configure |= {"later_delay": LATER_DELAY, "temp": self._plan.temp}
+        configure |= {"timer_file": self._plan.timer_file}
+        configure |= {"import_path": self._plan.import_path, "open_files": self._plan.open_files}
+        self.send({**configure, **modules})
+
+    def send(self, message: protocol.Message, files: Sequence[int] = ()) -> None:
+        """Send one message; a server that has just died is reported by the reaper, not here.
+
+        One that takes nothing is killed, so that the agent's loop does not hang on it.
+        """
+        self._started_any = self._started_any or message["op"] == "start"
+        try:
+            with self._sending:
+                if self._sock is not None:
+                    protocol.send(self._sock, message, files)
+        except (BrokenPipeError, ConnectionResetError):
+            return
+        except BlockingIOError:
+            self.kill()
+
+    def kill(self) -> None:
+        """SIGKILL the server; its workers die with it, what they leave comes to the agent."""
+        with contextlib.suppress(ProcessLookupError):  # it may end in this moment
+            if self.pid:
+                os.kill(self.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Cut the lifeline, wait for the server to end what is left and itself, and make sure."""
+        self._closing = True
+        timeout = KILL_DEADLINE if self._started_any else IMPORTS_DEADLINE
+        self._cut()
+        if self.pid and not self._ended.wait(timeout):
+            self.kill()
+            self._ended.wait(KILL_DEADLINE)
+        self._sweep_own(-1)
+
+    def _cut(self) -> None:
+        with self._sending:
+            if self._sock is not None:
+                # The reader's recv keeps the description open; shutdown is what the server sees.
+                self._sock.shutdown(socket.SHUT_RDWR)
+                self._sock.close()
+                self._sock = None
+
+    def sweep_orphans(self, round_number: int) -> None:
+        """End what a dead server left to the agent, in a thread of its own; posts TreeGone."""
+        threading.Thread(
+            target=self._sweep_orphans, args=(round_number,), name="sweeper", daemon=True
+        ).start()
+
+    def _sweep_orphans(self, round_number: int) -> None:
+        self._post(_tree_gone(self._sweep_own(round_number)))
+
+    def _sweep_own(self, round_number: int) -> protocol.Message:
+        order = {"round": round_number, "signum": 0, "grace": 0.0, "deadline": KILL_DEADLINE}
+        sweep = Sweep(order, os.getpid(), lambda: self._strangers)
+        pause = threading.Event()
+        while not sweep.step():
+            pause.wait(LOOK_AGAIN)
+        return sweep.outcome()
+
+    def _read(self, sock: socket.socket) -> None:
+        receiver = protocol.Receiver(sock)
+        try:
+            while (received := receiver.receive()) is not None:
+                self._post(_event(received[0]))
+        except OSError:  # closed under the read; the reaper reports the server's end
+            return
+
+    def _note_end(self, exitcode: int) -> None:
+        self._ended.set()
+        if not self._closing:
+            self._post(events.ServerLost(exitcode))
+
+
+def _event(message: protocol.Message) -> events.Event:
+    op = message["op"]
+    if op == "exited":
+        return events.WorkerExited(**_without_op(message))
+    if op == "started":
+        return events.WorkerStarted(**_without_op(message))
+    if op == "not_started":
+        return events.WorkerNotStarted(**_without_op(message))
+    if op == "warmed":
+        settings = tuple(message["settings"])
+        return events.ServerWarmed(message["problem"], message["seconds"], settings)
+    if op == "swept":
+        return _tree_gone(message)
+    if op == "ready":
+        return events.ServerReady(**{n: v for n, v in _without_op(message).items() if n != "pid"})
+    if op == "fenced":
+        return events.Fenced(message["late"])
+    if op == "held":
+        return events.Held(message["on"])
+    if op == "devices":
+        return events.DevicesCounted(message["count"], message["problem"])
+    return events.StoreLost(message["problem"])
+
+
+def _without_op(message: protocol.Message) -> protocol.Message:
+    return {name: value for name, value in message.items() if name != "op"}
+
+
+def _tree_gone(message: protocol.Message) -> events.TreeGone:
+    def pairs(name: str) -> tuple[tuple[int, str], ...]:
+        return tuple((pid, command) for pid, command in message[name])
+
+    return events.TreeGone(message["round"], pairs("killed"), pairs("survivors"))

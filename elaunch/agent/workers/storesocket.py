@@ -1,0 +1,126 @@
+"""The listening socket of a round's TCPStore: bound by the agent, handed to the store host.
+
+A port that is bound cannot be taken by a stranger between its choice and its use. Without
+``--master-port`` each round gets a new one; with it, one socket is kept for all rounds, since
+workers of every round are told that port. In a job of several nodes every agent keeps a socket at
+hand and tells the others its port: the next round's first node may be any of them.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+
+from elaunch.config.meeting import ports
+from elaunch.errors import UsageError
+from elaunch.hosts import is_loopback
+
+LOOPBACK = "127.0.0.1"
+BACKLOG = 4096
+
+
+class StoreEndpoint:
+    """Owns the listening socket; ``host`` and ``port`` are what the workers are told.
+
+    ``fixed`` says that the port is the user's and stays the same in all rounds. ``for_nodes``: the
+    workers of other nodes connect, too.
+    """
+
+    def __init__(self, host: str | None, port: int | None, for_nodes: bool = False) -> None:
+        self.host = host or LOOPBACK
+        self.port = port or 0
+        self.fixed = bool(port)
+        self._sock: socket.socket | None = None
+        self._used = False
+        self._listen = listen_for_nodes if for_nodes else listen
+
+    def open(self) -> int:
+        """Return the listening socket's file descriptor for the next round.
+
+        The descriptor stays this object's. Raises UsageError when the address cannot be bound.
+        """
+        if self._sock is not None and (self.fixed or not self._used):
+            return self._sock.fileno()
+        self.close()
+        self._used = False
+        self._sock = self._listen_or_refuse(self.port if self.fixed else 0)
+        self.port = self._sock.getsockname()[1]
+        return self._sock.fileno()
+
+    def _listen_or_refuse(self, port: int) -> socket.socket:
+        try:
+            return self._listen(self.host, port)
+        except socket.gaierror as error:
+            raise UsageError(
+                f"--master-addr {self.host}: the name cannot be resolved ({error.strerror}); give "
+                "an address of this machine"
+            ) from error
+        except OSError as error:
+            reason = os.strerror(error.errno) if error.errno else str(error)
+            where = f"cannot listen on {self.host} port {port}"
+            if error.errno == errno.EADDRINUSE:
+                reason = f"it {ports.why_not_free(self.host, port) or reason}"
+            also = " (only one agent has --node-rank 0)" if self._listen is listen_for_nodes else ""
+            raise UsageError(f"{where}: {reason}{also}; choose another --master-port") from error
+
+    def note_use(self) -> None:
+        """Say that a round's workers were told this port: the next ``open`` binds another."""
+        self._used = True
+
+    def close(self) -> None:
+        """Close the agent's copy of the socket; the store host has its own."""
+        if self._sock is not None:
+            self._sock.close()
+            self._sock = None
+
+
+def listen_for_nodes(host: str, port: int) -> socket.socket:
+    """Return a socket that other machines reach at ``host``.
+
+    It listens on all addresses: on many machines their own name leads to a loopback address, which
+    the other machines resolve to another one. Only an endpoint that says loopback itself is meant
+    so. Raises OSError.
+    """
+    return listen(host, port) if is_loopback(host) else _bound_everywhere(port)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens on ``host``, or on all addresses where it is no address here.
+
+    The latter is so for a service name or a NAT address of this machine. Raises OSError, as
+    socket.gaierror where the name cannot be resolved.
+    """
+    addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    problem = OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
+    for family, *_, address in addresses:
+        try:
+            return _bound(family, (str(address[0]), port))
+        except OSError as error:
+            problem = error
+            if (
+                error.errno == errno.EADDRNOTAVAIL
+            ):  # a service name or a NAT address of this machine
+                return _bound_everywhere(port)
+    raise problem
+
+
+def _bound_everywhere(port: int) -> socket.socket:
+    try:
+        return _bound(socket.AF_INET6, ("::", port))
+    except OSError:
+        return _bound(socket.AF_INET, ("0.0.0.0", port))
+
+
+def _bound(family: int, address: tuple[str, int]) -> socket.socket:
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        sock.bind(address)
+        sock.listen(BACKLOG)
+    except OSError:
+        sock.close()
+        raise
+    return sock

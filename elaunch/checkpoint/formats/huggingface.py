@@ -1,0 +1,97 @@
+"""Verification of a Hugging Face Trainer's ``checkpoint-N`` directory.
+
+==========================================  =================================================
+file                                        must be
+==========================================  =================================================
+trainer_state.json (written last)           valid JSON, its global_step the N of the name
+one of model.safetensors,                   whole
+pytorch_model.bin, adapter_model.*,
+pytorch_model_fsdp.bin
+or one of the two *.index.json              valid JSON, every shard that it names whole
+or pytorch_model_fsdp_0/                    a whole DCP directory
+or latest, which names DeepSpeed's tag      whole
+optimizer.*, scheduler.pt, scaler.pt,       whole, where they are there (a run saved with
+rng_state*.pth, training_args.bin,          save_only_model has none)
+optimizer_0/
+==========================================  =================================================
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection
+from pathlib import Path
+
+from elaunch.checkpoint.formats import dcp, deepspeed
+from elaunch.checkpoint.formats.safetensors import check_safetensors
+from elaunch.checkpoint.formats.torchfile import check_zip
+from elaunch.checkpoint.storage.files import inside, read_json, whole_number
+from elaunch.errors import CheckpointError
+
+FORMAT = "huggingface"
+STATE = "trainer_state.json"
+WEIGHTS = (
+    "model.safetensors",
+    "pytorch_model.bin",
+    "adapter_model.safetensors",
+    "adapter_model.bin",
+    "pytorch_model_fsdp.bin",
+)
+INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+SHARDED = ("pytorch_model_fsdp_0", "optimizer_0")
+
+_NAME = re.compile(r"checkpoint-[0-9]+")
+_STATE_FILES = re.compile(
+    r"(optimizer|training_args)\.(pt|bin)|optimizer_[0-9]+\.(pt|bin)"
+    r"|(scheduler|scaler)\.pt|rng_state[^/]*\.pth"
+)
+
+
+def looks_like(path: Path, names: Collection[str]) -> bool:
+    """Tell from a directory's name and the names in it whether a Trainer wrote it."""
+    if STATE in names:
+        return True
+    known = (*WEIGHTS, *INDEXES, *SHARDED)
+    return _NAME.fullmatch(path.name) is not None and any(name in names for name in known)
+
+
+def verify(path: Path, step: int) -> None:
+    """Raise CheckpointError unless the state says ``step`` and every file is whole."""
+    names = os.listdir(path)
+    if STATE not in names:
+        raise CheckpointError(f"missing: {STATE}: the save did not finish")
+    saved_step = whole_number(read_json(path / STATE), "global_step", STATE)
+    if saved_step != step:
+        raise CheckpointError(f"{STATE} says global_step {saved_step}")
+    weights = [name for name in names if name in WEIGHTS]
+    indexes = [name for name in names if name in INDEXES]
+    sharded = deepspeed.LATEST in names and deepspeed.looks_like(path, names)
+    if sharded:
+        deepspeed.verify(path)
+    if not weights and not indexes and not sharded and SHARDED[0] not in names:
+        raise CheckpointError(f"no weights: none of {', '.join((*WEIGHTS, *INDEXES, SHARDED[0]))}")
+    files = {*weights, *(name for name in names if _STATE_FILES.fullmatch(name))}
+    for index in indexes:
+        files.update(_shards(path, index))
+    for name in sorted(files):
+        _check_file(inside(path, name, STATE))
+    for name in SHARDED:
+        if name in names:
+            dcp.verify_below(path, name)
+
+
+def _shards(path: Path, index: str) -> set[str]:
+    shards = read_json(path / index).get("weight_map")
+    if not isinstance(shards, dict) or not shards:
+        raise CheckpointError(f"{index} has no weight_map")
+    for name in shards.values():
+        inside(path, name, index)
+    return set(shards.values())
+
+
+def _check_file(path: Path) -> None:
+    if path.suffix == ".safetensors":
+        check_safetensors(path)
+    else:
+        check_zip(path)

@@ -1,0 +1,155 @@
+"""Archives of ``torch.save``: is the file whole, without reading the gigabytes in it?
+
+The central directory is at the end of a zip, so a truncated file has none. Every member's local
+header must be where the directory says and its data must end before the directory. The tensors'
+bytes are not read (their CRC stays unchecked); ``data.pkl``, small, is checked with its CRC.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from elaunch.checkpoint.formats.pickles import PICKLE_LIMIT, load_inert, mapping
+from elaunch.checkpoint.storage.files import open_regular
+from elaunch.errors import CheckpointError
+
+PICKLE = "data.pkl"
+DIRECTORY_LIMIT = 2**28  # bytes; an archive has about 100 of them for each tensor
+
+_CHUNK = 2**20
+_LOCAL_HEADER = struct.Struct("<4s5H3I2H")
+_LOCAL_MAGIC = b"PK\x03\x04"
+# What zipfile raises for malformed input.
+_MALFORMED = (
+    zipfile.BadZipFile,
+    ArithmeticError,
+    EOFError,
+    LookupError,
+    MemoryError,
+    RuntimeError,  # encrypted, or a compression that is not supported
+    ValueError,
+    struct.error,
+    zlib.error,
+)
+
+
+def check_zip(path: Path) -> None:
+    """Raise CheckpointError unless the file is a whole archive with at least one member."""
+    with _archive(path) as (file, archive):
+        _check(file, archive, path.name)
+
+
+def number_inside(path: Path, key: str) -> int | None:
+    """Return the number >= 0 at ``key`` of the dict that a whole archive holds, or None."""
+    with _archive(path) as (file, archive):
+        member = _check(file, archive, path.name)
+        if member is None:
+            return None
+        content = b"".join(_pieces(archive, member, path.name))
+    saved = mapping(load_inert(content, f"{path.name}:{PICKLE}")) or {}
+    step = saved.get(key)
+    return step if isinstance(step, int) and not isinstance(step, bool) and step >= 0 else None
+
+
+def check_sums(path: Path, progress: Callable[[int], object]) -> None:
+    """Read every byte of an archive; raise CheckpointError where a member's CRC is wrong.
+
+    ``progress`` is told of bytes read.
+    """
+    with _archive(path) as (_, archive):
+        for member in archive.infolist():
+            for piece in _pieces(archive, member, path.name):
+                progress(len(piece))
+
+
+def _pieces(archive: zipfile.ZipFile, member: zipfile.ZipInfo, name: str) -> Iterator[bytes]:
+    """Yield a member's content; CheckpointError at the end if its CRC is wrong."""
+    try:
+        with archive.open(member) as content:
+            while piece := content.read(_CHUNK):
+                yield piece
+    except _MALFORMED as error:
+        raise CheckpointError(f"{name} is damaged: {error}") from None
+
+
+class _Limited:
+    """A file for ``zipfile``, which would read a directory of any size that the file claims."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.seek, self.tell, self.seekable = file.seek, file.tell, file.seekable
+
+    def read(self, size: int = -1) -> bytes:
+        """Read as a file does, at most DIRECTORY_LIMIT bytes."""
+        if size > DIRECTORY_LIMIT:
+            raise zipfile.BadZipFile(f"its directory is larger than {DIRECTORY_LIMIT} bytes")
+        return self._file.read(DIRECTORY_LIMIT if size < 0 else size)
+
+
+@contextmanager
+def _archive(path: Path) -> Iterator[tuple[BinaryIO, zipfile.ZipFile]]:
+    with open_regular(path) as file:
+        start = file.read(4)
+        try:
+            archive = zipfile.ZipFile(_Limited(file))
+        except _MALFORMED as error:
+            raise CheckpointError(f"{path.name} {_ailment(start)} ({error})") from None
+        with archive:
+            yield file, archive
+
+
+def _ailment(start: bytes) -> str:
+    if not start:
+        return "is empty"
+    if start == _LOCAL_MAGIC:
+        return "is truncated: it begins as a zip archive and has no directory at its end"
+    if start[:1] == b"\x80":
+        return "is a bare pickle (torch.save's old format), which cannot be checked"
+    return "is not a zip archive as torch.save writes them"
+
+
+def _check(file: BinaryIO, archive: zipfile.ZipFile, name: str) -> zipfile.ZipInfo | None:
+    """Check every member; return data.pkl, if there is one."""
+    members = archive.infolist()
+    if not members:
+        raise CheckpointError(f"{name} is an archive without members")
+    pickled = None
+    for member in members:
+        _check_member(file, archive, member, name)
+        if pickled is None and member.filename.rpartition("/")[2] == PICKLE:
+            pickled = member
+    if pickled is not None:
+        _check_pickle(archive, pickled, name)
+    return pickled
+
+
+def _check_member(
+    file: BinaryIO, archive: zipfile.ZipFile, member: zipfile.ZipInfo, name: str
+) -> None:
+    start = member.header_offset
+    header = b""
+    if start >= 0:
+        header = os.pread(file.fileno(), _LOCAL_HEADER.size, start)
+    if len(header) < _LOCAL_HEADER.size or not header.startswith(_LOCAL_MAGIC):
+        raise CheckpointError(f"{name} is damaged: no header of {member.filename} at {start}")
+    *_, name_size, extra_size = _LOCAL_HEADER.unpack(header)
+    end = start + _LOCAL_HEADER.size + name_size + extra_size + member.compress_size
+    if end > archive.start_dir:
+        raise CheckpointError(
+            f"{name} is damaged: {member.filename} ends at byte {end},"
+            f" behind the start of the directory at {archive.start_dir}"
+        )
+
+
+def _check_pickle(archive: zipfile.ZipFile, member: zipfile.ZipInfo, name: str) -> None:
+    if member.file_size > PICKLE_LIMIT:
+        raise CheckpointError(f"{name}: {member.filename} is larger than {PICKLE_LIMIT} bytes")
+    for _ in _pieces(archive, member, name):
+        pass  # the CRC is compared at the end

@@ -1,0 +1,278 @@
+"""What checkpoints one node has in a directory of its own, and which of their files are whole.
+
+Where every node has its own directory (``--checkpoint-local``), a checkpoint may be there in parts.
+``list_kept`` reads names and small documents; ``look`` reads every byte of one checkpoint. What
+several nodes have together is told by ``elaunch.checkpoint.nodelocal.union``.
+
+===========================  ===============================  =====================================
+checkpoint                   what it needs (``wanted``)       a file is whole if
+===========================  ===============================  =====================================
+elaunch's own layout         what the manifests, COMMIT and   its checksum is the manifest's
+                             metadata.json say
+DCP directory                what ``.metadata`` names         it reaches to its last piece
+Hugging Face, Lightning,     what is there, if it is          the checkpoint is complete
+torch.save, safetensors      complete by itself               complete; CRCs of archives are right
+===========================  ===============================  =====================================
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from elaunch.checkpoint import layout
+from elaunch.checkpoint.formats import dcp, directories, filetree, huggingface, lightning, own
+from elaunch.checkpoint.formats.torchfile import check_sums
+from elaunch.checkpoint.names import is_temporary
+from elaunch.checkpoint.records import PassedOver
+from elaunch.checkpoint.search.candidates import (
+    TORCH_SAVE,
+    Candidate,
+    classify,
+    distinct,
+    entries_below,
+)
+from elaunch.checkpoint.search.latest import verify_candidate
+from elaunch.checkpoint.storage.files import (
+    JSON_LIMIT,
+    explain,
+    inside,
+    open_regular,
+    parse_json,
+    read_json,
+    read_limited,
+    regular_size,
+)
+from elaunch.checkpoint.writing.manifests import Entry, entries, schema_checked
+from elaunch.errors import CheckpointError
+
+MOST_KEPT: Final = 50
+"""Checkpoints that a node tells of: its newest ones."""
+_CHUNK: Final = 2**20
+
+Progress = Callable[[int], object]
+"""Is told of so many more bytes."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A checkpoint of which a node has something.
+
+    ``path`` is relative to the checkpoint directory and the same on all nodes. ``round`` is -1 and
+    ``digest`` "" but in elaunch's own layout, whose COMMIT has it: copies with one digest are one
+    checkpoint. ``format`` is "" for a directory whose content has to tell.
+    """
+
+    path: str
+    step: int
+    round: int = -1
+    format: str = ""
+    digest: str = ""
+
+    @property
+    def age(self) -> tuple[int, int, str, str]:
+        """Order from old to new; the name makes the order of equals a fixed one."""
+        return (self.step, self.round, self.path, self.digest)
+
+
+@dataclass(frozen=True)
+class Looked:
+    """What a node has of one checkpoint: files that are whole, and what the checkpoint needs.
+
+    A path is relative to the checkpoint; "" is the checkpoint itself, where it is one file. A
+    wanted file without a checksum is any that is at least so large. ``wanted`` is None where this
+    node cannot tell; ``problem`` says why it is not complete here.
+    """
+
+    files: tuple[Entry, ...] = ()
+    wanted: tuple[Entry, ...] | None = None
+    problem: str = ""
+    format: str = ""
+
+
+def list_kept(
+    root: Path, glob: str | None, run_id: str | None
+) -> tuple[list[Kept], list[PassedOver]]:
+    """Return what may be a checkpoint below ``root``, newest first, and what was passed over.
+
+    ``glob`` and ``run_id`` are those of elaunch.checkpoint.search.latest.find_latest. Raises
+    OSError where ``root`` is there and cannot be read.
+    """
+    found, passed_over = entries_below(root, glob)
+    unreadable = [passed for passed in passed_over if passed.path == root]
+    if unreadable:
+        raise OSError(f"{root}: {unreadable[0].reason}")
+    kept = []
+    for entry in distinct(found, root):
+        candidate = classify(entry, globbed=glob is not None)
+        try:
+            if isinstance(candidate, Candidate):
+                one = _kept(candidate, root, run_id)
+                kept += [] if one is None else [one]
+            elif candidate is not None:
+                passed_over.append(candidate)
+        except CheckpointError as error:
+            passed_over.append(PassedOver(entry.path, str(error)))
+        except OSError as error:
+            passed_over.append(PassedOver(entry.path, explain(error, entry.path)))
+    kept.sort(key=lambda one: one.age, reverse=True)
+    return kept[:MOST_KEPT], passed_over
+
+
+def _kept(candidate: Candidate, root: Path, run_id: str | None) -> Kept | None:
+    path = candidate.path
+    if not path.is_relative_to(root):
+        raise CheckpointError("it is a link that leads out of the checkpoint directory")
+    relative, step = str(path.relative_to(root)), candidate.step
+    if candidate.format is None:
+        format_ = directories.known_format(candidate)
+        if format_ is None:
+            return None
+        return Kept(relative, step, format=format_ if format_ == filetree.FORMAT else "")
+    if candidate.format != own.FORMAT:
+        return Kept(relative, step, format=candidate.format)
+    assert candidate.round is not None  # its name was parsed
+    return Kept(relative, step, candidate.round, own.FORMAT, _digest(path, run_id))
+
+
+def _digest(path: Path, run_id: str | None) -> str:
+    """Return COMMIT's digest of a checkpoint of this run; CheckpointError for any other."""
+    try:
+        commit = own.commit_document(read_limited(path / layout.COMMIT, JSON_LIMIT))
+    except FileNotFoundError:
+        raise CheckpointError(f"not committed: {layout.COMMIT} is missing") from None
+    metadata = schema_checked(read_json(path / layout.METADATA), layout.METADATA)
+    owner = metadata.get("run_id")
+    if run_id is not None and owner != run_id:
+        raise own.foreign(owner)
+    digest = commit.get("digest")
+    if not isinstance(digest, str):
+        raise CheckpointError(f"{layout.COMMIT} has no digest")
+    return digest
+
+
+# ── what is whole ────────────────────────────────────────────────────────────────────────────────
+
+
+def look(root: Path, kept: Kept, progress: Progress) -> Looked:
+    """Read all that this node has of a checkpoint; ``progress`` is called while it is read.
+
+    Nothing that is found damaged is told of. Raises OSError where the storage fails.
+    """
+    path = inside(root, kept.path, "another node")
+    if not os.path.lexists(path):
+        return Looked(problem="it is not here")
+    try:
+        if kept.format == own.FORMAT:
+            return _look_own(path, kept, progress)
+        if path.is_dir():
+            return _look_directory(path, kept, progress)
+        verify_candidate(Candidate(path, kept.step, kept.format), None)
+        if kept.format in (TORCH_SAVE, lightning.FORMAT):
+            check_sums(path, progress)
+        files = (_hashed(path, "", progress),)
+        return Looked(files, files, format=kept.format)
+    except CheckpointError as error:
+        return Looked(problem=str(error))
+    except FileNotFoundError as error:
+        return Looked(problem=explain(error, path))
+
+
+def _look_own(path: Path, kept: Kept, progress: Progress) -> Looked:
+    wanted, problem = _wanted_own(path, kept)
+    files = []
+    for entry in wanted:
+        try:
+            file = inside(path, entry.path, "a manifest")
+            whole = regular_size(file) == entry.size
+            whole = whole and sha256(file, progress) == entry.checksum
+        except FileNotFoundError:
+            problem = problem or f"missing: {entry.path}"
+            continue
+        except CheckpointError as error:
+            problem = problem or str(error)
+            continue
+        if whole:
+            files.append(entry)
+        else:
+            problem = problem or f"bad checksum: {entry.path}"
+    pair = {layout.METADATA, layout.COMMIT} <= {entry.path for entry in wanted}
+    return Looked(tuple(files), wanted if pair else None, problem, own.FORMAT)
+
+
+def _wanted_own(path: Path, kept: Kept) -> tuple[tuple[Entry, ...], str]:
+    """Return every file that the checkpoint needs; CheckpointError where that cannot be told.
+
+    Where metadata.json is not the one that COMMIT was written with, both are left out, and the
+    reason is returned: what the manifests list counts all the same.
+    """
+    documents = {
+        name: read_limited(path / name, JSON_LIMIT) for name in (layout.COMMIT, layout.METADATA)
+    }
+    commit = own.commit_document(documents[layout.COMMIT])
+    metadata = documents[layout.METADATA]
+    if commit.get("digest") != kept.digest:
+        raise CheckpointError(f"another {layout.COMMIT} is there than the one that was asked for")
+    problem = ""
+    if commit.get(layout.METADATA_SUM, layout.checksum(metadata)) != layout.checksum(metadata):
+        problem = f"{layout.METADATA} does not have the checksum in {layout.COMMIT}"
+    manifests = own.read_manifests(path, os.listdir(path))
+    if layout.digest(manifests) != kept.digest:
+        raise CheckpointError(f"the manifests do not have the digest in {layout.COMMIT}")
+    wanted = {}
+    for name, content in manifests.items():
+        document = schema_checked(parse_json(content, name), name)
+        wanted.update({entry.path: entry for entry in entries(document, name)})
+    for name, content in (manifests if problem else documents | manifests).items():
+        wanted[name] = Entry(name, len(content), layout.checksum(content))
+    entries_ = tuple(Entry(one.path, one.size, one.checksum) for one in wanted.values())
+    return entries_, problem
+
+
+def _look_directory(path: Path, kept: Kept, progress: Progress) -> Looked:
+    names = os.listdir(path)
+    files = tuple(_hashed(path / name, name, progress) for name in _regular(path))
+    format_, problem = None, ""
+    try:
+        picked = kept.format == filetree.FORMAT
+        format_ = verify_candidate(Candidate(path, kept.step, None, picked=picked), None)
+    except CheckpointError as error:
+        problem = str(error)
+    except FileNotFoundError as error:
+        problem = explain(error, path)
+    if huggingface.looks_like(path, names) or not dcp.looks_like(names):
+        return Looked(files, files if format_ else None, problem, format_ or "")
+    if dcp.METADATA not in names:
+        return Looked(files, None, f"{dcp.METADATA} is missing", dcp.FORMAT)
+    wanted = [Entry(name, size, "") for name, size in dcp.wanted_sizes(path).items()]
+    wanted += [entry for entry in files if entry.path == dcp.METADATA]
+    return Looked(files, tuple(wanted), problem, dcp.FORMAT)
+
+
+def _regular(path: Path) -> Iterator[str]:
+    """Yield the files below a checkpoint's directory that are no writer's temporary ones."""
+    for directory, below, names in os.walk(path):
+        below[:] = sorted(name for name in below if not is_temporary(name))
+        for name in sorted(names):
+            file = Path(directory, name)
+            if (name == dcp.METADATA or not is_temporary(name)) and file.is_file():
+                yield str(file.relative_to(path))
+
+
+def _hashed(file: Path, name: str, progress: Progress) -> Entry:
+    size = regular_size(file)
+    return Entry(name, size, sha256(file, progress))
+
+
+def sha256(path: Path, progress: Progress) -> str:
+    """Return a file's checksum as manifests have it; ``progress`` is called for each piece."""
+    total = hashlib.sha256()
+    with open_regular(path) as file:
+        while chunk := file.read(_CHUNK):
+            total.update(chunk)
+            progress(len(chunk))
+    return f"{layout.CHECKSUM}:{total.hexdigest()}"

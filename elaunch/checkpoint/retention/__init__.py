@@ -1,0 +1,9 @@
+"""Which checkpoints stay, and how the others go.
+
+``rule`` is the rule as the user gave it, ``delete`` applies it; pinned checkpoints stay (``pins``),
+and one that is being read goes later (``readers``). A directory leaves the readers' sight in one
+rename before it is deleted (``trash``), and one that failed verification is kept with its reason
+(``quarantine``).
+"""
+
+__all__ = ["after", "delete", "pins", "quarantine", "readers", "rule", "trash"]

@@ -1,0 +1,156 @@
+"""Which committed checkpoints are kept, and the removal of the others.
+
+The rule is a ``Keep`` (``elaunch.checkpoint.retention.rule``): a checkpoint stays if a part of it
+says so. Whatever the rule, these stay: the newest, what is pinned (``pins``), what is being read at
+this moment (``readers``), and what the caller protects: the one that this round has resumed from,
+until the next is committed, and the one just committed. What is not committed, and what is in
+quarantine, is neither counted nor touched.
+
+One process of a job removes: the agent of the first node, or rank 0 where there is no agent. A
+removal that fails is told and never fails a save.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from elaunch.checkpoint.records import Committed
+from elaunch.checkpoint.retention import pins, readers
+from elaunch.checkpoint.retention.rule import Keep
+from elaunch.checkpoint.storage.storage import Depot
+from elaunch.errors import CheckpointError
+
+__all__ = ["Keep", "apply", "best_of", "decide", "free_bytes", "make_room"]
+
+log = logging.getLogger("elaunch")
+
+
+def decide(
+    listed: Sequence[Committed], rule: Keep, protected: Collection[str]
+) -> list[tuple[Committed, str]]:
+    """Return what may go, from old to new, each with the reason in words. Pure.
+
+    Args:
+        listed: the committed checkpoints, in any order.
+        rule: what is to be kept; an empty rule keeps everything.
+        protected: names that stay whatever the rule says (pinned, resumed from, being read).
+    """
+    ordered = sorted(listed, key=lambda found: found.age)
+    if not rule or not ordered:
+        return []
+    staying = {found.name for found in ordered[-max(rule.last or 1, 1) :]}
+    if rule.every is not None:
+        staying |= {found.name for found in ordered if found.step % rule.every == 0}
+    best = best_of(ordered, rule)
+    if best is not None:
+        staying.add(best.name)
+    staying |= set(protected)
+    going = [found for found in ordered if found.name not in staying]
+    return [(found, f"kept are {rule.describe()}") for found in going]
+
+
+def best_of(listed: Sequence[Committed], rule: Keep) -> Committed | None:
+    """Return the best by the rule's metric; of equals the newest; None if nobody reported it.
+
+    A value that is no number, NaN or infinite the bad way round is never the best.
+    """
+    if rule.best is None:
+        return None
+    sign = 1.0 if rule.mode == "max" else -1.0
+    graded = []
+    for found in listed:
+        value = found.metrics.get(rule.best)
+        if isinstance(value, int | float) and not math.isnan(value):
+            graded.append((sign * value, found.age, found))
+    graded = [grade for grade in graded if grade[0] != -math.inf]
+    return max(graded, key=lambda grade: grade[:2])[2] if graded else None
+
+
+def apply(depot: Depot, rule: Keep, protected: Collection[str]) -> list[str]:
+    """Remove what may go and return the names; call it after a commit, in one process of the job.
+
+    Args:
+        depot: where the checkpoints are.
+        rule: what is to be kept.
+        protected: names that stay beside those that are pinned; among them the one just committed,
+            since a script that has gone back to an older step may commit below the newest.
+
+    What cannot be listed or removed is logged, and stays.
+    """
+    if not rule:
+        return []
+    return [found.name for found in _removed(depot, rule, protected, math.inf)]
+
+
+def make_room(depot: Depot, rule: Keep, needed: int, protected: Collection[str]) -> list[str]:
+    """Remove what may go once another one is committed, until there is room for it.
+
+    Args:
+        depot: where the checkpoints are.
+        rule: what is to be kept; the coming checkpoint counts as one of the newest.
+        needed: bytes of the coming checkpoint.
+        protected: names that stay, as for :func:`apply`.
+
+    Returns the names of what was removed; the oldest go first. On a URL, whose room is not known,
+    all that may go does.
+    """
+    try:
+        depot.clear_trash()
+    except OSError as error:
+        log.warning("%s: cannot clear what was removed before: %s", depot.place, error)
+    if not rule:
+        return []
+    if rule.last is not None:
+        rule = replace(rule, last=max(1, rule.last - 1))
+    return [found.name for found in _removed(depot, rule, protected, needed)]
+
+
+def free_bytes(place: Path | str) -> float:
+    """Return the room that is left for this user at a place, in bytes; inf where nobody knows."""
+    if isinstance(place, str):
+        return math.inf
+    room = os.statvfs(place)
+    return float(room.f_bavail * room.f_frsize)
+
+
+def _removed(
+    depot: Depot, rule: Keep, protected: Collection[str], needed: float
+) -> list[Committed]:
+    try:
+        staying = {*protected, *pins.pinned(depot.place)}
+        going = decide(depot.listed(), rule, staying)
+    except (OSError, CheckpointError) as error:
+        log.warning("%s: cannot tell which checkpoints may go: %s", depot.place, error)
+        return []
+    removed = []
+    for found, reason in going:
+        if _has_room(depot.place, needed):
+            break
+        with readers.claimed(found.place) as free:
+            if free and _remove(depot, found):
+                log.info("removed %s: %s", found.name, reason)
+                removed.append(found)
+    return removed
+
+
+def _remove(depot: Depot, found: Committed) -> bool:
+    try:
+        depot.remove(found)
+    except (OSError, CheckpointError) as error:
+        log.warning("%s cannot be removed: %s", found.name, error)
+        return False
+    return True
+
+
+def _has_room(place: Path | str, needed: float) -> bool:
+    if math.isinf(needed) or isinstance(place, str):
+        return False
+    try:
+        return free_bytes(place) >= needed
+    except OSError:
+        return False

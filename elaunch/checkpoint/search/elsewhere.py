@@ -1,0 +1,144 @@
+"""The checkpoint that somebody names by its path or URL, wherever it is and of whatever format.
+
+==========================================  =================================================
+at the path there is                        the checkpoint is
+==========================================  =================================================
+a checkpoint of a format known here         that, verified
+a file of another kind                      that, as it is
+a directory with checkpoints in it          the newest that is complete, of any run
+any other directory with files in it        that, as it is
+a URL                                       one of elaunch's own layout, or the newest below it
+==========================================  =================================================
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Final
+
+from elaunch.checkpoint import layout
+from elaunch.checkpoint.formats import dcp, huggingface, lightning, own
+from elaunch.checkpoint.formats.safetensors import check_safetensors
+from elaunch.checkpoint.formats.torchfile import check_zip
+from elaunch.checkpoint.records import Checkpoint, Committed, Place, Search
+from elaunch.checkpoint.search.latest import find_latest
+from elaunch.checkpoint.search.places import without_slash
+from elaunch.checkpoint.storage.files import explain, open_regular, read_json, whole_number
+from elaunch.checkpoint.storage.storage import open_depot
+from elaunch.errors import CheckpointError
+
+OTHER: Final = "other"
+"""The format of what nothing here can verify."""
+_ZIP: Final = b"PK"
+_OWN_NAMES: Final = frozenset({layout.RUN, layout.STAGE, layout.QUARANTINE})
+_TOLD: Final = 3
+"""Checkpoints that an error tells what is wrong with."""
+
+
+def find_at(place: Place, content: bool = True) -> Checkpoint:
+    """Return the checkpoint that is at ``place``, or the newest complete one in it.
+
+    ``content``: read the files of elaunch's own layout, and not only compare their sizes. Raises
+    CheckpointError, with place and reason: nothing is there, or nothing complete.
+    """
+    if isinstance(place, str):
+        return _at_url(place, content)
+    if not os.path.lexists(place):
+        raise CheckpointError(f"{place} is not there")
+    try:
+        found = _one(place, content)
+        search = Search(found) if found else find_latest(place, content=content)
+        if search.checkpoint is not None:
+            return search.checkpoint
+        names = os.listdir(place)
+        if not _OWN_NAMES & set(names) and any((place / name).is_file() for name in names):
+            return Checkpoint(place, 0, OTHER)
+    except OSError as error:
+        raise CheckpointError(f"{place}: {explain(error, place)}") from None
+    except CheckpointError as error:
+        raise CheckpointError(f"{place}: {error}") from None
+    reasons = [f"{one.path.name}: {one.reason}" for one in search.passed_over[:_TOLD]]
+    raise CheckpointError(f"{place} holds no complete checkpoint{_listed(reasons)}")
+
+
+def committed_at(found: Checkpoint) -> tuple[Place | None, Committed]:
+    """Return a checkpoint as what was committed, and the place that it is in.
+
+    The place is None for one of another format, of which no more is known than its path.
+    """
+    if found.format != own.FORMAT:
+        name = str(found.path).rstrip("/").rpartition("/")[2]
+        return None, Committed(name, found.path, found.step, 0, "", {}, 0)
+    above, name = parent_of(found.path)
+    at_url = layout.parse_stage_name(name) if isinstance(above, str) else None
+    return above, open_depot(above).find(at_url[2] if at_url else name)
+
+
+def parent_of(place: Place) -> tuple[Place, str]:
+    """Return where a checkpoint is, and its name there."""
+    if isinstance(place, Path):
+        return place.parent, place.name
+    above, _, name = without_slash(place).rpartition("/")
+    return above, name
+
+
+def _listed(reasons: list[str]) -> str:
+    return f" ({'; '.join(reasons)})" if reasons else ""
+
+
+def _one(path: Path, content: bool) -> Checkpoint | None:
+    """Return the checkpoint that a path itself is, verified; None if there may be some in it."""
+    if not path.is_dir():
+        return _file(path)
+    names = frozenset(os.listdir(path))
+    if layout.COMMIT in names:
+        step, round_ = layout.parse_step_name(path.name) or (0, 0)
+        own.verify(path, None, content)
+        return Checkpoint(path, step, own.FORMAT, round_)
+    if lightning.META in names and dcp.looks_like(names):
+        lightning.verify_directory(path)
+        return Checkpoint(path, 0, lightning.FORMAT)
+    if huggingface.STATE in names:
+        state = read_json(path / huggingface.STATE)
+        step = whole_number(state, "global_step", huggingface.STATE)
+        huggingface.verify(path, step)
+        return Checkpoint(path, step, huggingface.FORMAT)
+    if dcp.looks_like(names):
+        dcp.verify(path)
+        return Checkpoint(path, 0, dcp.FORMAT)
+    return None
+
+
+def _file(path: Path) -> Checkpoint:
+    if path.suffix == ".safetensors":
+        check_safetensors(path)
+    elif path.suffix == ".json":
+        read_json(path)
+    else:
+        with open_regular(path) as file:
+            begins = file.read(len(_ZIP))
+        if not begins:
+            raise CheckpointError("it is empty")
+        if begins == _ZIP:
+            check_zip(path)
+    return Checkpoint(path, 0, OTHER)
+
+
+def _at_url(url: str, content: bool) -> Checkpoint:
+    above, name = parent_of(url)
+    parsed = layout.parse_stage_name(name)
+    depot = open_depot(above if parsed else without_slash(url))
+    try:
+        listed = [depot.find(parsed[2])] if parsed else depot.listed()
+    except OSError as error:
+        raise CheckpointError(f"{url}: {error}") from None
+    reasons = []
+    for found in reversed(listed):
+        try:
+            depot.verify(found, content=content)
+        except (CheckpointError, OSError) as error:
+            reasons.append(f"{found.name}: {error}")
+        else:
+            return Checkpoint(found.place, found.step, own.FORMAT, found.round)
+    raise CheckpointError(f"{url} holds no complete checkpoint{_listed(reasons[:_TOLD])}")

@@ -1,0 +1,287 @@
+"""Putting files on the disk so that they survive a power cut, and never torn under their names.
+
+====================  ==============================================================================
+function              leaves
+====================  ==============================================================================
+``write_file``        a new file under a temporary name, written, fsynced, then renamed
+``seal_file``         a file that is there: fsynced, its checksum known
+``write_document``    a small file, like ``write_file``
+``sync_directory``    the directory's entries on the disk; ``sync_parents``: of all below it
+``make_parents``      directories below one that must exist already
+``read_patiently``    (reads) a file that another machine has just written
+====================  ==============================================================================
+
+A rename is on the disk only when the directory is fsynced after it: callers do that once for all
+files of a directory. Every OSError says which file it is about.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import secrets
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import TypeVar
+
+from elaunch.checkpoint import layout
+from elaunch.checkpoint.storage.files import open_regular
+from elaunch.checkpoint.writing.manifests import Entry
+from elaunch.checkpoint.writing.pace import STEP, Pace
+from elaunch.errors import SaveError
+
+_PIECES = 512  # per call of writev; the system takes 1024 at most
+_INLINE = 2**20  # bytes; a smaller file is hashed without a thread
+_CHUNK = 2**20
+_PAUSE = 0.05  # seconds between two looks at what another machine has written
+_NO_SUCH_CALL = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)  # CIFS and some FUSE: directories
+_NOT_YET = (errno.ENOENT, errno.ESTALE)
+
+_T = TypeVar("_T")
+Piece = memoryview | bytes
+
+
+def temporary_name() -> str:
+    """Return a name that no other writer uses; readers and listings leave it out."""
+    return f"{layout.TEMPORARY}{secrets.token_hex(8)}"
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Give an OSError from a call on a descriptor the file's name."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+def write_file(
+    directory: Path, relative: str, pieces: Sequence[Piece], pace: Pace | None = None
+) -> Entry:
+    """Write a file below ``directory``, whose parents are there, and return its entry.
+
+    The checksum is computed in a second thread while the data are on their way to the disk.
+    """
+    path = directory / relative
+    views = plain_views(pieces)
+    temporary = path.with_name(temporary_name())
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            with naming(path), BackgroundChecksum(views, pace) as total:
+                do_steps(_writes(descriptor, views), pace)
+                os.fsync(descriptor)
+            status = os.fstat(descriptor)
+        finally:
+            os.close(descriptor)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+    return Entry(relative, status.st_size, total.checksum(), status.st_mtime_ns)
+
+
+def write_document(path: Path, content: bytes) -> None:
+    """Write a small file that is whole whenever it has its name."""
+    write_file(path.parent, path.name, [content])
+
+
+def seal_file(directory: Path, relative: str) -> Entry:
+    """Fsync a regular file and return its entry; SaveError if it changes meanwhile."""
+    path = directory / relative
+    with open_regular(path) as file, naming(path):
+        before = os.fstat(file.fileno())
+        with _Sync(file.fileno()):
+            total = hashlib.sha256()
+            while chunk := file.read(_CHUNK):
+                total.update(chunk)
+        after = os.fstat(file.fileno())
+    if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+        raise SaveError(
+            f"{relative} was changed while it was sealed: what writes it must be done before"
+        )
+    checksum = f"{layout.CHECKSUM}:{total.hexdigest()}"
+    return Entry(relative, after.st_size, checksum, after.st_mtime_ns)
+
+
+def sync_directory(path: Path) -> None:
+    """Put a directory's entries on the disk: what was made, renamed and removed in it."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with naming(path):
+            os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_SUCH_CALL:
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def make_parents(directory: Path, relative: str) -> None:
+    """Make the directories of ``relative`` below ``directory``, which itself must be there."""
+    for parent in reversed(PurePosixPath(relative).parents[:-1]):
+        try:
+            os.mkdir(directory / parent)
+        except FileExistsError:
+            if not (directory / parent).is_dir():
+                raise NotADirectoryError(
+                    errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(directory / parent)
+                ) from None
+
+
+def sync_parents(directory: Path, relatives: Sequence[str]) -> None:
+    """Put the entries of these files' directories on the disk, but for ``directory`` itself.
+
+    What is a file of another rank instead is left to the commit, which refuses it.
+    """
+    parents = {parent for relative in relatives for parent in PurePosixPath(relative).parents[:-1]}
+    for parent in sorted(parents, key=lambda path: -len(path.parts)):
+        with contextlib.suppress(NotADirectoryError):
+            sync_directory(directory / parent)
+
+
+def read_patiently(read: Callable[[], _T], patience: float) -> _T:
+    """Return ``read()``, again and again for ``patience`` seconds while the file is not there.
+
+    For what another machine is known to have written: attribute caches of network file systems
+    may hide it for a while.
+    """
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            return read()
+        except OSError as error:
+            if error.errno not in _NOT_YET or time.monotonic() >= deadline:
+                raise
+        threading.Event().wait(_PAUSE)
+
+
+def stir(directory: Path) -> None:
+    """Change a directory, so that a cached picture of it is given up."""
+    name = directory / temporary_name()
+    with contextlib.suppress(OSError):
+        name.touch()
+        name.unlink()
+
+
+def regular(path: Path) -> os.stat_result:
+    """Return what the system says of a regular file; SaveError for anything else."""
+    status = path.lstat()
+    if not stat.S_ISREG(status.st_mode):
+        raise SaveError(f"{path.name} is not a regular file any more")
+    return status
+
+
+def plain_views(pieces: Sequence[Piece]) -> list[memoryview]:
+    """Return the pieces that are not empty as memory of single bytes."""
+    views = [memoryview(piece) for piece in pieces]
+    return [view.cast("B") for view in views if view.nbytes]
+
+
+def do_steps(steps: Iterator[int], pace: Pace | None) -> None:
+    """Do steps, which yield their bytes, at the pace of their part, if it has one."""
+    if pace is not None:
+        pace.run(steps)
+    else:
+        for _ in steps:
+            pass
+
+
+def portions(views: Sequence[memoryview]) -> Iterator[memoryview]:
+    """Yield pieces that are not larger than STEP bytes."""
+    for view in views:
+        for start in range(0, view.nbytes, STEP):
+            yield view[start : start + STEP]
+
+
+def _writes(descriptor: int, views: Sequence[memoryview]) -> Iterator[int]:
+    """Write pieces, so many in one call that there are not more than about STEP bytes."""
+    batch: list[memoryview] = []
+    size = 0
+    for piece in portions(views):
+        batch.append(piece)
+        size += piece.nbytes
+        if size >= STEP or len(batch) == _PIECES:
+            _write(descriptor, batch)
+            yield size
+            batch, size = [], 0
+    _write(descriptor, batch)
+
+
+def _write(descriptor: int, batch: list[memoryview]) -> None:
+    while batch:
+        written = os.writev(descriptor, batch)
+        while batch and written >= batch[0].nbytes:
+            written -= batch.pop(0).nbytes
+        if written:
+            batch[0] = batch[0][written:]
+
+
+class BackgroundChecksum:
+    """The checksum of pieces of memory, computed beside the ``with`` block."""
+
+    def __init__(self, views: Sequence[memoryview], pace: Pace | None = None) -> None:
+        self._views = views
+        self._pace = pace
+        self._total = hashlib.sha256()
+        self._thread: threading.Thread | None = None
+        self._unwanted = False
+
+    def __enter__(self) -> BackgroundChecksum:
+        if sum(view.nbytes for view in self._views) < _INLINE:
+            self._run()
+        else:
+            self._thread = threading.Thread(target=self._run, name="checksum", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._unwanted = exc_info[0] is not None
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        do_steps(self._sums(), self._pace)
+
+    def _sums(self) -> Iterator[int]:
+        for piece in portions(self._views):
+            if self._unwanted:
+                return
+            self._total.update(piece)
+            yield piece.nbytes
+
+    def checksum(self) -> str:
+        """Return it, behind the ``with`` block."""
+        return f"{layout.CHECKSUM}:{self._total.hexdigest()}"
+
+
+class _Sync:
+    """An fsync that runs beside the ``with`` block, which raises what it raised."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._error: OSError | None = None
+        self._thread = threading.Thread(target=self._run, name="fsync", daemon=True)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            os.fsync(self._descriptor)
+        except OSError as error:
+            self._error = error

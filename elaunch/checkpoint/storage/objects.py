@@ -1,0 +1,174 @@
+"""Objects behind an fsspec URL: put, read, listed, deleted; never renamed.
+
+A path is relative to the URL, with ``/`` between its parts. What a storage's driver raises comes as
+an OSError that names the place: a FileNotFoundError where the object is not there.
+
+==============================  =================================================================
+what is relied on               by
+==============================  =================================================================
+an object is put as a whole     COMMIT and the other documents
+what was put is read and        who commits what others have put, who chooses. S3 does since 2020;
+listed at once, by everybody    fsspec's own cache of listings is turned off
+==============================  =================================================================
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from elaunch.checkpoint import layout
+from elaunch.checkpoint.records import Image
+from elaunch.checkpoint.search.places import BUCKETS, without_slash
+from elaunch.checkpoint.storage.durable import BackgroundChecksum, do_steps, plain_views, portions
+from elaunch.checkpoint.writing.manifests import Entry
+from elaunch.errors import UsageError
+
+_CHUNK = 2**22
+
+
+class Objects:
+    """All objects below ``url``. UsageError if what fsspec needs for it is not installed."""
+
+    def __init__(self, url: str) -> None:
+        self.url = without_slash(url)
+        self._connect()
+
+    def _connect(self) -> tuple[Any, str]:
+        """Return fsspec's file system, which it keeps per process, and the root's path in it."""
+        try:
+            from fsspec.core import url_to_fs
+        except ImportError:
+            raise UsageError(
+                f"{self.url} needs fsspec, which is not installed: pip install 'elaunch[storage]'"
+            ) from None
+        try:
+            system, root = url_to_fs(self.url, use_listings_cache=False)
+        except (ImportError, ValueError) as error:
+            scheme = self.url.partition("://")[0]
+            raise UsageError(
+                f"{self.url} cannot be used: {error}. Install what fsspec needs for {scheme}://"
+                " (for s3:// that is: pip install s3fs), or give a directory"
+            ) from None
+        return system, root.rstrip("/")
+
+    @contextmanager
+    def _at(self, path: str) -> Iterator[tuple[Any, str]]:
+        """Give the file system and the full path; make an OSError of what else is raised."""
+        system, root = self._connect()
+        try:
+            yield system, f"{root}/{path}" if path else root
+        except OSError as error:
+            error.filename = error.filename or f"{self.url}/{path}"
+            raise
+        except Exception as error:
+            told = f"{type(error).__name__}: {error}"
+            raise OSError(errno.EIO, told, f"{self.url}/{path}") from error
+
+    def names(self, path: str = "") -> list[str]:
+        """Return the names directly below a path; none if nothing is there."""
+        with self._at(path) as (system, full):
+            system.invalidate_cache()
+            try:
+                found = system.ls(full, detail=False)
+            except FileNotFoundError:
+                return []
+        return sorted({name.rstrip("/").rpartition("/")[2] for name in found} - {""})
+
+    def sizes(self, path: str) -> dict[str, int]:
+        """Return all objects below a path, however deep: relative path → bytes."""
+        with self._at(path) as (system, full):
+            system.invalidate_cache()
+            found = system.find(full, detail=True)
+            return {
+                name[len(full) + 1 :]: int(info["size"] or 0)
+                for name, info in found.items()
+                if info.get("type") != "directory"
+            }
+
+    def read(self, path: str) -> bytes:
+        """Return an object's content."""
+        with self._at(path) as (system, full):
+            return bytes(system.cat_file(full))
+
+    def read_numbered(
+        self, path: str, names: Sequence[str], number_of: Callable[[str], int | None]
+    ) -> dict[int, bytes]:
+        """Return the objects below a path whose names have a number: number → content."""
+        numbers = {number_of(name): name for name in names}
+        return {n: self.read(f"{path}/{name}") for n, name in numbers.items() if n is not None}
+
+    def put(self, path: str, content: bytes) -> None:
+        """Put a small object, as a whole."""
+        with self._at(path) as (system, full):
+            _with_parents(system, [full], lambda: system.pipe_file(full, content))
+
+    def write(self, path: str, image: Image) -> Entry:
+        """Put an image below ``path``; the checksum is computed beside."""
+        views = plain_views(image.pieces)
+        with (
+            self._at(f"{path}/{image.path}") as (system, full),
+            BackgroundChecksum(views, image.pace) as total,
+            _with_parents(system, [full], lambda: system.open(full, "wb")) as file,
+        ):
+            do_steps((file.write(piece) and piece.nbytes for piece in portions(views)), image.pace)
+        return Entry(image.path, image.size, total.checksum())
+
+    def upload(self, path: str, local: Path, files: Sequence[str]) -> None:
+        """Put files that are below a local directory, several at once where the driver can."""
+        with self._at(path) as (system, full):
+            targets = [f"{full}/{file}" for file in files]
+            sources = [str(local / file) for file in files]
+            _with_parents(system, targets, lambda: system.put(sources, targets))
+
+    def download(self, path: str, files: Sequence[str], local: Path) -> None:
+        """Get objects into a local directory."""
+        for file in files:
+            (local / file).parent.mkdir(parents=True, exist_ok=True)
+        with self._at(path) as (system, full):
+            system.get([f"{full}/{file}" for file in files], [str(local / f) for f in files])
+
+    def checksum(self, path: str) -> str:
+        """Return the checksum of an object, read in pieces."""
+        total = hashlib.sha256()
+        with self._at(path) as (system, full), system.open(full, "rb") as file:
+            while chunk := file.read(_CHUNK):
+                total.update(chunk)
+        return f"{layout.CHECKSUM}:{total.hexdigest()}"
+
+    def delete(self, path: str) -> None:
+        """Delete an object, or all below a path; nothing if it is not there."""
+        with self._at(path) as (system, full):
+            try:
+                system.rm(full, recursive=True)
+            except FileNotFoundError:
+                return
+
+
+def name_in(place: Path | str) -> str:
+    """Return the last part of a URL."""
+    return str(place).rstrip("/").rpartition("/")[2]
+
+
+def _with_parents(system: Any, paths: Sequence[str], call: Callable[[], Any]) -> Any:
+    """Return ``call()``; where a file system has real directories they are made first.
+
+    In an object store that would make a bucket, of a name that may be mistyped.
+    """
+    try:
+        return call()
+    except FileNotFoundError:
+        if BUCKETS.intersection(_protocols(system)):
+            raise
+        for parent in sorted({path.rpartition("/")[0] for path in paths}):
+            system.makedirs(parent, exist_ok=True)
+        return call()
+
+
+def _protocols(system: Any) -> tuple[str, ...]:
+    names = system.protocol
+    return (names,) if isinstance(names, str) else tuple(names)

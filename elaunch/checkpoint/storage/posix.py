@@ -1,0 +1,316 @@
+"""A depot in a directory: local, or on a file system that all nodes share.
+
+What each method leaves on the disk is in ``layout``; how a commit goes, in ``committing``.
+
+=====================  ============================================================================
+what is relied on      for
+=====================  ============================================================================
+rename is atomic       a name means a whole file, a whole checkpoint; one of two committers wins
+rename refuses a       a committed checkpoint is never replaced
+directory with files
+fsync                  file before its rename, directory after: a power cut loses nothing committed
+flock                  one job per directory; where it does not work, a warning says so
+=====================  ============================================================================
+
+``prepare`` alone makes the directory. All that write into it demand ``run.json``, as it was when
+they first looked, and the commit does once more: what was unmounted or removed is not made anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from elaunch.checkpoint import layout
+from elaunch.checkpoint.formats import own
+from elaunch.checkpoint.locking import DirectoryLock
+from elaunch.checkpoint.ownership import Origin, claim_directory
+from elaunch.checkpoint.records import Committed, Image, Part, Place, Stage
+from elaunch.checkpoint.retention import quarantine, trash
+from elaunch.checkpoint.storage import commit as committing
+from elaunch.checkpoint.storage.adopt import list_files, move_in, seal_files
+from elaunch.checkpoint.storage.atonce import at_once
+from elaunch.checkpoint.storage.durable import (
+    make_parents,
+    read_patiently,
+    sync_directory,
+    sync_parents,
+    write_document,
+    write_file,
+)
+from elaunch.checkpoint.storage.files import JSON_LIMIT, explain, read_limited
+from elaunch.checkpoint.storage.mounts import is_remote
+from elaunch.checkpoint.writing.assemble import choose, in_the_way
+from elaunch.checkpoint.writing.manifests import Entry, check_metadata, check_path, seal
+from elaunch.errors import CheckpointError, SaveError
+
+_TAKEN_AWAY = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ESTALE)
+_WRITERS = 4  # files that are written at once
+_PATIENCE = 60.0  # seconds; attribute caches of NFS live that long by default
+
+_T = TypeVar("_T")
+
+
+class PosixDepot:
+    """The depot in ``place``. ``local``: every node has a directory of its own, with its part.
+
+    ``patience``: seconds that what another machine has written may take to be seen here; None
+    takes a minute on network file systems, else nothing.
+    """
+
+    def __init__(self, place: Path, local: bool = False, patience: float | None = None) -> None:
+        self._root = Path(os.path.abspath(place))
+        self._local = local
+        self._patience = patience
+        self._origin = Origin(self._root)
+
+    @property
+    def place(self) -> Path:
+        """The directory."""
+        return self._root
+
+    def prepare(self, run_id: str, given: bool) -> None:
+        """Make the directory and ``run.json``; SaveError if another run has it."""
+        claim_directory(self._root, run_id, given)
+        for name in (layout.STAGE, layout.TRASH):
+            (self._root / name).mkdir(exist_ok=True)
+        sync_directory(self._root)
+        self._origin = Origin(self._root)
+        self._demand_origin()
+
+    def lock(self, job: str = "") -> DirectoryLock:
+        """Take the directory for this job; SaveError names who has it."""
+        return DirectoryLock(self._root / layout.LOCK, job)
+
+    def open_stage(self, stage: Stage, rank: int | None = None) -> Path:
+        """Return the stage's directory, or in it that of ``rank``; SaveError if it is committed."""
+        if os.path.lexists(self._root / stage.final):
+            raise in_the_way(self._root, stage.final)
+        self._demand_origin()
+        path = committing.stage_path(self._root, stage)
+        for each in (path.parent, path):  # not the root: see above
+            each.mkdir(exist_ok=True)
+        if rank is not None:
+            path /= layout.private_name(rank)
+            path.mkdir(exist_ok=True)
+        return path
+
+    def write_part(self, stage: Stage, part: Part, images: Sequence[Image]) -> bytes:
+        """Write a rank's files and seal them."""
+        paths = [check_path(image.path) for image in images]
+        check_metadata(part.metadata)
+        path = self.open_stage(stage)
+        with self._must_stay(stage, part):
+            for relative in paths:
+                make_parents(path, relative)
+            calls = [
+                partial(write_file, path, image.path, image.pieces, image.pace) for image in images
+            ]
+            files = at_once(calls, _WRITERS, "checkpoint")
+            return self._put_manifest(path, stage, part, files)
+
+    def seal(
+        self, stage: Stage, part: Part, files: Sequence[str], below: Path | None = None
+    ) -> bytes:
+        """Seal files that lie below the stage, or below ``below``: then they are moved into it."""
+        for relative in files:
+            check_path(relative)
+        check_metadata(part.metadata)
+        path = committing.stage_path(self._root, stage)
+        with self._must_stay(stage, part):
+            sealed = seal_files(below or path, files, _WRITERS)
+            if below is not None:
+                sealed = [move_in(below, path, file) for file in sealed]
+            return self._put_manifest(path, stage, part, sealed)
+
+    def adopt(self, stage: Stage, manifests: Mapping[int, bytes]) -> None:
+        """Put the manifests of other nodes' ranks into the stage, where each node has its own."""
+        path = self.open_stage(stage)
+        for rank, content in manifests.items():
+            write_document(path / layout.manifest_name(rank), content)
+        sync_directory(path)
+
+    def own_files(self, stage: Stage, below: Path | None = None) -> list[str]:
+        """Return the files that are below the stage's directory, or below ``below``."""
+        try:
+            path = below or committing.stage_path(self._root, stage)
+            return list_files(path, staged=below is None)
+        except (FileNotFoundError, NotADirectoryError):
+            self._demand_origin()
+            raise
+
+    def manifests(self, stage: Stage) -> dict[int, bytes]:
+        """Return the manifests that are there; none if the stage is gone."""
+        with contextlib.suppress(FileNotFoundError):
+            return committing.read_stage(committing.stage_path(self._root, stage))
+        return {}
+
+    def put_failure(self, stage: Stage, rank: int, problem: str) -> None:
+        """Put a file into the stage."""
+        path = self.open_stage(stage) / layout.failure_name(rank)
+        write_document(path, problem.encode())
+
+    def put_mark(self, stage: Stage, rank: int, mark: str) -> None:
+        """Put a file into the stage, which a commit sweeps away."""
+        path = committing.stage_path(self._root, stage) / layout.mark_name(rank)
+        write_document(path, mark.encode())
+
+    def marks(self, stage: Stage) -> dict[int, str]:
+        """Return the marks; none if the stage is gone."""
+        return self._words(stage, layout.parse_mark_name)
+
+    def failures(self, stage: Stage) -> dict[int, str]:
+        """Return the words of failure; none if the stage is gone."""
+        return self._words(stage, layout.parse_failure_name)
+
+    def _words(self, stage: Stage, rank_of: Callable[[str], int | None]) -> dict[int, str]:
+        """Return what ranks have left in the stage, by rank."""
+        path, found = committing.stage_path(self._root, stage), {}
+        with contextlib.suppress(FileNotFoundError):
+            for name in sorted(os.listdir(path)):
+                rank = rank_of(name)
+                if rank is not None:
+                    found[rank] = read_limited(path / name, JSON_LIMIT).decode(errors="replace")
+        return found
+
+    def commit(
+        self, stage: Stage, fence: Callable[[], None], extra: Mapping[str, Any] | None = None
+    ) -> Committed:
+        """Commit a stage that all ranks have sealed."""
+
+        def fenced() -> None:
+            fence()
+            self._demand_origin()
+
+        try:
+            return committing.commit(
+                self._root, stage, fenced, extra or {}, patience=self._wait(), local=self._local
+            )
+        except (SaveError, FileNotFoundError, NotADirectoryError):
+            self._demand_origin()
+            raise
+
+    def discard(self, stage: Stage) -> None:
+        """Remove a stage."""
+        if os.path.lexists(committing.stage_path(self._root, stage)):  # else no trash is made
+            committing.discard(self._root, stage)
+
+    def finish_stages(
+        self, run_id: str | None, keep: Collection[str] = (), after: int = 0, alone: bool = False
+    ) -> list[Committed]:
+        """Commit complete stages of the round that is over, and clear the others."""
+        patience = 0.0 if alone or self._local else self._wait()
+        return committing.finish(
+            self._root, run_id, keep, after, patience=patience, local=self._local
+        )
+
+    def listed(self) -> list[Committed]:
+        """Return the committed checkpoints from old to new."""
+        try:
+            names = os.listdir(self._root)
+        except FileNotFoundError:
+            return []
+        found = []
+        for name in names:
+            if layout.parse_step_name(name) is None:
+                continue
+            # Removed meanwhile, or damaged: that is for verification to say.
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError, CheckpointError):
+                found.append(committing.read_committed(self._root / name))
+        return sorted(found, key=lambda committed: committed.age)
+
+    def find(self, name_or_uuid: str) -> Committed:
+        """Return the checkpoint of this name or uuid."""
+        return choose(self.listed(), name_or_uuid, self._root)
+
+    @contextmanager
+    def fetch(self, found: Committed) -> Iterator[Path]:
+        """Give the directory itself; CheckpointError if it is gone."""
+        path = Path(found.place)
+        try:
+            read_patiently(lambda: os.stat(path / layout.COMMIT), self._wait())
+        except FileNotFoundError:
+            raise CheckpointError(f"{path} is gone: another process has removed it") from None
+        yield path
+
+    def remove(self, found: Committed) -> None:
+        """Rename into the trash, then delete."""
+        trash.throw_away(self._root, Path(found.place))
+
+    def verify(self, found: Committed, run_id: str | None = None, content: bool = True) -> None:
+        """Read it; an OSError says that it cannot be read now, which proves no damage."""
+        path = Path(found.place)
+        try:
+            own.verify(path, run_id, content)
+        except FileNotFoundError as error:
+            raise CheckpointError(explain(error, path)) from None
+
+    def quarantine(self, found: Committed | Place, reason: str) -> None:
+        """Rename into the quarantine, with the reason beside it."""
+        place = found.place if isinstance(found, Committed) else found
+        quarantine.put_aside(self._root, Path(place), reason)
+
+    def quarantined(self) -> list[tuple[str, str]]:
+        """Return (name, reason) of each."""
+        return quarantine.put_aside_list(self._root)
+
+    def clear_trash(self) -> None:
+        """Delete what was renamed and not yet deleted."""
+        trash.empty(self._root)
+
+    def _wait(self) -> float:
+        """Return for how long what another machine has written may be hidden here, in seconds."""
+        if self._patience is None:
+            # The directory itself may be hidden, too.
+            there = next(path for path in (self._root, *self._root.parents) if path.exists())
+            self._patience = _PATIENCE if is_remote(there) else 0.0
+        return self._patience
+
+    def _lost(self) -> str:
+        """Return why nothing may be saved here any more, or ""."""
+        return self._origin.lost(0.0 if self._origin.known else self._wait())
+
+    def _demand_origin(self) -> None:
+        """Raise SaveError unless this is the directory that the job began with."""
+        if lost := self._lost():
+            raise SaveError(lost) from None
+
+    def _put_manifest(self, path: Path, stage: Stage, part: Part, files: Sequence[Entry]) -> bytes:
+        """Put the directories and then the manifest on the disk."""
+        sync_parents(path, [file.path for file in files])
+        if part.copied:
+            files = [replace(file, mtime_ns=None) for file in files]
+        content = seal(stage, part, files)
+        write_document(path / layout.manifest_name(part.rank), content)
+        sync_directory(path)
+        return content
+
+    @contextmanager
+    def _must_stay(self, stage: Stage, part: Part) -> Iterator[None]:
+        """Make a SaveError of what happens when the stage is taken away while it is written."""
+        path = committing.stage_path(self._root, stage)
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in _TAKEN_AWAY:
+                raise
+            self._demand_origin()
+            there = path.is_dir()
+            if there and error.errno in (errno.ENOENT, errno.ESTALE):
+                raise
+            if there:
+                raise SaveError(
+                    f"rank {part.rank} has a file where another has a directory, or the other way"
+                    f" round: {error.filename2 or error.filename}"
+                ) from None
+            raise SaveError(
+                f"{path} was removed while rank {part.rank} wrote into it: the save was given up,"
+                " or its round is over"
+            ) from None

@@ -1,0 +1,185 @@
+"""A depot: the directory, or URL, into which a run puts its checkpoints.
+
+================  ================================================================================
+step of a save    who does what
+================  ================================================================================
+``prepare``       one process, once per job: the directory and ``run.json``
+``lock``          the process that decides here holds it while the job lives
+``open_stage``    every writer: the place for its files
+``write_part``    every rank, or its agent for it: writes its files, fsyncs, seals
+``seal``          the same for files that a script has written itself
+``commit``        one process, when all ranks have sealed: checks, asks the fence, COMMIT, rename
+``finish_stages`` who chooses the checkpoint of the next round: commits stages that are complete
+                  though their committer has died, clears the others
+================  ================================================================================
+
+A checkpoint that readers see has all its files, and they are on the disk. Nothing is ever written
+to a name that readers use, and a committed checkpoint is never replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Protocol
+
+from elaunch.checkpoint.records import Committed, Image, Part, Place, Stage
+
+__all__ = ["Committed", "Depot", "Image", "Part", "Place", "Stage", "open_depot"]
+
+
+class Closeable(Protocol):
+    """What ``Depot.lock`` returns."""
+
+    def close(self) -> None:
+        """Give the lock back; a second call does nothing."""
+
+    def say_who(self, job: str) -> None:
+        """Have it say that ``job`` has it, as for ``Depot.lock``."""
+
+
+class Depot(Protocol):
+    """Where a run's checkpoints are. Any thread may call; OSErrors name the file.
+
+    A full disk is an OSError with ENOSPC or EDQUOT from whatever writes: the caller decides.
+    """
+
+    @property
+    def place(self) -> Place:
+        """The directory (a Path) or the URL (a str)."""
+
+    def prepare(self, run_id: str, given: bool) -> None:
+        """Make the directory and ``run.json``; one process calls it, before any other method.
+
+        ``given``: the user chose the run id. Raises SaveError if another run, whose id was given
+        too, has the directory; an id that was made up may be replaced by any.
+        """
+
+    def lock(self, job: str = "") -> Closeable:
+        """Take the directory for this job; SaveError names who has it. No lock on URLs.
+
+        ``job`` is a word by which other agents of the same job know that it is theirs.
+        """
+
+    def open_stage(self, stage: Stage, rank: int | None = None) -> Path:
+        """Return the local directory to write into; any process of the save, any number of times.
+
+        With ``rank`` it is a directory that this rank has for itself, so that two ranks that write
+        different files under one name are found out: give it to ``own_files`` and ``seal`` as
+        ``below``. On a URL it is a temporary directory of this process. Raises SaveError if a
+        checkpoint of that step and round is committed, or if the directory of :meth:`prepare` is
+        gone or another one, which later calls raise, too.
+        """
+
+    def write_part(self, stage: Stage, part: Part, images: Sequence[Image]) -> bytes:
+        """Write, fsync and checksum a rank's files, then seal: returns the manifest's bytes.
+
+        Raises CheckpointError for paths that cannot be, SaveError if the stage is gone.
+        """
+
+    def seal(
+        self, stage: Stage, part: Part, files: Sequence[str], below: Path | None = None
+    ) -> bytes:
+        """Fsync and checksum files that were written into ``open_stage``; else as ``write_part``.
+
+        ``below``: they are in this directory, wherever it is, and are moved into the stage (copied
+        from another file system). The files may not change any more. They may be the same that
+        another rank seals.
+        """
+
+    def own_files(self, stage: Stage, below: Path | None = None) -> list[str]:
+        """Return every file in ``open_stage``, or in ``below``; relative, sorted, manifests not.
+
+        Raises SaveError for a link, a FIFO, a device or a name that is elaunch's.
+        """
+
+    def adopt(self, stage: Stage, manifests: Mapping[int, bytes]) -> None:
+        """Put other nodes' manifests (by rank) into the stage, where each node has its own place.
+
+        Before ``commit``, which then asks for the files of those ranks only that have any here.
+        """
+
+    def manifests(self, stage: Stage) -> dict[int, bytes]:
+        """Return the manifests that are there: rank → bytes."""
+
+    def put_failure(self, stage: Stage, rank: int, problem: str) -> None:
+        """Leave word in the stage that the part of ``rank`` will not come."""
+
+    def put_mark(self, stage: Stage, rank: int, mark: str) -> None:
+        """Leave a mark for who commits that the part of ``rank`` is being written still."""
+
+    def marks(self, stage: Stage) -> dict[int, str]:
+        """Return the marks that are there, by rank; one that has changed is a sign of life."""
+
+    def failures(self, stage: Stage) -> dict[int, str]:
+        """Return what was left by ``put_failure``: rank → problem."""
+
+    def commit(
+        self, stage: Stage, fence: Callable[[], None], extra: Mapping[str, Any] | None = None
+    ) -> Committed:
+        """Commit a stage that all ranks have sealed; one process calls it.
+
+        ``fence`` raises if this round is over; it is asked right before the commit. ``extra`` goes
+        into ``metadata.json`` (``metrics``, ``versions``, ``durations``, ``started``). Raises
+        SaveError: parts are missing, files or metadata contradict each other, files do not have
+        the sizes that were sealed, another checkpoint has the name. The stage then stays. If the
+        same stage was committed by another process meanwhile, that is a success.
+        """
+
+    def discard(self, stage: Stage) -> None:
+        """Remove a stage, if it is there; not what is committed, or being committed elsewhere."""
+
+    def finish_stages(
+        self, run_id: str | None, keep: Collection[str] = (), after: int = 0, alone: bool = False
+    ) -> list[Committed]:
+        """Commit the run's complete stages, verified, and clear the others.
+
+        ``run_id`` None: whichever run wrote them. ``keep``: names of stages that living processes
+        still write. ``after``: the round of this job that has just ended. What an earlier one had
+        complete was committed then: what is there of it now came too late, and is cleared.
+        ``alone``: no other machine has written there since the last call, so nothing can be late.
+        Call it only where no other process of an earlier round is left.
+        """
+
+    def listed(self) -> list[Committed]:
+        """Return the committed checkpoints from old to new; files are not looked at."""
+
+    def find(self, name_or_uuid: str) -> Committed:
+        """Return one by its name, or by its uuid; CheckpointError lists what is there."""
+
+    def fetch(self, found: Committed) -> AbstractContextManager[Path]:
+        """Give a local directory to read from, while the ``with`` block lasts."""
+
+    def remove(self, found: Committed) -> None:
+        """Take it away from readers at once, then delete it; nothing if it is gone already."""
+
+    def verify(self, found: Committed, run_id: str | None = None, content: bool = True) -> None:
+        """Read all of it; CheckpointError has the reason.
+
+        Without ``content`` only the documents are read, and the files' sizes compared.
+        """
+
+    def quarantine(self, found: Committed | Place, reason: str) -> None:
+        """Take it away from readers, keep it with the reason; nothing if it is gone already."""
+
+    def quarantined(self) -> list[tuple[str, str]]:
+        """Return (name, reason) of each."""
+
+    def clear_trash(self) -> None:
+        """Delete what an earlier process had renamed and not yet deleted."""
+
+
+def open_depot(place: Place, local: bool = False) -> Depot:
+    """Return the depot at a directory or an fsspec URL; nothing is touched yet.
+
+    ``local``: each node has a directory of its own there, with the parts of its ranks. Raises
+    UsageError for a URL when fsspec, or what it needs for that URL, is not installed.
+    """
+    if isinstance(place, str) and "://" in place:
+        from elaunch.checkpoint.storage.url import FsspecDepot
+
+        return FsspecDepot(place)
+    from elaunch.checkpoint.storage.posix import PosixDepot
+
+    return PosixDepot(Path(place), local)

@@ -1,0 +1,226 @@
+"""What a commit writes, made from the manifests of all ranks: ``metadata.json`` and COMMIT.
+
+``assemble`` refuses what cannot be committed: ranks without a manifest, manifests of different
+checkpoints or runs, no ``steps_completed``, conflicts (``merging``). ``describe`` reads
+``metadata.json`` back. Nothing here touches a file, so a commit is the same on every storage, and
+on every node where each node has its own directory.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+from elaunch import __version__
+from elaunch.checkpoint import layout
+from elaunch.checkpoint.records import Committed, Place, Stage
+from elaunch.checkpoint.storage.files import shown, whole_number
+from elaunch.checkpoint.writing.manifests import (
+    Entry,
+    Manifest,
+    check_metadata,
+    decode,
+    dump,
+    encode,
+)
+from elaunch.checkpoint.writing.merge import merge_files, merge_metadata
+from elaunch.errors import CheckpointError, SaveError
+
+_MOST = 10
+_LAST = 253_402_300_800  # seconds since 1970 until the year 10000
+
+
+@dataclass(frozen=True)
+class Documents:
+    """What a commit writes.
+
+    ``manifests`` are the bytes by rank, those of ``rewritten`` ranks differ from what was there:
+    a file that several ranks listed is left to the lowest of them. ``sealed`` is rank → the files
+    that it listed, ``kept`` those that are left to it.
+    """
+
+    manifests: Mapping[int, bytes]
+    rewritten: frozenset[int]
+    sealed: Mapping[int, tuple[Entry, ...]]
+    kept: Mapping[int, tuple[Entry, ...]]
+    hosts: Mapping[int, str]
+    metadata: bytes
+    commit: bytes
+
+
+def is_complete(contents: Mapping[int, bytes]) -> bool:
+    """Tell whether the manifests of all ranks are there; CheckpointError if one is damaged."""
+    if not contents:
+        return False
+    first = decode(contents[min(contents)], min(contents))
+    return len(contents) == first.part.world_size == max(contents) + 1
+
+
+def is_foreign(contents: Mapping[int, bytes], run_id: str | None) -> bool:
+    """Tell whether one of these manifests is of another run; CheckpointError if it is damaged."""
+    if run_id is None:
+        return False
+    return any(decode(content, rank).part.run_id != run_id for rank, content in contents.items())
+
+
+def assemble(
+    stage: Stage, contents: Mapping[int, bytes], extra: Mapping[str, Any], now: float
+) -> Documents:
+    """Return what a commit of the stage writes; ``contents`` are the manifests by rank.
+
+    ``extra`` goes into ``metadata.json``; ``now``, seconds since 1970, is its ``committed`` unless
+    ``extra`` has one. With one ``extra`` that has it, the result is the same on every node. Raises
+    SaveError, or CheckpointError for a manifest that is damaged.
+    """
+    read = {rank: decode(contents[rank], rank) for rank in sorted(contents)}
+    world_size, run_id = _check_ranks(stage, read)
+    metadata = merge_metadata({rank: manifest.part.metadata for rank, manifest in read.items()})
+    _check_steps(stage, metadata)
+    keepers = merge_files(
+        {rank: {f.path: (f.size, f.checksum) for f in m.files} for rank, m in read.items()}
+    )
+    several = {f.path for rank, m in read.items() for f in m.files if keepers[f.path] != rank}
+    # Whose copy of a file that several ranks had lies there, and its time, is not known.
+    kept = {
+        rank: tuple(
+            replace(file, mtime_ns=None) if file.path in several else file
+            for file in manifest.files
+            if keepers[file.path] == rank
+        )
+        for rank, manifest in read.items()
+    }
+    rewritten = frozenset(rank for rank in read if len(kept[rank]) < len(read[rank].files))
+    manifests = {
+        rank: encode(stage, read[rank].part, kept[rank]) if rank in rewritten else content
+        for rank, content in contents.items()
+    }
+    hosts = {rank: manifest.part.host for rank, manifest in read.items()}
+    document = {
+        **_measured(extra, now),
+        "schema": layout.SCHEMA,
+        "step": stage.step,
+        "round": stage.round,
+        "run_id": run_id,
+        "uuid": stage.uuid,
+        "world_size": world_size,
+        "metadata": metadata,
+        "hosts": list(dict.fromkeys(hosts[rank] for rank in sorted(hosts))),
+        "size": sum(file.size for files in kept.values() for file in files),
+        "files": sum(map(len, kept.values())),
+    }
+    described = dump(document)
+    total = layout.digest({layout.manifest_name(r): content for r, content in manifests.items()})
+    commit = {"schema": layout.SCHEMA, "digest": total, "metadata": layout.checksum(described)}
+    sealed = {rank: manifest.files for rank, manifest in read.items()}
+    return Documents(manifests, rewritten, sealed, kept, hosts, described, dump(commit))
+
+
+def _measured(extra: Mapping[str, Any], now: float) -> dict[str, Any]:
+    """Return what the caller knows about the save, and what is said where it does not."""
+    check_metadata(extra, "extra")
+    versions = {"elaunch": __version__, "python": platform.python_version()}
+    document = {"started": now, "committed": now, "durations": {}, "metrics": {}, **extra}
+    return {**document, "versions": {**versions, **extra.get("versions", {})}}
+
+
+def _check_ranks(stage: Stage, read: Mapping[int, Manifest]) -> tuple[int, str]:
+    """Return (world size, run id) that all manifests agree on; all ranks must be there."""
+    if not read:
+        raise SaveError(f"not committed: no rank has sealed its part of {stage.final}")
+    first = next(iter(read.values()))
+    for rank, manifest in read.items():
+        if manifest.stage != stage:
+            raise SaveError(
+                f"not committed: rank {rank} has sealed {manifest.stage.name}, not {stage.name}"
+            )
+        for what in ("world_size", "run_id"):
+            here, there = getattr(manifest.part, what), getattr(first.part, what)
+            if here != there:
+                raise SaveError(
+                    f"not committed: {what} is {there!r} for rank {first.part.rank}"
+                    f" and {here!r} for rank {rank}"
+                )
+    world_size = first.part.world_size
+    if surplus := [rank for rank in read if rank >= world_size]:
+        raise SaveError(f"not committed: rank {surplus[0]} of a world of {world_size} has sealed")
+    absent = (str(rank) for rank in range(world_size) if rank not in read)
+    if missing := list(islice(absent, _MOST)):
+        rest = world_size - len(read) - len(missing)
+        more = f" and {rest} more" if rest else ""
+        raise SaveError(
+            f"not committed: parts are missing, of rank {', '.join(missing)}{more}"
+            f" (world size {world_size})"
+        )
+    return world_size, first.part.run_id
+
+
+def _check_steps(stage: Stage, metadata: Mapping[str, Any]) -> None:
+    key = layout.STEPS_COMPLETED
+    if key not in metadata:
+        raise SaveError(f"not committed: the metadata have no {key!r}, which every checkpoint has")
+    if metadata[key] != stage.step or isinstance(metadata[key], bool):
+        raise SaveError(
+            f"not committed: the metadata's {key!r} is {shown(metadata[key])},"
+            f" the step is {stage.step}"
+        )
+
+
+def describe(place: Place, name: str, document: dict[str, Any]) -> Committed:
+    """Return the committed checkpoint whose ``metadata.json`` this is; else CheckpointError."""
+    step, round_, world_size = (
+        whole_number(document, key, layout.METADATA) for key in ("step", "round", "world_size")
+    )
+    found: dict[str, Any] = {}
+    kinds: tuple[tuple[str, Any], ...] = (("metadata", {}), ("metrics", {}), ("uuid", ""))
+    for key, default in (*kinds, ("run_id", ""), ("size", 0), ("committed", 0.0)):
+        value = document.get(key, default)
+        if not isinstance(value, int | float if isinstance(default, float) else type(default)):
+            raise CheckpointError(f"{layout.METADATA}: {key} is {shown(value)}")
+        found[key] = value
+    _check_amounts(found)
+    found["metrics"] = {k: v for k, v in found["metrics"].items() if isinstance(v, int | float)}
+    return Committed(name, place, step, round_, world_size=world_size, document=document, **found)
+
+
+def _check_amounts(found: Mapping[str, Any]) -> None:
+    """Raise CheckpointError for amounts that nobody can show or compare."""
+    for key, end in (("size", 2**63), ("committed", _LAST)):
+        if not 0 <= found[key] < end:
+            raise CheckpointError(f"{layout.METADATA}: {key} is {shown(found[key])}")
+
+
+def choose(listed: Sequence[Committed], name_or_uuid: str, place: Place) -> Committed:
+    """Return one of ``listed`` by its name or uuid; CheckpointError says what is there."""
+    for committed in reversed(listed):
+        if name_or_uuid in (committed.name, committed.uuid):
+            return committed
+    newest = ", ".join(committed.name for committed in reversed(listed[-10:]))
+    there = f"there are {len(listed)}, the newest: {newest}" if listed else "there is none at all"
+    raise CheckpointError(f"{place} has no checkpoint {name_or_uuid!r}; {there}")
+
+
+def in_the_way(place: Place, name: str) -> SaveError:
+    """Return the error about a save whose name a committed checkpoint has: what to do about it.
+
+    Also a later start of a run begins at round 0 again, and so may come to a name of an earlier.
+    """
+    return SaveError(
+        f"not committed: {name} is there already, and a committed checkpoint is never replaced."
+        " Save each step once. If an earlier start of this run has saved it: go on from the newest"
+        " checkpoint, as load() does, or remove what is newer than the one that you go back to:"
+        f" elaunch checkpoints rm {place} {name}"
+    )
+
+
+def check_sizes(documents: Documents, sizes: Mapping[str, int]) -> None:
+    """Raise SaveError unless the files that count have, by ``sizes``, what their ranks sealed."""
+    for rank, files in documents.kept.items():
+        for file in files:
+            if sizes.get(file.path) != file.size:
+                raise SaveError(
+                    f"not committed: {file.path}, which rank {rank} sealed with {file.size}"
+                    f" bytes, has {sizes.get(file.path, 'gone')}"
+                )

@@ -1,0 +1,336 @@
+"""The books of the saves in flight: which parts have come, who waits, who has yet to be told.
+
+::
+
+    open ──► the first part is staged ──► parts are written and sealed ──► all are ──► committing
+                   │                              │                                       │
+                   └─ a part never comes ─────────┴─ a part fails, the storage hangs ─────┴─► done
+
+Ranks may be on several nodes. The process with rank 0 learns of every seal and commits; another
+one is done with a save when the parts of its own ranks are sealed. Nothing here touches a file;
+waits have deadlines, and what is private to elaunch.checkpoint.writing.queue is called with the
+lock held.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+from elaunch.checkpoint.ownership import NOT_THE_ONE
+from elaunch.checkpoint.records import Committed, Stage
+from elaunch.checkpoint.writing.pace import Pace
+from elaunch.errors import SaveError
+from elaunch.run.saves import SavesRecord
+from elaunch.wire.saver import Handed
+
+PART_DEADLINE_S = 600.0
+"""Seconds for all ranks to hand over their parts, after the first, or after another node has last
+said that it still writes one."""
+WRITE_DEADLINE_S = 1800.0
+"""Seconds without a step forward for the storage to take a part; longer is a storage that hangs."""
+LOOK_S: Final = 1.0
+"""Seconds between two looks at these deadlines; all else wakes who waits."""
+REMEMBERED: Final = 8
+"""Saves that are over and still known, so that a late word of another node begins none anew."""
+
+log = logging.getLogger("elaunch")
+
+
+@dataclass
+class Save:
+    """One checkpoint on its way to the disk.
+
+    Attributes:
+        stage, world_size: which one, and how many parts it has.
+        began: when the first part came, in monotonic seconds.
+        handed: the parts that were handed over in this process, by rank.
+        commits: whether this process commits it.
+        writing: the ranks whose parts are being written here, and how that gets on.
+        heard: when another node's keeper was last heard to write the part of a rank.
+        sealed: the seals that are known, by rank, of all nodes.
+        committing: whether the commit runs.
+        adopting: whether it has yet to write other nodes' manifests into the stage.
+        committed: what it has become.
+        problem: why it comes to nothing.
+        done: whether nothing is expected of it here any more; threads may still write.
+        stays: whether its stage is left to who chooses the next checkpoint.
+    """
+
+    stage: Stage
+    world_size: int
+    began: float
+    handed: dict[int, Handed] = field(default_factory=dict)
+    commits: bool = False
+    writing: dict[int, Pace] = field(default_factory=dict)
+    heard: dict[int, float] = field(default_factory=dict)
+    sealed: dict[int, bytes] = field(default_factory=dict)
+    committing: bool = False
+    adopting: bool = False
+    committed: Committed | None = None
+    problem: str = ""
+    done: bool = False
+    stays: bool = False
+
+    @property
+    def busy(self) -> bool:
+        """Whether a thread of this process works on it."""
+        return bool(self.writing) or self.committing
+
+    @property
+    def verdict(self) -> str:
+        """What is told of a save that comes to nothing."""
+        return f"checkpoint {self.stage.final} was not committed: {self.problem}"
+
+    def lead(self) -> Handed:
+        """Return the part whose words count for the whole: that of the lowest rank here."""
+        return self.handed[min(self.handed)]
+
+    def missing(self, ranks: Iterable[int]) -> list[int]:
+        """Return those of ``ranks`` whose parts have not come."""
+        return [r for r in sorted(ranks) if r not in self.handed and r not in self.sealed]
+
+    def stuck(self, now: float) -> str:
+        """Return why the storage has to be taken for one that hangs at ``now``, or ""."""
+        late = [r for r, pace in self.writing.items() if now - pace.moved > WRITE_DEADLINE_S]
+        if not late:
+            return ""
+        return (
+            f"the storage has taken nothing of the part of {named(late)} for "
+            f"{WRITE_DEADLINE_S:g} s: it hangs"
+        )
+
+    def overdue(self, now: float) -> str:
+        """Return why nobody need wait for other ranks any longer at ``now``, or ""."""
+        late = [
+            rank
+            for rank in self.missing(range(self.world_size))
+            if now - max(self.began, self.heard.get(rank, 0.0)) > PART_DEADLINE_S
+        ]
+        if not late:
+            return ""
+        return (
+            f"{named(late)} handed over no part within {PART_DEADLINE_S:g} s; every rank has to "
+            "call save"
+        )
+
+
+def named(ranks: Collection[int]) -> str:
+    """Return "rank 3" or "ranks 3, 4, 5 and 12 more"."""
+    first = sorted(ranks)[:8]
+    more = len(ranks) - len(first)
+    text = ", ".join(map(str, first)) + (f" and {more} more" if more else "")
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {text}"
+
+
+@dataclass
+class _Rank:
+    """A rank that hands over here: what it has yet to be told, and its newest checkpoint."""
+
+    untold: list[str] = field(default_factory=list)
+    newest: Committed | None = None
+
+
+class Books:
+    """The saves of one process; ``changed`` is their lock."""
+
+    def __init__(self, place: str) -> None:
+        self.changed = threading.Condition()
+        self.saves: dict[str, Save] = {}
+        self.gone: set[int] = set()
+        self._place = place
+        self._ranks: dict[int, _Rank] = {}
+        self._seconds = 0.0
+        self._commits = 0
+        self._last: Committed | None = None
+        self._problem = ""
+
+    # ── ranks ────────────────────────────────────────────────────────────────────────────────────
+
+    def join(self, rank: int) -> None:
+        """Have ``rank`` be one that hands over here, from now on."""
+        with self.changed:
+            self._ranks[rank] = _Rank()
+            self.gone.discard(rank)
+
+    def leave(self, rank: int) -> list[Save]:
+        """Note that ``rank`` has ended; return the saves that come to nothing by that."""
+        with self.changed:
+            self._ranks.pop(rank, None)
+            self.gone.add(rank)
+            return [save for save in list(self.saves.values()) if self.drop_if_hopeless(save)]
+
+    def give_up(self, rank: int) -> list[Save]:
+        """Note that ``rank`` hands over no part of what it has begun; return what that ends."""
+        with self.changed:
+            open_ = [save for save in self.saves.values() if not save.done]
+            ended = [save for save in open_ if save.missing([rank])]
+            for save in ended:
+                self.drop(save, f"rank {rank} gave up its part")
+            return ended
+
+    def call_off(self, rank: int, stage: Stage) -> list[Save]:
+        """Note that all ranks have given up ``stage``, as ``rank`` knows; return what that ends."""
+        with self.changed:
+            save = self.save(stage, 0)
+            ended = [] if save.done else [save]
+            self.drop(save, "some rank could not hand over its part")
+            own = self._ranks.get(rank)
+            if own is not None:
+                own.untold = [said for said in own.untold if said != save.verdict]
+            return ended
+
+    def await_part(self, rank: int, seconds: float) -> list[tuple[Stage, str]]:
+        """Wait until no part of ``rank`` is being written; return its newest save if that failed.
+
+        At most for ``seconds``.
+        """
+        with self.changed:
+            saves = self.saves.values()
+            self.changed.wait_for(lambda: not any(rank in save.writing for save in saves), seconds)
+            own = [save for save in self.saves.values() if rank in save.handed]
+            return [(save.stage, save.problem) for save in own[-1:] if save.problem]
+
+    def knows(self, rank: int) -> bool:
+        """Whether ``rank`` hands over here; a part of another one is a replica."""
+        return rank in self._ranks
+
+    def newest(self, rank: int) -> Committed | None:
+        """Return what was committed last of what ``rank`` took part in."""
+        with self.changed:
+            own = self._ranks.get(rank)
+            return None if own is None else own.newest
+
+    def await_idle(self, rank: int, timeout: float | None) -> bool:
+        """Wait until no save that ``rank`` has a part in is in flight; False after ``timeout``.
+
+        Raises SaveError for what the rank has yet to be told, and for a storage that hangs.
+        """
+        until = None if timeout is None else time.monotonic() + timeout
+        with self.changed:
+            idle = False
+            while not idle:
+                now = time.monotonic()
+                idle = not self._in_flight(rank, now)
+                if idle or (until is not None and now >= until):
+                    break
+                self.changed.wait(LOOK_S if until is None else min(LOOK_S, until - now))
+            self._raise_untold(rank)
+            return idle
+
+    def in_flight(self, rank: int) -> str:
+        """Return the names of the checkpoints that ``rank`` waits for."""
+        with self.changed:
+            return " and ".join(s.stage.final for s in self._in_flight(rank, time.monotonic()))
+
+    def _in_flight(self, rank: int, now: float) -> list[Save]:
+        """Return what ``rank`` waits for; give up what has had its time."""
+        found = []
+        for save in list(self.saves.values()):
+            if save.done and not save.busy:
+                continue
+            stuck = save.stuck(now)
+            self.drop(save, stuck or save.overdue(now))
+            if stuck:
+                self._raise_untold(rank)
+                raise SaveError(
+                    f"the storage at {self._place} hangs: it has {save.stage.name}, given up "
+                    "already, still to take; nothing is saved before it answers"
+                )
+            if (rank in save.handed and not save.done) or save.busy:
+                found.append(save)
+        return [save for save in found if rank in save.handed]
+
+    def _raise_untold(self, rank: int) -> None:
+        own = self._ranks.get(rank)
+        if own is None:
+            raise SaveError(f"rank {rank} hands over nothing any more: its round is over")
+        if own.untold:
+            said, own.untold = own.untold, []
+            raise SaveError("; ".join(said))
+
+    # ── with the lock held ───────────────────────────────────────────────────────────────────────
+
+    def save(self, stage: Stage, world_size: int) -> Save:
+        """Return what is known of ``stage``."""
+        save = self.saves.get(stage.name)
+        if save is None:
+            save = self.saves[stage.name] = Save(stage, world_size, time.monotonic())
+            over = [name for name, old in self.saves.items() if old.done and not old.busy]
+            for name in over[:-REMEMBERED]:
+                del self.saves[name]
+        return save
+
+    def drop_if_hopeless(self, save: Save) -> bool:
+        """Give up a save that lacks the part of a rank which has ended; whether that is so."""
+        never = [rank for rank in save.missing(self.gone) if rank < save.world_size]
+        if save.done or not never:
+            return False
+        self.drop(save, f"{named(never)} ended before handing over a part")
+        return True
+
+    def drop(self, save: Save, problem: str) -> None:
+        """Give up a save for ``problem``; nothing for "", or if it is done."""
+        if save.done or not problem:
+            return
+        save.done, save.problem = True, problem
+        self._problem = save.verdict
+        others = "" if NOT_THE_ONE in problem else "; the ones before it are untouched"
+        log.warning("%s%s", self._problem, others)
+        for rank in self._ranks:
+            self.tell(rank, save)
+        self.changed.notify_all()
+
+    def tell(self, rank: int, save: Save) -> None:
+        """Have the next call of ``rank`` raise what became of ``save``."""
+        own = self._ranks.get(rank)
+        if own is not None and save.verdict not in own.untold:
+            own.untold.append(save.verdict)
+
+    def take_commit(self, save: Save) -> bool:
+        """Whether the caller has to commit ``save`` now: all is there, and nobody does so yet."""
+        if save.done or save.busy or not save.commits or len(save.sealed) < save.world_size:
+            return False
+        save.committing = True
+        save.adopting = save.lead().local
+        return True
+
+    def note_commit(self, save: Save, done: Committed) -> None:
+        """Take down that ``save`` has become the checkpoint ``done``."""
+        save.done, save.problem, save.committed = True, "", done
+        self.count(done, time.monotonic() - save.began)
+        for own in self._ranks.values():
+            if own.newest is None or own.newest.age <= done.age:
+                own.newest = done
+
+    def count(self, done: Committed, seconds: float) -> None:
+        """Take down that there is the checkpoint ``done``, which has taken ``seconds``."""
+        self._commits += 1
+        self._seconds, self._problem = seconds, ""
+        if self._last is None or self._last.age <= done.age:
+            self._last = done
+
+    def end_round(self) -> None:
+        """Forget the ranks: the next ones are others."""
+        self._ranks.clear()
+        self.gone.clear()
+        for save in self.saves.values():
+            save.done = True
+
+    def record(self) -> SavesRecord:
+        """Return what ``elaunch status`` shows of saves."""
+        with self.changed:
+            saving = [save.stage.step for save in self.saves.values() if not save.done]
+            last = self._last
+            return {
+                "step": None if last is None else last.step,
+                "committed_at": None if last is None else last.committed,
+                "seconds": round(self._seconds, 3),
+                "saving": max(saving, default=None),
+                "problem": self._problem,
+                "commits": self._commits,
+            }

@@ -1,0 +1,219 @@
+"""What ``elaunch status`` shows of a whole job, as plain data (see elaunch.monitor.page).
+
+:func:`job_page` puts the state and its cause first, then how far the job got, its nodes by rank,
+and those that stand by or join. :func:`jobs_page` is one row for each job.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from elaunch.monitor.amounts import clean, duration
+from elaunch.monitor.failurelines import SHOWN_MESSAGE_LINES
+from elaunch.monitor.job.view import JobView, NodeView
+from elaunch.monitor.page import (
+    NOTHING,
+    Cell,
+    Column,
+    Facts,
+    Page,
+    Paragraph,
+    Part,
+    Table,
+    Title,
+    restarts_text,
+)
+from elaunch.rendezvous.plan import Plan
+
+_NO_ROLES = ("default", "")
+
+
+def job_page(view: JobView) -> Page:
+    """Return the page of one job."""
+    parts: list[Part] = [Title(clean(view.run_id), Cell(view.state, view.state), _note(view))]
+    if cause := tuple(clean(line) for line in _cause(view)):
+        parts.append(Paragraph(cause))
+    parts.append(Facts(tuple((name, clean(value)) for name, value in _facts(view))))
+    if view.nodes:
+        parts.append(_table(view.nodes))
+    if apart := (*view.spares, *view.joining):
+        parts.append(_table(apart))
+    return tuple(parts)
+
+
+def jobs_page(views: Sequence[JobView]) -> Page:
+    """Return the page of several jobs in one store."""
+    columns = (
+        Column("run", elastic=True),
+        Column("state"),
+        Column("round", right=True),
+        Column("restarts", right=True),
+        Column("world size", right=True),
+        Column("nodes", right=True),
+        Column("reason", elastic=True),
+    )
+    return (Table(columns, tuple(_job_row(view) for view in views)),)
+
+
+def _job_row(view: JobView) -> tuple[Cell, ...]:
+    plan, restarts = view.plan, view.restarts
+    used = NOTHING
+    if restarts:
+        used = str(restarts.used) if restarts.max is None else f"{restarts.used}/{restarts.max}"
+    return (
+        Cell(clean(view.run_id)),
+        Cell(view.state, view.state),
+        Cell(_round(plan)),
+        Cell(used),
+        Cell(str(plan.world_size) if plan and plan.nodes else NOTHING),
+        Cell(NOTHING if view.problem else str(len(view.nodes))),
+        Cell(clean(view.reason or NOTHING)),
+    )
+
+
+def _note(view: JobView) -> str:
+    plan = view.plan
+    if plan is None:
+        return ""
+    if plan.phase == "over":
+        return f"exit code {plan.exit_code}"
+    return f"round {plan.round}" if plan.round >= 0 else ""
+
+
+def _round(plan: Plan | None) -> str:
+    return str(plan.round) if plan and plan.round >= 0 else NOTHING
+
+
+def _cause(view: JobView) -> Iterator[str]:
+    """Yield why the job is in its state, what differs between its nodes, who is not understood."""
+    if view.stale:
+        yield f"the store does not answer, this is what it said last: {view.stale}"
+    if view.reason:
+        yield view.reason
+    plan = view.plan
+    if plan and plan.failure and plan.phase in ("ending", "over"):
+        yield from _failure(plan.failure)
+    if plan and plan.notice:
+        lines = plan.notice.splitlines()
+        yield f"warning: {lines[0]}"
+        yield from lines[1:]
+    for name, problem in view.refused[:SHOWN_MESSAGE_LINES]:
+        yield f"refused the record of {name}: {problem}"
+    if more := view.refused[SHOWN_MESSAGE_LINES:]:
+        yield f"refused {len(more)} more"
+
+
+def _failure(failure: Mapping[str, Any]) -> Iterator[str]:
+    yield _who_failed(failure)
+    yield from str(failure.get("text") or "").splitlines()[:SHOWN_MESSAGE_LINES]
+
+
+def _who_failed(failure: Mapping[str, Any]) -> str:
+    """Write which worker failed and how; another version's record may lack any of it."""
+    code = failure.get("exitcode")
+    ended = "failed"
+    if isinstance(code, int):
+        ended = f"exited with code {code}" if code >= 0 else f"was killed by signal {-code}"
+    return (
+        f"rank {failure.get('rank', '?')} (local_rank {failure.get('local_rank', '?')}, "
+        f"pid {failure.get('pid', '?')}) on {failure.get('host', '?')} {ended}"
+    )
+
+
+def _facts(view: JobView) -> Iterator[tuple[str, str]]:
+    plan, restarts = view.plan, view.restarts
+    yield "store", view.place
+    if plan is not None:
+        yield "round", _round(plan)
+    if restarts is not None:
+        yield (
+            "restarts",
+            restarts_text(restarts.used, restarts.without_progress, restarts.max, restarts.budget),
+        )
+    if plan is not None and plan.nodes:
+        yield "world size", str(plan.world_size)
+    yield "nodes", _census(view)
+    if plan is None:
+        return
+    if plan.failure and plan.phase not in ("ending", "over"):
+        yield "last failure", _who_failed(plan.failure)
+    if plan.round >= 0:
+        yield "resumed", _resumed(plan)
+    if plan.master_addr:
+        yield "master", f"{_bracketed(plan.master_addr)}:{plan.master_port}"
+    if plan.coordinator:
+        hosts = {node.name: node.host for node in view.everyone}
+        known = hosts.get(plan.coordinator)
+        yield "coordinator", f"{plan.coordinator} on {known}" if known else plan.coordinator
+
+
+def _census(view: JobView) -> str:
+    """Count the nodes of the round by state, and who is there besides."""
+    states = Counter(node.state for node in view.nodes)
+    counts = [f"{count} {state}" for state, count in states.items()]
+    text = f"{len(view.nodes)}: {', '.join(counts)}" if counts else "0"
+    besides = [
+        f"{len(those)} {what}"
+        for those, what in ((view.spares, "standing by"), (view.joining, "joining"))
+        if those
+    ]
+    return "; ".join([text, *besides])
+
+
+def _resumed(plan: Plan) -> str:
+    found = plan.checkpoint
+    if found is None:
+        return f"round {plan.round} began without a checkpoint"
+    step, path = found.get("step", "?"), found.get("path", "?")
+    return f"round {plan.round} from step {step}: {path}"
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _table(nodes: Sequence[NodeView]) -> Table:
+    columns = (
+        Column("node", right=True),
+        Column("name"),
+        Column("host", elastic=True),
+        Column("address", elastic=True),
+        Column("state"),
+        Column("ranks"),
+        Column("slots", right=True),
+        Column("lease age", right=True),
+        Column("role", spare=True),
+        Column("note", elastic=True),
+    )
+    rows = [_row(node) for node in nodes]
+    # A column in which nobody has a value is left out.
+    shown = [i for i in range(len(columns)) if any(row[i].text != NOTHING for row in rows)]
+    return Table(
+        tuple(columns[i] for i in shown),
+        tuple(tuple(row[i] for i in shown) for row in rows),
+        usual="alive",
+    )
+
+
+def _row(node: NodeView) -> tuple[Cell, ...]:
+    return (
+        Cell(NOTHING if node.rank is None else str(node.rank)),
+        Cell(clean(node.name)),
+        Cell(clean(node.host)),
+        Cell(clean(node.addr)),
+        Cell(node.state, node.state),
+        Cell(_ranks(node.ranks)),
+        Cell(str(node.slots)),
+        Cell(NOTHING if node.age_s is None else duration(node.age_s)),
+        Cell(NOTHING if node.role in _NO_ROLES else clean(node.role)),
+        Cell(clean(node.note) or NOTHING),
+    )
+
+
+def _ranks(ranks: tuple[int, int] | None) -> str:
+    if ranks is None:
+        return NOTHING
+    first, last = ranks
+    return str(first) if first == last else f"{first}-{last}"

@@ -1,0 +1,202 @@
+"""Every decision of the coordinator: ``decide(view, now, rules) -> (step, reason)``. Pure.
+
+=========  =====================================================================================
+phase      what is decided
+=========  =====================================================================================
+forming    is anybody missing, and for how long (elaunch.rendezvous.decide.formation)
+running    has a worker failed, a node gone, are all done, is the job asked to end, does a node
+           join (here, and growth)
+ending     has everyone ended; may a round follow; who is in it
+           (elaunch.rendezvous.decide.formation)
+over       nothing
+=========  =====================================================================================
+
+The step is a plan to post, a search for a checkpoint, or a wait; the reason is why, in words that
+the plan carries to the log of every agent, to the status page, and to the tests. A new cause of a
+new round is one arm here and one row in tests/rendezvous/test_decision.py.
+"""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import replace
+
+from elaunch.endings import PREEMPTED
+from elaunch.errors import StoreError
+from elaunch.rendezvous import text
+from elaunch.rendezvous.decide import formation, newcomers
+from elaunch.rendezvous.decide.view import Decision as Decision
+from elaunch.rendezvous.decide.view import Publish, Rules, View, Wait
+from elaunch.rendezvous.decide.view import Search as Search
+from elaunch.rendezvous.decide.view import Step as Step
+from elaunch.rendezvous.plan import Cause, Node, Plan
+
+MOST_TOLD = 3
+"""Lost nodes that a reason names."""
+
+
+def decide(view: View, now: float, rules: Rules) -> Decision:
+    """Return what to do now, and why.
+
+    A wait with a reason is published every ``remind`` seconds: agents that receive no plan for much
+    longer take it that nobody decides (elaunch.rendezvous.decide.waiting).
+
+    Args:
+        view: the plan and the roster, as the coordinator has them.
+        now: the coordinator's monotonic clock.
+        rules: what the user asked for.
+    """
+    step, reason = _decide(view, now, rules)
+    if isinstance(step, Publish):
+        return Publish(replace(step.plan, waits="")), reason
+    if isinstance(step, Search) or not reason or view.plan.phase == "over":
+        return step, reason
+    due = view.posted + rules.remind
+    if now < due:
+        return Wait(due if step.until is None else min(step.until, due)), reason
+    waits = f"{reason}, for {_rounded(now - view.since, rules.remind):g} s"
+    return Publish(replace(view.plan, waits=waits)), reason
+
+
+def _rounded(seconds: float, unit: float) -> float:
+    """Return the largest of 1, 2, 4, 8 … ``unit`` in ``seconds``: the text changes that often."""
+    while 2 * unit <= seconds:
+        unit *= 2
+    return unit
+
+
+def _decide(view: View, now: float, rules: Rules) -> Decision:
+    plan = view.plan
+    if view.unannounced:
+        return publish(plan)
+    if plan.phase == "over":
+        return Wait(), plan.reason
+    stopped = _stopped(view, rules)
+    if stopped is not None:
+        return publish(stopped)
+    if plan.phase == "running":
+        ended = _ended(view, now, rules) or _never_began(view, now, rules)
+        if ended is not None:
+            return publish(ended)
+        asked = formation.asked(view)
+        if asked and not plan.asked:
+            return Publish(replace(plan, asked=asked)), f"the job is asked to end: {asked}"
+        return _running(view, now, rules)
+    return formation.decide(view, now, rules)
+
+
+def publish(plan: Plan) -> Decision:
+    """Return the decision to post ``plan``."""
+    return Publish(plan), plan.reason
+
+
+def _stopped(view: View, rules: Rules) -> Plan | None:
+    """Return the job's end if all agents were told to go, or the one that hosts the store."""
+    leaving = [one.record for one in view.present.values() if one.record.state == "leaving"]
+    if not leaving:
+        return None
+    mine = view.present.get(view.me)
+    if rules.hosted_by_me and mine is not None and mine.record.state == "leaving":
+        first = mine.record
+        reason = (
+            f"node {text.node(first)} leaves ({first.reason or 'it was told to'}) and the store, "
+            "which it hosts, goes with it; etcd (--rdzv-backend etcd) survives the loss of any node"
+        )
+    elif len(leaving) == len(view.present):
+        first = leaving[0]
+        reason = first.reason or "every agent was told to leave"
+    else:
+        return None
+    code = 128 + signal.SIGTERM if first.exit_code is None else first.exit_code
+    return over(view.plan, code, reason)
+
+
+def over(plan: Plan, exit_code: int, reason: str) -> Plan:
+    """Return the end of the job."""
+    return replace(plan, phase="over", exit_code=exit_code, reason=reason)
+
+
+def _ended(view: View, now: float, rules: Rules) -> Plan | None:
+    """Return what follows if the round that runs has come to its end, one way or another."""
+    plan = view.plan
+    lost, left, stopped, finished = [], [], [], 0
+    for node in plan.nodes:
+        seat, absent = view.present.get(node.name), view.absent.get(node.name)
+        record = seat.record if seat else (absent.last if absent else None)
+        of_round = record is not None and record.round == plan.round
+        if record is not None and of_round and record.state == "finished":
+            finished += 1  # what it had to do is done, whether it is still there or not
+        elif seat is None:
+            lost.append((node, absent))
+        elif seat.record.state == "leaving":
+            left.append(seat.record)
+        elif of_round and seat.record.state == "ended" and seat.record.failure is None:
+            stopped.append(node)
+    if finished == len(plan.nodes):
+        preempted = _preempted(view)
+        if preempted is not None:
+            return preempted
+        return over(replace(plan, failure=None), 0, "all workers ended with 0")
+    if lost:
+        told = [text.gone(node, absent, rules.heartbeat_timeout) for node, absent in lost]
+        more = f" and {len(told) - MOST_TOLD} more nodes" if len(told) > MOST_TOLD else ""
+        all_left = all(absent is not None and absent.cause == "left" for _, absent in lost)
+        cause: Cause = "left" if all_left else "lost"
+        reason = "; ".join(told[:MOST_TOLD]) + more
+        return replace(plan, phase="ending", cause=cause, reason=reason, failure=None)
+    if left:
+        why = f": {left[0].reason}" if left[0].reason else ""
+        reason = f"{text.named(left)} {'leaves' if len(left) == 1 else 'leave'}{why}"
+        return replace(plan, phase="ending", cause="left", reason=reason, failure=None)
+    failed = formation.first_failure(view, now)
+    if failed is not None:
+        reason = text.failure(failed)
+        return replace(plan, phase="ending", cause="failure", reason=reason, failure=failed)
+    if stopped:
+        were = "was" if len(stopped) == 1 else "were"
+        reason = f"{text.named(stopped)} {were} cut off from the store; the workers there are dead"
+        return replace(plan, phase="ending", cause="lost", reason=reason, failure=None)
+    return None
+
+
+def _idle(view: View) -> list[Node]:
+    """Return the nodes of the round that runs which are there and have not started their part."""
+    present, plan = view.present, view.plan
+    return [
+        n for n in plan.nodes if n.name in present and present[n.name].record.round < plan.round
+    ]
+
+
+def _never_began(view: View, now: float, rules: Rules) -> Plan | None:
+    """Return the job's end if a node has not started its workers for as long as nodes may take."""
+    patience, idle = max(rules.join_timeout, rules.end_timeout), _idle(view)
+    if not idle or now < view.since + patience:
+        return None
+    reason = f"{text.nodes(idle)} did not start round {view.plan.round} in {patience:g} s"
+    return over(view.plan, StoreError.exit_code, reason)
+
+
+def _running(view: View, now: float, rules: Rules) -> Decision:
+    """Return what is done about newcomers, and which nodes are waited for to start the round."""
+    step, reason = (Wait(), "") if view.plan.asked else newcomers.decide(view, now, rules)
+    idle = _idle(view)
+    if not idle or not isinstance(step, Wait):
+        return step, reason
+    until = view.since + max(rules.join_timeout, rules.end_timeout)
+    until = until if step.until is None else min(until, step.until)
+    return Wait(until), f"waiting for {text.nodes(idle)} to start round {view.plan.round}"
+
+
+def _preempted(view: View) -> Plan | None:
+    """Return what follows when all have ended with 0, and some because they were asked to."""
+    plan = view.plan
+    records = [view.present[node.name].record for node in plan.nodes if node.name in view.present]
+    told = [record for record in records if record.preempted]
+    if not told:
+        return None
+    stop = next((record for record in told if record.preempted == "stop"), None)
+    if stop is not None:
+        reason = f"preempted: {stop.reason}; to be continued"
+        return over(replace(plan, failure=None), PREEMPTED, reason)
+    reason = f"{told[0].reason}; the workers have saved"
+    return replace(plan, phase="ending", cause="joined", reason=reason, failure=None)

@@ -1,0 +1,319 @@
+"""How a round comes about: who is there, is it enough, may it be, from which checkpoint. Pure.
+
+1. Every node of the round before has ended it, or is gone.
+2. After a failure: the budget has a restart left (elaunch.rendezvous.decide.budget).
+3. Enough nodes are there. At first all of ``max_nodes``, or ``min_nodes`` and nobody came for
+   ``settle`` seconds; later the live ones go on at once. Too few wait for ``join_timeout`` seconds.
+4. The newest checkpoint is known, a backoff is over, and the nodes run the same thing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from elaunch.endings import PREEMPTED, exit_code
+from elaunch.errors import CheckpointError, JoinTimeoutError, StoreError, SymmetryError
+from elaunch.rendezvous import text
+from elaunch.rendezvous.decide import budget, members, sharing
+from elaunch.rendezvous.decide.facts import differences
+from elaunch.rendezvous.decide.members import Enough, Few, Refused
+from elaunch.rendezvous.decide.view import Decision, Known, Publish, Rules, Search, View, Wait
+from elaunch.rendezvous.plan import AgentRecord, Cause, Node, Plan
+
+
+def decide(view: View, now: float, rules: Rules) -> Decision:
+    """Return what to do while no round runs, or while one is being ended."""
+    plan = view.plan
+    late = [n for n in plan.nodes if n.name in view.present and not has_ended(view, n.name)]
+    if late:
+        return _await_end(view, now, rules, late)
+    if plan.phase == "ending":
+        plan = _judged(view, now, rules)
+        view = replace(view, plan=plan)
+    verdict: budget.Again | None = None
+    if plan.cause == "failure" and not members.is_behind(view):
+        judged = _verdict(view, rules)
+        if not isinstance(judged, budget.Again):
+            return judged
+        verdict = judged
+    if plan.asked or asked(view):
+        return _preempted(view)
+    view = sharing.without_strangers(view)
+    enough = members.enough(view, now, rules)
+    if isinstance(enough, Refused):
+        return _over(plan, enough.exit_code, enough.problem)
+    if isinstance(enough, Few):
+        return _too_few(view, now, rules, enough)
+    if enough.settled > now:
+        return Wait(enough.settled), "waiting for more nodes"
+    if rules.has_checkpoint_dir and sharing.is_unknown(view, enough.names):
+        return _search(view, rules, enough.names)
+    strangers = sharing.strangers(view, enough.names)
+    if strangers:
+        return _over(plan, sharing.EXIT_CODE, sharing.problem(view, strangers))
+    if view.found is not None and view.found.problem:
+        return _over(plan, CheckpointError.exit_code, _unreadable(view.found.problem))
+    if verdict is not None:
+        until = ended_at(view) + verdict.backoff * view.jitter
+        if until > now:
+            return _pause(view, verdict.reason, until)
+    return _start(view, rules, enough, verdict)
+
+
+def asked(view: View) -> str:
+    """Return why an agent asks that the whole job end, to be continued; or ""."""
+    told = (one.record.asks for one in view.present.values() if one.record.state != "leaving")
+    return next((reason for reason in told if reason), "")
+
+
+def _preempted(view: View) -> Decision:
+    """Return the end of a job that was asked to end, of which nothing runs any more.
+
+    A round that failed after it was asked has failed; one that failed before would be followed by
+    another, which now comes later.
+    """
+    plan = view.plan
+    if plan.asked and plan.cause == "failure" and plan.failure is not None:
+        reason = f"{text.failure(plan.failure)}; no restart: {plan.asked}"
+        return _over(plan, exit_code(int(plan.failure["exitcode"])), reason)
+    plan = replace(plan, failure=None)
+    return _over(plan, PREEMPTED, f"preempted: {plan.asked or asked(view)}; to be continued")
+
+
+# ── the end of the round before ──────────────────────────────────────────────────────────────────
+
+
+def has_ended(view: View, name: str) -> bool:
+    """Return whether a node of the plan's round says that nothing of it is left there."""
+    record = view.present[name].record
+    return record.round >= view.plan.round and record.state in ("ended", "finished")
+
+
+def ended_at(view: View) -> float:
+    """Return when the last node of the round had ended, or was gone."""
+    times = [view.began]
+    for node in view.plan.nodes:
+        if node.name in view.present:
+            times.append(view.present[node.name].changed)
+        elif node.name in view.absent:
+            times.append(view.absent[node.name].at)
+    return max(times)
+
+
+def first_failure(view: View, now: float) -> dict[str, Any] | None:
+    """Return the first failure of the plan's round: the one that happened longest ago."""
+    plan = view.plan
+    failed = []
+    for rank, node in enumerate(plan.nodes):
+        seat = view.present.get(node.name)
+        if seat is None or seat.record.round != plan.round or seat.record.failure is None:
+            continue
+        if seat.failed_at is not None:
+            failed.append((seat.failed_at, rank, node, seat.record.failure))
+    if not failed:
+        return None
+    at, _, node, found = min(failed, key=lambda one: one[:2])
+    return {**found, "host": node.host, "node": node.name, "age": round(max(0.0, now - at), 3)}
+
+
+def _await_end(view: View, now: float, rules: Rules, late: list[Node]) -> Decision:
+    patience = max(rules.join_timeout, rules.end_timeout)
+    plan, until = view.plan, view.since + patience
+    whom = text.nodes(late)
+    if now >= until:
+        problem = f"{whom} did not end round {plan.round} in {patience:g} s"
+        return _over(plan, StoreError.exit_code, problem)
+    return Wait(until), f"waiting for {whom} to end round {plan.round}"
+
+
+def _judged(view: View, now: float, rules: Rules) -> Plan:
+    """Return the plan with the cause as it looks now that all have ended.
+
+    Who loses a peer often fails before the peer is known to be lost: a failure in a round in which
+    a node was lost, too, is that node's doing. A node that had ended its part before is not.
+    """
+    plan = view.plan
+    if plan.cause != "failure":
+        return plan
+    for node in plan.nodes:
+        absent = view.absent.get(node.name)
+        if absent is None or _was_done(absent.last, plan.round):
+            continue
+        cause: Cause = "left" if absent.cause == "left" else "lost"
+        reason = text.gone(node, absent, rules.heartbeat_timeout)
+        return replace(plan, cause=cause, reason=reason, failure=None)
+    failed = first_failure(view, now) or plan.failure
+    if failed is None:
+        return plan
+    return replace(plan, failure=failed, reason=text.failure(failed))
+
+
+def _was_done(record: AgentRecord | None, round_number: int) -> bool:
+    if record is None or record.round < round_number:
+        return False
+    return record.state in ("ended", "finished")
+
+
+# ── may there be another ─────────────────────────────────────────────────────────────────────────
+
+
+def _verdict(view: View, rules: Rules) -> budget.Again | Decision:
+    """Return that the budget has another restart, or the decision that comes before or instead."""
+    plan, found = view.plan, view.found
+    allowed = budget.Budget(rules.max_restarts, rules.lifetime_budget, rules.has_checkpoint_dir)
+    spent = budget.Spent(plan.restarts, plan.without_progress, plan.crashes)
+    unknown = rules.has_checkpoint_dir and (found is None or found.again)
+    if unknown and not budget.hopeless(allowed, spent):
+        return _search(view, rules)
+    if found is not None and found.problem:
+        return _over(plan, CheckpointError.exit_code, _unreadable(found.problem))
+    step = _step(found.checkpoint if found else None)
+    spent = spent.refilled(_step(plan.checkpoint), step)
+    failed = plan.failure or {"rank": -1, "exitcode": 1, "text": plan.reason}
+    told = budget.verdict(allowed, spent, text.failure(failed), step, _lived_long(view))
+    if isinstance(told, budget.Again):
+        return told
+    return _over(plan, exit_code(int(failed["exitcode"])), told.reason)
+
+
+def _lived_long(view: View) -> bool:
+    """Whether the round ran long enough not to have died at its start."""
+    seat = view.present.get(str((view.plan.failure or {}).get("node")))
+    failed_at = seat.failed_at if seat else None
+    return (ended_at(view) if failed_at is None else failed_at) - view.ran >= budget.LONG_ENOUGH
+
+
+def _search(view: View, rules: Rules, names: tuple[str, ...] = ()) -> Decision:
+    reason = "looking for the newest checkpoint"
+    if view.searching:
+        return Wait(), reason
+    if rules.checkpoint_local and not view.plan.reason:
+        # The agents that are to be asked know each other by the job's word: post it.
+        return _pause(view, f"{reason} on {text.count(len(view.present))}", view.began)
+    present = {name: seat.record for name, seat in view.present.items()}
+    seen = (record.seen["job"] for record in present.values() if record.seen is not None)
+    jobs = frozenset([view.plan.job, *seen])
+    return Search(present, sharing.probes(view, names), names, jobs), reason
+
+
+def _unreadable(problem: str) -> str:
+    return f"cannot look for checkpoints: {problem}"
+
+
+def _step(checkpoint: Mapping[str, Any] | None) -> int | None:
+    return None if checkpoint is None else int(checkpoint["step"])
+
+
+def _over(plan: Plan, exit_code: int, reason: str) -> Decision:
+    return Publish(replace(plan, phase="over", exit_code=exit_code, reason=reason)), reason
+
+
+# ── waiting where everyone can see why ───────────────────────────────────────────────────────────
+
+
+def _pause(view: View, reason: str, until: float) -> Decision:
+    """Wait until then, and have the board say why; what the verdict rests on stays in the plan."""
+    plan = replace(view.plan, phase="forming", reason=reason, joining=(), spares=())
+    return (Wait(until) if plan == view.plan else Publish(plan)), reason
+
+
+def _too_few(view: View, now: float, rules: Rules, few: Few) -> Decision:
+    """Wait for more nodes; the error after ``join_timeout`` says who is there and who went."""
+    waiting = view.plan.phase == "forming"
+    until = (view.since if waiting else now) + rules.join_timeout
+    if now >= until:
+        problem = few.told(f" after {rules.join_timeout:g} s", now)
+        return _over(view.plan, JoinTimeoutError.exit_code, problem)
+    reason = few.told("", None)
+    tell = now if not waiting else view.posted + max(rules.settle, 1.0)
+    if tell > now or reason == view.plan.reason:
+        times = [until, few.again, tell if reason != view.plan.reason else None]
+        return Wait(min(time for time in times if time is not None)), reason
+    return _pause(view, reason, until)
+
+
+# ── the round ────────────────────────────────────────────────────────────────────────────────────
+
+
+def _before(view: View) -> Known:
+    """Return where the job was: by the plan, or by what agents saw of it before."""
+    plan, known = view.plan, view.known
+    before = Known(plan.round, plan.restarts, plan.without_progress, _step(plan.checkpoint))
+    if known is None or known.round <= plan.round:
+        return before
+    return replace(
+        known,
+        restarts=max(before.restarts, known.restarts),
+        without_progress=max(before.without_progress, known.without_progress),
+    )
+
+
+def _start(view: View, rules: Rules, enough: Enough, verdict: budget.Again | None) -> Decision:
+    plan, before = view.plan, _before(view)
+    nodes = tuple(_node(name, view.present[name].record) for name in enough.names)
+    checkpoint = view.found.checkpoint if view.found else None
+    notice = differences([(n.host, view.present[n.name].record.facts) for n in nodes])
+    if notice and rules.strict_symmetry:
+        return _over(plan, SymmetryError.exit_code, f"{notice} (--strict-symmetry)")
+    spent = budget.Spent(before.restarts, before.without_progress, plan.crashes)
+    spent = spent.refilled(before.step, _step(checkpoint))
+    if verdict is not None:
+        spent = spent.counted(_lived_long(view))
+    first = view.present[nodes[0].name].record
+    plan = replace(
+        plan,
+        round=before.round + 1,
+        phase="running",
+        reason=verdict.reason if verdict else _why(view, rules, nodes, before),
+        cause="",
+        nodes=nodes,
+        spares=enough.spares,
+        joining=(),
+        master_addr=first.addr,
+        master_port=first.port,
+        checkpoint=checkpoint,
+        restarts=spent.restarts,
+        without_progress=spent.without_progress,
+        crashes=spent.crashes,
+        failure=plan.failure if verdict else None,
+        notice="; ".join(filter(None, (notice, _anew(before, rules)))),
+        facts=first.facts,
+        strict=rules.strict_symmetry,
+    )
+    return Publish(plan), plan.reason
+
+
+def _node(name: str, record: AgentRecord) -> Node:
+    return Node(name, record.host, record.addr, record.slots, record.role, record.courier)
+
+
+def _why(view: View, rules: Rules, nodes: tuple[Node, ...], before: Known) -> str:
+    plan, workers = view.plan, text.count(sum(node.slots for node in nodes), "worker")
+    with_whom = f"{text.count(len(nodes))}, {workers}"
+    start = ""
+    if rules.has_checkpoint_dir:
+        found = view.found.checkpoint if view.found else None
+        start = f", {budget.resumes_from(_step(found))}"
+    if plan.round < 0 and before.round < 0:
+        return f"first start: {with_whom}{start}"
+    if plan.round < before.round:
+        return f"the store lost its memory; going on with {with_whom}{start}"
+    what = plan.reason if plan.phase == "ending" else "enough nodes are there again"
+    return f"{what}; going on with {with_whom}{start}"
+
+
+def _anew(before: Known, rules: Rules) -> str:
+    """Return that the numbers of an earlier run begin again, where one is known of."""
+    if (
+        before.round >= 0
+        or not rules.hosted_by_me
+        or rules.killed_in is None
+        or rules.killed_in < 0
+    ):
+        return ""
+    return (
+        f"the last run with this run id was killed here in round {rules.killed_in} and none of "
+        "its agents is left: rounds and restarts are counted from 0 again"
+    )

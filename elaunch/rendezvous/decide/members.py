@@ -1,0 +1,219 @@
+"""Which agents the next round has, or why it has none yet. Pure.
+
+A candidate is on the roster, was not told to go, and has nothing of a round before: a node of the
+plan's round has ended it (elaunch.rendezvous.decide.formation has waited for that), a newcomer is
+ready or has never had workers. A newcomer that is not ready after READY_PATIENCE seconds holds up
+nobody: it is taken only where too few would be there without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from elaunch.errors import UsageError
+from elaunch.rendezvous import text as words
+from elaunch.rendezvous.decide.newcomers import READY_PATIENCE, rested
+from elaunch.rendezvous.decide.order import natural, order, static_order, waiting
+from elaunch.rendezvous.decide.view import FENCE, HOSTED, Known, Present, Rules, View
+from elaunch.rendezvous.plan import AgentRecord
+
+MOST_HEARTBEAT = 3600.0
+"""Seconds of the longest ``heartbeat_timeout`` that another agent is believed."""
+
+
+@dataclass(frozen=True)
+class Enough:
+    """These are the nodes, in order, and the spares; not before ``settled``."""
+
+    names: tuple[str, ...]
+    spares: tuple[str, ...]
+    settled: float
+
+
+@dataclass(frozen=True)
+class Few:
+    """Too few nodes are there; ``gone`` are those that the round before had.
+
+    ``again`` is when to look again even if nobody comes or goes.
+    """
+
+    there: tuple[AgentRecord, ...]
+    rules: Rules
+    gone: tuple[tuple[str, float], ...] = ()
+    missing_ranks: tuple[int, ...] = ()
+    again: float | None = None
+
+    def told(self, after: str, now: float | None) -> str:
+        """Return who is there and what is missing; with ``now``, since when they are gone."""
+        least, most, there = self.rules.min_nodes, self.rules.max_nodes, len(self.there)
+        wanted = words.count(least) if least == most else f"at least {words.count(least)}"
+        text = f"{there} of {wanted}{after}"
+        text += f": {words.nodes(sorted(self.there, key=_by_host))}" if self.there else ""
+        more = least - there
+        if self.missing_ranks:
+            ranks = words.listed([str(rank) for rank in self.missing_ranks])
+            text += f"; node rank {ranks} is missing"
+        elif more > 0:
+            text += f"; {more} more {'is' if more == 1 else 'are'} needed"
+        for said, at in self.gone[: words.MOST_NAMED]:
+            text += f"; {said}" + (f", {now - at:.0f} s ago" if now is not None else "")
+        return text
+
+
+def _by_host(one: words.HasPlace) -> list[tuple[int, str]]:
+    return natural(one.host)
+
+
+@dataclass(frozen=True)
+class Refused:
+    """These nodes can never make a round."""
+
+    exit_code: int
+    problem: str
+
+
+def enough(view: View, now: float, rules: Rules) -> Enough | Few | Refused:
+    """Return the nodes of the next round in their order, or what it lacks."""
+    there, late = _candidates(view, now, rules)
+    if len(there) < rules.min_nodes:
+        there.update(late)
+    candidates = waiting(view.plan.spares, there)
+    previous = [node.name for node in view.plan.nodes]
+    if rules.static:
+        return _static(view, now, rules, static_order(previous, candidates))
+    if len(there) < rules.min_nodes:
+        return _few(view, rules, there.values())
+    ranked = order(previous, candidates)
+    names, rest = ranked[: rules.max_nodes], ranked[rules.max_nodes :]
+    return Enough(names, rest, _settled(view, now, rules, len(names)))
+
+
+def goes_on(record: AgentRecord, rules: Rules) -> Mapping[str, Any] | None:
+    """Return what an agent saw of a job that has begun and is not over, None if it saw none.
+
+    Only a store that ends with its host, or that has ``lost`` its memory since, can know less of
+    the job than the agents do.
+    """
+    seen = record.seen
+    if seen is None or not (rules.hosted_by_me or "lost" in seen):
+        return None
+    return None if seen["phase"] == "over" or int(seen["round"]) < 0 else seen
+
+
+def is_behind(view: View) -> bool:
+    """Return whether the plan is older than what agents have seen in a store that is no more."""
+    return view.known is not None and view.known.round > view.plan.round
+
+
+def further(
+    known: Known | None, seen: Mapping[str, Any], record: AgentRecord, rules: Rules
+) -> Known:
+    """Return how far the job was when what one more agent has seen of it is counted in."""
+    known = known or Known()
+    round_number, step = int(seen["round"]), seen.get("step")
+    return Known(
+        max(known.round, round_number),
+        max(known.restarts, int(seen.get("restarts", 0))),
+        max(known.without_progress, int(seen.get("without_progress", 0))),
+        step if round_number > known.round else known.step,
+        max(known.heartbeat, rules.heartbeat_timeout, _heartbeat(record)),
+    )
+
+
+def _heartbeat(record: AgentRecord) -> float:
+    """Return the ``heartbeat_timeout`` of an agent, which is one of its facts; 0 without it."""
+    try:
+        seconds = float(record.facts.get("heartbeat_timeout", ""))
+    except ValueError:
+        return 0.0
+    return seconds if 0.0 < seconds <= MOST_HEARTBEAT else 0.0
+
+
+def _candidates(
+    view: View, now: float, rules: Rules
+) -> tuple[dict[str, Present], dict[str, Present]]:
+    members = {node.name for node in view.plan.nodes}
+    there: dict[str, Present] = {}
+    late: dict[str, Present] = {}
+    for name, one in view.present.items():
+        record = one.record
+        if record.state == "leaving":
+            continue
+        if name in members or rested(record):
+            there[name] = one
+        elif record.state == "joining" and goes_on(record, rules) is None:
+            begun = view.plan.round >= 0 and now - one.since > READY_PATIENCE
+            (late if begun else there)[name] = one
+    return there, late
+
+
+def _settled(view: View, now: float, rules: Rules, number: int) -> float:
+    """Return when the nodes that are there may begin without waiting for others."""
+    if view.plan.round >= 0 and (view.known is None or view.known.round < view.plan.round):
+        return now
+    settled = max(now, view.opened + _fences(view, rules, number))
+    if number < rules.max_nodes:
+        settled = max(settled, max(view.began, view.stirred) + rules.settle)
+    for one in view.present.values():
+        if goes_on(one.record, rules) is not None and not rested(one.record):
+            settled = max(settled, view.began + rules.join_timeout)
+    return settled
+
+
+def _fences(view: View, rules: Rules, number: int) -> float:
+    """Return how long after the store was opened an agent that does not know it may have workers.
+
+    No renewal was answered since by the host of before, so every fence of its agents has passed
+    after FENCE of their ``heartbeat_timeout``. An agent that reaches this host ends its workers at
+    once.
+    """
+    if view.known is not None:
+        return view.known.heartbeat
+    if rules.hosted_by_me and rules.killed_in is not None:
+        return rules.heartbeat_timeout
+    if rules.hosted_by_me and number < rules.max_nodes:
+        return rules.heartbeat_timeout * FENCE
+    return rules.heartbeat_timeout / HOSTED
+
+
+def _few(view: View, rules: Rules, there: Iterable[Present], missing: Iterable[int] = ()) -> Few:
+    gone = []
+    for node in view.plan.nodes:
+        absent = view.absent.get(node.name)
+        if absent is not None:
+            gone.append((words.gone(node, absent, rules.heartbeat_timeout), absent.at))
+    return Few(tuple(one.record for one in there), rules, tuple(gone), tuple(missing))
+
+
+def _static(
+    view: View, now: float, rules: Rules, claims: Mapping[int, Sequence[str]]
+) -> Enough | Few | Refused:
+    """The given node rank is the node rank; each from 0 to N - 1 must be there once."""
+    number = rules.max_nodes
+    records = {name: one.record for name, one in view.present.items()}
+    for rank, names in claims.items():
+        if rank >= number:
+            who = words.node(records[names[0]])
+            problem = f"--node-rank {rank} of {who} is too high for --nnodes {number}"
+            return Refused(UsageError.exit_code, problem)
+        if len(names) > 1 and view.plan.round < 0:
+            them = [view.present[name] for name in names[:2]]
+            until = max(one.since for one in them) + rules.heartbeat_timeout
+            if _one_place(them) and now < until:  # an agent that was started again, perhaps
+                few = _few(view, rules, [view.present[n[0]] for n in claims.values()])
+                return replace(few, again=until)
+            first, second = (words.node(one.record) for one in them)
+            problem = f"--node-rank {rank} is given twice: to {first} and to {second}"
+            return Refused(UsageError.exit_code, problem)
+    missing = [rank for rank in range(number) if rank not in claims]
+    if missing:
+        return _few(view, rules, [view.present[n[0]] for n in claims.values()], missing)
+    chosen = tuple(claims[rank][0] for rank in range(number))
+    rest = tuple(name for names in claims.values() for name in names[1:])
+    return Enough(chosen, rest, _settled(view, now, rules, number))
+
+
+def _one_place(them: Sequence[Present]) -> bool:
+    return len({(one.record.host, one.record.addr) for one in them}) == 1

@@ -1,0 +1,191 @@
+"""What a decision depends on, and what it can be.
+
+A View is one reading of the job by its coordinator: the plan and the roster, with the moments at
+which the coordinator heard of things by its own monotonic clock. No other clock plays a part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from elaunch.rendezvous.plan import AgentRecord, Plan
+
+OnJoin = Literal["graceful", "now", "never"]
+
+FENCE = 5 / 6
+"""Part of ``heartbeat_timeout`` after which an agent's workers are stopped, if not renewed."""
+HOSTED = 3
+"""The fence moves by ``heartbeat_timeout`` / HOSTED where nothing listens at a TCPStore's port."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What the user asked for, as far as agents must agree on it; times in seconds.
+
+    ``settle`` is waited for more nodes at the first formation, after the last that arrived;
+    ``debounce`` for more newcomers while a round runs. ``heartbeat_timeout`` is how long an agent
+    is not heard before it counts as lost, ``store_timeout`` how long it goes on without a store,
+    ``preempt_grace`` how long workers may take to save that were asked to for a newcomer,
+    ``end_timeout`` what a node may need to end its workers, all graces included, ``remind`` how
+    often the coordinator says what it waits for.
+    ``hosted_by_me``: the store is a part of this agent's process and ends with it. ``killed_in`` is
+    the round in which the agent was killed that hosted it before, on this machine, -1 if that was
+    in none; None: no such agent is known.
+    """
+
+    min_nodes: int
+    max_nodes: int
+    settle: float = 2.0
+    debounce: float = 0.5
+    join_timeout: float = 600.0
+    heartbeat_timeout: float = 3.0
+    store_timeout: float = 30.0
+    preempt_grace: float = 30.0
+    end_timeout: float = 0.0
+    remind: float = 30.0
+    max_restarts: int = 0
+    lifetime_budget: bool = False
+    on_join: OnJoin = "graceful"
+    static: bool = False
+    strict_symmetry: bool = False
+    has_checkpoint_dir: bool = False
+    checkpoint_local: bool = False
+    hosted_by_me: bool = False
+    killed_in: int | None = None
+
+
+@dataclass(frozen=True)
+class Present:
+    """One agent on the roster.
+
+    ``since`` is when it arrived, ``number`` counts arrivals, ``changed`` is when its state or round
+    last changed, ``failed_at`` when its failure happened (the moment it was heard, less its age).
+    """
+
+    record: AgentRecord
+    since: float
+    number: int
+    changed: float
+    failed_at: float | None = None
+
+
+@dataclass(frozen=True)
+class Absent:
+    """A node of the plan's round that is on the roster no more; ``last`` is what it last said.
+
+    The cause is unknown to a coordinator that has taken over since.
+    """
+
+    cause: Literal["left", "expired", "unknown"]
+    at: float
+    last: AgentRecord | None = None
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the search for a checkpoint brought: a checkpoint, none, or a problem.
+
+    ``asked`` are the probes that were looked for (elaunch.rendezvous.decide.sharing), ``unseen``
+    those of them that are not there. ``ready`` are the nodes on which the checkpoint is, where each
+    has a directory of its own; None: on all. ``again``: a node was not reached, so nothing is
+    known.
+    """
+
+    checkpoint: Mapping[str, Any] | None = None
+    problem: str = ""
+    asked: frozenset[str] = frozenset()
+    unseen: frozenset[str] = frozenset()
+    ready: frozenset[str] | None = None
+    again: bool = False
+
+
+@dataclass(frozen=True)
+class Known:
+    """How far the job was, by what agents saw of it in a store that is no more.
+
+    ``heartbeat`` is the longest ``heartbeat_timeout`` of those who say so.
+    """
+
+    round: int = -1
+    restarts: int = 0
+    without_progress: int = 0
+    step: int | None = None
+    heartbeat: float = 0.0
+
+
+@dataclass(frozen=True)
+class View:
+    """All that a decision depends on.
+
+    Attributes:
+        me: the coordinator's own name.
+        plan: the newest on the board, or the empty one with which a job begins.
+        present: who is on the roster, but for those that belong to a job that is over.
+        absent: nodes of the plan's round that are not.
+        began: when this coordinator took the lead.
+        since: when it first saw the plan's phase.
+        opened: when this agent began to open the store; agents of an earlier host of it may still
+            have workers for as long as a fence takes from then on.
+        known: how far the job was, if an agent has known that a store that is no more had begun it.
+        posted: when it last posted, or took the lead.
+        stirred: when an agent that is no node of the plan's round last came or went.
+        found: the last search, if nothing has run since.
+        searching: whether a search goes on.
+        ran: when the plan's round began, as far as this coordinator knows.
+        jitter: which part of a backoff to wait, 0.5 to 1.
+        unannounced: the plan is not on the board, and must be: the job that was there is over.
+    """
+
+    me: str
+    plan: Plan
+    present: Mapping[str, Present]
+    absent: Mapping[str, Absent]
+    began: float = 0.0
+    since: float = 0.0
+    opened: float = 0.0
+    known: Known | None = None
+    posted: float = 0.0
+    stirred: float = 0.0
+    found: Found | None = None
+    searching: bool = False
+    ran: float = 0.0
+    jitter: float = 1.0
+    unannounced: bool = False
+
+
+# ── what a decision can be ───────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Publish:
+    """Post this plan."""
+
+    plan: Plan
+
+
+@dataclass(frozen=True)
+class Search:
+    """Look for the newest complete checkpoint, and for the probes of newcomers.
+
+    ``present`` is what every agent on the roster says of itself, by name; ``nodes`` are the names
+    of those that the round will have, as far as that is known. ``jobs`` are the words
+    of this job's plans: a store that is lost and made anew has another.
+    """
+
+    present: Mapping[str, AgentRecord] = field(default_factory=dict)
+    probes: frozenset[str] = frozenset()
+    nodes: tuple[str, ...] = ()
+    jobs: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Do nothing before the roster changes, or before ``until`` on the coordinator's clock."""
+
+    until: float | None = None
+
+
+Step = Publish | Search | Wait
+Decision = tuple[Step, str]

@@ -1,0 +1,126 @@
+"""For whom an agent without workers waits, and until when it believes that somebody decides. Pure.
+
+The coordinator publishes at least every ``remind`` seconds what it waits for
+(elaunch.rendezvous.decide.decide). An agent that waits and has received no plan for that long reads
+the store itself: the newest plan, and the roster.
+
+==============================================  ==================================================
+what it finds                                   what follows
+==============================================  ==================================================
+a newer plan                                    the agent follows it; only its watch was broken
+a node of the running round that may have       the wait may last; a line names that node now and
+workers                                         then
+no such node, and ``store_timeout`` + 2         the agent ends with 69: the coordinator does not
+``remind`` later still none, and no plan        receive the records, or cannot publish
+==============================================  ==================================================
+
+This deadline depends on nothing but this agent's own clock: neither a coordinator that receives
+nothing, nor a lost record, nor a store that takes no writes makes an agent wait for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from elaunch.rendezvous import text as words
+from elaunch.rendezvous.decide.view import Rules
+from elaunch.rendezvous.plan import AgentRecord, Node, Plan
+
+RESTING = ("ready", "ended", "finished")
+"""States of an agent without workers that waits for others."""
+LONGEST = 20
+"""The longest time between two looks, in ``remind``, while others work."""
+NODES = 64
+"""Nodes of a job above which an agent looks the less often the more there are."""
+
+
+@dataclass(frozen=True)
+class Still:
+    """The wait goes on; ``text`` names what the agent waits for."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Hopeless:
+    """Nobody decides; ``problem`` is why this agent ends."""
+
+    problem: str
+
+
+class Waiting:
+    """One agent's wait: when it began, when to look next, and what was seen."""
+
+    def __init__(self, rules: Rules, now: float) -> None:
+        self._remind = rules.remind
+        self._limit = rules.store_timeout + 2 * rules.remind
+        self.since = now
+        """When a plan was last received, or the agent's own record changed."""
+        self._look_at = now
+        self._pause = rules.remind
+        self._nobody_since: float | None = None
+        self.restart(now)
+
+    def restart(self, now: float) -> None:
+        """Take that a plan was received, or that the agent's own record changed."""
+        self.since, self._nobody_since = now, None
+        self._pause = self._remind
+        self._look_at = now + self._pause
+
+    def due(self, now: float) -> bool:
+        """Return whether to look now."""
+        return now >= self._look_at
+
+    def looked(
+        self, plan: Plan | None, name: str, roster: Mapping[str, AgentRecord], now: float
+    ) -> Still | Hopeless:
+        """Take what a look at the roster has shown; ``name`` is our own there."""
+        busy = working(plan, name, roster)
+        waited = f"for {now - self.since:.0f} s"
+        crowd = max(1.0, len(roster) / NODES)
+        if busy and plan is not None:
+            self._nobody_since = None
+            self._pause = min(2 * self._pause, LONGEST * self._remind)
+            self._look_at = now + self._pause * crowd
+            return Still(f"waiting {waited} for {words.named(busy)} in round {plan.round}")
+        self._look_at = now + self._remind * crowd
+        if self._nobody_since is None:
+            self._nobody_since = now
+        what = _unsaid(plan)
+        if now - self._nobody_since < self._limit:
+            return Still(f"waiting {waited}: {what}")
+        return Hopeless(f"{what}, {waited}; giving up")
+
+
+def working(plan: Plan | None, name: str, roster: Mapping[str, AgentRecord]) -> list[Node]:
+    """Return the other nodes of the running round that are there and have not ended their part."""
+    if plan is None or plan.phase != "running":
+        return []
+    busy = []
+    for node in plan.nodes:
+        record = roster.get(node.name)
+        if record is None or node.name == name:
+            continue
+        if record.round < plan.round or record.state not in RESTING:
+            busy.append(node)
+    return busy
+
+
+def is_last(plan: Plan | None, name: str, roster: Mapping[str, AgentRecord]) -> bool:
+    """Return whether an agent that leaves has to wait until it leads, and ends the job.
+
+    So it is while no other agent stays. Each publishes that it leaves before it looks: of agents
+    that leave together, the one that published last finds nobody who stays.
+    """
+    if plan is not None and plan.phase == "over":
+        return False
+    return all(key == name or record.state == "leaving" for key, record in roster.items())
+
+
+def _unsaid(plan: Plan | None) -> str:
+    if plan is None:
+        return "no coordinator has published a plan"
+    if plan.phase == "running":
+        return f"no node works on round {plan.round}, and no coordinator has ended it"
+    return f"no coordinator has published what follows ({plan.waits or plan.reason})"

@@ -1,0 +1,327 @@
+"""Run directories: where a run keeps its record, its socket, its logs and its failure reports.
+
+``$XDG_STATE_HOME/elaunch/runs/<run id>/`` (by default ``~/.local/state``), closed to other users:
+
+======================  ==========================================================================
+.reserve                room on the disk for the last record, should the disk be full by then
+state.json              the record (``elaunch.run.record``), replaced atomically at each change
+agent.sock              the agent's Unix socket while it lives (``elaunch.wire.control``)
+logs/                   default place of the workers' logs
+console.log             what the agent shows, with ``--detach``
+failure-<round>.json    the failure report of a round for programs
+failure-<round>.txt     the same for people
+metrics.*               what the script has reported (``elaunch.training.metrics``)
+======================  ==========================================================================
+
+The directory's name is the run id with odd characters as ``%XX``; where it is taken, ``<run id>.2``
+and so on. Whoever makes a directory owns it: ``mkdir`` decides between agents that start together.
+Where no state directory can be made (no HOME, read-only, full), another place is taken
+(``elaunch.run.statedir``); readers look in both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import stat
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from elaunch.errors import RunDirError, UsageError
+from elaunch.run.record import FINAL_STATES, LIVE_STATES, Record, condition, parse
+from elaunch.run.statedir import (
+    claim,
+    delete,
+    disk_bytes,
+    empty_trash,
+    fallback_root,
+    file_name,
+    make_private,
+    replace_file,
+    require_own,
+    roots,
+    state_root,
+    subdirectories,
+)
+
+KEEP_RUNS: Final = 20
+KEEP_BYTES: Final = 1 << 30
+STATE_FILE: Final = "state.json"
+CONSOLE: Final = "console.log"
+RESERVE_BYTES: Final = 1 << 18
+
+# How long a directory is left alone when nothing tells whether its agent lives: without a readable
+# record (it may be starting), and with an agent on a host or in a container that cannot be seen.
+UNREADABLE_KEEP_S: Final = 86_400.0
+ELSEWHERE_KEEP_S: Final = 90 * 86_400.0
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """The directory of one run; ``notice`` says why it is not in its usual place."""
+
+    path: Path
+    notice: str | None = None
+
+    @property
+    def socket(self) -> Path:
+        """Return the path of the agent's socket; it may be longer than an address can be."""
+        return self.path / "agent.sock"
+
+    @property
+    def timers(self) -> Path:
+        """Return the path of the named pipe for the workers' timers, where nobody named another."""
+        return self.path / "timers"
+
+    @property
+    def logs(self) -> Path:
+        """Return the default directory of the workers' logs; it may not exist yet."""
+        return self.path / "logs"
+
+    @property
+    def state_file(self) -> Path:
+        """Return the path of the record."""
+        return self.path / STATE_FILE
+
+    def report(self, round: int, suffix: str) -> Path:
+        """Return the path of the failure report of ``round``; ``suffix`` is ``json`` or ``txt``."""
+        return self.path / f"failure-{round}.{suffix.removeprefix('.')}"
+
+    def write_state(self, record: Mapping[str, object] | Record) -> None:
+        """Replace the record; raise RunDirError when it cannot be written, the old one stays.
+
+        Only one thread may write.
+        """
+        text = json.dumps(record, separators=(",", ":"))
+        self.write_state_text(text, is_last=record["state"] in FINAL_STATES)
+
+    def write_state_text(self, text: str, is_last: bool) -> None:
+        """Replace the record by ``text``, as :meth:`write_state` does."""
+        try:
+            self._replace_state(text.encode(), is_last)
+        except OSError as exc:
+            raise RunDirError(f"cannot write {self.state_file}: {exc.strerror}") from exc
+
+    def _replace_state(self, content: bytes, is_last: bool) -> None:
+        try:
+            replace_file(self.state_file, content)
+        except OSError as error:
+            if not is_last or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            # How a run has ended is worth more than the rest: without it, it would count as lost.
+            self._reserve.unlink(missing_ok=True)
+            replace_file(self.state_file, content)
+        if is_last:
+            self._reserve.unlink(missing_ok=True)
+
+    @property
+    def _reserve(self) -> Path:
+        return self.path / ".reserve"
+
+    def reserve(self) -> None:
+        """Take room on the disk for the last record, where the file system can do that."""
+        with contextlib.suppress(OSError):
+            fd = os.open(self._reserve, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            try:
+                os.posix_fallocate(fd, 0, RESERVE_BYTES)
+            finally:
+                os.close(fd)
+
+    def read_state(self) -> Record:
+        """Return the record; raise RunDirError when there is none or it cannot be understood."""
+        try:
+            raw = self.state_file.read_bytes()
+        except FileNotFoundError:
+            raise RunDirError(f"{self.state_file} is not there: nothing was recorded yet") from None
+        except OSError as exc:
+            raise RunDirError(f"cannot read {self.state_file}: {exc.strerror}") from exc
+        return parse(raw, str(self.state_file))
+
+
+def create(run_id: str, environ: Mapping[str, str]) -> RunDir:
+    """Make the directory of a new run and return it; raise RunDirError when no place is left.
+
+    Safe against other agents that start a run of the same id at the same moment.
+    """
+    name = file_name(run_id)
+    root = state_root(environ)
+    if root is None:
+        why = "neither XDG_STATE_HOME nor HOME names a directory"
+    else:
+        try:
+            make_private(root)
+            return _made(claim(root, name))
+        except OSError as exc:
+            why = f"{root} cannot be used ({exc.strerror})"
+    try:
+        fallback = fallback_root()
+        make_private(fallback.parent)
+        require_own(fallback.parent)
+        make_private(fallback)
+        path = claim(fallback, name)
+    except OSError as exc:
+        raise RunDirError(
+            f"no place for the record of the run: {why}, nor the directory for temporary files "
+            f"({exc.strerror}); set XDG_STATE_HOME to a directory that you can write to"
+        ) from exc
+    return _made(path, f"{why}: the record of this run is in {path}")
+
+
+def _made(path: Path, notice: str | None = None) -> RunDir:
+    run = RunDir(path, notice)
+    run.reserve()
+    return run
+
+
+def list_runs(environ: Mapping[str, str]) -> list[RunDir]:
+    """Return every kept run of this user, the newest first; those without a record by file time."""
+    return _newest_first(_kept(environ))
+
+
+def find(run: str, environ: Mapping[str, str]) -> RunDir:
+    """Return the run that ``run`` names: a run id, a directory, or a prefix that fits one run id.
+
+    Where several runs have the id: the newest that is live, else the newest. Raises UsageError with
+    the nearest names.
+    """
+    if os.sep in run and _is_file(run, STATE_FILE):
+        return RunDir(Path(run).absolute())
+    runs = [(candidate, run_id_of(candidate)) for candidate in list_runs(environ)]
+    for same in (
+        [candidate for candidate, run_id in runs if run_id == run],
+        [candidate for candidate, _ in runs if run in (candidate.path.name, handle(candidate))],
+    ):
+        if same:
+            return next((candidate for candidate in same if is_live(candidate)), same[0])
+    ids = list(dict.fromkeys(run_id for _, run_id in runs))
+    fitting = [run_id for run_id in ids if run and run_id.startswith(run)]
+    if len(fitting) == 1:
+        return find(fitting[0], environ)
+    raise UsageError(_no_such_run(run, ids, fitting, environ))
+
+
+def killed_in(run_id: str, environ: Mapping[str, str]) -> int | None:
+    """Return the round in which the newest earlier run of that id was killed on this machine.
+
+    None if there is no such run, or if its agent has ended it; -1 if no round had begun.
+    """
+    same_id = re.compile(re.escape(file_name(run_id)) + r"(\.\d+)?")
+    for run in _newest_first(run for run in _kept(environ) if same_id.fullmatch(run.path.name)):
+        try:
+            record = run.read_state()
+        except RunDirError:
+            continue
+        state = condition(record["agent"])
+        if record["run_id"] != run_id or state in ("alive", "stopped", "elsewhere"):
+            continue
+        killed = record["state"] in LIVE_STATES
+        return (record["round"] if record["world_size"] is not None else -1) if killed else None
+    return None
+
+
+def _is_file(directory: str, name: str) -> bool:
+    try:
+        return stat.S_ISREG(os.stat(os.path.join(directory, name)).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise UsageError(f"RUN {directory!r} cannot be looked at: {error.strerror}") from None
+
+
+def handle(run: RunDir) -> str:
+    """Return the name that tells the run from others of the same id: ``<run id>.<number>``."""
+    number = re.search(r"\.\d+$", run.path.name)
+    return run.path.name if number else f"{run.path.name}.1"
+
+
+def run_id_of(run: RunDir) -> str:
+    """Return the id in the run's record; the directory's name where there is none."""
+    try:
+        return run.read_state()["run_id"]
+    except RunDirError:
+        return run.path.name
+
+
+def is_live(run: RunDir) -> bool:
+    """Tell whether the run's agent lives, or may live where that cannot be seen."""
+    try:
+        record = run.read_state()
+    except RunDirError:
+        return _idle_s(run) < UNREADABLE_KEEP_S
+    match condition(record["agent"]):
+        case "alive" | "stopped":
+            return True
+        case "elsewhere":
+            return record["state"] in LIVE_STATES and _idle_s(run) < ELSEWHERE_KEEP_S
+        case _:
+            return False
+
+
+def prune(
+    environ: Mapping[str, str], keep: int = KEEP_RUNS, max_bytes: int = KEEP_BYTES
+) -> list[Path]:
+    """Delete the oldest ended runs and return their paths; the newest ended one always stays.
+
+    ``keep`` bounds the number of ended runs, ``max_bytes`` the disk space of all runs. A live run
+    is never deleted. Safe against agents that start, end or prune at the same moment.
+    """
+    deleted: list[Path] = []
+    for root in roots(environ):
+        empty_trash(root)
+    runs = list_runs(environ)
+    sizes = {run: disk_bytes(run.path) for run in runs}
+    ended = [run for run in runs if not is_live(run)]
+    total = sum(sizes.values())
+    while len(ended) > 1 and (len(ended) > keep or total > max_bytes):
+        oldest = ended.pop()
+        total -= sizes[oldest]
+        if delete(oldest.path):
+            deleted.append(oldest.path)
+    return deleted
+
+
+def _kept(environ: Mapping[str, str]) -> Iterator[RunDir]:
+    for root in roots(environ):
+        for path in subdirectories(root):
+            if not path.name.startswith("."):
+                yield RunDir(path)
+
+
+def _newest_first(runs: Iterable[RunDir]) -> list[RunDir]:
+    return sorted(runs, key=_started_at, reverse=True)
+
+
+def _started_at(run: RunDir) -> float:
+    try:
+        return run.read_state()["started_at"]
+    except RunDirError:
+        return time.time() - _idle_s(run)
+
+
+def _idle_s(run: RunDir) -> float:
+    """Return the seconds since the directory or the record in it last changed."""
+    changed = 0.0
+    for path in (run.path, run.state_file):
+        with contextlib.suppress(OSError):
+            changed = max(changed, path.stat().st_mtime)
+    return time.time() - changed
+
+
+def _no_such_run(run: str, ids: list[str], fitting: list[str], environ: Mapping[str, str]) -> str:
+    if fitting:
+        return f"RUN {run!r} fits {len(fitting)} runs: {', '.join(fitting[:5])}; give more of it"
+    if not ids:
+        places = " or ".join(str(root) for root in roots(environ))
+        return f"there is no run {run!r}: no run is recorded in {places}"
+    import difflib
+
+    nearest = difflib.get_close_matches(run, ids, n=3, cutoff=0.4)
+    if nearest:
+        return f"there is no run {run!r}; the nearest: {', '.join(nearest)}"
+    return f"there is no run {run!r}; the newest: {', '.join(ids[:3])}"

@@ -1,0 +1,358 @@
+"""The record of a run: what ``state.json`` holds and what the agent's socket answers.
+
+Both are the same JSON object, :class:`Record`. It is written whole at each change, so a reader sees
+one moment of the run or another, never a mixture. States:
+
+===========  =============================================================================
+STARTING     the agent exists, no worker of the first round is running yet
+RUNNING      every worker of the round was started
+STOPPING     the workers are being ended, no round follows
+RESTARTING   the workers of a round ended, the next round is being prepared
+COMPLETED    every worker ended with exit code 0
+FAILED       a worker failed and no restart was left, or the agent itself failed
+STOPPED      a signal ended the run
+PREEMPTED    the workers were asked to end, have saved and ended with 0: to be continued
+KILLED       they were asked to and did not in time: to be continued from the last checkpoint
+===========  =============================================================================
+
+The first four are live, the others final. A record with a live state whose agent is gone is what an
+agent leaves that was killed: ``elaunch status`` shows it as LOST.
+
+An agent is known by more than its pid, which the system may give to another process: by host, boot,
+pid namespace and the tick at which it started.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pwd
+from dataclasses import dataclass
+from types import NoneType, UnionType
+from typing import (
+    Any,
+    Final,
+    Literal,
+    TypedDict,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+    is_typeddict,
+)
+
+from elaunch.errors import RunDirError
+from elaunch.run.saves import SavesRecord
+
+SCHEMA: Final = 1
+LIVE_STATES: Final = frozenset({"STARTING", "RUNNING", "STOPPING", "RESTARTING"})
+FINAL_STATES: Final = frozenset({"COMPLETED", "FAILED", "STOPPED", "PREEMPTED", "KILLED"})
+
+# Without a recorded tick an agent is recognised by its time of creation, and that moves with every
+# correction of the wall clock.
+CREATE_TIME_TOLERANCE_S: Final = 5.0
+
+Condition = Literal["alive", "stopped", "gone", "rebooted", "elsewhere"]
+
+
+class _AgentRequired(TypedDict):
+    pid: int
+    create_time: float
+    host: str
+    user: str
+
+
+class AgentRecord(_AgentRequired, total=False):
+    """Who supervises the run; the optional fields make the identity exact (:func:`this_agent`)."""
+
+    start_ticks: int
+    boot_id: str
+    pid_ns: str
+
+
+class RestartsRecord(TypedDict):
+    """Restarts so far and what is left of them."""
+
+    used: int
+    without_progress: int
+    max: int
+    budget: str
+
+
+class WorkerRecord(TypedDict):
+    """One worker of the current round; times in seconds since the epoch.
+
+    Its state is STARTING, RUNNING, SUCCEEDED, FAILED, or STOPPED (by elaunch).
+    """
+
+    rank: int
+    local_rank: int
+    pid: int | None
+    state: str
+    exit: str | None
+    exit_code: int | None
+    started_at: float | None
+    ended_at: float | None
+
+
+class CheckpointRecord(TypedDict):
+    """The checkpoint that this round resumed from."""
+
+    path: str
+    step: int
+    format: str
+
+
+class RoundRecord(TypedDict):
+    """One round of the run; ``recovery_s`` is from the failure before it to its running again."""
+
+    round: int
+    reason: str | None
+    started_at: float
+    ended_at: float | None
+    recovery_s: float | None
+    resumed_step: int | None
+
+
+class NodeRecord(TypedDict):
+    """One node of the round, in the order of the node ranks."""
+
+    name: str
+    host: str
+    addr: str
+    slots: int
+
+
+class WorkerProgressRecord(TypedDict):
+    """How far one worker is, where that is known; ``silent_s`` since it last said anything."""
+
+    rank: int
+    local_rank: int
+    step: int | None
+    progress: float | None
+    status: str
+    section: str
+    doing: str
+    silent_s: float | None
+
+
+class ProgressRecord(TypedDict):
+    """How far the workers of the round are, and where that is known from.
+
+    ``source`` is ``script``, ``log lines``, ``checkpoints`` or ``CPU time``; ``limit_s`` is how
+    long nothing may move at present (None: not watched, or, if ``learning``, not learned yet).
+    """
+
+    source: str
+    limit_s: float | None
+    learning: bool
+    workers: list[WorkerProgressRecord]
+
+
+class _RecordRequired(TypedDict):
+    schema: int
+    run_id: str
+    name: str
+    dir: str
+    state: str
+    reason: str | None
+    agent: AgentRecord
+    started_at: float
+    ended_at: float | None
+    round: int
+    restarts: RestartsRecord
+    world_size: int | None
+    nproc_per_node: int | None
+    entrypoint: str
+    argv: list[str]
+    cwd: str
+    start_method: str
+    interpreter: str
+    workers: list[WorkerRecord]
+    checkpoint_dir: str | None
+    checkpoint_glob: str | None
+    checkpoint: CheckpointRecord | None
+    exit_code: int | None
+    failure: dict[str, Any] | None
+    log_dir: str | None
+    history: list[RoundRecord]
+
+
+class Record(_RecordRequired, total=False):
+    """One moment of a run; times in seconds since the epoch, ``argv`` the whole command line.
+
+    The optional fields are there in a job of several nodes: this node's rank (None: not in the
+    round), all nodes, whether this one stands by as a spare, how many nodes wait to join, and the
+    first failure of the job where it was on another node. Where the script itself keeps it
+    (elaunch.training.tracking): what started it; ``agent`` is then one of the workers.
+    ``progress`` and ``saves`` are there where something is known of them. ``rounds_left_out`` are
+    the rounds before those of ``history``.
+    """
+
+    node_rank: int | None
+    nodes: list[NodeRecord]
+    standby: bool
+    joining: int
+    job_failure: dict[str, Any] | None
+    launcher: str
+    started_by: AgentRecord | None
+    progress: ProgressRecord
+    saves: SavesRecord
+    rounds_left_out: int
+
+
+def parse(raw: bytes, source: str) -> Record:
+    """Return the record in ``raw``; raise RunDirError, naming ``source``, when it holds none."""
+    try:
+        data = json.loads(raw)
+    except (ValueError, RecursionError) as exc:
+        what = "is empty" if not raw.strip() else f"is not JSON ({exc})"
+        raise RunDirError(
+            f"{source} {what}: it was cut off or written by something else than elaunch"
+        ) from None
+    return check(data, source)
+
+
+def check(data: object, source: str) -> Record:
+    """Return ``data`` as a record; raise RunDirError, naming ``source``, where it differs."""
+    if not isinstance(data, dict) or "schema" not in data:
+        raise RunDirError(f"{source} is not the record of a run: it has no field 'schema'")
+    if data["schema"] != SCHEMA:
+        raise RunDirError(
+            f"{source} was written by another version of elaunch: its schema is "
+            f"{data['schema']!r}, this version reads {SCHEMA}"
+        )
+    _check_fields(data, Record, source, "")
+    if data["state"] not in LIVE_STATES | FINAL_STATES:
+        raise RunDirError(f"{source} has the unknown state {data['state']!r}")
+    return cast("Record", data)
+
+
+def _check_fields(data: object, schema: Any, source: str, prefix: str) -> None:
+    """Check ``data`` against the TypedDict ``schema``; unknown fields are a newer writer's."""
+    if not isinstance(data, dict):
+        raise RunDirError(f"{source}: the field {prefix[:-1]!r} is not an object")
+    for name, hint in get_type_hints(schema).items():
+        if name in data:
+            _check_value(data[name], hint, source, prefix + name)
+        elif name in schema.__required_keys__:
+            raise RunDirError(f"{source} has no field {prefix + name!r}")
+
+
+def _check_value(value: object, hint: Any, source: str, name: str) -> None:
+    if get_origin(hint) is UnionType:
+        if value is None:
+            return
+        hint = next(arm for arm in get_args(hint) if arm is not NoneType)
+    if is_typeddict(hint):
+        _check_fields(value, hint, source, name + ".")
+        return
+    plain = get_origin(hint) or hint
+    if not isinstance(value, (int, float) if plain is float else plain):
+        raise RunDirError(f"{source}: the field {name!r} cannot be {type(value).__name__}")
+    if isinstance(value, list):
+        (item,) = get_args(hint)
+        for index, element in enumerate(value):
+            _check_value(element, item, source, f"{name}[{index}]")
+
+
+@dataclass(frozen=True)
+class ProcessStat:
+    """What the system says of a process: its state letter and the tick since boot it began at."""
+
+    state: str
+    start_ticks: int
+
+    @property
+    def ended(self) -> bool:
+        """Tell whether it has ended and only waits to be reaped."""
+        return self.state in "ZX"
+
+
+def process_stat(pid: int) -> ProcessStat | None:
+    """Return what the system says of the process ``pid``; None when this user sees none."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            raw = file.read()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return None
+    # The name, in parentheses, may itself hold spaces and parentheses.
+    fields = raw[raw.rindex(b")") + 2 :].split()
+    return ProcessStat(state=fields[0].decode(), start_ticks=int(fields[19]))
+
+
+def process_name(pid: int) -> str:
+    """Return what tells a process from all others of this machine; empty where it is not seen."""
+    stat = process_stat(pid)
+    return "" if stat is None else f"{pid}.{stat.start_ticks}"
+
+
+def create_time(stat: ProcessStat) -> float:
+    """Return when a process was created, in seconds since the epoch (psutil's create_time)."""
+    with open("/proc/stat", "rb") as file:
+        boot_time = next(int(line.split()[1]) for line in file if line.startswith(b"btime"))
+    return boot_time + stat.start_ticks / os.sysconf("SC_CLK_TCK")
+
+
+def this_agent() -> AgentRecord:
+    """Return the record's ``agent`` for the calling process."""
+    pid = os.getpid()
+    stat = process_stat(pid)
+    if stat is None:
+        raise RunDirError(f"/proc does not show this process (pid {pid}): is /proc mounted?")
+    try:
+        user = pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        user = str(os.getuid())
+    return {
+        "pid": pid,
+        "create_time": create_time(stat),
+        "host": os.uname().nodename,
+        "user": user,
+        "start_ticks": stat.start_ticks,
+        "boot_id": _boot_id(),
+        "pid_ns": _pid_namespace(),
+    }
+
+
+def condition(agent: AgentRecord) -> Condition:
+    """Tell what became of the process that ``agent`` describes.
+
+    ``stopped`` is alive but suspended by a signal; ``rebooted`` is gone with the machine;
+    ``elsewhere`` cannot be seen from here (another host, another container).
+    """
+    if agent["host"] != os.uname().nodename:
+        return "elsewhere"
+    if agent.get("boot_id", _boot_id()) != _boot_id():
+        return "rebooted"
+    if agent.get("pid_ns", _pid_namespace()) != _pid_namespace():
+        return "elsewhere"
+    stat = process_stat(agent["pid"])
+    if stat is None or stat.ended or not _same_start(agent, stat):
+        return "gone"
+    return "stopped" if stat.state in "Tt" else "alive"
+
+
+def _same_start(agent: AgentRecord, stat: ProcessStat) -> bool:
+    if "start_ticks" in agent:
+        return agent["start_ticks"] == stat.start_ticks
+    return abs(create_time(stat) - agent["create_time"]) <= CREATE_TIME_TOLERANCE_S
+
+
+def worker_is_alive(worker: WorkerRecord) -> bool:
+    """Tell whether the recorded worker's process still runs on this machine."""
+    stat = process_stat(worker["pid"]) if worker["pid"] else None
+    if stat is None or stat.ended:
+        return False
+    # A stranger that was given the pid later began later.
+    started_at = worker["started_at"]
+    return started_at is None or create_time(stat) <= started_at + CREATE_TIME_TOLERANCE_S
+
+
+def _boot_id() -> str:
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        return file.read().strip()
+
+
+def _pid_namespace() -> str:
+    return os.readlink("/proc/self/ns/pid")

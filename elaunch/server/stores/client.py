@@ -1,0 +1,169 @@
+"""The server's end of the store host: starts it, hands it each round's socket, has stores dropped.
+
+Where the server has imported torch, the host is forked at once and takes a round's store in a
+millisecond. Where it has not, the host must import torch itself, so it is started when the first
+worker connects, or a moment into the round: in parallel with the workers' own imports, and never
+for a script that ends at once.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import select
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from elaunch.server import protocol
+from elaunch.server.stores import host as storehost
+from elaunch.server.worker.title import set_title
+
+START_DELAY = 0.25
+"""Seconds into a round after which a store host that must import torch itself is started."""
+DROP_DEADLINE = 2.0
+"""Seconds for the host to drop a store; a new host is there sooner than one that hangs."""
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """A round's store that no host has yet."""
+
+    message: protocol.Message
+    listening: int
+    start_at: float
+
+
+class Stores:
+    """Owns the store host, the socket to it, and a listening socket that waits for it.
+
+    Args:
+        send: sends a message to the agent.
+        forget: closes, in a fork, what belongs to the server alone.
+    """
+
+    def __init__(
+        self, send: Callable[[protocol.Message], None], forget: Callable[[], None]
+    ) -> None:
+        self._send = send
+        self._forget = forget
+        self._host: socket.socket | None = None
+        self._dropping = False
+        self._waiting: _Waiting | None = None
+        self.pid = 0
+
+    @property
+    def files(self) -> list[int]:
+        """What to wait for: the host's messages, a worker that connects before there is a host."""
+        host = [] if self._host is None else [self._host.fileno()]
+        return host if self._waiting is None else [*host, self._waiting.listening]
+
+    @property
+    def due(self) -> float:
+        """When :meth:`start_waiting` has something to do, on the monotonic clock."""
+        return math.inf if self._waiting is None else self._waiting.start_at
+
+    def start(self) -> None:
+        """Fork the host."""
+        server_pid = os.getpid()
+        ours, theirs = socket.socketpair()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            ours.close()
+            theirs.close()
+            problem = f"its host cannot be started: {error.strerror}"
+            self._send({"op": "store_failed", "round": -1, "problem": problem})
+            return
+        if pid == 0:
+            ours.close()
+            self._forget()
+            set_title("elaunch: store host")
+            storehost.run_forked(theirs, server_pid)
+        theirs.close()
+        self._host, self.pid, self._dropping = ours, pid, False
+
+    def open(self, message: protocol.Message, listening: int) -> None:
+        """Have a round's store opened on ``listening``, which this object owns from now on."""
+        os.set_inheritable(listening, False)
+        if message["fixed"]:
+            self._await_drop()
+        if self._tell(message, [listening]):
+            os.close(listening)
+        else:
+            self._waiting = _Waiting(message, listening, time.monotonic() + START_DELAY)
+
+    def start_waiting(self) -> None:
+        """Start a host for a store that waits, if somebody has connected or the time has come."""
+        waiting = self._waiting
+        if waiting is None:
+            return
+        connected = bool(select.select([waiting.listening], [], [], 0)[0])
+        if connected or time.monotonic() >= waiting.start_at:
+            self._waiting = None
+            self.start()
+            if self._host is None:
+                os.close(waiting.listening)
+            else:
+                self.open(waiting.message, waiting.listening)
+
+    def drop(self) -> None:
+        """Have the round's store dropped; on a fixed port the next one waits for the answer."""
+        if self._waiting is not None:
+            os.close(self._waiting.listening)
+            self._waiting = None
+        self._dropping = self._tell({"op": "drop"}, [])
+
+    def hear(self, fd: int) -> bool:
+        """Take one message of the host if ``fd`` is its socket; False if it is not."""
+        if self._host is None or fd != self._host.fileno():
+            return False
+        received = protocol.Receiver(self._host).receive()
+        if received is None:
+            self._cut()
+        elif received[0]["op"] == "dropped":
+            self._dropping = False
+        else:
+            self._send(received[0])
+        return True
+
+    def lose(self, exitcode: int) -> None:
+        """Say that the host has ended; the next round's message starts another."""
+        self._cut()
+        self.pid = 0
+        problem = f"the process that hosts the store ended with {exitcode}"
+        self._send({"op": "store_failed", "round": -1, "problem": problem})
+
+    def close_in_fork(self) -> None:
+        """Close the server's files in a process that was forked from it."""
+        self._cut()
+        if self._waiting is not None:
+            os.close(self._waiting.listening)
+
+    def _await_drop(self) -> None:
+        """Wait until nobody can meet the last round's store; a host that hangs is killed."""
+        until = time.monotonic() + DROP_DEADLINE
+        while self._host is not None and self._dropping:
+            left = max(0.0, until - time.monotonic())
+            if not select.select([self._host], [], [], left)[0]:
+                os.kill(self.pid, signal.SIGKILL)
+                self._cut()
+                self.pid = 0
+                return
+            self.hear(self._host.fileno())
+
+    def _tell(self, message: protocol.Message, files: list[int]) -> bool:
+        if self._host is None:
+            return False
+        try:
+            protocol.send(self._host, message, files)
+        except (BrokenPipeError, ConnectionResetError):  # its end is reported when it is reaped
+            self._cut()
+        return self._host is not None
+
+    def _cut(self) -> None:
+        if self._host is not None:
+            self._host.close()
+            self._host = None

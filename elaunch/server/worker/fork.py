@@ -1,0 +1,100 @@
+"""From a fork of the server to a script that cannot tell: signals, files, title, random states.
+
+Both start methods share the first half (:func:`detach`): own session, parent-death signal, own
+stdout and stderr, signal mask. Then either the script is executed in place, or ``python -u script``
+replaces the process. What a script can observe is meant to be the same in both and under torchrun;
+tests/integration/test_parity.py compares them, docs/start-methods.md lists the rest.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterable
+from typing import TextIO
+
+from elaunch import env
+from elaunch.server import processes
+from elaunch.server.worker.job import Job
+from elaunch.server.worker.title import set_title
+from elaunch.server.worker.torchfix import mend_exit, mend_stores
+
+_stacks_files: list[TextIO] = []
+"""The file that the handler of env.STACKS_SIGNAL writes to."""
+
+
+def detach(job: Job, server_pid: int, mask: Iterable[int]) -> None:
+    """Turn this fresh fork into a process of its own, as ``Popen(start_new_session=True)`` does."""
+    processes.die_with_parent(server_pid)
+    os.setsid()
+    os.dup2(job.stdout, 1)
+    os.dup2(job.stderr, 2)
+    os.close(job.stdout)
+    os.close(job.stderr)
+    os.environ.update(job.env)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        # Until the script runs (elaunch.server.worker.script), it ends the process without a
+        # traceback.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def replace(job: Job) -> None:
+    """Execute the worker's command in this process; ends with 127 or 126 where that fails."""
+    command = job.command()
+    # A fork of a Python process ignores these two; Popen(restore_signals=True) hands defaults on.
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    try:
+        os.execvpe(command[0], command, os.environ)
+    except OSError as error:
+        os.write(2, f"elaunch: cannot execute {command[0]}: {error.strerror}\n".encode())
+        os._exit(127 if isinstance(error, FileNotFoundError) else 126)
+
+
+def become(job: Job) -> None:
+    """Give this fork the state of a fresh interpreter.
+
+    The caller then goes to the bottom of the stack and runs the script there (__main__).
+    """
+    set_title(" ".join(job.command()))
+    _renew_random_states()
+    # A fork knows the main thread by the number that it had in the server.
+    threading.main_thread()._set_native_id()  # type: ignore[attr-defined]
+    mend_stores()
+    mend_exit()
+    _write_stacks_when_asked()
+
+
+def _write_stacks_when_asked() -> None:
+    """Have all threads' stacks written to a file at a signal, if the agent looks for hangs.
+
+    The handler needs neither Python's lock nor the main thread's help. The variable goes: who is
+    started from here, and elaunch.init(), must not write to the same file.
+    """
+    path = os.environ.pop(env.STACKS_FILE, None)
+    if path is None:
+        return
+    try:
+        file = open(path, "w")  # noqa: SIM115  it stays open for the life of the process
+    except OSError as error:
+        os.write(2, f"elaunch: no stacks could be shown of a hang: {error}\n".encode())
+        return
+    _stacks_files.append(file)
+    faulthandler.register(env.STACKS_SIGNAL, file=file, all_threads=True, chain=False)
+
+
+def _renew_random_states() -> None:
+    """Seed what a fresh process would have seeded; ``random`` does it itself after a fork."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.default_generator.seed()
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is not None:
+        numpy_random.seed()
+    process = sys.modules.get("multiprocessing.process")
+    if process is not None:
+        process.current_process().authkey = os.urandom(32)

@@ -1,0 +1,300 @@
+"""Calls to an etcd of several members: one connection at a time, failover, tokens, deadlines.
+
+All calls go to one member until it fails one. Then every member is asked how it is, in parallel:
+
+=============================================  ===================================================
+they say                                       what happens
+=============================================  ===================================================
+one or more know a leader                      these are tried, the same member first
+most are down or know no leader                StoreUnreachable, ``nobody_decides``: an election
+nobody answers usefully                        StoreUnreachable
+=============================================  ===================================================
+
+Connections are kept when a call on them times out: one that is slow to come about is there for the
+next call. Calls must be safe to send twice, because an answer may be lost.
+
+An etcd that was wiped, or restored from a snapshot, does not say so: its revision has gone back, or
+its cluster is another one (``History``). Then every call of this connection is a StoreReplaced.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import wait
+from typing import Any, TypeVar
+
+from elaunch.errors import (
+    SeatLost,
+    StoreClosed,
+    StoreDenied,
+    StoreError,
+    StoreFull,
+    StoreReplaced,
+    StoreUnreachable,
+)
+from elaunch.store.etcd import errors
+from elaunch.store.etcd.errors import Outcome, Refusal
+from elaunch.store.etcd.history import History
+from elaunch.store.etcd.keys import EtcdPlace
+from elaunch.store.etcd.member import Member, Metadata
+
+Result = TypeVar("Result")
+
+PROBE_SECONDS = 0.3
+"""How long all members together have to say how they are."""
+PASSES = 3
+"""How often the members that know a leader are tried for one call."""
+
+CLOSE_SECONDS = 1.0
+
+_NEEDS_LEADER: Metadata = (("hasleader", "true"),)
+
+
+class Calls:
+    """The connections to the members of one etcd.
+
+    Args:
+        place: where it is.
+        loaded: what etcdload.load returned.
+        history: of this etcd, if the agent was connected to it before.
+
+    Raises:
+        StoreDenied: a certificate cannot be read.
+    """
+
+    def __init__(self, place: EtcdPlace, loaded: Any, history: History | None = None) -> None:
+        self.place = place
+        self.loaded = loaded
+        self.history = history or History()
+        self.closed = False
+        self._replaced = ""
+        self.untrusted = False  # the last StoreDenied was about certificates, not about a user
+        self.moved: Callable[[], None] = lambda: None
+        credentials = _credentials(place, loaded)
+        self.members = [Member(loaded, address, credentials) for address in place.addresses]
+        self._current = random.randrange(len(self.members))  # agents spread over the members
+        self._let_in = False
+        self._token: str | None = None
+        self._token_lock = threading.Lock()
+
+    @property
+    def lost(self) -> bool:
+        """Whether this etcd has lost its memory."""
+        return bool(self._replaced)
+
+    @property
+    def current(self) -> Member:
+        """The member that calls go to."""
+        return self.members[self._current]
+
+    def ask(self, service: str, method: str, request: Any) -> Any:
+        """Call an RPC of etcd's KV or Lease service at a member that can answer.
+
+        Raises:
+            StoreUnreachable, StoreDenied, StoreClosed: as the Store's methods.
+            StoreError: etcd will not do this, ever.
+        """
+        timeout, known = self.place.call_timeout, self.history.revision
+
+        def one(member: Member, seconds: float, metadata: Metadata) -> Any:
+            return member.call(service, method, request, seconds, metadata)
+
+        answer = self.attempt(one, timeout, 2.5 * timeout)
+        if service == "KV":  # the headers of other services tell how far that member is
+            problem = self.history.continues(answer.header, known)
+            if problem:
+                self._replaced = (
+                    f"{self.place} has lost its memory: {problem}; was it wiped, or restored from "
+                    "a snapshot?"
+                )
+                self.moved()
+                self.check_open()
+        return answer
+
+    def attempt(
+        self, one: Callable[[Member, float, Metadata], Result], seconds: float, budget: float
+    ) -> Result:
+        """Do ``one(member, seconds, metadata)`` at the current member, or at others that can.
+
+        Args:
+            one: raises grpc.RpcError or Refusal; may be called more than once.
+            seconds: what one member has for it.
+            budget: seconds after which nothing more is tried.
+
+        Raises:
+            as ``ask``.
+        """
+        self.check_open()
+        until = time.monotonic() + budget
+        candidates = [self.current]
+        refusals: dict[str, Refusal] = {}
+        for _ in range(PASSES):
+            for member in candidates:
+                try:
+                    result = self._at(member, one, seconds)
+                except Refusal as refusal:
+                    refusals[member.address] = refusal
+                else:
+                    self._use(member)
+                    return result
+            candidates = self._probe(refusals)
+            if not candidates or time.monotonic() > until:
+                break
+        raise self._unreachable(refusals)
+
+    def check_open(self) -> None:
+        """Raise StoreClosed after ``close``, StoreReplaced where etcd is not what it was."""
+        if self.closed:
+            raise StoreClosed(f"the connection to {self.place} was closed")
+        if self._replaced:
+            raise StoreReplaced(self._replaced)
+
+    def here(self) -> tuple[Member, Metadata]:
+        """Return the member that calls go to, and what goes with a call; raises as ``ask``."""
+        timeout = self.place.call_timeout
+        return self.attempt(lambda member, _, metadata: (member, metadata), timeout, timeout)
+
+    def find(self) -> None:
+        """Make a member current that knows a leader; raises as ``ask``."""
+        refusals: dict[str, Refusal] = {}
+        candidates = self._probe(refusals)
+        if not candidates:
+            raise self._unreachable(refusals)
+        self._use(candidates[0])
+
+    def metadata(self, member: Member, seconds: float) -> Metadata:
+        """Return what goes with each call: that a leader is needed, and our token."""
+        if self.place.user is None:
+            return _NEEDS_LEADER
+        with self._token_lock:
+            if self._token is None:
+                self._token = self._authenticate(member, seconds)
+            return (*_NEEDS_LEADER, ("token", self._token)) if self._token else _NEEDS_LEADER
+
+    def forget_token(self, metadata: Metadata) -> None:
+        """Have a new token fetched for the next call, if ``metadata`` has the present one."""
+        with self._token_lock:
+            if ("token", self._token) in metadata:
+                self._token = None
+
+    def refusal(self, error: Any, waited: float) -> Refusal:
+        """Return what a grpc.RpcError means; raises StoreClosed if it is our own doing."""
+        self.check_open()
+        return errors.refusal(error.code().name, error.details() or "", waited)
+
+    def close(self) -> None:
+        """Close all connections; calls end with StoreClosed.
+
+        What is not done after CLOSE_SECONDS is done by the thread that the connections belong to.
+        """
+        self.closed = True
+        wait([member.close() for member in self.members], CLOSE_SECONDS)
+
+    def _use(self, member: Member) -> None:
+        self._let_in = True
+        if member is not self.current:
+            self._current = self.members.index(member)
+            self.moved()
+
+    def _at(
+        self, member: Member, one: Callable[[Member, float, Metadata], Result], seconds: float
+    ) -> Result:
+        """Do it at one member, twice if it did not know our token; raises Refusal."""
+        for may_renew in (True, False):
+            metadata: Metadata = ()
+            try:
+                metadata = self.metadata(member, seconds)
+                return one(member, seconds, metadata)
+            except self.loaded.grpc.RpcError as error:
+                refusal = self.refusal(error, seconds)
+            except Refusal as raised:
+                refusal = raised
+            if refusal.kind == "denied":
+                raise StoreDenied(errors.denied(self.place, refusal.text))
+            if refusal.kind == "gone":
+                raise SeatLost(f"{self.place} has given up our entry: the lease has expired")
+            if refusal.kind == "full":
+                raise StoreFull(errors.full(self.place, refusal.text))
+            if refusal.kind == "wrong":
+                raise StoreError(f"{self.place} cannot do what it was asked: {refusal.text}")
+            if refusal.kind != "token":
+                raise refusal
+            if self.place.user is None:
+                raise StoreDenied(errors.denied(self.place, refusal.text))
+            self.forget_token(metadata)
+            if not may_renew:
+                raise refusal
+        raise AssertionError("both turns of the loop return or raise")
+
+    def _authenticate(self, member: Member, seconds: float) -> str:
+        """Return a token for our user; empty if this etcd has no users."""
+        request = self.loaded.rpc.AuthenticateRequest(
+            name=self.place.user, password=self.place.password or ""
+        )
+        try:
+            return str(member.call("Auth", "Authenticate", request, seconds, _NEEDS_LEADER).token)
+        except self.loaded.grpc.RpcError as error:
+            if "authentication is not enabled" in (error.details() or ""):
+                return ""
+            raise
+
+    def _probe(self, refusals: dict[str, Refusal]) -> list[Member]:
+        """Return the members that know a leader, the current one first; ``refusals`` is updated."""
+        request = self.loaded.rpc.StatusRequest()
+        metadata = (("token", self._token),) if self._token else ()
+        asked = [
+            (member, member.begin("Maintenance", "Status", request, PROBE_SECONDS, metadata))
+            for member in self.members
+        ]
+        can = []
+        for member, future in asked:
+            found = self._said_of_itself(future)
+            if found is None:
+                can.append(member)
+                if member.address in refusals:
+                    text = f"it knows a leader, but: {refusals[member.address].text}"
+                    refusals[member.address] = Refusal("failing", text)
+            else:
+                refusals[member.address] = found
+        return sorted(can, key=lambda member: member is not self.current)
+
+    def _said_of_itself(self, future: Any) -> Refusal | None:
+        """Return why a member cannot be used by its answer to a probe; None: it can."""
+        try:
+            leader = future.result().leader  # ends by its own deadline
+        except self.loaded.grpc.RpcError as error:
+            refusal = self.refusal(error, PROBE_SECONDS)
+            return None if refusal.kind in ("token", "denied") else refusal
+        return None if leader else Refusal("leaderless", "it has no leader")
+
+    def _unreachable(self, refusals: dict[str, Refusal]) -> StoreError:
+        ordered = {a: refusals[a] for a in self.place.addresses if a in refusals}
+        outcome = Outcome(ordered, len(self.members))
+        self.untrusted = not self._let_in and _only_tls(refusals.values())
+        if self.untrusted:
+            return StoreDenied(errors.not_trusted(self.place, outcome.text))
+        text = f"no etcd answers: {outcome.text}"
+        return StoreUnreachable(text, outcome.nobody_decides, outcome.unsettled)
+
+
+def _only_tls(refusals: Iterable[Refusal]) -> bool:
+    kinds = {refusal.kind for refusal in refusals}
+    return "tls" in kinds and kinds <= {"tls", "refused", "silent"}
+
+
+def _credentials(place: EtcdPlace, loaded: Any) -> Any:
+    if place.cacert is None:
+        return None
+    try:
+        cacert, key, cert = (
+            None if path is None else path.read_bytes()
+            for path in (place.cacert, place.key, place.cert)
+        )
+    except OSError as error:
+        raise StoreDenied(
+            f"{place} needs the file {error.filename}, which cannot be read: {error.strerror}"
+        ) from error
+    return loaded.grpc.ssl_channel_credentials(cacert, key, cert)

@@ -1,0 +1,199 @@
+"""The store in etcd: ``connect``, and ``run_ids`` of the jobs that are there.
+
+One store object is one agent: a connection to one member at a time (etcdcalls.py), one stream for
+all that it waits for (etcdwatch.py), one stream that keeps its lease alive (etcdrenewal.py). The
+board is in etcdboard.py, the roster in etcdroster.py, our own entry and the lead in etcdseat.py,
+the keys in etcdplace.py.
+
+==========================  ========================================================================
+of etcd's members           what an agent notices
+==========================  ========================================================================
+a minority is lost          a delay of at most a second or two; the leader's loss included
+a majority is lost, or an   StoreUnreachable with ``nobody_decides``: the ports are closed, or the
+election goes on            members say themselves that they have no leader
+none answers                StoreUnreachable: for all we know the others go on without us
+they were wiped, or         StoreReplaced, once the next answer shows it: our entry is gone, and
+restored from a snapshot    this object is of no more use
+==========================  ========================================================================
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+
+from elaunch.errors import StoreDenied, StoreReplaced, StoreUnreachable
+from elaunch.store.etcd import imports
+from elaunch.store.etcd.board import CLEARED_SECONDS, Board
+from elaunch.store.etcd.calls import Calls
+from elaunch.store.etcd.history import History
+from elaunch.store.etcd.keys import EtcdPlace, every_job, keys_of, run_id_of
+from elaunch.store.etcd.lease import OwnSeat
+from elaunch.store.etcd.roster import Roster
+from elaunch.store.etcd.txn import Transactions
+from elaunch.store.etcd.watch import Watching
+from elaunch.store.protocol import Change, Post, Seat, Store
+
+_PAUSE = 0.5
+_CLOSE_SECONDS = 1.0
+
+
+def connect(
+    place: EtcdPlace, run_id: str, *, deadline: float, history: History | None = None
+) -> Store:
+    """Return the store of the job ``run_id``.
+
+    Args:
+        place: where etcd is.
+        run_id: the job's.
+        deadline: seconds within which it must answer.
+        history: how far this etcd had come when this agent was connected to it before.
+
+    Raises:
+        StoreReplaced: it has lost its memory since; raised once.
+        StoreUnreachable: it does not; names every endpoint and why it was of no use.
+        StoreDenied: it does not let us in, or we do not trust it.
+        StoreError: the client cannot be loaded.
+    """
+    calls = Calls(place, imports.load(), history)
+    try:
+        _reach(calls, deadline)
+    except BaseException:
+        calls.close()
+        raise
+    return EtcdStore(calls, run_id)
+
+
+def run_ids(place: EtcdPlace) -> list[str]:
+    """Return the run ids of all jobs that have something in this etcd; raises as ``connect``."""
+    calls = Calls(place, imports.load())
+    try:
+        kvs, _ = Transactions(calls).read_all(every_job(place.prefix), keys_only=True)
+        return sorted({run_id_of(place.prefix, kv.key) for kv in kvs})
+    finally:
+        calls.close()
+
+
+def _reach(calls: Calls, deadline: float) -> None:
+    """Read something, again and again until ``deadline`` seconds are over."""
+    until = time.monotonic() + deadline
+    untrusted = False
+    never = threading.Event()
+    while True:
+        try:
+            Transactions(calls).read(every_job(calls.place.prefix))
+            return
+        except StoreReplaced:
+            raise
+        except StoreUnreachable as error:
+            untrusted = False
+            if time.monotonic() + _PAUSE > until:
+                text = f"within {deadline:g} s {error}"
+                raise StoreUnreachable(text, error.nobody_decides, error.unsettled) from error
+        except StoreDenied:
+            # A member that dies while we shake hands looks like one that does not like ours.
+            if untrusted or not calls.untrusted:
+                raise
+            untrusted = True
+        never.wait(_PAUSE)
+
+
+class EtcdStore:
+    """The Store (elaunch.store.protocol) of one agent, or of a reader, in etcd."""
+
+    def __init__(self, calls: Calls, run_id: str) -> None:
+        self._calls = calls
+        self._news = threading.Condition()
+        keys, txns = keys_of(calls.place.prefix, run_id), Transactions(calls)
+        self._txns, self._shared = txns, keys.shared
+        self._watching = Watching(calls, self._news)
+        calls.moved = self._watching.move
+        self._board = Board(txns, keys, self._watching, self._news)
+        self._own = OwnSeat(txns, keys, self._watching, self._news)
+        self._roster = Roster(txns, keys, self._watching, self._news, leads=self._own.leads)
+
+    @property
+    def place(self) -> str:
+        """Where the store is, for messages."""
+        return str(self._calls.place)
+
+    @property
+    def member(self) -> str:
+        """The address of the member that answers us now."""
+        return self._calls.current.address
+
+    def publish(self, version: int, value: bytes) -> bool:
+        """Write ``value`` as ``version``; see Store."""
+        lead = self._own.lead
+        return lead is not None and self._board.publish(version, value, lead)
+
+    def latest(self) -> Post | None:
+        """Return the newest post; see Store."""
+        return self._board.latest()
+
+    def follow(self, after: int, timeout: float) -> Post | None:
+        """Wait for a post newer than ``after``; see Store."""
+        return self._board.follow(after, timeout)
+
+    def enrol(self, name: str, value: bytes, ttl: float) -> None:
+        """Put our own entry on the roster; see Store. ``ttl`` is rounded up to whole seconds."""
+        self._roster.forget()
+        self._own.enrol(name, value, ttl)
+
+    def update(self, value: bytes) -> None:
+        """Replace the value of our own entry; see Store."""
+        self._own.update(value)
+
+    def renew(self) -> None:
+        """Keep our own entry; see Store."""
+        self._own.renew()
+
+    def withdraw(self) -> None:
+        """Take our own entry off the roster; see Store."""
+        self._own.withdraw()
+        self._roster.forget()
+
+    def roster(self) -> Mapping[str, Seat]:
+        """Return all entries; see Store."""
+        return self._roster.entries()
+
+    def changes(self, name: str, timeout: float) -> Sequence[Change]:
+        """Wait for changes of the roster; see Store."""
+        return self._roster.changes(name, timeout)
+
+    def await_lead(self, name: str, timeout: float) -> bool:
+        """Wait until we hold the lead; see Store."""
+        return self._own.await_lead(name, timeout)
+
+    def shared(self, offer: bytes = b"") -> bytes:
+        """Return the value that all share, or write it; see Store."""
+        txns, key = self._txns, self._shared
+        kv, _ = txns.read(key)
+        value = b"" if kv is None else kv.value
+        if not offer or (kv is not None and not kv.lease):
+            return value
+        unchanged = txns.modified(key, 0 if kv is None else kv.mod_revision)
+        answer = txns.send([unchanged], [txns.put(key, value or offer)], [txns.get(key)])
+        if answer.done:
+            return value or offer
+        now = answer.found[0]  # somebody else's, or ours where the answer was lost
+        if not now:
+            raise StoreUnreachable(f"{self.place} has lost what this job's agents share")
+        return bytes(now[0].value)
+
+    def clear(self) -> None:
+        """Have the board removed in a minute, and what all share with it. See Store.
+
+        All else goes with the agents' leases.
+        """
+        self._board.clear()
+        self._txns.expire(self._shared, CLEARED_SECONDS)
+
+    def close(self) -> None:
+        """Close the connections and wake who waits; see Store."""
+        self._calls.close()
+        self._own.close()
+        with self._news:
+            self._news.notify_all()
+        self._watching.close(_CLOSE_SECONDS)

@@ -1,0 +1,260 @@
+"""Our own entry on the roster in etcd: its lease, and with it our place in the line for the lead.
+
+Each agent that wants the lead has a key in line, under its lease; who has the oldest one leads.
+Each waits for the one key before its own to go, so that a lead that falls free wakes one agent, not
+all. Once first in line, an agent stays it for as long as its key is there: a write under the
+condition that the key is the same is the write of the one that leads.
+
+A member that was frozen applies what it was sent when it wakes, long after another has done it or
+something newer. So each write of the entry has the condition that the entry is what it replaces,
+and what was sent to enrol under a lease that nobody uses any more is stopped by revoking the lease.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from elaunch.errors import SeatLost, StoreFull, StoreUnreachable
+from elaunch.store.etcd.keepalive import Renewal
+from elaunch.store.etcd.keys import Keys
+from elaunch.store.etcd.roster import LEFT
+from elaunch.store.etcd.txn import Transactions
+from elaunch.store.etcd.watch import Watch, Watching
+
+_TRIES = 8
+"""Writes of ours that may be applied late, one after the other, while one update is made."""
+
+
+@dataclass(frozen=True)
+class _Own:
+    """An entry of ours: its name and key, since which revision, its lease and that one's length."""
+
+    name: str
+    key: bytes
+    created: int
+    lease: int
+    ttl: float
+
+
+class OwnSeat:
+    """Writes our own entry, keeps it, and stands in line for the lead.
+
+    Args:
+        txns: the connection.
+        keys: of the job.
+        watching: where the one before us in line is watched.
+        news: the condition that ``watching`` notifies.
+    """
+
+    def __init__(
+        self, txns: Transactions, keys: Keys, watching: Watching, news: threading.Condition
+    ) -> None:
+        self._txns = txns
+        self._keys = keys
+        self._watching = watching
+        self._news = news
+        self._renewal = Renewal(txns.calls)
+        self._own: _Own | None = None
+        self._modified = 0  # revision of the entry as it was last written or found
+        self._doubtful = 0  # lease of an entry of which it is not known whether it was written
+        self._in_line: tuple[bytes, int] | None = None  # our key there and its create revision
+        self._leads = False
+        self._before: Watch | None = None
+        self._before_gone = False
+
+    @property
+    def lead(self) -> tuple[bytes, int] | None:
+        """The key that we lead with and its create revision; None: we do not lead."""
+        return self._in_line if self._leads else None
+
+    def leads(self, name: str) -> bool:
+        """Return whether we lead as ``name``."""
+        own = self._own
+        return self._leads and own is not None and own.name == name
+
+    def enrol(self, name: str, value: bytes, ttl: float) -> None:
+        """Write the entry under a new lease; raises SeatLost if the name is taken."""
+        if self._own is not None:
+            raise ValueError(f"this agent is enrolled already, as {self._own.name}")
+        txns, key = self._txns, self._keys.agent(name)
+        lease, granted = txns.grant(math.ceil(ttl))
+        self._doubtful = lease
+        answer = txns.send([txns.created(key, 0)], [txns.put(key, value, lease)], [txns.get(key)])
+        self._doubtful = 0
+        created = answer.revision
+        if not answer.done:
+            found = answer.found[0]
+            if not found or found[0].lease != lease:
+                raise SeatLost(f"the name {name} is or was on the roster already")
+            created = found[0].create_revision  # the first answer was lost
+        self._modified = created
+        self._own = _Own(name, key, created, lease, float(granted))
+
+    def update(self, value: bytes) -> None:
+        """Replace the entry's value; raises SeatLost."""
+        own, txns = self._enrolled(), self._txns
+        for _ in range(_TRIES):
+            unchanged = txns.modified(own.key, self._modified)
+            write, look = txns.put(own.key, value, own.lease), txns.get(own.key)
+            try:
+                answer = txns.send([unchanged], [write], [look])
+            except SeatLost as error:
+                raise self._lost(own) from error
+            if answer.done:
+                self._modified = answer.revision
+                return
+            found = answer.found[0][0] if answer.found[0] else None
+            if found is None or found.create_revision != own.created or found.value == LEFT:
+                raise self._lost(own)
+            self._modified = found.mod_revision
+            if found.value == value:
+                return  # it was done, and the answer was lost
+        raise StoreUnreachable(f"the entry {own.name} in {txns.calls.place} does not come to rest")
+
+    def renew(self) -> None:
+        """Renew the lease; raises SeatLost."""
+        own, calls = self._enrolled(), self._txns.calls
+        seconds = min(calls.place.call_timeout, max(0.3, own.ttl / 6))
+        for _ in range(2):
+            known = calls.history.revision
+            left, revision = self._renewal.renew(own.lease, seconds, 0.4 * own.ttl)
+            if left > 0 and revision >= known:
+                calls.history.reached(revision)
+                return
+            kv, _ = self._txns.read(own.key)  # a member that is behind may not know the lease yet
+            if kv is None or kv.create_revision != own.created or kv.value == LEFT:
+                break
+            if left > 0:
+                return
+        raise self._lost(own)
+
+    def withdraw(self) -> None:
+        """Take our entry off the roster and ourselves out of the line."""
+        own, txns = self._own, self._txns
+        if own is None:
+            self._revoke()
+            return
+        still = txns.created(own.key, own.created)
+        then = [txns.put(own.key, LEFT, own.lease), txns.delete(self._keys.candidate(own.name))]
+        try:
+            txns.send([still], then, [])
+        except SeatLost:  # expired at this moment: it is off the roster, which is what was wanted
+            pass
+        except StoreFull:  # what is removed needs no room; the others take it for lost
+            with suppress(SeatLost):
+                txns.revoke(own.lease)
+        self._forget(own)
+
+    def await_lead(self, name: str, timeout: float) -> bool:
+        """Wait until we are first in line; raises SeatLost."""
+        own, until = self._enrolled(), time.monotonic() + timeout
+        if name != own.name:
+            raise ValueError(f"{name} wants the lead, and this agent is enrolled as {own.name}")
+        if self._in_line is None:
+            self._get_in_line(own)
+        while not self._leads:
+            if self._before is None or self._before_gone:
+                self._look_ahead(own)
+            elif not self._await_turn(own, until):
+                return False
+        return True
+
+    def close(self) -> None:
+        """End the stream of renewals."""
+        self._renewal.close()
+
+    def _revoke(self) -> None:
+        """Give up the lease of an entry that may be written yet; it expires if this fails."""
+        if not self._doubtful:
+            return
+        with suppress(SeatLost):  # it is gone already
+            self._txns.revoke(self._doubtful)
+        self._doubtful = 0
+
+    def _enrolled(self) -> _Own:
+        self._txns.calls.check_open()
+        if self._own is None:
+            raise SeatLost(f"this agent is not on the roster of {self._txns.calls.place}")
+        return self._own
+
+    def _lost(self, own: _Own) -> SeatLost:
+        self._forget(own)
+        return SeatLost(
+            f"{self._txns.calls.place} has given up our entry {own.name}: it was not renewed for "
+            f"{own.ttl:g} s, or was removed"
+        )
+
+    def _forget(self, own: _Own) -> None:
+        with self._news:
+            if self._own is not own:
+                return
+            self._own = self._in_line = None
+            self._leads = False
+            before, self._before = self._before, None
+            self._news.notify_all()
+        if before is not None:
+            self._watching.remove(before)
+
+    def _get_in_line(self, own: _Own) -> None:
+        txns, key = self._txns, self._keys.candidate(own.name)
+        answer = txns.send(
+            [txns.created(own.key, own.created), txns.created(key, 0)],
+            [txns.put(key, b"", own.lease)],
+            [txns.get(own.key), txns.get(key)],
+        )
+        if answer.done:
+            self._in_line = key, answer.revision
+            return
+        entry, found = answer.found
+        if not entry or entry[0].create_revision != own.created or not found:
+            raise self._lost(own)
+        self._in_line = key, found[0].create_revision  # the first answer was lost
+
+    def _await_turn(self, own: _Own, until: float) -> bool:
+        """Wait until whoever is before us in line may be gone; False: not by ``until``."""
+        began = time.monotonic()
+        with self._news:
+            while not self._before_gone:
+                if self._own is not own:
+                    raise SeatLost(f"{own.name} has lost its entry while it waited for the lead")
+                self._watching.check(began)
+                left = until - time.monotonic()
+                if left <= 0:
+                    return False
+                self._news.wait(left)
+        return True
+
+    def _look_ahead(self, own: _Own) -> None:
+        """Find who is before us now: nobody, and we lead, or a key to watch."""
+        line, txns = self._in_line, self._txns
+        if line is None:
+            raise self._lost(own)
+        still = txns.created(*line)
+        answer = txns.send([still], [txns.get_before(self._keys.candidates, line[1])], [])
+        if not answer.done:
+            raise self._lost(own)
+        if self._before is not None:
+            self._watching.remove(self._before)
+            self._before = None
+        if not answer.found[0]:
+            self._leads = True
+            return
+        key = answer.found[0][0].key
+        self._before_gone = False
+        watch = Watch(key, b"", answer.revision + 1, self._take, self._reread)
+        self._before = watch
+        self._watching.add(watch)
+
+    def _take(self, events: Sequence[Any]) -> None:
+        if any(event.type == event.DELETE for event in events):
+            self._before_gone = True
+
+    def _reread(self) -> int:
+        self._before_gone = True  # perhaps: whoever waits looks
+        return self._txns.read(self._keys.board)[1]

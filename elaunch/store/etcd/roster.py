@@ -1,0 +1,170 @@
+"""The roster in etcd: a key per agent, each under the lease of its agent.
+
+An entry that is withdrawn is first overwritten by ``LEFT``, under the same lease. That is how one
+that left is told from one that expired: etcd says no more than that a key is gone.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from elaunch.errors import SeatLost
+from elaunch.store.etcd.keys import Keys, end_of
+from elaunch.store.etcd.txn import Transactions
+from elaunch.store.etcd.watch import Watch, Watching
+from elaunch.store.protocol import Change, Seat
+
+LEFT = b"\0left"
+_AGES_AT_ONCE = 64
+
+
+class Roster:
+    """Reads the entries of all agents and waits for their changes.
+
+    Args:
+        txns: the connection.
+        keys: of the job.
+        watching: where the keys are watched, once somebody waits.
+        news: the condition that ``watching`` notifies.
+        leads: tells whether this agent leads under a name; ``news`` is notified when it ceases to.
+    """
+
+    def __init__(
+        self,
+        txns: Transactions,
+        keys: Keys,
+        watching: Watching,
+        news: threading.Condition,
+        *,
+        leads: Callable[[str], bool],
+    ) -> None:
+        self._txns = txns
+        self._keys = keys
+        self._watching = watching
+        self._news = news
+        self._leads = leads
+        self._begin = threading.Lock()
+        self._reader = ""
+        self._watch: Watch | None = None
+        self._known: dict[str, int] = {}  # name -> revision of what was last told of it
+        self._changes: list[Change] = []
+
+    def entries(self) -> Mapping[str, Seat]:
+        """Return every entry with its age, as far as it is to be had; raises as Calls.ask."""
+        kvs, _ = self._txns.read_all(self._keys.agents)
+        seats = [kv for kv in kvs if kv.value != LEFT]
+        ages = self._ages([kv.lease for kv in seats])
+        return {self._keys.name_of(kv.key): Seat(kv.value, ages.get(kv.lease)) for kv in seats}
+
+    def changes(self, name: str, timeout: float) -> Sequence[Change]:
+        """Wait for changes; raises as Calls.ask, StoreClosed, and SeatLost without the lead."""
+        began = time.monotonic()
+        self._txns.calls.check_open()
+        self._begin_to_watch(name)
+        with self._news:
+            while True:
+                self._check_lead(name)
+                if self._changes:
+                    break
+                self._watching.check(began)
+                left = began + timeout - time.monotonic()
+                if left <= 0:
+                    return ()
+                self._news.wait(left)
+            changes, self._changes = self._changes, []
+            return changes
+
+    def forget(self) -> None:
+        """Stop watching; the next call of ``changes`` returns every entry again."""
+        with self._begin:
+            self._forget()
+
+    def _forget(self) -> None:
+        if self._watch is None:
+            return
+        self._watching.remove(self._watch)
+        self._watch = None
+        with self._news:
+            self._known, self._changes = {}, []
+
+    def _check_lead(self, name: str) -> None:
+        if not self._leads(name):
+            raise SeatLost(f"{name} does not lead (any more)")
+
+    def _begin_to_watch(self, name: str) -> None:
+        """Watch for ``name``, which leads: what was watched for a lead before is not for it."""
+        with self._begin:
+            self._check_lead(name)
+            if self._reader != name:
+                self._forget()
+            if self._watch is not None:
+                return
+            self._reader = name
+            start = self._keys.agents
+            watch = Watch(start, end_of(start), 0, self._take, self._read)
+            watch.revision = watch.reread() + 1
+            self._watching.add(watch)
+            self._watch = watch
+
+    def _read(self) -> int:
+        """Read all entries and note what is different from what was told."""
+        kvs, revision = self._txns.read_all(self._keys.agents)
+        with self._news:
+            gone = set(self._known)
+            for kv in kvs:
+                gone.discard(self._keys.name_of(kv.key))
+                self._put(kv)
+            for name in sorted(gone):
+                self._gone(name, "expired")
+        return revision
+
+    def _take(self, events: Sequence[Any]) -> None:
+        with self._news:
+            for event in events:
+                if event.type == event.DELETE:
+                    self._gone(self._keys.name_of(event.kv.key), "expired")
+                else:
+                    self._put(event.kv)
+
+    def _put(self, kv: Any) -> None:
+        name = self._keys.name_of(kv.key)
+        if kv.value == LEFT:
+            self._gone(name, "left")
+        elif self._known.get(name, 0) < kv.mod_revision:
+            self._known[name] = kv.mod_revision
+            self._changes.append(Change(name, kv.value, "put"))
+
+    def _gone(self, name: str, cause: Any) -> None:
+        if self._known.pop(name, None) is not None:
+            self._changes.append(Change(name, None, cause))
+
+    def _ages(self, leases: Sequence[int]) -> dict[int, float]:
+        """Return for each lease how long ago it was renewed, to half a second.
+
+        etcd tells what is left of a lease in whole seconds. What does not answer in time is left
+        out: the ages are for people to look at.
+        """
+        calls = self._txns.calls
+        member, metadata = calls.here()
+        until = time.monotonic() + calls.place.call_timeout
+        request = calls.loaded.rpc.LeaseTimeToLiveRequest
+        ages: dict[int, float] = {}
+        for first in range(0, len(leases), _AGES_AT_ONCE):
+            seconds = until - time.monotonic()
+            if seconds <= 0:
+                break
+            asked = [
+                member.begin("Lease", "LeaseTimeToLive", request(ID=lease), seconds, metadata)
+                for lease in leases[first : first + _AGES_AT_ONCE]
+            ]
+            for future in asked:
+                try:
+                    answer = future.result()
+                except calls.loaded.grpc.RpcError:
+                    continue
+                if answer.TTL >= 0:
+                    ages[answer.ID] = max(0.0, answer.grantedTTL - answer.TTL - 0.5)
+        return ages

@@ -1,0 +1,204 @@
+"""The store in a TCPStore that one agent hosts (``--rdzv-backend c10d``).
+
+=================  ===============================================================================
+``host``           the agent at the endpoint: starts torch's TCPStore on a socket that it has
+                   bound, keeps the roster (elaunch.store.tcp.host), and alone can lead
+``connect``        every other agent, and readers; waits for the host to be there
+``hello``          asks what is at an address
+=================  ===============================================================================
+
+Only the agent that hosts imports torch. Whoever loses the host has lost the store: nothing of it
+is kept anywhere else. Calls then raise StoreUnreachable with ``nobody_decides``, since the
+coordinator has ended with it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from elaunch.errors import StoreClosed, StoreUnreachable
+from elaunch.store.protocol import Store
+from elaunch.store.tcp import wire
+from elaunch.store.tcp.connection import HELLO, Address, Spot, greet, resolve, spot_name
+from elaunch.store.tcp.host import SHARED
+from elaunch.store.tcp.store import TcpStore
+from elaunch.store.tcp.wire import Connection, ForeignAnswer
+
+CALL_TIMEOUT = 2.0
+"""Seconds for an answer; a host that is alive answers in milliseconds, a lossy network in one."""
+PAUSES = (0.1, 1.0)
+"""Seconds between two attempts to connect, growing from the one to the other."""
+SHORTEST = 0.5
+"""Seconds that even the last attempt has, so that it says what is there and not "no answer"."""
+FOREIGN_PATIENCE = 5.0
+"""Seconds for which another job's store, or something else on the port, may be about to end."""
+
+
+def host(
+    listening: socket.socket, run_id: str, *, timeout: float = CALL_TIMEOUT, shared: bytes = b""
+) -> Store:
+    """Host the store of the job ``run_id`` on a bound socket, which is owned from now on.
+
+    Imports torch. ``timeout``: seconds for each call. ``shared``: what Store.shared is from the
+    first moment, whatever a stranger has written there. Raises StoreUnreachable if the store that
+    was started does not answer.
+    """
+    bound = listening.getsockname()
+    name, own = spot_name(bound[0], bound[1]), _reachable(listening)
+    address = (listening.family, (own, *bound[1:]))
+    spot = Spot(name, address, run_id, secrets.token_hex(4))
+    said = json.dumps({"elaunch": 1, "run_id": run_id, "boot": spot.boot}).encode()
+    try:
+        server = _serve(listening.detach(), bound[1], own, timeout)
+        connection = _announce(spot, said, shared, time.monotonic() + timeout)
+    except (OSError, RuntimeError, ForeignAnswer) as error:
+        raise StoreUnreachable(f"the {name} cannot be hosted here: {error}") from None
+    return TcpStore(spot, timeout, connection, server=server)
+
+
+def connect(
+    host: str,
+    port: int,
+    run_id: str,
+    *,
+    deadline: float,
+    timeout: float = CALL_TIMEOUT,
+    stop: threading.Event | None = None,
+    moved: Callable[[], bool] | None = None,
+) -> Store:
+    """Connect to the store of the job ``run_id``, which another agent hosts or is about to.
+
+    ``host`` is resolved anew at each attempt. Raises StoreUnreachable after ``deadline`` seconds,
+    or sooner if something else is there to stay, saying what was tried; StoreClosed when ``stop``
+    is set meanwhile. ``timeout``: seconds for each call later. ``moved`` is asked when nothing
+    listens there any more: whether the store is hosted at another address now.
+    """
+    began, name = time.monotonic(), spot_name(host, port)
+    stopped = threading.Event() if stop is None else stop
+    pause, attempts, foreign_since = PAUSES[0], 0, math.inf
+    while not stopped.is_set():
+        attempts += 1
+        now = time.monotonic()
+        until = max(now + SHORTEST, min(now + CALL_TIMEOUT, began + deadline))
+        try:
+            spot, connection = _enter(host, port, run_id, until)
+            return TcpStore(spot, timeout, connection, moved=moved)
+        except _MissError as miss:
+            now = time.monotonic()
+            foreign_since = min(foreign_since, now) if miss.foreign else math.inf
+            if now + pause >= min(began + deadline, foreign_since + FOREIGN_PATIENCE):
+                tried = (
+                    f"{attempts} attempts in {now - began:.3g} s" if attempts > 1 else "tried once"
+                )
+                raise StoreUnreachable(f"cannot reach the {name}: {miss} ({tried})") from None
+        stopped.wait(pause)
+        pause = min(PAUSES[1], pause * 1.5)
+    raise StoreClosed(f"stopped while connecting to the {name}")
+
+
+def hello(host: str, port: int, deadline: float) -> dict[str, Any] | None:
+    """Return what the store at an address says of itself; None: a TCPStore, but not elaunch's.
+
+    Asks once, for ``deadline`` seconds at most. Raises StoreUnreachable.
+    """
+    try:
+        _, connection, said = _ask(host, port, time.monotonic() + deadline)
+    except _MissError as miss:
+        raise StoreUnreachable(f"cannot reach the {spot_name(host, port)}: {miss}") from None
+    connection.close()
+    return said
+
+
+class _MissError(Exception):
+    """Why an attempt to connect failed; ``foreign``: something else is there."""
+
+    def __init__(self, what: str, foreign: bool = False) -> None:
+        super().__init__(what)
+        self.foreign = foreign
+
+
+def _enter(host: str, port: int, run_id: str, until: float) -> tuple[Spot, Connection]:
+    """Connect and make sure that it is this job's store; raises _MissError."""
+    address, connection, said = _ask(host, port, until)
+    if said is not None and said["run_id"] == run_id:
+        return Spot(spot_name(host, port), address, run_id, said["boot"]), connection
+    connection.close()
+    if said is None:
+        raise _MissError("a TCPStore that no elaunch agent hosts is there", foreign=True)
+    raise _MissError(f"it belongs to the job {said['run_id']!r}, not to {run_id!r}", foreign=True)
+
+
+def _ask(host: str, port: int, until: float) -> tuple[Address, Connection, dict[str, Any] | None]:
+    """Return the first address of ``host`` where a TCPStore answers, and what it says."""
+    try:
+        addresses = resolve(host, port, until)
+    except OSError as error:
+        raise _MissError(f"{host} cannot be resolved: {error}") from None
+    misses: dict[str, list[str]] = {}
+    foreign = False
+    for place, address in enumerate(addresses):
+        left = (until - time.monotonic()) / (len(addresses) - place)
+        try:
+            by = time.monotonic() + min(CALL_TIMEOUT, left)
+            return (address, *greet(address, by, hold=lambda _: None))
+        except ForeignAnswer as error:
+            foreign = True
+            what = str(error)
+        except TimeoutError as error:
+            what = str(error)
+        except OSError as error:
+            what = (error.strerror or str(error)).lower()
+        misses.setdefault(what, []).append(str(address[1][0]))
+    text = "; ".join(f"{what} ({', '.join(where)})" for what, where in misses.items())
+    raise _MissError(text, foreign)
+
+
+def _reachable(listening: socket.socket) -> str:
+    """Return the address at which this process itself reaches a listening socket."""
+    bound = str(listening.getsockname()[0])
+    if bound == "0.0.0.0":
+        return "127.0.0.1"
+    return "::1" if bound == "::" else bound
+
+
+def _serve(listening: int, port: int, address: str, timeout: float) -> object:
+    """Start torch's store on the descriptor ``listening``."""
+    # Read when torch is loaded: else it tells on stderr of every stranger who sends it nonsense.
+    # Taken away again, so that the workers' torch does not read it.
+    quiet = "TORCH_CPP_LOG_LEVEL" not in os.environ and "torch" not in sys.modules
+    if quiet:
+        os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
+    try:
+        from torch.distributed import TCPStore
+    finally:
+        if quiet:
+            del os.environ["TORCH_CPP_LOG_LEVEL"]
+    return TCPStore(
+        address,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listening,
+        use_libuv=True,
+        timeout=timedelta(seconds=timeout),
+    )
+
+
+def _announce(spot: Spot, said: bytes, shared: bytes, until: float) -> Connection:
+    """Write what all share, then what the store says of itself, and read that back."""
+    connection, _ = greet(spot.address, until, hold=lambda _: None)
+    first = [wire.put(f"{spot.run_id}/{SHARED}", shared)] if shared else []
+    connection.send([*first, wire.put(HELLO, said), wire.get(HELLO)], until)
+    if connection.value(until) != said:
+        raise ForeignAnswer("it does not keep what is written")
+    return connection

@@ -1,0 +1,328 @@
+"""What the agent that hosts a TCPStore does for all: it keeps the roster and judges who is alive.
+
+TCPStore has no leases and cannot tell who is there. Keys, after ``/<run id>/``:
+
+=============  =========================================  ========================================
+key            written by                                 what
+=============  =========================================  ========================================
+``in``         each agent: ``queue_push``                 notices: "put <name> <ttl>" or "left
+                                                          <name>", a newline, the entry's value
+``c/<name>``   the agent ``name``: ``add`` 1              its heartbeats; far below zero: gone
+``s/<name>``   the host                                   "+" and the entry's value, for readers
+``ages``       the host, once a second and when somebody  JSON: name → seconds since its last
+               comes or goes                              heartbeat
+``head``       the host                                   the newest version of the board
+``b/<v>``      the host; the last 64 are kept             version ``v`` of the board
+``shared``     the host, before it says whose store this  what all agents share, if they do
+               is; else the first to offer it
+=============  =========================================  ========================================
+
+One thread waits for notices, takes all that are there in two exchanges, and reads every counter
+in one exchange twelve times per ``ttl``. An entry is gone when its counter has not moved for
+``ttl`` seconds by this thread's clock; that clock counts at most two reading intervals at a time,
+so that the host, after it was frozen itself, does not take everybody for dead. The counter is
+then moved far below zero by compare-and-set: a heartbeat that was under way keeps its sender
+alive, and one that comes later tells its sender that it is gone.
+
+Whoever reaches the port can write there. Notices that say nothing sensible are dropped; records
+are authenticated by those who read them (elaunch.rendezvous).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from elaunch.errors import SeatLost, StoreClosed, StoreUnreachable
+from elaunch.store.memory import Roster
+from elaunch.store.protocol import Change, Seat
+from elaunch.store.tcp import wire
+from elaunch.store.tcp.connection import Line
+from elaunch.store.tcp.idle import hang_up_on_silent
+from elaunch.store.tcp.wire import Connection
+
+SHARED = "shared"
+GONE = -(2**62)
+"""What the counter of an entry becomes; no number of heartbeats brings it back above zero."""
+TTL = (0.05, 3600.0)
+"""Seconds that an agent may ask for."""
+PERIOD = (0.02, 0.5)
+"""Seconds between two readings of the counters."""
+AGES_EVERY = 1.0
+AGES_AT_MOST_EVERY = 0.05
+POPS = 512
+IDLE_EVERY = 5.0
+"""Seconds between two looks for connections that nobody uses."""
+SPARSELY = 0.1
+"""Seconds of a pause where somebody else has written what wakes the host and says nothing."""
+MOST_ENTRIES = 20_000
+"""Entries of the roster; notices of more are dropped."""
+NOTICE = 1024 * 1024
+"""Bytes of the longest notice that is taken."""
+
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+def is_name(name: str) -> bool:
+    """Return whether ``name`` can stand on the roster."""
+    return _NAME.fullmatch(name) is not None
+
+
+def put_notice(name: str, ttl: float, value: bytes) -> bytes:
+    """Return the notice of a new or changed entry."""
+    return f"put {name} {ttl!r}\n".encode() + value
+
+
+def left_notice(name: str) -> bytes:
+    """Return the notice of who leaves."""
+    return f"left {name}\n".encode()
+
+
+@dataclass(frozen=True)
+class Notice:
+    """What an agent said; ``ttl`` is None if it leaves."""
+
+    name: str
+    ttl: float | None
+    value: bytes
+
+
+def read_notice(raw: bytes) -> Notice | None:
+    """Return what ``raw`` says, None if that is nothing sensible."""
+    head, newline, _ = raw[:128].partition(b"\n")
+    if not newline or len(raw) > NOTICE:
+        return None
+    words = head.decode("ascii", "replace").split(" ")
+    if not 2 <= len(words) <= 3 or not is_name(words[1]):
+        return None
+    if words[0] == "left" and len(words) == 2:
+        return Notice(words[1], None, b"")
+    try:
+        ttl = float(words[-1])
+    except ValueError:
+        return None
+    known = words[0] == "put" and len(words) == 3 and TTL[0] <= ttl <= TTL[1]
+    return Notice(words[1], ttl, raw[len(head) + 1 :]) if known else None
+
+
+@dataclass
+class _Pulse:
+    """One entry's heartbeats: the counter as it was last read, and when it last moved."""
+
+    ttl: float
+    moved: float
+    count: bytes = b""
+
+
+class Keeper:
+    """Keeps the roster of a hosted store in a thread of its own."""
+
+    def __init__(self, line: Line, prefix: str, closed: threading.Event, port: int) -> None:
+        self.changed = threading.Condition()
+        self._line, self._prefix, self._closed = line, prefix, closed
+        self._roster = Roster()
+        self._leader = ""
+        self._pulses: dict[str, _Pulse] = {}
+        self._now = 0.0  # the clock that does not count what the host slept through
+        self._looked = time.monotonic()
+        self._judge_at = 0.0
+        self._ages_at = 0.0
+        self._ages_due: float | None = None
+        self._port = port
+        self._idle_at = self._looked + IDLE_EVERY
+        threading.Thread(target=self._run, name="elaunch-keeper", daemon=True).start()
+
+    def wake(self) -> None:
+        """Wake who waits for changes; ``closed`` is set already."""
+        with self.changed:
+            self.changed.notify_all()
+
+    def knows(self, name: str) -> bool:
+        """Return whether ``name`` is or was on the roster; for who holds ``changed``."""
+        return self._roster.knows(name)
+
+    def has(self, name: str | None) -> bool:
+        """Return whether ``name`` is on the roster; for who holds ``changed``."""
+        return name in self._pulses
+
+    def begin(self, name: str) -> None:
+        """Have the first :meth:`changes` of ``name`` return all; for who holds ``changed``."""
+        self._roster.forget(self._leader)
+        self._leader = name
+        self.changed.notify_all()
+
+    def roster(self) -> Mapping[str, Seat]:
+        """Return all entries."""
+        with self.changed:
+            ages = {name: self._now - pulse.moved for name, pulse in self._pulses.items()}
+            return {name: Seat(value, ages[name]) for name, value in self._roster.values.items()}
+
+    def changes(self, name: str, timeout: float) -> Sequence[Change]:
+        """Wait for changes; the first call of each lead returns every entry."""
+        until = time.monotonic() + timeout
+        with self.changed:
+            while True:
+                if self._closed.is_set():
+                    raise StoreClosed("the store was closed")
+                if self._leader != name or name not in self._pulses:
+                    raise SeatLost(f"{name} does not lead (any more)")
+                found = self._roster.read(name)
+                left = until - time.monotonic()
+                if found or left <= 0:
+                    return found
+                self.changed.wait(left)
+
+    def _run(self) -> None:
+        while not self._closed.is_set():
+            try:
+                self._turn()
+            except StoreUnreachable:  # the host itself was frozen; nobody else is in between
+                self._closed.wait(0.1)
+            except StoreClosed:
+                return
+
+    def _turn(self) -> None:
+        """Wait for notices until the counters must be read; take both in, tell readers."""
+        due = self._judge_at if self._ages_due is None else min(self._judge_at, self._ages_due)
+        raw: list[bytes] = []
+        inbox = self._prefix + "in"
+        until = time.monotonic() + max(0.001, due - self._now)
+        try:
+            woken = self._line.exchange(lambda line, by: _drain(line, inbox, until, by, raw))
+            if woken and not raw:  # no queue has that name but a key, which somebody has set
+                self._line.exchange(lambda line, by: _remove(line, inbox, by))
+                self._closed.wait(SPARSELY)
+        finally:
+            if time.monotonic() >= self._idle_at:
+                self._idle_at = time.monotonic() + IDLE_EVERY
+                hang_up_on_silent(self._port)
+            self._tick()
+            requests = self._take([notice for one in raw if (notice := read_notice(one))])
+        if self._now >= self._judge_at:
+            requests += self._judge()
+        if self._ages_due is not None and self._now >= self._ages_due:
+            requests.append(self._ages())
+        if requests:
+            self._line.exchange(lambda line, by: line.send(requests, by))
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        self._now += min(now - self._looked, 2 * self._period())
+        self._looked = now
+
+    def _take(self, notices: Sequence[Notice]) -> list[bytes]:
+        """Write notices into the roster; return what readers must see of it."""
+        requests: list[bytes] = []
+        with self.changed:
+            for notice in notices:
+                requests += self._take_one(notice)
+            self.changed.notify_all()
+        return requests
+
+    def _take_one(self, notice: Notice) -> list[bytes]:
+        name = notice.name
+        seat, counter = f"{self._prefix}s/{name}", f"{self._prefix}c/{name}"
+        here = name in self._pulses
+        if notice.ttl is None:
+            if not here:
+                return []
+            self._drop(name, left=True)
+            return [wire.put(seat, b""), wire.put(counter, str(GONE).encode())]
+        if not here and self._roster.knows(name):
+            return []  # it is gone, and learns so from its counter
+        if not here and len(self._pulses) >= MOST_ENTRIES:
+            return []
+        if not here:
+            self._pulses[name] = _Pulse(notice.ttl, self._now)
+            self._judge_at = min(self._judge_at, self._now + self._period())
+            self._plan_ages()
+        self._roster.put(name, notice.value)
+        return [wire.put(seat, b"+" + notice.value)]
+
+    def _period(self) -> float:
+        shortest = min((pulse.ttl for pulse in self._pulses.values()), default=PERIOD[1] * 12)
+        return min(max(shortest / 12, PERIOD[0]), PERIOD[1])
+
+    def _judge(self) -> list[bytes]:
+        """Read every counter and take off whose has not moved; return what readers must see."""
+        names = list(self._pulses)
+        keys = [f"{self._prefix}c/{name}" for name in names]
+        counts = self._line.exchange(lambda line, by: _read_all(line, keys, by)) if keys else []
+        self._tick()
+        silent = []
+        for name, count in zip(names, counts, strict=True):
+            pulse = self._pulses[name]
+            if count != pulse.count:
+                pulse.count, pulse.moved = count, self._now
+            elif self._now - pulse.moved >= pulse.ttl:
+                silent.append(name)
+        gone = [name for name in silent if self._bury(name)]
+        with self.changed:
+            for name in gone:
+                self._drop(name, left=False)
+            self.changed.notify_all()
+        dues = (pulse.moved + pulse.ttl for pulse in self._pulses.values())
+        self._judge_at = min(self._now + self._period(), *dues, float("inf"))
+        if self._pulses and self._now >= self._ages_at + AGES_EVERY:
+            self._ages_due = self._now
+        return [wire.put(f"{self._prefix}s/{name}", b"") for name in gone]
+
+    def _bury(self, name: str) -> bool:
+        """Move the counter below zero unless it has moved meanwhile; whether it has not."""
+        tombstone, count = str(GONE).encode(), self._pulses[name].count
+        request = wire.compare_set(f"{self._prefix}c/{name}", count, tombstone)
+
+        def talk(line: Connection, by: float) -> bytes:
+            line.send([request], by)
+            return line.value(by)
+
+        return self._line.exchange(talk) == tombstone
+
+    def _drop(self, name: str, left: bool) -> None:
+        del self._pulses[name]
+        self._roster.drop(name, "left" if left else "expired")
+        self._plan_ages()
+
+    def _plan_ages(self) -> None:
+        if self._ages_due is None:
+            self._ages_due = max(self._now, self._ages_at + AGES_AT_MOST_EVERY)
+
+    def _ages(self) -> bytes:
+        self._ages_at, self._ages_due = self._now, None
+        ages = {name: round(self._now - pulse.moved, 2) for name, pulse in self._pulses.items()}
+        return wire.put(self._prefix + "ages", json.dumps(ages, separators=(",", ":")).encode())
+
+
+def _drain(line: Connection, inbox: str, until: float, by: float, taken: list[bytes]) -> bool:
+    """Wait until ``until`` for something in the inbox and take all that is there.
+
+    Returns whether something was said to be there.
+    """
+    line.send([wire.wait(inbox)], by)
+    if not line.awaited(until, grace=by - time.monotonic()):
+        return False
+    pops = 1
+    while pops > 0:
+        by = time.monotonic() + 5.0
+        line.send([wire.pop(inbox)] * pops, by)
+        left = 0
+        for _ in range(pops):
+            left, value = line.popped(by)
+            if left >= 0:
+                taken.append(value)
+        pops = min(left, POPS)
+    return True
+
+
+def _remove(line: Connection, key: str, by: float) -> int:
+    line.send([wire.delete(key)], by)
+    return line.integer(by)
+
+
+def _read_all(line: Connection, keys: list[str], by: float) -> list[bytes]:
+    line.send([wire.multi_get(keys)], by)
+    return [line.value(by) for _ in keys]

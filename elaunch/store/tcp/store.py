@@ -1,0 +1,305 @@
+"""One agent's view of the store in a TCPStore; the keys are in elaunch.store.tcp.host.
+
+An agent has two connections: one on which it waits for the board, one for what is answered at
+once; the agent that hosts has a third for the inbox. A round costs an agent four exchanges: its
+record, the wait for the post, the post, its next record.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from elaunch.errors import SeatLost, StoreClosed
+from elaunch.store.protocol import Change, Post, Seat
+from elaunch.store.tcp import wire
+from elaunch.store.tcp.connection import Line, Spot
+from elaunch.store.tcp.host import (
+    MOST_ENTRIES,
+    NOTICE,
+    SHARED,
+    TTL,
+    Keeper,
+    is_name,
+    left_notice,
+    put_notice,
+)
+from elaunch.store.tcp.wire import Connection
+
+SLICE = 5.0
+"""Seconds of one wait for the board; then it is made sure that the host still answers."""
+KEPT = 64
+"""Versions of the board that are kept for those who wait for one of them."""
+
+
+LONGEST_AGE = 1e9
+SPARSELY = 0.2
+"""Seconds between two looks at what says that there is news where there is none."""
+FURTHEST = 1_000_000
+"""A version that is further ahead than that was not written by the host, and is passed over."""
+
+
+class TcpStore:
+    """One agent's store.
+
+    Args:
+        spot: where it is.
+        timeout: seconds for each call.
+        connection: to it, open.
+        server: torch's store, if it is hosted here; it ends with this object.
+        moved: as for Line.
+    """
+
+    def __init__(
+        self,
+        spot: Spot,
+        timeout: float,
+        connection: Connection,
+        *,
+        server: object = None,
+        moved: Callable[[], bool] | None = None,
+    ) -> None:
+        self._closed = threading.Event()
+        self._spot, self._timeout = spot, timeout
+        self._calls = Line(spot, timeout, self._closed, connection, moved)
+        self._waits = Line(spot, timeout, self._closed, moved=moved)
+        self._inbox = Line(spot, timeout, self._closed)
+        self._prefix = f"{spot.run_id}/"
+        self._following = threading.Lock()
+        self._seat: tuple[str, float] | None = None
+        self._lead: str | None = None
+        self._head = self._known = 0
+        self._posted: Post | None = None
+        self._server = server
+        hosted = server is not None
+        self._keeper = (
+            Keeper(self._inbox, self._prefix, self._closed, spot.address[1][1]) if hosted else None
+        )
+
+    @property
+    def place(self) -> str:
+        """Where the store is, for messages."""
+        return self._spot.name
+
+    def publish(self, version: int, value: bytes) -> bool:
+        """Write the next version of the board; False without the lead or with another version."""
+        head = self._prefix + "head"
+        post = [
+            wire.put(f"{self._prefix}b/{version}", value),
+            wire.put(head, str(version).encode()),
+            wire.delete(f"{self._prefix}b/{version - KEPT}"),
+        ]
+
+        def talk(line: Connection, until: float) -> bool:
+            if not self._leads():
+                return False
+            line.send([wire.get(head)], until)
+            found = _version(line.value(until))
+            if self._head < found < self._head + FURTHEST:
+                self._head = found  # somebody else's: who reads it is to read ours after it
+            if version != self._head + 1:
+                return False
+            line.send(post, until)
+            line.integer(until)
+            self._head, self._posted = version, Post(version, value)
+            return True
+
+        return self._calls.exchange(talk)
+
+    def latest(self) -> Post | None:
+        """Return the newest post, or None; the host's own where somebody has removed that."""
+        found = self._calls.exchange(lambda line, until: self._newer(line, until, 0))
+        own = self._posted
+        return own if own and (found is None or found.version < own.version) else found
+
+    def follow(self, after: int, timeout: float) -> Post | None:
+        """Wait for a post newer than ``after``; None after ``timeout`` seconds."""
+        end = time.monotonic() + timeout
+        self._known = max(self._known, after)
+        post = self._calls.exchange(lambda line, by: self._newer(line, by, after))
+        if post is not None or not self._following.acquire(timeout=timeout):
+            return post
+        try:
+            while post is None and time.monotonic() < end:
+                come = self._waits.exchange(lambda line, by: self._await(line, by, end, after + 1))
+                post = self._waits.exchange(lambda line, by: self._newer(line, by, after))
+                if come and post is None:  # somebody else has written there: not at full speed
+                    self._closed.wait(min(SPARSELY, max(0.0, end - time.monotonic())))
+            return post
+        finally:
+            self._following.release()
+
+    def enrol(self, name: str, value: bytes, ttl: float) -> None:
+        """Put our entry on the roster; SeatLost if the name is or was there already.
+
+        An earlier entry of this store is withdrawn.
+        """
+        if not is_name(name) or not TTL[0] <= ttl <= TTL[1]:
+            raise ValueError(f"{name!r} with a ttl of {ttl:g} s cannot stand on the roster")
+        notice = _fitting(put_notice(name, ttl, value))
+        self.withdraw()
+        if self._calls.exchange(lambda line, until: self._add(line, until, name, [])) != 1:
+            raise SeatLost(f"the name {name} is or was on the roster already")
+        self._seat = (name, ttl)
+        self._tell([notice])
+
+    def update(self, value: bytes) -> None:
+        """Replace the value of our entry; SeatLost if it is gone."""
+        name, ttl = self._enrolled()
+        self._tell([_fitting(put_notice(name, ttl, value))])
+
+    def renew(self) -> None:
+        """Keep our entry for another ``ttl`` seconds; SeatLost if it is gone."""
+        self._tell([])
+
+    def withdraw(self) -> None:
+        """Take our entry off the roster; nothing if there is none."""
+        if self._closed.is_set():
+            raise StoreClosed(f"the connection to the {self.place} was closed")
+        if self._seat is None:
+            return
+        try:
+            self._tell([left_notice(self._seat[0])])
+        except SeatLost:
+            return
+        finally:
+            self._seat = self._lead = None
+
+    def roster(self) -> Mapping[str, Seat]:
+        """Return all entries with their ages."""
+        if self._keeper is not None and not self._closed.is_set():
+            return self._keeper.roster()
+        return self._calls.exchange(self._read_roster)
+
+    def changes(self, name: str, timeout: float) -> Sequence[Change]:
+        """Wait for changes of the roster; the first call returns every entry. Only the host can."""
+        if self._keeper is None:
+            raise SeatLost(f"only the agent that hosts the {self.place} can lead")
+        return self._keeper.changes(name, timeout)
+
+    def await_lead(self, name: str, timeout: float) -> bool:
+        """Wait until we hold the lead; an agent that does not host waits ``timeout`` in vain."""
+        self._enrolled()
+        end = time.monotonic() + timeout
+        while self._keeper is not None and not self._closed.is_set():
+            left = end - time.monotonic()
+            with self._keeper.changed:
+                if self._keeper.has(name):
+                    self._begin(name)
+                    return True
+                if self._keeper.knows(name):
+                    raise SeatLost(f"{name} is not on the roster any more")
+                if left <= 0:
+                    return False
+                self._keeper.changed.wait(left)
+        if self._closed.wait(max(0.0, timeout)):
+            raise StoreClosed(f"the connection to the {self.place} was closed")
+        return False
+
+    def shared(self, offer: bytes = b"") -> bytes:
+        """Return the value that all share; ``offer`` becomes it where there is none."""
+        key = self._prefix + SHARED
+        request = wire.compare_set(key, b"", offer) if offer else wire.get(key)
+
+        def talk(line: Connection, until: float) -> bytes:
+            line.send([request], until)
+            return line.value(until)
+
+        return self._calls.exchange(talk)
+
+    def clear(self) -> None:
+        """Do nothing: what the job wrote goes with the process that hosts it."""
+
+    def close(self) -> None:
+        """Close the connections, end the thread, and the store itself if it is hosted here."""
+        self._closed.set()
+        if self._keeper is not None:
+            self._keeper.wake()
+        for line in (self._calls, self._waits, self._inbox):
+            line.cut()
+        self._server = None
+
+    def _begin(self, name: str) -> None:
+        if self._lead != name and self._keeper is not None:
+            self._keeper.begin(name)
+        self._lead = name
+
+    def _leads(self) -> bool:
+        if self._keeper is None:
+            return False
+        with self._keeper.changed:
+            return self._keeper.has(self._lead)
+
+    def _enrolled(self) -> tuple[str, float]:
+        if self._seat is None:
+            raise SeatLost("this agent is not on the roster")
+        return self._seat
+
+    def _tell(self, notices: list[bytes]) -> None:
+        """Send notices and a heartbeat; SeatLost if the host has taken us off the roster."""
+        name, _ = self._enrolled()
+        if self._calls.exchange(lambda line, by: self._add(line, by, name, notices)) <= 0:
+            raise SeatLost(f"{name} is not on the roster any more")
+
+    def _add(self, line: Connection, until: float, name: str, notices: list[bytes]) -> int:
+        requests = [wire.push(self._prefix + "in", notice) for notice in notices]
+        line.send([*requests, wire.add(f"{self._prefix}c/{name}", 1)], until)
+        return line.integer(until)
+
+    def _newer(self, line: Connection, until: float, after: int) -> Post | None:
+        """Read the newest post, None if that is ``after``; the next one is asked for at once."""
+        read, head_key = after + 1, self._prefix + "head"
+        while True:
+            line.send([wire.get(head_key), wire.get(f"{self._prefix}b/{read}")], until)
+            head, value = _version(line.value(until)), line.value(until)
+            known = max(self._known, self._head)
+            if head <= after or (known and head > known + FURTHEST):
+                return None
+            if head == read:
+                return Post(head, value)
+            read = head
+
+    def _await(self, line: Connection, by: float, end: float, version: int) -> bool:
+        line.send([wire.wait(f"{self._prefix}b/{version}")], by)
+        return line.awaited(min(end, time.monotonic() + SLICE), self._timeout)
+
+    def _read_roster(self, line: Connection, until: float) -> dict[str, Seat]:
+        line.send([wire.get(self._prefix + "ages")], until)
+        ages = _ages(line.value(until))
+        if not ages:
+            return {}
+        line.send([wire.multi_get([f"{self._prefix}s/{name}" for name in ages])], until)
+        values = [line.value(until) for _ in ages]
+        seats = zip(ages.items(), values, strict=True)
+        return {name: Seat(value[1:], age) for (name, age), value in seats if value}
+
+
+def _fitting(notice: bytes) -> bytes:
+    if len(notice) > NOTICE:
+        raise ValueError(
+            f"an entry of {len(notice)} bytes is more than the roster takes ({NOTICE})"
+        )
+    return notice
+
+
+def _version(raw: bytes) -> int:
+    return int(raw) if raw.isdigit() and len(raw) < 16 else 0
+
+
+def _ages(raw: bytes) -> dict[str, float]:
+    """Read the ages of the entries; anybody who reaches the port may have written them."""
+    try:
+        ages = json.loads(raw or b"{}")
+    except (ValueError, RecursionError):
+        return {}
+    if not isinstance(ages, dict):
+        return {}
+    good = [(name, age) for name, age in ages.items() if is_name(name) and is_age(age)]
+    return {name: float(age) for name, age in good[:MOST_ENTRIES]}
+
+
+def is_age(value: object) -> bool:
+    """Return whether a value from JSON is a number of seconds, and neither NaN nor endless."""
+    return type(value) in (int, float) and 0 <= value <= LONGEST_AGE  # type: ignore[operator]

@@ -1,0 +1,226 @@
+"""Which rank writes what: torch's own planner, asked once for each shape of a state.
+
+Each rank plans for itself (``create_local_plan``), rank 0 makes one plan of all
+(``create_global_plan``) and tells each rank which of its own pieces it writes. As long as no rank's
+keys, shapes or placements change, the plan stays, and a save needs none of this.
+
+Before torch plans, rank 0 leaves with the lowest rank what is that one's to write (``Share``);
+torch spreads the rest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
+
+from elaunch.errors import CheckpointError
+from elaunch.training.checkpoint.state.flatten import Captured, Path
+from elaunch.training.checkpoint.together.agree import agree
+from elaunch.training.checkpoint.together.guard import guarded
+
+if TYPE_CHECKING:
+    from elaunch.training.distributed import DistributedContext
+
+Signature = tuple[Hashable, ...]
+Box = tuple[torch.dtype, tuple[int, ...]]
+"""Type and shape of a piece of a tensor."""
+
+
+@dataclass(frozen=True)
+class Portion:
+    """What one rank writes: pieces of tensors, then values, in the order of its file."""
+
+    tensors: tuple[tuple[MetadataIndex, Box], ...]
+    values: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A plan, as one rank knows it.
+
+    Attributes:
+        number: names it, the same on all ranks.
+        items: the pieces that this rank writes.
+        portion: the same pieces, and the values that it writes.
+        compared: the keys of each rank that have to be equal where several ranks have them; one
+            list if all ranks have the same.
+        world: what each rank writes; on rank 0 only.
+        metadata: what ``.metadata`` says but for the places; on rank 0 only.
+    """
+
+    number: int
+    items: tuple[WriteItem, ...]
+    portion: Portion
+    compared: tuple[tuple[str, ...], ...]
+    world: tuple[Portion, ...] = ()
+    metadata: Metadata | None = None
+
+
+@dataclass(frozen=True)
+class _Proposal:
+    """What a rank could write; sent to rank 0."""
+
+    local: SavePlan
+    lowest: frozenset[str]
+    compared: tuple[str, ...]
+    paths: dict[str, Path]
+
+
+def signature(captured: Captured) -> Signature:
+    """Return what the plan depends on; equal for two saves that can share a plan."""
+    return tuple((key, leaf.share, _shape(leaf.value)) for key, leaf in captured.leaves.items())
+
+
+def _shape(value: Any) -> Hashable:
+    if isinstance(value, DTensor):
+        return (value.dtype, tuple(value.shape), value.device_mesh, value.placements)
+    if not isinstance(value, torch.Tensor):
+        return None
+    if not hasattr(value, "local_shards"):
+        return (value.dtype, tuple(value.shape))
+    shards = [shard.metadata for shard in value.local_shards()]
+    boxes = [(tuple(one.shard_offsets), tuple(one.shard_sizes)) for one in shards]
+    return (value.dtype, tuple(value.size()), tuple(boxes))
+
+
+def compared_keys(captured: Captured) -> tuple[str, ...]:
+    """Return the keys of what has to be equal on all ranks that have it."""
+    return tuple(key for key, leaf in captured.leaves.items() if leaf.is_compared)
+
+
+def planner_of(captured: Captured) -> DefaultSavePlanner:
+    """Return a planner that knows the state, for ``resolve_data``."""
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    # Values are no business of the planner, which would take some of them for containers.
+    leaves = captured.leaves.items()
+    flat = {key: leaf.value if leaf.is_tensor else None for key, leaf in leaves}
+    planner.set_up_planner(flat, is_coordinator=False)
+    return planner
+
+
+def make(
+    distributed: DistributedContext,
+    captured: Captured,
+    planner: DefaultSavePlanner,
+    number: int,
+    timeout: float | None,
+) -> Plan:
+    """Plan together. ALL ranks call it; raises SaveError on all of them if they contradict."""
+    what = "planning a save"
+    proposal, problem = guarded(lambda: _propose(captured, planner), what)
+    agree(distributed, what, problem, None, timeout)
+    proposals = distributed.gather(proposal, timeout)
+    answer, problem = None, None
+    if proposals is not None:
+        answer, problem = guarded(lambda: _decide(proposals), what)
+    agree(distributed, what, problem, None, timeout)
+    assert proposal is not None
+    chosen, compared = distributed.broadcast(
+        (answer.chosen, answer.compared) if answer is not None else None, timeout
+    )
+    items = _chosen(proposal.local, chosen[distributed.rank])
+    pieces = tuple(item for item in items if item.type != WriteItemType.BYTE_IO)
+    plan = Plan(number, pieces, _portion(items), compared)
+    if answer is None:
+        return plan
+    return dataclasses.replace(plan, world=answer.world, metadata=answer.metadata)
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """Rank 0's plan: for each rank the positions of its items, and their hints."""
+
+    chosen: list[list[tuple[int, int | None]]]
+    compared: tuple[tuple[str, ...], ...]
+    world: tuple[Portion, ...]
+    metadata: Metadata
+
+
+def _propose(captured: Captured, planner: DefaultSavePlanner) -> _Proposal:
+    leaves = captured.leaves
+    return _Proposal(
+        planner.create_local_plan(),
+        frozenset(key for key, leaf in leaves.items() if leaf.is_left_to_the_lowest),
+        compared_keys(captured),
+        {key: leaf.path for key, leaf in leaves.items()},
+    )
+
+
+def _decide(proposals: Sequence[_Proposal]) -> _Answer:
+    plans = [proposal.local for proposal in proposals]
+    _check_kinds(plans)
+    left: list[SavePlan] = []
+    taken: set[str] = set()
+    for proposal in proposals:
+        items = [
+            item
+            for item in proposal.local.items
+            if not (item.index.fqn in proposal.lowest and item.index.fqn in taken)
+        ]
+        taken |= {item.index.fqn for item in items}
+        left.append(dataclasses.replace(proposal.local, items=items))
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    planned, metadata = planner.create_global_plan(left)
+    paths = {key: path for proposal in proposals for key, path in proposal.paths.items()}
+    lists = tuple(proposal.compared for proposal in proposals)
+    return _Answer(
+        [_positions(local, plan) for local, plan in zip(plans, planned, strict=True)],
+        lists[:1] if len(set(lists)) == 1 else lists,
+        tuple(_portion(plan.items) for plan in planned),
+        dataclasses.replace(metadata, planner_data=paths),
+    )
+
+
+def _check_kinds(plans: Sequence[SavePlan]) -> None:
+    """Raise CheckpointError if one key is, on two ranks, of another kind, type or size."""
+    first: dict[str, tuple[int, str]] = {}
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            told = _told(item)
+            other, before = first.setdefault(item.index.fqn, (rank, told))
+            if before != told:
+                raise CheckpointError(
+                    f"{item.index.fqn} is {before} on rank {other} and {told} on rank {rank}: put "
+                    "elaunch.PerRank(…) around what each rank has of its own"
+                )
+
+
+def _told(item: WriteItem) -> str:
+    data = item.tensor_data
+    if data is None:
+        return "a value"
+    kind = "a sharded tensor" if item.type == WriteItemType.SHARD else "a tensor"
+    return f"{kind} of {data.properties.dtype} and size {tuple(data.size)}"
+
+
+def _positions(local: SavePlan, planned: SavePlan) -> list[tuple[int, int | None]]:
+    where = {item.index: position for position, item in enumerate(local.items)}
+    return [(where[item.index], item.index.index) for item in planned.items]
+
+
+def _chosen(local: SavePlan, chosen: Sequence[tuple[int, int | None]]) -> list[WriteItem]:
+    items = []
+    for position, hint in chosen:
+        item = local.items[position]
+        index = dataclasses.replace(item.index, index=hint)
+        items.append(dataclasses.replace(item, index=index))
+    return items
+
+
+def _portion(items: Sequence[WriteItem]) -> Portion:
+    tensors, values = [], []
+    for item in items:
+        data = item.tensor_data
+        if data is None:
+            values.append(item.index.fqn)
+        else:
+            tensors.append((item.index, (data.properties.dtype, tuple(data.chunk.sizes))))
+    return Portion(tuple(tensors), tuple(values))

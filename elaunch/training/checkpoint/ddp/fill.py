@@ -1,0 +1,271 @@
+"""What ``load_ddp`` does with a file's content: compares all of it with the state, then puts it in.
+
+=====================================  ==========================================================
+in the state                           gets
+=====================================  ==========================================================
+module, optimizer, other with          what was saved, through ``load_state_dict``
+``load_state_dict``
+tensor                                 copied into; of the same size, and of a type that cuts
+                                       nothing off
+dict with tensors or objects in it     the same, member by member; a list too
+dict of plain values on both sides     replaced as one value; the dict stays the same object
+``elaunch.PerRank``                    this rank's own; on another number of ranks as it says
+anything else                          replaced in its dict or list
+=====================================  ==========================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from elaunch.errors import CheckpointError
+from elaunch.training.checkpoint.ddp import plainstate
+from elaunch.training.checkpoint.state import kinds, modules, optimizers, tensors
+from elaunch.training.checkpoint.state.perrank import PerRank
+
+SHOWN: Final = 10
+_OWN_LOADING: Final = "_load_from_state_dict"
+
+
+@dataclass
+class Fit:
+    """How a state and a content fit.
+
+    Attributes:
+        missing: keys that only the state has; those in modules too.
+        unexpected: keys that only the content has.
+        wrong: what cannot be put where it belongs, in words.
+    """
+
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+
+
+def check(state: Mapping[Any, Any], content: Any, strict: bool) -> None:
+    """Raise CheckpointError unless ``content`` fits ``state``, in which nothing changes."""
+    if not isinstance(content, Mapping):
+        raise CheckpointError(f"the file holds a {type(content).__name__}, no dict")
+    comparison = _Comparison()
+    comparison.members(state, content, "")
+    fit = comparison.fit
+    told = [("missing", fit.missing), ("unexpected", fit.unexpected)] if strict else []
+    words = [f"{word}: {_listed(keys, ', ')}" for word, keys in told if keys]
+    if fit.wrong:
+        words.append(_listed(fit.wrong, "; "))
+    if words:
+        raise CheckpointError(f"the state does not fit the checkpoint: {'; '.join(words)}")
+
+
+def fill(state: Mapping[Any, Any], content: Mapping[Any, Any], rank: int, ranks: int) -> None:
+    """Put what was saved into ``state``, which it fits; ``rank`` of ``ranks`` calls it."""
+    _Filling(rank, ranks).members(state, content)
+
+
+class _Comparison:
+    """One comparison of a state with a content."""
+
+    def __init__(self) -> None:
+        self.fit = Fit()
+
+    def members(self, state: Any, content: Any, above: str) -> None:
+        """Compare two dicts, or two lists."""
+        own, saved = dict(_members(state)), dict(_members(content))
+        self._keys(own, saved, above)
+        for key, value in own.items():
+            if key not in saved:
+                continue
+            name = f"{above}{key}"
+            self._value(value, saved[key], name)
+            if _is_replaced(value, saved[key]) and not isinstance(state, MutableMapping | list):
+                self.fit.wrong.append(
+                    f"{name} cannot be replaced in a {type(state).__name__}: give a dict"
+                )
+
+    def _keys(self, own: Mapping[Any, Any], saved: Mapping[Any, Any], above: str) -> None:
+        self.fit.missing += [f"{above}{key}" for key in own if key not in saved]
+        self.fit.unexpected += [f"{above}{key}" for key in saved if key not in own]
+
+    def _value(self, value: Any, saved: Any, name: str) -> None:
+        if isinstance(value, PerRank):
+            kinds.refuse_resizing(value, name)
+            if kinds.is_changed_in_place(value.value):
+                self._value(value.value, _every(saved)[0], name)
+        elif isinstance(value, nn.Module):
+            self._module(value, saved, name)
+        elif isinstance(value, torch.optim.Optimizer):
+            self._optimizer(value, saved, name)
+        elif kinds.is_stateful(value):
+            return
+        elif isinstance(value, torch.Tensor):
+            self._tensor(value, saved, name)
+        elif isinstance(value, tuple) and kinds.holds_objects(value):
+            self.fit.wrong.append(f"{name} is a tuple with objects in it: make it a list")
+        elif _is_replaced(value, saved):
+            return
+        elif isinstance(saved, Mapping if isinstance(value, Mapping) else list):
+            self.members(value, saved, f"{name}.")
+        else:
+            self._kind(value, saved, name)
+
+    def _module(self, module: nn.Module, saved: Any, name: str) -> None:
+        if not isinstance(saved, Mapping):
+            self._kind(module, saved, name)
+            return
+        own, saved = modules.state_of(module), _unwrapped(saved, module)
+        self._keys(own, saved, f"{name}.")
+        sizing = _addresses_of_own_loading(module)
+        for key, value in own.items():
+            if key not in saved or not isinstance(value, torch.Tensor) or is_lazy(value):
+                continue
+            if self._is_odd(value, f"{name}.{key}"):
+                continue
+            if value.numel() and value.data_ptr() not in sizing:
+                self._tensor(value, saved[key], f"{name}.{key}")
+
+    def _optimizer(self, optimizer: torch.optim.Optimizer, saved: Any, name: str) -> None:
+        for number, member in enumerate(optimizers.parameters(optimizer)):
+            if not is_lazy(member) and self._is_odd(member, f"{name}, parameter {number},"):
+                return
+        groups = saved.get("param_groups") if isinstance(saved, Mapping) else None
+        if not isinstance(groups, list):
+            return
+        had = [len(group["params"]) for group in groups]
+        has = [len(group["params"]) for group in optimizer.param_groups]
+        if had != has:
+            self.fit.wrong.append(
+                f"{name} has groups of {has} parameters, and the one in the checkpoint of {had}"
+            )
+
+    def _is_odd(self, tensor: torch.Tensor, name: str) -> bool:
+        """Note a tensor that cannot be loaded into, as one without data."""
+        found = tensors.obstacle(tensor)
+        if found is None or found.in_file:
+            return False
+        self.fit.wrong.append(f"{name} {tensors.in_words(found, loading=True)}")
+        return True
+
+    def _tensor(self, tensor: torch.Tensor, saved: Any, name: str) -> None:
+        if self._is_odd(tensor, name):
+            return
+        if not isinstance(saved, torch.Tensor):
+            self._kind(tensor, saved, name)
+        elif saved.device.type == "meta":
+            self.fit.wrong.append(f"{name} has no data in the checkpoint (device meta)")
+        elif tensor.shape != saved.shape:
+            self.fit.wrong.append(
+                f"{name} has size {tuple(tensor.shape)}, and {tuple(saved.shape)} in the checkpoint"
+            )
+        elif tensor.dtype != saved.dtype and not torch.can_cast(saved.dtype, tensor.dtype):
+            self.fit.wrong.append(
+                f"{name} is {tensor.dtype}, and {saved.dtype} in the checkpoint, which would be "
+                "cut off"
+            )
+
+    def _kind(self, value: Any, saved: Any, name: str) -> None:
+        self.fit.wrong.append(
+            f"{name} is a {type(value).__name__}, and a {type(saved).__name__} in the checkpoint"
+        )
+
+
+class _Filling:
+    """Puts a content into the state of one of the ranks."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self._rank = rank
+        self._ranks = ranks
+
+    def members(self, state: Any, content: Any) -> None:
+        """Fill a dict, or a list."""
+        saved = dict(_members(content))
+        for key, value in list(_members(state)):
+            if key in saved:
+                self._value(state, key, value, saved[key])
+
+    def _value(self, holder: Any, key: Any, value: Any, new: Any) -> None:
+        if isinstance(value, PerRank):
+            self._own(value, new)
+        elif isinstance(value, nn.Module):
+            own, saved = modules.state_of(value), _unwrapped(new, value)
+            # Its own where the file lacks some, which was said to be right or is an error by now.
+            modules.set_state(value, {name: saved.get(name, own[name]) for name in own})
+        elif kinds.is_stateful(value):
+            value.load_state_dict(new)
+        elif isinstance(value, torch.Tensor):
+            value.detach().copy_(new)
+        elif not _is_replaced(value, new):
+            self.members(value, new)
+        elif isinstance(value, MutableMapping) and isinstance(new, Mapping):
+            value.clear()
+            value.update(new)
+        else:
+            holder[key] = new
+
+    def _own(self, marked: PerRank, saved: Any) -> None:
+        """Give this rank its own; with another number of ranks as PerRank says."""
+        every = _every(saved)
+        new = every[self._rank % len(every)]
+        if marked.on_resize is not None and len(every) != self._ranks:
+            new = marked.on_resize(list(every))
+        elif self._rank >= len(every) and not marked.wrap:
+            return
+        if kinds.is_changed_in_place(marked.value):
+            self._value({}, "", marked.value, new)
+        elif kinds.is_stateful(marked.value):
+            marked.value.load_state_dict(new)
+        else:
+            marked.value = new
+
+
+def _members(container: Any) -> Iterator[tuple[Any, Any]]:
+    yield from container.items() if isinstance(container, Mapping) else enumerate(container)
+
+
+def _every(saved: Any) -> list[Any]:
+    """Return what every rank has saved; one if it was saved without the mark."""
+    marked = isinstance(saved, Mapping) and plainstate.PER_RANK in saved
+    return list(saved[plainstate.PER_RANK]) if marked else [saved]
+
+
+def _is_replaced(value: Any, saved: Any) -> bool:
+    """Tell whether what was saved takes the place of ``value``, and does not go into it."""
+    if isinstance(value, PerRank | torch.Tensor) or kinds.is_stateful(value):
+        return False
+    if isinstance(value, Mapping):
+        plain = not isinstance(saved, Mapping) or not plainstate.has_tensors(saved)
+        return plain and not kinds.holds_objects(value) and not plainstate.has_tensors(value)
+    if not isinstance(value, list) or kinds.holds_objects(value):
+        return not isinstance(value, list)
+    fits = isinstance(saved, list) and len(saved) == len(value)
+    return not (fits and plainstate.has_tensors(value))
+
+
+def _addresses_of_own_loading(module: nn.Module) -> frozenset[int]:
+    """Return where the tensors of submodules lie that load in their own way, to any size maybe."""
+    return frozenset(
+        tensor.data_ptr()
+        for part in module.modules()
+        if not getattr(type(part), _OWN_LOADING).__module__.startswith("torch.nn.")
+        for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False))
+        if not is_lazy(tensor)
+    )
+
+
+def _unwrapped(saved: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
+    """Return a model's state without DDP's prefix, if somebody saved it with that."""
+    prefix = "module."
+    prefixed = all(key.startswith(prefix) for key in saved)
+    if prefixed and saved.keys() != modules.state_of(model).keys():
+        return {key[len(prefix) :]: value for key, value in saved.items()}
+    return dict(saved)
+
+
+def _listed(words: list[str], between: str) -> str:
+    more = f" and {len(words) - SHOWN} more" if len(words) > SHOWN else ""
+    return between.join(words[:SHOWN]) + more

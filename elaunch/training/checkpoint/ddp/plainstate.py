@@ -1,0 +1,278 @@
+"""What ``save_ddp`` makes of a state: plain values for torch.save, and what ranks have to agree on.
+
+=============================  =====================================================================
+in the state                   compared between the ranks
+=============================  =====================================================================
+keys                           the same on all ranks, with the same kind of thing under each
+plain values                   equal, also in what ``state_dict()`` of schedulers and others returns
+modules, optimizers, tensors   not: rank 0's are written, as with torch.save
+``elaunch.PerRank``            not
+=============================  =====================================================================
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from elaunch.errors import CheckpointError, SaveError
+from elaunch.training.checkpoint.dcp import archives
+from elaunch.training.checkpoint.dcp.metadata import key_of
+from elaunch.training.checkpoint.ddp import loadable
+from elaunch.training.checkpoint.state import kinds, modules, optimizers, tensors
+from elaunch.training.checkpoint.state.perrank import PerRank
+from elaunch.training.checkpoint.together import compare
+from elaunch.training.distributed import DistributedContext
+
+PER_RANK: Final = "elaunch.per_rank"
+"""The key in the file under which every rank's value stands, in a list."""
+_TOLD: Final = 8
+"""Keys that an error names."""
+Path = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a rank says of its state to the others.
+
+    Attributes:
+        kinds: what stands under each key, in words.
+        compared: the keys of plain values.
+        digests: theirs, joined.
+        own: what the rank has of its own.
+    """
+
+    kinds: dict[str, str]
+    compared: tuple[str, ...]
+    digests: bytes
+    own: dict[Path, Any]
+
+
+@dataclass
+class Plain:
+    """A state as plain values.
+
+    Attributes:
+        content: for the file; None stands for modules and optimizers on ranks that do not write.
+        own: what this rank has of its own.
+        places: where every rank's own are to be put in ``content``.
+        kinds: what stands under each key.
+        values: the plain values by key.
+        size: about how many bytes the tensors have.
+    """
+
+    content: dict[Any, Any] = field(default_factory=dict)
+    own: dict[Path, Any] = field(default_factory=dict)
+    places: dict[Path, list[Any]] = field(default_factory=dict)
+    kinds: dict[str, str] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+    size: int = 0
+
+    def told(self) -> Told:
+        """Return what the other ranks get to know."""
+        digests = [compare.digest(pickle.dumps(value)) for value in self.values.values()]
+        return Told(self.kinds, tuple(self.values), b"".join(digests), self.own)
+
+    def complete(self, everyone: Sequence[Told]) -> dict[Any, Any]:
+        """Return the content, with what every rank has of its own."""
+        for path, place in self.places.items():
+            place[:] = [told.own[path] for told in everyone]
+        return self.content
+
+
+def make(state: Any, writes: bool) -> Plain:
+    """Return the state as plain values; ``writes``: this rank writes for all.
+
+    Raises CheckpointError for what cannot be saved, or not loaded again; whatever the script's
+    objects raise.
+    """
+    refuse_no_dict(state)
+    refuse_raw(state)
+    walk = _Walk(writes)
+    walk.made.content = {key: walk.visit(value, (key,)) for key, value in state.items()}
+    loadable.check(walk.made.content, "")
+    for path, value in walk.made.own.items():
+        loadable.check(value, key_of(path))
+    walk.made.size = _size_of(walk.made.content) if writes else 0
+    return walk.made
+
+
+def refuse_no_dict(state: object) -> None:
+    """Raise CheckpointError unless a state is a dict."""
+    if not isinstance(state, Mapping):
+        raise kinds.no_dict(state)
+
+
+def refuse_raw(value: Any, name: str = "") -> None:
+    """Raise CheckpointError for an optimizer's state by numbers, wherever it stands."""
+    if isinstance(value, PerRank):
+        value = value.value
+    if isinstance(value, Mapping):
+        if optimizers.is_raw(value):
+            raise optimizers.refuse_raw(name)
+        members = list(value.items())
+    else:
+        members = list(enumerate(value)) if isinstance(value, list | tuple) else []
+    for key, member in members:
+        refuse_raw(member, f"{name}.{key}" if name else str(key))
+
+
+def check_same(
+    distributed: DistributedContext,
+    made: Plain,
+    everyone: Sequence[Told],
+    what: str,
+    timeout: float | None,
+) -> None:
+    """Raise SaveError, on all ranks, for keys and plain values that differ. ALL ranks call it."""
+    problems = _differences([told.kinds for told in everyone])
+    if problems:
+        raise SaveError(
+            f"{what}: {'; '.join(problems[:_TOLD])}{'; …' if len(problems) > _TOLD else ''}: rank "
+            "0 writes for all ranks, so all give the same keys; elaunch.PerRank(…) is around what "
+            "each has of its own"
+        )
+    suspects = compare.differing(
+        [told.compared for told in everyone], [told.digests for told in everyone]
+    )
+    packed = {key: archives.pack(made.values[key]) for key in suspects if key in made.values}
+    compare.settle(distributed, suspects, packed, timeout, made.values.values())
+
+
+def _differences(everyone: Sequence[Mapping[str, str]]) -> list[str]:
+    """Return in words which keys not all ranks have, or with something else under them."""
+    if all(found == everyone[0] for found in everyone):
+        return []
+    problems = []
+    for key in dict.fromkeys(key for found in everyone for key in found):
+        ranks: dict[str, list[int]] = {}
+        for rank, found in enumerate(everyone):
+            ranks.setdefault(found.get(key, "missing"), []).append(rank)
+        if len(ranks) > 1:
+            words = [f"{kind} on {compare.ranks_in_words(of)}" for kind, of in ranks.items()]
+            problems.append(f"{key} is {', '.join(words)}")
+    return problems
+
+
+def _size_of(content: Any) -> int:
+    if isinstance(content, torch.Tensor):
+        size: int = content.numel() * content.element_size()
+        return size
+    members = content.values() if isinstance(content, Mapping) else content
+    return sum(map(_size_of, members)) if isinstance(content, Mapping | list | tuple) else 0
+
+
+class _Walk:
+    """One walk through a state; with ``shared=False`` through what a rank has of its own."""
+
+    def __init__(self, writes: bool, shared: bool = True) -> None:
+        self.made = Plain()
+        self._writes = writes
+        self._shared = shared
+
+    def visit(self, value: Any, path: Path) -> Any:
+        """Return the value as it stands in the file, and note what the ranks have to agree on."""
+        kinds.refuse_tuple(value, key_of(path))
+        if isinstance(value, PerRank):
+            return self._per_rank(value, path)
+        if isinstance(value, nn.Module):
+            _refuse_sharded(value, path)
+            self._note(path, "a module")
+            return self._module(value, path)
+        if isinstance(value, torch.optim.Optimizer):
+            self._note(path, "an optimizer")
+            return self._optimizer(value, path)
+        if kinds.is_stateful(value):
+            state = value.state_dict()
+            self._compare(state, path)
+            return state
+        if isinstance(value, Mapping) and value:
+            return {key: self.visit(member, (*path, key)) for key, member in value.items()}
+        if isinstance(value, list) and kinds.holds_objects(value):
+            return [self.visit(member, (*path, index)) for index, member in enumerate(value)]
+        self._compare(value, path)
+        return dict(value) if isinstance(value, Mapping) else value
+
+    def _module(self, module: nn.Module, path: Path) -> dict[str, Any] | None:
+        if not self._writes:
+            return None
+        state = modules.state_of(module)
+        _refuse_odd(state, path)
+        return state
+
+    def _optimizer(self, optimizer: torch.optim.Optimizer, path: Path) -> dict[str, Any] | None:
+        if not self._writes:
+            return None
+        state: dict[str, Any] = optimizer.state_dict()
+        _refuse_odd(state, path)
+        return state
+
+    def _per_rank(self, marked: PerRank, path: Path) -> dict[str, list[Any]]:
+        if not self._shared:
+            raise CheckpointError(f"{key_of(path)} is a PerRank in a PerRank: one is enough")
+        kinds.refuse_resizing(marked, key_of(path))
+        self._note(path, "a PerRank")
+        self.made.own[path] = _Walk(writes=True, shared=False).visit(marked.value, path)
+        return {PER_RANK: self.made.places.setdefault(path, [])}
+
+    def _compare(self, value: Any, path: Path) -> None:
+        """Note the plain values in what is no module and no optimizer."""
+        if isinstance(value, torch.Tensor):
+            _refuse_sharded(value, path)
+            _refuse_odd(value, path)
+            self._note(path, "a tensor")
+        elif isinstance(value, Mapping) and value:
+            for key, member in value.items():
+                self._compare(member, (*path, key))
+        elif isinstance(value, list | tuple) and has_tensors(value):
+            for index, member in enumerate(value):
+                self._compare(member, (*path, index))
+        else:
+            self._note(path, "a value")
+            self.made.values[key_of(path)] = value
+
+    def _note(self, path: Path, kind: str) -> None:
+        if self._shared:
+            self.made.kinds[key_of(path)] = kind
+
+
+def has_tensors(value: Any) -> bool:
+    """Tell whether a value is a tensor, or a dict, list or tuple with one somewhere in it."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return any(map(has_tensors, value))
+    return isinstance(value, torch.Tensor)
+
+
+def _refuse_sharded(value: Any, path: Path) -> None:
+    parts = list(value.parameters()) if isinstance(value, nn.Module) else [value]
+    wrapped = isinstance(value, nn.Module) and any(
+        type(module).__name__ == "FullyShardedDataParallel" for module in value.modules()
+    )
+    if wrapped or any(isinstance(part, DTensor) for part in parts):
+        raise CheckpointError(
+            f"{key_of(path)} is sharded over the ranks, so rank 0 does not have all of it: use "
+            "ctx.checkpoint.save()"
+        )
+
+
+def _refuse_odd(value: Any, path: Path) -> None:
+    """Raise CheckpointError for tensors that one file cannot hold, also those in dicts and lists.
+
+    Some that the sharded save refuses, as quantised ones, torch.save and torch.load take.
+    """
+    if isinstance(value, torch.Tensor):
+        found = tensors.obstacle(value)
+        if found is not None and not found.in_file:
+            tensors.refuse(key_of(path), value)
+    elif has_tensors(value):
+        members = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, member in members:
+            _refuse_odd(member, (*path, key))

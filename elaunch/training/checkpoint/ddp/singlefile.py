@@ -1,0 +1,194 @@
+"""``save_ddp`` and ``load_ddp``: one ``torch.save`` file for all ranks, written by rank 0.
+
+The file, ``state.pt``, is what ``torch.load`` reads anywhere: a dict with the keys of the state.
+
+==============================  ====================================================================
+value in the state              in the file
+==============================  ====================================================================
+module                          its ``state_dict()``; without ``module.`` where DDP wraps it
+other with ``state_dict`` and   its ``state_dict()``: optimizers, schedulers, samplers
+``load_state_dict``
+``elaunch.PerRank``             every rank's, in a list; each rank gets its own back
+dict                            the same, value by value
+list with objects in it         the same, member by member
+anything else                   itself
+==============================  ====================================================================
+
+``optimizer.state_dict()`` in the state is refused: what is loaded goes into that dict, and not into
+the optimizer. elaunch.training.checkpoint.ddp.plainstate makes the content, and filling puts it
+back.
+
+==============  ==================================================================================
+mode of a load  who opens the file
+==============  ==================================================================================
+all             every rank
+broadcast       rank 0, which sends the content to the others
+sequential      every rank, one after the other in the order of the ranks
+==============  ==================================================================================
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from elaunch.checkpoint.storage.storage import Committed, Stage
+from elaunch.errors import CheckpointError, ContextError, DamageError
+from elaunch.training.checkpoint import restore
+from elaunch.training.checkpoint.dcp import verify
+from elaunch.training.checkpoint.ddp import fill, loadable, plainstate
+from elaunch.training.checkpoint.parts import Mode, Parts, Saving
+from elaunch.training.checkpoint.store import part_of, save_together
+from elaunch.training.checkpoint.together.agree import agree
+from elaunch.training.checkpoint.together.guard import guarded
+from elaunch.training.checkpoint.together.torcherrors import os_error_behind
+
+FILE: Final = "state.pt"
+MODES: Final = ("all", "broadcast", "sequential")
+
+
+def save(parts: Parts, state: Mapping[str, Any], saving: Saving) -> Committed:
+    """Save ``state`` as one file; ALL ranks call it together, rank 0 writes.
+
+    Raises SaveError on all ranks: also for a model that is sharded over them, for values that
+    differ between them, and for what could not be loaded again.
+    """
+
+    def work() -> tuple[plainstate.Plain, plainstate.Told]:
+        made = plainstate.make(state, writes=parts.rank == 0)
+        return made, made.told()
+
+    done, problem = guarded(work, saving.what)
+    own = None if done is None else done[1]
+    everyone = agree(parts.distributed, f"{saving.what}, its state", problem, own, saving.timeout)
+    assert done is not None
+    made = done[0]
+    plainstate.check_same(parts.distributed, made, everyone, saving.what, saving.timeout)
+    saving = replace(saving, size=made.size)
+
+    def write(stage: Stage) -> bytes | None:
+        if parts.rank != 0:
+            return None
+        path = parts.depot.open_stage(stage) / FILE
+        problem = guarded(lambda: _write(made.complete(everyone), path), "torch.save")[1]
+        if problem is not None:
+            raise problem
+        return parts.depot.seal(stage, part_of(parts, saving, writers=1), [FILE])
+
+    return save_together(parts, saving, write)
+
+
+def load_chosen(
+    parts: Parts, wanted: restore.Wanted, state: Mapping[str, Any], how: tuple[Mode, bool]
+) -> Committed | None:
+    """Choose a checkpoint and :func:`load` it. ALL ranks call it together."""
+
+    def use(there: Parts, found: Committed) -> None:
+        load(there, state, found, how, wanted.timeout)
+
+    return restore.read(parts, wanted, how[1], use)
+
+
+def load(
+    parts: Parts,
+    state: Mapping[str, Any],
+    found: Committed,
+    how: tuple[Mode, bool],
+    timeout: float | None,
+) -> None:
+    """Put what is saved into the objects of ``state``; ALL ranks call it together.
+
+    ``how``: the mode, and whether keys must be the same on both sides. Raises CheckpointError, on
+    all ranks, that names missing and unexpected keys and their ranks; nothing has changed then,
+    unless an object of the state did not take what it was given.
+    """
+    what = f"load_ddp of {found.name}"
+    mode, strict = how
+
+    def together(step: str, work: Callable[[], None]) -> None:
+        problem = guarded(work, "load_ddp")[1]
+        agree(parts.distributed, step, problem, None, timeout, CheckpointError)
+
+    together(f"{what}, its state", lambda: _check_state(state))
+    content = _read(parts, found, mode, timeout, what)
+    together(what, lambda: fill.check(state, content, strict))
+    size = parts.distributed.size
+    together(f"{what}, filling", lambda: fill.fill(state, content, parts.rank, size))
+
+
+def check_mode(mode: str) -> None:
+    """Raise ContextError for a mode that there is not."""
+    if mode not in MODES:
+        raise ContextError(f"mode={mode!r}: one of {', '.join(MODES)}")
+
+
+def _check_state(state: Mapping[str, Any]) -> None:
+    plainstate.refuse_no_dict(state)
+    plainstate.refuse_raw(state)
+
+
+def _write(content: Mapping[Any, Any], path: Path) -> None:
+    """Write the file; a disk that is full is an OSError, which torch hides behind its own."""
+    try:
+        with path.open("wb") as file:
+            torch.save(content, file)
+    except RuntimeError as error:
+        raise os_error_behind(error, path) or error from None
+
+
+def _read(parts: Parts, found: Committed, mode: Mode, timeout: float | None, what: str) -> Any:
+    """Return the file's content on every rank, read by those whom ``mode`` lets."""
+    with restore.opened(parts, found, timeout, what) as place:
+        path = place if place.is_file() else place / FILE
+        loaded: Any = None
+        problem: Exception | None = None
+        damage = ""
+        for turn in range(parts.distributed.size if mode == "sequential" else 1):
+            reads = mode == "all" or turn == parts.rank
+            if reads:
+                is_checked = _is_checked(parts, found, path)
+                (loaded, problem), damage = _loaded(path, is_checked)
+            if mode == "sequential":
+                parts.distributed.barrier(timeout)
+        told = agree(parts.distributed, what, None, damage, timeout, CheckpointError)
+        if bad := next(filter(None, told), ""):
+            raise DamageError(bad) from problem
+        agree(parts.distributed, what, problem, None, timeout, CheckpointError)
+    return parts.distributed.broadcast(loaded, timeout) if mode == "broadcast" else loaded
+
+
+def _is_checked(parts: Parts, found: Committed, path: Path) -> bool:
+    """Tell whether this rank compares the file's checksum: one of each node does."""
+    local = not (restore.is_foreign(found) or isinstance(parts.depot.place, str))
+    return local and parts.is_node_chief and path.name == FILE
+
+
+def _loaded(path: Path, is_checked: bool) -> tuple[tuple[Any, None] | tuple[None, Exception], str]:
+    """Return what :func:`guarded` makes of the file's content, and whether the file is damaged."""
+    if not is_checked:
+        return guarded(lambda: _load(path), "torch.load"), ""
+    with verify.beside(path.parent, [path.name]) as verifier:
+        done = guarded(lambda: _load(path), "torch.load")
+        damage, problem = guarded(verifier.damage, "reading")
+    return (done if problem is None or done[1] else (None, problem)), damage or ""
+
+
+def _load(path: Path) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path} is not there: save_ddp() did not write this checkpoint; load() and "
+            "restore_path() read others"
+        ) from None
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path} holds objects that are not loaded without being trusted: "
+            f"{loadable.reason(error)}; if you trust the file, name their classes to "
+            "torch.serialization.add_safe_globals"
+        ) from None

@@ -1,0 +1,363 @@
+"""``restore_path``: which checkpoint all ranks read, and where each finds it.
+
+Rank 0 chooses; the others take its word. What this job has not written itself, and nobody has
+verified for it, rank 0 verifies first. If the latest is gone or damaged, the newest that is whole
+takes its place, on all ranks. While the block lasts nobody deletes it: retention and ``delete`` see
+the lock of whoever reads. From a URL the first rank of each node fetches it for the others. With a
+directory per node, each node first gets what it lacks (nodecopies).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from elaunch.checkpoint import layout
+from elaunch.checkpoint.retention import readers
+from elaunch.checkpoint.search import elsewhere
+from elaunch.checkpoint.search.places import parse_place, without_slash
+from elaunch.checkpoint.storage.storage import Committed, Depot, Place, open_depot
+from elaunch.errors import (
+    CheckpointError,
+    CollectiveError,
+    ContextError,
+    DamageError,
+    SaveError,
+)
+from elaunch.training.checkpoint import where
+from elaunch.training.checkpoint.parts import Known, Parts, newer
+from elaunch.training.checkpoint.together.agree import agree, attempt
+
+LOOKING: Final = "looking for the latest checkpoint"
+
+log = logging.getLogger("elaunch")
+
+
+Which = str | os.PathLike[str] | Committed
+"""How a script names a checkpoint: name, uuid, path, URL, or what ``latest()`` returned."""
+
+
+def named(depot: Depot, which: Which) -> str:
+    """Return the name or uuid of a checkpoint in ``depot``; the path or URL of any other.
+
+    Raises ContextError for what names nothing.
+    """
+    given = which.place if isinstance(which, Committed) else which
+    try:
+        text = os.fspath(given)
+    except TypeError:
+        text = None
+    if not isinstance(text, str) or not text:
+        raise ContextError(
+            f"{which!r} names no checkpoint: give a name, a uuid, a path, a URL, or what latest() "
+            "returned"
+        )
+    if os.sep not in text and (isinstance(which, str) or not os.path.lexists(text)):
+        return text
+    try:
+        place = parse_place(text)
+    except ValueError as error:
+        raise ContextError(f"{text!r} {error}") from None
+    above, name = elsewhere.parent_of(place)
+    if not _is_same(above, depot.place):
+        return str(place)
+    if isinstance(place, str):
+        parsed = layout.parse_stage_name(name)
+        return parsed[2] if parsed else place
+    return name if layout.parse_step_name(name) else str(place)
+
+
+def _is_same(one: Place, other: Place) -> bool:
+    if isinstance(one, str) or isinstance(other, str):
+        return without_slash(str(one)) == without_slash(str(other))
+    return one == other or os.path.realpath(one) == os.path.realpath(other)
+
+
+def find(depot: Depot, which: Which, anywhere: bool = False) -> Committed:
+    """Return a checkpoint of ``depot``, or any other; one rank, alone.
+
+    Raises CheckpointError if it is not there.
+    """
+    name = named(depot, which)
+    if os.sep not in name:
+        return depot.find(name)
+    if not anywhere:
+        raise CheckpointError(f"{name} is no checkpoint of {depot.place}: give one that is there")
+    return elsewhere.committed_at(elsewhere.find_at(parse_place(name), content=False))[1]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a call of all ranks wants to read.
+
+    Attributes:
+        which: one checkpoint; None: the latest.
+        source: what to begin from where there is no latest.
+        timeout: seconds that each wait for the other ranks may take.
+        what: the call, for errors.
+    """
+
+    which: Which | None
+    source: str | os.PathLike[str] | None
+    timeout: float | None
+    what: str
+
+
+def choose(parts: Parts, wanted: Wanted) -> tuple[Parts, Committed | None]:
+    """Return the checkpoint to read, and the parts to read it with; None if there is none.
+
+    ALL ranks call it together. What comes from ``source`` has step 0: a run begins with it. Raises
+    CheckpointError, on all of them, if they ask for different ones, or for one that is not there or
+    damaged.
+    """
+    if wanted.which is not None and wanted.source is not None:
+        raise ContextError(f"{wanted.what}: uuid and source were given: the one says which, always")
+    if wanted.which is not None:
+        return _chosen(parts, named(parts.depot, wanted.which), wanted)
+    found = _latest_of_all(parts, wanted)
+    if found is not None or wanted.source is None:
+        return parts, found
+    there, found = _chosen(parts, str(_place(wanted.source)), wanted)
+    if found is not None and parts.rank == 0:
+        log.info("this run has no checkpoint: it begins at step 0 from %s", found.place)
+    return there, None if found is None else replace(found, step=0)
+
+
+def read(
+    parts: Parts, wanted: Wanted, strict: bool, use: Callable[[Parts, Committed], None]
+) -> Committed | None:
+    """Choose a checkpoint, and have ``use`` read it; return it, None if there is none.
+
+    ALL ranks call it together. Where ``use`` finds the latest damaged it is put aside, and the next
+    older one is read: with ``strict`` that leaves nothing of what was read before. Raises what
+    ``use`` raises.
+    """
+    while True:
+        there, found = choose(parts, wanted)
+        if found is None:
+            return None
+        try:
+            use(there, found)
+        except DamageError as damage:
+            told = CheckpointError(f"{wanted.what} {found.name}: {found.place}: {damage}")
+            if wanted.which is not None or there is not parts:
+                raise told from damage
+            _put_aside(parts, found, told, wanted)
+            if not strict:
+                raise told from damage
+        else:
+            return found
+
+
+def _put_aside(parts: Parts, found: Committed, damage: CheckpointError, wanted: Wanted) -> None:
+    """Take a damaged checkpoint away from all readers, on each node. ALL ranks call it together."""
+    parts.known.whole.discard(found.uuid)
+    acts = parts.rank == 0 or (parts.local and parts.is_node_chief)
+    if acts and parts.known.taken is None:
+        log.warning("an older checkpoint is looked for: %s", damage)
+        problem = attempt(lambda: parts.depot.quarantine(found, str(damage)))[1]
+        if problem is not None:
+            log.warning("%s cannot be put into quarantine: %s", found.name, problem)
+    agree(parts.distributed, wanted.what, None, None, wanted.timeout, CheckpointError)
+
+
+def _place(source: str | os.PathLike[str]) -> Place:
+    try:
+        return parse_place(os.fspath(source))
+    except (TypeError, ValueError) as error:
+        raise ContextError(f"source={source!r}: {error}") from None
+
+
+def _chosen(parts: Parts, name: str, wanted: Wanted) -> tuple[Parts, Committed | None]:
+    """Return the one that all ranks name. ALL ranks call it together."""
+    found, problem = None, None
+    if parts.rank == 0:
+        found, problem = attempt(lambda: _named(parts, name))
+    said = agree(
+        parts.distributed, wanted.what, problem, (name, found), wanted.timeout, CheckpointError
+    )
+    _check_asked(wanted.what, [asked for asked, _ in said])
+    above, chosen = said[0][1]
+    if above is not None or is_foreign(chosen):
+        return _at_another_place(parts, above), chosen
+    chosen = here(parts, chosen)
+    if parts.local:
+        from elaunch.training.checkpoint import nodecopies  # a third of what all of this imports
+
+        nodecopies.bring(parts, chosen, wanted.timeout)
+    return parts, chosen
+
+
+def _latest_of_all(parts: Parts, wanted: Wanted) -> Committed | None:
+    """Return the latest, or what takes its place. ALL ranks call it together."""
+    timeout = wanted.timeout
+    found, problem = attempt(lambda: _latest(parts)) if parts.rank == 0 else (None, None)
+    said = agree(parts.distributed, wanted.what, problem, (None, found), timeout, CheckpointError)
+    _check_asked(wanted.what, [asked for asked, _ in said])
+    chosen: Committed | None
+    chosen, reason = said[0][1]
+    chosen = None if chosen is None else here(parts, chosen)
+    if parts.local and chosen is not None and not is_foreign(chosen):
+        from elaunch.training.checkpoint import nodecopies
+
+        try:
+            nodecopies.bring(parts, chosen, timeout)
+        except CheckpointError as error:
+            reason = str(error)
+    if reason:
+        chosen = _in_its_place(parts, reason, timeout)
+    parts.known.choose(chosen)
+    return chosen
+
+
+def _check_asked(what: str, asked: Sequence[str | None]) -> None:
+    ranks = {wanted: rank for rank, wanted in reversed(list(enumerate(asked)))}
+    if len(ranks) > 1:
+        first = sorted((rank, wanted) for wanted, rank in ranks.items())
+        told = ", ".join(f"rank {rank} for {wanted!r}" for rank, wanted in first)
+        raise CheckpointError(f"{what}: the ranks ask for different checkpoints: {told}")
+
+
+def _at_another_place(parts: Parts, above: Place | None) -> Parts:
+    """Return the parts to read what is not this run's with; nothing is written there."""
+    known = Known(taken=SaveError("another run's checkpoints are only read"))
+    depot = parts.depot if above is None else open_depot(above)
+    return replace(parts, depot=depot, local=False, known=known)
+
+
+def look(parts: Parts, timeout: float | None) -> Committed | None:
+    """Return the newest checkpoint that is whole; rank 0 chooses. ALL ranks call it together."""
+    found, problem, name = None, None, ""
+    if parts.local:
+        from elaunch.training.checkpoint import nodecopies
+
+        name = nodecopies.newest_together(parts, parts.reads, timeout)
+    if parts.rank == 0 and (name or not parts.local):
+        found, problem = attempt(lambda: _newest(parts, name))
+    chosen: Committed | None
+    chosen = agree(parts.distributed, LOOKING, problem, found, timeout, CheckpointError)[0]
+    return None if chosen is None else here(parts, chosen)
+
+
+def here(parts: Parts, found: Committed) -> Committed:
+    """Return a checkpoint that another rank found as this node calls it."""
+    place = parts.depot.place
+    if isinstance(place, str) or is_foreign(found):
+        return found
+    return replace(found, place=place / found.name)
+
+
+def is_foreign(found: Committed) -> bool:
+    """Whether somebody else's code has written it, in its own format."""
+    return not found.uuid
+
+
+def not_there(what: str) -> CheckpointError:
+    """Return the error of who wants the latest checkpoint where there is none."""
+    return CheckpointError(
+        f"{what}: there is no checkpoint yet; ask ctx.checkpoint.latest(), which is None then"
+    )
+
+
+@contextlib.contextmanager
+def opened(parts: Parts, found: Committed, timeout: float | None, what: str) -> Iterator[Path]:
+    """Give every rank a local path to read the checkpoint from. ALL ranks enter it together.
+
+    Raises CheckpointError, on all ranks, if one of them cannot reach it.
+    """
+    with contextlib.ExitStack() as stack:
+        at_url = isinstance(parts.depot.place, str) and not is_foreign(found)
+        fetches = not at_url or parts.is_node_chief
+        path, problem = attempt(lambda: stack.enter_context(_at(parts, found)) if fetches else None)
+        agree(parts.distributed, what, problem, None, timeout, CheckpointError)
+        if at_url:
+            path = parts.distributed.broadcast_local(path, timeout)
+            stack.push(_leave_together(parts, timeout))
+        yield Path(path)
+
+
+def _named(parts: Parts, name: str) -> tuple[Place | None, Committed]:
+    """Return a checkpoint, verified, and where it is if that is not this run's place."""
+    if os.sep in name:
+        return elsewhere.committed_at(elsewhere.find_at(parse_place(name)))
+    found = parts.depot.find(name)
+    if not parts.local and found.uuid not in parts.known.whole:
+        with _kept(found):
+            parts.depot.verify(found)
+        parts.known.whole.add(found.uuid)
+    return None, found
+
+
+def _latest(parts: Parts) -> tuple[Committed | None, str]:
+    """Return the latest, or why it cannot be read any more."""
+    known = parts.known
+    found = newer(known.latest(), known.own)
+    if found is None:
+        return None, str(known.problem or "")
+    if is_foreign(found):
+        return found, ""
+    if not any(found.uuid == other.uuid for other in parts.depot.listed()):
+        return None, f"{found.name} is gone"
+    if parts.local:
+        return found, ""
+    reason = where.check(parts.depot, found, known)
+    return (None, reason) if reason else (found, "")
+
+
+def _in_its_place(parts: Parts, reason: str, timeout: float | None) -> Committed | None:
+    """Return what is read in place of the latest. ALL ranks call it together."""
+    found = look(parts, timeout)
+    if parts.rank == 0:
+        name = "there is no other" if found is None else f"{found.name} is taken"
+        log.warning("the latest checkpoint cannot be read, %s: %s", name, reason)
+    return found
+
+
+def _newest(parts: Parts, name: str) -> Committed | None:
+    """Return the checkpoint called ``name``; without one the newest that is whole."""
+    if name:
+        return parts.depot.find(name)
+    return where.newest(parts.depot, parts.reads, parts.known)
+
+
+@contextlib.contextmanager
+def _at(parts: Parts, found: Committed) -> Iterator[Path]:
+    if is_foreign(found):
+        path = Path(found.place)
+        if not path.exists():
+            raise CheckpointError(f"{path} is gone: it was removed meanwhile")
+        yield path
+        return
+    with _kept(found), parts.depot.fetch(found) as path:
+        yield path
+
+
+@contextlib.contextmanager
+def _kept(found: Committed) -> Iterator[None]:
+    """Keep a checkpoint from being removed; CheckpointError if it was already."""
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(readers.reading(found.place))
+        except FileNotFoundError:
+            raise CheckpointError(f"{found.name} is gone: it was removed meanwhile") from None
+        yield
+
+
+def _leave_together(parts: Parts, timeout: float | None) -> Any:
+    """Return what keeps the node's copy until all its ranks have left the block."""
+
+    def leave(kind: Any, error: BaseException | None, traceback: Any) -> bool:
+        del kind, traceback
+        try:
+            parts.distributed.barrier_local(timeout)
+        except CollectiveError:
+            if error is None:
+                raise
+        return False
+
+    return leave

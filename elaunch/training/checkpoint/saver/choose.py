@@ -1,0 +1,69 @@
+"""Who writes this rank's checkpoints in the background: its agent, else a thread of its own.
+
+Under ``elaunch run`` the parts are copied into memory of the agent's, which writes them out,
+whatever becomes of the worker (elaunch.training.checkpoint.saver.agent). Elsewhere, and where some
+rank cannot reach its agent, the same is done by threads of this process
+(elaunch.training.checkpoint.saver.local).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from elaunch.env import AGENT_SOCKET
+from elaunch.wire.saver import Keeper
+
+if TYPE_CHECKING:
+    from elaunch.checkpoint.storage.storage import Depot
+    from elaunch.run.saves import SavesRecord
+    from elaunch.training.distributed import DistributedContext
+
+
+def open_keeper(
+    distributed: DistributedContext,
+    depot: Depot,
+    round_number: int,
+    noted: Callable[[SavesRecord], None] | None = None,
+) -> Keeper:
+    """Return this rank's keeper; any rank may call it alone.
+
+    ``round_number`` is that of the names of the checkpoints that are written now. An agent that
+    cannot be reached at all is no reason for a script to fail: what is returned ``lacks`` it then,
+    and lets every round commit. Raises SaveError where the agent refuses this
+    worker: the round is over, or the directory is another job's. ``noted`` gets what was saved so
+    far after each commit, where no agent counts.
+    """
+    placement = distributed.placement
+    if placement.launcher != "elaunch":
+        return without_agent(distributed, depot, noted=noted)
+    path = os.environ.get(AGENT_SOCKET)
+    if not path:
+        return without_agent(distributed, depot, f"{AGENT_SOCKET} is not set")
+    from elaunch.training.checkpoint.saver.agent import AgentKeeper
+
+    keeper = AgentKeeper(Path(path), placement, str(depot.place))
+    try:
+        keeper.connect(round_number)
+    except OSError as error:
+        return without_agent(distributed, depot, f"{path}: {error.strerror or error}")
+    return keeper
+
+
+def without_agent(
+    distributed: DistributedContext,
+    depot: Depot,
+    lacks: str = "",
+    fence: Callable[[int], None] | None = None,
+    noted: Callable[[SavesRecord], None] | None = None,
+) -> Keeper:
+    """Return a keeper that is this process itself; ``lacks``: why its agent is not, if it has one.
+
+    All ranks have one of this kind, or none has: the parts of a save have to meet. ``fence`` is
+    that of an agent which can be reached all the same.
+    """
+    from elaunch.training.checkpoint.saver.local import LocalKeeper  # not for agents' workers
+
+    return LocalKeeper(distributed, depot, lacks, fence, noted)

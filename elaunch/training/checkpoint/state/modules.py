@@ -1,0 +1,75 @@
+"""Modules by the names of their parameters, through torch's get/set_model_state_dict.
+
+Names have no ``module.`` of DDP and the like, and shards stay shards. torch's functions refuse a
+module without parameters; its own ``state_dict`` is taken then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.nn.parameter import is_lazy
+
+from elaunch.training.checkpoint.state import tensors
+
+
+def addresses(module: nn.Module) -> frozenset[int]:
+    """Return where the parameters lie in memory, by which they are told from buffers."""
+    known = (each for each in module.parameters() if not is_lazy(each))
+    return frozenset(each.data_ptr() for each in known)
+
+
+def is_buffer(value: object, parameters: frozenset[int]) -> bool:
+    """Tell whether a value of a module's state is a buffer, by its module's :func:`addresses`."""
+    if not isinstance(value, torch.Tensor) or tensors.is_sharded(value) or is_lazy(value):
+        return False
+    return value.data_ptr() not in parameters
+
+
+def state_of(module: nn.Module) -> dict[str, Any]:
+    """Return the module's state by name; tensors in it are its own.
+
+    FSDP1 makes calls of its ranks for it: ALL ranks call it together.
+    """
+    if not _has_parameters(module):
+        return dict(module.state_dict())
+    return dict(get_model_state_dict(module))
+
+
+def set_state(module: nn.Module, state: Mapping[str, Any]) -> None:
+    """Give the module ``state``, as :func:`state_of` returned it and with other values maybe.
+
+    ALL ranks call it together, as :func:`state_of`.
+    """
+    if not _has_parameters(module):
+        module.load_state_dict(state)
+        return
+    set_model_state_dict(module, _with_parameters(module, state))
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _with_parameters(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``state`` with the parameters themselves in place of what shares their memory.
+
+    They were loaded in place; torch would copy each onto itself, unless it is the same object.
+    """
+    own = {_layout(parameter): parameter for parameter in module.parameters()}
+    return {
+        name: own.get(_layout(value), value)
+        if isinstance(value, torch.Tensor) and not tensors.is_sharded(value)
+        else value
+        for name, value in state.items()
+    }
+
+
+def _layout(tensor: torch.Tensor) -> Hashable:
+    if is_lazy(tensor):
+        return id(tensor)
+    return (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())

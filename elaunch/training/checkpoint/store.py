@@ -1,0 +1,318 @@
+"""One save by all ranks together: begin, each rank's part, commit.
+
+================  ================================================================================
+step              what the ranks tell each other at its end
+================  ================================================================================
+``begin``         step and metadata as each wants them; rank 0's uuid names the stage
+                  whether each can write there: nobody begins where another cannot
+(the parts)       written, fsynced and sealed by each rank
+``finish``        whether each has sealed; a problem of one is an error of all
+                  what rank 0 has committed: it asks its agent whether the round is still on (the
+                  fence), checks all parts, writes COMMIT, renames
+================  ================================================================================
+
+If anything goes wrong before the commit, rank 0 removes the stage, and nothing else has changed. A
+rank 0 that is killed leaves a stage: who chooses the next round's checkpoint clears it away, or
+commits it if it is complete.
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+import sys
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from elaunch import __version__
+from elaunch.checkpoint import layout
+from elaunch.checkpoint.retention import delete
+from elaunch.checkpoint.storage.storage import Committed, Part, Stage
+from elaunch.checkpoint.writing import manifests
+from elaunch.checkpoint.writing.assemble import in_the_way
+from elaunch.errors import CheckpointError, CollectiveError, RunDirError, SaveError
+from elaunch.training.checkpoint.parts import Parts, Saving
+from elaunch.training.checkpoint.together.agree import FULL, agree, attempt
+
+FLUSH_S: Final = 10.0
+Write = Callable[[Stage], bytes | None]
+
+log = logging.getLogger("elaunch")
+
+
+def save_together(
+    parts: Parts, saving: Saving, write: Write, extra: Mapping[str, Any] | None = None
+) -> Committed:
+    """Begin, write, commit; where a disk is full, make room and do it once more.
+
+    ALL ranks call it together. ``write(stage)`` writes and seals this rank's part and returns its
+    manifest, None if it has none; it may be called twice. ``extra`` goes into metadata.json.
+
+    Raises:
+        SaveError: nothing was committed; on all ranks, with the ranks and their reasons.
+        CollectiveTimeout, PeerLost: a rank did not come; names it.
+    """
+    try:
+        return _save_once(parts, saving, write, extra)
+    except SaveError as full:
+        if not full.no_room or not _make_room(parts, saving):
+            raise
+        log.warning("%s; older checkpoints were removed, trying again", full)
+    return _save_once(parts, saving, write, extra)
+
+
+def begin(parts: Parts, saving: Saving) -> Stage:
+    """Agree on a save, and return its stage, which all ranks can write to.
+
+    ALL ranks call it together. Raises SaveError on all of them if the steps differ, if some rank's
+    metadata cannot be, if the checkpoint is there already, or if some rank cannot write.
+    """
+    what = saving.what
+    problem = parts.known.taken or attempt(lambda: check_metadata(saving))[1]
+    if problem is None and parts.rank == 0:
+        problem = attempt(lambda: check_new(parts, saving.step))[1]
+    said = agree(parts.distributed, what, problem, (saving.step, uuid.uuid4().hex), saving.timeout)
+    check_steps(what, [step for step, _ in said])
+    stage = new_stage(parts, saving.step, said[0][1])
+    problem = attempt(lambda: parts.depot.open_stage(stage))[1]
+    try:
+        agree(parts.distributed, called(saving, stage), problem, None, saving.timeout)
+    except (CheckpointError, CollectiveError):
+        discard(parts, stage, agreed=False)
+        raise
+    return stage
+
+
+def finish(
+    parts: Parts,
+    saving: Saving,
+    stage: Stage,
+    sealed: tuple[bytes | None, BaseException | None],
+    extra: Mapping[str, Any] | None = None,
+) -> Committed:
+    """Commit a stage when all ranks have sealed their parts; return what was committed.
+
+    ALL ranks call it together, also one that could not: ``sealed`` is its manifest, or its problem.
+    Raises as :func:`save_together`; the stage is gone then.
+    """
+    flush(parts)
+    manifest, problem = sealed[0], _with_room_told(parts, saving, sealed[1])
+    said = (parts.distributed.cross_rank, manifest) if parts.local else None
+    try:
+        what = writing(saving, stage)
+        all_sealed = agree(parts.distributed, what, problem, said, saving.timeout)
+        found = _commit(parts, saving, stage, all_sealed, dict(extra or {}))
+    except CollectiveError:
+        discard(parts, stage, agreed=False)
+        raise
+    except CheckpointError:
+        discard(parts, stage, agreed=True)
+        raise
+    parts.known.note(found)
+    if parts.rank == 0 or (parts.local and parts.is_node_chief):
+        keep_by_rule(parts, saving.keep, found)
+    return found
+
+
+def _commit(
+    parts: Parts, saving: Saving, stage: Stage, sealed: list[Any], extra: dict[str, Any]
+) -> Committed:
+    """Have rank 0 commit, and with a directory per node every node after it."""
+    done, problem = None, None
+    if parts.local and parts.is_node_chief:
+        problem = attempt(lambda: _adopt(parts, stage, sealed))[1]
+    if parts.local:
+        agree(parts.distributed, f"{called(saving, stage)}, adopted", problem, None, saving.timeout)
+    if parts.rank == 0:
+        extra = documented(parts, stage, extra)
+        done, problem = attempt(lambda: commit_alone(parts, stage, extra))
+    what = called(saving, stage)
+    said = agree(parts.distributed, what, problem, (done, extra), saving.timeout)[0]
+    found: Committed = said[0]
+    if not parts.local:
+        return found
+    if parts.is_node_chief and parts.rank != 0:
+        done, problem = attempt(lambda: parts.depot.commit(stage, lambda: None, said[1]))
+    try:
+        agree(parts.distributed, f"{what}, on all nodes", problem, None, saving.timeout)
+    except SaveError:
+        if done is not None:
+            parts.depot.remove(done)  # what not all nodes have is no checkpoint
+        raise
+    return found
+
+
+def _adopt(parts: Parts, stage: Stage, sealed: list[tuple[int, bytes | None]]) -> None:
+    """Put the other nodes' manifests beside those of this node."""
+    node = parts.distributed.cross_rank
+    others = {r: said[1] for r, said in enumerate(sealed) if said[0] != node and said[1]}
+    parts.depot.adopt(stage, {rank: content for rank, content in others.items() if content})
+
+
+def documented(parts: Parts, stage: Stage, extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what metadata.json says beside the parts; the same on every node."""
+    now = time.time()
+    return {
+        "started": now,
+        "committed": now,
+        "durations": {},
+        "versions": versions(),
+        "metrics": parts.train.metrics_at(stage.step),
+        **extra,
+    }
+
+
+def new_stage(parts: Parts, step: int, uuid_: str = "") -> Stage:
+    """Return a stage of this round; with a random uuid where none is given."""
+    return Stage(step, parts.round, uuid_ or uuid.uuid4().hex)
+
+
+def commit_alone(parts: Parts, stage: Stage, extra: Mapping[str, Any]) -> Committed:
+    """Commit a complete stage if the round is still on; rank 0 does, without the others."""
+    done = parts.depot.commit(stage, lambda: parts.keeper.fence(parts.round), extra)
+    parts.keeper.committed(done, max(0.0, time.time() - extra["started"]))
+    return done
+
+
+def part_of(parts: Parts, saving: Saving, writers: int | None = None) -> Part:
+    """Return what this rank's manifest says beside the files; ``writers``: ranks with a part."""
+    world_size = parts.distributed.size if writers is None else writers
+    return Part(parts.rank, world_size, parts.run_id, dict(saving.metadata))
+
+
+def called(saving: Saving, stage: Stage) -> str:
+    """Return how errors call a save."""
+    return f"{saving.what} of step {stage.step}"
+
+
+def writing(saving: Saving, stage: Stage) -> str:
+    """Return how errors call what each rank does on its own in a save."""
+    return f"{called(saving, stage)}, writing"
+
+
+def discard(parts: Parts, stage: Stage, agreed: bool) -> None:
+    """Remove a stage whose save has failed; ``agreed``: all ranks know, so nobody writes there."""
+    own = parts.rank == 0 or (parts.local and parts.is_node_chief)
+    if not own and not (agreed and isinstance(parts.depot.place, str)):
+        return
+    try:
+        parts.depot.discard(stage)
+    except (OSError, CheckpointError) as error:
+        log.warning("the stage %s is left behind: %s", stage.name, error)
+
+
+def keep_by_rule(parts: Parts, keep: delete.Keep | None, committed: Committed) -> None:
+    """Remove the checkpoints that may go now that ``committed`` is there; rank 0 does."""
+    rule = parts.keep if keep is None else keep
+    if rule:
+        delete.apply(parts.depot, rule, {*parts.known.protected(), committed.name})
+
+
+def check_metadata(saving: Saving) -> None:
+    """Raise SaveError unless it is a dict for JSON with ``steps_completed``, which is the step."""
+    if not isinstance(saving.metadata, Mapping):
+        raise SaveError(f"metadata is {saving.metadata!r}: give a dict with steps_completed")
+    step = saving.metadata.get(layout.STEPS_COMPLETED)
+    if step is None:
+        raise SaveError(
+            f"metadata has no {layout.STEPS_COMPLETED!r}: give the number of steps that are done, "
+            f'as in {{"{layout.STEPS_COMPLETED}": 120}}'
+        )
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise SaveError(
+            f"{layout.STEPS_COMPLETED} is {step!r}, a {type(step).__name__}: give a whole number, "
+            "0 or more, as int(step) is"
+        )
+    if step != saving.step:
+        raise SaveError(f"{layout.STEPS_COMPLETED} is {step}, but the step is {saving.step}")
+    try:
+        manifests.check_metadata(saving.metadata)
+    except CheckpointError as error:
+        raise SaveError(str(error)) from None
+
+
+def check_new(parts: Parts, step: int) -> None:
+    """Raise SaveError if this round has committed that step already."""
+    name = layout.step_name(step, parts.round)
+    place = parts.depot.place
+    if not isinstance(place, str) and (place / name).exists():
+        raise in_the_way(place, name)
+
+
+def check_steps(what: str, steps: list[int]) -> None:
+    """Raise SaveError, the same on all ranks, unless all are at one step."""
+    first: dict[int, int] = {}
+    for rank, step in enumerate(steps):
+        first.setdefault(step, rank)
+    if len(first) > 1:
+        told = ", ".join(f"{step} on rank {rank}" for step, rank in first.items())
+        raise SaveError(
+            f"{what}: {layout.STEPS_COMPLETED} differs: {told}; all ranks save the same step"
+        )
+
+
+def versions() -> dict[str, str]:
+    """Return what this process runs with."""
+    found = {"elaunch": __version__, "python": platform.python_version()}
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        found["torch"] = str(torch.__version__)
+    return found
+
+
+def flush(parts: Parts) -> None:
+    """Have the metrics on disk before the checkpoint is: it is not to be ahead of them."""
+    try:
+        parts.train.flush(FLUSH_S)
+    except RunDirError as error:
+        log.warning("a checkpoint is committed before the metrics of its steps: %s", error)
+
+
+def _save_once(
+    parts: Parts, saving: Saving, write: Write, extra: Mapping[str, Any] | None
+) -> Committed:
+    started = time.time()
+    stage = begin(parts, saving)
+    begun = time.monotonic()
+    try:
+        sealed = attempt(lambda: write(stage))
+    except BaseException:
+        discard(parts, stage, agreed=False)
+        raise
+    times = {"durations": {"write": round(time.monotonic() - begun, 6)}, "started": started}
+    return finish(parts, saving, stage, sealed, {**times, **dict(extra or {})})
+
+
+def _make_room(parts: Parts, saving: Saving) -> bool:
+    """Have rank 0 remove what may go; tell all ranks whether anything went."""
+    removed: list[str] = []
+    needed = sum(parts.distributed.allgather(saving.size, saving.timeout))
+    if parts.rank == 0 or (parts.local and parts.is_node_chief):
+        rule = parts.keep if saving.keep is None else saving.keep
+        newest = parts.known.newest
+        needed = max(needed, 0 if newest is None else newest.size)
+        removed = delete.make_room(parts.depot, rule, needed, parts.known.protected())
+    return any(parts.distributed.allgather(bool(removed), saving.timeout))
+
+
+def _with_room_told(
+    parts: Parts, saving: Saving, problem: BaseException | None
+) -> BaseException | None:
+    """Return a full disk's error with what there is and what was needed; others as they are."""
+    if not isinstance(problem, OSError) or problem.errno not in FULL:
+        return problem
+    place = parts.depot.place
+    needs = f"needs about {in_bytes(saving.size)}, " if saving.size else ""
+    has = in_bytes(delete.free_bytes(place))
+    return OSError(problem.errno, f"no space left on {place}: {needs}has {has}", problem.filename)
+
+
+def in_bytes(size: float) -> str:
+    """Return a number of bytes for people."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.3g} {unit}"
+        size /= 1024
+    return f"{size:.3g} TiB"

@@ -1,0 +1,161 @@
+"""What has to be the same on all ranks, told by digests.
+
+torch.distributed.checkpoint keeps one rank's value of a key that several ranks have, and says
+nothing. So each save compares: values by their pickles, and by ``==`` where those differ (two equal
+sets can have different pickles); tensors by type, shape and some dozens of elements spread over
+them, so that it costs next to nothing. ``check_same`` compares every bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+
+from elaunch.errors import SaveError
+from elaunch.training import unpickling
+from elaunch.training.checkpoint.dcp import archives
+from elaunch.training.checkpoint.state import tensors
+from elaunch.training.checkpoint.together.guard import guarded
+from elaunch.training.distributed import DistributedContext
+
+LENGTH: Final = 8
+"""Bytes of a digest."""
+_SAMPLE: Final = 64
+_TOLD: Final = 60
+"""Characters of a value in an error."""
+
+
+def digest(*parts: Any) -> bytes:
+    """Return the digest of some bytes."""
+    total = hashlib.blake2b(digest_size=LENGTH)
+    for part in parts:
+        total.update(part)
+    return total.digest()
+
+
+def sampled(values: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
+    """Return a digest of each tensor's type, shape and of a sample of its elements."""
+    samples = {key: _sample(value) for key, value in values.items()}
+    alike: dict[tuple[torch.device, torch.dtype], list[str]] = {}
+    for key, sample in samples.items():
+        alike.setdefault((sample.device, sample.dtype), []).append(key)
+    found = {}
+    for keys in alike.values():
+        # One copy for all of a device's samples, since each would wait for the device.
+        host = torch.cat([samples[key] for key in keys]).cpu()
+        memory, at = tensors.memory_of(host), 0
+        for key in keys:
+            end = at + samples[key].numel() * host.element_size()
+            told = f"{values[key].dtype} {tuple(values[key].shape)}".encode()
+            found[key] = digest(told, memory[at:end])
+            at = end
+    return found
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    """Return some elements as integers, evenly spread up to the last one; a view if it can be.
+
+    At least ``_SAMPLE`` of them where there are as many, and never twice that.
+    """
+    value = tensor.detach().resolve_conj().resolve_neg()
+    value = value.view(_bits(value))
+    step = max(1, value.numel() // _SAMPLE)
+    first = (value.numel() - 1) % step
+    if value.is_contiguous():
+        return value.view(-1)[first::step]
+    places = torch.arange(first, value.numel(), step, device=value.device)
+    return value[torch.unravel_index(places, value.shape)]
+
+
+def _bits(tensor: torch.Tensor) -> torch.dtype:
+    """Return an integer type as wide as the tensor's: not every type can be indexed."""
+    wide = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return wide.get(tensor.element_size(), tensor.dtype)
+
+
+def differing(
+    compared: Sequence[Sequence[str]], digests: Sequence[bytes]
+) -> dict[str, dict[bytes, list[int]]]:
+    """Return the keys whose digests are not the same on all ranks, with the ranks of each digest.
+
+    ``compared`` has the keys of each rank, or one list for all; ``digests`` theirs, joined.
+    """
+    if len(compared) == 1 and len(set(digests)) == 1:
+        return {}
+    lists = [compared[0]] * len(digests) if len(compared) == 1 else compared
+    seen: dict[str, dict[bytes, list[int]]] = {}
+    for rank, (keys, joined) in enumerate(zip(lists, digests, strict=True)):
+        for number, key in enumerate(keys):
+            one = joined[number * LENGTH : (number + 1) * LENGTH]
+            seen.setdefault(key, {}).setdefault(one, []).append(rank)
+    return {key: groups for key, groups in seen.items() if len(groups) > 1}
+
+
+def settle(
+    distributed: DistributedContext,
+    suspects: Mapping[str, dict[bytes, list[int]]],
+    packed: Mapping[str, bytes],
+    timeout: float | None,
+    own_values: Iterable[object],
+) -> None:
+    """Raise SaveError on all ranks if the values under ``suspects`` differ. ALL ranks call it.
+
+    ``own_values``: of this rank's state; values of their classes are compared.
+    """
+    if not suspects:
+        return
+    own = {key: packed[key] for key in suspects if key in packed}
+    everyone = distributed.allgather(own, timeout)
+    also = unpickling.named_by(own_values)
+    problems = []
+    for key, groups in suspects.items():
+        holders = [rank for rank, held in enumerate(everyone) if key in held]
+        values = [_unpacked(everyone[rank][key], also) for rank in holders]
+        if not values:
+            ranks = "; ".join(ranks_in_words(group) for group in groups.values())
+            problems.append(f"{key} is a tensor that differs between the ranks ({ranks})")
+        elif not all(_equal(value, values[0]) for value in values):
+            problems.append(f"{key} is {_told(holders, values)}")
+    if problems:
+        raise SaveError(
+            f"{'; '.join(problems[:8])}{'; …' if len(problems) > 8 else ''}: a checkpoint keeps "
+            "one value for all ranks; put elaunch.PerRank(…) around what each rank has of its own"
+        )
+
+
+def _unpacked(archive: bytes, also: unpickling.Names) -> Any:
+    value, problem = guarded(lambda: archives.unpack(archive, also), "reading a value back")
+    return value if problem is None else problem
+
+
+def _told(holders: Sequence[int], values: Sequence[Any]) -> str:
+    told: dict[str, list[int]] = {}
+    for rank, value in zip(holders, values, strict=True):
+        told.setdefault(_short(value), []).append(rank)
+    return ", ".join(
+        f"{value} on {ranks_in_words(ranks)}" for value, ranks in list(told.items())[:4]
+    )
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _TOLD else f"{text[:_TOLD]}…"
+
+
+def ranks_in_words(ranks: Iterable[int]) -> str:
+    """Return ranks as an error calls them."""
+    numbers = list(ranks)
+    told = ", ".join(map(str, numbers[:16])) + (", …" if len(numbers) > 16 else "")
+    return f"rank {told}" if len(numbers) == 1 else f"ranks {told}"
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Compare two values; what cannot be compared (arrays in a list) counts as different."""
+    try:
+        same = one == other
+        return bool(same if isinstance(same, bool) else same.all())
+    except (TypeError, ValueError, AttributeError, RuntimeError):
+        return False

@@ -1,0 +1,7 @@
+"""Where this process stands in its job, and what its launcher said of it.
+
+``placement`` finds ranks and the meeting place under any launcher, ``info`` is what a script sees
+of it as ``ctx.info``.
+"""
+
+__all__ = ["info", "placement"]

@@ -1,0 +1,280 @@
+"""Where this process stands in its job, and where the job's ranks meet.
+
+Read from what the launcher set, or given as numbers, and checked; the error names the value that
+does not fit. Nothing here talks to anybody.
+
+==========  ===============================  ==================================================
+launcher    found by                         where the ranks meet
+==========  ===============================  ==================================================
+elaunch     ELAUNCH_RUN_ID                   the round's store, hosted by elaunch
+torchrun    RANK … , TORCHELASTIC_RUN_ID     MASTER_ADDR:MASTER_PORT, hosted by torchrun or, without
+                                             TORCHELASTIC_USE_AGENT_STORE=True, by rank 0
+mpi, slurm  elaunch.launchers.table       MASTER_ADDR:MASTER_PORT if set, else 127.0.0.1 or the
+                                             step's first host, and a port made of the job's id
+explicit    numbers that the script gives    chief_ip:chief_port, else the launcher's store, else on
+                                             one node a port made of the process that started all
+alone       none of these                    nowhere: one rank
+==========  ===============================  ==================================================
+
+On several nodes under mpirun nothing says where rank 0 is: MASTER_ADDR has to be given. Which node
+a rank is on follows from equal nodes that are filled one after the other; where they are not, some
+rank sees it (its own numbers do not fit), and GROUP_RANK and GROUP_WORLD_SIZE have to be given.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from elaunch import env
+from elaunch.errors import PlacementError
+from elaunch.launchers import table
+from elaunch.launchers.meetingpoint import LOOPBACK, given_port, meeting_point
+from elaunch.launchers.ranks import Numbers, launcher_numbers, torch_numbers
+from elaunch.launchers.table import LauncherNames, first_set, number
+from elaunch.run.record import process_name
+
+Launcher = Literal["elaunch", "torchrun", "mpi", "slurm", "explicit", "alone"]
+__all__ = ["Launcher", "Numbers", "Placement", "alone", "current", "explicit"]
+__all__ += ["from_mpi", "from_slurm", "from_torch"]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where this process stands; ``cross`` is its node among the nodes (torchrun's GROUP).
+
+    ``store`` is where the round's TCPStore is or is to be; None for one rank. ``hosts_store`` says
+    that nobody hosts it for the ranks, so that rank 0 does. ``scope`` tells this job and this round
+    from every other in the same store. ``addr`` is this node's own address for others, empty where
+    it is not known. ``secret`` is known to the job's processes only; None where there is none.
+    """
+
+    launcher: Launcher
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+    store: tuple[str, int] | None
+    hosts_store: bool
+    scope: str
+    run_id: str
+    round: int
+    addr: str
+    secret: bytes | None
+
+
+def current(environ: Mapping[str, str]) -> Placement:
+    """Return where the launcher that started this process put it; alone if there was none.
+
+    Torch's variables come first: who sets them by hand under another launcher means them.
+
+    Raises PlacementError if a launcher's variables are incomplete or contradict each other.
+    """
+    if first_set(environ, ("RANK", "TORCHELASTIC_RUN_ID")):
+        return from_torch(environ)
+    names = table.find(environ, "mpi", "slurm")
+    if names is None or (names.family == "slurm" and number(environ, names.size) == 1):
+        return alone(environ)
+    return _of_launcher(names, environ)
+
+
+def alone(environ: Mapping[str, str]) -> Placement:
+    """Return the place of a process that is the whole job."""
+    return _placed("alone", Numbers(0, 1, 0, 1, 0, 1), None, "", environ)
+
+
+def from_torch(environ: Mapping[str, str]) -> Placement:
+    """Return the place that torchrun, ``elaunch run`` or ``elaunch wrap`` set.
+
+    Raises PlacementError that names a missing or wrong variable.
+    """
+    numbers = torch_numbers(environ)
+    launcher = _who_set_torch(environ, numbers)
+    job = environ.get("TORCHELASTIC_RUN_ID", "")
+    found = _placed(launcher, numbers, _given_store(environ), job, environ)
+    hosted = launcher == "elaunch" or environ.get(env.AGENT_STORE) == "True"
+    return replace(found, hosts_store=found.hosts_store and not hosted)
+
+
+def from_mpi(environ: Mapping[str, str]) -> Placement:
+    """Return the place that mpirun, mpiexec or horovodrun set.
+
+    Raises PlacementError if none did, or for what can neither be read nor derived.
+    """
+    names = table.find(environ, "mpi")
+    if names is None:
+        raise PlacementError(
+            f"none of {', '.join(table.rank_names('mpi'))} is set: mpirun sets one of them"
+        )
+    return _of_launcher(names, environ)
+
+
+def from_slurm(environ: Mapping[str, str]) -> Placement:
+    """Return the place that srun set.
+
+    Raises PlacementError outside of a step of Slurm, or for what cannot be read.
+    """
+    names = table.find(environ, "slurm")
+    if names is None:
+        missing = first_unset(environ, ("SLURM_PROCID", "SLURM_STEP_ID"))
+        hint = "; put `srun` before the command" if environ.get("SLURM_JOB_ID") else ""
+        raise PlacementError(f"{missing} is not set: srun sets it for each task of a step{hint}")
+    return _of_launcher(names, environ)
+
+
+def explicit(
+    numbers: Numbers, chief_ip: str | None, chief_port: int | None, environ: Mapping[str, str]
+) -> Placement:
+    """Return the place that a script gives in numbers; a job of several nodes needs ``chief_ip``.
+
+    Without ``chief_port`` the ranks meet in the store of the launcher that started them, or of the
+    launcher that started what started them; the numbers need not be those of that launcher. Where
+    there is none, ranks of one node that one process has started find a port by that.
+
+    Raises PlacementError where there is no such store, for a bad address or port, and for ranks
+    that cannot be on that node.
+    """
+    _check_in_order(numbers)
+    if numbers.cross_size > 1 and not chief_ip:
+        raise PlacementError(
+            f"chief_ip is missing: cross_size is {numbers.cross_size}, so the other nodes have to "
+            "know the address of rank 0's"
+        )
+    if chief_port is not None and not 0 < chief_port < 65536:
+        raise PlacementError(f"chief_port is {chief_port}; ports go from 1 to 65535")
+    outer = environ.get("ELAUNCH_RUN_ID") or environ.get("TORCHELASTIC_RUN_ID", "")
+    hosted = chief_port is None and (
+        bool(environ.get("ELAUNCH_RUN_ID")) or environ.get(env.AGENT_STORE) == "True"
+    )
+    store: tuple[str, int] | None
+    if numbers.size == 1:
+        store = None
+    elif hosted:
+        store = _given_store(environ)
+    else:
+        store = (chief_ip or LOOPBACK, chief_port or _explicit_port(numbers, environ))
+    found = _placed("explicit", numbers, store, outer, environ)
+    # The processes of this job may also be in a context of the launcher's own numbers.
+    scope = f"{found.scope}/{numbers.size}by{numbers.cross_size}"
+    return replace(found, scope=scope, hosts_store=found.hosts_store and not hosted)
+
+
+def _check_in_order(numbers: Numbers) -> None:
+    """Raise PlacementError unless the nodes' ranks follow each other, as far as one rank sees it.
+
+    Nodes may have different numbers of ranks.
+    """
+    first = numbers.rank - numbers.local_rank
+    last = first + numbers.local_size - 1
+    others = numbers.cross_size - 1 - numbers.cross_rank
+    before_fits = first >= numbers.cross_rank and (first > 0) == (numbers.cross_rank > 0)
+    after = numbers.size - 1 - last
+    if before_fits and after >= others and (after > 0) == (others > 0):
+        return
+    raise PlacementError(
+        f"rank is {numbers.rank}, local_rank {numbers.local_rank} and local_size "
+        f"{numbers.local_size}, so ranks {first} to {last} are on node {numbers.cross_rank} of "
+        f"{numbers.cross_size} (cross_rank, cross_size); with size {numbers.size} that leaves "
+        f"{first} ranks for {numbers.cross_rank} nodes before it and {after} for {others} behind"
+    )
+
+
+def _explicit_port(numbers: Numbers, environ: Mapping[str, str]) -> int:
+    port = given_port(environ)
+    if port is not None:
+        return port
+    names = table.find(environ, "mpi", "slurm")
+    job = table.job_name(names, environ) if names else ""
+    if not job and numbers.cross_size == 1:
+        job = environ.get(env.STARTER) or process_name(os.getppid())
+    if not job:
+        raise PlacementError(
+            "chief_port is missing: give a port that is free on rank 0's node, or set MASTER_PORT, "
+            "the same for all ranks"
+        )
+    return table.derived_port(job)
+
+
+def _who_set_torch(environ: Mapping[str, str], numbers: Numbers) -> Launcher:
+    if environ.get("ELAUNCH_RUN_ID"):
+        return "elaunch"
+    if environ.get(env.AGENT_STORE):
+        return "torchrun"
+    names = table.find(environ, "mpi", "slurm")
+    if names is not None and number(environ, names.rank) == numbers.rank:
+        return "slurm" if names.family == "slurm" else "mpi"
+    return "torchrun" if environ.get("TORCHELASTIC_RUN_ID") else "explicit"
+
+
+def _given_store(environ: Mapping[str, str]) -> tuple[str, int] | None:
+    if number(environ, ("WORLD_SIZE",)) == 1 and not environ.get("MASTER_PORT"):
+        return None
+    missing = first_unset(environ, ("MASTER_ADDR", "MASTER_PORT"))
+    port = given_port(environ)
+    if missing or port is None:
+        raise PlacementError(
+            f"{missing} is not set: torchrun, `elaunch run` and `elaunch wrap` set it"
+        )
+    return environ["MASTER_ADDR"], port
+
+
+def first_unset(environ: Mapping[str, str], names: tuple[str, ...]) -> str:
+    """Return the first of ``names`` that has no value, or an empty string."""
+    return next((name for name in names if not environ.get(name)), "")
+
+
+def _of_launcher(names: LauncherNames, environ: Mapping[str, str]) -> Placement:
+    numbers = launcher_numbers(names, environ)
+    job = table.job_name(names, environ)
+    store = meeting_point(names, numbers, environ)
+    return _placed("slurm" if names.family == "slurm" else "mpi", numbers, store, job, environ)
+
+
+def _placed(
+    launcher: Launcher,
+    numbers: Numbers,
+    store: tuple[str, int] | None,
+    job: str,
+    environ: Mapping[str, str],
+) -> Placement:
+    inside = launcher in ("elaunch", "explicit") and environ.get("ELAUNCH_RUN_ID")
+    run_id = environ["ELAUNCH_RUN_ID"] if inside else job
+    round_name = "ELAUNCH_ROUND" if inside else "TORCHELASTIC_RESTART_COUNT"
+    in_rounds = launcher in ("elaunch", "torchrun", "explicit")
+    round_number = (number(environ, (round_name,)) or 0) if in_rounds else 0
+    several = numbers.size > 1
+    return Placement(
+        launcher=launcher,
+        **vars(numbers),
+        store=store if several else None,
+        hosts_store=several,
+        # torchrun counts no restart when a node joins or leaves, and keeps the store.
+        scope=f"{run_id or launcher}/{round_number}"
+        + ("" if inside or not several else f".{numbers.size}"),
+        run_id=run_id,
+        round=round_number,
+        addr=_own_addr(environ, numbers) if launcher == "elaunch" else "",
+        secret=_secret(environ, launcher),
+    )
+
+
+def _own_addr(environ: Mapping[str, str], numbers: Numbers) -> str:
+    addrs = [addr for addr in environ.get("ELAUNCH_NODE_ADDRS", "").split(",") if addr]
+    return addrs[numbers.cross_rank] if len(addrs) == numbers.cross_size else ""
+
+
+def _secret(environ: Mapping[str, str], launcher: Launcher) -> bytes | None:
+    key = environ.get(env.CHANNEL_KEY, "")
+    if key:
+        try:
+            return bytes.fromhex(key)
+        except ValueError:
+            raise PlacementError(f"{env.CHANNEL_KEY} is not in hexadecimal digits") from None
+    names = table.find(environ, "mpi") if launcher == "mpi" else None
+    shared = environ.get(names.secret, "") if names else ""
+    return hashlib.sha256(shared.encode()).digest() if shared else None

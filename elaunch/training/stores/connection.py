@@ -1,0 +1,112 @@
+"""A connection to the round's store for a thread that lives as long as the context.
+
+The connection is opened again when it breaks: a firewall drops what has been idle for long, and a
+wait that is never interrupted would not notice. So waits are cut into slices, and at the end of
+each the store has to answer.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Final, TypeVar
+
+from elaunch.errors import CollectiveError, ContextError, PeerLost
+from elaunch.training.stores.roundstore import Line, RoundStore
+
+ANSWER_S: Final = 10.0
+"""Seconds that the store may take for one exchange."""
+OPEN_S: Final = 5.0
+SLICE_S: Final = 15.0
+AGAIN_S: Final = 0.2
+"""Seconds between two attempts to open a connection."""
+
+Answer = TypeVar("Answer")
+
+
+class SteadyLine:
+    """One thread's connection to the round's store; any thread may cut it.
+
+    Every method raises CollectiveError when the store could not be reached for ``patience`` seconds
+    after it was lost (0: does not try again; math.inf: never gives up), and soon after :meth:`cut`.
+    ``opening``: seconds that one attempt to connect may take; OPEN_S if None.
+    """
+
+    def __init__(self, store: RoundStore, patience: float, opening: float | None = None) -> None:
+        self.lost = False
+        """Whether the last attempt to use it failed."""
+        self._store = store
+        self._patience = patience
+        self._opening = OPEN_S if opening is None else opening
+        self._line: Line | None = None
+        self._lock = threading.Lock()
+        self._cut = threading.Event()
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a connection, as far as is known."""
+        return self._line is not None
+
+    def run(
+        self, exchange: Callable[[Line, float], Answer], patience: float | None = None
+    ) -> Answer:
+        """Call ``exchange(line, until)`` and return its answer.
+
+        If the connection breaks meanwhile it is called again with a new one: it must bear to be
+        done twice, also in part. ``patience`` is this line's if it is None.
+        """
+        patience = self._patience if patience is None else patience
+        give_up: float | None = None
+        while True:
+            try:
+                return exchange(self._opened(give_up), time.monotonic() + ANSWER_S)
+            except CollectiveError:
+                self.close()
+                self.lost = True
+                now = time.monotonic()
+                give_up = now + patience if give_up is None else give_up
+                if self._cut.is_set() or now >= give_up:
+                    raise
+                self._cut.wait(AGAIN_S)
+
+    def await_key(self, key: str, until: float) -> bool:
+        """Wait until ``key`` is there, or the monotonic clock shows ``until``; whether it is."""
+        while True:
+            slice_end = min(until, time.monotonic() + SLICE_S)
+            if self._wait(key, slice_end):
+                return True
+            if time.monotonic() >= until:
+                return False
+
+    def cut(self) -> None:
+        """Wake the thread that uses it, for good; from any thread."""
+        with self._lock:
+            self._cut.set()
+            if self._line is not None:
+                self._line.cut()
+
+    def close(self) -> None:
+        """Free the connection; only the thread that uses it may."""
+        with self._lock:
+            line, self._line = self._line, None
+        if line is not None:
+            line.close()
+
+    def _wait(self, key: str, until: float) -> bool:
+        return self.run(lambda line, _: line.wait(key, until))
+
+    def _opened(self, give_up: float | None) -> Line:
+        if self._line is None:
+            until = time.monotonic() + self._opening
+            try:
+                line = self._store.line(until if give_up is None else min(until, give_up))
+            except ContextError as error:  # this side has closed it
+                self._cut.set()
+                raise PeerLost(str(error)) from error
+            with self._lock:
+                self._line = line
+            self.lost = False
+        if self._cut.is_set():
+            raise PeerLost("this rank's connection to the round's store was closed meanwhile")
+        return self._line

@@ -1,0 +1,235 @@
+"""The round's TCPStore, as the ranks use it to meet and to agree.
+
+Every key begins with ``elaunch/<scope>/<n>/``: scope is the job and the round, n is how many
+contexts this rank has opened in the round before this one, in whichever of its processes. So what
+a script leaves there disturbs neither torch nor the next context, nor a script that runs after it.
+
+Where no launcher hosts the store, rank 0 does, with torch, so that ``init_process_group("env://")``
+in the same process shares it. Otherwise torch is not needed: elaunch.store.tcp.wire talks to it.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Final, TypeVar
+from weakref import WeakSet
+
+from elaunch.errors import CollectiveError, CollectiveTimeout, ContextError, PeerLost
+from elaunch.store.tcp import connection as tcpline
+from elaunch.store.tcp import wire
+from elaunch.store.tcp.wire import Connection, ForeignAnswer
+from elaunch.training.channel import forks
+from elaunch.training.place.placement import Placement
+
+PAUSES: Final = (0.02, 0.05, 0.1, 0.25)
+"""Seconds between two attempts to connect; the last goes on."""
+GRACE_S: Final = 10.0
+"""Seconds for the store to answer that a wait is over."""
+
+Answer = TypeVar("Answer")
+
+
+class Line:
+    """One connection to the store; one thread at a time uses it, any thread may cut it.
+
+    Every method blocks until ``until`` on the monotonic clock at the longest, and raises PeerLost
+    when the connection is broken or cut, CollectiveTimeout when the store does not answer. After
+    either the line is of no more use.
+    """
+
+    def __init__(self, connection: Connection, where: str, prefix: str, local_addr: str) -> None:
+        self.local_addr = local_addr
+        """This node's address as the store sees it."""
+        self._connection = connection
+        self._where = where
+        self._prefix = prefix
+
+    def put(self, key: str, value: bytes, until: float) -> None:
+        """Set ``key``; there is no answer, so only a later call shows whether it was received."""
+        self._do(lambda c: c.send([wire.put(self._prefix + key, value)], until))
+
+    def get(self, key: str, until: float) -> bytes:
+        """Return the value of ``key``, empty if it has none."""
+        return self._ask(wire.get(self._prefix + key), lambda c: c.value(until), until)
+
+    def multi_get(self, keys: Iterable[str], until: float) -> list[bytes]:
+        """Return the values of ``keys``, empty for those that have none."""
+        names = [self._prefix + key for key in keys]
+        request = b"".join(map(wire.get, names))
+        return self._ask(request, lambda c: [c.value(until) for _ in names], until)
+
+    def add(self, key: str, number: int, until: float) -> int:
+        """Add to the counter ``key`` and return the sum."""
+        request = wire.add(self._prefix + key, number)
+        return self._ask(request, lambda c: c.integer(until), until)
+
+    def compare_set(self, key: str, expected: bytes, value: bytes, until: float) -> bytes:
+        """Set ``key`` if it is ``expected`` (empty: if it has no value); return what it then is."""
+        request = wire.compare_set(self._prefix + key, expected, value)
+        return self._ask(request, lambda c: c.value(until), until)
+
+    def wait(self, key: str, until: float) -> bool:
+        """Wait until ``key`` has a value; return whether it has before ``until``."""
+        soon = time.monotonic() + GRACE_S
+        request = wire.wait(self._prefix + key)
+        return self._ask(request, lambda c: c.awaited(until, GRACE_S), max(soon, until))
+
+    def cut(self) -> None:
+        """Wake the thread that uses the line, for good; from any thread."""
+        self._connection.cut()
+
+    def close(self) -> None:
+        """Free the descriptor; only the thread that uses the line may."""
+        self._connection.close()
+
+    def _ask(self, request: bytes, read: Callable[[Connection], Answer], until: float) -> Answer:
+        def exchange(connection: Connection) -> Answer:
+            connection.send([request], until)
+            return read(connection)
+
+        return self._do(exchange)
+
+    def _do(self, exchange: Callable[[Connection], Answer]) -> Answer:
+        try:
+            return exchange(self._connection)
+        except TimeoutError:
+            raise CollectiveTimeout(f"{self._where} does not answer") from None
+        except (OSError, ForeignAnswer) as error:
+            raise PeerLost(f"{self._where} is lost: {_reason(error)}") from None
+
+
+class RoundStore:
+    """The round's store for one context; nothing happens before the first :meth:`line`."""
+
+    def __init__(self, placement: Placement) -> None:
+        self.context_number = 0
+        """How many contexts this rank has opened in this round, this one included."""
+        self._placement = placement
+        self._lock = threading.Lock()
+        self._hosted: object | None = None
+        self._prefix = ""
+        self._lines: WeakSet[Line] = WeakSet()
+        self._closed = ""
+
+    @property
+    def name(self) -> str:
+        """The store's name for people."""
+        host, port = self._placement.store or ("nowhere", 0)
+        return "the round's " + tcpline.spot_name(host, port)
+
+    @property
+    def prefix(self) -> str:
+        """What this context's keys begin with; empty before the first line."""
+        return self._prefix
+
+    def line(self, until: float) -> Line:
+        """Return a new connection; each thread needs its own.
+
+        Tries again until ``until`` (monotonic clock) while nothing answers: the host may still be
+        starting. Raises CollectiveTimeout then, PeerLost for an answer of something else, and
+        ContextError after close, in a fork, and where there is but one rank.
+        """
+        if self._placement.store is None:
+            raise ContextError("a job of one rank has no store")
+        with self._lock:
+            self._host(until)
+        connection, local_addr = self._connect(until)
+        with self._lock:
+            line = Line(connection, self.name, self._prefix, local_addr)
+            try:
+                line = self._scoped(line, connection, until)
+            except CollectiveError:
+                line.close()
+                raise
+            self._lines.add(line)
+        forks.leave_behind(self)
+        return line
+
+    def close(self) -> None:
+        """Cut every line, and host the store no longer if this rank does; may be called twice."""
+        self._closed = self._closed or "the context is closed"
+        for line in list(self._lines):
+            line.cut()
+        with self._lock:
+            self._hosted = None
+
+    def forked(self) -> None:
+        """Let go of the connections in a process that was forked from this one."""
+        self._closed = f"this process was forked from rank {self._placement.rank}"
+        self._lock = threading.Lock()
+        for line in list(self._lines):
+            line.close()
+
+    def _scoped(self, line: Line, connection: Connection, until: float) -> Line:
+        if self._prefix:
+            return line
+        scope = f"elaunch/{self._placement.scope}"
+        self.context_number = line.add(f"{scope}/contexts/{self._placement.rank}", 1, until)
+        self._prefix = f"{scope}/{self.context_number - 1}/"
+        return Line(connection, self.name, self._prefix, line.local_addr)
+
+    def _host(self, until: float) -> None:
+        place = self._placement
+        if not place.hosts_store or place.rank != 0 or place.store is None or self._hosted:
+            return
+        if self._closed:
+            raise ContextError(self._closed)
+        from torch.distributed import TCPStore
+
+        host, port = place.store
+        left = timedelta(seconds=max(1.0, until - time.monotonic()))
+        try:
+            self._hosted = TCPStore(
+                host, port, None, True, left, wait_for_workers=False, multi_tenant=True
+            )
+        except (RuntimeError, ValueError, OSError) as error:
+            why = str(error).partition("\n")[0]
+            raise PeerLost(
+                f"rank 0 cannot host {self.name}: {why}; give another MASTER_ADDR or MASTER_PORT, "
+                "the same for all ranks"
+            ) from error
+
+    def _connect(self, until: float) -> tuple[Connection, str]:
+        pauses = iter(PAUSES)
+        pause = PAUSES[-1]
+        why = "no time was left"
+        while time.monotonic() < until:
+            if self._closed:
+                raise ContextError(f"{self.name}: {self._closed}")
+            try:
+                return self._connect_once(until)
+            except ForeignAnswer as error:
+                raise PeerLost(f"cannot reach {self.name}: {error}") from None
+            except OSError as error:
+                why = _reason(error)
+            pause = next(pauses, pause)
+            threading.Event().wait(min(pause, max(0.0, until - time.monotonic())))
+        host = " (rank 0 is to host it)" if self._placement.hosts_store else ""
+        raise CollectiveTimeout(f"cannot reach {self.name}{host}: {why}")
+
+    def _connect_once(self, until: float) -> tuple[Connection, str]:
+        host, port = self._placement.store or ("", 0)
+        addresses = tcpline.resolve(host, port, until)
+        why = OSError(f"{host} has no address")
+        for place, (family, address) in enumerate(addresses):
+            left = until - time.monotonic()
+            sock = socket.socket(family, socket.SOCK_STREAM)
+            try:
+                connection = Connection(sock)
+                connection.open(address, time.monotonic() + left / (len(addresses) - place))
+                return connection, str(sock.getsockname()[0])
+            except OSError as error:
+                sock.close()
+                why = error
+            except ForeignAnswer:
+                sock.close()
+                raise
+        raise why
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__

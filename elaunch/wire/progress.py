@@ -1,0 +1,280 @@
+"""The progress page: one page of memory in which a worker says how far it is.
+
+The worker makes it (an anonymous memory file) and sends its descriptor to its agent
+(elaunch.wire.worker); from then on a heartbeat is one store into memory: no system call, no thread,
+and what was written last can be read also when the worker hangs in C with Python's lock held.
+
+======  ======  =====================================================================
+offset  format  field
+======  ======  =====================================================================
+0       8s      b"elaunchP"
+8       Q       beats: heartbeats so far
+16      d       beat_at: when the last one was, on this machine's monotonic clock, seconds
+24      q       step: the newest steps_completed, -1 before the first
+32      d       progress: 0..1, or nan
+40      d       section_until: deadline of the section on the monotonic clock; inf: none given
+48      Q       version of the texts: odd while one is being written
+64      64s     section: its name; empty outside of one
+128     256s    doing: the last call of the script API, as in "allgather #3"
+384     512s    status: set_status's text
+======  ======  =====================================================================
+
+Texts are UTF-8, filled up with NUL. One process writes; any process may read. A reader copies the
+page and looks at the version before and after; it does not map it, because a worker that cuts its
+file short would end an agent that has it mapped.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import struct
+import threading
+import time
+import weakref
+from dataclasses import dataclass, replace
+from typing import Final
+
+SIZE: Final = 4096
+MAGIC: Final = b"elaunchP"
+LARGEST_STEP: Final = 2**63 - 1
+_BEAT: Final = struct.Struct("<Qd")
+_STEP: Final = struct.Struct("<q")
+_NUMBER: Final = struct.Struct("<d")
+_VERSION: Final = struct.Struct("<Q")
+_STEP_AT: Final = 24
+_PROGRESS_AT: Final = 32
+_UNTIL_AT: Final = 40
+_VERSION_AT: Final = 48
+_SECTION: Final = (64, 64)
+_DOING: Final = (128, 256)
+_STATUS: Final = (384, 512)
+_WHOLE: Final = struct.Struct("<8sQdqddQ8x64s256s512s")
+_TRIES: Final = 20
+_SAME_TIME_S: Final = 0.05
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One reading of a page; times on this machine's monotonic clock, in seconds."""
+
+    beats: int
+    beat_at: float
+    step: int | None
+    progress: float | None
+    section: str
+    section_until: float | None
+    doing: str
+    status: str
+
+
+@dataclass(frozen=True, eq=False)
+class Section:
+    """A section that is open; ``until`` on the monotonic clock, inf without a timeout."""
+
+    name: str
+    until: float
+
+
+class ProgressPage:
+    """The worker's end of a page; one process writes, its threads may all call.
+
+    Everything that is said is a heartbeat too. After :meth:`close`, and in a process that was
+    forked from this one (a DataLoader's, whose reading ahead is no progress), calls go nowhere.
+    """
+
+    def __init__(self) -> None:
+        self.fd = os.memfd_create("elaunch-progress", os.MFD_CLOEXEC)
+        os.ftruncate(self.fd, SIZE)
+        self._memory: mmap.mmap | bytearray = mmap.mmap(self.fd, SIZE)
+        self._lock = threading.RLock()  # a signal's handler may write while its thread does
+        self._beats = 0
+        self._texts = 0
+        self._sections: tuple[Section, ...] = ()
+        self._doing = ""
+        self._doing_since = 0.0
+        self._memory[0:8] = MAGIC
+        _STEP.pack_into(self._memory, _STEP_AT, -1)
+        _NUMBER.pack_into(self._memory, _PROGRESS_AT, math.nan)
+        _NUMBER.pack_into(self._memory, _UNTIL_AT, math.inf)
+        self.beat()
+        _leave_behind_in_forks(self)
+
+    def beat(self) -> None:
+        """Say that this worker makes progress; half a microsecond, no system call."""
+        self._beats += 1
+        _BEAT.pack_into(self._memory, 8, self._beats, time.monotonic())
+
+    def note(self, doing: str) -> None:
+        """Say what the script asks for now, as in "allgather #3"."""
+        self._doing, self._doing_since = doing, time.monotonic()
+        self._write(_DOING, doing)
+        self.beat()
+
+    def step(self, steps_completed: int) -> None:
+        """Say how many steps are completed."""
+        bounded = max(-1, min(steps_completed, LARGEST_STEP))
+        _STEP.pack_into(self._memory, _STEP_AT, bounded)
+        self.beat()
+
+    def progress(self, fraction: float) -> None:
+        """Say how much of all is done, 0 to 1."""
+        _NUMBER.pack_into(self._memory, _PROGRESS_AT, fraction)
+        self.beat()
+
+    def status(self, text: str) -> None:
+        """Say in words how it goes; the first 512 bytes are kept."""
+        self._write(_STATUS, text)
+        self.beat()
+
+    def enter(self, name: str, timeout: float | None) -> Section:
+        """Open a section in which no progress need be seen; return what :meth:`leave` takes.
+
+        Sections nest. An outer one's deadline holds inside of the inner ones too: what a library
+        allows itself cannot lengthen what its caller allowed.
+
+        Args:
+            name: what is done, as in "eval".
+            timeout: seconds that it may take; None if there is no saying.
+        """
+        until = math.inf if timeout is None else time.monotonic() + timeout
+        section = Section(name, until)
+        with self._lock:
+            self._sections = (*self._sections, section)
+            self._show_section()
+        self.beat()
+        return section
+
+    def leave(self, section: Section) -> None:
+        """Close a section; those that other threads opened meanwhile stay open."""
+        with self._lock:
+            self._sections = tuple(s for s in self._sections if s is not section)
+            self._show_section()
+        self.beat()
+
+    def last(self) -> str:
+        """Return what the script asked for last and when, for people."""
+        now = time.monotonic()
+        _, beat_at = _BEAT.unpack_from(self._memory, 8)
+        said = f"{self._doing}, {now - self._doing_since:.1f} s ago" if self._doing else "none"
+        if self._doing and beat_at - self._doing_since < _SAME_TIME_S:
+            return said
+        return f"{said} (last heartbeat {now - beat_at:.1f} s ago)"
+
+    def close(self) -> None:
+        """Let go of the page; who has the descriptor still reads what was last written."""
+        if self.fd < 0:
+            return
+        fd, self.fd = self.fd, -1
+        # Not unmapped by hand: another thread may be about to write. It goes with its last user.
+        self._memory = bytearray(self._memory)
+        os.close(fd)
+
+    def _show_section(self) -> None:
+        until = min((section.until for section in self._sections), default=math.inf)
+        self._write(_SECTION, self._sections[-1].name if self._sections else "", until)
+
+    def _write(self, field: tuple[int, int], text: str, until: float | None = None) -> None:
+        start, size = field
+        data = _cut(text, size).ljust(size, b"\0")
+        with self._lock:
+            self._texts += 2
+            version = self._texts
+            memory = self._memory
+            _VERSION.pack_into(memory, _VERSION_AT, version - 1)
+            if until is not None:
+                _NUMBER.pack_into(memory, _UNTIL_AT, until)
+            memory[start : start + size] = data
+            _VERSION.pack_into(memory, _VERSION_AT, version)
+
+    def _forked(self) -> None:
+        self._memory = bytearray(SIZE)
+        self._lock = threading.RLock()  # a thread that is not here may have held it
+
+
+class PageReader:
+    """The agent's end of a page; owns the descriptor it is given.
+
+    Raises ValueError if the descriptor is no progress page; it is the caller's again then.
+    """
+
+    def __init__(self, fd: int) -> None:
+        try:
+            magic = os.pread(fd, len(MAGIC), 0)
+        except OSError as error:
+            raise ValueError(f"the descriptor is no progress page: {error}") from error
+        if magic != MAGIC:
+            raise ValueError(f"the descriptor is no progress page: it begins with {magic!r}")
+        self._fd = fd
+        self._last: Reading | None = None
+
+    def read(self) -> Reading:
+        """Return what the page says now; a few microseconds, whatever the worker does.
+
+        The texts and the section's deadline are of one moment. If a worker is stopped while it
+        writes one, they are those of the reading before.
+        """
+        for _ in range(_TRIES):
+            # The version comes first: the deadline lies before it on the page, and a copy that is
+            # held up between the two would have an old deadline and a new version.
+            version = os.pread(self._fd, 8, _VERSION_AT)
+            copy = os.pread(self._fd, _WHOLE.size, 0).ljust(_WHOLE.size, b"\0")
+            after = os.pread(self._fd, 8, _VERSION_AT)
+            if version == after and len(version) == 8 and not version[0] & 1:
+                self._last = _decode(copy)
+                return self._last
+        return self._numbers_of(_decode(copy))
+
+    def close(self) -> None:
+        """Free the descriptor."""
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
+
+    def _numbers_of(self, torn: Reading) -> Reading:
+        if self._last is None:
+            return torn
+        numbers = {key: getattr(torn, key) for key in ("beats", "beat_at", "step", "progress")}
+        return replace(self._last, **numbers)
+
+
+def _cut(text: str, size: int) -> bytes:
+    data = text.encode("utf-8", "replace")
+    if len(data) <= size:
+        return data
+    return data[:size].decode("utf-8", "ignore").encode()
+
+
+def _decode(copy: bytes) -> Reading:
+    _, beats, beat_at, step, progress, until, _, section, doing, status = _WHOLE.unpack(copy)
+    return Reading(
+        beats=beats,
+        beat_at=beat_at,
+        step=None if step < 0 else step,
+        progress=None if math.isnan(progress) else progress,
+        section=_text(section),
+        section_until=None if math.isinf(until) else until,
+        doing=_text(doing),
+        status=_text(status),
+    )
+
+
+def _text(data: bytes) -> str:
+    return data.partition(b"\0")[0].decode("utf-8", "replace")
+
+
+_pages: weakref.WeakSet[ProgressPage] = weakref.WeakSet()
+_watching_forks = threading.Event()
+
+
+def _leave_behind_in_forks(page: ProgressPage) -> None:
+    if not _watching_forks.is_set():
+        _watching_forks.set()
+        os.register_at_fork(after_in_child=_leave_pages_behind)
+    _pages.add(page)
+
+
+def _leave_pages_behind() -> None:
+    for page in list(_pages):
+        page._forked()

@@ -1,0 +1,262 @@
+"""What a worker and its agent say to each other about checkpoints that the agent writes.
+
+The worker connects to ``ELAUNCH_AGENT_SOCKET`` for this alone and stays. Lines of JSON go both
+ways, one answer for each request, in order; ``n`` counts the requests, and the answer repeats it,
+so that who gave up waiting for one knows it when it comes. Descriptors travel beside the line
+(SCM_RIGHTS).
+
+from the worker:
+
+=============================================  ====================================================
+``{"op": "checkpoint", "round": r, "rank": g,  first line; the connection is the keeper's from here
+"local_rank": k, "pid": p, "place": d}``       ``d``: the directory or URL of the checkpoints
+``{"op": "memory", "size": s}``                wants at least ``s`` bytes; the answer brings the
+                                               memory's descriptor. It belongs to the agent: it
+                                               outlives the worker, however that ends
+``{"op": "begin", "wait": b, "timeout": t}``   is about to overwrite the memory. Waits for the save
+                                               in flight; what was in it can be recalled no more
+``{"op": "staged", "handed": {…}}``            the memory holds this rank's part (:class:`Handed`).
+                                               From here it is the agent's, also where the worker
+                                               is killed before it reads the answer
+``{"op": "abandon", "stage": {…} | null}``     the begin before comes to nothing; with a stage:
+                                               that checkpoint does, whoever has staged parts of it
+``{"op": "wait", "timeout": t}``               answered when nothing is in flight any more
+``{"op": "fence", "round": r, "timeout": t}``  is ``r`` still the round? The agent asks the store
+                                               (several nodes) or its loop (one), not its memory
+``{"op": "committed", "committed": {…},        rank 0 has committed what the ranks have written
+"took": t}``                                   themselves; for the run's record
+``{"op": "recall", "step": s, "round": r,      which parts of this checkpoint are in the memory of
+"uuid": u, "ranks": […], "timeout": t}``       living agents
+=============================================  ====================================================
+
+from the agent:
+
+=============================================  ====================================================
+``{"n": n, "ok": true, …}``                    done
+``… "size": s``                                to ``memory``: how large the descriptor beside it is
+``… "begun": b``                               to ``begin``: false if a save is in flight
+``… "committed": {…} | null``                  to ``wait``, ``begin`` and ``staged``: the newest
+                                               checkpoint that this connection's saves have become
+``… "parts": [{"rank": g, "files": […]}]``     to ``recall``: one descriptor per part beside it
+``{"n": n, "error": "…", "kind": "save"}``     that save, or one before it, came to nothing: told
+                                               once. ``kind`` "timeout": the wait was too long;
+                                               "request": the agent cannot make sense of it
+``{"error": "…"}``                             it refuses the connection, and closes
+=============================================  ====================================================
+
+A part is written in the background, with the file names, the manifest and the seal of
+elaunch.checkpoint.storage.storage; the agent of rank 0's node commits when all parts are sealed.
+The end of the connection ends nothing that was staged. A part that was begun and not staged is
+forgotten with the worker, and the save it belongs to is discarded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from elaunch.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from elaunch.checkpoint.records import Committed, Part, Stage
+
+LONGEST_LINE: Final = 64 << 20
+"""Bytes of one line: a part with a million files or pieces still fits."""
+ANSWER_S: Final = 30.0
+"""Seconds for the agent to answer what it need not wait for."""
+MARGIN_S: Final = 5.0
+"""Seconds that a worker waits longer than the timeout that it sent, for the agent's own word."""
+CLOSE_S: Final = 1800.0
+"""Seconds that the end of a script waits for its last save."""
+
+Extents = tuple[tuple[int, int], ...]
+Files = tuple[tuple[str, Extents], ...]
+
+
+@dataclass(frozen=True)
+class Handed:
+    """One rank's part of a checkpoint, as it lies in the memory that the agent gave.
+
+    Attributes:
+        stage: which checkpoint it is a part of; the same on all ranks.
+        part: of which rank, of how many, and what that rank says of it.
+        images: the files to be: path below the checkpoint's directory, and where its bytes lie in
+            the memory: (offset, size) pairs, in the order of the file.
+        extra: what the checkpoint's metadata.json says beside (rank 0's counts).
+        keep: which checkpoints may go when this one is committed: the fields of elaunch.Keep, or
+            None for what the flags say (rank 0's counts).
+        protected: names of checkpoints that stay whatever ``keep`` says: the one resumed from.
+        local: every node has a directory of its own (--checkpoint-local).
+    """
+
+    stage: Stage
+    part: Part
+    images: Files
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    keep: Mapping[str, Any] | None = None
+    protected: tuple[str, ...] = ()
+    local: bool = False
+
+    @property
+    def size(self) -> int:
+        """Return how many bytes of memory the part takes."""
+        return sum(size for _, extents in self.images for _, size in extents)
+
+    @property
+    def end(self) -> int:
+        """Return the first byte of the memory behind the part."""
+        return max((at + size for _, extents in self.images for at, size in extents), default=0)
+
+
+class Keeper(Protocol):
+    """What keeps a rank's checkpoints and writes them out: its agent, or a thread beside it.
+
+    The methods are called by one thread at a time. All of them raise SaveError if the keeper is
+    gone or refuses; none of them waits for ever. ``lacks`` is why it is not the agent, where there
+    should be one; else "".
+    """
+
+    @property
+    def lacks(self) -> str:
+        """Why this node's agent cannot be the keeper, or ""."""
+
+    def fence(self, round_number: int) -> None:
+        """Return if ``round_number`` is still the round; raise SaveError if it is over.
+
+        To be called by who commits, right before COMMIT.
+        """
+
+    def committed(self, done: Committed, seconds: float) -> None:
+        """Have the run's record count a checkpoint that the ranks have written themselves.
+
+        Rank 0 calls it after the commit. A keeper that is gone is no error: the checkpoint is
+        there.
+        """
+
+    def memory(self, size: int) -> memoryview:
+        """Return ``size`` bytes or more of shared memory, mapped and touched, to be written to.
+
+        It is the same until a larger one is asked for, which ends the views of the old one. Only
+        between :meth:`begin` and :meth:`staged` may it be written to. Raises SaveError if the
+        ranks of the node together would be over --checkpoint-memory.
+        """
+
+    def begin(self, wait: bool, timeout: float | None = None) -> bool:
+        """Wait for the save in flight; True: the memory may be overwritten now.
+
+        False: one is in flight and ``wait`` is False, or ``timeout`` seconds are over. What the
+        memory held can be recalled no more after True. Raises SaveError, once, if the save before
+        came to nothing.
+        """
+
+    def staged(self, handed: Handed) -> None:
+        """Hand over what is in the memory; it is the keeper's, even if this process ends at once.
+
+        Every rank of ``handed.stage`` has to, or the save is discarded.
+        """
+
+    def abandon(self, stage: Stage | None = None) -> None:
+        """Take back :meth:`begin`: this rank stages nothing, so what others have staged is lost.
+
+        ``stage``: the ranks have agreed, each calling this, that this checkpoint comes to nothing,
+        also where this rank has staged its part. It is not told of it by a later call.
+        """
+
+    def share(self, wait: bool, timeout: float) -> None:
+        """Tell the other ranks' keepers whose part has failed, where they cannot see it.
+
+        ALL ranks call it together, before any of them waits for a save; with ``wait`` when its own
+        part is written, or ``timeout`` seconds are over. Agents tell each other without it. Raises
+        CollectiveTimeout, PeerLost.
+        """
+
+    def wait(self, timeout: float | None = None) -> Committed | None:
+        """Wait until no save of this rank is in flight; return the newest that was committed.
+
+        None if there is none, and on nodes other than rank 0's, whose agents do not commit. Raises
+        SaveError, once, if a save came to nothing or if it takes longer than ``timeout`` seconds.
+        """
+
+    def recall(
+        self,
+        step: int,
+        round_number: int,
+        ranks: Collection[int],
+        uuid: str = "",
+        timeout: float | None = None,
+    ) -> dict[int, dict[str, memoryview]]:
+        """Return the parts of a checkpoint that are in living agents' memory: rank → path → bytes.
+
+        ``uuid`` is the checkpoint's; "" takes any of that step and round. Only those of ``ranks``
+        that are there. Not to be written to, and valid until a rank of this node calls
+        :meth:`begin`: loading ends, on all ranks, before that.
+        """
+
+    def close(self, patient: bool = True) -> None:
+        """Wait a bounded time for what is in flight, and let go of the keeper.
+
+        Raises SaveError, once, if a save came to nothing, or takes longer. Without ``patient`` an
+        agent goes on alone; without an agent the process's end would end it: it is waited for.
+        """
+
+
+def handed_to_json(handed: Handed) -> dict[str, Any]:
+    """Return the fields of ``handed`` as they travel."""
+    return {
+        "stage": asdict(handed.stage),
+        "part": {**asdict(handed.part), "metadata": dict(handed.part.metadata)},
+        "images": files_to_json(handed.images),
+        "extra": dict(handed.extra),
+        "keep": None if handed.keep is None else dict(handed.keep),
+        "protected": list(handed.protected),
+        "local": handed.local,
+    }
+
+
+def handed_from_json(fields: Mapping[str, Any]) -> Handed:
+    """Return what :func:`handed_to_json` made; raise ValueError for anything else."""
+    from elaunch.checkpoint.records import Part, Stage
+
+    try:
+        return Handed(
+            stage=Stage(**fields["stage"]),
+            part=Part(**fields["part"]),
+            images=files_from_json(fields["images"]),
+            extra=dict(fields["extra"]),
+            keep=None if fields["keep"] is None else dict(fields["keep"]),
+            protected=tuple(str(name) for name in fields["protected"]),
+            local=fields["local"] is True,
+        )
+    except (KeyError, TypeError, IndexError, CheckpointError) as error:
+        raise ValueError(f"this is no part of a checkpoint: {error!r}") from error
+
+
+def files_to_json(files: Files) -> list[Any]:
+    """Return where the files of a part lie, as it travels."""
+    return [[path, [list(extent) for extent in extents]] for path, extents in files]
+
+
+def files_from_json(fields: list[list[Any]]) -> Files:
+    """Return what :func:`files_to_json` made; raise TypeError or ValueError for anything else."""
+    return tuple(
+        (str(path), tuple((int(at), int(size)) for at, size in extents)) for path, extents in fields
+    )
+
+
+def committed_to_json(done: Committed | None) -> dict[str, Any] | None:
+    """Return the fields of a committed checkpoint as they travel."""
+    if done is None:
+        return None
+    return {**vars(done), "place": str(done.place)}
+
+
+def committed_from_json(fields: Mapping[str, Any] | None) -> Committed | None:
+    """Return what :func:`committed_to_json` made."""
+    from elaunch.checkpoint.records import Committed
+
+    if fields is None:
+        return None
+    place = fields["place"]
+    return Committed(**{**fields, "place": place if "://" in place else Path(place)})

@@ -1,0 +1,158 @@
+"""Sorting a round's exits into cause and consequences, and the report as JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from elaunch.agent.failure.ends import Circumstances, WorkerExit, build, summary
+from elaunch.endings import exit_code
+
+TRACEBACK = ("Traceback (most recent call last):", '  File "t.py", line 1, in f', "ValueError: b")
+
+
+def end(rank: int, exitcode: int, at: float = 0.0, stopped: bool = False) -> WorkerExit:
+    """Make one worker's end; ``at`` counts from the round's start."""
+    return WorkerExit(
+        rank=rank,
+        local_rank=rank % 4,
+        pid=4000 + rank,
+        exitcode=exitcode,
+        at=17e8 + at,
+        stopped_by_us=stopped,
+        stdout_path=f"/logs/{rank}/stdout.log",
+        stderr_path=f"/logs/{rank}/stderr.log",
+    )
+
+
+def test_workers_are_sorted() -> None:
+    """By what happened to them, in the order noticed; success is no news."""
+    exits = [
+        end(6, 0, 1),
+        end(5, 7, 12.3),
+        end(4, 1, 12.335),
+        end(7, -15, 13, stopped=True),
+    ]
+    report = build("t.py", "h", 2, exits, 1, Circumstances(started_at=17e8))
+    assert report.first.exit.rank == 5
+    assert [f.exit.rank for f in report.victims] == [4]
+    assert [f.exit.rank for f in report.stopped] == [7]
+    assert report.victims[0].ms_after_first == 35
+    assert report.seconds_into_round == pytest.approx(12.3)
+
+
+def test_stopped_workers_that_exit_0_are_kept_apart_from_success() -> None:
+    """One that handled SIGTERM well was still stopped."""
+    report = build("t.py", "h", 0, [end(0, 3), end(1, 0, stopped=True), end(2, 0)], 0)
+    assert [f.exit.rank for f in report.stopped] == [1]
+    assert report.victims == ()
+
+
+def test_clocks_that_step_back() -> None:
+    """No negative times."""
+    exits = [end(0, 3, 10), end(1, 3, 5)]
+    report = build("t.py", "h", 0, exits, 0, Circumstances(started_at=17e8 + 60))
+    assert (report.seconds_into_round, report.victims[0].ms_after_first) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("exitcode", "code", "text"),
+    [
+        (7, 7, "rank 1 exited with code 7"),
+        (255, 255, "rank 1 exited with code 255"),
+        (256, 1, "rank 1 exited with code 256"),
+        (0, 1, "rank 1 exited with code 0"),
+        (-9, 137, "rank 1 was killed by SIGKILL"),
+        (-15, 143, "rank 1 was killed by SIGTERM"),
+        (-40, 168, "rank 1 was killed by signal 40"),
+    ],
+)
+def test_exit_code_and_summary(exitcode: int, code: int, text: str) -> None:
+    """The command's exit code is the first failed worker's, and never 0."""
+    assert exit_code(exitcode) == code
+    assert summary(build("t.py", "h", 0, [end(1, exitcode)], 1)) == text
+
+
+def test_error_file_wins_over_stderr(tmp_path: Path) -> None:
+    """It is the script's own word."""
+    path = tmp_path / "error.json"
+    message = {
+        "message": "ValueError: file",
+        "extraInfo": {"py_callstack": "T\nValueError: file\n"},
+    }
+    path.write_text(json.dumps({"message": message}))
+    exit = replace(end(0, 1), error_file=str(path), tail=TRACEBACK)
+    first = build("t.py", "h", 0, [exit], 0).first
+    assert (first.message, first.traceback_from) == ("ValueError: file", "error file")
+    assert first.traceback == ("T", "ValueError: file")
+
+    path.write_text("{torn")
+    first = build("t.py", "h", 0, [exit], 0).first
+    assert (first.message, first.traceback_from) == ("ValueError: b", "stderr")
+    assert first.traceback == TRACEBACK
+    assert first.error and first.error.problem.startswith("error file is corrupt: ")
+
+
+def test_explanations_use_the_round() -> None:
+    """Facts of the machine reach the table of causes."""
+    known = Circumstances(local_world_size=4, shm_free=1 << 20)
+    tail = (*TRACEBACK[:2], "RuntimeError: CUDA error: invalid device ordinal")
+    first = build("t.py", "h", 0, [replace(end(5, 1), tail=tail)], 1, known).first
+    assert "RANK is 5 here" in first.explanation.text
+    assert (
+        "/dev/shm has 1 MiB left"
+        in build("t", "h", 0, [end(0, -7)], 0, known).first.explanation.text
+    )
+    oom = build("t", "h", 0, [replace(end(0, -9), oom_kill=True)], 0).first
+    assert oom.explanation.text.startswith("Out of memory")
+
+
+def test_to_dict(tmp_path: Path) -> None:
+    """The documented schema; JSON-able; sizes bounded."""
+    first = replace(end(1, 1, 2), tail=(*TRACEBACK[:2], *["    f()"] * 900, "ValueError: b"))
+    exits = [first, end(0, -9, 2.5), end(2, -15, 3, stopped=True)]
+    known = Circumstances(started_at=17e8, noticed_monotonic=4.5)
+    report = json.loads(json.dumps(build("t.py", "h", 3, exits, 1, known).to_dict()))
+    worker = report.pop("first")
+    victims, stopped = report.pop("victims"), report.pop("stopped")
+    assert report == {
+        "schema": 1,
+        "name": "t.py",
+        "host": "h",
+        "round": 3,
+        "summary": "rank 1 exited with code 1",
+        "exit_code": 1,
+        "seconds_into_round": 2.0,
+        "noticed_monotonic": 4.5,
+        "explanation": None,
+        "likely_victim": False,
+        "hang": None,
+    }
+    traceback = worker.pop("traceback").split("\n")
+    assert len(traceback) == 200 and "… 704 lines left out, see /logs/1/stderr.log" in traceback
+    assert worker == {
+        "rank": 1,
+        "local_rank": 1,
+        "pid": 4001,
+        "exitcode": 1,
+        "signal": None,
+        "ended": "exited with code 1",
+        "at": 17e8 + 2,
+        "ms_after_first": 0,
+        "stopped_by_us": False,
+        "oom_kill": False,
+        "timer": "",
+        "message": "ValueError: b",
+        "traceback_from": "stderr",
+        "error_file": None,
+        "error_file_problem": None,
+        "stdout_path": "/logs/1/stdout.log",
+        "stderr_path": "/logs/1/stderr.log",
+        "explanation": None,
+    }
+    assert [(w["rank"], w["signal"], w["ms_after_first"]) for w in victims] == [(0, "SIGKILL", 500)]
+    assert "killed from outside" in victims[0]["explanation"]
+    assert [(w["rank"], w["signal"], w["explanation"]) for w in stopped] == [(2, "SIGTERM", None)]

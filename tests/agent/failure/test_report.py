@@ -1,0 +1,257 @@
+"""The report's text: what a person reads first, second and last."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from elaunch.agent.failure.report import (
+    Circumstances,
+    FailureReport,
+    WorkerExit,
+    build,
+    render,
+    render_cause,
+    write_launcher_file,
+)
+from elaunch.agent.hangs.report import Hang
+from elaunch.agent.hangs.stackdump import StackGroup
+
+TRACEBACK = (
+    "Traceback (most recent call last):",
+    '  File "t.py", line 1, in f',
+    "    g()",
+    "ValueError: boom",
+)
+KNOWN = Circumstances(started_at=17e8)
+FIRST = WorkerExit(
+    rank=1,
+    local_rank=1,
+    pid=4001,
+    exitcode=1,
+    at=17e8 + 12.3,
+    stdout_path="/logs/1/stdout.log",
+    stderr_path="/logs/1/stderr.log",
+    tail=("step 1", *TRACEBACK),
+)
+
+
+def make(*exits: WorkerExit) -> FailureReport:
+    """Build a report in which the first exit is the cause."""
+    return build("t.py", "node0", 0, exits, exits[0].local_rank, KNOWN)
+
+
+def lines(*exits: WorkerExit) -> list[str]:
+    """Return the rendered lines above torchrun's table."""
+    return render(make(*exits)).partition("\ntorch.distributed.elastic")[0].rstrip().split("\n")
+
+
+def test_the_cause_comes_first() -> None:
+    """Who, where, how, when; then the script's own traceback; then where to read on."""
+    assert lines(FIRST) == [
+        "rank 1 (local_rank 1, pid 4001) on host node0 exited with code 1, 12.3 s into round 0",
+        "Traceback from its stderr:",
+        *(f"  {line}" for line in TRACEBACK),
+        "Its log: /logs/1/stderr.log and /logs/1/stdout.log",
+    ]
+
+
+def test_the_last_thing_is_the_root_cause_for_parsers() -> None:
+    """torchrun's table ends the report."""
+    text = render(make(FIRST))
+    assert text.count("Root Cause (first observed failure):") == 1
+    assert "  <NO_OTHER_FAILURES>\n" in text
+    assert text.rstrip().endswith("\n" + "=" * 55)
+
+
+def test_a_signal_with_its_explanation() -> None:
+    """The last lines stand in for a traceback; lines fit a terminal."""
+    out = lines(replace(FIRST, exitcode=-9, tail=("step 1", "step 2"), oom_kill=True))
+    assert out[0].endswith("on host node0 was killed by SIGKILL, 12.3 s into round 0")
+    assert out[1].startswith("Out of memory: the kernel killed it.")
+    assert out[-4:-1] == ["Last lines of its stderr:", "  step 1", "  step 2"]
+    assert max(map(len, out)) <= 100
+
+
+def test_silence() -> None:
+    """os._exit(3) leaves nothing."""
+    out = lines(replace(FIRST, exitcode=3, tail=(), stdout_path=None, stderr_path=None))
+    assert out[1:] == ["It left no traceback and wrote nothing to stderr."]
+
+
+def test_victims_and_stopped() -> None:
+    """In order, with what each said."""
+    victim = replace(
+        FIRST,
+        rank=0,
+        local_rank=0,
+        pid=4000,
+        at=FIRST.at + 0.035,
+        tail=(*TRACEBACK[:3], "RuntimeError: Connection closed by peer"),
+    )
+    stopped = [
+        WorkerExit(2, 2, 4002, -15, FIRST.at + 1, stopped_by_us=True),
+        WorkerExit(3, 3, 4003, 0, FIRST.at + 1, stopped_by_us=True),
+    ]
+    out = lines(FIRST, victim, *stopped)
+    assert out[-4:] == [
+        "Failed by themselves afterwards:",
+        "  rank 0 (local_rank 0, pid 4000) exited with code 1, 35 ms later",
+        "    RuntimeError: Connection closed by peer",
+        "Stopped by elaunch: rank 2 (SIGTERM), rank 3 (exit code 0)",
+    ]
+    table = render(make(FIRST, victim, *stopped)).partition("Failures:")[2]
+    assert "rank      : 2" in table and "rank      : 3" not in table
+
+
+def test_a_victim_that_was_noticed_first_points_at_the_other() -> None:
+    """The order of exits is not always the order of causes."""
+    lost = replace(FIRST, tail=(*TRACEBACK[:3], "RuntimeError: Connection reset by peer"))
+    killed = WorkerExit(0, 0, 4000, -11, FIRST.at + 0.01)
+    text = "\n".join(lines(lost, killed))
+    assert "it is likely a victim" in text.replace("\n", " ")
+    assert "The likelier cause is rank 0, which was killed by SIGSEGV\n" in text
+    assert "likelier" not in "\n".join(lines(lost, replace(lost, rank=0, local_rank=0)))
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("{torn", "error file is corrupt: it is not JSON"),
+        ('{"message": "boom"}', "Its error file says: boom"),
+    ],
+)
+def test_error_files_are_told_of(tmp_path: Path, content: str, expected: str) -> None:
+    """Corrupt ones, and those without a traceback; stderr's is shown with both."""
+    path = tmp_path / "error.json"
+    path.write_text(content)
+    out = lines(replace(FIRST, error_file=str(path)))
+    assert any(line.startswith(expected) for line in out)
+    assert "  ValueError: boom" in out
+
+
+def test_long_tracebacks_are_not_cut_silently() -> None:
+    """The cut names the file, and what an exception is stays in sight."""
+    tail = (*TRACEBACK[:1], *[f"  frame {n}" for n in range(400)], TRACEBACK[-1])
+    out = lines(replace(FIRST, tail=tail))
+    assert "  … 203 lines left out, see /logs/1/stderr.log" in out
+    assert "  ValueError: boom" in out
+
+
+def test_odd_output_stays_printable() -> None:
+    """Escapes, progress bars and undecodable bytes do not reach the terminal."""
+    tail = ("\x1b[31mred\x1b[0m", " 1%\r 2%", b"\xff".decode(errors="surrogateescape"))
+    out = lines(replace(FIRST, exitcode=3, tail=tail))
+    assert out[2:5] == ["  red", "   2%", "  ?"]
+    report = build("t\udcff.py", "node0", 0, [FIRST], 1)
+    assert "t?.py FAILED" in render(report)
+
+
+def test_a_restarted_round_shows_no_table() -> None:
+    """Parsers take the table for the end of the job."""
+    text = render_cause(make(FIRST))
+    assert render(make(FIRST)).startswith(text)
+    assert "ChildFailedError" not in text and text.endswith("stdout.log\n")
+
+
+def test_the_launchers_own_error_file(tmp_path: Path) -> None:
+    """With the worker's record, or one made from the report."""
+    target = tmp_path / "mine.json"
+    environ = {"TORCHELASTIC_ERROR_FILE": str(target)}
+    assert write_launcher_file(make(FIRST), environ)
+    message = json.loads(target.read_text())["message"]
+    assert message["message"] == "rank 1 exited with code 1: ValueError: boom"
+    assert message["extraInfo"]["py_callstack"] == "\n".join(TRACEBACK)
+    assert message["errorCode"] == 1
+
+    record = tmp_path / "worker.json"
+    record.write_text(json.dumps({"message": {"message": "m", "extraInfo": {"timestamp": "1"}}}))
+    assert write_launcher_file(make(replace(FIRST, error_file=str(record))), environ)
+    assert json.loads(target.read_text())["message"] == {
+        "message": "m",
+        "extraInfo": {"timestamp": "1"},
+        "errorCode": 1,
+    }
+    assert not write_launcher_file(make(FIRST), {})
+
+
+HANG = Hang(
+    ranks=(1,),
+    reason="rank 1 has made no progress for 60 s (step 41; the others are at step 42)",
+    source="script",
+    at=17e8 + 75.2,
+    last=("rank 0: step 42, silent for 60 s", "rank 1: step 41, silent for 61 s"),
+    groups=(
+        StackGroup((1,), ('File "d.py", line 8 in read', 'File "t.py", line 3 in step')),
+        StackGroup(
+            (0, 2, 3), ('File "t.py", line 9 in sync',), (((0, 2), ('File "l.py", line 1 in x',)),)
+        ),
+    ),
+    problems=(((4,), "the process is stopped by a signal"),),
+)
+
+
+def hung(hang: Hang = HANG) -> FailureReport:
+    """Return the report of a round that hung, in which elaunch has ended all workers."""
+    ends = [
+        WorkerExit(rank, rank, 4000 + rank, -15, 17e8 + 80, stopped_by_us=True)
+        for rank in (1, 0, 2)
+    ]
+    return build("t.py", "node0", 0, ends, 1, replace(KNOWN, hang=hang))
+
+
+def test_a_hang() -> None:
+    """Who stands still comes first, then what all were doing; the signals are of no interest."""
+    out = render_cause(hung()).rstrip().split("\n")
+    assert out == [
+        "rank 1 has made no progress for 60 s (step 41; the others are at step 42)",
+        "(local_rank 1, pid 4001, on host node0, 75.2 s into round 0; known by the script)",
+        "What each rank said last:",
+        "  rank 0: step 42, silent for 60 s",
+        "  rank 1: step 41, silent for 61 s",
+        "Python stacks at that time, most recent call first:",
+        "  rank 1:",
+        '    File "d.py", line 8 in read',
+        '    File "t.py", line 3 in step',
+        "  ranks 0,2-3:",
+        '    File "t.py", line 9 in sync',
+        "  another thread of ranks 0,2:",
+        '    File "l.py", line 1 in x',
+        "No stacks of rank 4: the process is stopped by a signal",
+        "",
+        "Stopped by elaunch: rank 0 (SIGTERM), rank 2 (SIGTERM)",
+    ]
+
+
+def test_a_hang_in_the_table_and_in_json() -> None:
+    """The code of a hang, and its reason in place of a traceback."""
+    made = hung()
+    assert made.exit_code == 77
+    root = render(made).partition("Root Cause")[2]
+    assert f"traceback : {HANG.reason} (stopped by elaunch)" in root
+    found = json.loads(json.dumps(made.to_dict()))
+    assert (found["exit_code"], found["summary"]) == (77, HANG.reason)
+    assert found["seconds_into_round"] == pytest.approx(75.2)
+    assert found["hang"]["stacks"][0]["main"][0] == 'File "d.py", line 8 in read'
+    assert found["hang"]["no_stacks"] == [
+        {"ranks": [4], "problem": "the process is stopped by a signal"}
+    ]
+
+
+def test_a_hang_of_all_without_stacks() -> None:
+    """Nobody is accused; what is missing is said."""
+    text = render_cause(hung(replace(HANG, ranks=(0, 1, 2), groups=(), problems=(), last=())))
+    assert "(on host node0, 75.2 s into round 0; known by the script)" in text
+    assert "The stacks of the workers could not be taken in time." in text
+
+
+def test_the_launchers_file_of_a_hang(tmp_path: Path) -> None:
+    """With the reason, the stacks and the code of the command."""
+    path = tmp_path / "error.json"
+    assert write_launcher_file(hung(), {"TORCHELASTIC_ERROR_FILE": str(path)})
+    told = json.loads(path.read_text())["message"]
+    assert (told["message"], told["errorCode"]) == (HANG.reason, 77)
+    assert "line 8 in read" in told["extraInfo"]["py_callstack"]

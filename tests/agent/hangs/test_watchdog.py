@@ -1,0 +1,138 @@
+"""The watchdog's thread: it looks in time, tells a hang once, and is quiet about what is past."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+from elaunch.agent.hangs.history import Look, Mark
+from elaunch.agent.hangs.watchdog import LATE_TICKS, SHORTEST_S, YIELD_TICKS, Watchdog
+from elaunch.agent.policy import events
+from tests.agent.logrig import SECONDS, eventually
+
+
+class Workers:
+    """Two workers that stand still; ``moving`` ones do not. ``clock`` tells time by the looks."""
+
+    def __init__(self, clock: Callable[[int], float] = lambda _: time.monotonic()) -> None:
+        self.clock = clock
+        self.moving: set[int] = set()
+        self.looks = 0
+        self.there = True
+
+    def look(self) -> Look | None:
+        """Return how they are now."""
+        self.looks += 1
+        marks: dict[int, Mark | None] = {
+            rank: Mark(self.looks if rank in self.moving else 0, True) for rank in range(2)
+        }
+        return Look(self.clock(self.looks), "script", marks) if self.there else None
+
+
+def watching(workers: Workers, limit: float) -> tuple[Watchdog, queue.SimpleQueue[events.HangSeen]]:
+    """Return a started watchdog, and what it posts."""
+    posted: queue.SimpleQueue[events.HangSeen] = queue.SimpleQueue()
+    watchdog = Watchdog(limit, workers.look, posted.put)
+    watchdog.begin(4)
+    watchdog.start()
+    return watchdog, posted
+
+
+def test_a_hang_is_told_once_in_each_round() -> None:
+    """With the round that it is of, and when it was found."""
+    workers = Workers()
+    workers.moving = {0}
+    before = time.monotonic()
+    watchdog, posted = watching(workers, 0.5)
+    try:
+        hang = posted.get(timeout=SECONDS)
+        assert (hang.round, hang.ranks, hang.source) == (4, (1,), "script")
+        assert before + 0.5 <= hang.at <= time.monotonic()
+        seen = workers.looks
+        eventually(lambda: workers.looks > seen + 10)
+        assert posted.empty()
+        watchdog.begin(5)
+        assert posted.get(timeout=SECONDS).round == 5
+    finally:
+        watchdog.close()
+
+
+def test_who_moves_is_left_alone() -> None:
+    """For many times the limit."""
+    workers = Workers()
+    workers.moving = {0, 1}
+    watchdog, posted = watching(workers, 0.3)
+    try:
+        eventually(lambda: workers.looks > 20)
+        assert posted.empty()
+    finally:
+        watchdog.close()
+
+
+def test_between_the_rounds_there_is_nobody_to_judge() -> None:
+    """No worker, no hang."""
+    workers = Workers()
+    workers.there = False
+    watchdog, posted = watching(workers, 0.2)
+    try:
+        eventually(lambda: workers.looks > 20)
+        assert posted.empty()
+    finally:
+        watchdog.close()
+
+
+def test_a_round_that_ends_during_a_look_is_not_judged() -> None:
+    """What was seen is of the round before."""
+    inside, go_on = threading.Event(), threading.Event()
+    workers = Workers()
+
+    def look() -> Look | None:
+        if workers.looks == 3:
+            inside.set()
+            assert go_on.wait(SECONDS)
+        return workers.look()
+
+    posted: queue.SimpleQueue[events.HangSeen] = queue.SimpleQueue()
+    watchdog = Watchdog(0.3, look, posted.put)
+    watchdog.begin(0)
+    watchdog.start()
+    try:
+        assert inside.wait(SECONDS)
+        watchdog.begin(1)
+        go_on.set()
+        assert posted.get(timeout=SECONDS).round == 1
+    finally:
+        watchdog.close()
+
+
+def test_of_several_nodes_the_one_that_can_name_a_rank_speaks_first() -> None:
+    """Where nobody is named, the others have a few looks' time."""
+    looks = {}
+    for several in (False, True):
+        workers = Workers(clock=lambda looked: looked * 0.1)
+        posted: queue.SimpleQueue[events.HangSeen] = queue.SimpleQueue()
+        watchdog = Watchdog(0.5, workers.look, posted.put, several)
+        watchdog.begin(0)
+        watchdog.start()
+        assert posted.get(timeout=SECONDS).ranks == (0, 1)
+        watchdog.close()
+        looks[several] = workers.looks
+    assert looks[True] == looks[False] + YIELD_TICKS
+
+
+def test_how_often_it_looks() -> None:
+    """A fraction of the limit, within bounds; so a late look cannot pass for a hang."""
+    nobody: queue.SimpleQueue[events.HangSeen] = queue.SimpleQueue()
+    ticks = [Watchdog(s, lambda: None, nobody.put).tick for s in (0.1, 20.0, 10_000.0, "auto")]
+    assert ticks == [SHORTEST_S, 1.0, 5.0, 1.0]
+    assert all(LATE_TICKS * tick < 30 for tick in ticks)
+
+
+def test_what_the_limit_is_at_present() -> None:
+    """A number, or nothing yet."""
+    nobody: queue.SimpleQueue[events.HangSeen] = queue.SimpleQueue()
+    fixed, auto = (Watchdog(asked, lambda: None, nobody.put).limit for asked in (60.0, "auto"))
+    assert (fixed.seconds, fixed.learning) == (60.0, False)
+    assert (auto.seconds, auto.learning) == (None, True)

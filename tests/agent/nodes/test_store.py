@@ -1,0 +1,218 @@
+"""How an agent gets to the agents' store, with real sockets and a real TCPStore."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from elaunch.agent.nodes.store import Opening
+from elaunch.config.meeting.rendezvous import RendezvousSettings
+from elaunch.errors import (
+    StoreClosed,
+    StoreDenied,
+    StoreReplaced,
+    StoreUnreachable,
+    UsageError,
+)
+from elaunch.store.protocol import Store
+from elaunch.store.tcp import client as tcp
+from elaunch.store.tcp import wire
+from elaunch.store.tcp.connection import HELLO, greet
+from tests.launching import wait_until
+
+OTHER_JOB = """
+import signal, socket, sys
+from elaunch.store.tcp import client as tcp
+store = tcp.host(socket.create_server(("127.0.0.1", int(sys.argv[1]))), "first")
+signal.pause()
+"""
+
+
+def hello(port: int) -> dict[str, Any] | None:
+    """Return what the store on a port says of itself; None if there is none yet."""
+    try:
+        return tcp.hello("127.0.0.1", port, 1.0)
+    except StoreUnreachable:
+        return None
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    """Close what a test opened."""
+    with ExitStack() as opened:
+        yield opened
+
+
+@pytest.fixture
+def free_port() -> int:
+    """Return a port that was free a moment ago."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def meeting(port: int, **changes: Any) -> RendezvousSettings:
+    """Return settings for an endpoint on this machine."""
+    given = {"backend": "c10d", "endpoints": (("127.0.0.1", port),), "connect_timeout": 60.0}
+    return RendezvousSettings(**{**given, **changes})
+
+
+def opening(settings: RendezvousSettings, stack: ExitStack, run_id: str = "job") -> Opening:
+    """Return the opening of one agent."""
+    made = Opening(settings, run_id, "127.0.0.1", lambda _: None)
+    stack.callback(made.close)
+    return made
+
+
+def test_the_first_on_a_machine_hosts_and_the_second_is_its_client(
+    stack: ExitStack, free_port: int
+) -> None:
+    """Although the endpoint is this machine's for both."""
+    one, two = (opening(meeting(free_port), stack) for _ in range(2))
+    one.prepare()
+    stores = [one.open()]
+    stack.callback(stores[0].close)
+    two.prepare()
+    stores.append(two.open())
+    stack.callback(stores[1].close)
+    assert (one.hosts, two.hosts) == (True, False)
+    stores[1].enrol("aa", b"a record", 60.0)
+    wait_until(lambda: set(stores[0].roster()) == {"aa"})
+
+
+def test_an_open_store_is_said_to_be_open(
+    stack: ExitStack, caplog: pytest.LogCaptureFixture, free_port: int
+) -> None:
+    """Once, by the agent that hosts; not by its clients, and not where records are signed."""
+    said = "the store of this job's agents is open: every user of this machine can end the job"
+    one, two = (opening(meeting(free_port), stack) for _ in range(2))
+    one.prepare()
+    assert [said in line and "--rdzv-secret-file" in line for line in caplog.messages] == [True]
+    stack.callback(one.open().close)
+    two.prepare()
+    one.close()
+    signed = opening(meeting(0, secret=b"s"), stack)
+    signed.prepare()
+    assert len(caplog.messages) == 1
+    wide = opening(meeting(0, endpoints=(("0.0.0.0", 0),)), stack)
+    wide.prepare()
+    assert re.search("open: whoever reaches port [0-9]+ of this machine", caplog.messages[-1])
+
+
+def test_a_stranger_on_the_port_is_named(stack: ExitStack) -> None:
+    """Before anything starts, and within seconds."""
+    stranger = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+
+    def answer() -> None:
+        while True:
+            try:
+                connection, _ = stranger.accept()
+            except OSError:
+                return
+            with connection:
+                connection.sendall(b"HTTP/1.0 400 Bad Request\r\n\r\n")
+
+    threading.Thread(target=answer, daemon=True).start()
+    port = stranger.getsockname()[1]
+    with pytest.raises(UsageError) as caught:
+        opening(meeting(port), stack).prepare()
+    assert f"port {port} of 127.0.0.1 is in use by process {os.getpid()} " in str(caught.value)
+    assert "give another port" in str(caught.value)
+
+
+def test_the_store_of_another_job_is_named(stack: ExitStack, free_port: int) -> None:
+    """Two jobs with one endpoint do not mix."""
+    other = subprocess.Popen([sys.executable, "-c", OTHER_JOB, str(free_port), "elaunch"])
+    stack.callback(other.wait)
+    stack.callback(other.kill)
+    wait_until(lambda: hello(free_port), what="the other job's store")
+    second = opening(meeting(free_port), stack, "second")
+    second.prepare()
+    with pytest.raises(StoreDenied, match="it belongs to the job 'first', not to 'second'"):
+        second.open()
+
+
+def test_a_static_node_says_whom_it_waits_for(stack: ExitStack, free_port: int) -> None:
+    """Nobody is at the master's port."""
+    settings = meeting(free_port, backend="static", is_host=False, node_hint=1, connect_timeout=0.5)
+    with pytest.raises(StoreUnreachable, match="is it started with --node-rank 0"):
+        opening(settings, stack).open()
+
+
+def test_a_static_node_reads_where_the_store_is(stack: ExitStack, free_port: int) -> None:
+    """Node 0 has a word hosted at the master's port; the store itself is elsewhere."""
+    words: list[str] = []
+    host = Opening(
+        meeting(free_port, backend="static", is_host=True, node_hint=0),
+        "job",
+        "127.0.0.1",
+        words.append,
+    )
+    stack.callback(host.close)
+    host.prepare()
+    stack.callback(host.open().close)
+    said = json.loads(words[0])
+    assert (said["run_id"], said["store"][0]) == ("job", "127.0.0.1")
+    assert said["store"][1] != free_port
+
+
+def test_who_looks_for_the_store_stops_when_the_agent_ends(
+    stack: ExitStack, free_port: int
+) -> None:
+    """A signal ends an agent at once, whatever it waits for."""
+    client = opening(meeting(free_port, is_host=False, connect_timeout=600.0), stack)
+    threading.Timer(0.3, client.close).start()
+    with pytest.raises(StoreClosed):
+        client.open()
+
+
+def test_a_static_host_that_is_started_again_is_found_at_its_new_port(
+    stack: ExitStack, free_port: int
+) -> None:
+    """The others ask at the master's port, the one that all know, when nothing listens any more."""
+    page = tcp.host(socket.create_server(("127.0.0.1", free_port)), "job")
+    stack.callback(page.close)
+
+    def publish(text: str) -> None:
+        address = (socket.AF_INET, ("127.0.0.1", free_port))
+        connection, _ = greet(address, time.monotonic() + 20.0, hold=lambda _: None)
+        with contextlib.closing(connection):
+            connection.send([wire.put(HELLO, text.encode())], time.monotonic() + 20.0)
+
+    def host() -> tuple[Opening, Store]:
+        settings = meeting(free_port, backend="static", is_host=True)
+        made = Opening(settings, "job", "127.0.0.1", publish)
+        made.prepare()
+        return made, made.open()
+
+    first, store = host()
+    client = opening(meeting(free_port, backend="static", is_host=False), stack)
+    seat = client.open()
+    stack.callback(seat.close)
+    seat.enrol("aa", b"a record", 60.0)
+    store.close()
+    first.close()
+    with pytest.raises(StoreUnreachable) as caught:
+        seat.renew()
+    assert caught.value.nobody_decides
+    second, store = host()
+    stack.callback(second.close)
+    stack.callback(store.close)
+    with pytest.raises(StoreReplaced, match="started anew at another port"):
+        seat.renew()
+    again = client.open()
+    stack.callback(again.close)
+    again.enrol("ab", b"a record", 60.0)
+    wait_until(lambda: "ab" in store.roster())

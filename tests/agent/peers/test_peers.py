@@ -1,0 +1,269 @@
+"""The courier: word, parts and replicas reach the right agent whole, and strangers get nothing."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from dataclasses import dataclass, field
+
+import pytest
+
+from elaunch.agent.peers.messages import Line, Undelivered
+from elaunch.agent.peers.peers import Courier, Peer
+from elaunch.checkpoint.records import Part, Stage
+from elaunch.errors import SaveError
+from elaunch.wire.handshake import COURIER, HELLO, OPENING, REPLY, Caller, Stranger, call_up
+from elaunch.wire.saver import Handed
+from tests.agent.courierrig import HERE, couriers, tell
+
+STAGE = Stage(120, 3, "abc")
+DEADLINE = 20.0
+
+
+def handed(size: int) -> Handed:
+    """Return a part of two files that together take ``size`` bytes."""
+    images = (("__0_0.distcp", ((0, size - 10),)), ("rng.bin", ((size - 10, 10),)))
+    return Handed(STAGE, Part(1, 2, "digits", {"steps_completed": 120}, "h", 7), images)
+
+
+@dataclass
+class Keeper:
+    """The keeper of one node, as the courier calls it."""
+
+    parts: dict[tuple[int, int, int], tuple[Handed, memoryview]] = field(default_factory=dict)
+    told: list[tuple[object, ...]] = field(default_factory=list)
+    room: bytearray = field(default_factory=bytearray)
+    served: int = 0
+    overwrites: bool = False
+    full: bool = False
+
+    def on_sealed(self, stage: Stage, rank: int, manifest: bytes) -> None:
+        """Note it."""
+        self.told.append(("sealed", stage, rank, manifest))
+
+    def on_writing(self, stage: Stage, rank: int, world_size: int) -> None:
+        """Note it."""
+        self.told.append(("writing", stage, rank, world_size))
+
+    def on_failed(self, stage: Stage, rank: int, problem: str) -> None:
+        """Note it."""
+        self.told.append(("failed", stage, rank, problem))
+
+    def serve_part(
+        self, step: int, round_number: int, rank: int
+    ) -> tuple[Handed, memoryview] | None:
+        """Return the part, the first time only if it is overwritten meanwhile."""
+        self.served += 1
+        if self.overwrites and self.served > 1:
+            return None
+        return self.parts.get((step, round_number, rank))
+
+    def replica_room(self, handed: Handed) -> memoryview:
+        """Return room, or refuse."""
+        if self.full:
+            raise SaveError("no memory left for a replica")
+        self.room = bytearray(handed.end)
+        return memoryview(self.room)
+
+    def replica_came(self, handed: Handed) -> None:
+        """Note it."""
+        self.told.append(("replica", handed))
+
+
+def test_seals_and_failures_reach_the_node_that_they_are_for() -> None:
+    """With the manifest's bytes as they were."""
+    manifest = bytes(range(256))
+    with couriers(3) as made:
+        keepers = [Keeper() for _ in made]
+        for courier, keeper in zip(made, keepers, strict=True):
+            courier.attach(keeper)
+        made[2].send_sealed(0, STAGE, 5, manifest, DEADLINE)
+        made[1].send_writing(0, STAGE, 3, 6, DEADLINE)
+        made[1].send_failed(0, STAGE, 3, "no space left", DEADLINE)
+        assert keepers[0].told == [
+            ("sealed", STAGE, 5, manifest),
+            ("writing", STAGE, 3, 6),
+            ("failed", STAGE, 3, "no space left"),
+        ]
+        assert keepers[1].told == keepers[2].told == []
+
+
+def test_a_part_is_copied_from_memory_to_memory() -> None:
+    """Of several frames, and one of a size that no frame has."""
+    size = 9_000_001
+    memory = memoryview(os.urandom(size + 100))
+    taken = bytearray(size + 500)
+    with couriers(2) as made:
+        keeper = Keeper({(120, 3, 1): (handed(size), memory)})
+        made[0].attach(keeper)
+        found = made[1].fetch_part(0, (120, 3, 1), lambda _: memoryview(taken), DEADLINE)
+        assert found == ("abc", handed(size).images)
+        assert taken[:size] == memory[:size]
+        assert made[1].fetch_part(0, (120, 3, 0), lambda _: memoryview(taken), DEADLINE) is None
+        keeper.served, keeper.overwrites = 0, True
+        assert made[1].fetch_part(0, (120, 3, 1), lambda _: memoryview(taken), DEADLINE) is None
+
+
+def test_a_replica_lies_in_the_neighbours_memory() -> None:
+    """Or is refused in its words, and says whose they are."""
+    size = 5_000_000
+    memory = memoryview(os.urandom(size))
+    with couriers(2) as made:
+        keeper = Keeper()
+        made[1].attach(keeper)
+        made[0].push_replica(1, handed(size), memory, DEADLINE)
+        assert keeper.told == [("replica", handed(size))]
+        assert keeper.room == memory
+        keeper.full = True
+        with pytest.raises(
+            Undelivered, match=r"agent of node node1 \(127.*no memory left"
+        ) as caught:
+            made[0].push_replica(1, handed(size), memory, DEADLINE)
+        assert not caught.value.gone
+
+
+def test_an_agent_that_has_ended_is_told_from_one_that_is_silent() -> None:
+    """The first at once, the second at the deadline."""
+    with couriers(2) as made, socket.create_server((HERE, 0)) as silent:
+        made[1].close()
+        with pytest.raises(Undelivered, match="nobody listens there") as caught:
+            made[0].send_failed(1, STAGE, 0, "x", DEADLINE)
+        assert caught.value.gone
+        peer = Peer("nodeX", HERE, silent.getsockname()[1])
+        with pytest.raises(Undelivered, match=r"nodeX.*cannot be reached: no answer") as caught:
+            made[0].call(peer, time.monotonic() + 0.3)
+        assert not caught.value.gone
+
+
+def test_an_agent_that_dies_in_the_middle_is_gone() -> None:
+    """Whoever waits for its bytes hears it."""
+
+    def die(line: Line, _: object) -> None:
+        line.say({"ok": True})
+        line.close()
+
+    with couriers(2) as made:
+        made[0].handle("file", die)
+        line = made[1].call(made[1].node(0), time.monotonic() + DEADLINE)
+        with line, pytest.raises(Undelivered, match="ended in the middle of sending") as caught:
+            line.ask({"do": "file"})
+            line.receive_into(memoryview(bytearray(10)), lambda _: None)
+        assert caught.value.gone
+
+
+def test_one_that_is_slow_is_waited_for_and_one_that_hangs_is_not() -> None:
+    """As long as it gets further."""
+    release = threading.Event()
+
+    def slow(line: Line, request: dict[str, bool]) -> dict[str, bool]:
+        for number in range(1, 14):
+            line.say({"busy": number if request["moves"] else 1})
+            release.wait(0.1)
+        return {"ok": True}
+
+    with couriers(2) as made:
+        made[0].handle("slow", slow)
+        peer = made[1].node(0)
+        with made[1].call(peer, time.monotonic() + DEADLINE, patience=1.0) as line:
+            assert line.ask({"do": "slow", "moves": True}) == {"ok": True}
+        line = made[1].call(peer, time.monotonic() + DEADLINE, patience=1.0)
+        with line, pytest.raises(Undelivered, match=r"makes no progress for 1 s") as caught:
+            line.ask({"do": "slow", "moves": False})
+        assert not caught.value.gone
+
+
+@pytest.mark.parametrize("secret", [None, b"s"])
+def test_another_job_is_kept_out(secret: bytes | None) -> None:
+    """Also where the run id is the same; and let in once both have the plan of one job."""
+    with couriers(2, secret) as made:
+        tell([made[1]], job="another")
+        peer = made[0].node(1)
+        with pytest.raises(Undelivered, match="does not take us"):
+            made[0].call(peer, time.monotonic() + 0.3)
+        tell(made)
+        made[0].call(peer, time.monotonic() + DEADLINE).close()
+
+
+def test_another_secret_is_kept_out() -> None:
+    """Who reads the store knows the job's word, and that is not enough."""
+    with couriers(1, b"s") as made, couriers(1, b"t") as others:
+        tell([*made, *others], job="one")
+        with pytest.raises(Undelivered, match="does not take us"):
+            others[0].call(others[0].node(0), time.monotonic() + 0.3)
+
+
+def test_before_the_first_plan_nobody_is_let_in() -> None:
+    """There is nothing yet by which to know who belongs here; a caller waits for it."""
+    early = Courier(HERE, "digits", None)
+    early.start()
+    try:
+        with pytest.raises(Undelivered, match="not heard of a plan"):
+            early.call(Peer("x", HERE, 1), time.monotonic() + 0.1)
+        with couriers(1, None) as made:
+            peer = Peer("early", HERE, early.port)
+            threading.Timer(0.2, tell, ([*made, early],)).start()
+            made[0].call(peer, time.monotonic() + DEADLINE).close()
+    finally:
+        early.close()
+
+
+def test_strangers_learn_nothing_and_stop_nobody() -> None:
+    """Random bytes, half a handshake, an open connection each: the job goes on."""
+    with couriers(2) as made:
+        keeper = Keeper()
+        made[0].attach(keeper)
+        port = made[0].port
+        with socket.create_connection((HERE, port)) as sock:
+            sock.settimeout(DEADLINE)
+            sock.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(OPENING))
+            with pytest.raises(ConnectionResetError):
+                assert sock.recv(1000) == b""
+                raise ConnectionResetError  # both say: hung up, and not a byte came
+        with socket.create_connection((HERE, port)) as sock:
+            sock.settimeout(DEADLINE)
+            sock.sendall(HELLO + bytes(32))
+            assert len(sock.recv(1000)) == REPLY
+            sock.sendall(bytes(1000))
+            try:
+                assert sock.recv(1000) == b""
+            except ConnectionResetError:
+                assert keeper.told == []
+        with socket.create_connection((HERE, port)) as sock, pytest.raises(Stranger):
+            call_up(sock, b"guessed", port, Caller(COURIER, 1), time.monotonic() + DEADLINE)
+        idle = [socket.create_connection((HERE, port)) for _ in range(200)]
+        made[1].send_sealed(0, STAGE, 1, b"{}", DEADLINE)
+        for sock in idle:
+            sock.close()
+        assert [one[0] for one in keeper.told] == ["sealed"]
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        {"do": "unknown"},
+        {"do": 1},
+        {"do": "sealed"},
+        {"do": "sealed", "stage": {"step": -1, "round": 0, "uuid": "../x"}, "rank": 0},
+        {"do": "part", "step": "x", "round": 0, "rank": 0},
+        {"do": "replica", "handed": {"images": 1}},
+    ],
+)
+def test_requests_without_sense_are_refused(request_: dict[str, object]) -> None:
+    """The one who asks hears it, and may go on."""
+    with couriers(2) as made:
+        keeper = Keeper()
+        made[0].attach(keeper)
+        with made[1].call(made[1].node(0), time.monotonic() + DEADLINE) as line:
+            with pytest.raises(Undelivered, match="agent of node node0"):
+                line.ask(request_)
+            good = {"do": "part", "step": 1, "round": 0, "rank": 0}
+            assert line.ask(good) == {"ok": True}
+        assert keeper.told == []
+
+
+def test_a_round_without_that_node_has_nobody_to_ask() -> None:
+    """A node rank that the plan has not, and an agent without a port."""
+    with couriers(1) as made, pytest.raises(Undelivered, match="the round has no node 7"):
+        made[0].send_failed(7, STAGE, 0, "x", DEADLINE)

@@ -1,0 +1,185 @@
+"""The search for the next round's checkpoint, as the loop and the coordinator ask for it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from elaunch.agent import patience
+from elaunch.agent.policy import events
+from elaunch.agent.resume import latest
+from elaunch.agent.resume.directory import Finishing
+from elaunch.checkpoint import records
+from elaunch.checkpoint.records import Image, Part, Stage
+from elaunch.checkpoint.storage.posix import PosixDepot
+from elaunch.config import Settings, resolve
+from elaunch.errors import CheckpointError
+from elaunch.rendezvous.decide.view import Found, Search
+from tests.checkpoint.formats.test_directories import save_checkpoint
+from tests.launching import wait_until
+
+
+def settings(directory: Path, cwd: Path, glob: str | None = "step_*.pt") -> Settings:
+    """Return the settings of a job with a checkpoint directory."""
+    line = {"checkpoint-dir": str(directory)} | ({"checkpoint-glob": glob} if glob else {})
+    script = cwd / "train.py"
+    script.write_text("")
+    return resolve(line, [str(script)], {"PATH": os.environ["PATH"]}, cwd)
+
+
+def test_every_node_is_told_what_the_coordinator_found(tmp_path: Path) -> None:
+    """The newest, as plain data; the loop hears of it too."""
+    import torch
+
+    for step in (2, 10):
+        torch.save({"step": step}, tmp_path / f"step_{step}.pt")
+    posted: list[events.Event] = []
+    found = latest.for_all_nodes(settings(tmp_path, tmp_path), posted.append)(Search()).checkpoint
+    assert found is not None
+    assert (found["path"], found["step"]) == (str(tmp_path / "step_10.pt"), 10)
+    (event,) = posted
+    assert isinstance(event, events.CheckpointChosen)
+
+
+def test_nothing_to_resume_from(tmp_path: Path) -> None:
+    """A directory that is empty."""
+    (tmp_path / "ck").mkdir()
+    assert (
+        latest.for_all_nodes(settings(tmp_path / "ck", tmp_path), lambda _: None)(Search())
+        == Found()
+    )
+
+
+def test_storage_that_cannot_be_read_is_no_fresh_start(tmp_path: Path) -> None:
+    """Nobody may begin anew because a disk is away for a moment."""
+    made = settings(tmp_path / "ck", tmp_path)
+    if (tmp_path / "ck").is_dir():
+        (tmp_path / "ck").rmdir()
+    (tmp_path / "ck").write_text("a file where the directory was")
+    with pytest.raises(CheckpointError, match="cannot look for checkpoints"):
+        latest.for_all_nodes(made, lambda _: None)(Search())
+
+
+def commit(place: Path, made: Settings, step: int) -> Path:
+    """Have a checkpoint of one rank committed in ``place``; return its data file."""
+    depot, stage = PosixDepot(place), Stage(step, 0, f"{step:032x}")
+    depot.prepare(made.run_id, given=False)
+    part = Part(0, 1, made.run_id, {"steps_completed": step})
+    depot.write_part(stage, part, [Image("model.pt", [b"content"])])
+    done = depot.commit(stage, lambda: None, {})
+    return place / done.name / "model.pt"
+
+
+def damage(file: Path, *, told: bool) -> None:
+    """Flip a bit; unless ``told``, as a disk does it, that changes no time."""
+    times = file.stat()
+    file.write_bytes(b"Content")
+    if not told:
+        os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+def found(made: Settings, finishing: Finishing) -> str | None:
+    """Return the name of what the next round would resume from."""
+    search = latest.look(made, finishing).search
+    return None if search.checkpoint is None else Path(search.checkpoint.path).name
+
+
+def test_what_this_job_has_sealed_is_not_read_again(tmp_path: Path) -> None:
+    """A restart does not wait for it; what was written to since is read, and put aside."""
+    place = tmp_path / "ck"
+    made = settings(place, tmp_path, None)
+    finishing = Finishing(made)
+    assert found(made, finishing) is None
+    files = [commit(place, made, step) for step in (10, 20)]
+    damage(files[1], told=False)
+    assert found(made, finishing) == "step-00000020.r0"
+    damage(files[1], told=True)
+    assert found(made, finishing) == "step-00000010.r0"
+    assert (place / ".quarantine" / "step-00000020.r0").is_dir()
+    finishing.close()
+
+
+def test_what_was_there_before_is_read_once(tmp_path: Path) -> None:
+    """Nobody knows what a power cut has left of it."""
+    place = tmp_path / "ck"
+    made = settings(place, tmp_path, None)
+    files = [commit(place, made, step) for step in (10, 20)]
+    damage(files[1], told=False)
+    finishing = Finishing(made)
+    assert found(made, finishing) == "step-00000010.r0"
+    damage(files[0], told=False)
+    assert found(made, finishing) == "step-00000010.r0"
+    finishing.close()
+
+
+def test_a_search_that_takes_long_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A round that waits for the storage does not do so in silence."""
+    storage = threading.Event()
+
+    def hang(*_: object) -> records.Search:
+        assert storage.wait(60.0)
+        return records.Search(None)
+
+    monkeypatch.setattr(patience, "TOLD_S", 0.01)
+    monkeypatch.setattr(latest, "_search", hang)
+    with caplog.at_level(logging.WARNING, "elaunch"):
+        looking = threading.Thread(target=latest.look, args=(settings(tmp_path, tmp_path),))
+        looking.start()
+        wait_until(lambda: bool(caplog.messages), 60.0)
+        storage.set()
+        looking.join(60.0)
+    (line,) = caplog.messages
+    assert line.startswith(
+        f"still looking for the newest complete checkpoint in {tmp_path}, for 0 s"
+    )
+
+
+@pytest.mark.parametrize(
+    ("files", "lost"),
+    [
+        ((), False),
+        (("run.json", ".stage", ".lock"), False),
+        (("weights.npz",), True),
+        ((".quarantine/step-00000001.r0",), True),
+        (("step_1.pt",), True),
+    ],
+)
+def test_a_required_resume_finds_nothing(
+    tmp_path: Path, files: tuple[str, ...], lost: bool
+) -> None:
+    """An empty directory is a fresh start; one with files that nobody understands is not."""
+    root = tmp_path / "ck"
+    root.mkdir()
+    for name in files:
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_text("")
+    required = replace(settings(root, tmp_path), require_resume=True)
+    chosen = latest.look(required)
+    assert chosen.search.checkpoint is None
+    assert (chosen.problem is not None, chosen.exit_code) == (lost, 74)
+    if lost:
+        assert f"none of the 1 entries of {root} can be resumed from" in (chosen.problem or "")
+        with pytest.raises(CheckpointError, match="--require-resume is given"):
+            latest.for_all_nodes(required, lambda _: None)(Search())
+    assert latest.look(settings(root, tmp_path)).problem is None
+
+
+def test_deepspeed_loads_what_was_chosen(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The newest is damaged: ``latest`` names the older one before the round begins."""
+    root = tmp_path / "ck"
+    save_checkpoint(root, "global_step10")
+    (save_checkpoint(root) / "mp_rank_00_model_states.pt").write_bytes(b"torn")
+    made = settings(root, tmp_path, None)
+    assert latest.look(made).search.checkpoint is not None
+    assert (root / "latest").read_text() == "global_step20"
+    chosen = latest.look(made, Finishing(made)).search.checkpoint
+    assert (chosen and chosen.path, chosen and chosen.step) == (root, 10)
+    assert (root / "latest").read_text() == "global_step10"
+    assert f"{root}/latest named global_step20; it names global_step10 now" in caplog.text

@@ -1,0 +1,550 @@
+"""An agent's keeper and its workers, over a real socket; workers that are killed are processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from elaunch.agent.policy import events, fencing
+from elaunch.agent.policy.state import Limits, Phase, State
+from elaunch.agent.resume.directory import Finishing
+from elaunch.agent.saver import service
+from elaunch.agent.saver.round import KeeperPlan, KeeperRound
+from elaunch.agent.saver.saver import CheckpointKeeper
+from elaunch.agent.status.socket import ControlSocket
+from elaunch.checkpoint.records import Image, Part, Stage
+from elaunch.checkpoint.storage.storage import open_depot
+from elaunch.config import resolve
+from elaunch.errors import SaveError
+from elaunch.training.checkpoint.saver.agent import AgentKeeper
+from elaunch.training.checkpoint.saver.choose import open_keeper
+from elaunch.wire.control import ask, short_address
+from elaunch.wire.saver import Handed
+from tests.launching import wait_until
+
+LONG = 60.0
+ROOT = Path(__file__).parent.parent.parent.parent
+
+WORKER = """
+import json, os, signal, sys
+from pathlib import Path
+from types import SimpleNamespace
+from elaunch.checkpoint.records import Part, Stage
+from elaunch.wire.saver import Handed, handed_to_json
+from elaunch.training.checkpoint.saver.agent import AgentKeeper
+
+socket, place, rank, when = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]
+keeper = AgentKeeper(socket, SimpleNamespace(rank=rank, local_rank=rank), place)
+keeper.connect(0)
+if when == "connected":
+    os.kill(os.getpid(), signal.SIGKILL)
+assert keeper.begin(True, 60.0)
+memory = keeper.memory(8)
+memory[:4] = b"NEW!"
+if when == "copying":
+    os.kill(os.getpid(), signal.SIGKILL)
+memory[4:8] = b"%04d" % rank
+part = Part(rank, 2, "digits", {"steps_completed": 10})
+handed = Handed(Stage(10, 0, "u"), part, ((f"part-{rank}", ((0, 8),)),))
+if when == "sent":
+    line = json.dumps({"op": "staged", "n": 99, "handed": handed_to_json(handed)})
+    keeper._socket.sendall(line.encode() + b"\\n")
+    os.kill(os.getpid(), signal.SIGKILL)
+if when == "torn":
+    keeper._socket.sendall(b'{"op": "staged", "n": 99, "handed": {"sta')
+    os.kill(os.getpid(), signal.SIGKILL)
+keeper.staged(handed)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+class Rig:
+    """An agent that keeps checkpoints for two workers in ``tmp_path / "ck"``."""
+
+    def __init__(self, tmp_path: Path, **changes: Any) -> None:
+        self.place = tmp_path / "ck"
+        self.socket = tmp_path / "agent.sock"
+        script = tmp_path / "train.py"
+        script.write_text("")
+        line = {"checkpoint-dir": str(self.place)}
+        settings = resolve(line, [str(script)], {"PATH": os.environ["PATH"]}, tmp_path)
+        changes = {"run_id": "digits", "run_id_given": True, **changes}
+        self.settings = dataclasses.replace(settings, **changes)
+        self.depot = open_depot(self.place)
+        self.depot.prepare("digits", given=True)
+        self.inbox: queue.SimpleQueue[events.Event] = queue.SimpleQueue()
+        self.seen: list[events.Event] = []
+        self.state = State(Limits(2), phase=Phase.RUNNING)
+        self.finishing = Finishing(self.settings)
+        self.keeper = CheckpointKeeper(KeeperPlan(self.settings, self.inbox.put, self.finishing))
+        self.control = ControlSocket(self.socket, dict, adopters={"checkpoint": self.keeper.adopt})
+        self.control.start()
+        self.begin(0)
+        threading.Thread(target=self._loop, daemon=True).start()
+
+    def begin(self, number: int) -> None:
+        self.state = dataclasses.replace(self.state, round=number)
+        self.keeper.begin(KeeperRound(number, 0, 2))
+
+    def _loop(self) -> None:
+        while True:
+            event = self.inbox.get()
+            if isinstance(event, events.FenceAsked):
+                event.answer(fencing.refusal(self.state, event.round))
+            self.seen.append(event)
+
+    def worker(self, rank: int, number: int = 0) -> AgentKeeper:
+        place: Any = SimpleNamespace(rank=rank, local_rank=rank)
+        keeper = AgentKeeper(self.socket, place, str(self.place))
+        keeper.connect(number)
+        return keeper
+
+    @staticmethod
+    def end(*workers: AgentKeeper) -> None:
+        """Have the workers' connections end, as when they are killed."""
+        for worker in workers:
+            connection, worker._socket = worker._socket, None
+            assert connection is not None
+            connection.close()
+
+    def settle(self, seconds: float = LONG) -> events.SavesSettled:
+        self.keeper.settle(seconds)
+        wait_until(lambda: self._settled() is not None, LONG)
+        found = self._settled()
+        assert found is not None
+        return found
+
+    def _settled(self) -> events.SavesSettled | None:
+        found = [event for event in self.seen if isinstance(event, events.SavesSettled)]
+        return found[-1] if found else None
+
+    def killed(self, rank: int, when: str) -> None:
+        """Run a worker that SIGKILLs itself."""
+        argv = [sys.executable, "-c", WORKER, str(self.socket), str(self.place), str(rank), when]
+        done = subprocess.run(argv, timeout=LONG, cwd=ROOT, check=False)
+        assert done.returncode == -signal.SIGKILL
+
+    @property
+    def names(self) -> list[str]:
+        return [found.name for found in self.depot.listed()]
+
+    def close(self) -> None:
+        self.control.close()
+        self.keeper.close()
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    made = Rig(tmp_path)
+    yield made
+    made.close()
+
+
+def handed(step: int, rank: int, number: int = 0, size: int = 8) -> Handed:
+    """Return a part of ``size`` bytes at the beginning of the memory."""
+    part = Part(rank, 2, "digits", {"steps_completed": step})
+    stage = Stage(step, number, f"u{step}")
+    return Handed(stage, part, ((f"part-{rank}", ((0, size),)),))
+
+
+def save(workers: list[AgentKeeper], step: int, number: int = 0) -> None:
+    """Have all workers leave ``step`` and their rank in their memory."""
+    for worker in workers:
+        assert worker.begin(True, LONG)
+    for rank, worker in enumerate(workers):
+        worker.memory(8)[:8] = b"%04d%04d" % (step, rank)
+        worker.staged(handed(step, rank, number))
+
+
+def test_nothing_is_made_before_a_worker_connects(rig: Rig) -> None:
+    """A job that saves nothing has no thread of the keeper's, and its end waits for nothing."""
+    assert rig.keeper.record() is None
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("keeper")]
+    assert rig.settle() == events.SavesSettled(0)
+
+
+def test_a_save(rig: Rig) -> None:
+    """Both parts are on the disk, and what they were made of is still in memory."""
+    workers = [rig.worker(0), rig.worker(1)]
+    save(workers, 10)
+    done = [worker.wait(LONG) for worker in workers]
+    assert [each and each.name for each in done] == ["step-00000010.r0"] * 2
+    assert done[0] == rig.depot.find("step-00000010.r0")
+    found = workers[0].recall(10, 0, [0, 1, 7], "u10", LONG)
+    assert {rank: bytes(files[f"part-{rank}"]) for rank, files in found.items()} == {
+        0: b"00100000",
+        1: b"00100001",
+    }
+    assert workers[1].recall(10, 0, [0], "another", LONG) == {}
+    assert events.KeeperUsed(0) in rig.seen
+    record = rig.keeper.record()
+    assert record is not None
+    assert record["step"] == 10
+
+
+def test_what_the_ranks_commit_themselves_counts(rig: Rig) -> None:
+    """With what the agent has committed. Without an agent the checkpoint is there all the same."""
+    workers = [rig.worker(0), rig.worker(1)]
+    save(workers, 10)
+    done = workers[0].wait(LONG)
+    assert done is not None
+    for step in (20, 30):
+        workers[0].committed(dataclasses.replace(done, step=step), 0.25)
+    record = rig.keeper.record()
+    assert record is not None
+    assert (record["step"], record["commits"], record["seconds"]) == (30, 3, 0.25)
+    rig.keeper.close()
+    workers[0].committed(done, 0.25)
+
+
+def test_memory_is_the_same_until_it_grows(rig: Rig) -> None:
+    """And what was seen of the smaller one does no harm."""
+    worker = rig.worker(0)
+    small = worker.memory(100)
+    part = small[:4]
+    assert worker.memory(50) is small
+    large = worker.memory(1 << 20)
+    assert large.nbytes >= 1 << 20
+    part[:] = b"late"
+    assert bytes(large[:4]) == bytes(4)
+
+
+def test_more_memory_than_there_may_be(tmp_path: Path) -> None:
+    """The error has the numbers and the flag; what was there is still there."""
+    rig = Rig(tmp_path, checkpoint_memory=1 << 20)
+    try:
+        worker = rig.worker(0)
+        worker.memory(1000)
+        with pytest.raises(SaveError, match=r"4\.0 MiB: .* of 1\.0 MiB \(--checkpoint-memory\)"):
+            worker.memory(4 << 20)
+        with pytest.raises(SaveError, match="memory"):
+            rig.worker(1).memory(1 << 20)
+    finally:
+        rig.close()
+
+
+def test_what_was_begun_is_recalled_no_more(rig: Rig) -> None:
+    """A worker that is killed in the middle of the copy leaves half of two checkpoints there."""
+    workers = [rig.worker(0), rig.worker(1)]
+    save(workers, 10)
+    workers[0].wait(LONG)
+    assert workers[0].begin(True, LONG)
+    assert set(workers[1].recall(10, 0, [0, 1], "", LONG)) == {1}
+
+
+@pytest.mark.parametrize("when", ["staged", "sent"])
+def test_a_worker_that_is_killed_after_it_handed_over(rig: Rig, when: str) -> None:
+    """One that had not even read the answer: the part is the agent's; the next round has it."""
+    rig.killed(0, when)
+    rig.killed(1, when)
+    assert rig.settle().lost == ()
+    assert rig.names == ["step-00000010.r0"]
+    found = rig.depot.find("step-00000010.r0")
+    assert (Path(found.place) / "part-1").read_bytes() == b"NEW!0001"
+    rig.begin(1)
+    for rank in (0, 1):
+        files = rig.worker(rank, 1).recall(10, 0, [0, 1], found.uuid, LONG)
+        assert bytes(files[1 - rank][f"part-{1 - rank}"]) == b"NEW!%04d" % (1 - rank)
+
+
+@pytest.mark.parametrize("when", ["connected", "copying", "torn"])
+def test_a_worker_that_is_killed_before_it_handed_over(rig: Rig, when: str) -> None:
+    """Nothing is committed, the part of the other one is discarded, the one before stays."""
+    workers = [rig.worker(0), rig.worker(1)]
+    save(workers, 5)
+    workers[0].wait(LONG)
+    workers[1].close()
+    rig.killed(1, when)
+    assert workers[0].begin(True, LONG)
+    workers[0].memory(8)[:] = bytes(len(workers[0].memory(8)))
+    workers[0].staged(handed(10, 0))
+    with pytest.raises(SaveError, match="rank 1 ended before handing over a part"):
+        workers[0].wait(LONG)
+    workers[0].close()
+    rig.settle()
+    assert rig.names == ["step-00000005.r0"]
+    wait_until(lambda: not list((rig.place / ".stage").iterdir()), LONG)
+
+
+def test_the_next_round_has_the_same_memory(rig: Rig) -> None:
+    """Nothing is made or touched anew; what was there goes when a save begins."""
+    workers = [rig.worker(0), rig.worker(1)]
+    save(workers, 10)
+    rig.end(*workers)
+    assert rig.settle().lost == ()
+    assert rig.names == ["step-00000010.r0"]
+    rig.begin(1)
+    workers = [rig.worker(0, 1), rig.worker(1, 1)]
+    assert bytes(workers[0].memory(8)[:8]) == b"00100000"
+    save(workers, 20, 1)
+    assert workers[0].recall(10, 0, [0, 1], "", LONG) == {}
+    done = workers[0].wait(LONG)
+    assert done is not None
+    assert done.name == "step-00000020.r1"
+
+
+def test_a_worker_of_a_round_that_is_over(rig: Rig) -> None:
+    """It may neither begin nor hand over nor commit, and one that comes late is not let in."""
+    late = rig.worker(0)
+    assert late.begin(True, LONG)
+    late.memory(8)
+    rig.begin(1)
+    with pytest.raises(SaveError, match=r"round 0 is over: round 1 runs here|agent is gone"):
+        late.staged(handed(10, 0))
+    with pytest.raises(SaveError, match=r"round 0 is over: round 1 runs here"):
+        rig.worker(0, 0)
+    current = rig.worker(1, 1)
+    current.fence(1)
+    with pytest.raises(SaveError, match="round 0 may not commit any more: the job is in round 1"):
+        current.fence(0)
+    assert rig.names == []
+
+
+def test_a_part_that_cannot_be(rig: Rig) -> None:
+    """Not begun, of another rank, of another run, beyond the memory."""
+    worker = rig.worker(0)
+    with pytest.raises(SaveError, match="no save was begun"):
+        worker.staged(handed(10, 0))
+    assert worker.begin(True, LONG)
+    with pytest.raises(SaveError, match="no memory was asked for"):
+        worker.staged(handed(10, 0))
+    worker.memory(8)
+    with pytest.raises(SaveError, match="it is of rank 1 and round 0"):
+        worker.staged(handed(10, 1))
+    with pytest.raises(SaveError, match="it lies beyond"):
+        worker.staged(handed(10, 0, size=1 << 30))
+    other = dataclasses.replace(handed(10, 0).part, run_id="other")
+    with pytest.raises(SaveError, match="it is of run other"):
+        worker.staged(dataclasses.replace(handed(10, 0), part=other))
+    assert os.listdir(rig.place / ".stage") == []
+
+
+def test_who_is_not_let_in(rig: Rig) -> None:
+    """A rank of another node, another directory, a request that is none."""
+    rig.worker(1)
+    place: Any = SimpleNamespace(rank=7, local_rank=1)
+    with pytest.raises(SaveError, match="rank 7 with local rank 1 is not of this node"):
+        AgentKeeper(rig.socket, place, str(rig.place)).connect(0)
+    place = SimpleNamespace(rank=0, local_rank=0)
+    with pytest.raises(SaveError, match="a run has one directory"):
+        AgentKeeper(rig.socket, place, "/elsewhere").connect(0)
+    with pytest.raises(SaveError, match="needs the numbers"):
+        AgentKeeper(rig.socket, SimpleNamespace(rank="x", local_rank=0), "/").connect(0)  # type: ignore[arg-type]
+
+
+def test_a_part_that_cannot_be_handed_over(rig: Rig) -> None:
+    """All ranks take the save back: it is over at once, and the next one is not held up."""
+    workers = [rig.worker(0), rig.worker(1)]
+    for worker in workers:
+        assert worker.begin(True, LONG)
+        worker.memory(8)
+    workers[0].staged(handed(10, 0))
+    with pytest.raises(SaveError, match="it lies beyond"):
+        workers[1].staged(handed(10, 1, size=1 << 30))
+    for worker in workers:
+        worker.abandon(handed(10, 0).stage)
+    save(workers, 20)  # neither is told again of what it has taken back
+    assert [worker.wait(LONG) is not None for worker in workers] == [True, True]
+    assert rig.names == ["step-00000020.r0"]
+    wait_until(lambda: not list((rig.place / ".stage").iterdir()), LONG)
+
+
+def test_an_agent_that_refuses_the_round_is_no_agent_that_is_gone(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That is the fence: nobody writes by himself then."""
+    monkeypatch.setenv("ELAUNCH_AGENT_SOCKET", str(rig.socket))
+    place = SimpleNamespace(rank=1, local_rank=1, launcher="elaunch")
+    rank: Any = SimpleNamespace(rank=1, placement=place)
+    keeper = open_keeper(rank, rig.depot, 0)
+    assert isinstance(keeper, AgentKeeper) and keeper.lacks == ""
+    with pytest.raises(SaveError, match="round 7 is over: round 0 runs here"):
+        open_keeper(rank, rig.depot, 7)
+
+
+def test_two_jobs_in_one_directory(rig: Rig, tmp_path: Path) -> None:
+    """The second one's rank 0 is told who has it."""
+    rig.worker(0)
+    (tmp_path / "other").mkdir()
+    other = Rig.__new__(Rig)
+    os.symlink(rig.place, tmp_path / "other" / "ck")
+    Rig.__init__(other, tmp_path / "other")
+    try:
+        with pytest.raises(SaveError, match=rf"in use by another job \(process {os.getpid()} on"):
+            other.worker(0)
+    finally:
+        other.close()
+
+
+def test_a_directory_that_is_not_the_flags(tmp_path: Path) -> None:
+    """What an earlier job left there is brought to an end, once the lock says that it has ended."""
+    rig = Rig(tmp_path, checkpoint_dir=None)
+    try:
+        part = Part(0, 1, "digits", {"steps_completed": 10})
+        rig.depot.write_part(Stage(10, 0, "u"), part, [Image("x", [b"x"])])
+        held = rig.depot.lock()
+        with pytest.raises(SaveError, match="in use by another job"):
+            rig.worker(0)
+        assert rig.names == []
+        held.close()
+        rig.end(rig.worker(1))
+        assert rig.names == []
+        rig.worker(0)
+        assert rig.names == ["step-00000010.r0"]
+    finally:
+        rig.close()
+
+
+def test_requests_that_are_none(rig: Rig) -> None:
+    """Each gets its error; the next one is served."""
+    said: list[dict[str, Any]] = []
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(LONG)
+        with short_address(rig.socket) as address:
+            connection.connect(address)
+        hello = {"op": "checkpoint", "round": 0, "rank": 1, "local_rank": 1, "pid": 1}
+        lines = [json.dumps({**hello, "place": str(rig.place)}), "nonsense", "[]", '{"n": 1}']
+        lines += ['{"op": "dance", "n": 2}', '{"op": "memory", "n": 3, "size": "x"}']
+        lines += ['{"op": "staged", "n": 4, "handed": {}}', '{"op": "abandon", "n": 5}']
+        connection.sendall("".join(line + "\n" for line in lines[:1]).encode())
+        reader = connection.makefile("rb")
+        said.append(json.loads(reader.readline()))
+        connection.sendall("".join(line + "\n" for line in lines[1:]).encode())
+        said += [json.loads(reader.readline()) for _ in lines[1:]]
+    assert [bool(answer.get("ok")) for answer in said] == [True, *[False] * 6, True]
+
+
+def test_an_answer_that_comes_too_late_is_passed_over(rig: Rig) -> None:
+    """Each rank waits for its own time only, and the next answer is that to the next request."""
+    workers = [rig.worker(0), rig.worker(1)]
+    save(workers[:1], 10)
+    assert not workers[0].begin(False)
+    with pytest.raises(SaveError, match=r"is not committed after 0\.05 s"):
+        workers[0].wait(0.05)
+    workers[1].begin(True, LONG)
+    workers[1].memory(8)
+    workers[1].staged(handed(10, 1))
+    assert workers[0].wait(LONG) is not None
+
+
+def test_storage_that_hangs_does_not_hold_up_the_end(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agent goes on after the deadline; the next round's worker gets other memory."""
+    from elaunch.checkpoint.storage.posix import PosixDepot
+
+    opened, write = threading.Event(), PosixDepot.write_part
+
+    def hang(*args: Any) -> bytes:
+        assert opened.wait(LONG)
+        return write(*args)
+
+    monkeypatch.setattr(PosixDepot, "write_part", hang)
+    try:
+        workers = [rig.worker(0), rig.worker(1)]
+        save(workers, 10)
+        rig.end(*workers)
+        settled = rig.settle(0.2)
+        assert settled.lost == ("step-00000010.r0: the storage has not taken it in time",)
+        assert rig.finishing.unfinished() == ("step-00000010.r0.u10",)
+        rig.begin(1)
+        memory = rig.worker(0, 1).memory(8)
+        assert bytes(memory[:8]) == bytes(8), "it is memory that a thread still reads"
+    finally:
+        opened.set()
+    wait_until(lambda: not rig.keeper.unfinished(), LONG)
+    assert rig.names == []
+
+
+def test_an_agent_that_is_gone(rig: Rig) -> None:
+    """Every call says so, at once; so does one from a forked process."""
+    worker = rig.worker(0)
+    rig.close()
+    with pytest.raises(SaveError, match="agent is gone"):
+        worker.begin(True, LONG)
+    worker._pid = 0
+    with pytest.raises(SaveError, match="forked"):
+        worker.fence(0)
+
+
+def test_the_memory_is_given_back(rig: Rig) -> None:
+    """At the end, and with it the lock."""
+    worker = rig.worker(0)
+    worker.memory(64 << 20)
+    before = shared()
+    rig.close()
+    worker._view = None
+    wait_until(lambda: before - shared() >= 32 << 20, LONG)
+    rig.depot.lock().close()
+
+
+def shared() -> int:
+    """Return the shared memory that this process has in use."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (found,) = [line for line in lines if line.startswith("RssShmem")]
+    return int(found.split()[1]) * 1024
+
+
+def test_closing_waits_for_the_agent_and_tells_what_failed(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of a script is the last moment to be told."""
+    from elaunch.checkpoint.storage.posix import PosixDepot
+
+    def fail(*_: Any) -> bytes:
+        raise OSError(5, "Input/output error", "/disk")
+
+    monkeypatch.setattr(PosixDepot, "write_part", fail)
+    workers = [rig.worker(0), rig.worker(1)]
+    save(workers, 10)
+    for worker in workers:
+        with pytest.raises(SaveError, match=r"Input/output error \(/disk\)"):
+            worker.close()
+        worker.close()
+
+
+def test_the_first_worker_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While what saves is imported and made, status is answered and the loop goes on."""
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def slow(*args: Any) -> Any:
+        begun.set()
+        goes_on.wait(LONG)
+        return open_depot(*args)
+
+    monkeypatch.setattr(service, "open_depot", slow)
+    rig = Rig(tmp_path)
+    workers: list[AgentKeeper] = []
+    connecting = [
+        threading.Thread(target=lambda rank=rank: workers.append(rig.worker(rank)), daemon=True)
+        for rank in (0, 1)
+    ]
+    for each in connecting:
+        each.start()
+    try:
+        assert begun.wait(LONG)
+        assert ask(rig.socket, {"op": "status"}, LONG) == {}
+        looked = threading.Thread(target=rig.keeper.record, daemon=True)
+        looked.start()
+        looked.join(LONG)
+        assert not looked.is_alive(), "the loop waits for the imports"
+    finally:
+        goes_on.set()
+    for each in connecting:
+        each.join(LONG)
+    assert len(workers) == 2
+    rig.end(*workers)
+    rig.settle()

@@ -1,0 +1,513 @@
+"""Keepers of several nodes: two agents in one process, whose courier is a function call."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from elaunch.agent.policy import events
+from elaunch.agent.resume.directory import Finishing
+from elaunch.agent.saver.round import KeeperPlan, KeeperRound
+from elaunch.agent.saver.saver import CheckpointKeeper
+from elaunch.agent.status.socket import ControlSocket
+from elaunch.checkpoint.formats import own
+from elaunch.checkpoint.records import Part, Stage
+from elaunch.checkpoint.storage.posix import PosixDepot
+from elaunch.checkpoint.storage.storage import open_depot
+from elaunch.checkpoint.writing import inflight, queue
+from elaunch.config import resolve
+from elaunch.errors import SaveError, StoreUnreachable
+from elaunch.rendezvous.plan import Node, Plan
+from elaunch.training.checkpoint.saver.agent import AgentKeeper
+from elaunch.wire.saver import Files, Handed
+from tests.launching import wait_until
+
+LONG = 60.0
+NODES = (Node("aa", "host0", "10.0.0.1", 1, "x"), Node("bb", "host1", "10.0.0.2", 1, "x"))
+FIRST = Plan("job", 0, "running", nodes=NODES)
+
+
+class Agent:
+    """One node's keeper and the worker that uses it; ``others`` are the agents by node rank."""
+
+    def __init__(self, root: Path, node_rank: int, others: list[Agent], **changes: Any) -> None:
+        self.home = root / f"node{node_rank}"
+        self.home.mkdir()
+        self.node_rank = node_rank
+        self.others = others
+        self.gone = False
+        self.plan: Plan | Exception = FIRST
+        self.seen: list[events.Event] = []
+        script = self.home / "train.py"
+        script.write_text("")
+        self.place = changes.pop("place", root / "ck")
+        line = {"checkpoint-dir": str(self.place), "nnodes": "2", "rdzv-id": "digits"}
+        line |= {"rdzv-backend": "c10d", "rdzv-endpoint": "localhost:29400"}
+        settings = resolve(line, [str(script)], {"PATH": os.environ["PATH"]}, self.home)
+        settings = dataclasses.replace(settings, **changes)
+        self.finishing = Finishing(settings)
+        self.keeper = CheckpointKeeper(KeeperPlan(settings, self.seen.append, self.finishing))
+        self.keeper.meet(self.read_plan, self)
+        self.control = ControlSocket(
+            self.home / "agent.sock", dict, adopters={"checkpoint": self.keeper.adopt}
+        )
+        self.control.start()
+        self.begin(FIRST)
+
+    def begin(self, plan: Plan, name: str = "") -> None:
+        self.plan = plan
+        name = name or NODES[self.node_rank].name
+        rank = plan.node_rank(name)
+        assert rank is not None
+        self.keeper.begin(KeeperRound(plan.round, rank, 1, "", plan, name))
+
+    def read_plan(self) -> Plan:
+        if isinstance(self.plan, Exception):
+            raise self.plan
+        return self.plan
+
+    def worker(self, rank: int, number: int = 0) -> AgentKeeper:
+        place: Any = SimpleNamespace(rank=rank, local_rank=0)
+        keeper = AgentKeeper(self.home / "agent.sock", place, str(self.place))
+        keeper.connect(number)
+        return keeper
+
+    def settle(self) -> events.SavesSettled:
+        before = len(self._settled())
+        self.keeper.settle(LONG)
+        wait_until(lambda: len(self._settled()) > before, LONG)
+        return self._settled()[-1]
+
+    def _settled(self) -> list[events.SavesSettled]:
+        return [event for event in self.seen if isinstance(event, events.SavesSettled)]
+
+    def close(self) -> None:
+        self.control.close()
+        self.keeper.close()
+
+    # ── Peers ──
+
+    def _peer(self, node_rank: int) -> CheckpointKeeper:
+        peer = self.others[node_rank]
+        if peer.gone or self.gone:
+            raise SaveError(f"the agent of node host{node_rank} is gone")
+        return peer.keeper
+
+    def send_sealed(
+        self, node_rank: int, stage: Stage, rank: int, manifest: bytes, timeout: float
+    ) -> None:
+        self._peer(node_rank).on_sealed(stage, rank, manifest)
+
+    def send_writing(
+        self, node_rank: int, stage: Stage, rank: int, world_size: int, timeout: float
+    ) -> None:
+        self._peer(node_rank).on_writing(stage, rank, world_size)
+
+    def send_failed(
+        self, node_rank: int, stage: Stage, rank: int, problem: str, timeout: float
+    ) -> None:
+        self._peer(node_rank).on_failed(stage, rank, problem)
+
+    def fetch_part(
+        self,
+        node_rank: int,
+        part: tuple[int, int, int],
+        into: Callable[[int], memoryview],
+        timeout: float,
+    ) -> tuple[str, Files] | None:
+        found = self._peer(node_rank).serve_part(*part)
+        if found is None:
+            return None
+        handed, memory = found
+        into(handed.end)[: handed.end] = memory[: handed.end]
+        return handed.stage.uuid, handed.images
+
+    def push_replica(
+        self, node_rank: int, handed: Handed, memory: memoryview, timeout: float
+    ) -> None:
+        peer = self._peer(node_rank)
+        peer.replica_room(handed)[: handed.end] = memory[: handed.end]
+        peer.replica_came(handed)
+
+
+def pair(root: Path, **changes: Any) -> list[Agent]:
+    """Return the agents of two nodes that share a directory."""
+    open_depot(root / "ck").prepare("digits", given=True)
+    agents: list[Agent] = []
+    agents += [Agent(root, rank, agents, **changes) for rank in (0, 1)]
+    return agents
+
+
+@pytest.fixture
+def agents(tmp_path: Path) -> Iterator[list[Agent]]:
+    made = pair(tmp_path)
+    yield made
+    for agent in made:
+        agent.close()
+
+
+def handed(step: int, rank: int, number: int = 0, local: bool = False) -> Handed:
+    """Return a part of 8 bytes."""
+    part = Part(rank, 2, "digits", {"steps_completed": step})
+    stage = Stage(step, number, f"u{step}")
+    return Handed(stage, part, ((f"part-{rank}", ((0, 8),)),), local=local)
+
+
+def save(workers: list[AgentKeeper], step: int, local: bool = False) -> None:
+    """Have each worker leave ``step`` and its rank in its memory."""
+    for worker in workers:
+        assert worker.begin(True, LONG)
+    for rank, worker in enumerate(workers):
+        worker.memory(8)[:8] = b"%04d%04d" % (step, rank)
+        worker.staged(handed(step, rank, local=local))
+
+
+def end(*workers: AgentKeeper) -> None:
+    """Have the workers' connections end, as when they are killed."""
+    for worker in workers:
+        connection, worker._socket = worker._socket, None
+        assert connection is not None
+        connection.close()
+
+
+def names(agents: list[Agent]) -> list[str]:
+    return [found.name for found in open_depot(agents[0].place).listed()]
+
+
+def test_the_agent_of_rank_0_commits(agents: list[Agent]) -> None:
+    """It says what was committed; the other one knows of its own part only."""
+    workers = [agents[0].worker(0), agents[1].worker(1)]
+    save(workers, 10)
+    done = workers[0].wait(LONG)
+    assert done is not None
+    assert done.name == "step-00000010.r0"
+    assert workers[1].wait(LONG) is None
+    assert names(agents) == ["step-00000010.r0"]
+
+
+def test_a_part_that_another_node_cannot_write(
+    agents: list[Agent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both are told, and no stage is left."""
+    write = PosixDepot.write_part
+
+    def fail(self: PosixDepot, stage: Stage, part: Part, images: Any) -> bytes:
+        if part.rank == 1:
+            raise OSError(5, "Input/output error", "/disk")
+        return write(self, stage, part, images)
+
+    monkeypatch.setattr(PosixDepot, "write_part", fail)
+    workers = [agents[0].worker(0), agents[1].worker(1)]
+    save(workers, 10)
+    for worker in workers:
+        with pytest.raises(SaveError, match=r"rank 1: .*Input/output error"):
+            worker.wait(LONG)
+    stages = Path(agents[0].place) / ".stage"
+    wait_until(lambda: os.listdir(stages) == [], LONG)
+
+
+def test_a_part_in_another_nodes_memory(agents: list[Agent]) -> None:
+    """It is fetched once for the node, and forgotten when a save begins."""
+    workers = [agents[0].worker(0), agents[1].worker(1)]
+    save(workers, 10)
+    workers[0].wait(LONG)
+    found = workers[0].recall(10, 0, [0, 1], "u10", LONG)
+    assert bytes(found[1]["part-1"]) == b"00100001"
+    agents[1].gone = True
+    assert set(workers[0].recall(10, 0, [0, 1], "u10", LONG)) == {0, 1}
+    assert workers[0].recall(10, 0, [1], "another", LONG) == {}
+    assert workers[0].begin(True, LONG)
+    assert workers[0].recall(10, 0, [0, 1], "u10", LONG) == {}
+
+
+def test_the_next_round_finds_parts_where_the_nodes_are_now(agents: list[Agent]) -> None:
+    """The nodes have changed places."""
+    workers = [agents[0].worker(0), agents[1].worker(1)]
+    save(workers, 10)
+    end(*workers)
+    for agent in agents:
+        agent.settle()
+    second = dataclasses.replace(FIRST, round=1, nodes=NODES[::-1])
+    agents[0].others[:] = [agents[1], agents[0]]
+    for agent in list(agents):
+        agent.begin(second)
+    one, other = agents
+    for rank, agent in ((0, one), (1, other)):
+        found = agent.worker(rank, 1).recall(10, 0, [0, 1], "u10", LONG)
+        assert {r: bytes(f[f"part-{r}"]) for r, f in found.items()} == {
+            0: b"00100000",
+            1: b"00100001",
+        }
+
+
+def test_a_node_that_dies_loses_nothing_that_its_neighbour_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its part is written by who has the copy; whoever chooses commits it; it is recalled, too."""
+    write = PosixDepot.write_part
+    agents = pair(tmp_path, checkpoint_replicas=1)
+    hanging = threading.Event()
+
+    def dead(self: PosixDepot, stage: Stage, part: Part, images: Any) -> bytes:
+        if part.rank == 1 and not agents[1].gone:
+            hanging.wait(LONG)  # the node never gets to it
+            raise SaveError("dead")
+        return write(self, stage, part, images)
+
+    monkeypatch.setattr(PosixDepot, "write_part", dead)
+    try:
+        workers = [agents[0].worker(0), agents[1].worker(1)]
+        save(workers, 10)
+        end(*workers)
+        first = agents[0].keeper
+        wait_until(lambda: first.serve_part(10, 0, 1) is not None, LONG)
+        agents[1].gone = True
+        settled = agents[0].settle()
+        assert settled.lost == ()
+        depot = open_depot(agents[0].place)
+        assert [done.name for done in depot.finish_stages("digits")] in (["step-00000010.r0"], [])
+        assert names(agents) == ["step-00000010.r0"]
+        agents[0].begin(dataclasses.replace(FIRST, round=1, nodes=NODES[:1]))
+        found = agents[0].worker(0, 1).recall(10, 0, [0, 1], "u10", LONG)
+        assert bytes(found[1]["part-1"]) == b"00100001"
+    finally:
+        hanging.set()
+        for agent in agents:
+            agent.close()
+
+
+def test_what_the_other_node_has_written_needs_no_copy(tmp_path: Path) -> None:
+    """The round ends, both live: nothing is written twice, nothing is left in the stages."""
+    agents = pair(tmp_path, checkpoint_replicas=1)
+    workers = [agents[0].worker(0), agents[1].worker(1)]
+    save(workers, 10)
+    done = workers[0].wait(LONG)
+    end(*workers)
+    for agent in agents:
+        agent.settle()
+        agent.close()
+    assert done is not None
+    assert os.listdir(Path(agents[0].place) / ".stage") == []
+
+
+def test_a_node_that_writes_for_long(agents: list[Agent], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that commits hears of it all the time, and waits longer than for one that is mute."""
+    monkeypatch.setattr(inflight, "PART_DEADLINE_S", 2.0)
+    monkeypatch.setattr(queue, "WORD_S", 0.1)
+    write = PosixDepot.write_part
+
+    def slow(self: PosixDepot, stage: Stage, part: Part, images: Any) -> bytes:
+        if part.rank == 1:
+            threading.Event().wait(4.0)
+        return write(self, stage, part, images)
+
+    monkeypatch.setattr(PosixDepot, "write_part", slow)
+    workers = [agent.worker(rank) for rank, agent in enumerate(agents)]
+    for rank, worker in enumerate(workers):
+        assert worker.begin(True, LONG)
+        worker.memory(8)
+        worker.staged(handed(10, rank))
+    done = workers[0].wait(LONG)
+    assert done is not None and done.step == 10
+    for worker in workers:
+        end(worker)
+
+
+def test_the_last_save_of_a_job_waits_for_the_other_node(agents: list[Agent]) -> None:
+    """The round's end does not, since that node may be dead; the job's end does, for a while."""
+    chief, other = agents
+    worker = chief.worker(0)
+    assert worker.begin(True, LONG)
+    worker.memory(8)
+    worker.staged(handed(10, 0))
+    end(worker)
+    assert chief.settle() == events.SavesSettled(0)
+    depot = open_depot(chief.place)
+    stage = Stage(10, 0, "u10")
+    late = handed(10, 1)
+    from elaunch.checkpoint.records import Image
+
+    manifest = depot.write_part(stage, late.part, [Image("part-1", [b"12345678"])])
+    threading.Timer(0.1, other.send_sealed, (0, stage, 1, manifest, LONG)).start()
+    chief.close()
+    assert names(agents) == ["step-00000010.r0"]
+
+
+@pytest.mark.parametrize(
+    ("plan", "reason"),
+    [
+        (StoreUnreachable("nobody answers"), "the store cannot be asked: nobody answers"),
+        (dataclasses.replace(FIRST, round=1), "the job is in round 1"),
+        (dataclasses.replace(FIRST, job="x"), "the store has another job with this run id"),
+        (dataclasses.replace(FIRST, phase="forming"), "the next round is being formed"),
+    ],
+)
+def test_the_fence_asks_the_store(agents: list[Agent], plan: Plan | Exception, reason: str) -> None:
+    """At the call, for a worker; and before COMMIT, where the stage is left as it is."""
+    workers = [agents[0].worker(0), agents[1].worker(1)]
+    workers[0].fence(0)
+    agents[0].plan = plan
+    with pytest.raises(SaveError, match=f"round 0 may not commit any more: {reason}"):
+        workers[0].fence(0)
+    save(workers, 10)
+    with pytest.raises(SaveError, match=reason):
+        workers[0].wait(LONG)
+    assert names(agents) == []
+    assert os.listdir(Path(agents[0].place) / ".stage") == ["step-00000010.r0.u10"]
+
+
+@pytest.mark.parametrize("phase", ["ending", "over"])
+def test_a_round_that_ends_may_still_commit(agents: list[Agent], phase: Any) -> None:
+    """What is in memory is written out before the next one is formed."""
+    agents[0].plan = dataclasses.replace(FIRST, phase=phase)
+    agents[0].worker(0).fence(0)
+
+
+@pytest.fixture
+def disks(tmp_path: Path) -> Iterator[list[Agent]]:
+    """The agents of two nodes with a directory of its own each."""
+    made = apart(tmp_path)
+    yield made
+    for agent in made:
+        agent.close()
+
+
+def apart(root: Path, **changes: Any) -> list[Agent]:
+    agents: list[Agent] = []
+    for rank in (0, 1):
+        place = root / f"disk{rank}"
+        open_depot(place).prepare("digits", given=True)
+        agents.append(Agent(root, rank, agents, place=place, checkpoint_local=True, **changes))
+    return agents
+
+
+def push(agent: Agent, step: int, rank: int, content: bytes) -> None:
+    """Have a replica come."""
+    part = handed(step, rank, local=True)
+    agent.keeper.replica_room(part)[:8] = content
+    agent.keeper.replica_came(part)
+
+
+def test_a_directory_on_each_node(disks: list[Agent]) -> None:
+    """Every node commits, with the seals of all."""
+    workers = [disks[0].worker(0), disks[1].worker(1)]
+    save(workers, 10, local=True)
+    done = [worker.wait(LONG) for worker in workers]
+    assert [each and each.name for each in done] == ["step-00000010.r0"] * 2
+    for rank, agent in enumerate(disks):
+        path = Path(agent.place) / "step-00000010.r0"
+        assert [file.name for file in path.glob("part-*")] == [f"part-{rank}"]
+        assert len(list(path.glob("manifest.*"))) == 2
+
+
+def test_a_copy_goes_to_the_neighbours_own_disk(tmp_path: Path) -> None:
+    """With its checkpoint, whenever it comes; the next one waits until it is there."""
+    agents = apart(tmp_path, checkpoint_replicas=1)
+    try:
+        workers = [agents[0].worker(0), agents[1].worker(1)]
+        for step in (10, 20):
+            save(workers, step, local=True)
+        for worker in workers:
+            assert worker.begin(True, LONG)
+        for agent in agents:
+            own.verify(Path(agent.place) / "step-00000010.r0", "digits")
+        end(*workers)
+        for agent in agents:
+            agent.settle()
+            own.verify(Path(agent.place) / "step-00000020.r0", "digits")
+            assert os.listdir(Path(agent.place) / ".stage") == []
+    finally:
+        for agent in agents:
+            agent.close()
+
+
+def test_only_what_was_sealed_is_copied(disks: list[Agent]) -> None:
+    """Another content makes nothing whole; what is of no checkpoint here is dropped."""
+    workers = [disks[0].worker(0), disks[1].worker(1)]
+    push(disks[0], 5, 1, b"00050001")
+    save(workers, 10, local=True)
+    for worker in workers:
+        worker.wait(LONG)
+    path = Path(disks[0].place) / "step-00000010.r0"
+    push(disks[0], 10, 1, b"00100009")
+    push(disks[0], 10, 1, b"00100001")
+    wait_until((path / "part-1").exists, LONG)
+    own.verify(path, "digits")
+    shutil.rmtree(path)
+    push(disks[0], 10, 1, b"00100001")
+    end(*workers)
+    disks[0].settle()
+    assert sorted(os.listdir(disks[0].place)) == [".lock", ".stage", ".trash", "run.json"]
+    assert os.listdir(Path(disks[0].place) / ".stage") == []
+
+
+def test_another_content_is_said(
+    disks: list[Agent], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy that cannot be written is logged by name, and fails no save."""
+    monkeypatch.setattr(logging.getLogger("elaunch"), "propagate", True)
+    workers = [disks[0].worker(0), disks[1].worker(1)]
+    save(workers, 10, local=True)
+    workers[0].wait(LONG)
+    push(disks[0], 10, 1, b"00100009")
+    end(*workers)
+    disks[0].settle()
+    said = "this node's disk has no copy of rank 1's part of step-00000010.r0: part-1 is not what"
+    assert said in caplog.text
+    assert not (Path(disks[0].place) / "step-00000010.r0" / "part-1").exists()
+    assert os.listdir(Path(disks[0].place) / ".stage") == []
+
+
+def test_a_copy_in_what_the_round_left_uncommitted(tmp_path: Path) -> None:
+    """Who chooses the next checkpoint commits it, as the very one that the other node has."""
+    agents = apart(tmp_path, checkpoint_replicas=1)
+    agents[0].plan = dataclasses.replace(FIRST, phase="forming")
+    try:
+        workers = [agents[0].worker(0), agents[1].worker(1)]
+        save(workers, 10, local=True)
+        assert workers[1].wait(LONG) is not None
+        with pytest.raises(SaveError, match="the next round is being formed"):
+            workers[0].wait(LONG)
+        end(*workers)
+        agents[0].settle()
+        assert open_depot(agents[0].place, local=True).finish_stages("digits")
+        one, other = (Path(agent.place) / "step-00000010.r0" for agent in agents)
+        own.verify(one, "digits")
+        for rank in (0, 1):
+            name = f"manifest.rank-0000{rank}.json"
+            assert (one / name).read_bytes() == (other / name).read_bytes()
+    finally:
+        for agent in agents:
+            agent.close()
+
+
+def test_a_part_that_another_node_cannot_hand_over(agents: list[Agent]) -> None:
+    """All ranks take the save back, each with its own agent; the next one works."""
+    workers = [agents[0].worker(0), agents[1].worker(1)]
+    for worker in workers:
+        assert worker.begin(True, LONG)
+        worker.memory(8)
+    workers[0].staged(handed(10, 0))
+    for worker in workers:
+        worker.abandon(handed(10, 0).stage)
+    save(workers, 20)
+    done = workers[0].wait(LONG)
+    assert done is not None and done.step == 20
+    assert workers[1].wait(LONG) is None
+    wait_until(lambda: not os.listdir(Path(agents[0].place) / ".stage"), LONG)
+
+
+def test_word_that_comes_before_any_worker(agents: list[Agent]) -> None:
+    """Nobody here has saved anything: it is refused, not lost in silence."""
+    assert agents[0].keeper.serve_part(10, 0, 1) is None
+    with pytest.raises(SaveError, match="no worker of this node has saved anything"):
+        agents[0].keeper.replica_room(handed(10, 1))

@@ -1,0 +1,96 @@
+"""The run's record on a file system that hangs, and calls to one that the loop makes."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from elaunch.agent import patience
+from elaunch.agent.status import writer as recordwriter
+from elaunch.agent.status.writer import RecordWriter
+from elaunch.errors import RunDirError
+from tests.launching import wait_until
+
+LONG = 60.0
+
+
+class Disk:
+    """A place for records that takes none before ``answers`` is set."""
+
+    def __init__(self) -> None:
+        self.answers = threading.Event()
+        self.answers.set()
+        self.written: list[str] = []
+        self.problem = ""
+        self.said: list[str] = []
+
+    def write(self, text: str, is_last: bool) -> None:
+        """Replace the record."""
+        self.answers.wait(LONG)
+        if self.problem:
+            raise RunDirError(self.problem)
+        self.written.append(text + "!" * is_last)
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    """A disk, and little patience."""
+    monkeypatch.setattr(recordwriter, "PATIENCE", 0.2)
+    monkeypatch.setattr(recordwriter, "LAST_PATIENCE", 0.3)
+    return Disk()
+
+
+def test_a_record_is_written_when_put_returns(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if there were no thread."""
+    monkeypatch.setattr(recordwriter, "PATIENCE", LONG)
+    writer = RecordWriter(disk.write, disk.said.append)
+    for number in range(100):
+        assert writer.put(str(number))
+        assert disk.written[-1] == str(number)
+    assert disk.said == []
+
+
+def test_a_disk_that_hangs_is_waited_for_once(disk: Disk) -> None:
+    """It is named once, and has the newest record when it answers; the last one is waited for."""
+    writer = RecordWriter(disk.write, disk.said.append)
+    disk.answers.clear()
+    assert not writer.put("first")
+    began = time.monotonic()
+    for number in range(100):
+        assert not writer.put(str(number))
+    assert time.monotonic() - began < 100 * 0.2
+    assert not writer.put("end", is_last=True)
+    assert len(disk.said) == 1 and "has not taken the record" in disk.said[0]
+    disk.answers.set()
+    wait_until(lambda: disk.written == ["first", "end!"], what="the newest is written")
+    wait_until(lambda: writer.put("more"), what="it is waited for again")
+
+
+def test_what_a_disk_refuses_is_said_once(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And again when it is something else."""
+    monkeypatch.setattr(recordwriter, "PATIENCE", LONG)
+    writer = RecordWriter(disk.write, disk.said.append)
+    for problem in ("it is full", "it is full", "it is gone"):
+        disk.problem = problem
+        assert writer.put("x")
+    wait_until(lambda: len(disk.said) == 2, what="both are said")
+    assert disk.said[0] == "it is full; `elaunch status` will be out of date"
+
+
+def test_the_loop_waits_for_no_file_system_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It goes on with what it has, and says so; an error is no end either."""
+    monkeypatch.setattr(patience, "FILES_S", 0.1)
+    hangs = threading.Event()
+    with caplog.at_level(logging.WARNING, "elaunch"):
+        assert patience.bounded(lambda: hangs.wait(LONG), False, "cannot look") is False
+        assert patience.bounded((tmp_path / "nowhere").read_bytes, b"", "cannot read") == b""
+        assert patience.bounded(tmp_path.exists, False, "cannot look") is True
+    hangs.set()
+    assert "cannot look: the file system does not answer for 0.1 s; going on" in caplog.text
+    assert "cannot read: No such file or directory; going on" in caplog.text

@@ -1,0 +1,198 @@
+"""The agent's end of its workers' links: real sockets, real pages, good and bad workers."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elaunch.agent.policy import events
+from elaunch.agent.status.socket import ControlSocket
+from elaunch.agent.workers.links import WorkerLinks, understood
+from elaunch.wire.progress import ProgressPage
+from elaunch.wire.worker import Notice
+from tests.launching import wait_until
+
+SECONDS = 30.0
+
+
+class Agent:
+    """The control socket and the links, as the agent has them."""
+
+    def __init__(self, path: Path) -> None:
+        self.posted: queue.SimpleQueue[events.Event] = queue.SimpleQueue()
+        self.links = WorkerLinks(self.posted.put)
+        self.links.start()
+        self.path = path
+        self.control = ControlSocket(path, dict, str.upper, {"attach": self.links.adopt})
+        self.control.start()
+        self.links.begin(0)
+
+    def event(self) -> events.Event:
+        """Return the next event."""
+        return self.posted.get(timeout=SECONDS)
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[Agent]:
+    """Return an agent in round 0."""
+    made = Agent(tmp_path / "agent.sock")
+    yield made
+    made.control.close()
+    made.links.close()
+
+
+class Worker:
+    """A worker's end, by hand."""
+
+    def __init__(self, agent: Agent, local_rank: int = 0, round: int = 0) -> None:
+        self.page = ProgressPage()
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(SECONDS)
+        self.sock.connect(str(agent.path))
+        said = {"op": "attach", "round": round, "local_rank": local_rank, "pid": os.getpid()}
+        socket.send_fds(self.sock, [json.dumps(said).encode() + b"\n"], [self.page.fd])
+        self._lines = self.sock.makefile("rb")
+
+    def hear(self) -> dict[str, object]:
+        """Return the next message; {} at the end."""
+        line = self._lines.readline()
+        return json.loads(line) if line else {}
+
+    def say(self, line: bytes) -> None:
+        """Send a line."""
+        self.sock.sendall(line + b"\n")
+
+
+def test_a_worker_attaches_and_is_read(agent: Agent) -> None:
+    """Its page is the one that it writes."""
+    worker = Worker(agent, 1)
+    assert worker.hear() == {"op": "attached"}
+    worker.page.step(41)
+    (reading,) = agent.links.readings().values()
+    assert (list(agent.links.readings()), reading.step) == ([1], 41)
+
+
+def test_what_it_says_is_posted(agent: Agent) -> None:
+    """In the order in which it says it, with its round and its rank."""
+    worker = Worker(agent, 3)
+    worker.say(b'{"op": "listens"}\n{"op": "ack", "reason": "drain", "kind": "stop"}')
+    worker.say(b'{"op": "heard", "reason": "a node joins", "kind": "resize"}\n{"op": "detach"}')
+    assert agent.event() == events.WorkerListens(0, 3)
+    assert agent.event() == events.PreemptAcked(0, 3, Notice("drain"))
+    assert agent.event() == events.NoticeHeard(0, Notice("a node joins", "resize"))
+
+
+def test_a_notice_reaches_all_of_the_round(agent: Agent) -> None:
+    """Those who attach after it included."""
+    early = Worker(agent, 0)
+    assert early.hear() == {"op": "attached"}
+    agent.links.notify(Notice("drain"))
+    told = {"op": "preempt", "reason": "drain", "kind": "stop"}
+    assert early.hear() == told
+    late = Worker(agent, 1)
+    assert [late.hear(), late.hear()] == [{"op": "attached"}, told]
+
+
+def test_a_notice_says_how_long_there_is(agent: Agent) -> None:
+    """Workers that attach later have what is left of it."""
+    early = Worker(agent, 0)
+    assert early.hear() == {"op": "attached"}
+    agent.links.notify(Notice("drain"), 30.0)
+    assert 29.0 < float(early.hear()["grace"]) <= 30.0
+    time.sleep(0.01)
+    late = Worker(agent, 1)
+    assert late.hear() == {"op": "attached"}
+    assert float(late.hear()["grace"]) <= 29.99
+
+
+def test_a_new_round_knows_nobody(agent: Agent) -> None:
+    """Neither the workers of the old one, nor its notice; who comes late is refused."""
+    old = Worker(agent, 0)
+    assert old.hear() == {"op": "attached"}
+    agent.links.notify(Notice("drain"))
+    old.hear()
+    agent.links.begin(1)
+    assert old.hear() == {}
+    assert agent.links.readings() == {}
+    assert Worker(agent, 0).hear() == {"error": "round 0 does not run here; it is round 1"}
+    new = Worker(agent, 0, round=1)
+    assert new.hear() == {"op": "attached"}
+    agent.links.notify(Notice("again"))
+    assert new.hear()["reason"] == "again"
+
+
+def test_a_worker_that_ends_is_forgotten(agent: Agent) -> None:
+    """Also without a word."""
+    worker = Worker(agent)
+    assert worker.hear() == {"op": "attached"}
+    worker.sock.shutdown(socket.SHUT_RDWR)
+    wait_until(lambda: agent.links.readings() == {})
+
+
+def test_one_that_attaches_again_replaces_the_first(agent: Agent) -> None:
+    """A script that closes its context and opens another."""
+    first, second = Worker(agent), Worker(agent)
+    assert second.hear() == {"op": "attached"}
+    first.hear()
+    assert first.hear() == {}
+    second.page.step(7)
+    assert agent.links.readings()[0].step == 7
+
+
+@pytest.mark.parametrize(
+    "line", [b"", b"{", b"[1]", b'{"op": "ack"}', b'{"op": "dance"}', b"\xff" * 100]
+)
+def test_nonsense_is_no_event(agent: Agent, line: bytes) -> None:
+    """And what is said after it counts."""
+    worker = Worker(agent)
+    worker.say(line)
+    worker.say(b'{"op": "listens"}')
+    assert agent.event() == events.WorkerListens(0, 0)
+
+
+def test_one_that_talks_without_end_is_dropped(agent: Agent) -> None:
+    """No memory is kept for it."""
+    worker = Worker(agent)
+    assert worker.hear() == {"op": "attached"}
+    with pytest.raises(OSError):
+        for _ in range(1000):
+            worker.sock.sendall(bytes(65536))
+    wait_until(lambda: agent.links.readings() == {})
+
+
+def test_one_that_does_not_listen_is_dropped(agent: Agent) -> None:
+    """The agent waits for nobody."""
+    worker = Worker(agent)
+    wait_until(lambda: 0 in agent.links.readings())
+    for _ in range(20_000):
+        agent.links.notify(Notice("x" * 900))
+        if not agent.links.readings():
+            break
+    assert agent.links.readings() == {}
+    worker.sock.close()
+
+
+def test_a_page_is_needed(agent: Agent) -> None:
+    """Any other file is refused."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock, open(os.devnull) as other:
+        sock.settimeout(SECONDS)
+        sock.connect(str(agent.path))
+        said = b'{"op": "attach", "round": 0, "local_rank": 0, "pid": 1}\n'
+        socket.send_fds(sock, [said], [other.fileno()])
+        assert b"no progress page" in sock.recv(4096)
+
+
+def test_understood_words() -> None:
+    """What is wrong with a line is said."""
+    assert understood(b"nonsense", 0, 0) == "not JSON"
+    assert understood(b'{"op": "x"}', 0, 0) == "unknown op 'x'"
+    assert understood(b'{"op": "ack", "reason": 1, "kind": "stop"}', 0, 0) == (
+        "ack without reason and kind"
+    )

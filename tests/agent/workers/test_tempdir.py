@@ -1,0 +1,83 @@
+"""The run's own directory for temporary files."""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from elaunch.agent.workers.tempdir import RunTemp
+
+
+@pytest.fixture
+def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Make ``tmp_path`` the machine's directory for temporary files."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def test_each_run_has_its_own_and_leaves_nothing(
+    shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also what a killed worker could not remove: sockets, empty directories."""
+    one, other = RunTemp("private", {}), RunTemp("private", {})
+    assert one.path is not None and one.path != other.path
+    assert one.variables["TMPDIR"] == one.path and Path(one.path).stat().st_mode & 0o777 == 0o700
+    left = Path(one.path, "pymp-x1")
+    left.mkdir()
+    with socket.socket(socket.AF_UNIX) as listener:
+        monkeypatch.chdir(left)  # a socket's address is short
+        listener.bind("listener-y")
+        monkeypatch.chdir(shared)
+    os.mkfifo(left / "pipe")
+    assert (one.close(), other.close()) == (None, None)
+    assert list(shared.iterdir()) == []
+
+
+def test_files_are_kept(shared: Path) -> None:
+    """They may be all that a job has saved."""
+    temp = RunTemp("private", {})
+    assert temp.path is not None
+    saved = Path(temp.path, "sub", "model.checkpoint")
+    saved.parent.mkdir()
+    saved.write_text("weights")
+    Path(temp.path, "empty").mkdir()
+    assert temp.close() == temp.path
+    assert saved.read_text() == "weights" and not Path(temp.path, "empty").exists()
+
+
+@pytest.mark.parametrize(
+    ("choice", "environ"),
+    [("shared", {}), ("private", {"TMPDIR": "/scratch"}), ("private", {"TMP": "/scratch"})],
+)
+def test_who_has_decided_is_not_overruled(
+    shared: Path, choice: str, environ: dict[str, str]
+) -> None:
+    """Schedulers set TMPDIR for each job."""
+    temp = RunTemp(choice, environ)
+    assert (temp.path, temp.variables, temp.close()) == (None, {}, None)
+
+
+def test_the_cache_of_the_compiler_outlives_the_run(shared: Path) -> None:
+    """It is where TorchInductor would have put it, unless somebody has said where."""
+    temp = RunTemp("private", {})
+    cache = Path(temp.variables["TORCHINDUCTOR_CACHE_DIR"])
+    assert cache.parent == shared and cache.name.startswith("torchinductor_")
+    decided = RunTemp("private", {"TORCHINDUCTOR_CACHE_DIR": "/cache"})
+    assert "TORCHINDUCTOR_CACHE_DIR" not in decided.variables
+
+
+def test_the_directory_of_an_outer_job_is_no_decision(
+    shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job that a worker starts has its own, in that of the worker, which stays."""
+    outer = RunTemp("private", {})
+    assert outer.path is not None
+    monkeypatch.setattr(tempfile, "tempdir", outer.path)
+    inner = RunTemp("private", outer.variables)
+    assert inner.path is not None and Path(inner.path).parent == Path(outer.path)
+    assert inner.close() is None and Path(outer.path).is_dir()
+    assert RunTemp("shared", outer.variables).path is None

@@ -1,0 +1,130 @@
+"""Hugging Face Trainer checkpoints: state, weights of every kind, optimizer."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from elaunch.checkpoint.formats import huggingface
+from elaunch.errors import CheckpointError
+from tests.checkpoint import makers
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A checkpoint with one safetensors file."""
+    return makers.trainer(tmp_path)
+
+
+@pytest.fixture
+def bare(tmp_path: Path) -> Path:
+    """A checkpoint without weights."""
+    return makers.trainer(tmp_path / "bare", weights=False)
+
+
+def refused(path: Path, reason: str, step: int = 120) -> None:
+    """Assert that the checkpoint is refused for this reason."""
+    with pytest.raises(CheckpointError) as raised:
+        huggingface.verify(path, step)
+    assert reason in str(raised.value)
+
+
+def test_a_whole_one_passes(path: Path) -> None:
+    huggingface.verify(path, 120)
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state_0.pth", "training_args.bin"):
+        makers.saved(path / name)
+    huggingface.verify(path, 120)
+
+
+def test_the_state(path: Path) -> None:
+    refused(path, "trainer_state.json says global_step 120", step=130)
+    makers.edit_json(path / "trainer_state.json", global_step=None)
+    refused(path, "trainer_state.json: global_step is None")
+    (path / "trainer_state.json").unlink()
+    refused(path, "missing: trainer_state.json")
+
+
+def test_every_truncation_of_the_state_is_noticed(path: Path) -> None:
+    state = path / "trainer_state.json"
+    for size in reversed(range(state.stat().st_size)):
+        makers.truncate(state, size)
+        refused(path, "trainer_state.json")
+
+
+def test_no_weights(bare: Path) -> None:
+    refused(bare, "no weights: none of model.safetensors, pytorch_model.bin")
+
+
+def test_truncated_safetensors(path: Path) -> None:
+    makers.truncate(path / "model.safetensors", 100)
+    refused(path, "model.safetensors")
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "adapter_model.bin"])
+def test_weights_by_torch_save(bare: Path, name: str) -> None:
+    makers.saved(bare / name)
+    huggingface.verify(bare, 120)
+    makers.truncate(bare / name, 500)
+    refused(bare, f"{name} is truncated")
+
+
+def test_adapters_count_as_weights(bare: Path) -> None:
+    makers.safetensors(bare / "adapter_model.safetensors")
+    huggingface.verify(bare, 120)
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_shards(bare: Path, kind: str) -> None:
+    stem = {"safetensors": "model", "bin": "pytorch_model"}[kind]
+    shards = [f"{stem}-0000{number}-of-00002.{kind}" for number in (1, 2)]
+    for shard in shards:
+        (makers.safetensors if kind == "safetensors" else makers.saved)(bare / shard)
+    index = bare / f"{stem}.{kind}.index.json"
+    makers.write_json(index, {"weight_map": {"a": shards[0], "b": shards[1], "c": shards[0]}})
+    huggingface.verify(bare, 120)
+    makers.truncate(bare / shards[1], 60)
+    refused(bare, shards[1])
+    (bare / shards[1]).unlink()
+    with pytest.raises(FileNotFoundError, match=r"00002-of-00002"):
+        huggingface.verify(bare, 120)
+
+
+@pytest.mark.parametrize(
+    ("index", "reason"),
+    [
+        ({}, "has no weight_map"),
+        ({"weight_map": {}}, "has no weight_map"),
+        ({"weight_map": {"a": "../../secret"}}, "outside the checkpoint"),
+        ({"weight_map": {"a": 3}}, "no path"),
+    ],
+)
+def test_bad_indexes(bare: Path, index: object, reason: str) -> None:
+    makers.write_json(bare / "model.safetensors.index.json", index)
+    refused(bare, f"model.safetensors.index.json {'has' if 'has' in reason else 'names'}")
+    refused(bare, reason)
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "rng_state_1.pth", "scheduler.pt"])
+def test_a_torn_optimizer_is_no_resume(path: Path, name: str) -> None:
+    makers.saved(path / name)
+    makers.truncate(path / name, 700)
+    refused(path, f"{name} is truncated")
+
+
+def test_fsdp_directories(bare: Path, tmp_path: Path) -> None:
+    made = makers.dcp_directory(tmp_path / "made")
+    shutil.copytree(made, bare / "pytorch_model_fsdp_0")
+    huggingface.verify(bare, 120)
+    shutil.copytree(made, bare / "optimizer_0")
+    huggingface.verify(bare, 120)
+    (bare / "optimizer_0" / ".metadata").unlink()
+    refused(bare, "optimizer_0/: .metadata is missing")
+
+
+def test_what_a_trainer_wrote(path: Path, tmp_path: Path) -> None:
+    assert huggingface.looks_like(path, ["trainer_state.json"])
+    assert huggingface.looks_like(path, ["model.safetensors"])
+    assert not huggingface.looks_like(tmp_path / "step_1", ["model.safetensors"])
+    assert not huggingface.looks_like(path, [".metadata"])

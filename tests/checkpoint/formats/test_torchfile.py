@@ -1,0 +1,130 @@
+"""Archives of torch.save: every truncation and every hole outside the tensors is noticed."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elaunch.checkpoint.formats.torchfile import check_zip, number_inside
+from elaunch.errors import CheckpointError
+from tests.checkpoint import makers
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> Path:
+    """A small file by torch.save."""
+    return makers.saved(tmp_path / "step_120.pt")
+
+
+def test_whole_files_pass(archive: Path) -> None:
+    check_zip(archive)
+    assert number_inside(archive, "global_step") == 120
+
+
+def test_every_truncation_is_noticed(archive: Path) -> None:
+    for size in reversed(range(archive.stat().st_size)):
+        makers.truncate(archive, size)
+        with pytest.raises(CheckpointError, match=r"truncated|empty|not a zip"):
+            check_zip(archive)
+
+
+def test_every_hole_is_noticed(archive: Path) -> None:
+    whole = archive.read_bytes()
+    for start in range(0, len(whole) - 8, 7):
+        archive.write_bytes(whole[:start] + whole[start + 8 :])
+        with pytest.raises(CheckpointError):
+            check_zip(archive)
+
+
+def test_a_preallocated_file_that_was_never_filled(archive: Path) -> None:
+    size = archive.stat().st_size
+    makers.truncate(archive, 0)
+    makers.truncate(archive, size)
+    with pytest.raises(CheckpointError, match="not a zip archive"):
+        check_zip(archive)
+
+
+def test_a_filled_end_behind_an_empty_start(archive: Path) -> None:
+    whole = archive.read_bytes()
+    archive.write_bytes(b"\0" * 300 + whole[300:])
+    with pytest.raises(CheckpointError, match=r"step_120.pt is damaged: no header of .*data.pkl"):
+        check_zip(archive)
+
+
+def test_a_flipped_bit_in_the_structure_is_noticed(archive: Path) -> None:
+    whole = bytearray(archive.read_bytes())
+    whole[whole.index(b"state_dict")] ^= 1
+    archive.write_bytes(whole)
+    with pytest.raises(CheckpointError, match="Bad CRC-32"):
+        check_zip(archive)
+
+
+def test_old_formats_and_other_files_are_named(tmp_path: Path) -> None:
+    file = tmp_path / "step_1.pt"
+    torch.save({"a": 1}, file, _use_new_zipfile_serialization=False)
+    with pytest.raises(CheckpointError, match="old format"):
+        check_zip(file)
+    file.write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"step_1.pt is empty"):
+        check_zip(file)
+    file.write_text("hello")
+    with pytest.raises(CheckpointError, match="not a zip archive"):
+        check_zip(file)
+    with zipfile.ZipFile(file, "w"):
+        pass
+    with pytest.raises(CheckpointError, match="without members"):
+        check_zip(file)
+
+
+@pytest.mark.parametrize(
+    ("content", "step"),
+    [
+        ({"global_step": 7}, 7),
+        ({"global_step": True}, None),
+        ({"global_step": "7"}, None),
+        ({"global_step": -1}, None),
+        ({"step": 7}, None),
+        (torch.ones(3), None),
+        ([7], None),
+    ],
+)
+def test_global_step(tmp_path: Path, content: object, step: int | None) -> None:
+    saved = makers.saved(tmp_path / "last.ckpt", content)
+    assert number_inside(saved, "global_step") == step
+
+
+def test_an_archive_without_a_pickle_has_no_step(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "arrays.npz", "w") as archive:
+        archive.writestr("a.npy", b"1234")
+    check_zip(tmp_path / "arrays.npz")
+    assert number_inside(tmp_path / "arrays.npz", "global_step") is None
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The bytes of a small file by torch.save."""
+    return makers.saved(tmp_path_factory.mktemp("zip") / "a.pt").read_bytes()
+
+
+@given(st.data())
+def test_no_damage_raises_anything_else(
+    whole: bytes, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    damaged = bytearray(whole)
+    for _ in range(data.draw(st.integers(1, 4))):
+        # The directory and its end are where the parser has most to misunderstand.
+        place = data.draw(
+            st.integers(0, len(whole) - 1) | st.integers(len(whole) - 300, len(whole) - 1)
+        )
+        damaged[place] = data.draw(st.integers(0, 255))
+    file = tmp_path_factory.getbasetemp() / "fuzzed.pt"
+    file.write_bytes(damaged)
+    try:
+        number_inside(file, "global_step")
+    except CheckpointError as error:
+        assert "fuzzed.pt" in str(error)

@@ -1,0 +1,65 @@
+"""What nodes tell each other of saves that were not committed everywhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from elaunch.checkpoint.nodelocal import seals
+from elaunch.checkpoint.records import Image, Part, Stage
+from elaunch.checkpoint.storage.storage import Depot, open_depot
+
+STAGE = Stage(50, 0, "abc")
+
+
+def node(root: Path, rank: int) -> tuple[Depot, bytes]:
+    """Write and seal one rank's part on its own disk."""
+    depot = open_depot(root, local=True)
+    depot.prepare("digits", True)
+    part = Part(rank, 2, "digits", {"steps_completed": 50})
+    return depot, depot.write_part(STAGE, part, [Image(f"state_{rank}", [b"x"])])
+
+
+def test_each_gets_what_the_other_has_sealed(tmp_path: Path) -> None:
+    """And can commit then; of a stage that it does not have nothing is made."""
+    roots = [tmp_path / str(rank) for rank in (0, 1)]
+    made = [node(root, rank) for rank, root in enumerate(roots)]
+    merged = seals.merge([seals.staged(root) for root in roots])
+    assert merged == {STAGE.name: {0: made[0][1], 1: made[1][1]}}
+    merged[Stage(60, 0, "other").name] = {0: b"{}"}
+    for root, (depot, _) in zip(roots, made, strict=True):
+        seals.adopt(root, merged)
+        (done,) = depot.finish_stages("digits")
+        assert done.step == 50
+        assert seals.staged(root) == {}
+        assert seals.committed(root) == {STAGE.name: root / STAGE.final}
+
+
+def test_one_ranks_own_manifest_is_never_replaced(tmp_path: Path) -> None:
+    """By whatever another node says."""
+    _, manifest = node(tmp_path, 0)
+    seals.adopt(tmp_path, {STAGE.name: {0: b"{}"}})
+    assert seals.staged(tmp_path) == {STAGE.name: {0: manifest}}
+    assert seals.merge([{"s": {0: b"first"}}, {"s": {0: b"second"}}]) == {"s": {0: b"first"}}
+
+
+def test_a_directory_that_elaunch_does_not_write_to(tmp_path: Path) -> None:
+    """Has nothing to tell, whether it is there or not."""
+    for root in (tmp_path, tmp_path / "none"):
+        assert (seals.staged(root), seals.committed(root)) == ({}, {})
+        seals.adopt(root, {STAGE.name: {0: b"{}"}})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_stage_that_is_discarded_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Is none: neither who tells of the stages nor who completes them fails."""
+    depot, _ = node(tmp_path, 0)
+    listed = seals._stages(tmp_path)
+    depot.discard(STAGE)
+    monkeypatch.setattr(seals, "_stages", lambda _: listed)
+    assert seals.staged(tmp_path) == {}
+    seals.adopt(tmp_path, {STAGE.name: {1: b"{}"}})
+    assert not list((tmp_path / ".stage").glob("step-*"))

@@ -1,0 +1,90 @@
+"""Reading plain files: nothing blocks, nothing leaves the checkpoint's directory."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from elaunch.checkpoint.storage.files import (
+    explain,
+    inside,
+    open_regular,
+    read_json,
+    regular_size,
+    sha256_of,
+    whole_number,
+)
+from elaunch.errors import CheckpointError
+
+
+def test_a_fifo_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "step_1.pt")
+    for read in (open_regular, regular_size, read_json, sha256_of):
+        with pytest.raises(CheckpointError, match=r"not a regular file: step_1\.pt"):
+            read(tmp_path / "step_1.pt")
+
+
+def test_a_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="not a regular file"):
+        open_regular(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["/etc/passwd", "../x", "a/../../x", "", "a\0b", "\ud800", None, 3, ["a"]]
+)
+def test_paths_stay_inside(tmp_path: Path, name: object) -> None:
+    with pytest.raises(CheckpointError, match="the manifest names"):
+        inside(tmp_path, name, "the manifest")
+
+
+def test_paths_below_are_fine(tmp_path: Path) -> None:
+    assert inside(tmp_path, "a/./b..c", "m") == tmp_path / "a" / "b..c"
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "is empty"),
+        (b"\0\0\0\0", "is empty"),
+        (b"{", "not valid JSON"),
+        (b"\xff", "not valid JSON"),
+        (b"[" * 100_000, "not valid JSON"),
+        (b"[]", "no JSON object"),
+        (b'{"a": ' + b"1" * 5000 + b"}", "not valid JSON"),
+    ],
+)
+def test_bad_json(tmp_path: Path, content: bytes, reason: str) -> None:
+    (tmp_path / "a.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match=rf"a\.json .*{reason}|a\.json {reason}"):
+        read_json(tmp_path / "a.json")
+
+
+@pytest.mark.parametrize("value", [None, True, -1, 1.0, "1", [1]])
+def test_whole_numbers(value: object) -> None:
+    with pytest.raises(CheckpointError, match=r"a\.json: step is"):
+        whole_number({"step": value}, "step", "a.json")
+    assert whole_number({"step": 0}, "step", "a.json") == 0
+
+
+def test_checksum_of_more_than_one_piece(tmp_path: Path) -> None:
+    import hashlib
+
+    content = os.urandom(3 * 2**20 + 5)
+    (tmp_path / "a").write_bytes(content)
+    assert sha256_of(tmp_path / "a") == hashlib.sha256(content).hexdigest()
+
+
+def test_reasons_for_what_the_system_says(tmp_path: Path) -> None:
+    file, gone = str(tmp_path / "shard" / "a.bin"), tmp_path / "gone"
+    assert explain(FileNotFoundError(errno.ENOENT, "", file), tmp_path) == "missing: shard/a.bin"
+    assert "vanished" in explain(FileNotFoundError(errno.ENOENT, "", str(gone / "a")), gone)
+    assert explain(PermissionError(errno.EACCES, "", file), tmp_path).startswith(
+        "permission denied"
+    )
+    assert explain(OSError(errno.EIO, ""), tmp_path) == "Input/output error"
+    assert explain(OSError("odd"), tmp_path) == "odd"
+    name = f"Stale file handle: {tmp_path.name}"
+    assert explain(OSError(errno.ESTALE, "", str(tmp_path)), tmp_path) == name

@@ -1,0 +1,52 @@
+"""The table of flags and the documents: complete, and in step with each other."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from elaunch.config.flags.flag import GROUPS, by_key, by_spelling
+from elaunch.config.flags.table import FLAGS
+from elaunch.config.flags.variables import VARIABLES
+from elaunch.config.jobfile import SECTIONS
+
+DOCS = Path(__file__).parent.parent.parent.parent / "docs"
+
+
+def test_names_are_used_once() -> None:
+    """No two flags share a spelling, a key of a job file, or a variable."""
+    spellings = [name for flag in FLAGS for name in (*flag.spellings, flag.short) if name]
+    assert len(spellings) == len(set(spellings)) == len(by_spelling(FLAGS))
+    keys = [name for flag in FLAGS for name in (flag.name, *flag.aliases, *flag.keys)]
+    assert len(keys) == len(set(keys)) == len(by_key(FLAGS))
+    assert not set(keys) & set(SECTIONS)
+    variables = [name for flag in (*FLAGS, *VARIABLES) for name in flag.environment]
+    assert len(variables) == len(set(variables))
+
+
+def test_every_flag_is_shown_in_help_and_explains_its_values() -> None:
+    """A group that the help knows, a sentence, and what is allowed."""
+    for flag in FLAGS:
+        assert flag.group in GROUPS and flag.help.endswith("."), flag.name
+        assert flag.is_switch or flag.metavar, flag.name
+
+
+def test_every_flag_is_in_the_document() -> None:
+    """docs/torchrun.md names each of them in a row of a table."""
+    rows = [line for line in (DOCS / "torchrun.md").read_text().splitlines() if line[:1] == "|"]
+    named = set(re.findall(r"`(--[a-z-]+)`", "\n".join(row.split("|")[1] for row in rows)))
+    expected = {f"--{name}" for flag in FLAGS for name in (flag.name, *flag.aliases)}
+    assert expected <= named
+
+
+def test_every_trap_is_decided() -> None:
+    """29 of them, one paragraph each."""
+    text = (DOCS / "torchrun.md").read_text().split("## Traps")[1]
+    assert re.findall(r"^(\d+)\. \*\*", text, re.MULTILINE) == [str(n) for n in range(1, 30)]
+
+
+def test_every_section_of_a_job_file_is_in_its_document() -> None:
+    """docs/job-file.md."""
+    text = (DOCS / "job-file.md").read_text()
+    for key in (*SECTIONS, *(key for flag in FLAGS for key in flag.keys)):
+        assert f"`{key}" in text, key

@@ -1,0 +1,177 @@
+"""elaunch.run.record: reading foreign and torn records, recognising agents and workers."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from elaunch.errors import RunDirError
+from elaunch.run import record
+from elaunch.run.directory import RunDir
+from tests.launching import wait_until
+from tests.monitor.played_agent import new_record
+
+SLEEP = [sys.executable, "-S", "-c", "import sys; sys.stdin.read()"]
+
+
+@pytest.fixture
+def valid(tmp_path: Path) -> dict[str, Any]:
+    return new_record(RunDir(tmp_path), "train-3fa2c1", [11, 12])
+
+
+@pytest.fixture
+def process() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen(SLEEP, stdin=subprocess.PIPE) as process:
+        yield process
+        process.kill()
+
+
+def test_a_record_survives_json(valid: dict[str, Any]) -> None:
+    valid["argv"] = ["bad\udcffbyte", "ä"]
+    valid["checkpoint"] = {"path": "/c", "step": 3, "format": "dcp"}
+    assert record.parse(json.dumps(valid).encode(), "here") == valid
+
+
+def test_fields_of_a_later_writer_are_kept(valid: dict[str, Any]) -> None:
+    valid["new"] = 1
+    valid["agent"]["new"] = 1
+    assert record.check(valid, "here") == valid
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (b"", "here is empty: it was cut off"),
+        (b'{"schema": 1, "run_id": "tr', "here is not JSON"),
+        (b"\xff\xfe\x00", "here is not JSON"),
+        (b"[]", "has no field 'schema'"),
+        (b'{"a": 1}', "has no field 'schema'"),
+        (b'{"schema": 2}', "another version of elaunch: its schema is 2, this version reads 1"),
+        (b'{"schema": 1}', "here has no field 'run_id'"),
+        (b"[" * 100_000, "here is not JSON"),
+    ],
+)
+def test_torn_and_foreign_files_are_named(raw: bytes, message: str) -> None:
+    with pytest.raises(RunDirError, match="here") as caught:
+        record.parse(raw, "here")
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (["round"], "1", "the field 'round' cannot be str"),
+        (["round"], None, "the field 'round' cannot be NoneType"),
+        (["started_at"], "now", "the field 'started_at' cannot be str"),
+        (["state"], "DANCING", "the unknown state 'DANCING'"),
+        (["agent"], [], "the field 'agent' is not an object"),
+        (["agent", "pid"], None, "the field 'agent.pid' cannot be NoneType"),
+        (["agent", "start_ticks"], "x", "the field 'agent.start_ticks' cannot be str"),
+        (["argv"], "x", "the field 'argv' cannot be str"),
+        (["argv"], [1], "the field 'argv[0]' cannot be int"),
+        (["workers", 1, "rank"], None, "the field 'workers[1].rank' cannot be NoneType"),
+        (["workers", 0], 7, "the field 'workers[0]' is not an object"),
+        (["history", 0, "reason"], 7, "the field 'history[0].reason' cannot be int"),
+        (["checkpoint"], {}, "no field 'checkpoint.path'"),
+        (["failure"], "x", "the field 'failure' cannot be str"),
+    ],
+)
+def test_each_wrong_field_is_named(
+    valid: dict[str, Any], path: list[Any], value: object, message: str
+) -> None:
+    broken = copy.deepcopy(valid)
+    place: Any = broken
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    with pytest.raises(RunDirError) as caught:
+        record.check(broken, "here")
+    assert message in str(caught.value)
+
+
+def test_create_time_is_psutils(process: subprocess.Popen[bytes]) -> None:
+    stat = record.process_stat(process.pid)
+    assert stat is not None
+    assert abs(record.create_time(stat) - psutil.Process(process.pid).create_time()) < 1.5
+
+
+def test_names_with_parentheses_and_blanks_do_not_confuse(tmp_path: Path) -> None:
+    odd = tmp_path / "a ) S 1 (b"
+    odd.symlink_to("/bin/sleep")
+    with subprocess.Popen([odd, "60"]) as process:
+        stat = record.process_stat(process.pid)
+        process.kill()
+    assert stat is not None
+    assert not stat.ended
+
+
+def test_this_process_is_alive() -> None:
+    assert record.condition(record.this_agent()) == "alive"
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"host": "another"}, "elsewhere"),
+        ({"pid_ns": "pid:[1]"}, "elsewhere"),
+        ({"boot_id": "another"}, "rebooted"),
+        ({"start_ticks": 1}, "gone"),
+        ({"pid": 0}, "gone"),
+        ({"create_time": 0.0}, "alive"),  # the tick is exact, the time moves with the clock
+    ],
+)
+def test_condition(changes: dict[str, Any], expected: str) -> None:
+    agent: Any = {**record.this_agent(), **changes}
+    assert record.condition(agent) == expected
+
+
+@pytest.mark.parametrize(("offset", "expected"), [(0.0, "alive"), (2.0, "alive"), (60, "gone")])
+def test_condition_of_an_agent_known_by_its_time(offset: float, expected: str) -> None:
+    exact = record.this_agent()
+    agent: record.AgentRecord = {
+        "pid": exact["pid"],
+        "create_time": exact["create_time"] - offset,
+        "host": exact["host"],
+        "user": exact["user"],
+    }
+    assert record.condition(agent) == expected
+
+
+def test_a_suspended_agent_is_not_gone_and_a_zombie_is(process: subprocess.Popen[bytes]) -> None:
+    def agent() -> record.AgentRecord:
+        stat = record.process_stat(process.pid)
+        assert stat is not None
+        return {**record.this_agent(), "pid": process.pid, "start_ticks": stat.start_ticks}
+
+    identity = agent()
+    assert record.condition(identity) == "alive"
+    process.send_signal(signal.SIGSTOP)
+    wait_until(lambda: record.condition(identity) == "stopped")
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert record.condition(identity) == "gone"
+    process.wait()
+    assert record.condition(identity) == "gone"
+
+
+def test_a_worker_whose_pid_went_to_a_stranger_is_not_alive(
+    valid: dict[str, Any], process: subprocess.Popen[bytes]
+) -> None:
+    worker: record.WorkerRecord = valid["workers"][0]
+    worker["pid"] = process.pid
+    assert record.worker_is_alive(worker)
+    worker["started_at"] = time.time() - 3600
+    assert not record.worker_is_alive(worker)
+    worker["started_at"] = worker["pid"] = None
+    assert not record.worker_is_alive(worker)

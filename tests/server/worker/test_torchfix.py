@@ -1,0 +1,57 @@
+"""What a forked worker is spared of torch's faults; the stores are in tests/integration."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+
+import pytest
+
+from elaunch.server.worker import torchfix
+
+
+def _in_thread_of_gloo(named: threading.Event, ended: list[bool]) -> None:
+    _take_name()
+    named.set()
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 50_000)  # without the interpreter's lock
+    ended.append(True)
+
+
+def _take_name() -> None:
+    path = f"/proc/self/task/{threading.get_native_id()}/comm"
+    with open(path, "w", encoding="ascii") as file:
+        file.write(torchfix.GLOO_THREAD)
+
+
+def test_a_worker_ends_after_the_threads_of_gloo_have_come_to_rest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A thread that still runs is waited for."""
+    monkeypatch.setattr(torchfix, "SETTLE_DEADLINE", 60.0)  # on a busy machine it takes its time
+    named = threading.Event()
+    ended: list[bool] = []
+    thread = threading.Thread(target=_in_thread_of_gloo, args=(named, ended))
+    thread.start()
+    assert named.wait(60)
+    torchfix._settle()
+    assert ended
+    thread.join()
+
+
+def test_threads_at_rest_hold_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group that was never destroyed has threads that wait for work."""
+    runs, stop = threading.Event(), threading.Event()
+
+    def rest() -> None:
+        _take_name()
+        runs.set()
+        stop.wait(100)
+
+    thread = threading.Thread(target=rest)
+    thread.start()
+    assert runs.wait(60)
+    monkeypatch.setattr(torchfix, "SETTLE_DEADLINE", 200.0)
+    torchfix._settle()
+    assert thread.is_alive()  # or it has been waited for
+    stop.set()
+    thread.join()

@@ -1,0 +1,312 @@
+"""The keeper of a rank without an agent: real directory, ranks as threads' objects."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import socket
+import threading
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from elaunch.checkpoint.records import Part, Stage
+from elaunch.checkpoint.storage.objects import Objects
+from elaunch.checkpoint.storage.posix import PosixDepot
+from elaunch.checkpoint.storage.storage import Place, open_depot
+from elaunch.checkpoint.storage.url import FsspecDepot
+from elaunch.checkpoint.writing import inflight, queue
+from elaunch.errors import SaveError
+from elaunch.training.checkpoint.saver import local
+from elaunch.training.checkpoint.saver.choose import open_keeper
+from elaunch.training.checkpoint.saver.local import LocalKeeper
+from elaunch.wire.saver import Handed
+from tests.launching import wait_until
+
+LONG = 60.0
+
+
+def keepers(place: Place, ranks: int = 2) -> list[LocalKeeper]:
+    """Return the keepers of all ranks, at one place."""
+    open_depot(place).prepare("digits", given=True)
+    ring = Ring(ranks)
+    made = [open_keeper(Rank(rank, ring), open_depot(place), 0) for rank in range(ranks)]  # type: ignore[arg-type]
+    assert all(isinstance(keeper, LocalKeeper) for keeper in made)
+    return made  # type: ignore[return-value]
+
+
+class Ring:
+    """What the ranks, which are threads, say to each other; ``gone`` are those that have ended."""
+
+    def __init__(self, size: int) -> None:
+        self.said: list[Any] = [None] * size
+        self.meet = threading.Barrier(size)
+        self.gone: set[int] = set()
+
+
+@dataclass
+class Rank:
+    """As much of a DistributedContext as a keeper needs."""
+
+    rank: int
+    ring: Ring
+    launcher: str = "torchrun"
+
+    @property
+    def placement(self) -> Any:
+        return SimpleNamespace(launcher=self.launcher, rank=self.rank, local_rank=self.rank)
+
+    def allgather(self, said: Any, _: float) -> list[Any]:
+        self.ring.said[self.rank] = said
+        self.ring.meet.wait(LONG)
+        return list(self.ring.said)
+
+    def gone(self, ranks: list[int], _: float) -> list[int]:
+        return [rank for rank in ranks if rank in self.ring.gone]
+
+
+def save(keeper: LocalKeeper, rank: int, step: int, **fields: Any) -> None:
+    """Leave one rank's part in its memory."""
+    assert keeper.begin(True, LONG)
+    keeper.memory(8)[:8] = b"%04d%04d" % (step, rank)
+    part = Part(rank, 2, "digits", {"steps_completed": step})
+    keeper.staged(Handed(Stage(step, 0, f"u{step}"), part, ((f"p{rank}", ((0, 8),)),), **fields))
+
+
+def test_rank_0_commits_when_all_have_sealed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It sees the others' seals in the stage; what a killed worker loses is said once."""
+    both = keepers(tmp_path)
+    with caplog.at_level(logging.WARNING, "elaunch"):
+        for step in (10, 20):
+            for rank in (1, 0):
+                save(both[rank], rank, step)
+            done = both[0].wait(LONG)
+            assert done is not None
+            assert done.step == step
+            assert both[1].wait(LONG) is None
+    assert caplog.text.count("no agent writes this job's checkpoints") == 1
+    assert (tmp_path / "step-00000020.r0" / "p1").read_bytes() == b"00200001"
+    assert both[0].recall(20, 0, [0, 1]) == {}
+    for keeper in both:
+        keeper.close()
+
+
+def test_rank_0_waits_for_the_slow(tmp_path: Path) -> None:
+    """The commit comes with the last part."""
+    both = keepers(tmp_path)
+    save(both[0], 0, 10)
+    with pytest.raises(SaveError, match=r"step-00000010\.r0 is not committed after 0\.05 s"):
+        both[0].wait(0.05)
+    assert not both[0].begin(False)
+    save(both[1], 1, 10)
+    assert both[0].wait(LONG) is not None
+
+
+def test_a_rank_that_cannot_write_tells_rank_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not wait for its deadline; nothing is committed, no stage is left."""
+    fail_on(monkeypatch, PosixDepot, 1)
+    both = keepers(tmp_path)
+    for rank in (0, 1):
+        save(both[rank], rank, 10)
+    for keeper in both:
+        with pytest.raises(SaveError, match="rank 1: Input/output error"):
+            keeper.wait(LONG)
+    wait_until(lambda: os.listdir(tmp_path / ".stage") == [], LONG)
+
+
+def fail_on(monkeypatch: pytest.MonkeyPatch, depot: Any, rank: int, words: bool = True) -> None:
+    """Have the storage fail under one rank; without ``words`` it cannot leave word there either."""
+    write, put = depot.write_part, depot.put_failure
+
+    def fail(self: Any, stage: Stage, part: Part, images: Any) -> bytes:
+        if part.rank == rank:
+            raise OSError(errno.EIO, "Input/output error", "/disk")
+        return bytes(write(self, stage, part, images))
+
+    def put_failure(self: Any, stage: Stage, rank: int, problem: str) -> None:
+        if not words:
+            raise OSError(errno.EIO, "Input/output error", "/disk")
+        put(self, stage, rank, problem)
+
+    monkeypatch.setattr(depot, "write_part", fail)
+    monkeypatch.setattr(depot, "put_failure", put_failure)
+
+
+def test_a_rank_that_cannot_write_to_a_url(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It leaves word there, too."""
+    fail_on(monkeypatch, FsspecDepot, 1)
+    url = f"memory://{uuid.uuid4().hex}"
+    both = keepers(url)
+    for rank in (0, 1):
+        save(both[rank], rank, 10)
+    for keeper in both:
+        with pytest.raises(SaveError, match=r"step-00000010\.r0 .*rank 1: Input/output error"):
+            keeper.wait(LONG)
+    depot = open_depot(url)
+    wait_until(lambda: not depot.failures(Stage(10, 0, "u10")), LONG)
+    assert depot.listed() == []
+
+
+@pytest.mark.parametrize("at_url", [False, True], ids=["directory", "url"])
+def test_a_rank_that_cannot_leave_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_url: bool
+) -> None:
+    """The next call of all ranks tells rank 0, which waits no longer; and the one after works."""
+    fail_on(monkeypatch, FsspecDepot if at_url else PosixDepot, 1, words=False)
+    both = keepers(f"memory://{uuid.uuid4().hex}" if at_url else tmp_path)
+    for rank in (0, 1):
+        save(both[rank], rank, 10)
+    told = []
+
+    def wait(keeper: LocalKeeper) -> None:
+        keeper.share(True, LONG)
+        with pytest.raises(SaveError, match="rank 1: Input/output error") as raised:
+            keeper.wait(LONG)
+        told.append(raised.value)
+        keeper.share(False, LONG)
+        assert keeper.begin(True, LONG)
+
+    threads = [threading.Thread(target=wait, args=(keeper,)) for keeper in both]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LONG)
+    assert len(told) == 2
+
+
+def test_a_rank_that_ended_before_its_part_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0, which closes, does not wait for the deadline of the parts; it names the rank."""
+    monkeypatch.setattr(local, "ASK_S", 0.05)
+    monkeypatch.setattr(local, "GONE_S", 0.1)
+    both = keepers(tmp_path)
+    save(both[0], 0, 10)
+    both[0]._distributed.ring.gone.add(1)  # type: ignore[attr-defined]
+    with pytest.raises(SaveError, match="rank 1: it ended before its part was on the disk"):
+        both[0].close()
+
+
+def test_an_agent_that_cannot_be_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No socket, nobody behind it, no variable: this process writes, and says what it lacks."""
+    rank: Any = Rank(0, Ring(1), "elaunch")
+    dead = tmp_path / "dead.sock"
+    with socket.socket(socket.AF_UNIX) as closed:
+        closed.bind(str(dead))
+    for path, words in (
+        (str(tmp_path / "none.sock"), "none.sock: No such file"),
+        (str(dead), "dead.sock: Connection refused"),
+        ("", "ELAUNCH_AGENT_SOCKET is not set"),
+    ):
+        monkeypatch.setenv("ELAUNCH_AGENT_SOCKET", path)
+        keeper = open_keeper(rank, open_depot(tmp_path), 0)
+        assert isinstance(keeper, LocalKeeper)
+        assert words in keeper.lacks
+        keeper.fence(0)
+
+
+def test_a_rank_that_never_hands_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its number is told after the deadline."""
+    monkeypatch.setattr(inflight, "PART_DEADLINE_S", 0.05)
+    both = keepers(tmp_path)
+    save(both[0], 0, 10)
+    with pytest.raises(SaveError, match="rank 1 handed over no part"):
+        both[0].wait(LONG)
+
+
+def test_closing_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of the process would end the writing."""
+    write, opened = PosixDepot.write_part, threading.Event()
+
+    def slow(*args: Any) -> bytes:
+        assert opened.wait(LONG)
+        return write(*args)
+
+    monkeypatch.setattr(PosixDepot, "write_part", slow)
+    both = keepers(tmp_path)
+    for rank in (0, 1):
+        save(both[rank], rank, 10)
+    began = time.monotonic()
+    threading.Timer(0.1, opened.set).start()
+    for keeper in reversed(both):
+        keeper.close()
+    assert time.monotonic() - began >= 0.1
+    assert [found.step for found in open_depot(tmp_path).listed()] == [10]
+
+
+def test_retention_by_the_flags_rule_and_the_saves_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``keep`` of a save goes before what the variable says."""
+    monkeypatch.setenv("ELAUNCH_CHECKPOINT_KEEP", '{"last": 2}')
+    both = keepers(tmp_path)
+
+    def steps() -> list[int]:
+        return [found.step for found in open_depot(tmp_path).listed()]
+
+    for step in (10, 20, 30):
+        for rank in (1, 0):
+            save(both[rank], rank, step)
+        both[0].wait(LONG)
+    wait_until(lambda: steps() == [20, 30], LONG)
+    for rank in (1, 0):
+        save(both[rank], rank, 40, keep={"last": 1})
+    both[0].wait(LONG)
+    wait_until(lambda: steps() == [40], LONG)
+
+
+def test_what_needs_an_agent_is_refused(tmp_path: Path) -> None:
+    """Each node's own disk: the seals of other nodes cannot be seen."""
+    both = keepers(tmp_path)
+    with pytest.raises(SaveError, match="elaunch run"):
+        save(both[0], 0, 10, local=True)
+    both[0].abandon()
+    both[0].fence(7)
+
+
+def test_a_forked_process_closes_nothing(tmp_path: Path) -> None:
+    """What is in flight is its parent's."""
+    both = keepers(tmp_path)
+    save(both[0], 0, 10)
+    both[0]._pid = 0
+    both[0].close()
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_a_rank_that_writes_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remote: bool
+) -> None:
+    """It marks the stage all the time, so rank 0 waits longer than for one that is mute."""
+    monkeypatch.setattr(inflight, "PART_DEADLINE_S", 2.0)
+    monkeypatch.setattr(queue, "WORD_S", 0.1)
+    place: Place = f"memory://{uuid.uuid4().hex}" if remote else tmp_path
+    both = keepers(place)
+    kind = type(open_depot(place))
+    write = kind.write_part
+
+    def slow(self: Any, stage: Stage, part: Part, images: Any) -> bytes:
+        if part.rank == 1:
+            threading.Event().wait(4.0)
+        return write(self, stage, part, images)
+
+    monkeypatch.setattr(kind, "write_part", slow)
+    for rank in (0, 1):
+        save(both[rank], rank, 10)
+    done = both[0].wait(LONG)
+    assert done is not None and done.step == 10
+    if remote:
+        names = list(Objects(str(place)).sizes(""))
+        assert names and not [name for name in names if "writing" in name]
+    assert not [name for name in tmp_path.rglob("*") if "writing" in name.name]
+    for keeper in reversed(both):
+        keeper.close()

@@ -1,0 +1,470 @@
+"""Where a process stands: every launcher's variables, explicit numbers, and what does not fit."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elaunch.errors import PlacementError
+from elaunch.launchers import table
+from elaunch.training.place import placement
+from elaunch.training.place.placement import Numbers
+
+TORCH = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "GROUP_RANK": "1",
+    "GROUP_WORLD_SIZE": "2",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "1234",
+    "TORCHELASTIC_RUN_ID": "job",
+    "TORCHELASTIC_RESTART_COUNT": "2",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+}
+ELAUNCH = TORCH | {
+    "TORCHELASTIC_USE_AGENT_STORE": "1",
+    "ELAUNCH_RUN_ID": "job",
+    "ELAUNCH_ROUND": "5",
+    "ELAUNCH_NODE_ADDRS": "10.0.0.1,10.0.0.2",
+    "ELAUNCH_CHANNEL_KEY": "00ff",
+}
+SLURM = {
+    "SLURM_JOB_ID": "12",
+    "SLURM_STEP_ID": "3",
+    "SLURM_PROCID": "2",
+    "SLURM_STEP_NUM_TASKS": "3",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "2,1",
+    "SLURM_STEP_NODELIST": "n[07-08]",
+}
+
+
+def open_mpi(
+    rank: int, size: int, local_rank: int, local_size: int, nodes: int | None = None
+) -> dict[str, str]:
+    """Return what mpirun of Open MPI 4.1 sets, as far as it says anything of the place."""
+    variables = {
+        "OMPI_COMM_WORLD_RANK": str(rank),
+        "OMPI_COMM_WORLD_SIZE": str(size),
+        "OMPI_COMM_WORLD_LOCAL_RANK": str(local_rank),
+        "OMPI_COMM_WORLD_LOCAL_SIZE": str(local_size),
+        "OMPI_COMM_WORLD_NODE_RANK": str(local_rank),
+        "PMIX_NAMESPACE": "2071199745",
+        "PMIX_RANK": str(rank),
+        "OMPI_MCA_orte_precondition_transports": "8c8fd887a09a9725-6ef0e190a449f6db",
+    }
+    return variables | ({} if nodes is None else {"OMPI_MCA_orte_num_nodes": str(nodes)})
+
+
+def six(place: placement.Placement) -> tuple[int, ...]:
+    """Return rank, size, and the same of the node and of the nodes."""
+    return (
+        place.rank,
+        place.size,
+        place.local_rank,
+        place.local_size,
+        place.cross_rank,
+        place.cross_size,
+    )
+
+
+def test_without_a_launcher_a_process_is_alone() -> None:
+    """Rank 0 of 1, and nowhere to meet."""
+    place = placement.current({})
+    assert (place.launcher, six(place), place.store) == ("alone", (0, 1, 0, 1, 0, 1), None)
+    assert not place.hosts_store
+
+
+def test_torchrun() -> None:
+    """The numbers as they are; the store is torchrun's."""
+    place = placement.current(TORCH)
+    assert (place.launcher, six(place)) == ("torchrun", (3, 4, 1, 2, 1, 2))
+    assert (place.store, place.hosts_store) == (("node0", 1234), False)
+    assert (place.run_id, place.round, place.addr, place.secret) == ("job", 2, "", None)
+
+
+@pytest.mark.parametrize("value", ["False", None])
+def test_torchrun_without_a_store_of_its_own(value: str | None) -> None:
+    """Rank 0 hosts it."""
+    environ = TORCH | {"TORCHELASTIC_USE_AGENT_STORE": value or ""}
+    assert placement.from_torch(environ).hosts_store
+
+
+def test_elaunch_run() -> None:
+    """Its store is hosted in both start methods; the node knows its own address."""
+    place = placement.current(ELAUNCH)
+    assert (place.launcher, place.round, place.scope) == ("elaunch", 5, "job/5")
+    assert (place.addr, place.secret, place.hosts_store) == ("10.0.0.2", b"\x00\xff", False)
+
+
+def test_a_round_has_a_scope_of_its_own() -> None:
+    """Restarts and resizes never share keys in a store that stays."""
+    scopes = {
+        placement.current(environ).scope
+        for environ in (
+            TORCH,
+            TORCH | {"TORCHELASTIC_RESTART_COUNT": "3"},
+            TORCH | {"WORLD_SIZE": "5", "LOCAL_WORLD_SIZE": "3"},
+            TORCH | {"TORCHELASTIC_RUN_ID": "other"},
+        )
+    }
+    assert len(scopes) == 4
+
+
+@pytest.mark.parametrize(
+    "name",
+    "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE MASTER_ADDR "
+    "MASTER_PORT".split(),
+)
+@pytest.mark.parametrize("without", [None, ""])
+def test_the_missing_variable_is_named(name: str, without: str | None) -> None:
+    """And who sets it."""
+    environ = {key: value for key, value in TORCH.items() if key != name}
+    with pytest.raises(PlacementError, match=rf"^{name} is not set: torchrun, `elaunch run`"):
+        placement.from_torch(environ if without is None else environ | {name: without})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("RANK", "x"), ("RANK", "-1"), ("WORLD_SIZE", "2.0"), ("MASTER_PORT", "70000")],
+)
+def test_a_wrong_variable_is_named(name: str, value: str) -> None:
+    """With its value."""
+    with pytest.raises(PlacementError, match=rf"^{name}.*{value}"):
+        placement.from_torch(TORCH | {name: value})
+
+
+def test_unequal_nodes_are_fine() -> None:
+    """2 + 1 slots."""
+    numbers = {"RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    assert six(placement.from_torch(TORCH | numbers)) == (2, 3, 0, 1, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("size", "error_file", "local_rank"),
+    [("4", "", 1), ("5", "/x/attempt_0/1/error.json", 1), ("5", "", 0)],
+)
+def test_a_virtual_local_rank_is_seen_through(size: str, error_file: str, local_rank: int) -> None:
+    """All workers of a node have LOCAL_RANK=0; the local collectives need the real one."""
+    virtual = {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": "1", "WORLD_SIZE": size}
+    place = placement.from_torch(TORCH | virtual | {"TORCHELASTIC_ERROR_FILE": error_file})
+    assert place.local_rank == local_rank
+
+
+def test_mpirun_on_one_node() -> None:
+    """The port is made of the job's id, the same on all ranks; the key is the job's."""
+    first, second = (placement.current(open_mpi(rank, 2, rank, 2)) for rank in range(2))
+    assert (first.launcher, six(second)) == ("mpi", (1, 2, 1, 2, 0, 1))
+    assert first.store == second.store and first.store is not None
+    assert first.store[0] == "127.0.0.1" and 20000 <= first.store[1] < 30000
+    assert first.hosts_store and first.scope == second.scope
+    assert first.secret == second.secret and first.secret is not None
+    other = placement.current(open_mpi(0, 2, 0, 2) | {"PMIX_NAMESPACE": "2071199746"})
+    assert other.store != first.store
+
+
+def test_what_is_given_is_kept() -> None:
+    """MASTER_ADDR and MASTER_PORT, also on one node."""
+    given = {"MASTER_ADDR": "chief", "MASTER_PORT": "7"}
+    assert placement.from_mpi(open_mpi(0, 2, 0, 2) | given).store == ("chief", 7)
+
+
+def test_mpirun_on_several_nodes_needs_an_address() -> None:
+    """And says how to give it."""
+    with pytest.raises(PlacementError, match=r"MASTER_ADDR.*-x MASTER_ADDR=HOST.*--master-addr"):
+        placement.from_mpi(open_mpi(2, 4, 0, 2, nodes=2))
+    place = placement.from_mpi(open_mpi(2, 4, 0, 2, nodes=2) | {"MASTER_ADDR": "a"})
+    assert six(place) == (2, 4, 0, 2, 1, 2) and place.store is not None
+    assert place.store[0] == "a"
+
+
+def test_unequal_nodes_under_mpirun() -> None:
+    """Two nodes are certain; three are not, and the error says what to give."""
+    chief = {"MASTER_ADDR": "a"}
+    layout = [(0, 3, 0, 2), (1, 3, 1, 2), (2, 3, 0, 1)]
+    nodes = [placement.from_mpi(open_mpi(*four, nodes=2) | chief).cross_rank for four in layout]
+    assert nodes == [0, 0, 1]
+    unknown = open_mpi(2, 4, 0, 1, nodes=3) | chief
+    with pytest.raises(PlacementError, match="set GROUP_RANK and GROUP_WORLD_SIZE"):
+        placement.from_mpi(unknown)
+    given = {"GROUP_RANK": "1", "GROUP_WORLD_SIZE": "3"}
+    assert six(placement.from_mpi(unknown | given)) == (2, 4, 0, 1, 1, 3)
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[list[int], bool]:
+    """Return how many ranks each node has, and whether the ranks go node by node."""
+    sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=5))
+    return sizes, draw(st.booleans())
+
+
+def place_ranks(sizes: list[int], in_blocks: bool) -> Iterator[tuple[int, int, int, int]]:
+    """Yield rank, node, local rank and local size, as mpirun's ``--map-by`` slot or node deals."""
+    dealt = (
+        [node for node, size in enumerate(sizes) for _ in range(size)]
+        if in_blocks
+        else [node for turn in range(max(sizes)) for node, size in enumerate(sizes) if turn < size]
+    )
+    for rank, node in enumerate(dealt):
+        yield rank, node, dealt[:rank].count(node), sizes[node]
+
+
+@given(layouts())
+def test_no_rank_is_put_on_a_wrong_node_unseen(layout: tuple[list[int], bool]) -> None:
+    """Either all ranks find their nodes, or one of them says that it cannot."""
+    sizes, in_blocks = layout
+    wrong, refused = [], False
+    for rank, node, local_rank, local_size in place_ranks(sizes, in_blocks):
+        environ = open_mpi(rank, sum(sizes), local_rank, local_size, nodes=len(sizes))
+        try:
+            place = placement.from_mpi(environ | {"MASTER_ADDR": "a"})
+        except PlacementError:
+            refused = True
+            continue
+        if (place.cross_rank, place.cross_size) != (node, len(sizes)):
+            wrong.append(place)
+    assert refused or not wrong
+    equal = len(set(sizes)) == 1
+    if in_blocks and (equal or len(sizes) < 3):
+        assert not refused
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        (
+            {
+                "MV2_COMM_WORLD_RANK": "1",
+                "MV2_COMM_WORLD_SIZE": "2",
+                "MV2_COMM_WORLD_LOCAL_RANK": "1",
+                "MV2_COMM_WORLD_LOCAL_SIZE": "2",
+                "MPIRUN_ID": "9",
+            },
+            (1, 2, 1, 2, 0, 1),
+        ),
+        (
+            {
+                "PMI_RANK": "1",
+                "PMI_SIZE": "2",
+                "MPI_LOCALRANKID": "1",
+                "MPI_LOCALNRANKS": "2",
+                "MASTER_PORT": "9",
+            },
+            (1, 2, 1, 2, 0, 1),
+        ),
+        (
+            {
+                "HOROVOD_RANK": "2",
+                "HOROVOD_SIZE": "3",
+                "HOROVOD_LOCAL_RANK": "0",
+                "HOROVOD_LOCAL_SIZE": "1",
+                "HOROVOD_CROSS_RANK": "1",
+                "HOROVOD_CROSS_SIZE": "2",
+                "HOROVOD_GLOO_RENDEZVOUS_PORT": "9",
+                "MASTER_ADDR": "a",
+            },
+            (2, 3, 0, 1, 1, 2),
+        ),
+        ({"PMI_RANK": "0", "PMI_SIZE": "1"}, (0, 1, 0, 1, 0, 1)),
+    ],
+)
+def test_other_mpi_launchers(environ: Mapping[str, str], expected: tuple[int, ...]) -> None:
+    """MVAPICH, Hydra, horovodrun, a bare PMI."""
+    place = placement.from_mpi(environ)
+    assert (place.launcher, six(place)) == ("mpi", expected)
+
+
+def test_what_a_launcher_does_not_say_is_asked_for() -> None:
+    """PMIx has a rank and no size."""
+    with pytest.raises(PlacementError, match="does not say the size; set WORLD_SIZE"):
+        placement.from_mpi({"PMIX_RANK": "1"})
+    with pytest.raises(PlacementError, match="local_size; set LOCAL_WORLD_SIZE"):
+        placement.from_mpi({"PMI_RANK": "1", "PMI_SIZE": "2"})
+
+
+def test_slurm() -> None:
+    """Unequal nodes, the first host of the step, a port of the step's id."""
+    place = placement.current(SLURM)
+    assert (place.launcher, six(place)) == ("slurm", (2, 3, 0, 1, 1, 2))
+    assert place.store is not None and place.store[0] == "n07" and place.hosts_store
+    assert place.run_id == "slurm-12.3"
+    assert placement.current(SLURM | {"SLURM_STEP_ID": "4"}).store != place.store
+
+
+def test_mpirun_inside_a_slurm_job_is_mpirun() -> None:
+    """Slurm's variables are those of mpirun's own step."""
+    assert placement.current(SLURM | open_mpi(0, 2, 0, 2)).launcher == "mpi"
+    # srun --mpi=pmi2 sets PMI's beside its own.
+    assert placement.current(SLURM | {"PMI_RANK": "2", "PMI_SIZE": "3"}).launcher == "slurm"
+
+
+@pytest.mark.parametrize(
+    "change", [{"SLURM_STEP_ID": ""}, {"SLURM_STEP_NUM_TASKS": "1"}, {"SLURM_PROCID": ""}]
+)
+def test_outside_of_a_step_with_tasks_a_process_is_alone(change: dict[str, str]) -> None:
+    """The batch script itself has SLURM_PROCID=0, and ``salloc``'s shell has SLURM_NTASKS."""
+    assert placement.current(SLURM | change).launcher == "alone"
+
+
+def test_from_slurm_and_from_mpi_say_who_is_missing() -> None:
+    """The variable, who sets it, and what to do in a batch script."""
+    with pytest.raises(PlacementError, match=r"SLURM_PROCID is not set: srun sets it.*step$"):
+        placement.from_slurm({})
+    with pytest.raises(PlacementError, match=r"SLURM_STEP_ID is not set.*put `srun` before"):
+        placement.from_slurm(SLURM | {"SLURM_STEP_ID": ""})
+    with pytest.raises(PlacementError, match=r"none of OMPI_COMM_WORLD_RANK,.*mpirun sets"):
+        placement.from_mpi(SLURM)
+
+
+def test_torchs_variables_come_first_and_the_launcher_is_still_named() -> None:
+    """``elaunch wrap`` sets them under mpirun; nobody but rank 0 hosts the store then."""
+    wrapped = open_mpi(3, 4, 1, 2, nodes=2) | TORCH | {"TORCHELASTIC_USE_AGENT_STORE": ""}
+    place = placement.current(wrapped)
+    assert (place.launcher, place.hosts_store, place.run_id) == ("mpi", True, "job")
+    by_hand = {k: v for k, v in TORCH.items() if not k.startswith("TORCHELASTIC")}
+    assert placement.current(by_hand).launcher == "explicit"
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("a", "a"),
+        ("n[1-3,07],m2", "n1 n2 n3 n07 m2"),
+        ("n[08-11]x", "n08x n09x n10x n11x"),
+        ("r[1-2]n[1-2]", "r1n1 r1n2 r2n1 r2n2"),
+        ("a-b.c,d", "a-b.c d"),
+    ],
+)
+def test_slurms_lists_of_hosts(text: str, hosts: str) -> None:
+    """Ranges with leading zeros, lists, several brackets."""
+    assert table.hosts_of(text) == hosts.split()
+
+
+@pytest.mark.parametrize("text", ["n[1-", "n[]", "n[a]", "a,,b", "a,", "n[1-999999999]", "[", " "])
+def test_a_list_of_hosts_that_is_none(text: str) -> None:
+    """An error, and soon."""
+    with pytest.raises(PlacementError, match="the list of hosts"):
+        table.hosts_of(text)
+
+
+@given(st.text(string.digits + "n[],-", max_size=30))
+def test_any_list_of_hosts_gives_hosts_or_an_error(text: str) -> None:
+    """Never another exception."""
+    try:
+        assert all(table.hosts_of(text)) or not text
+    except PlacementError as error:
+        assert "list of hosts" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "sizes"), [("2(x3),1", [2, 2, 2, 1, None]), ("4", [4, None]), ("", [None])]
+)
+def test_tasks_per_node(tasks: str, sizes: list[int | None]) -> None:
+    """Slurm's notation with repetitions."""
+    environ = {"SLURM_STEP_TASKS_PER_NODE": tasks}
+    assert [table.slurm_local_size(environ, i) for i in range(len(sizes))] == sizes
+
+
+GOOD: dict[str, Any] = dict(zip(Numbers.__annotations__, (3, 4, 1, 2, 1, 2), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"rank": 4}, "rank is 4, but size is 4"),
+        ({"rank": -1}, "rank is -1"),
+        ({"rank": "3"}, "rank is '3', which is no whole number"),
+        ({"rank": True}, "rank is True"),
+        ({"size": 0}, "size is 0"),
+        ({"local_rank": 2}, "local_rank is 2, but local_size is 2"),
+        ({"cross_rank": 2}, "cross_rank is 2, but cross_size is 2"),
+        ({"local_size": 5}, "local_size is 5, more than size"),
+        ({"cross_size": 5}, "cross_size is 5, more nodes than ranks"),
+        ({"cross_size": 1, "cross_rank": 0}, "all ranks of one node are local"),
+        ({"local_size": 4}, "the ranks of the other nodes are missing"),
+        ({"local_size": 3, "cross_size": 3}, "that is at least 5 ranks"),
+        ({"rank": 2}, "rank is 2, but cross_rank 1 × local_size 2 . local_rank 1 is 3"),
+    ],
+)
+def test_inconsistent_numbers_are_named(change: dict[str, Any], named: str) -> None:
+    """Each error begins with the value that does not fit."""
+    with pytest.raises(PlacementError, match=named):
+        Numbers(**GOOD | change)
+
+
+def test_explicit_numbers() -> None:
+    """Given address and port; rank 0 hosts the store."""
+    place = placement.explicit(Numbers(**GOOD), "chief", 4711, {})
+    assert (place.launcher, place.store, place.hosts_store) == ("explicit", ("chief", 4711), True)
+    with pytest.raises(PlacementError, match="chief_ip is missing: cross_size is 2"):
+        placement.explicit(Numbers(**GOOD), None, 4711, {})
+    with pytest.raises(PlacementError, match="chief_port is missing"):
+        placement.explicit(Numbers(**GOOD), "chief", None, {})
+    with pytest.raises(PlacementError, match="chief_port is 0"):
+        placement.explicit(Numbers(1, 2, 1, 2, 0, 1), None, 0, {})
+    assert placement.explicit(Numbers(0, 1, 0, 1, 0, 1), None, None, {}).store is None
+
+
+def test_explicit_numbers_on_one_node_need_no_port() -> None:
+    """Whoever has started all of them names the job; with ``elaunch wrap`` between, it says who."""
+    numbers = [Numbers(rank, 2, rank, 2, 0, 1) for rank in range(2)]
+    one, other = (placement.explicit(each, "127.0.0.1", None, {}).store for each in numbers)
+    assert one == other and one is not None and 20000 <= one[1] < 30000
+    wrapped = placement.explicit(numbers[0], None, None, {"ELAUNCH_STARTER": "1.2"}).store
+    assert wrapped is not None and wrapped != one
+    assert placement.explicit(numbers[0], None, None, {"MASTER_PORT": "9"}).store == (
+        "127.0.0.1",
+        9,
+    )
+
+
+@pytest.mark.parametrize(
+    "four",
+    [
+        *((rank, rank, 2, 0) for rank in (0, 1)),
+        *((2 + rank, rank, 3, 1) for rank in (0, 1, 2)),
+        *((rank, rank, 3, 0) for rank in (0, 1, 2)),
+        (3, 0, 2, 1),
+    ],
+)
+def test_explicit_numbers_of_unequal_nodes(four: tuple[int, int, int, int]) -> None:
+    """Five ranks on two nodes, 2 + 3 or 3 + 2: each rank's own numbers fit."""
+    rank, local_rank, local_size, node = four
+    numbers = Numbers(rank, 5, local_rank, local_size, node, 2)
+    assert placement.explicit(numbers, "chief", 4711, {}).rank == rank
+
+
+@pytest.mark.parametrize(
+    ("six_", "named"),
+    [
+        ((2, 5, 0, 2, 1, 2), "ranks 2 to 3 are on node 1 of 2 .* leaves 2 ranks for 1 nodes bef"),
+        ((3, 5, 1, 2, 1, 2), "rank is 3, local_rank 1 and local_size 2, so ranks 2 to 3"),
+        ((1, 5, 0, 2, 0, 2), "ranks 1 to 2 are on node 0"),
+        ((0, 5, 0, 2, 1, 2), "ranks 0 to 1 are on node 1"),
+        ((0, 5, 1, 2, 1, 2), "ranks -1 to 0 are on node 1"),
+        ((1, 5, 0, 2, 2, 3), "ranks 1 to 2 are on node 2"),
+    ],
+)
+def test_explicit_numbers_that_no_nodes_have(six_: tuple[int, ...], named: str) -> None:
+    """Ranks go node by node, also where the nodes are unequal."""
+    with pytest.raises(PlacementError, match=named):
+        placement.explicit(Numbers(*six_), "chief", 4711, {})
+
+
+@pytest.mark.parametrize("environ", [TORCH, ELAUNCH])
+def test_explicit_numbers_below_a_launcher(environ: dict[str, str]) -> None:
+    """A script that starts its own workers: they meet in the store of what started the script."""
+    place = placement.explicit(Numbers(1, 2, 1, 2, 0, 1), "10.0.0.1", None, environ)
+    assert (place.store, place.hosts_store) == (("node0", 1234), False)
+    assert place.run_id == "job" and place.scope != placement.current(environ).scope
+    under_mpi = placement.explicit(Numbers(1, 2, 1, 2, 0, 1), None, None, open_mpi(0, 2, 0, 2))
+    assert under_mpi.store is not None and under_mpi.hosts_store

@@ -1,0 +1,198 @@
+"""elaunch.training.stores.roundstore: the round's TCPStore, against torch's own."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+
+from elaunch.errors import CollectiveTimeout, ContextError, PeerLost
+from elaunch.training.stores.roundstore import Line, RoundStore
+from tests.training.channelrig import PATIENCE, StoreHost
+
+
+@pytest.fixture(scope="module")
+def host() -> Iterator[StoreHost]:
+    """One store for all tests of this module."""
+    yield StoreHost()
+
+
+def soon() -> float:
+    """Return a deadline that is met unless something is wrong."""
+    return time.monotonic() + PATIENCE
+
+
+@pytest.fixture
+def line(host: StoreHost, request: pytest.FixtureRequest) -> Iterator[Line]:
+    """A connection to it."""
+    store = RoundStore(host.place(0, 2, job=request.node.name))
+    yield store.line(soon())
+    store.close()
+
+
+def test_every_operation_does_what_it_says(line: Line) -> None:
+    """On a real TCPStore."""
+    assert line.get("k", soon()) == b""
+    line.put("k", b"v", soon())
+    assert line.get("k", soon()) == b"v"
+    assert line.multi_get(["none", "k", "none"], soon()) == [b"", b"v", b""]
+    assert [line.add("n", 2, soon()), line.add("n", 3, soon())] == [2, 5]
+    assert line.compare_set("c", b"", b"first", soon()) == b"first"
+    assert line.compare_set("c", b"", b"second", soon()) == b"first"
+    assert line.wait("k", soon())
+    assert not line.wait("never", time.monotonic() + 0.05)
+    assert not line.wait("never", time.monotonic() - 1)
+    assert line.get("k", soon()) == b"v"
+    assert line.local_addr == "127.0.0.1"
+
+
+def test_keys_have_a_room_of_their_own(host: StoreHost) -> None:
+    """Of the job, the round, and the context: in whichever process of a rank it is."""
+    place = host.place(1, 2, job="rooms")
+    stores = [RoundStore(place), RoundStore(place), RoundStore(replace(place, scope="rooms/1"))]
+    for store in stores:
+        first, second = store.line(soon()), store.line(soon())
+        first.put("k", store.prefix.encode(), soon())
+        assert first.get("k", soon()) == second.get("k", soon()) == store.prefix.encode()
+    assert [s.prefix for s in stores] == [
+        "elaunch/rooms/0/0/", "elaunch/rooms/0/1/", "elaunch/rooms/1/0/"
+    ]  # fmt: skip
+    assert host.store.get("elaunch/rooms/0/1/k") == b"elaunch/rooms/0/1/"
+    other = RoundStore(host.place(0, 2, job="rooms"))
+    other.line(soon())
+    assert other.prefix == "elaunch/rooms/0/0/"
+    for store in (*stores, other):
+        store.close()
+
+
+def test_a_host_that_starts_later_is_waited_for() -> None:
+    """The workers of other nodes may be quicker."""
+    from torch.distributed import TCPStore
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    place = replace(StoreHost.place(_Nobody(port), 0, 2), hosts_store=False)  # type: ignore[arg-type]
+    kept: list[object] = []
+
+    def start() -> None:
+        kept.append(TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False))
+
+    timer = threading.Timer(0.3, start)
+    timer.start()
+    line = RoundStore(place).line(soon())
+    assert line.add("n", 1, soon()) == 1
+    timer.join()
+
+
+class _Nobody:
+    def __init__(self, port: int) -> None:
+        self.port = port
+
+
+def test_without_a_host_the_error_names_the_address_and_who_is_to_host() -> None:
+    """At the deadline."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    place = StoreHost.place(_Nobody(port), 1, 2)  # type: ignore[arg-type]
+    with pytest.raises(CollectiveTimeout, match=rf"127.0.0.1:{port} \(rank 0 .* refused"):
+        RoundStore(replace(place, hosts_store=True)).line(time.monotonic() + 0.2)
+
+
+def test_what_is_no_store_is_said_to_be_none() -> None:
+    """At once."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=lambda: server.accept()[0].sendall(b"SSH-2.0-x\r\n")).start()
+        place = StoreHost.place(_Nobody(server.getsockname()[1]), 1, 2)  # type: ignore[arg-type]
+        with pytest.raises(PeerLost, match="no TCPStore answers"):
+            RoundStore(place).line(soon())
+
+
+def test_rank_0_hosts_it_where_nobody_does_and_shares_it_with_torch() -> None:
+    """``init_process_group("env://")`` in the same process takes the same port."""
+    from torch.distributed import TCPStore
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    zero, one = (
+        RoundStore(replace(StoreHost.place(_Nobody(port), rank, 2), hosts_store=True))  # type: ignore[arg-type]
+        for rank in range(2)
+    )
+    lines = [zero.line(soon()), one.line(soon())]
+    lines[0].put("k", b"v", soon())
+    assert lines[0].get("k", soon()) == lines[1].get("k", soon()) == b"v"
+    theirs = TCPStore(
+        "127.0.0.1", port, None, True, timedelta(seconds=60), multi_tenant=True,
+        wait_for_workers=False,
+    )  # fmt: skip
+    assert theirs.get("elaunch/job/0/0/k") == b"v"
+    one.close()
+    zero.close()
+    theirs.set("still", "there")
+
+
+def test_a_port_that_is_taken_is_named(host: StoreHost) -> None:
+    """With what to do."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        place = StoreHost.place(_Nobody(taken.getsockname()[1]), 0, 2)  # type: ignore[arg-type]
+        with pytest.raises(PeerLost, match=r"cannot host .*MASTER_PORT"):
+            RoundStore(replace(place, hosts_store=True)).line(soon())
+
+
+def test_closing_wakes_whoever_waits(host: StoreHost) -> None:
+    """And nothing is opened afterwards."""
+    store = RoundStore(host.place(0, 2, job="closing"))
+    line = store.line(soon())
+    threading.Timer(0.2, store.close).start()
+    with pytest.raises(PeerLost, match=f"127.0.0.1:{host.port} is lost"):
+        line.wait("never", soon())
+    with pytest.raises(ContextError, match="closed"):
+        store.line(soon())
+    with pytest.raises(PeerLost):
+        line.get("k", soon())
+
+
+def test_a_store_that_freezes_is_noticed(host: StoreHost) -> None:
+    """At the deadline of the call."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def freeze() -> None:
+            sock, _ = server.accept()
+            sock.sendall(sock.recv(100)[-4:])  # the ping's answer
+            sock.recv(1000)
+            done.wait(PATIENCE)
+
+        done = threading.Event()
+        threading.Thread(target=freeze, daemon=True).start()
+        place = StoreHost.place(_Nobody(server.getsockname()[1]), 1, 2)  # type: ignore[arg-type]
+        with pytest.raises(CollectiveTimeout, match="does not answer"):
+            RoundStore(place).line(time.monotonic() + 0.3)
+        done.set()
+
+
+def test_a_fork_has_none_of_the_connections(host: StoreHost) -> None:
+    """Nor can it open one."""
+    store = RoundStore(host.place(0, 2, job="forked"))
+    line = store.line(soon())
+    read, write = os.pipe()
+    if os.fork() == 0:
+        problems = []
+        for use in (lambda: line.get("k", soon()), lambda: store.line(soon())):
+            try:
+                use()
+            except (PeerLost, ContextError) as error:
+                problems.append(type(error).__name__)
+        os.write(write, ",".join(problems).encode())
+        os._exit(0)
+    os.close(write)
+    assert os.read(read, 100) == b"PeerLost,ContextError"
+    os.wait()
+    os.close(read)
+    line.put("k", b"v", soon())
+    assert line.get("k", soon()) == b"v"
+    store.close()

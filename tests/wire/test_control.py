@@ -1,0 +1,50 @@
+"""elaunch.wire.control: what a client makes of an agent's bad answers (good ones: tests/agent)."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from elaunch.wire.control import ask
+
+
+@contextmanager
+def answering(path: Path, answer: bytes) -> Iterator[None]:
+    """Serve one client with ``answer``, then hang up."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen(1)
+
+        def serve() -> None:
+            client, _ = listener.accept()
+            with client:
+                client.recv(1 << 16)
+                client.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield
+        thread.join(60)
+
+
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [
+        (b"", "hung up without an answer"),
+        (b'{"state": "RUN', "hung up without an answer"),
+        (b"\xff\xff\n", "something else than JSON"),
+        (b"[1]\n", "refused"),
+        (b'{"error": "no"}\n', "refused: {'error': 'no'}"),
+    ],
+)
+def test_bad_answers(tmp_path: Path, answer: bytes, problem: str) -> None:
+    with (
+        answering(tmp_path / "agent.sock", answer),
+        pytest.raises(ConnectionError, match=problem),
+    ):
+        ask(tmp_path / "agent.sock", {"op": "status"}, timeout=60)

@@ -1,0 +1,61 @@
+"""What travels between worker and keeper comes back as it was; anything else is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elaunch.checkpoint.records import Committed, Part, Stage
+from elaunch.wire import saver
+from elaunch.wire.saver import Handed
+
+HANDED = Handed(
+    stage=Stage(10, 3, "f00"),
+    part=Part(1, 2, "digits", {"steps_completed": 10, "deep": {"a": [1, None]}}, "host", 7),
+    images=(("__1_0.distcp", ((0, 100), (200, 24))), ("empty", ())),
+    extra={"metrics": {"loss": 0.5}},
+    keep={"last": 2, "every": None, "best": None, "mode": "min"},
+    protected=("step-00000005.r0",),
+)
+
+
+def test_a_part_comes_back_as_it_was() -> None:
+    """Through JSON; its size and its end are those of its pieces."""
+    sent = json.loads(json.dumps(saver.handed_to_json(HANDED)))
+    assert saver.handed_from_json(sent) == HANDED
+    assert (HANDED.size, HANDED.end) == (124, 224)
+    assert Handed(HANDED.stage, HANDED.part, ()).end == 0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"stage": None},
+        {"stage": {"step": -1, "round": 0, "uuid": "u"}},
+        {"stage": {"step": 1, "round": 0, "uuid": "../x"}},
+        {"part": {"rank": 1}},
+        {"images": [["a"]]},
+        {"images": [["a", [["x", 1]]]]},
+        {"images": 3},
+        {"extra": 3},
+    ],
+)
+def test_what_is_no_part_is_refused(change: dict[str, Any]) -> None:
+    """With ValueError, whatever is wrong."""
+    sent = json.loads(json.dumps(saver.handed_to_json(HANDED)))
+    with pytest.raises(ValueError):
+        saver.handed_from_json({**sent, **change})
+    with pytest.raises(ValueError, match="no part of a checkpoint"):
+        saver.handed_from_json({})
+
+
+@pytest.mark.parametrize("place", [Path("/ck/step-00000010.r0"), "memory://x/step-00000010.r0"])
+def test_a_checkpoint_comes_back_as_it_was(place: Path | str) -> None:
+    """A directory is a path again, a URL a text."""
+    done = Committed("step-00000010.r0", place, 10, 0, "u", {"steps_completed": 10}, 9, "digits")
+    sent = json.loads(json.dumps(saver.committed_to_json(done)))
+    assert saver.committed_from_json(sent) == done
+    assert saver.committed_from_json(saver.committed_to_json(None)) is None
