@@ -18,7 +18,7 @@ SETUP := setup.cfg pyproject.toml constraints.txt scripts/setup-venv.sh
 # The name holds a digest of all that decides what is installed, and of the place, which the
 # environment's own scripts contain: nothing is installed again until one of these changes.
 STAMP := $(VENV)/.installed-$(shell { cat $(SETUP); pwd; $(PYTHON) -V; } 2>&1 | cksum | cut -d' ' -f1)
-PYTEST := $(BIN)/python -m pytest -n 3 --dist worksteal
+PYTEST := $(BIN)/python -m pytest -n 4 --dist worksteal
 
 .PHONY: demo test lint check bench bench-cluster bench-checkpoint clean venv
 
