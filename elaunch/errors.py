@@ -9,7 +9,7 @@
     │   │   ├── StoreReplaced   what answers is not the store that this agent has an entry in
     │   │   └── StoreFull       it answers and takes no more writes
     │   ├── StoreDenied         it answers and does not let us in
-    │   ├── SeatLost            it has given us up: our entry expired or was removed
+    │   ├── LeaseLost            it has given us up: our entry expired or was removed
     │   └── StoreClosed         our own side of it was closed meanwhile
     ├── ServerError             the process that starts the workers could not start or was lost
     ├── RunDirError             the run directory cannot be created or written
@@ -81,7 +81,7 @@ class StoreDenied(StoreError):
     """The store answers and does not let us in: TLS, certificate, user or password."""
 
 
-class SeatLost(StoreError):
+class LeaseLost(StoreError):
     """The store has given this agent up: its entry expired or was removed."""
 
 

@@ -152,7 +152,7 @@ class Cluster:
         self._faults = _Faults()
         self._cables: dict[str, subprocess.Popen[str]] = {}
         self._machines: list[netns.Machine] = []
-        self._keeper: subprocess.Popen[bytes] | None = None
+        self._saver: subprocess.Popen[bytes] | None = None
         self._launcher: Launcher | None = None
         try:
             self._build(count)
@@ -227,8 +227,8 @@ class Cluster:
     def close(self) -> None:
         """End all; fail where a command that had ended, or was killed, left a process behind."""
         with ExitStack() as last_first:
-            if self._keeper is not None:
-                last_first.callback(_end, self._keeper)
+            if self._saver is not None:
+                last_first.callback(_end, self._saver)
             for machine in self._machines:
                 last_first.callback(machine.close)
             last_first.callback(netns.kill, {machine.net for machine in self._machines} - {0})
@@ -250,7 +250,7 @@ class Cluster:
             self._machines.append(netns.Machine(name, places / name, hosts, ahead))
         for machine in self._machines:
             machine.ready()
-        self._keeper = netns.keeper(self._machines)
+        self._saver = netns.saver(self._machines)
         *machines, self._switch = self._machines
         # Only now: what this process has started before is not the test's own.
         self._launcher = launcher = Launcher(self.directory, forks=self._forks)

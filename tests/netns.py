@@ -2,7 +2,7 @@
 
 A holder, ``cat`` on a pipe from the test, keeps a machine alive; nothing has a name anywhere, so
 nothing remains of a machine once its processes are gone. Whoever started it ends it with ``kill``;
-should the test process itself be killed, a keeper (this file, run as a program) does that when its
+should the test process itself be killed, a saver (this file, run as a program) does that when its
 end of a pipe closes.
 
 =====================  ===========================================================================
@@ -136,7 +136,7 @@ class Machine:
         self._unshare.wait(60.0)
 
 
-def keeper(machines: Sequence[Machine]) -> subprocess.Popen[bytes]:
+def saver(machines: Sequence[Machine]) -> subprocess.Popen[bytes]:
     """Start the process that kills all that runs in the machines when this one has ended."""
     return subprocess.Popen(
         [sys.executable, "-S", "-E", __file__, *(str(machine.net) for machine in machines)],
@@ -167,7 +167,7 @@ def kill(networks: Collection[int], spared: Collection[int] = (), deadline: floa
 
 
 def main(networks: Collection[int]) -> None:
-    """Be the keeper: kill what is left when the test process is gone."""
+    """Be the saver: kill what is left when the test process is gone."""
     while os.read(0, 1):
         continue
     kill(networks)

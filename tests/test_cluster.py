@@ -275,7 +275,7 @@ time.sleep(60)
 def test_nothing_remains_when_the_test_itself_is_killed(
     cluster: Build, tmp_path: Path, ending: signal.Signals
 ) -> None:
-    """The keeper sees to that."""
+    """The saver sees to that."""
     assert callable(cluster)  # for its reasons to skip
     root = Path(__file__).parent.parent
     test = subprocess.Popen(

@@ -50,7 +50,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
 
 # "module:function" that may catch everything -> what becomes of the exception.
 BROAD_EXCEPTS: dict[str, str] = {
-    "elaunch.agent.peers.port:CourierPort._attend": "top of a thread: logged, others are served",
+    "elaunch.agent.peers.port:PeersPort._attend": "top of a thread: logged, others are served",
     "elaunch.agent.resume.latest:look": "whatever a search runs into is its answer, and is told",
     "elaunch.checkpoint.storage.atonce:_run": "top of a thread: raised again in the "
     "one that has asked",
@@ -64,9 +64,10 @@ BROAD_EXCEPTS: dict[str, str] = {
     "served",
     "elaunch.agent.logs.pump:LogPump._run": "top of a thread: logged with what it means for "
     "the job",
-    "elaunch.agent.saver.connection:Desk._run": "top of a thread: logged, the worker is hung up on",
-    "elaunch.checkpoint.writing.queue:Keeping._commit": "top of a thread: the save fails with it",
-    "elaunch.checkpoint.writing.queue:Keeping._write": "top of a thread: the save fails with it",
+    "elaunch.agent.saver.connection:SaverConnection._run": "top of a thread: logged, the worker is "
+    "hung up on",
+    "elaunch.checkpoint.writing.queue:SaveQueue._commit": "top of a thread: the save fails with it",
+    "elaunch.checkpoint.writing.queue:SaveQueue._write": "top of a thread: the save fails with it",
     "elaunch.agent.hangs.watchdog:Watchdog._run": "top of a thread: logged, the job goes on "
     "unwatched",
     "elaunch.training.channel.objects:attempt": "what a user's object raises is the call's error",

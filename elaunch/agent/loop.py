@@ -48,14 +48,14 @@ from elaunch.agent.policy.actions import (
 from elaunch.agent.policy.limits import known_nproc, limits_of
 from elaunch.agent.policy.state import START_S, Phase, State, follow, observe
 from elaunch.agent.resume import latest
-from elaunch.agent.resume.probe import Probing
+from elaunch.agent.resume.probe import DirectoryProbe
 from elaunch.agent.saver.round import round_of
-from elaunch.agent.saver.saver import CheckpointKeeper
+from elaunch.agent.saver.saver import AgentSaver
 from elaunch.agent.startup import Interruption, count_devices
 from elaunch.agent.status import eventlog
-from elaunch.agent.status.decisionlog import Narrator
+from elaunch.agent.status.decisionlog import DecisionLog
 from elaunch.agent.status.eventlog import EventLog
-from elaunch.agent.status.record import Journal
+from elaunch.agent.status.record import RecordKeeper
 from elaunch.agent.status.workerfacts import worker_facts
 from elaunch.agent.workers.group import RoundStart, WorkerGroup
 from elaunch.agent.workers.links import WorkerLinks
@@ -64,7 +64,7 @@ from elaunch.config import Settings
 from elaunch.endings import PREEMPTED
 
 if TYPE_CHECKING:
-    from elaunch.agent.nodes.status import Spokesman
+    from elaunch.agent.nodes.status import StatusPublisher
 
 SETTLE_LEAST = 5.0
 """Seconds for what is in memory to be written out, however little of a grace is left."""
@@ -78,39 +78,39 @@ log = logging.getLogger("elaunch")
 
 
 @dataclass(frozen=True)
-class Parts:
+class LoopParts:
     """What the loop works with; each is started and closed by elaunch.agent.main.
 
-    ``spokesman`` is there in a job of several nodes only.
+    ``publisher`` is there in a job of several nodes only.
     """
 
     group: WorkerGroup
-    journal: Journal
+    status_record: RecordKeeper
     reporter: Reporter
     events: EventLog
     links: WorkerLinks
     hangs: HangWatch
-    keeper: CheckpointKeeper
-    probing: Probing
-    spokesman: Spokesman | None = None
+    saver: AgentSaver
+    probing: DirectoryProbe
+    publisher: StatusPublisher | None = None
 
 
 class Agent:
     """One run's agent; :meth:`run` returns the exit code."""
 
     def __init__(
-        self, settings: Settings, parts: Parts, inbox: queue.SimpleQueue[events.Event]
+        self, settings: Settings, parts: LoopParts, inbox: queue.SimpleQueue[events.Event]
     ) -> None:
         self._settings = settings
         self._group = parts.group
-        self._journal = parts.journal
+        self._status_record = parts.status_record
         self._reporter = parts.reporter
         self._events = parts.events
         self._links = parts.links
         self._hangs = parts.hangs
-        self._keeper = parts.keeper
+        self._saver = parts.saver
         self._probing = parts.probing
-        self._spokesman = parts.spokesman
+        self._publisher = parts.publisher
         self._inbox = inbox
         self._made: FailureReport | None = None
         self._told = False
@@ -118,7 +118,7 @@ class Agent:
         self._deadline: float | None = None
         self._grace_until: float | None = None
         self._starting: tuple[float | None, int] = (None, -1)
-        self._narrator = Narrator(settings)
+        self._decisions = DecisionLog(settings)
 
     def run(self, environ: Mapping[str, str]) -> int:
         """Start the server, then serve events until the policy finishes."""
@@ -134,11 +134,11 @@ class Agent:
         stopped = self._probing.await_answer(self._inbox)
         if stopped is not None:
             return self._stopped_early(stopped)
-        self._narrator.tell_threads(environ, nproc)
-        limits = limits_of(self._settings, nproc, meets=self._spokesman is not None)
+        self._decisions.tell_threads(environ, nproc)
+        limits = limits_of(self._settings, nproc, meets=self._publisher is not None)
         state = State(limits=limits)
-        if self._spokesman is not None:
-            self._spokesman.join(nproc, port)
+        if self._publisher is not None:
+            self._publisher.join(nproc, port)
         self._deadline = time.monotonic() + limits.start_timeout
         with telling(self._still_starting):
             while state.phase is Phase.STARTING:
@@ -156,13 +156,13 @@ class Agent:
         self._perform(before, action, reason)
         if isinstance(action, Meet):
             self._report(before, action)
-        if self._spokesman is not None:
-            self._spokesman.say(state, self._group.open_endpoint())
-        self._journal.note(state, event, action, reason)
+        if self._publisher is not None:
+            self._publisher.say(state, self._group.open_endpoint())
+        self._status_record.note(state, event, action, reason)
         if isinstance(action, StartRound | Finish):
             self._report(before, action)
-        elif self._spokesman is not None and state.phase is Phase.MEETING:
-            self._tell_cause(self._spokesman, state)
+        elif self._publisher is not None and state.phase is Phase.MEETING:
+            self._tell_cause(self._publisher, state)
         if isinstance(action, Finish):
             self._exit_code = action.exit_code
             name: eventlog.State = "FAILED" if action.exit_code else "SUCCEEDED"
@@ -198,7 +198,7 @@ class Agent:
             code, state, reason = 128 + by.signum, "STOPPED", f"stopped by {by.signum.name}"
         if isinstance(by, events.PreemptAsked):
             by.answer(reason)
-        self._journal.note_exit_code(code, reason, state)
+        self._status_record.note_exit_code(code, reason, state)
         log.warning("%s", reason)
         return code
 
@@ -253,7 +253,7 @@ class Agent:
         # A server that was lost is replaced, and may hang in its imports as the first one may.
         self._deadline = time.monotonic() + state.limits.start_timeout
         self._starting, self._grace_until = (self._deadline, action.round), None
-        if action.round > 0 and self._spokesman is None:
+        if action.round > 0 and self._publisher is None:
             self._reporter.keep(state)
         plan = state.plan
         restarts = action.round if plan is None else plan.restarts
@@ -264,7 +264,7 @@ class Agent:
             start = replace(start, place=place, store=store, job=plan.job)
         self._links.begin(action.round)
         self._hangs.begin(action.round, action.first_rank)
-        self._keeper.begin(round_of(state, action))
+        self._saver.begin(round_of(state, action))
         self._group.start(start)
         self._events.record("RENDEZVOUS", restarts=restarts, duration_ms=0.0)
 
@@ -280,12 +280,12 @@ class Agent:
         if state.interrupted is not None and self._grace_until is not None:
             # Who sent the signal may send SIGKILL when the grace is over.
             seconds = min(seconds, max(SETTLE_LEAST, self._grace_until - now))
-        self._keeper.settle(seconds)
+        self._saver.settle(seconds)
         self._deadline = now + seconds + SETTLE_OVERDUE
 
     def _choose(self, number: int) -> None:
         """Look for the newest complete checkpoint; a thread of its own, since storage may hang."""
-        found = latest.look(self._settings, self._keeper.finishing)
+        found = latest.look(self._settings, self._saver.finishing)
         self._inbox.put(replace(found, number=number))
 
     # ── telling ──────────────────────────────────────────────────────────────────────────────────
@@ -304,15 +304,15 @@ class Agent:
             self._reporter.tell_stacks(event)
         elif isinstance(event, events.TreeGone):
             self._group.flush_logs()
-        elif isinstance(event, events.PlanSeen) and self._spokesman is not None:
-            self._spokesman.tell_plan(event.plan, event.name)
+        elif isinstance(event, events.PlanSeen) and self._publisher is not None:
+            self._publisher.tell_plan(event.plan, event.name)
         elif isinstance(event, events.Ping):
             event.answer()
         elif isinstance(event, events.FenceAsked):
             event.answer(fencing.refusal(state, event.round))
         elif isinstance(event, events.PreemptAsked):
             event.answer(reason)
-        self._narrator.tell(state, event, action, reason)
+        self._decisions.tell(state, event, action, reason)
 
     def _record_exit(self, state: State, event: events.WorkerExited) -> None:
         if event == state.first:
@@ -335,7 +335,7 @@ class Agent:
     def _report(self, state: State, action: Action) -> None:
         """Tell why the round that ``state`` describes has failed, here or on another node."""
         final = isinstance(action, Finish)
-        if self._spokesman is None:
+        if self._publisher is None:
             if state.reportable:
                 self._note_report(self._reporter.report(state, "all" if final else "cause"))
                 if final and self._made is not None:
@@ -344,33 +344,33 @@ class Agent:
         if state.reportable and self._made is None:
             made = self._reporter.report(state, "nothing")
             self._note_report(made)
-            self._spokesman.keep(made)
-        self._tell_cause(self._spokesman, state, final)
+            self._publisher.keep(made)
+        self._tell_cause(self._publisher, state, final)
         if final:
-            self._tell_end(self._spokesman, state)
+            self._tell_end(self._publisher, state)
         if not isinstance(action, Meet):
             self._made, self._told = None, False
 
-    def _tell_cause(self, spokesman: Spokesman, state: State, final: bool = False) -> None:
+    def _tell_cause(self, publisher: StatusPublisher, state: State, final: bool = False) -> None:
         """Print what ended the round, as soon as the plan says whose failure was the first."""
         if not (final or nodes.is_decided(state)):
             return
-        if spokesman.failed_elsewhere(state) is not None:
-            found = spokesman.tell_failure(state)
+        if publisher.failed_elsewhere(state) is not None:
+            found = publisher.tell_failure(state)
             if found is not None:
-                self._journal.note_job_failure(dict(found))
+                self._status_record.note_job_failure(dict(found))
         elif self._made is not None and not self._told:
             self._reporter.show_cause(self._made)
             self._told = True
 
-    def _tell_end(self, spokesman: Spokesman, state: State) -> None:
-        found = spokesman.failed_elsewhere(state)
+    def _tell_end(self, publisher: StatusPublisher, state: State) -> None:
+        found = publisher.failed_elsewhere(state)
         if found is not None:
-            spokesman.write_launcher_file(found, os.environ)
+            publisher.write_launcher_file(found, os.environ)
         elif self._made is not None:
             self._reporter.show_table(self._made)
             write_launcher_file(self._made, os.environ)
 
     def _note_report(self, made: FailureReport) -> None:
         self._made = made
-        self._journal.note_failure(made.to_dict())
+        self._status_record.note_failure(made.to_dict())

@@ -26,16 +26,16 @@ from elaunch.agent.failure.reporter import Reporter, ReportPlan
 from elaunch.agent.hangs.loglines import ProgressLines
 from elaunch.agent.hangs.watch import HangPlan, HangWatch
 from elaunch.agent.logs.pump import LogPlan, LogPump
-from elaunch.agent.loop import Agent, Parts
+from elaunch.agent.loop import Agent, LoopParts
 from elaunch.agent.policy import events
 from elaunch.agent.policy.limits import known_nproc
-from elaunch.agent.resume.directory import Finishing
-from elaunch.agent.resume.probe import Probing
-from elaunch.agent.saver.round import KeeperPlan
-from elaunch.agent.saver.saver import CheckpointKeeper
+from elaunch.agent.resume.directory import DirectoryFinisher
+from elaunch.agent.resume.probe import DirectoryProbe
+from elaunch.agent.saver.round import SaverPlan
+from elaunch.agent.saver.saver import AgentSaver
 from elaunch.agent.status.eventlog import EventLog, JobFacts
 from elaunch.agent.status.health import HealthCheck
-from elaunch.agent.status.record import Journal, shown_code
+from elaunch.agent.status.record import RecordKeeper, shown_code
 from elaunch.agent.status.socket import ControlSocket
 from elaunch.agent.workers import openfiles
 from elaunch.agent.workers.group import GroupPlan, WorkerGroup
@@ -50,7 +50,7 @@ from elaunch.server import devices, processes
 
 if TYPE_CHECKING:
     from elaunch.agent.detach import Detached
-    from elaunch.agent.nodes.status import Spokesman
+    from elaunch.agent.nodes.status import StatusPublisher
 
 PING_TIMEOUT = 2.0
 LOOP_PATIENCE = 1.0
@@ -100,21 +100,23 @@ def _run(
         detached.placed(run_dir)
     log_root = run_dir.logs if settings.log_dir is None else own_log_dir
     log_dir = None if log_root is None else str(log_root)
-    journal = Journal(settings, run_dir, log_dir, warn=lambda text: log.warning("%s", text))
-    place = _Place(settings, run_dir, log_root, environ, detached)
+    status_record = RecordKeeper(
+        settings, run_dir, log_dir, warn=lambda text: log.warning("%s", text)
+    )
+    place = _RunPlace(settings, run_dir, log_root, environ, detached)
     with contextlib.ExitStack() as stack:
         try:
-            return _run_job(place, journal, inbox, stack)
+            return _run_job(place, status_record, inbox, stack)
         except BaseException as error:
             # Also a defect of elaunch ends the record; it goes on to show its traceback.
             code = error.exit_code if isinstance(error, ElaunchError) else 1
-            journal.note_exit_code(code, f"{type(error).__name__}: {error}")
+            status_record.note_exit_code(code, f"{type(error).__name__}: {error}")
             write_launcher_error(os.environ, error)
             raise
 
 
 @dataclass(frozen=True)
-class _Place:
+class _RunPlace:
     """What a run has before anything of it is started; ``log_root`` as in GroupPlan."""
 
     settings: Settings
@@ -124,16 +126,18 @@ class _Place:
     detached: Detached | None
 
 
-def _run_job(place: _Place, journal: Journal, inbox: Inbox, stack: contextlib.ExitStack) -> int:
+def _run_job(
+    place: _RunPlace, status_record: RecordKeeper, inbox: Inbox, stack: contextlib.ExitStack
+) -> int:
     """Start the parts, then serve events to the end; ``stack`` closes what was started."""
     settings, run_dir, log_root = place.settings, place.run_dir, place.log_root
     environ = place.environ
     lines = None if settings.progress_regex is None else ProgressLines(settings.progress_regex)
-    pump = _start_pump(_log_plan(settings, log_root, environ), lines, journal, stack)
+    pump = _start_pump(_log_plan(settings, log_root, environ), lines, status_record, stack)
     stack.enter_context(_logging_to(pump.say, settings.log_level))
     if run_dir.notice is not None:
         log.warning("%s", run_dir.notice)
-    journal.write()
+    status_record.write()
     temp, temp_variables = _own_temp(settings, environ, stack)
     environ = {**environ, **temp_variables, **_own_timers(settings, run_dir, stack)}
     own_addr = _own_addr(settings)
@@ -141,32 +145,37 @@ def _run_job(place: _Place, journal: Journal, inbox: Inbox, stack: contextlib.Ex
     group = WorkerGroup(group_plan, pump)
     stack.callback(group.close)
     links, hangs = _start_links(settings, lines, inbox, group, stack)
-    keeper = CheckpointKeeper(KeeperPlan(settings, inbox.put, Finishing(settings)))
-    journal.follow(hangs.record, keeper.record, links.name)
-    _start_control(run_dir, Served(journal, links, keeper, inbox), stack)
+    saver = AgentSaver(SaverPlan(settings, inbox.put, DirectoryFinisher(settings)))
+    status_record.follow(hangs.record, saver.record, links.name)
+    _start_control(run_dir, Served(status_record, links, saver, inbox), stack)
     _start_timer(settings, inbox, stack)
-    _start_health_check(settings, journal, inbox, stack)
+    _start_health_check(settings, status_record, inbox, stack)
     reporter = Reporter(ReportPlan(settings, run_dir, pump, group, pump.say))
     event_log = EventLog(settings.event_log_handler, _facts(settings))
-    probing = Probing(settings, inbox.put)
+    probing = DirectoryProbe(settings, inbox.put)
     stack.callback(probing.close)
     probing.start()
-    spokesman = _join(group_plan, group, pump.say, stack, probing.nonce, keeper)
-    stack.callback(keeper.close)
-    parts = Parts(group, journal, reporter, event_log, links, hangs, keeper, probing, spokesman)
+    publisher = _join(group_plan, group, pump.say, stack, probing.nonce, saver)
+    stack.callback(saver.close)
+    parts = LoopParts(
+        group, status_record, reporter, event_log, links, hangs, saver, probing, publisher
+    )
     threading.Thread(target=directory.prune, args=(os.environ,), name="prune", daemon=True).start()
-    keeper.check()
+    saver.check()
     if place.detached is not None:
         place.detached.ready()
     return Agent(settings, parts, inbox).run(environ)
 
 
 def _start_pump(
-    plan: LogPlan, lines: ProgressLines | None, journal: Journal, stack: contextlib.ExitStack
+    plan: LogPlan,
+    lines: ProgressLines | None,
+    status_record: RecordKeeper,
+    stack: contextlib.ExitStack,
 ) -> LogPump:
     pump = LogPump(replace(plan, listener=lines.listener) if lines else plan)
     pump.start()
-    stack.callback(lambda: pump.close(_console_patience(journal)))
+    stack.callback(lambda: pump.close(_console_patience(status_record)))
     return pump
 
 
@@ -200,17 +209,17 @@ def _join(
     say: Callable[[str], None],
     stack: contextlib.ExitStack,
     probe: str,
-    keeper: CheckpointKeeper,
-) -> Spokesman | None:
+    saver: AgentSaver,
+) -> StatusPublisher | None:
     """Make ready what a job of several nodes needs; None for one node by itself."""
     if plan.settings.rendezvous is None:
         return None
     from elaunch.agent.nodes.connect import join
 
-    joined = join(plan, group, say, stack, probe, keeper.finishing)
-    keeper.meet(joined.meeting.read_plan, joined.courier)
-    joined.courier.attach(keeper)
-    return joined.spokesman
+    joined = join(plan, group, say, stack, probe, saver.finishing)
+    saver.meet(joined.meeting.read_plan, joined.courier)
+    joined.courier.attach(saver)
+    return joined.publisher
 
 
 def _own_temp(
@@ -253,12 +262,12 @@ def _own_timers(
     return {env.TIMER_FILE: str(path)}
 
 
-def _console_patience(journal: Journal) -> float:
+def _console_patience(status_record: RecordKeeper) -> float:
     """Return how long to wait at the end for a console that takes nothing (a pager, Ctrl-S).
 
     Who stopped the job is not made to wait for it; the log files are complete either way.
     """
-    return 2.0 if journal.snapshot()["state"] == "STOPPED" else 30.0
+    return 2.0 if status_record.snapshot()["state"] == "STOPPED" else 30.0
 
 
 def resolve_nproc(settings: Settings) -> int:
@@ -337,9 +346,9 @@ def _logging_to(say: Callable[[str], None], level: str) -> Iterator[None]:
 class Served:
     """What the control socket serves."""
 
-    journal: Journal
+    status_record: RecordKeeper
     links: WorkerLinks
-    keeper: CheckpointKeeper
+    saver: AgentSaver
     inbox: Inbox
 
     def preempt(self, reason: str) -> str:
@@ -349,7 +358,7 @@ class Served:
         try:
             return answers.get(timeout=LOOP_PATIENCE)
         except queue.Empty:
-            code = self.journal.snapshot()["exit_code"]
+            code = self.status_record.snapshot()["exit_code"]
             if code is not None:
                 return f"{reason}: the job has ended already, with {code}"
             return f"{reason}: accepted; the agent is busy, and acts on it as soon as it is not"
@@ -371,9 +380,9 @@ def _start_timer(settings: Settings, inbox: Inbox, stack: contextlib.ExitStack) 
 def _start_control(run_dir: directory.RunDir, served: Served, stack: contextlib.ExitStack) -> None:
     control = ControlSocket(
         run_dir.socket,
-        served.journal.snapshot,
+        served.status_record.snapshot,
         served.preempt,
-        {"attach": served.links.adopt, "checkpoint": served.keeper.adopt},
+        {"attach": served.links.adopt, "checkpoint": served.saver.adopt},
     )
     try:
         control.start()
@@ -384,7 +393,7 @@ def _start_control(run_dir: directory.RunDir, served: Served, stack: contextlib.
 
 
 def _start_health_check(
-    settings: Settings, journal: Journal, inbox: Inbox, stack: contextlib.ExitStack
+    settings: Settings, status_record: RecordKeeper, inbox: Inbox, stack: contextlib.ExitStack
 ) -> None:
     if settings.health_check_port is None:
         return
@@ -394,7 +403,7 @@ def _start_health_check(
         inbox.put(events.Ping(answered.set))
         if not answered.wait(PING_TIMEOUT):
             raise TimeoutError(f"the agent's loop did not answer within {PING_TIMEOUT:g} s")
-        record = journal.snapshot()
+        record = status_record.snapshot()
         return {name: record[name] for name in ("run_id", "state", "round", "restarts")}
 
     check = HealthCheck(settings.health_check_port, alive)

@@ -5,7 +5,7 @@ module           holds
 ===============  ==================================================================
 records          what the modules hand to each other: ``Stage``, ``Committed``, ``Search``, …
 layout           every file name of elaunch's own layout, and its JSON documents
-depot            ``open_depot`` and the ``Depot`` protocol: where a run's checkpoints are
+storage            ``open_storage`` and the ``Storage`` protocol: where a run's checkpoints are
 posixdepot,      its two kinds: a directory; an fsspec URL (``objects``: what is asked of
 fsspecdepot      such a storage)
 committing       from sealed parts to what readers see; what two committers make of it

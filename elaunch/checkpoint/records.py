@@ -5,7 +5,7 @@ record           says
 ===============  ==================================================================
 ``Checkpoint``   a complete checkpoint of any format that a search found
 ``PassedOver``   something that looked like one and was not taken
-``Search``       what a search returns
+``SearchOutcome``       what a search returns
 ``Stage``        a checkpoint that is being written, by all ranks together
 ``Part``         what one rank contributes to it, but for the files
 ``Image``        a file that is to be: its name and its bytes, wherever they lie
@@ -26,7 +26,7 @@ from elaunch.checkpoint import layout
 from elaunch.checkpoint.writing.pace import Pace
 from elaunch.errors import CheckpointError
 
-Place = Path | str  # a directory, or an fsspec URL such as "s3://bucket/run"
+Location = Path | str  # a directory, or an fsspec URL such as "s3://bucket/run"
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Checkpoint:
     only the files are known; ``round`` is known for elaunch's own layout only.
     """
 
-    path: Place
+    path: Location
     step: int
     format: str
     round: int | None = None
@@ -57,7 +57,7 @@ class PassedOver:
 
 
 @dataclass(frozen=True)
-class Search:
+class SearchOutcome:
     """The newest complete checkpoint, if any, and what was passed over on the way to it.
 
     ``found`` is what was verified, where that is not what a round is given but lies in it.
@@ -140,7 +140,7 @@ class Committed:
     """
 
     name: str
-    place: Place
+    place: Location
     step: int
     round: int
     uuid: str

@@ -34,7 +34,7 @@ from elaunch.cli.printing import show as print_page
 from elaunch.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
-    from elaunch.monitor.checkpoints.view import Entry, Listing
+    from elaunch.monitor.checkpoints.view import ListedCheckpoint, Listing
 
 P = ParamSpec("P")
 
@@ -143,7 +143,7 @@ def verify(there: Listing, pointed: str, names: tuple[str, ...], as_json: bool) 
     entries = choose(there, asked) if asked else list(there.entries)
     if not entries:
         raise UsageError(f"{there.place} has no checkpoints")
-    verdicts = [(entry, problem_of(there.depot, entry)) for entry in entries]
+    verdicts = [(entry, problem_of(there.storage, entry)) for entry in entries]
     bad = any(problem for _, problem in verdicts)
     if as_json:
         said = [
@@ -178,14 +178,14 @@ def rm(there: Listing, _: str, names: tuple[str, ...], force: bool) -> int | Non
         with readers.claimed(entry.found.place) as free:
             if not free and not force:
                 raise UsageError(f"{entry.name} is being read; wait, or give --force")
-            there.depot.remove(entry.found)
+            there.storage.remove(entry.found)
         if entry.pinned:
             pins.unpin(there.place, entry.name)
         click.echo(f"removed {entry.name}")
     return None
 
 
-def _check_removal(there: Listing, entry: Entry, force: bool) -> None:
+def _check_removal(there: Listing, entry: ListedCheckpoint, force: bool) -> None:
     from elaunch.checkpoint import layout
 
     if entry.state == "quarantined":
@@ -266,10 +266,10 @@ def export(
 
     entry = pick(there, name)
     target = _target(file, force)
-    if problem := problem_of(there.depot, entry):
+    if problem := problem_of(there.storage, entry):
         raise CheckpointError(f"{entry.name} is damaged: {problem}")
     if entry.found is not None:
-        with readers.reading(entry.found.place), there.depot.fetch(entry.found) as path:
+        with readers.reading(entry.found.place), there.storage.fetch(entry.found) as path:
             to_torch_file(path, target, entry.found.metadata, trusted=trust)
     elif entry.candidate is not None:
         to_torch_file(entry.candidate.path, target, trusted=trust)
@@ -327,7 +327,7 @@ def import_(file: Path, directory: str, step: int, run_id: str | None, trust: bo
     return 0
 
 
-def _files(entry: Entry) -> list[dict[str, Any]]:
+def _files(entry: ListedCheckpoint) -> list[dict[str, Any]]:
     """Return the files as the manifests list them; of other formats none."""
     found = entry.found
     if found is None or not isinstance(found.place, Path):

@@ -17,7 +17,7 @@ from elaunch.errors import UsageError
 
 if TYPE_CHECKING:
     from elaunch.monitor.page import Page
-    from elaunch.training.metrics.reading import Reading, StoredRow
+    from elaunch.training.metrics.reading import MetricRows, StoredRow
 
 LEADING: Final = ("steps_completed", "rank", "group", "round", "time")
 TERMINAL_ROWS: Final = 100
@@ -59,7 +59,7 @@ def metrics(
 
 
 def _chosen(
-    run: str, reading: Reading, group: str | None, rank: int | None, everything: bool
+    run: str, reading: MetricRows, group: str | None, rank: int | None, everything: bool
 ) -> list[StoredRow]:
     """Return the rows that are asked for; UsageError says what there is instead of none."""
     rows = [row for row in reading.rows if everything or not row.superseded]

@@ -22,7 +22,7 @@ from elaunch.endings import INTERRUPTED
 from elaunch.errors import UsageError
 
 if TYPE_CHECKING:
-    from elaunch.monitor.watch import Read, Reading
+    from elaunch.monitor.watch import Read, WatchReading
 
 # The flags of ``elaunch run`` that say where a job's agents meet, and what they are here.
 PLACE_HELP = {
@@ -152,14 +152,14 @@ def _job_reader(line: Mapping[str, str], stack: ExitStack) -> tuple[Read, Wait]:
     return reader.read, reader.wait
 
 
-def _print(reading: Reading, as_json: bool) -> None:
+def _print(reading: WatchReading, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(reading.document, indent=2))
     else:
         show(reading.page)
 
 
-def _follow_in_lines(readings: Iterator[Reading], as_json: bool) -> None:
+def _follow_in_lines(readings: Iterator[WatchReading], as_json: bool) -> None:
     from elaunch.monitor.watch import changes
 
     for number, reading in enumerate(changes(readings)):
@@ -171,7 +171,7 @@ def _follow_in_lines(readings: Iterator[Reading], as_json: bool) -> None:
         echo_plain(reading.page)
 
 
-def _follow_on_terminal(readings: Iterator[Reading]) -> None:
+def _follow_on_terminal(readings: Iterator[WatchReading]) -> None:
     from rich.console import Console, Group
     from rich.live import Live
 

@@ -40,7 +40,7 @@ def to_json(root: Node, where: Callable[[Node], str]) -> str:
         UsageError: a value is to be searched for, a key is there twice, or it is too large or too
             deep; with the line, as ``where`` names it.
     """
-    text = json.dumps(_Reader(where).value(root, "hyperparameters", 0))
+    text = json.dumps(_NodeReader(where).value(root, "hyperparameters", 0))
     if len(text) > LARGEST:
         raise UsageError(
             f"{where(root)}: hyperparameters takes {len(text):,} bytes as JSON, and {LARGEST:,} "
@@ -49,7 +49,7 @@ def to_json(root: Node, where: Callable[[Node], str]) -> str:
     return text
 
 
-class _Reader:
+class _NodeReader:
     """Turns the nodes of one section into values; anchors may make a small file a large one."""
 
     def __init__(self, where: Callable[[Node], str]) -> None:

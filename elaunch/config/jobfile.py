@@ -67,7 +67,7 @@ def load(path: Path, shown: str) -> JobFile:
         raise UsageError(f"--file: {shown!r} {error}{_near(path) if missing else ''}") from None
     if _deepest(text) > DEEPEST:
         raise UsageError(f"{shown}: not YAML of a job: nested more than {DEEPEST} deep")
-    return _Reader(shown).read(text)
+    return _TextReader(shown).read(text)
 
 
 def _near(path: Path) -> str:
@@ -86,7 +86,7 @@ def _deepest(text: str) -> int:
     return deepest
 
 
-class _Reader:
+class _TextReader:
     """Collects the texts of one file; ``read`` is called once."""
 
     def __init__(self, shown: str) -> None:

@@ -11,12 +11,12 @@ from collections.abc import Iterator, Mapping
 from elaunch.config import checkpoint, gpus
 from elaunch.config.entrypoint import Command
 from elaunch.config.flags.answers import Answers, unknown_variables
-from elaunch.config.meeting.topology import Meeting
+from elaunch.config.meeting.topology import Topology
 from elaunch.config.validate import NO_FILES
 
 
 def collect(
-    answers: Answers, command: Command, meeting: Meeting, environ: Mapping[str, str]
+    answers: Answers, command: Command, meeting: Topology, environ: Mapping[str, str]
 ) -> list[str]:
     """Return the remarks on these settings, in the order of the table of flags."""
     found = [*_start(answers, command), *_logs(answers), *_ranks(answers), *meeting.notices]

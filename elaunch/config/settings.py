@@ -187,11 +187,11 @@ def _plain(answers: Answers) -> dict[str, Any]:
     }
 
 
-def _several(meet: RendezvousSettings, notices: list[str]) -> topology.Meeting:
-    return topology.Meeting(meet.backend, meet.endpoint, None, None, tuple(notices))
+def _several(meet: RendezvousSettings, notices: list[str]) -> topology.Topology:
+    return topology.Topology(meet.backend, meet.endpoint, None, None, tuple(notices))
 
 
-def _meeting(meeting: topology.Meeting) -> dict[str, Any]:
+def _meeting(meeting: topology.Topology) -> dict[str, Any]:
     return {
         "rdzv_backend": meeting.backend,
         "rdzv_endpoint": meeting.endpoint,

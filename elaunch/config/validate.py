@@ -270,7 +270,7 @@ def devices(answers: Answers, environ: Mapping[str, str]) -> None:
         )
 
 
-def master(answers: Answers, meeting: topology.Meeting) -> list[str]:
+def master(answers: Answers, meeting: topology.Topology) -> list[str]:
     """Check that the workers' store can be where it was asked to be; return notices."""
     notices = []
     addr = meeting.master_addr

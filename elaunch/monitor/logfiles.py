@@ -79,7 +79,7 @@ def _first_rank(record: Record) -> int:
 
 
 @dataclass
-class _File:
+class _FollowedFile:
     """A file that is read as far as it goes; ``prefix`` stands before each of its lines."""
 
     path: Path
@@ -123,7 +123,7 @@ class Reader:
         self._run = run
         self._choice = choice
         self._out = {"stdout": stdout, "stderr": stderr}
-        self._files: dict[tuple[Path, str], _File] = {}
+        self._files: dict[tuple[Path, str], _FollowedFile] = {}
         self._console = choice.everything and (run.path / CONSOLE).exists()
 
     def run(self, follow: bool) -> None:
@@ -141,7 +141,7 @@ class Reader:
                 return
             pause(PAUSE_S)
 
-    def _known(self) -> list[_File]:
+    def _known(self) -> list[_FollowedFile]:
         if self._console:
             self._note(self._run.path / CONSOLE, "stdout", b"")
             return list(self._files.values())
@@ -152,4 +152,4 @@ class Reader:
         return list(self._files.values())
 
     def _note(self, path: Path, stream: str, prefix: bytes) -> None:
-        self._files.setdefault((path, stream), _File(path, self._out[stream], prefix))
+        self._files.setdefault((path, stream), _FollowedFile(path, self._out[stream], prefix))

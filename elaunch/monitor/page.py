@@ -63,7 +63,7 @@ class Paragraph:
 
 
 @dataclass(frozen=True)
-class Facts:
+class Fields:
     """Names with their values."""
 
     pairs: tuple[tuple[str, str], ...]
@@ -88,7 +88,7 @@ class Table:
     usual: str = ""
 
 
-Part = Title | Paragraph | Facts | Table
+Part = Title | Paragraph | Fields | Table
 Page = tuple[Part, ...]
 
 
@@ -97,12 +97,12 @@ def run_page(view: RunView) -> Page:
     parts: list[Part] = [_title(view.standing, view.record)]
     if cause := tuple(_cause(view)):
         parts.append(Paragraph(cause))
-    parts.append(Facts(tuple((name, clean(value)) for name, value in _progress(view))))
+    parts.append(Fields(tuple((name, clean(value)) for name, value in _progress(view))))
     if view.workers:
         parts.append(_workers(view.workers, progressfacts.by_rank(view.record, view.standing.live)))
     if len(view.record["history"]) > 1:
         parts.append(_history(view.record["history"], view.standing))
-    parts.append(Facts(tuple((name, clean(value)) for name, value in _origin(view))))
+    parts.append(Fields(tuple((name, clean(value)) for name, value in _origin(view))))
     return tuple(parts)
 
 
@@ -231,8 +231,8 @@ def _origin(view: RunView) -> Iterator[tuple[str, str]]:
     record, agent = view.record, view.record["agent"]
     yield "command", shlex.join(_command(record))
     yield "cwd", record["cwd"]
-    keeper = "script" if "launcher" in record else "agent"
-    yield keeper, f"pid {agent['pid']} on {agent['host']}, user {agent['user']}"
+    saver = "script" if "launcher" in record else "agent"
+    yield saver, f"pid {agent['pid']} on {agent['host']}, user {agent['user']}"
     yield "record", str(view.standing.run.path)
 
 

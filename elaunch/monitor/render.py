@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from elaunch.monitor.page import Cell, Column, Facts, Page, Paragraph, Part, Table, Title
+from elaunch.monitor.page import Cell, Column, Fields, Page, Paragraph, Part, Table, Title
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -78,7 +78,7 @@ def _plain_lines(part: Part) -> Iterator[str]:
         yield INDENT.join(filter(None, [part.name, part.state.text, part.note]))
     elif isinstance(part, Paragraph):
         yield from (INDENT + line for line in part.lines)
-    elif isinstance(part, Facts):
+    elif isinstance(part, Fields):
         width = max(len(name) for name, _ in part.pairs)
         yield from (f"{INDENT}{name:<{width}}{INDENT}{value}" for name, value in part.pairs)
     else:
@@ -115,7 +115,7 @@ def _styled_part(part: Part, width: int) -> RenderableType:
         return line
     if isinstance(part, Paragraph):
         return Padding(Text("\n".join(part.lines)), (0, 0, 0, len(INDENT)))
-    if isinstance(part, Facts):
+    if isinstance(part, Fields):
         return _styled_facts(part)
     rows = _worth_showing(part)
     table = _styled_table(replace(part, rows=rows), width)
@@ -133,7 +133,7 @@ def _worth_showing(table: Table) -> tuple[tuple[Cell, ...], ...]:
     return tuple(shown[:MANY_ROWS])
 
 
-def _styled_facts(facts: Facts) -> RenderableType:
+def _styled_facts(facts: Fields) -> RenderableType:
     from rich.padding import Padding
     from rich.table import Table as Grid
     from rich.text import Text

@@ -147,10 +147,10 @@ def _latest_checkpoint(record: Record, now: float) -> tuple[LatestCheckpoint | N
 
 def _latest_at_url(url: str, now: float) -> tuple[LatestCheckpoint | None, str | None]:
     """Return the newest that is committed at a URL; its files are not fetched for that."""
-    from elaunch.checkpoint.storage.storage import open_depot
+    from elaunch.checkpoint.storage.storage import open_storage
 
     try:
-        listed = open_depot(url).listed()
+        listed = open_storage(url).listed()
     except (ElaunchError, OSError) as exc:
         return None, f"cannot be looked for: {exc}"
     if not listed:

@@ -1,7 +1,7 @@
 """Readings one after the other, until what is watched has ended.
 
-A :class:`Reading` knows its page and its document. On a terminal each reading replaces the last;
-elsewhere one is printed when something changed, measured amounts and ages apart.
+A :class:`WatchReading` knows its page and its document. On a terminal each reading replaces the
+last; elsewhere one is printed when something changed, measured amounts and ages apart.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from elaunch.run.directory import RunDir
 
 
 @dataclass(frozen=True)
-class Reading:
+class WatchReading:
     """One reading: for people, for programs, what a change of it is, whether it goes on."""
 
     page: Page
@@ -30,15 +30,15 @@ class Reading:
     measurements: Mapping[int, Measurement] = field(default_factory=dict)
 
 
-Read = Callable[[Reading | None], Reading]
+Read = Callable[[WatchReading | None], WatchReading]
 
 
 def run_reader(run: RunDir) -> Read:
     """Return what reads one run; CPU is measured from one reading to the next."""
 
-    def read(last: Reading | None) -> Reading:
+    def read(last: WatchReading | None) -> WatchReading:
         view = take(run, last.measurements if last else None)
-        return Reading(
+        return WatchReading(
             run_page(view), run_document(view), _gist(view), view.standing.live, view.measurements
         )
 
@@ -48,13 +48,13 @@ def run_reader(run: RunDir) -> Read:
 def list_reader(environ: Mapping[str, str], everything: bool) -> Read:
     """Return what reads all runs."""
 
-    def read(last: Reading | None) -> Reading:
+    def read(last: WatchReading | None) -> WatchReading:
         standings = overview(environ, everything)
         gist = tuple(
             (s.run, s.state, s.agent, s.reason, s.record and s.record["round"]) for s in standings
         )
         live = any(standing.live for standing in standings)
-        return Reading(list_page(standings, everything), list_document(standings), gist, live)
+        return WatchReading(list_page(standings, everything), list_document(standings), gist, live)
 
     return read
 
@@ -64,7 +64,9 @@ def pause(seconds: float) -> None:
     threading.Event().wait(seconds)
 
 
-def watch(read: Read, interval: float, wait: Callable[[float], None] = pause) -> Iterator[Reading]:
+def watch(
+    read: Read, interval: float, wait: Callable[[float], None] = pause
+) -> Iterator[WatchReading]:
     """Yield a reading every ``interval`` seconds; the last is the first that is not live.
 
     ``wait`` gets the interval and may return earlier, when it knows of news.
@@ -77,7 +79,7 @@ def watch(read: Read, interval: float, wait: Callable[[float], None] = pause) ->
         yield reading
 
 
-def changes(readings: Iterator[Reading]) -> Iterator[Reading]:
+def changes(readings: Iterator[WatchReading]) -> Iterator[WatchReading]:
     """Yield the first reading, and each whose gist is not that of the one before."""
     last = None
     for reading in readings:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from elaunch.errors import StoreError, StoreReplaced, StoreUnreachable
 from elaunch.rendezvous.coordinatorstate import RETRY, Coming, CoordinatorState, Reread
-from elaunch.rendezvous.decide.view import Found, Search
+from elaunch.rendezvous.decide.view import Search, SearchResult
 from elaunch.rendezvous.plan import Plan
 from elaunch.store.protocol import Change, Store
 
@@ -44,7 +44,7 @@ class Coordinator:
         self,
         store: Store,
         state: CoordinatorState,
-        search: Callable[[Search], Found],
+        search: Callable[[Search], SearchResult],
         clock: Callable[[], float],
         settled: Callable[[CoordinatorState], None],
         published: Callable[[StoreError | None], None],
@@ -59,7 +59,9 @@ class Coordinator:
         self._clock = clock
         self._settled = settled
         self._published = published
-        self._queue: queue.SimpleQueue[_Changed | _Stopped | _Written | Found] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Changed | _Stopped | _Written | SearchResult] = (
+            queue.SimpleQueue()
+        )
         self._ended = threading.Event()
 
     def run(self, opened: float, known: Plan | None = None) -> str:
@@ -130,7 +132,7 @@ class Coordinator:
             while True:
                 if isinstance(news, _Stopped):
                     return news.reason
-                if isinstance(news, Found):
+                if isinstance(news, SearchResult):
                     self._state.on_found(news)
                 elif isinstance(news, _Written):
                     self._state.look_again()
@@ -157,4 +159,4 @@ class Coordinator:
         try:
             self._queue.put(self._search(search))
         except Exception as exc:
-            self._queue.put(Found(problem=str(exc) or type(exc).__name__))
+            self._queue.put(SearchResult(problem=str(exc) or type(exc).__name__))

@@ -20,15 +20,15 @@ from elaunch.rendezvous.decide import members
 from elaunch.rendezvous.decide.decide import decide
 from elaunch.rendezvous.decide.view import (
     Absent,
-    Found,
     Present,
     Publish,
     Rules,
     Search,
+    SearchResult,
     View,
     Wait,
 )
-from elaunch.rendezvous.plan import AgentRecord, Plan
+from elaunch.rendezvous.plan import NodeStatus, Plan
 from elaunch.store.protocol import Change, Post
 
 REFUSALS_TOLD = 5
@@ -175,7 +175,7 @@ class CoordinatorState:
                 "the records of %s agents were refused so far; the last: %s", number, problem
             )
 
-    def on_found(self, found: Found) -> None:
+    def on_found(self, found: SearchResult) -> None:
         """Take what the search for a checkpoint brought."""
         self._view = replace(self._view, found=found, searching=False)
 
@@ -273,7 +273,7 @@ class CoordinatorState:
         elif seat is not None:
             self._view = replace(self._view, stirred=now)
 
-    def _note_seen(self, record: AgentRecord) -> None:
+    def _note_seen(self, record: NodeStatus) -> None:
         """Take how far an agent has seen the job, if the store may know less than it does."""
         seen, plan = members.goes_on(record, self._rules), self._plan
         if seen is None or (seen["job"] == plan.job and "lost" not in seen):
@@ -283,7 +283,7 @@ class CoordinatorState:
             self._plan = plan = replace(plan, job=str(seen["job"]))  # it is the same job
         self._view = replace(self._view, known=known, plan=plan)
 
-    def _on_record(self, name: str, record: AgentRecord, now: float) -> None:
+    def _on_record(self, name: str, record: NodeStatus, now: float) -> None:
         if record.seen is not None and record.seen["job"] == self._superseded:
             return  # it was cut off while its job ended, and will hear so
         self._note_seen(record)

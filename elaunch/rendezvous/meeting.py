@@ -26,10 +26,10 @@ from elaunch.errors import StoreError, StoreUnreachable
 from elaunch.rendezvous import tasks
 from elaunch.rendezvous.coordinator import Coordinator
 from elaunch.rendezvous.coordinatorstate import CoordinatorState
-from elaunch.rendezvous.decide.view import Found, Rules, Search
+from elaunch.rendezvous.decide.view import Rules, Search, SearchResult
 from elaunch.rendezvous.member import MemberState
 from elaunch.rendezvous.news import MeetingFailed, News
-from elaunch.rendezvous.plan import AgentRecord, Plan
+from elaunch.rendezvous.plan import NodeStatus, Plan
 from elaunch.rendezvous.records import RecordError, decode_plan
 from elaunch.rendezvous.tasks import Effect, Fence, Idle, Open, Task
 from elaunch.store.protocol import Post, Store
@@ -63,7 +63,7 @@ class World:
     """
 
     post: Callable[[News], None]
-    search: Callable[[Search], Found]
+    search: Callable[[Search], SearchResult]
     fence: Callable[[float, float], None]
     clock: Callable[[], float] = time.monotonic
     make_name: Callable[[], str] = random_name
@@ -99,7 +99,7 @@ class Meeting:
         """Our own name on the roster; "" while we are not on it."""
         return self._member.name
 
-    def start(self, record: AgentRecord) -> None:
+    def start(self, record: NodeStatus) -> None:
         """Join the job with ``record``; what comes of it is posted."""
         self._member = MemberState(
             self._rules, self._secret(), self._world.make_name, self._world.clock()
@@ -113,7 +113,7 @@ class Meeting:
             self._threads.append(thread)
             thread.start()
 
-    def tell(self, record: AgentRecord) -> None:
+    def tell(self, record: NodeStatus) -> None:
         """Have ``record`` be our entry as soon as the store takes it; the newest one wins."""
         with self._changed:
             self._member.tell(record)

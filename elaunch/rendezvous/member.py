@@ -14,7 +14,7 @@ ttl and kills them at t + ttl, unless a later renewal has moved those moments. W
 that nobody decides, it moves on without renewals: etcd that gets a leader again gives every lease
 its full time again; a TCPStore may be hosted anew and empty, so there it moves by ttl / HOSTED
 only. An agent that finds such a store ends its workers at once and enrols there, with what it has
-seen of the job (``AgentRecord.seen``); the new host's first round waits for those that cannot
+seen of the job (``NodeStatus.seen``); the new host's first round waits for those that cannot
 (``opened_at``, elaunch.rendezvous.decide.members).
 
 Where etcd is there and gets nothing done, it may be about to elect a leader, or it may have one
@@ -32,7 +32,7 @@ from dataclasses import replace
 from typing import Any
 
 from elaunch.errors import (
-    SeatLost,
+    LeaseLost,
     StoreClosed,
     StoreDenied,
     StoreError,
@@ -51,7 +51,7 @@ from elaunch.rendezvous.news import (
     StoreBack,
     StoreSilent,
 )
-from elaunch.rendezvous.plan import AgentRecord, Plan
+from elaunch.rendezvous.plan import NodeStatus, Plan
 from elaunch.rendezvous.tasks import (
     Effect,
     Enrol,
@@ -104,7 +104,7 @@ class MemberState:
         """When the store was asked to open that we use, or host."""
         self._furthest: Plan | None = None
         self._lost = False  # the store has lost its memory, and no round has begun since
-        self._record: AgentRecord | None = None
+        self._record: NodeStatus | None = None
         self._seq = self._written = 0
         self._hosted = False
         self._opened = self._stale_entry = self._withdrawing = False
@@ -125,7 +125,7 @@ class MemberState:
 
     # ── what the agent wants ─────────────────────────────────────────────────────────────────────
 
-    def tell(self, record: AgentRecord) -> None:
+    def tell(self, record: NodeStatus) -> None:
         """Have ``record`` be our entry."""
         self._moved = True
         self._seq += 1
@@ -188,9 +188,9 @@ class MemberState:
             effects += self._succeeded(task, sent, now)
             if self._is_refusing(now):
                 effects += self._give_up(self._refusal)
-        elif isinstance(problem, SeatLost | StoreReplaced):
+        elif isinstance(problem, LeaseLost | StoreReplaced):
             self._last_answer = now
-            self._opened = self._opened and isinstance(problem, SeatLost)
+            self._opened = self._opened and isinstance(problem, LeaseLost)
             self._lost = self._lost or isinstance(problem, StoreReplaced)
             effects = self._cut(str(problem), stale=False)
         elif isinstance(problem, StoreDenied | records.RecordError) and not self._ever_joined:
@@ -271,8 +271,8 @@ class MemberState:
         """Return whether this agent, which leaves, is to end the job before, by the roster."""
         return bool(self.name) and is_last(self.plan, self.name, self._decoded(roster))
 
-    def _decoded(self, roster: Mapping[str, bytes]) -> dict[str, AgentRecord]:
-        known: dict[str, AgentRecord] = {}
+    def _decoded(self, roster: Mapping[str, bytes]) -> dict[str, NodeStatus]:
+        known: dict[str, NodeStatus] = {}
         for name, value in roster.items():
             with contextlib.suppress(records.RecordError):  # the coordinator names its sender
                 known[name] = records.decode_agent(value, self.secret, name)

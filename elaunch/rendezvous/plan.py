@@ -4,7 +4,7 @@ Each agent owns one record on the roster of the store and replaces it when somet
 coordinator owns one plan on the board. Both say everything that matters at this moment, not what
 has changed: who comes late, or takes over as coordinator, has read everything with one look.
 
-States of an agent (``AgentRecord.state``), each of the round ``AgentRecord.round``::
+States of an agent (``NodeStatus.state``), each of the round ``NodeStatus.round``::
 
     joining ──server is ready──► ready ──its round began──► running ──► finished (all exited 0)
                                    ▲                          │              │
@@ -35,7 +35,7 @@ Preempted = Literal["", "stop", "resize"]
 
 
 @dataclass(frozen=True)
-class AgentRecord:
+class NodeStatus:
     """What one agent says of itself.
 
     Attributes:
@@ -128,7 +128,7 @@ class Plan:
         notice: a warning for every node (they differ in their start-up facts), or "".
         facts: the start-up facts of ``nodes[0]``, for a newcomer to compare with its own.
         strict: whether a newcomer whose facts differ is to end with an error.
-        asked: why the job is asked to end while ``round`` runs (``AgentRecord.asks``), or "": the
+        asked: why the job is asked to end while ``round`` runs (``NodeStatus.asks``), or "": the
             workers of all nodes are asked to save and to end, and no round follows.
         exit_code: of every agent, when over.
         strangers: names of agents that do not share the checkpoint directory, and so end.

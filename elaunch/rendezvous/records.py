@@ -27,7 +27,7 @@ from typing import Any, Final
 
 from elaunch.errors import StoreError
 from elaunch.rendezvous import schema
-from elaunch.rendezvous.plan import AgentRecord, Node, Plan
+from elaunch.rendezvous.plan import Node, NodeStatus, Plan
 
 VERSION: Final = 1
 MAX_AGENT_BYTES: Final = 64 * 1024
@@ -40,11 +40,11 @@ class RecordError(StoreError):
     """A record in the store is refused: names who sent it and what is wrong with it."""
 
 
-def _defaults(record: type[AgentRecord] | type[Plan]) -> dict[str, Any]:
+def _defaults(record: type[NodeStatus] | type[Plan]) -> dict[str, Any]:
     return {f.name: f.default for f in fields(record) if f.default is not MISSING}
 
 
-_AGENT_DEFAULTS = {**_defaults(AgentRecord), "facts": {}}
+_AGENT_DEFAULTS = {**_defaults(NodeStatus), "facts": {}}
 _PLAN_DEFAULTS = {**_defaults(Plan), "facts": {}}
 
 
@@ -58,7 +58,7 @@ def key_of(secret: bytes | None, run_id: str) -> bytes | None:
     return hmac.digest(secret, b"elaunch records of " + run_id.encode(), hashlib.sha256)
 
 
-def encode(record: AgentRecord | Plan, secret: bytes | None, at: str | int) -> bytes:
+def encode(record: NodeStatus | Plan, secret: bytes | None, at: str | int) -> bytes:
     """Return a record as bytes for the store, signed if there is a ``secret``.
 
     ``at`` is the agent's name on the roster, or the plan's version on the board.
@@ -91,7 +91,7 @@ def encode(record: AgentRecord | Plan, secret: bytes | None, at: str | int) -> b
     return raw
 
 
-def fitting(record: AgentRecord) -> AgentRecord:
+def fitting(record: NodeStatus) -> NodeStatus:
     """Return the record with its free texts as they can be written, whatever they were made of."""
     failure = record.failure
     if failure is not None and isinstance(failure.get("text"), str):
@@ -124,7 +124,7 @@ def _signature(place: str, body: bytes, secret: bytes) -> bytes:
 # ── reading ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def decode_agent(raw: bytes, secret: bytes | None, sender: str) -> AgentRecord:
+def decode_agent(raw: bytes, secret: bytes | None, sender: str) -> NodeStatus:
     """Return the record that ``sender`` has put on the roster.
 
     Raises:
@@ -134,7 +134,7 @@ def decode_agent(raw: bytes, secret: bytes | None, sender: str) -> AgentRecord:
     _kind(said, "agent", sender)
     _check(said, schema.AGENT, sender)
     _require(said, ("host", "addr", "port", "slots"), sender)
-    return AgentRecord(**said)
+    return NodeStatus(**said)
 
 
 def decode_plan(raw: bytes, secret: bytes | None, sender: str, version: int) -> Plan:

@@ -1,4 +1,4 @@
-"""Parts of a record as they are at first: what its keeper knows before anything has happened."""
+"""Parts of a record as they are at first: what its saver knows before anything has happened."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 ============  ====================================================================================
 MemoryHub     what one job's agents share; the clock that judges who is alive is handed in
 MemoryStore   one agent's view of it (elaunch.store.protocol)
-Roster        the entries by name, and for each reader the changes that it has not seen; the agent
+MemoryRoster  the entries by name, and for each reader the changes that it has not seen; the agent
               that hosts a TCPStore keeps one too (elaunch.store.tcp.host)
 ============  ====================================================================================
 
@@ -21,13 +21,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from elaunch.errors import SeatLost, StoreClosed
-from elaunch.store.protocol import Change, Post, Seat
+from elaunch.errors import LeaseLost, StoreClosed
+from elaunch.store.protocol import Change, Lease, Post
 
 Found = TypeVar("Found")
 
 
-class Roster:
+class MemoryRoster:
     """Entries by name and the changes that readers have not seen; its owner holds a lock."""
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class Roster:
 
 
 @dataclass
-class _Lease:
+class _MemoryLease:
     ttl: float
     renewed: float
 
@@ -84,8 +84,8 @@ class MemoryHub:
         self.changed = threading.Condition()
         self.post: Post | None = None
         self.shared = b""
-        self.roster = Roster()
-        self.leases: dict[str, _Lease] = {}
+        self.roster = MemoryRoster()
+        self.leases: dict[str, _MemoryLease] = {}
         self.lead: str | None = None
 
     def store(self) -> MemoryStore:
@@ -160,7 +160,7 @@ class MemoryStore:
         return self._await(newer, timeout)
 
     def enrol(self, name: str, value: bytes, ttl: float) -> None:
-        """Put our entry on the roster; SeatLost if the name is or was there already.
+        """Put our entry on the roster; LeaseLost if the name is or was there already.
 
         An earlier entry of this store is withdrawn.
         """
@@ -169,14 +169,14 @@ class MemoryStore:
             self.withdraw()
             now = self._look()
             if hub.roster.knows(name):
-                raise SeatLost(f"the name {name} is or was on the roster already")
+                raise LeaseLost(f"the name {name} is or was on the roster already")
             self._name = name
-            hub.leases[name] = _Lease(ttl, now)
+            hub.leases[name] = _MemoryLease(ttl, now)
             hub.roster.put(name, value)
             hub.changed.notify_all()
 
     def update(self, value: bytes) -> None:
-        """Replace the value of our entry; SeatLost if it is gone."""
+        """Replace the value of our entry; LeaseLost if it is gone."""
         hub = self._hub
         with hub.changed:
             name, lease = self._seat()
@@ -185,7 +185,7 @@ class MemoryStore:
             hub.changed.notify_all()
 
     def renew(self) -> None:
-        """Keep our entry for another ``ttl`` seconds; SeatLost if it is gone."""
+        """Keep our entry for another ``ttl`` seconds; LeaseLost if it is gone."""
         with self._hub.changed:
             _, lease = self._seat()
             lease.renewed = self._hub.clock()
@@ -199,13 +199,13 @@ class MemoryStore:
                 hub.drop(self._name, "left")
             self._name = None
 
-    def roster(self) -> Mapping[str, Seat]:
+    def roster(self) -> Mapping[str, Lease]:
         """Return all entries with their ages."""
         hub = self._hub
         with hub.changed:
             now = self._look()
             ages = {name: now - lease.renewed for name, lease in hub.leases.items()}
-            return {name: Seat(value, ages[name]) for name, value in hub.roster.values.items()}
+            return {name: Lease(value, ages[name]) for name, value in hub.roster.values.items()}
 
     def changes(self, name: str, timeout: float) -> Sequence[Change]:
         """Wait for changes of the roster; the first call returns every entry."""
@@ -213,18 +213,18 @@ class MemoryStore:
 
         def read() -> Sequence[Change] | None:
             if hub.lead != name or self._name != name:
-                raise SeatLost(f"{name} does not lead (any more)")
+                raise LeaseLost(f"{name} does not lead (any more)")
             return hub.roster.read(self) or None
 
         return self._await(read, timeout) or []
 
     def await_lead(self, name: str, timeout: float) -> bool:
-        """Wait until we hold the lead; SeatLost if our entry ``name`` is gone."""
+        """Wait until we hold the lead; LeaseLost if our entry ``name`` is gone."""
         hub = self._hub
 
         def taken() -> bool | None:
             if self._seat()[0] != name:
-                raise SeatLost(f"{name} is not this store's entry on the roster")
+                raise LeaseLost(f"{name} is not this store's entry on the roster")
             if hub.lead is None:
                 hub.roster.forget(self)  # of an earlier lead
                 hub.lead = name
@@ -255,10 +255,10 @@ class MemoryStore:
             raise StoreClosed("the store was closed")
         return self._hub.expire()
 
-    def _seat(self) -> tuple[str, _Lease]:
+    def _seat(self) -> tuple[str, _MemoryLease]:
         self._look()
         if self._name is None or self._name not in self._hub.leases:
-            raise SeatLost(f"{self._name or 'this agent'} is not on the roster (any more)")
+            raise LeaseLost(f"{self._name or 'this agent'} is not on the roster (any more)")
         return self._name, self._hub.leases[self._name]
 
     def _await(self, ready: Callable[[], Found | None], timeout: float) -> Found | None:

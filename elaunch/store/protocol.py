@@ -57,7 +57,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Seat:
+class Lease:
     """One entry of the roster; ``age`` is the seconds since it was last renewed, if known."""
 
     value: bytes
@@ -105,7 +105,7 @@ class Store(Protocol):
     def withdraw(self) -> None:
         """Take our own entry off the roster; nothing if there is none."""
 
-    def roster(self) -> Mapping[str, Seat]:
+    def roster(self) -> Mapping[str, Lease]:
         """Return all entries; for readers and for a coordinator that begins."""
 
     def changes(self, name: str, timeout: float) -> Sequence[Change]:

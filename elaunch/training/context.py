@@ -233,11 +233,11 @@ class Context:
         """This script's checkpoints."""
         if self._checkpoint is None:
             from elaunch.training.checkpoint.context import CheckpointContext  # who saves pays
-            from elaunch.training.checkpoint.opening import Opening
+            from elaunch.training.checkpoint.opening import OpenedContext
 
             run_id, given = self._run_id
             self._checkpoint = CheckpointContext(
-                Opening(
+                OpenedContext(
                     self.info,
                     self.distributed,
                     self.train,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from elaunch.errors import ContextError, MetricError
-from elaunch.training.metrics.board import Board, require
+from elaunch.training.metrics.board import BoardWriter, require
 from elaunch.training.metrics.files import TENSORBOARD, MetricFiles
 from elaunch.training.metrics.history import TRAINING, VALIDATION
 from elaunch.training.metrics.latest import Latest
@@ -185,10 +185,10 @@ def _number(value: Any) -> float:
 
 def _board(
     directory: Path | None, where: bool | str | Path, rank: int, resume_step: int | None
-) -> Board:
+) -> BoardWriter:
     require()
     if where is True:
         if directory is None:
             raise ContextError("tensorboard=True needs a run directory: give a directory")
         where = directory / TENSORBOARD
-    return Board(Path(str(where)).absolute() / f"rank-{rank}", resume_step)
+    return BoardWriter(Path(str(where)).absolute() / f"rank-{rank}", resume_step)

@@ -89,7 +89,7 @@ CHECKPOINT: Final[Mapping[str, str]] = {
 """The classes with which torch.distributed.checkpoint describes tensors and files."""
 
 
-class Refused(pickle.UnpicklingError):
+class PickleRefused(pickle.UnpicklingError):
     """A pickle names, or does, what is not on the list; ``name`` is what it names, or ""."""
 
     def __init__(self, text: str, name: str = "") -> None:
@@ -104,11 +104,11 @@ def _key(module: str, name: str) -> Name:
 
 def _refuse(module: str, name: str) -> NoReturn:
     full = f"{module}.{name}"
-    raise Refused(f"it names {ascii(full)[1:-1][:200]}, which is not loaded unasked", full)
+    raise PickleRefused(f"it names {ascii(full)[1:-1][:200]}, which is not loaded unasked", full)
 
 
 def reach(module: str, name: str) -> Any:
-    """Return what is called ``name`` in a module; Refused where there is none."""
+    """Return what is called ``name`` in a module; PickleRefused where there is none."""
     found: Any = _module(module)
     for part in name.split("."):
         found = getattr(found, part, None)
@@ -221,7 +221,7 @@ class _Sealed(type):
         return cls.real(*args)
 
     def __setattr__(cls, name: str, value: object) -> NoReturn:
-        raise Refused(f"it sets {ascii(name)[:80]} of a class")
+        raise PickleRefused(f"it sets {ascii(name)[:80]} of a class")
 
 
 def _sealed(real: Any) -> Any:
@@ -254,7 +254,7 @@ class _Listed(pickle.Unpickler):
 def load_listed(data: bytes | memoryview, find: Callable[[str, str], Any]) -> Any:
     """Return what is pickled in ``data``; ``find(module, name)`` returns a class or refuses it.
 
-    Raises what unpickling raises; Refused is an UnpicklingError.
+    Raises what unpickling raises; PickleRefused is an UnpicklingError.
     """
     return _Listed(io.BytesIO(data), find).load()
 
@@ -283,7 +283,7 @@ class Careful(_InPython):  # type: ignore[misc]
         self._named: dict[int, Any] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return what a name stands for; Refused if it is not on the list."""
+        """Return what a name stands for; PickleRefused if it is not on the list."""
         key = _key(module, name)
         found = self._also.get(key) or _plain(*key)
         self._named[id(found)] = found
@@ -291,13 +291,13 @@ class Careful(_InPython):  # type: ignore[misc]
 
     def get_extension(self, code: int) -> NoReturn:
         """Refuse: the registry of extensions may name anything."""
-        raise Refused(f"it names extension {code} of copyreg")
+        raise PickleRefused(f"it names extension {code} of copyreg")
 
     def _check_called(self, called: Any) -> None:
         numpy = sys.modules.get("numpy")
         made_otherwise = numpy is not None and called is numpy.ndarray
         if id(called) not in self._named or made_otherwise:
-            raise Refused(f"it calls {type(called).__name__}, which it has not named")
+            raise PickleRefused(f"it calls {type(called).__name__}, which it has not named")
 
     def _instantiate(self, klass: Any, k: int) -> None:
         self._check_called(klass)
@@ -322,7 +322,7 @@ class Careful(_InPython):  # type: ignore[misc]
         """Fill an instance; never a class or a function, and a dtype only with what it is."""
         state, filled = self.stack[-1], self.stack[-2]
         if id(filled) in self._named or isinstance(filled, type | FunctionType):
-            raise Refused(f"it changes {getattr(filled, '__name__', 'what it has named')}")
+            raise PickleRefused(f"it changes {getattr(filled, '__name__', 'what it has named')}")
         numpy = sys.modules.get("numpy")
         if numpy is not None and isinstance(filled, numpy.dtype):
             _check_dtype(filled, state)
@@ -342,7 +342,7 @@ def load_careful(data: Any, also: Names | None = None, buffers: Any = None) -> A
 def _check_dtype(dtype: Any, state: Any) -> None:
     """Refuse a state that makes another type of it: numpy would take numbers for addresses."""
     if not (isinstance(state, tuple) and len(state) >= 8 and _is_of(dtype, state)):
-        raise Refused("it holds an array of numpy of a type that is not loaded unasked")
+        raise PickleRefused("it holds an array of numpy of a type that is not loaded unasked")
 
 
 def _is_of(dtype: Any, state: tuple[Any, ...]) -> bool:
@@ -397,7 +397,7 @@ def torch_kind(module: str, name: str) -> Any:
 def _encode(text: str, encoding: str) -> bytes:
     """Return bytes as protocol 2 has them."""
     if encoding != "latin1":
-        raise Refused(f"it encodes with {ascii(encoding)[:40]}")
+        raise PickleRefused(f"it encodes with {ascii(encoding)[:40]}")
     return text.encode("latin1")
 
 

@@ -41,7 +41,7 @@ ASK: Final = b"ask?"
 COURIER: Final = b"cour"
 
 
-class Stranger(ConnectionError):
+class Unauthenticated(ConnectionError):
     """The other side does not know the job's key, or speaks something else."""
 
 
@@ -77,10 +77,10 @@ class Answering:
         return (CLOSING if self._nonces else OPENING) - len(self._received)
 
     def feed(self, data: bytes) -> bytes:
-        """Take what was received and return what to send; raises Stranger."""
+        """Take what was received and return what to send; raises Unauthenticated."""
         self._received += data
         if not HELLO.startswith(self._received[: len(HELLO)]) and not self._nonces:
-            raise Stranger("no rank of this job")
+            raise Unauthenticated("no rank of this job")
         if self.wanted > 0:
             return b""
         received, self._received = self._received, b""
@@ -94,12 +94,12 @@ class Answering:
     def _check(self, received: bytes) -> None:
         said, proof = received[: _WHO.size], received[_WHO.size :]
         if not hmac.compare_digest(proof, _proof(self._key, b"connects", self._nonces, said)):
-            raise Stranger("does not know the job's key")
+            raise Unauthenticated("does not know the job's key")
         self.caller = Caller(*_WHO.unpack(said))
 
 
 @dataclass
-class Knock:
+class PendingHandshake:
     """A connection that has not proved yet whose it is."""
 
     sock: socket.socket
@@ -107,7 +107,7 @@ class Knock:
     until: float
 
 
-class Doorstep:
+class PendingHandshakes:
     """Who has connected and has yet to prove who it is; one thread uses it, and never waits in it.
 
     Who has proved nothing after ``patience`` seconds is dropped; where MOST_UNPROVED have not, the
@@ -116,7 +116,7 @@ class Doorstep:
 
     def __init__(self, patience: float) -> None:
         self._patience = patience
-        self._knocks: dict[int, Knock] = {}
+        self._knocks: dict[int, PendingHandshake] = {}
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._knocks)
@@ -142,7 +142,9 @@ class Doorstep:
         sock.setblocking(False)
         if len(self._knocks) >= MOST_UNPROVED:
             self._drop(next(iter(self._knocks)))
-        self._knocks[sock.fileno()] = Knock(sock, answering, time.monotonic() + self._patience)
+        self._knocks[sock.fileno()] = PendingHandshake(
+            sock, answering, time.monotonic() + self._patience
+        )
 
     def hear(self, fd: int) -> tuple[socket.socket, Caller] | None:
         """Read what has come; return the connection, given away, when it has proved whose it is."""
@@ -150,13 +152,13 @@ class Doorstep:
         try:
             data = knock.sock.recv(knock.answering.wanted)
             if not data:
-                raise Stranger("hung up")
+                raise Unauthenticated("hung up")
             reply = knock.answering.feed(data)
             if reply:
                 knock.sock.send(reply)
         except BlockingIOError:
             return None
-        except OSError:  # a Stranger is one too
+        except OSError:  # Unauthenticated is one too
             self._drop(fd)
             return None
         caller = knock.answering.caller
@@ -183,7 +185,7 @@ class Doorstep:
 def call_up(sock: socket.socket, key: bytes, rank: int, caller: Caller, until: float) -> None:
     """Do the connecting side over a connected socket; ``rank`` is who should be listening there.
 
-    Blocks until ``until`` at the longest; raises OSError, and Stranger for a wrong answer.
+    Blocks until ``until`` at the longest; raises OSError, and Unauthenticated for a wrong answer.
     """
     nonce = os.urandom(NONCE)
     sock.settimeout(max(0.001, until - time.monotonic()))
@@ -193,7 +195,7 @@ def call_up(sock: socket.socket, key: bytes, rank: int, caller: Caller, until: f
     if not hmac.compare_digest(
         reply[NONCE:], _proof(key, b"listens", nonces, struct.pack("<I", rank))
     ):
-        raise Stranger("what answers there is not of this job, or another rank of it")
+        raise Unauthenticated("what answers there is not of this job, or another rank of it")
     said = _WHO.pack(caller.purpose, caller.rank)
     sock.sendall(said + _proof(key, b"connects", nonces, said))
 

@@ -8,7 +8,7 @@ so that who gave up waiting for one knows it when it comes. Descriptors travel b
 from the worker:
 
 =============================================  ====================================================
-``{"op": "checkpoint", "round": r, "rank": g,  first line; the connection is the keeper's from here
+``{"op": "checkpoint", "round": r, "rank": g,  first line; the connection is the saver's from here
 "local_rank": k, "pid": p, "place": d}``       ``d``: the directory or URL of the checkpoints
 ``{"op": "memory", "size": s}``                wants at least ``s`` bytes; the answer brings the
                                                memory's descriptor. It belongs to the agent: it
@@ -110,17 +110,17 @@ class Handed:
         return max((at + size for _, extents in self.images for at, size in extents), default=0)
 
 
-class Keeper(Protocol):
+class Saver(Protocol):
     """What keeps a rank's checkpoints and writes them out: its agent, or a thread beside it.
 
-    The methods are called by one thread at a time. All of them raise SaveError if the keeper is
+    The methods are called by one thread at a time. All of them raise SaveError if the saver is
     gone or refuses; none of them waits for ever. ``lacks`` is why it is not the agent, where there
     should be one; else "".
     """
 
     @property
     def lacks(self) -> str:
-        """Why this node's agent cannot be the keeper, or ""."""
+        """Why this node's agent cannot be the saver, or ""."""
 
     def fence(self, round_number: int) -> None:
         """Return if ``round_number`` is still the round; raise SaveError if it is over.
@@ -131,7 +131,7 @@ class Keeper(Protocol):
     def committed(self, done: Committed, seconds: float) -> None:
         """Have the run's record count a checkpoint that the ranks have written themselves.
 
-        Rank 0 calls it after the commit. A keeper that is gone is no error: the checkpoint is
+        Rank 0 calls it after the commit. A saver that is gone is no error: the checkpoint is
         there.
         """
 
@@ -152,7 +152,7 @@ class Keeper(Protocol):
         """
 
     def staged(self, handed: Handed) -> None:
-        """Hand over what is in the memory; it is the keeper's, even if this process ends at once.
+        """Hand over what is in the memory; it is the saver's, even if this process ends at once.
 
         Every rank of ``handed.stage`` has to, or the save is discarded.
         """
@@ -165,7 +165,7 @@ class Keeper(Protocol):
         """
 
     def share(self, wait: bool, timeout: float) -> None:
-        """Tell the other ranks' keepers whose part has failed, where they cannot see it.
+        """Tell the other ranks' savers whose part has failed, where they cannot see it.
 
         ALL ranks call it together, before any of them waits for a save; with ``wait`` when its own
         part is written, or ``timeout`` seconds are over. Agents tell each other without it. Raises
@@ -195,7 +195,7 @@ class Keeper(Protocol):
         """
 
     def close(self, patient: bool = True) -> None:
-        """Wait a bounded time for what is in flight, and let go of the keeper.
+        """Wait a bounded time for what is in flight, and let go of the saver.
 
         Raises SaveError, once, if a save came to nothing, or takes longer. Without ``patient`` an
         agent goes on alone; without an agent the process's end would end it: it is waited for.

@@ -32,10 +32,10 @@ import time
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from elaunch.rendezvous.decide.view import Found, Rules
+from elaunch.rendezvous.decide.view import Rules, SearchResult
 from elaunch.rendezvous.meeting import Meeting, World
 from elaunch.rendezvous.news import News, PlanSeen, Rejoined, StoreBack
-from elaunch.rendezvous.plan import AgentRecord, Plan, WorkerFailure
+from elaunch.rendezvous.plan import NodeStatus, Plan, WorkerFailure
 from elaunch.store.protocol import Store
 
 CONNECT_SECONDS = 120.0
@@ -65,7 +65,7 @@ class Task:
         return max(2.0, self.ttl / 6)
 
 
-def record_of(number: int) -> AgentRecord:
+def record_of(number: int) -> NodeStatus:
     """Return the record of an agent of a large job, with what a real one would say."""
     facts = {
         "python": "3.11.2",
@@ -75,7 +75,7 @@ def record_of(number: int) -> AgentRecord:
         "environment": "sha256:fd61a03af4f77d87",
     }
     address = f"10.{number >> 16 & 255}.{number >> 8 & 255}.{number & 255}"
-    return AgentRecord(f"node{number}", address, 40000 + number % 20000, 8, facts=facts)
+    return NodeStatus(f"node{number}", address, 40000 + number % 20000, 8, facts=facts)
 
 
 def failure_of(number: int) -> WorkerFailure:
@@ -108,7 +108,7 @@ class Crowd:
             rules = Rules(task.of, task.of, heartbeat_timeout=task.ttl, hosted_by_me=hosts)
             world = World(
                 lambda news, number=number: self._post(number, news),  # type: ignore[misc]
-                lambda _: Found(),
+                lambda _: SearchResult(),
                 lambda *_: None,
             )
             meeting = Meeting(OpenAtGate(self._gate, store, task), rules, lambda: None, world)

@@ -7,19 +7,19 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from elaunch.agent.peers.directory import LocalCopies, LocalPlace
-from elaunch.agent.peers.peers import Courier
-from elaunch.checkpoint.storage.storage import open_depot
-from elaunch.rendezvous.plan import AgentRecord, Node, Plan
+from elaunch.agent.peers.directory import LocalCopies, LocalDirectory
+from elaunch.agent.peers.peers import Peers
+from elaunch.checkpoint.storage.storage import open_storage
+from elaunch.rendezvous.plan import Node, NodeStatus, Plan
 
 HERE = "127.0.0.1"
 
 
 @contextmanager
-def couriers(count: int, secret: bytes | None = b"s") -> Iterator[list[Courier]]:
+def couriers(count: int, secret: bytes | None = b"s") -> Iterator[list[Peers]]:
     """Yield couriers that know each other as the nodes of one plan."""
     with ExitStack() as stack:
-        made = [Courier(HERE, "digits", secret) for _ in range(count)]
+        made = [Peers(HERE, "digits", secret) for _ in range(count)]
         for courier in made:
             courier.start()
             stack.callback(courier.close)
@@ -27,7 +27,7 @@ def couriers(count: int, secret: bytes | None = b"s") -> Iterator[list[Courier]]
         yield made
 
 
-def tell(made: list[Courier], job: str | None = None) -> Plan:
+def tell(made: list[Peers], job: str | None = None) -> Plan:
     """Have all of them hear of a plan of which they are the nodes."""
     nodes = tuple(
         Node(f"a{number}", f"node{number}", HERE, 1, "default", courier.port)
@@ -42,14 +42,14 @@ def tell(made: list[Courier], job: str | None = None) -> Plan:
 @contextmanager
 def local_nodes(
     tmp_path: Path, count: int, glob: str | None = None
-) -> Iterator[tuple[list[Courier], list[LocalCopies], list[Path]]]:
+) -> Iterator[tuple[list[Peers], list[LocalCopies], list[Path]]]:
     """Yield couriers of nodes that each serve a checkpoint directory of their own."""
     with couriers(count) as made:
         roots = [tmp_path / f"disk{number}" for number in range(count)]
         for root in roots:
             root.mkdir()
         copies = [
-            LocalCopies(one, LocalPlace(root, glob, "digits", finish))
+            LocalCopies(one, LocalDirectory(root, glob, "digits", finish))
             for one, root in zip(made, roots, strict=True)
         ]
         yield made, copies, roots
@@ -57,13 +57,13 @@ def local_nodes(
 
 def finish(root: Path | str, run_id: str | None) -> None:
     """Bring stages of dead rounds to an end."""
-    open_depot(root, local=True).finish_stages(run_id)
+    open_storage(root, local=True).finish_stages(run_id)
 
 
-def roster(made: list[Courier]) -> dict[str, AgentRecord]:
+def roster(made: list[Peers]) -> dict[str, NodeStatus]:
     """Return what the agents say of themselves between two rounds."""
     return {
-        f"a{number}": AgentRecord(f"node{number}", HERE, 0, 1, state="ready", courier=courier.port)
+        f"a{number}": NodeStatus(f"node{number}", HERE, 0, 1, state="ready", courier=courier.port)
         for number, courier in enumerate(made)
     }
 

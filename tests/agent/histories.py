@@ -10,7 +10,7 @@ from pathlib import Path
 from elaunch.agent.policy import decide, events
 from elaunch.agent.policy.actions import Action, Nothing
 from elaunch.agent.policy.state import Limits, State, follow, observe
-from elaunch.checkpoint.records import Checkpoint, Search
+from elaunch.checkpoint.records import Checkpoint, SearchOutcome
 
 READY = events.ServerReady(problem=None, preload_s=0.1)
 DEADLINE = events.DeadlinePassed()
@@ -59,7 +59,7 @@ def chosen(
 ) -> events.CheckpointChosen:
     """Return what a search found: a checkpoint of ``step``, or none; 0: of the newest search."""
     found = None if step is None else checkpoint(step)
-    return events.CheckpointChosen(Search(found), problem, number=number)
+    return events.CheckpointChosen(SearchOutcome(found), problem, number=number)
 
 
 def step(state: State, event: events.Event) -> tuple[State, Action, str]:

@@ -23,7 +23,7 @@ import torch
 from elaunch.errors import CollectiveError, PeerLost
 from elaunch.training.channel import meeting
 from elaunch.training.channel.listener import Listener
-from elaunch.training.channel.members import Member
+from elaunch.training.channel.members import RankRecord
 from tests.attacks.gadgets import runs_shell
 from tests.training.channelrig import PATIENCE, ROOT, Ranks, StoreHost, in_threads
 
@@ -121,7 +121,7 @@ def test_records_that_only_one_rank_sees_let_nobody_in(
     seen = threading.local()
     read = meeting.read_member
 
-    def forged(raw: bytes, rank: int) -> Member:
+    def forged(raw: bytes, rank: int) -> RankRecord:
         member = read(raw, rank)
         return replace(member, machine="another") if seen.rank == 0 and rank == 1 else member
 

@@ -110,7 +110,7 @@ def test_a_value_runs_nothing(tmp_path: Path, name: str) -> None:
 
 def test_a_value_is_no_program_and_no_old_file(tmp_path: Path) -> None:
     """torch.load would run TorchScript, and has other ways for old files. torchrun: it does."""
-    with pytest.raises(unpickling.Refused, match="TorchScript"):
+    with pytest.raises(unpickling.PickleRefused, match="TorchScript"):
         archives.unpack(archive(pickle.dumps(1), "constants.pkl"))
     mark, old = tmp_path / "ran", io.BytesIO()
     torch.save(runs_shell(mark), old, _use_new_zipfile_serialization=False)
@@ -133,7 +133,7 @@ def test_a_value_forges_no_type_of_numpy() -> None:
         (3, "<", None, None, None, 99, 1, 0),
     ):
         data = pickle.dumps(_Dtype(forged))
-        with pytest.raises(unpickling.Refused, match="numpy"):
+        with pytest.raises(unpickling.PickleRefused, match="numpy"):
             unpickling.load_careful(data)
 
 
@@ -150,16 +150,16 @@ def test_nothing_is_called_that_was_not_named() -> None:
     import functools
 
     data = pickle.dumps(Call(functools.partial(int, base=2), "101"))
-    with pytest.raises(unpickling.Refused, match="calls partial, which it has not named"):
+    with pytest.raises(unpickling.PickleRefused, match="calls partial, which it has not named"):
         unpickling.load_careful(data)
-    with pytest.raises(unpickling.Refused, match="it changes"):
+    with pytest.raises(unpickling.PickleRefused, match="it changes"):
         unpickling.load_careful(b"\x80\x02ccollections\nOrderedDict\nN}U\x01aK\x01s\x86b.")
 
 
 def test_the_scripts_own_classes_are_loaded() -> None:
     """Where the state has a value of a class, or it was named to torch, values of it are taken."""
     data = archives.pack({"own": [Settings(5)]})
-    with pytest.raises(unpickling.Refused, match=r"names .*Settings"):
+    with pytest.raises(unpickling.PickleRefused, match=r"names .*Settings"):
         archives.unpack(data)
     also = unpickling.named_by([{"x": Settings()}])
     assert archives.unpack(data, also) == {"own": [Settings(5)]}

@@ -1,4 +1,4 @@
-"""Stages and parts for the tests of depots: small, and told apart by their content."""
+"""Stages and parts for the tests of storages: small, and told apart by their content."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 from uuid import uuid4
 
-from elaunch.checkpoint.storage.storage import Committed, Depot, Image, Part, Stage
+from elaunch.checkpoint.storage.storage import Committed, Image, Part, Stage, Storage
 
 
 def stage(step: int = 120, round_: int = 3) -> Stage:
@@ -19,28 +19,30 @@ def part(rank: int, world_size: int = 2, step: int = 120, **metadata: Any) -> Pa
     return Part(rank, world_size, "digits", {"steps_completed": step, **metadata})
 
 
-def write(depot: Depot, at: Stage, files: Mapping[int, Mapping[str, bytes]] | None = None) -> None:
+def write(
+    storage: Storage, at: Stage, files: Mapping[int, Mapping[str, bytes]] | None = None
+) -> None:
     """Write and seal all ranks' parts; ``files``: rank → name → content."""
     files = files or {rank: {f"rank{rank}.bin": bytes([rank]) * 1000} for rank in range(2)}
     for rank, content in files.items():
         images = [Image(name, [data]) for name, data in content.items()]
-        depot.write_part(at, part(rank, len(files), at.step), images)
+        storage.write_part(at, part(rank, len(files), at.step), images)
 
 
-def save(depot: Depot, step: int = 120, round_: int = 3) -> Committed:
+def save(storage: Storage, step: int = 120, round_: int = 3) -> Committed:
     """Write and commit a checkpoint of two ranks."""
     at = stage(step, round_)
-    write(depot, at)
-    return depot.commit(at, lambda: None)
+    write(storage, at)
+    return storage.commit(at, lambda: None)
 
 
-def save_scripts_files(depot: Depot, step: int = 120, round_: int = 3) -> Committed:
+def save_scripts_files(storage: Storage, step: int = 120, round_: int = 3) -> Committed:
     """Commit what the scripts of two ranks wrote: own files, and one that both wrote."""
     at = stage(step, round_)
     for rank in range(2):
-        below = depot.open_stage(at, rank)
+        below = storage.open_stage(at, rank)
         (below / "sub").mkdir()
         for name, content in ((f"sub/{rank}.bin", bytes([rank])), ("both.bin", b"both")):
             (below / name).write_bytes(content)
-        depot.seal(at, part(rank, 2, step), depot.own_files(at, below), below)
-    return depot.commit(at, lambda: None)
+        storage.seal(at, part(rank, 2, step), storage.own_files(at, below), below)
+    return storage.commit(at, lambda: None)

@@ -13,11 +13,11 @@ import pytest
 
 from elaunch.checkpoint import layout
 from elaunch.checkpoint.ownership import Origin
-from elaunch.checkpoint.storage.posix import PosixDepot
-from elaunch.checkpoint.storage.storage import Image, open_depot
+from elaunch.checkpoint.storage.posix import PosixStorage
+from elaunch.checkpoint.storage.storage import Image, open_storage
 from elaunch.errors import SaveError
 from tests import programs
-from tests.checkpoint import depots
+from tests.checkpoint import storages
 
 GONE = r"ck is not the directory that this job began with \(run\.json is gone; was it unmounted"
 
@@ -42,30 +42,30 @@ def made_a_file(root: Path) -> None:
 def taken_by_another_job(root: Path) -> None:
     """Have that of another job in its place."""
     emptied(root)
-    open_depot(root).prepare("digits", given=True)
+    open_storage(root).prepare("digits", given=True)
 
 
 @pytest.mark.parametrize("go", [removed, emptied, made_a_file, taken_by_another_job])
 def test_nothing_is_saved_in_another_directory(tmp_path: Path, go: Callable[[Path], None]) -> None:
     """Whatever was begun there, and whichever process writes: it is as if it had never been."""
-    root, at, later = tmp_path / "ck", depots.stage(), depots.stage(130)
-    depot, worker = PosixDepot(root), PosixDepot(root)
-    depot.prepare("digits", given=True)
-    depots.save(worker, 110)
-    below = depot.open_stage(at, 0)
+    root, at, later = tmp_path / "ck", storages.stage(), storages.stage(130)
+    storage, worker = PosixStorage(root), PosixStorage(root)
+    storage.prepare("digits", given=True)
+    storages.save(worker, 110)
+    below = storage.open_stage(at, 0)
     (below / "x").write_bytes(b"x")
-    depots.write(depot, at)
+    storages.write(storage, at)
     go(root)
     left = sorted(root.rglob("*")) if root.is_dir() else []
     calls: list[Callable[[], object]] = [
-        lambda: depot.open_stage(later),
-        lambda: depot.open_stage(later, 1),
-        lambda: worker.write_part(later, depots.part(0, 1, 130), [Image("x", [b"x"])]),
-        lambda: depot.own_files(at),
-        lambda: depot.seal(at, depots.part(0, 1), ["x"]),
-        lambda: depot.adopt(at, {0: b"{}"}),
-        lambda: depot.put_failure(at, 0, "a problem"),
-        lambda: depot.commit(at, lambda: None),
+        lambda: storage.open_stage(later),
+        lambda: storage.open_stage(later, 1),
+        lambda: worker.write_part(later, storages.part(0, 1, 130), [Image("x", [b"x"])]),
+        lambda: storage.own_files(at),
+        lambda: storage.seal(at, storages.part(0, 1), ["x"]),
+        lambda: storage.adopt(at, {0: b"{}"}),
+        lambda: storage.put_failure(at, 0, "a problem"),
+        lambda: storage.commit(at, lambda: None),
     ]
     for call in calls:
         with pytest.raises(SaveError, match="is not the directory that this job began with") as got:
@@ -73,22 +73,22 @@ def test_nothing_is_saved_in_another_directory(tmp_path: Path, go: Callable[[Pat
         assert str(got.value).startswith(str(root))
         assert str(got.value).endswith("nothing is saved there")
         assert got.value.__cause__ is None
-    depot.discard(at)
+    storage.discard(at)
     assert (sorted(root.rglob("*")) if root.is_dir() else []) == left
 
 
 def test_what_comes_back_is_written_into_again(tmp_path: Path) -> None:
     """By whoever has seen it before; a link to it is as good."""
     root = tmp_path / "ck"
-    depot = PosixDepot(root)
-    depot.prepare("digits", given=True)
+    storage = PosixStorage(root)
+    storage.prepare("digits", given=True)
     emptied(root)
     with pytest.raises(SaveError, match=GONE):
-        depots.save(depot)
+        storages.save(storage)
     root.rmdir()
     root.symlink_to(tmp_path / "away")
-    depots.save(depot)
-    assert [found.step for found in PosixDepot(tmp_path / "away").listed()] == [120]
+    storages.save(storage)
+    assert [found.step for found in PosixStorage(tmp_path / "away").listed()] == [120]
 
 
 @pytest.fixture
@@ -105,69 +105,69 @@ def mounted(tmp_path: Path) -> Iterator[Path]:
 
 def test_unmounted_while_it_is_written(mounted: Path) -> None:
     """What is below the mount point stays empty, and nothing is said that is not so."""
-    depot = PosixDepot(mounted)
-    depot.prepare("digits", given=True)
-    at, image = depots.stage(), Image("x", [b"x"])
-    depot.write_part(at, depots.part(0), [image])
-    opened = depot.open_stage
+    storage = PosixStorage(mounted)
+    storage.prepare("digits", given=True)
+    at, image = storages.stage(), Image("x", [b"x"])
+    storage.write_part(at, storages.part(0), [image])
+    opened = storage.open_stage
 
     def pulled(*args: object) -> Path:
         path = opened(at)
         subprocess.run(["umount", "-l", str(mounted)], check=True)
         return path
 
-    depot.open_stage = pulled  # type: ignore[method-assign]
+    storage.open_stage = pulled  # type: ignore[method-assign]
     with pytest.raises(SaveError, match=GONE):
-        depot.write_part(at, depots.part(1), [image])
+        storage.write_part(at, storages.part(1), [image])
     with pytest.raises(SaveError, match=GONE):
-        depot.commit(at, lambda: None)
-    depot.discard(at)
+        storage.commit(at, lambda: None)
+    storage.discard(at)
     assert os.listdir(mounted) == []
 
 
 def test_replaced_right_before_the_commit(tmp_path: Path) -> None:
     """With the stage: it is not that which prepare made, whatever is in it."""
-    root, at = tmp_path / "ck", depots.stage()
-    depot = PosixDepot(root)
-    depot.prepare("digits", given=True)
-    depots.write(depot, at)
+    root, at = tmp_path / "ck", storages.stage()
+    storage = PosixStorage(root)
+    storage.prepare("digits", given=True)
+    storages.write(storage, at)
     with pytest.raises(SaveError, match=GONE):
-        depot.commit(at, lambda: (root / layout.RUN).unlink())
-    assert depot.listed() == []
+        storage.commit(at, lambda: (root / layout.RUN).unlink())
+    assert storage.listed() == []
 
 
 def test_whose_it_is_may_change(tmp_path: Path) -> None:
     """A run id that was made up gives way to another one; the directory is the same."""
-    root, at = tmp_path / "ck", depots.stage()
-    depot = PosixDepot(root)
-    depot.prepare("made-up", given=False)
-    depots.write(depot, at)
+    root, at = tmp_path / "ck", storages.stage()
+    storage = PosixStorage(root)
+    storage.prepare("made-up", given=False)
+    storages.write(storage, at)
     for run_id, given in (("another", False), ("digits", True), ("late", False)):
-        PosixDepot(root).prepare(run_id, given)
-    assert depot.commit(at, lambda: None).step == 120
-    depot.prepare("digits", given=True)
-    depots.save(depot, 130)
+        PosixStorage(root).prepare(run_id, given)
+    assert storage.commit(at, lambda: None).step == 120
+    storage.prepare("digits", given=True)
+    storages.save(storage, 130)
 
 
 def test_one_that_another_machine_has_just_made(tmp_path: Path) -> None:
     """It is waited for, the first time: caches of network file systems hide it for a while."""
     root = tmp_path / "ck"
-    maker = threading.Timer(0.2, lambda: PosixDepot(root).prepare("digits", given=True))
+    maker = threading.Timer(0.2, lambda: PosixStorage(root).prepare("digits", given=True))
     maker.start()
-    depot = PosixDepot(root, patience=60)
-    depots.save(depot)
+    storage = PosixStorage(root, patience=60)
+    storages.save(storage)
     maker.join()
     removed(root)
     with pytest.raises(SaveError, match=GONE):  # at once
-        depots.save(depot, 130)
+        storages.save(storage, 130)
     with pytest.raises(SaveError, match=GONE):
-        depots.save(PosixDepot(root), 130)
+        storages.save(PosixStorage(root), 130)
 
 
 def test_a_document_that_says_nothing(tmp_path: Path) -> None:
     """It is no proof that the directory is the same; a first look takes it as it is."""
     root = tmp_path / "ck"
-    PosixDepot(root).prepare("digits", given=True)
+    PosixStorage(root).prepare("digits", given=True)
     origin = Origin(root)
     assert origin.lost() == ""
     (root / layout.RUN).write_text("{}")

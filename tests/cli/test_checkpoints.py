@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from elaunch.checkpoint.retention import readers
-from elaunch.checkpoint.storage.posix import PosixDepot
+from elaunch.checkpoint.storage.posix import PosixStorage
 from elaunch.checkpoint.storage.storage import Committed
 from elaunch.cli import execute
-from tests.checkpoint import depots, makers
+from tests.checkpoint import makers, storages
 from tests.monitor.conftest import Play, environ, play
 
 __all__ = ["environ", "play"]
@@ -46,19 +46,19 @@ def command(
 @pytest.fixture
 def saves(tmp_path: Path) -> Path:
     """Return a directory with the steps 100, 110 and 120."""
-    depot = PosixDepot(tmp_path / "ck")
-    depot.prepare("digits", given=True)
+    storage = PosixStorage(tmp_path / "ck")
+    storage.prepare("digits", given=True)
     for step, loss in ((100, 3.0), (110, 1.5), (120, 2.25)):
-        commit(depot, step, loss)
+        commit(storage, step, loss)
     return tmp_path / "ck"
 
 
-def commit(depot: PosixDepot, step: int, loss: float, round_: int = 0) -> Committed:
+def commit(storage: PosixStorage, step: int, loss: float, round_: int = 0) -> Committed:
     """Commit a checkpoint of two ranks with a metric."""
-    at = depots.stage(step, round_)
-    depots.write(depot, at)
+    at = storages.stage(step, round_)
+    storages.write(storage, at)
     extra = {"metrics": {"loss": loss}, "durations": {"write": 0.5}, "versions": {"elaunch": "1"}}
-    return depot.commit(at, lambda: None, extra)
+    return storage.commit(at, lambda: None, extra)
 
 
 def listed(command: Command, where: object) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def listed(command: Command, where: object) -> dict[str, Any]:
 
 def names(saves: Path) -> list[str]:
     """Return what is committed."""
-    return [found.name for found in PosixDepot(saves).listed()]
+    return [found.name for found in PosixStorage(saves).listed()]
 
 
 # ── ls, show ─────────────────────────────────────────────────────────────────────────────────────
@@ -110,10 +110,10 @@ def test_the_list_as_json(command: Command, saves: Path) -> None:
 
 def test_what_is_not_good_is_listed_with_the_reason(command: Command, saves: Path) -> None:
     """In quarantine, without COMMIT, unfinished."""
-    depot = PosixDepot(saves)
-    depot.quarantine(depot.find("step-00000110.r0"), "bad checksum: rank0.bin")
+    storage = PosixStorage(saves)
+    storage.quarantine(storage.find("step-00000110.r0"), "bad checksum: rank0.bin")
     (saves / "step-00000120.r0" / "COMMIT").unlink()
-    depots.write(depot, depots.stage(130, 1))
+    storages.write(storage, storages.stage(130, 1))
     code, told = command("ls", saves)
     assert code == 0
     assert "quarantined: bad checksum: rank0.bin" in told
@@ -146,7 +146,7 @@ def test_one_checkpoint(command: Command, saves: Path) -> None:
 
 def test_names(command: Command, saves: Path) -> None:
     """A step, its latest round, a uuid and its beginning, latest, a path."""
-    newer = commit(PosixDepot(saves), 110, 9.0, round_=2)
+    newer = commit(PosixStorage(saves), 110, 9.0, round_=2)
     uuid = newer.uuid
     for name in ("110", uuid, uuid[:8], "step-00000110.r2"):
         code, told = command("show", saves, name, "--json")
@@ -193,12 +193,12 @@ def test_a_uuid_that_several_begin_with(command: Command, saves: Path) -> None:
 
 def test_one_in_quarantine(command: Command, saves: Path) -> None:
     """A step finds it if no other has it, and it is said where it lies; the list can be JSON."""
-    depot = PosixDepot(saves)
-    commit(depot, 130, float("nan"))
+    storage = PosixStorage(saves)
+    commit(storage, 130, float("nan"))
     assert json.loads(command("show", saves, "--json")[1])["metrics"] == {"loss": None}
     assert command("ls", saves, "--json")[1].count("NaN") == 0
-    for found in depot.listed():
-        depot.quarantine(found, "bad checksum: rank0.bin")
+    for found in storage.listed():
+        storage.quarantine(found, "bad checksum: rank0.bin")
     code, told = command("show", saves, "110")
     assert code == 0 and "step-00000110.r0" in told and "bad checksum: rank0.bin" in told
     code, told = command("rm", saves, "110")
@@ -208,7 +208,7 @@ def test_one_in_quarantine(command: Command, saves: Path) -> None:
     assert code == 2 and "; there is none but in quarantine: step-00000100.r0, step-" in told
     code, told = command("verify", saves, "110")
     assert code == 1 and "bad checksum" in told
-    commit(depot, 110, 1.0, round_=1)
+    commit(storage, 110, 1.0, round_=1)
     assert json.loads(command("show", saves, "110", "--json")[1])["state"] == "committed"
 
 
@@ -337,9 +337,9 @@ def test_a_run_without_a_directory(command: Command, play: Play, environ: dict[s
     play(run_id="plain")
     code, told = command("ls", "plain")
     assert code == 2 and "had no --checkpoint-dir, and its script has saved nothing" in told
-    depot = PosixDepot(Path(environ["XDG_STATE_HOME"]) / "elaunch" / "plain" / "checkpoints")
-    depot.prepare("plain", given=True)
-    commit(depot, 5, 1.0)
+    storage = PosixStorage(Path(environ["XDG_STATE_HOME"]) / "elaunch" / "plain" / "checkpoints")
+    storage.prepare("plain", given=True)
+    commit(storage, 5, 1.0)
     assert listed(command, "plain")["newest"] == "step-00000005.r0"
 
 
@@ -396,7 +396,7 @@ def test_a_file_goes_in_and_comes_out_equal_to_the_bit(command: Command, tmp_pat
     code, told = command("import", tmp_path / "in.pt", root, "--step", 120, "--run-id", "digits")
     assert (code, told) == (0, f"committed step-00000120.r0 of run digits in {root}\n")
     assert command("import", tmp_path / "in.pt", root, "--step=120")[0] == 0
-    found = PosixDepot(root).listed()
+    found = PosixStorage(root).listed()
     assert [(one.name, one.run_id) for one in found] == [
         ("step-00000120.r0", "digits"),
         ("step-00000120.r1", "digits"),
@@ -548,7 +548,7 @@ def test_another_run_has_the_directory(command: Command, saves: Path, tmp_path: 
     makers.saved(tmp_path / "in.pt")
     code, told = command("import", tmp_path / "in.pt", saves, "--step=1", "--run-id=other")
     assert code == 1 and "belongs to run 'digits'" in told
-    lock = PosixDepot(saves).lock()
+    lock = PosixStorage(saves).lock()
     code, told = command("import", tmp_path / "in.pt", saves, "--step=1")
     lock.close()
     assert code == 1 and str(os.getpid()) in told
@@ -583,15 +583,15 @@ def test_nobody_reads_on(saves: Path, environ: dict[str, str]) -> None:
 def test_a_url(command: Command) -> None:
     """The same commands, on storage that fsspec knows."""
     pytest.importorskip("fsspec")
-    from elaunch.checkpoint.storage.storage import open_depot
+    from elaunch.checkpoint.storage.storage import open_storage
 
     url = f"memory://cli-{os.getpid()}"
-    depot = open_depot(url)
-    depot.prepare("digits", given=True)
+    storage = open_storage(url)
+    storage.prepare("digits", given=True)
     for step in (1, 2):
-        at = depots.stage(step, 0)
-        depots.write(depot, at, {0: {"x.bin": b"x" * step}})
-        depot.commit(at, lambda: None)
+        at = storages.stage(step, 0)
+        storages.write(storage, at, {0: {"x.bin": b"x" * step}})
+        storage.commit(at, lambda: None)
     assert [row["size"] > 0 for row in listed(command, url)["checkpoints"]] == [True, True]
     assert command("verify", url)[0] == 0
     assert command("pin", url, "1")[0] == 0

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from elaunch.checkpoint.storage.storage import Committed, open_depot
+from elaunch.checkpoint.storage.storage import Committed, open_storage
 from tests.etcdserver import free_port
 from tests.integration.jobs import SPAWN, checkpoint_fault
 from tests.launching import Launcher, Running, wait_until
@@ -190,10 +190,10 @@ class Job:
 
     def listed(self) -> list[Committed]:
         """Return the checkpoints, each of them whole."""
-        depot = open_depot(self.saves)
-        found = depot.listed()
+        storage = open_storage(self.saves)
+        found = storage.listed()
         for one in found:
-            depot.verify(one, self.name)
+            storage.verify(one, self.name)
         return found
 
     def check_trained(self, trajectory: Trajectory) -> None:
@@ -216,7 +216,7 @@ class Job:
         """See that only whole checkpoints are left, the last one among them, and no rubbish."""
         found = self.listed()
         assert found[-1].step == self.steps and len(found) <= keep, found
-        assert open_depot(self.saves).quarantined() == []
+        assert open_storage(self.saves).quarantined() == []
         for name in (".stage", ".trash"):
             assert list((self.saves / name).iterdir()) == [], name
 

@@ -15,7 +15,7 @@ from signal import SIGCONT
 
 import pytest
 
-from elaunch.checkpoint.storage.storage import open_depot
+from elaunch.checkpoint.storage.storage import open_storage
 from tests import programs
 from tests.integration import checkpointing
 from tests.integration.checkpointing import DEADLINE, JOBS, Job, Trajectory
@@ -83,7 +83,7 @@ def test_damaged_ones_are_put_aside_and_the_older_one_is_taken(elaunch: Launcher
         damage(job.saves / f"step-{step:08d}.r0" / name)
     running = job.run()
     assert "loaded 2 of 0, saved by 2" in lines(running)
-    put_aside = dict(open_depot(job.saves).quarantined())
+    put_aside = dict(open_storage(job.saves).quarantined())
     assert set(put_aside) == {f"step-{step:08d}.r0" for step, _, _ in DAMAGE}
     for step, name, _ in DAMAGE:
         called = f"step-{step:08d}.r0"
@@ -98,7 +98,7 @@ def test_a_late_writer_cannot_change_a_checkpoint_unseen(elaunch: Launcher) -> N
     """Who still has a file open when its directory is committed writes into the checkpoint."""
     job = act(elaunch, "r0:save=2", "r0:late=4", "r0:exit=7", "load")
     assert "loaded 2 of 0, saved by 2" in lines(job.run())
-    put_aside = open_depot(job.saves).quarantined()
+    put_aside = open_storage(job.saves).quarantined()
     assert [name for name, _ in put_aside] == ["step-00000004.r0"], put_aside
 
 
@@ -285,7 +285,7 @@ def test_the_orphan_of_an_asynchronous_save_of_torch(elaunch: Launcher) -> None:
         "orphan alive: False",
     ]
     assert not (marks / "finished").exists()
-    assert [one.step for one in open_depot(saves).listed()] == [1]
+    assert [one.step for one in open_storage(saves).listed()] == [1]
     assert list((saves / ".stage").iterdir()) == []
 
 

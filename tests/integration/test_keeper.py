@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.checkpoint.storage.storage import open_depot
+from elaunch.checkpoint.storage.storage import open_storage
 from tests.launching import Launcher, Running, wait_until
 
 pytestmark = pytest.mark.slow
@@ -26,7 +26,7 @@ def flags(place: Path, *more: str) -> list[str]:
 
 def names(place: Path) -> list[str]:
     """Return what is committed."""
-    return [found.name for found in open_depot(place).listed()]
+    return [found.name for found in open_storage(place).listed()]
 
 
 def slowed(elaunch: Launcher, word: str, place: Path, *words: str) -> Running:

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from elaunch.checkpoint.storage.storage import open_depot
+from elaunch.checkpoint.storage.storage import open_storage
 from tests import programs
 from tests.integration.jobs import FORK, SPAWN
 from tests.integration.nodes import Build, Job
@@ -143,7 +143,7 @@ def test_sharded(elaunch: Launcher, launcher: str, size: int) -> None:
 
 def assert_parts(directory: Path, size: int) -> None:
     """See that the four checkpoints have what all ranks wrote."""
-    found = open_depot(directory).listed()
+    found = open_storage(directory).listed()
     assert [each.step for each in found] == [24, 49, 74, 99]
     for each in found:
         said = {"steps_completed": each.step} | {f"rank_{rank}": "ok" for rank in range(size)}
@@ -391,8 +391,8 @@ def start_tutorial(elaunch: Launcher, seconds: float, *flags: str, run: str = "j
 
 def wait_for_commits(elaunch: Launcher, count: int) -> None:
     """Wait until so many checkpoints are there."""
-    depot = open_depot(elaunch.directory / "ck")
-    wait_until(lambda: len(depot.listed()) >= count, DEADLINE, f"{count} checkpoints")
+    storage = open_storage(elaunch.directory / "ck")
+    wait_until(lambda: len(storage.listed()) >= count, DEADLINE, f"{count} checkpoints")
 
 
 def test_the_tutorial_as_it_stands(elaunch: Launcher) -> None:
@@ -405,7 +405,7 @@ def test_the_tutorial_as_it_stands(elaunch: Launcher) -> None:
     wait_for_commits(elaunch, 3)
     assert elaunch.run(["preempt", "job"]).returncode == 0
     assert running.wait(DEADLINE).returncode == 75
-    last = open_depot(elaunch.directory / "ck").listed()[-1].step
+    last = open_storage(elaunch.directory / "ck").listed()[-1].step
     done = start_tutorial(elaunch, 0.0).wait(DEADLINE)
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"begins with x={3 * last} at {last}\nx is 180\n"
@@ -418,7 +418,7 @@ def test_a_new_run_from_the_weights_of_another(elaunch: Launcher) -> None:
     flags = [f"--checkpoint-dir={own}", f"--init-from={origin}"]
     running = start_tutorial(elaunch, 0.1, *flags, run="new")
     running.wait_for_line("begins with x=180 at 0")
-    wait_until(lambda: open_depot(own).listed() != [], DEADLINE, "a checkpoint")
+    wait_until(lambda: open_storage(own).listed() != [], DEADLINE, "a checkpoint")
     workers = json.loads(elaunch.run(["status", "new", "--json"]).stdout)["workers"]
     os.kill(workers[0]["pid"], SIGKILL)
     done = running.wait(DEADLINE)

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from elaunch.config.meeting.rendezvous import RendezvousSettings
-from elaunch.rendezvous.plan import AgentRecord, Node, Plan
+from elaunch.rendezvous.plan import Node, NodeStatus, Plan
 from elaunch.rendezvous.records import encode, key_of
 from elaunch.store.protocol import Store
 from tests.etcdserver import etcd
@@ -112,10 +112,10 @@ BACKENDS: dict[str, Callable[[Path], AbstractContextManager[Any]]] = {
 }
 
 
-def record(number: int, **changes: Any) -> AgentRecord:
+def record(number: int, **changes: Any) -> NodeStatus:
     """Return the record of an agent with two workers in round 0."""
     changes = {"slots": 2, "state": "running", "round": 0} | changes
-    return AgentRecord(f"node{number}", f"10.0.0.{number}", 40000, **changes)
+    return NodeStatus(f"node{number}", f"10.0.0.{number}", 40000, **changes)
 
 
 class PlayedJob:

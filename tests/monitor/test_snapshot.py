@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.checkpoint.storage.storage import Image, Part, Stage, open_depot
+from elaunch.checkpoint.storage.storage import Image, Part, Stage, open_storage
 from elaunch.errors import RunDirError
 from elaunch.monitor.document import list_document, run_document
 from elaunch.monitor.snapshot import take
@@ -89,15 +89,15 @@ def test_the_look_at_a_checkpoint_of_elaunchs_own_is_cheap(play: Play, tmp_path:
     """Sizes are compared, contents not read; a URL has its newest shown, too."""
     agent = play(0, checkpoint_dir=str(tmp_path / "c"))
     for place in (tmp_path / "c", f"file://{tmp_path / 'u'}"):
-        depot = open_depot(place)
-        depot.prepare("digits", given=True)
+        storage = open_storage(place)
+        storage.prepare("digits", given=True)
         for step in (10, 20):
             stage, part = (
                 Stage(step, 0, f"u{step}"),
                 Part(0, 1, "digits", {"steps_completed": step}),
             )
-            depot.write_part(stage, part, [Image("model.pt", [b"12345678"])])
-            depot.commit(stage, lambda: None)
+            storage.write_part(stage, part, [Image("model.pt", [b"12345678"])])
+            storage.commit(stage, lambda: None)
     newest = tmp_path / "c" / "step-00000020.r0" / "model.pt"
     newest.write_bytes(b"1234567X")
     latest = take(agent.run).latest

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from elaunch.monitor.watch import Reading, changes, list_reader, run_reader, watch
+from elaunch.monitor.watch import WatchReading, changes, list_reader, run_reader, watch
 from tests.monitor.conftest import Play
 from tests.monitor.playing import final
 
 
-def reading(gist: object, live: bool = True) -> Reading:
+def reading(gist: object, live: bool = True) -> WatchReading:
     """Return a reading without content."""
-    return Reading(page=(), document=None, gist=gist, live=live)
+    return WatchReading(page=(), document=None, gist=gist, live=live)
 
 
 def test_it_ends_with_the_first_reading_that_is_not_live() -> None:
     planned = [reading(0), reading(1), reading(2, live=False), reading(3)]
-    given: list[Reading | None] = []
+    given: list[WatchReading | None] = []
 
-    def read(last: Reading | None) -> Reading:
+    def read(last: WatchReading | None) -> WatchReading:
         given.append(last)
         return planned[len(given) - 1]
 

@@ -10,14 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from elaunch.errors import SeatLost, StoreError, StoreReplaced
+from elaunch.errors import LeaseLost, StoreError, StoreReplaced
 from elaunch.rendezvous import tasks
 from elaunch.rendezvous.coordinatorstate import Coming, CoordinatorState, Reread
 from elaunch.rendezvous.decide.decide import Rules, Search
-from elaunch.rendezvous.decide.view import Found
+from elaunch.rendezvous.decide.view import SearchResult
 from elaunch.rendezvous.member import MemberState
 from elaunch.rendezvous.news import CutOff, MeetingFailed, PlanSeen
-from elaunch.rendezvous.plan import AgentRecord, Plan, WorkerFailure
+from elaunch.rendezvous.plan import NodeStatus, Plan, WorkerFailure
 from elaunch.rendezvous.tasks import Effect, Fence, Idle, Open
 from tests.rendezvous.simstore import Client, Link
 
@@ -240,7 +240,7 @@ class Agent:
 
         def ready() -> Any:
             if store.lead != state.me:
-                raise SeatLost(f"{state.me} does not lead")
+                raise LeaseLost(f"{state.me} does not lead")
             if offset == 0:
                 from elaunch.store.protocol import Change
 
@@ -251,7 +251,7 @@ class Agent:
         def answered(value: Any) -> None:
             if self.coordinator is not state:
                 return
-            if isinstance(value, StoreReplaced | SeatLost):
+            if isinstance(value, StoreReplaced | LeaseLost):
                 state.ended = str(value)
                 self._step(client, state)
                 return
@@ -312,7 +312,7 @@ class Agent:
         elif isinstance(step, Search):
 
             def found() -> None:
-                state.on_found(Found(self.sim.checkpoint(), asked=step.probes))
+                state.on_found(SearchResult(self.sim.checkpoint(), asked=step.probes))
                 self._step(client, state)
 
             self.later(self.sim.random.uniform(0.001, 0.3), found)
@@ -490,9 +490,9 @@ class Agent:
             self.member.tell(record)
             self.entry()
 
-    def _record(self) -> AgentRecord:
+    def _record(self) -> NodeStatus:
         rules = self.rules
-        base = AgentRecord(
+        base = NodeStatus(
             f"node{self.host}",
             f"10.0.0.{self.host}",
             4000 + self.number,

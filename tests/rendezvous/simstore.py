@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from elaunch.errors import SeatLost, StoreError, StoreFull, StoreReplaced, StoreUnreachable
+from elaunch.errors import LeaseLost, StoreError, StoreFull, StoreReplaced, StoreUnreachable
 from elaunch.store.protocol import Change, Post
 
 CALL_TIMEOUT = 1.0
@@ -110,7 +110,7 @@ class SimStore:
         """Put an entry on the roster."""
         self._check_room()
         if name in self.known:
-            raise SeatLost(f"{name} is or was there")
+            raise LeaseLost(f"{name} is or was there")
         self.known.add(name)
         self.entries[name] = _Entry(value, self.engine.now, ttl)
         self.log.append(Change(name, value, "put"))
@@ -149,7 +149,7 @@ class SimStore:
     def entry(self, name: str | None) -> _Entry:
         """Return an entry that is there."""
         if name is None or name not in self.entries:
-            raise SeatLost(f"{name} is not on the roster")
+            raise LeaseLost(f"{name} is not on the roster")
         return self.entries[name]
 
     def take_lead(self, name: str) -> bool:

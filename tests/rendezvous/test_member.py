@@ -10,11 +10,11 @@ from elaunch.rendezvous.decide.view import Rules
 from elaunch.rendezvous.member import MemberState
 from elaunch.rendezvous.news import CutOff, StoreBack, StoreSilent
 from elaunch.rendezvous.news import MeetingFailed as Failed
-from elaunch.rendezvous.plan import AgentRecord, Plan
+from elaunch.rendezvous.plan import NodeStatus, Plan
 from elaunch.rendezvous.tasks import Enrol, Fence, Idle, Open, Update
 from elaunch.store.protocol import Post
 
-RECORD = AgentRecord("node1", "10.0.0.1", 4000, 1)
+RECORD = NodeStatus("node1", "10.0.0.1", 4000, 1)
 
 
 def joined() -> MemberState:
@@ -41,10 +41,10 @@ def said(task: object) -> str:
 def test_what_is_told_while_a_record_is_written_is_written_next() -> None:
     """A worker fails and its tree is gone a millisecond later: both have to be heard."""
     member = joined()
-    member.tell(AgentRecord("node1", "10.0.0.1", 4000, 1, state="failed", round=0))
+    member.tell(NodeStatus("node1", "10.0.0.1", 4000, 1, state="failed", round=0))
     first = member.next(0.01)
     assert said(first) == "failed"
-    member.tell(AgentRecord("node1", "10.0.0.1", 4000, 1, state="ended", round=0))
+    member.tell(NodeStatus("node1", "10.0.0.1", 4000, 1, state="ended", round=0))
     member.done(first, 0.01, 0.02, None)
     assert not member.written
     second = member.next(0.02)
@@ -62,12 +62,12 @@ def test_what_is_told_while_it_joins_is_written_too() -> None:
     member.opened("a store", None)
     member.done(task, 0.0, 0.0, None)
     enrol = member.next(0.0)
-    member.tell(AgentRecord("node1", "10.0.0.1", 4000, 1, state="ready"))
+    member.tell(NodeStatus("node1", "10.0.0.1", 4000, 1, state="ready"))
     member.done(enrol, 0.0, 0.0, None)
     assert said(member.next(0.01)) == "ready"
 
 
-def rejoined(member: MemberState) -> AgentRecord:
+def rejoined(member: MemberState) -> NodeStatus:
     """Have the store be another one; return what the agent enrols there with."""
     renewal = member.next(0.6)
     effects = member.done(renewal, 0.6, 0.6, StoreReplaced("it was started anew"))
@@ -103,14 +103,14 @@ def test_a_plan_without_a_round_makes_nobody_forget() -> None:
     member.heard(Post(7, records.encode(Plan("old", 4, "running"), None, 7)))
     rejoined(member)
     member.heard(Post(1, records.encode(Plan("new", reason="1 of 2 nodes"), None, 1)))
-    member.tell(AgentRecord("node1", "10.0.0.1", 4000, 1, state="ready"))
+    member.tell(NodeStatus("node1", "10.0.0.1", 4000, 1, state="ready"))
     task = member.next(0.7)
     assert isinstance(task, Update)
     seen = records.decode_agent(task.value, None, "a1").seen
     assert seen is not None
     assert (seen["job"], seen["round"]) == ("old", 4)
     member.heard(Post(2, records.encode(Plan("new", 5, "running"), None, 2)))
-    member.tell(AgentRecord("node1", "10.0.0.1", 4000, 1, state="running", round=5))
+    member.tell(NodeStatus("node1", "10.0.0.1", 4000, 1, state="running", round=5))
     task = member.next(0.7)
     assert isinstance(task, Update)
     seen = records.decode_agent(task.value, None, "a1").seen
@@ -143,7 +143,7 @@ def test_a_job_is_gone_on_with_where_etcd_has_lost_its_memory() -> None:
 def test_a_store_that_takes_no_writes_is_named_once_and_left_in_time() -> None:
     """Renewals are answered all the time; nothing else would end the wait."""
     member = joined()
-    member.tell(AgentRecord("node1", "10.0.0.1", 4000, 1, state="failed", round=0))
+    member.tell(NodeStatus("node1", "10.0.0.1", 4000, 1, state="failed", round=0))
     full, told, now = StoreFull("etcd takes no more writes"), [], 0.0
     while not (told and isinstance(told[-1], Failed)):
         task = member.next(now)

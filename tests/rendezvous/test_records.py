@@ -13,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from elaunch.rendezvous import records
-from elaunch.rendezvous.plan import AgentRecord, AgentState, Cause, Node, Phase, Plan
+from elaunch.rendezvous.plan import AgentState, Cause, Node, NodeStatus, Phase, Plan
 from elaunch.rendezvous.records import RecordError, decode_agent, decode_plan, encode, key_of
 
 SHORT = st.text(st.characters(exclude_categories=("Cs", "Cc", "Zl", "Zp")), max_size=20)
@@ -24,7 +24,7 @@ FAILURE = st.fixed_dictionaries(
     optional={"host": SHORT, "age": st.floats(0, 1e6), "node": SHORT},
 )
 AGENTS = st.builds(
-    AgentRecord,
+    NodeStatus,
     host=SHORT,
     addr=SHORT,
     port=st.integers(0, 65535),
@@ -65,11 +65,11 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner),
     max_leaves=6,
 )
-AGENT = AgentRecord("node1", "10.0.0.1", 29500, 8)
+AGENT = NodeStatus("node1", "10.0.0.1", 29500, 8)
 
 
 @given(AGENTS, SECRETS)
-def test_an_agent_comes_back(record: AgentRecord, secret: bytes | None) -> None:
+def test_an_agent_comes_back(record: NodeStatus, secret: bytes | None) -> None:
     """Whatever it says."""
     assert decode_agent(encode(record, secret, "a1"), secret, "a1") == record
 

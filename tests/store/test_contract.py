@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from elaunch.errors import SeatLost, StoreClosed
+from elaunch.errors import LeaseLost, StoreClosed
 from elaunch.store.protocol import Change, Post, Store
 from tests.store.backends import Cluster
 
@@ -248,9 +248,9 @@ def test_who_has_expired_has_lost_its_seat(cluster: Cluster) -> None:
     first, second = leader(cluster), cluster.open()
     second.enrol("second", b"", cluster.ttl)
     read_until(first, Change("second", None, "expired"))
-    with pytest.raises(SeatLost):
+    with pytest.raises(LeaseLost):
         second.renew()
-    with pytest.raises(SeatLost):
+    with pytest.raises(LeaseLost):
         second.update(b"back")
     second.withdraw()
     second.enrol("again", b"new", LONG)
@@ -264,7 +264,7 @@ def test_who_is_on_no_roster_has_no_seat(cluster: Cluster) -> None:
     store = cluster.open()
     store.withdraw()
     for call in (store.renew, lambda: store.update(b""), lambda: store.await_lead("x", 0.1)):
-        with pytest.raises(SeatLost):
+        with pytest.raises(LeaseLost):
             call()
 
 
@@ -272,7 +272,7 @@ def test_a_name_is_given_once(cluster: Cluster) -> None:
     """A name that is on the roster is refused, and its entry stays as it is."""
     first, second, third = leader(cluster), cluster.open(), cluster.open()
     second.enrol("same", b"mine", LONG)
-    with pytest.raises(SeatLost):
+    with pytest.raises(LeaseLost):
         third.enrol("same", b"theirs", LONG)
     until(lambda: len(first.roster()) == 2, "both are there")
     assert first.roster()["same"].value == b"mine"
@@ -328,7 +328,7 @@ def test_who_leads_again_reads_everything_again(cluster: Cluster) -> None:
     before = beside(read)
     until(lambda: "first" in second.roster(), "it is there")
     until(lambda: "first" not in second.roster(), "it has expired")
-    with pytest.raises(SeatLost):
+    with pytest.raises(LeaseLost):
         first.renew()
     first.withdraw()
     first.enrol("again", b"3", LONG)
@@ -336,7 +336,7 @@ def test_who_leads_again_reads_everything_again(cluster: Cluster) -> None:
     assert first.await_lead("again", LONG)
     changes = collect(first, 2, "again")
     assert {change.name for change in changes if change.value is not None} == {"again", "second"}
-    with pytest.raises(SeatLost):
+    with pytest.raises(LeaseLost):
         before()
 
 

@@ -19,7 +19,7 @@ from elaunch.errors import StoreClosed, StoreFull, StoreReplaced, StoreUnreachab
 from elaunch.store.etcd import client
 from elaunch.store.etcd import member as etcdmember
 from elaunch.store.etcd.client import EtcdStore
-from elaunch.store.etcd.history import History
+from elaunch.store.etcd.history import RevisionHistory
 from elaunch.store.etcd.keys import EtcdPlace
 from elaunch.store.protocol import Post
 from tests.etcdserver import Cluster, Member
@@ -36,7 +36,7 @@ def opened() -> Iterator[Callable[..., EtcdStore]]:
     """Open stores that are closed at the end: ``opened(place)``."""
     with ExitStack() as stack:
 
-        def connect(place: EtcdPlace, history: History | None = None) -> EtcdStore:
+        def connect(place: EtcdPlace, history: RevisionHistory | None = None) -> EtcdStore:
             store = client.connect(place, "job", deadline=LONG, history=history)
             assert isinstance(store, EtcdStore)
             stack.callback(store.close)
@@ -172,7 +172,7 @@ def test_an_etcd_that_has_lost_its_memory_is_another_store(
             pool.submit(until_replaced, lambda: second.follow(3, 60.0)),
             pool.submit(until_replaced, lambda: second.await_lead("second", 60.0)),
         ]
-        history = History()
+        history = RevisionHistory()
         opened(one.place(), history).close()
         one.wipe() if how == "wiped" else one.restore(tmp_path / "snapshot")
         for call in (first.renew, second.renew, first.latest, lambda: second.update(b"")):

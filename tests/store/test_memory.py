@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from elaunch.errors import SeatLost
+from elaunch.errors import LeaseLost
 from elaunch.store.memory import MemoryHub
 from elaunch.store.protocol import Change
 
@@ -34,7 +34,7 @@ def test_time_passes_by_the_clock_that_is_handed_in() -> None:
     assert second.roster()["b"].age == pytest.approx(1.999)
     clock.now += 0.001
     assert first.changes("a", 0.0) == [Change("b", None, "expired")]
-    with pytest.raises(SeatLost):
+    with pytest.raises(LeaseLost):
         second.renew()
 
 
@@ -73,7 +73,7 @@ def test_a_name_that_is_gone_never_comes_back() -> None:
     first.enrol("a", b"", 3.0)
     first.withdraw()
     for store in (first, hub.store()):
-        with pytest.raises(SeatLost, match="name a"):
+        with pytest.raises(LeaseLost, match="name a"):
             store.enrol("a", b"", 3.0)
 
 

@@ -20,7 +20,7 @@ from elaunch.errors import (
 from elaunch.training.channel.calls import INLINE
 from elaunch.training.channel.channel import Channel
 from elaunch.training.channel.dial import Unreached
-from elaunch.training.channel.members import Member
+from elaunch.training.channel.members import RankRecord
 from elaunch.training.stores.roundstore import RoundStore
 from elaunch.wire.progress import ProgressPage
 from tests.training.channelrig import PATIENCE, Outcome, Ranks, StoreHost, in_threads
@@ -369,7 +369,7 @@ def test_who_waits_for_a_large_object_hears_that_the_call_has_failed(host: Store
     """From any neighbour, not only from the one that it waits for, and before that has ended."""
     over = threading.Event()
 
-    def unreached(member: Member, *_: Any) -> Any:
+    def unreached(member: RankRecord, *_: Any) -> Any:
         raise Unreached(f"{member} does not answer", False)
 
     def work(channel: Channel, rank: int) -> Any:

@@ -14,13 +14,21 @@ from hypothesis import strategies as st
 from elaunch.training.channel.frames import (
     BadFrame,
     Call,
-    Entry,
+    Contribution,
     Frame,
     Parser,
     encode,
     encode_entries,
 )
-from elaunch.wire.handshake import HELLO, LINK, Answering, Caller, Stranger, call_up, session_key
+from elaunch.wire.handshake import (
+    HELLO,
+    LINK,
+    Answering,
+    Caller,
+    Unauthenticated,
+    call_up,
+    session_key,
+)
 
 CALL = Call("all", 3, "allgather")
 
@@ -33,9 +41,11 @@ def test_frames_come_out_whole_however_the_bytes_are_cut(sizes: list[int], cuts:
     """Several frames, one after the other."""
     data = [bytes([number]) * size for number, size in enumerate(sizes)]
     frames = [
-        encode_entries("up", CALL, [Entry(n, "inline", len(d), d) for n, d in enumerate(data)]),
+        encode_entries(
+            "up", CALL, [Contribution(n, "inline", len(d), d) for n, d in enumerate(data)]
+        ),
         encode("bye", {}),
-        encode_entries("down", CALL, [Entry(9, "inline", 3, b"abc")]),
+        encode_entries("down", CALL, [Contribution(9, "inline", 3, b"abc")]),
     ]
     stream = b"".join(part for frame in frames for part in frame.parts)
     found: list[Frame] = []
@@ -53,11 +63,11 @@ def test_frames_come_out_whole_however_the_bytes_are_cut(sizes: list[int], cuts:
 def test_a_frame_waits_for_its_descriptors() -> None:
     """They are counted in its head."""
     entries = [
-        Entry(0, "blob", 7, fd=40),
-        Entry(1, "inline", 1, b"x"),
-        Entry(2, "blob", 8, fd=41, offset=4096),
+        Contribution(0, "blob", 7, fd=40),
+        Contribution(1, "inline", 1, b"x"),
+        Contribution(2, "blob", 8, fd=41, offset=4096),
     ]
-    frame = encode_entries("up", CALL, [*entries, Entry(3, "blob", 9, fd=40)], with_fds=True)
+    frame = encode_entries("up", CALL, [*entries, Contribution(3, "blob", 9, fd=40)], with_fds=True)
     assert frame.fds == (40, 41)
     found: list[Frame] = []
     parser = Parser(found.append)
@@ -98,7 +108,7 @@ def shake(listening: Answering, key: bytes, rank: int) -> None:
                         return
                     if reply := listening.feed(data):
                         theirs.sendall(reply)
-            except Stranger as error:
+            except Unauthenticated as error:
                 problems.append(error)
 
     thread = threading.Thread(target=answer)
@@ -123,7 +133,7 @@ def test_two_that_know_the_key_learn_who_the_other_is() -> None:
 def test_who_calls_notices_another_job_or_another_rank(key: bytes, rank: int) -> None:
     """Before it has proved anything itself."""
     listening = Answering(key, rank)
-    with pytest.raises(Stranger):
+    with pytest.raises(Unauthenticated):
         shake(listening, b"key", 2)
     assert listening.caller is None
 
@@ -134,10 +144,10 @@ def test_who_listens_believes_no_proof_that_is_not_one() -> None:
         listening = Answering(b"key", 2)
         reply = listening.feed(HELLO + bytes(32))
         assert len(reply) == listening.wanted + 24 == 64
-        with pytest.raises(Stranger):
+        with pytest.raises(Unauthenticated):
             listening.feed(closing)
         assert listening.caller is None
-    with pytest.raises(Stranger):
+    with pytest.raises(Unauthenticated):
         Answering(b"key", 2).feed(b"\x80\x05cos\nsystem\n")
 
 

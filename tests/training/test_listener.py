@@ -17,7 +17,7 @@ import pytest
 from elaunch.training.channel import inquiry
 from elaunch.training.channel.dial import Telephone, Unreached
 from elaunch.training.channel.listener import Listener
-from elaunch.training.channel.members import Member
+from elaunch.training.channel.members import RankRecord
 from elaunch.wire.handshake import HELLO, LINK, MOST_UNPROVED
 from tests.launching import wait_until
 from tests.training.channelrig import PATIENCE
@@ -25,9 +25,9 @@ from tests.training.channelrig import PATIENCE
 KEY = b"the job's key"
 
 
-def member(rank: int, listener: Listener | None = None, machine: str = "here") -> Member:
+def member(rank: int, listener: Listener | None = None, machine: str = "here") -> RankRecord:
     """Return the record of a rank."""
-    return Member(
+    return RankRecord(
         rank=rank,
         node=rank,
         local=0,

@@ -1,4 +1,4 @@
-"""What travels between worker and keeper comes back as it was; anything else is refused."""
+"""What travels between worker and saver comes back as it was; anything else is refused."""
 
 from __future__ import annotations
 

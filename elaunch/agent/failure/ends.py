@@ -181,7 +181,7 @@ def _failure(end: WorkerExit, seconds_after: float, known: Circumstances) -> Fai
         lines, origin = list(tracebacks.pick(end.tail, end.exitcode)), "stderr"
     message = error.message if error else ""
     message = message or (tracebacks.message_of(lines) if end.exitcode else "")
-    facts = explain.Facts(
+    facts = explain.WorkerEnd(
         exitcode=end.exitcode,
         text="\n".join([message, *lines]),
         rank=end.rank,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Facts:
+class WorkerEnd:
     """What is known of one ended worker.
 
     ``exitcode`` is negative for a signal; ``shm_free`` is the free space of /dev/shm in bytes, if
@@ -189,7 +189,7 @@ _SHM_LOW = 64 << 20
 _TEXT_COUNTS = frozenset({1, 2, -signal.SIGABRT, -signal.SIGBUS})
 
 
-def explain(facts: Facts) -> Explanation:
+def explain(facts: WorkerEnd) -> Explanation:
     """Return the cause of a worker's end as far as it is known, with the fix."""
     number = -facts.exitcode
     if facts.timer:
@@ -207,7 +207,7 @@ def explain(facts: Facts) -> Explanation:
     return Explanation(_by_code(facts))
 
 
-def _by_text(facts: Facts) -> Explanation | None:
+def _by_text(facts: WorkerEnd) -> Explanation | None:
     for known in _TEXTS:
         match = re.search(known.pattern, facts.text, re.MULTILINE)
         if match:
@@ -216,7 +216,7 @@ def _by_text(facts: Facts) -> Explanation | None:
     return None
 
 
-def _ordinal(facts: Facts) -> str:
+def _ordinal(facts: WorkerEnd) -> str:
     size = facts.local_world_size
     if size is None or facts.rank < size:
         return ""
@@ -226,7 +226,7 @@ def _ordinal(facts: Facts) -> str:
     )
 
 
-def _by_signal(number: int, facts: Facts) -> str:
+def _by_signal(number: int, facts: WorkerEnd) -> str:
     try:
         name = signal.Signals(number).name
     except ValueError:
@@ -250,7 +250,7 @@ def _shm_state(free: int) -> str:
     return f"/dev/shm has {free >> 20} MiB free now, after its end."
 
 
-def _by_code(facts: Facts) -> str:
+def _by_code(facts: WorkerEnd) -> str:
     code = facts.exitcode
     if code in _CODES:
         return _CODES[code]

@@ -37,7 +37,7 @@ from elaunch.agent.failure.table import (
     HEADING,
     NO_TRACEBACK,
     NOT_AVAILABLE,
-    Row,
+    FailedWorker,
     failure_table,
     signal_message,
     signal_name,
@@ -203,12 +203,12 @@ def _table(report: FailureReport) -> str:
     return f"{HEADING}\n{failure_table(report.name, rows, report.first.exit.rank)}"
 
 
-def _row(failure: Failure, host: str) -> Row:
+def _row(failure: Failure, host: str) -> FailedWorker:
     end, error = failure.exit, failure.error
     text = _table_text(failure)
     if end.stopped_by_us:
         text = f"{text} (stopped by elaunch)"
-    return Row(
+    return FailedWorker(
         rank=end.rank,
         local_rank=end.local_rank,
         pid=end.pid,

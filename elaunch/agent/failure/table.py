@@ -37,7 +37,7 @@ MAX_RULE = 60
 
 
 @dataclass(frozen=True)
-class Row:
+class FailedWorker:
     """One failed worker; ``exitcode`` is negative for a signal, ``at`` in seconds since 1970."""
 
     rank: int
@@ -64,7 +64,7 @@ def signal_message(pid: int, exitcode: int) -> str:
     return f"Signal {-exitcode} ({name}) received by PID {pid}"
 
 
-def failure_table(name: str, rows: Sequence[Row], root_rank: int) -> str:
+def failure_table(name: str, rows: Sequence[FailedWorker], root_rank: int) -> str:
     """Return the table without its heading line.
 
     Args:
@@ -93,7 +93,7 @@ def failure_table(name: str, rows: Sequence[Row], root_rank: int) -> str:
     return "\n".join(parts)
 
 
-def _block(number: int, row: Row) -> str:
+def _block(number: int, row: FailedWorker) -> str:
     name = signal_name(row.exitcode)
     time = datetime.fromtimestamp(int(row.at)).isoformat(sep="_")
     # The space after the pid's bracket is torch's, with a signal's name after it or without.

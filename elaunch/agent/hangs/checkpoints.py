@@ -32,7 +32,7 @@ class Growth:
 
 
 @dataclass(frozen=True)
-class Pace:
+class CheckpointPace:
     """How often new checkpoints came so far; ``pause`` is the longest, in seconds."""
 
     growth: Growth | None = None
@@ -40,13 +40,13 @@ class Pace:
     news: int = 0
     pause: float = 0.0
 
-    def seen(self, growth: Growth, now: float) -> Pace:
+    def seen(self, growth: Growth, now: float) -> CheckpointPace:
         """Return it after another look at the directory."""
         before = self.growth
         if before is None or growth.step == before.step:
-            return Pace(growth, self.at, self.news, self.pause)
+            return CheckpointPace(growth, self.at, self.news, self.pause)
         pause = self.pause if self.at is None else max(self.pause, now - self.at)
-        return Pace(growth, now, self.news + 1, pause)
+        return CheckpointPace(growth, now, self.news + 1, pause)
 
     @property
     def known(self) -> bool:
@@ -67,13 +67,13 @@ class CheckpointGrowth:
         self._root = root
         self._glob = glob
         self._interval = interval
-        self._pace = Pace()
+        self._pace = CheckpointPace()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="checkpoint growth", daemon=True)
         self.wanted = False
 
     @property
-    def pace(self) -> Pace:
+    def pace(self) -> CheckpointPace:
         """What is known at present."""
         return self._pace
 

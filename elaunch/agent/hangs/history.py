@@ -83,7 +83,7 @@ class Rhythm:
 
 
 @dataclass(frozen=True)
-class History:
+class RoundHistory:
     """What was observed of a round; ``rhythms`` of all rounds. ``waited``: without any progress.
 
     ``everyone`` are the living ranks, ``ranks`` those of which the source shows anything.
@@ -97,9 +97,9 @@ class History:
     ranks: Mapping[int, Watched] = field(default_factory=dict)
     rhythms: Mapping[Source, Rhythm] = field(default_factory=dict)
 
-    def next_round(self) -> History:
+    def next_round(self) -> RoundHistory:
         """Return what is kept when a new round begins."""
-        return History(rhythms=self.rhythms)
+        return RoundHistory(rhythms=self.rhythms)
 
     @property
     def begun(self) -> bool:
@@ -107,7 +107,7 @@ class History:
         return any(watched.begun for watched in self.ranks.values())
 
 
-def advance(history: History, look: Look, longest_tick: float) -> History:
+def advance(history: RoundHistory, look: Look, longest_tick: float) -> RoundHistory:
     """Return the history with one more look.
 
     Args:
@@ -116,7 +116,7 @@ def advance(history: History, look: Look, longest_tick: float) -> History:
         longest_tick: seconds; whatever more has passed was not observed, and does not count.
     """
     if history.source != look.source:
-        history = History(look.source, history.at, rhythms=history.rhythms)
+        history = RoundHistory(look.source, history.at, rhythms=history.rhythms)
     since = look.at if history.at is None else history.at
     passed = 0.0 if look.held else min(max(0.0, look.at - since), longest_tick)
     marks = {rank: mark for rank, mark in look.marks.items() if mark is not None}
@@ -160,7 +160,7 @@ def _paused(before: Watched, mark: Mark) -> bool:
     return outside and before.begun and mark.value != before.mark.value
 
 
-def limit(history: History, asked: float | Literal["auto"]) -> float | None:
+def limit(history: RoundHistory, asked: float | Literal["auto"]) -> float | None:
     """Return the seconds that ``--hang-timeout`` comes to at present; None: not learned yet."""
     if asked != "auto":
         return max(asked, history.least)

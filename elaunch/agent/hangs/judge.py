@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from elaunch.agent.hangs.history import History, Source, Watched
+from elaunch.agent.hangs.history import RoundHistory, Source, Watched
 
 LENIENT: Final = 10.0
 LATEST: Final = 1.5
@@ -34,7 +34,7 @@ _LEFT: Final = ("not left", "left")
 
 
 @dataclass(frozen=True)
-class Verdict:
+class HangVerdict:
     """A hang: ``ranks`` are behind; they are all ranks where none is ``named``."""
 
     ranks: tuple[int, ...]
@@ -43,7 +43,7 @@ class Verdict:
     named: bool = True
 
 
-def judge(history: History, limit: float | None) -> Verdict | None:
+def judge(history: RoundHistory, limit: float | None) -> HangVerdict | None:
     """Return the hang that the history shows, if it does.
 
     Args:
@@ -65,7 +65,7 @@ def judge(history: History, limit: float | None) -> Verdict | None:
     return _verdict(history, behind, _MADE, f"for {_seconds(idle)}")
 
 
-def _is_clear(history: History, late: Sequence[int], limit: float) -> bool:
+def _is_clear(history: RoundHistory, late: Sequence[int], limit: float) -> bool:
     """Whether the others go on, or stand still as well: who stops with them is not yet late."""
     others = [watched for rank, watched in history.ranks.items() if rank not in late]
     if history.source in SHARED:
@@ -78,7 +78,7 @@ def _lateness(watched: Watched, limit: float) -> float:
     return watched.idle / _patience(watched, limit)
 
 
-def _never_begun(history: History, patience: float) -> Verdict | None:
+def _never_begun(history: RoundHistory, patience: float) -> HangVerdict | None:
     if history.waited <= patience:
         return None
     return _verdict(history, [], _MADE, f"in the first {_seconds(history.waited)} of the round")
@@ -94,7 +94,7 @@ def _overdue(watched: Watched) -> bool:
     return watched.allowed is not None and watched.inside > watched.allowed
 
 
-def _lowest_steps(history: History) -> list[int]:
+def _lowest_steps(history: RoundHistory) -> list[int]:
     """Return who has fewer steps than others, if all stand still; [] where that is not known."""
     if history.source in SHARED:
         return []
@@ -107,7 +107,9 @@ def _lowest_steps(history: History) -> list[int]:
 # ── saying ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def _verdict(history: History, behind: Sequence[int], verbs: tuple[str, str], rest: str) -> Verdict:
+def _verdict(
+    history: RoundHistory, behind: Sequence[int], verbs: tuple[str, str], rest: str
+) -> HangVerdict:
     everyone = history.everyone
     named = tuple(sorted(behind)) or (everyone if len(everyone) == 1 else ())
     if len(named) == len(everyone) > 1:
@@ -118,7 +120,7 @@ def _verdict(history: History, behind: Sequence[int], verbs: tuple[str, str], re
     else:
         told = f"no rank has {verbs[1]} {rest}"
     where = _where(history, named)
-    return Verdict(
+    return HangVerdict(
         ranks=named or everyone,
         reason=f"{told}{f' ({where})' if where else ''}",
         source=history.source,
@@ -142,12 +144,12 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
 
 
-def _sections(history: History, ranks: Sequence[int]) -> str:
+def _sections(history: RoundHistory, ranks: Sequence[int]) -> str:
     names = dict.fromkeys(history.ranks[rank].mark.section for rank in sorted(ranks))
     return f"section {', '.join(names)}"
 
 
-def _where(history: History, named: Sequence[int]) -> str:
+def _where(history: RoundHistory, named: Sequence[int]) -> str:
     """Return what is known besides: "step 41, in section eval; the others are at step 42"."""
     watched = history.ranks
     told = []
@@ -168,14 +170,14 @@ def _where(history: History, named: Sequence[int]) -> str:
     return f"{text}; the others are at {others}" if others else text
 
 
-def _steps(history: History, ranks: Sequence[int]) -> str:
+def _steps(history: RoundHistory, ranks: Sequence[int]) -> str:
     found = sorted({s for r in ranks if (s := history.ranks[r].mark.step) is not None})
     if not found:
         return ""
     return f"step {found[0]}" if len(found) == 1 else f"steps {found[0]} to {found[-1]}"
 
 
-def last_words(history: History) -> tuple[str, ...]:
+def last_words(history: RoundHistory) -> tuple[str, ...]:
     """Return lines about what each rank said last; none where the script says nothing."""
     if history.source != "script":
         return ()

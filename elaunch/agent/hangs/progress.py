@@ -41,7 +41,7 @@ Readings = Callable[[], Mapping[int, Reading]]
 
 
 @dataclass(frozen=True)
-class Sources:
+class ProgressSources:
     """Where progress is read from: the workers' pages, their lines, their checkpoints.
 
     ``left`` are the last pages of workers that are not attached any more.
@@ -60,7 +60,7 @@ class RoundProgress:
     there if it is ``watched``, may call :meth:`look`; :meth:`record` is for everybody.
     """
 
-    def __init__(self, sources: Sources, watched: bool) -> None:
+    def __init__(self, sources: ProgressSources, watched: bool) -> None:
         self._sources = sources
         self._watched = watched
         self._lock = threading.Lock()
@@ -90,7 +90,7 @@ class RoundProgress:
                 self._pids[event.local_rank] = event.pid
             elif isinstance(event, events.WorkerExited):
                 self._pids.pop(event.local_rank, None)
-            elif isinstance(event, events.Held):
+            elif isinstance(event, events.WorkersHeld):
                 self._held = event.on
 
     def workers(self) -> dict[int, tuple[int, int]]:

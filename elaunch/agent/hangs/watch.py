@@ -14,7 +14,7 @@ from typing import Final
 from elaunch.agent.hangs import stacks
 from elaunch.agent.hangs.checkpoints import CheckpointGrowth
 from elaunch.agent.hangs.loglines import ProgressLines
-from elaunch.agent.hangs.progress import RoundProgress, Sources
+from elaunch.agent.hangs.progress import ProgressSources, RoundProgress
 from elaunch.agent.hangs.watchdog import Watchdog
 from elaunch.agent.policy import events
 from elaunch.agent.workers.group import WorkerGroup
@@ -45,7 +45,7 @@ class HangWatch:
         self._post = plan.post
         self._group = group
         self._growth = _growth(settings)
-        sources = Sources(plan.links.readings, plan.links.left, plan.lines, self._growth)
+        sources = ProgressSources(plan.links.readings, plan.links.left, plan.lines, self._growth)
         self._progress = RoundProgress(sources, watched=settings.hang_timeout is not None)
         self._watchdog: Watchdog | None = None
         if settings.hang_timeout is not None:

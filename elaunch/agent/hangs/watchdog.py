@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from elaunch.agent.hangs.history import History, Look, advance, limit
-from elaunch.agent.hangs.judge import Verdict, judge, last_words
+from elaunch.agent.hangs.history import Look, RoundHistory, advance, limit
+from elaunch.agent.hangs.judge import HangVerdict, judge, last_words
 from elaunch.agent.policy import events
 
 SHARE: Final = 20
@@ -60,7 +60,7 @@ class Watchdog:
         self._look = look
         self._post = post
         self._lock = threading.Lock()
-        self._history = History()
+        self._history = RoundHistory()
         self._round = -1
         self._told = False
         self._several = several
@@ -114,7 +114,7 @@ class Watchdog:
         if found is not None:
             self._post(_event(round_number, found, self.last_words()))
 
-    def _ripe(self, found: Verdict | None) -> Verdict | None:
+    def _ripe(self, found: HangVerdict | None) -> HangVerdict | None:
         """Return the verdict if it is to be told now."""
         if found is None or found.named or not self._several:
             self._yielded = 0
@@ -128,7 +128,7 @@ class Watchdog:
             return last_words(self._history)
 
 
-def _event(round_number: int, found: Verdict, last: tuple[str, ...]) -> events.HangSeen:
+def _event(round_number: int, found: HangVerdict, last: tuple[str, ...]) -> events.HangSeen:
     return events.HangSeen(
         round=round_number,
         ranks=found.ranks,

@@ -28,7 +28,7 @@ from pathlib import Path
 from elaunch.agent.logs.console import Console, open_consoles, write_directly
 from elaunch.agent.logs.plan import STREAM_BITS, LogPlan
 from elaunch.agent.logs.rounds import LogRound, open_streams
-from elaunch.agent.logs.streams import Stream
+from elaunch.agent.logs.streams import OutputStream
 
 __all__ = ["LogPlan", "LogPump"]
 
@@ -63,7 +63,7 @@ class LogPump:
         self._thread = threading.Thread(target=self._run, name="log-pump", daemon=True)
         self._round: LogRound | None = None
         self._unclosed: list[LogRound] = []
-        self._live: dict[Stream, LogRound] = {}
+        self._live: dict[OutputStream, LogRound] = {}
         self._full: set[Console] = set()
         self._said: set[str] = set()
         self._stop_at: float | None = None
@@ -178,7 +178,7 @@ class LogPump:
             os.close(self._wake)
             self._wake = -1
 
-    def _find(self, local_rank: int, name: str) -> Stream | None:
+    def _find(self, local_rank: int, name: str) -> OutputStream | None:
         newest = self._round
         return None if newest is None else newest.streams.get((local_rank, name))
 
@@ -211,7 +211,7 @@ class LogPump:
         events = self._selector.select(self._timeout())
         now = time.monotonic()
         for key, _ in events:
-            if isinstance(key.data, Stream):
+            if isinstance(key.data, OutputStream):
                 if key.data.pump(now) == 0:
                     self._end(key.data, self._live[key.data])
             elif key.fd == self._wake:
@@ -236,7 +236,7 @@ class LogPump:
             self._live[stream] = opened
             self._selector.register(stream.fd, selectors.EVENT_READ, stream)
 
-    def _end(self, stream: Stream, of_round: LogRound) -> None:
+    def _end(self, stream: OutputStream, of_round: LogRound) -> None:
         if self._live.pop(stream, None) is not None and not stream.paused:
             self._selector.unregister(stream.fd)
         stream.close()
@@ -306,7 +306,7 @@ class LogPump:
         self._selector.close()
 
 
-def _deadline(stream: Stream) -> float | None:
+def _deadline(stream: OutputStream) -> float | None:
     """Return when a stream's unfinished line is to be shown, if it is read at present at all."""
     if stream.paused or stream.speaker is None:
         return None

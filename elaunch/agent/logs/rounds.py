@@ -22,7 +22,7 @@ from elaunch.agent.logs.files import (
     round_directory,
 )
 from elaunch.agent.logs.plan import STREAM_BITS, LogPlan
-from elaunch.agent.logs.streams import Stream, open_channel
+from elaunch.agent.logs.streams import OutputStream, open_channel
 
 
 @dataclass
@@ -34,7 +34,7 @@ class LogRound:
         ranks: local rank to global rank.
 
     Attributes:
-        streams: by local rank and name (``stdout``, ``stderr``); kept for `Stream.tail`.
+        streams: by local rank and name (``stdout``, ``stderr``); kept for `OutputStream.tail`.
         live: the streams that have not ended.
         filtered: the filtered files, by name of the stream.
         held: what somebody still had open when the round was given up, in words.
@@ -45,8 +45,8 @@ class LogRound:
 
     number: int
     ranks: Mapping[int, int]
-    streams: dict[tuple[int, str], Stream] = field(default_factory=dict)
-    live: set[Stream] = field(default_factory=set)
+    streams: dict[tuple[int, str], OutputStream] = field(default_factory=dict)
+    live: set[OutputStream] = field(default_factory=set)
     filtered: dict[str, LogFile] = field(default_factory=dict)
     held: list[str] = field(default_factory=list)
     opened: threading.Event = field(default_factory=threading.Event)
@@ -101,7 +101,7 @@ def open_streams(
             tees = plan.tees(local_rank, name)
             read_end, write_end, is_pty = open_channel(None if tees else console)
             terminal = console if is_pty else None
-            stream = Stream(read_end, local_rank, opened.ranks[local_rank], name, terminal)
+            stream = OutputStream(read_end, local_rank, opened.ranks[local_rank], name, terminal)
             opened.streams[local_rank, name] = stream
             if plan.listener is not None:
                 stream.listener = plan.listener(local_rank)

@@ -23,7 +23,7 @@ _DRAIN_LIMIT = 4 * 1024 * 1024
 _NO_SIZE = bytes(8)
 
 
-class Stream:
+class OutputStream:
     """The reading end of one worker's stdout or stderr.
 
     Args:

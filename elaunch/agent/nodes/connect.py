@@ -1,4 +1,4 @@
-"""Makes ready what a job of several nodes needs: the way to its store, the courier, the spokesman.
+"""Makes ready what a job of several nodes needs: the way to its store, the courier, the publisher.
 
 One node by itself starts a twentieth of a second sooner without importing this.
 """
@@ -13,21 +13,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from elaunch.agent.nodes.status import Identity, Spokesman
-from elaunch.agent.nodes.store import Opening, rules
-from elaunch.agent.peers.directory import LocalCopies, LocalPlace
-from elaunch.agent.peers.peers import Courier
+from elaunch.agent.nodes.status import Identity, StatusPublisher
+from elaunch.agent.nodes.store import StoreOpener, rules
+from elaunch.agent.peers.directory import LocalCopies, LocalDirectory
+from elaunch.agent.peers.peers import Peers
 from elaunch.agent.peers.search import LocalSearch
-from elaunch.agent.resume.directory import Finishing
+from elaunch.agent.resume.directory import DirectoryFinisher
 from elaunch.agent.resume.latest import for_all_nodes
 from elaunch.agent.workers.group import GroupPlan, WorkerGroup
-from elaunch.checkpoint.records import Place
+from elaunch.checkpoint.records import Location
 from elaunch.checkpoint.search.places import is_within
 from elaunch.config.facts import facts
 from elaunch.config.meeting.rendezvous import RendezvousSettings
 from elaunch.errors import UsageError
 from elaunch.rendezvous import records
-from elaunch.rendezvous.decide.view import Found, Search
+from elaunch.rendezvous.decide.view import Search, SearchResult
 from elaunch.rendezvous.meeting import Meeting, World
 from elaunch.rendezvous.news import MeetingFailed, News, PlanSeen
 from elaunch.rendezvous.plan import Plan
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 class Joined:
     """The parts that only an agent of several has; closed by the stack that join() was given."""
 
-    spokesman: Spokesman
-    courier: Courier
+    publisher: StatusPublisher
+    courier: Peers
     meeting: Meeting
 
 
@@ -53,9 +53,9 @@ def join(
     say: Callable[[str], None],
     stack: contextlib.ExitStack,
     probe: str,
-    finishing: Finishing,
+    finishing: DirectoryFinisher,
 ) -> Joined:
-    """Make ready to join the job; nothing is said to the others before ``Spokesman.join``.
+    """Make ready to join the job; nothing is said to the others before ``StatusPublisher.join``.
 
     ``say`` prints lines on stderr, ``probe`` is ``Probing.nonce``. Raises ElaunchError where an
     address cannot be listened on.
@@ -64,14 +64,14 @@ def join(
     rendezvous = settings.rendezvous
     assert own_addr is not None and rendezvous is not None  # a job of several nodes
     key = _key_by_munge(settings.run_id, rendezvous, os.environ)
-    opening = Opening(rendezvous, settings.run_id, own_addr, group.host_hello, key=key)
+    opening = StoreOpener(rendezvous, settings.run_id, own_addr, group.host_hello, key=key)
     opening.prepare()
     stack.callback(opening.close)
-    courier = Courier(own_addr, settings.run_id, rendezvous.secret)
+    courier = Peers(own_addr, settings.run_id, rendezvous.secret)
     courier.start()
     stack.callback(courier.close)
 
-    search: Callable[[Search], Found] = for_all_nodes(settings, plan.post, finishing)
+    search: Callable[[Search], SearchResult] = for_all_nodes(settings, plan.post, finishing)
     rests: Callable[[bool], object] = bool
     if settings.checkpoint_local and isinstance(settings.checkpoint_dir, Path):
         search = LocalSearch(
@@ -80,7 +80,7 @@ def join(
             plan.post,
             require=settings.require_resume,
         )
-        place = LocalPlace(
+        place = LocalDirectory(
             settings.checkpoint_dir, settings.checkpoint_glob, settings.run_id, finishing.finish
         )
         rests = LocalCopies(courier, place).rests
@@ -92,9 +92,9 @@ def join(
         open_store, agreed, lambda: records.key_of(opening.secret, settings.run_id), world
     )
     identity = replace(_identity(plan, say), courier=courier.port, rests=rests, probe=probe)
-    spokesman = Spokesman(meeting, identity)
-    stack.callback(spokesman.leave)
-    return Joined(spokesman, courier, meeting)
+    publisher = StatusPublisher(meeting, identity)
+    stack.callback(publisher.leave)
+    return Joined(publisher, courier, meeting)
 
 
 def _key_by_munge(
@@ -109,7 +109,7 @@ def _key_by_munge(
     return MungeKey(run_id) if table.find(environ) is table.SLURM else None
 
 
-def _store_opener(opening: Opening, courier: Courier, group: WorkerGroup) -> Callable[[], Store]:
+def _store_opener(opening: StoreOpener, courier: Peers, group: WorkerGroup) -> Callable[[], Store]:
     """Return what opens the store and hands its secret to those who use it, before any plan."""
 
     def open_store() -> Store:
@@ -120,7 +120,7 @@ def _store_opener(opening: Opening, courier: Courier, group: WorkerGroup) -> Cal
     return open_store
 
 
-def _post(plan: GroupPlan, courier: Courier) -> Callable[[News], None]:
+def _post(plan: GroupPlan, courier: Peers) -> Callable[[News], None]:
     """Return what takes the news of the rendezvous: plans that are not refused, and all else."""
     check = CheckpointCheck(plan.settings.checkpoint_dir)
 
@@ -141,7 +141,7 @@ class CheckpointCheck:
     Whoever can write plans could else have all ranks read any file of any directory.
     """
 
-    def __init__(self, root: Place | None) -> None:
+    def __init__(self, root: Location | None) -> None:
         self._root = root
         self._passed: object = None
 

@@ -25,7 +25,7 @@ from elaunch.errors import HangError, ServerError, SymmetryError
 from elaunch.rendezvous import text as words
 from elaunch.rendezvous.decide.facts import differences
 from elaunch.rendezvous.meeting import Meeting
-from elaunch.rendezvous.plan import AgentRecord, AgentState, Plan, Preempted, WorkerFailure
+from elaunch.rendezvous.plan import AgentState, NodeStatus, Plan, Preempted, WorkerFailure
 
 MAX_TEXT = 4000
 AT_REST: frozenset[AgentState] = frozenset(("joining", "ready", "ended", "finished"))
@@ -58,13 +58,13 @@ class Identity:
     rests: Callable[[bool], object] = bool
 
 
-class Spokesman:
+class StatusPublisher:
     """Owns this agent's word on the roster."""
 
     def __init__(self, meeting: Meeting, identity: Identity) -> None:
         self._meeting = meeting
         self._identity = identity
-        self._record: AgentRecord | None = None
+        self._record: NodeStatus | None = None
         self._text = ""
         self._told: tuple[int, str] | None = None
         self._noticed: set[str] = set()
@@ -72,7 +72,7 @@ class Spokesman:
     def join(self, slots: int, port: int) -> None:
         """Join the rendezvous with ``slots`` workers; ``port`` is bound for a round's store."""
         own = self._identity
-        self._record = AgentRecord(
+        self._record = NodeStatus(
             own.host, own.addr, port, slots, own.role, own.hint, own.facts, courier=own.courier
         )
         self._record = replace(self._record, probe=own.probe)

@@ -30,7 +30,7 @@ from elaunch.config.meeting.rendezvous import RendezvousSettings
 from elaunch.errors import StoreClosed, StoreDenied, StoreError, StoreUnreachable, UsageError
 from elaunch.hosts import is_loopback
 from elaunch.rendezvous.decide.view import Rules
-from elaunch.store.etcd.history import History
+from elaunch.store.etcd.history import RevisionHistory
 from elaunch.store.protocol import Store
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def rules(
     )
 
 
-class Opening:
+class StoreOpener:
     """Opens this agent's store; owns the socket that a TCPStore of the agents is hosted on.
 
     Args:
@@ -110,7 +110,7 @@ class Opening:
         self._closed = threading.Event()
         self._waits_since: float | None = None
         self._told = False
-        self._history = History()
+        self._history = RevisionHistory()
 
     @property
     def hosts(self) -> bool:

@@ -30,9 +30,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from elaunch.agent.peers.files import Fetched, Sources
-from elaunch.agent.peers.messages import CHUNK, Line
-from elaunch.agent.peers.peers import Courier, Peer
+from elaunch.agent.peers.files import Fetched, NodeSources
+from elaunch.agent.peers.messages import CHUNK, PeerConnection
+from elaunch.agent.peers.peers import Peer, Peers
 from elaunch.checkpoint import layout
 from elaunch.checkpoint.formats import own
 from elaunch.checkpoint.nodelocal import seals
@@ -41,7 +41,7 @@ from elaunch.checkpoint.nodelocal.seals import Seals
 from elaunch.checkpoint.storage.commit import read_stage
 from elaunch.checkpoint.storage.durable import sync_directory
 from elaunch.checkpoint.storage.files import inside, open_regular, read_json
-from elaunch.checkpoint.writing.manifests import Entry
+from elaunch.checkpoint.writing.manifests import FileEntry
 from elaunch.errors import CheckpointError
 
 GATHERED: Final = "gather."
@@ -51,7 +51,7 @@ log = logging.getLogger("elaunch")
 
 
 @dataclass(frozen=True)
-class LocalPlace:
+class LocalDirectory:
     """Where this node's checkpoints are, and whose.
 
     Attributes:
@@ -59,7 +59,7 @@ class LocalPlace:
         glob: --checkpoint-glob, or None.
         run_id: of the job; other runs' checkpoints are not told of.
         finish: brings stages of dead rounds to an end:
-            elaunch.agent.resume.directory.Finishing.finish.
+            elaunch.agent.resume.directory.DirectoryFinisher.finish.
     """
 
     root: Path
@@ -76,7 +76,7 @@ class LocalCopies:
         place: which checkpoints.
     """
 
-    def __init__(self, courier: Courier, place: LocalPlace) -> None:
+    def __init__(self, courier: Peers, place: LocalDirectory) -> None:
         self._courier = courier
         self._place = place
         self._root = place.root
@@ -95,11 +95,11 @@ class LocalCopies:
         self._rests = rests
 
     def _in_turn(
-        self, serve: Callable[[Line, Mapping[str, Any]], Mapping[str, Any]]
-    ) -> Callable[[Line, Mapping[str, Any]], Mapping[str, Any]]:
+        self, serve: Callable[[PeerConnection, Mapping[str, Any]], Mapping[str, Any]]
+    ) -> Callable[[PeerConnection, Mapping[str, Any]], Mapping[str, Any]]:
         """Return a handler that waits its turn; who waits hears what is got done meanwhile."""
 
-        def served(line: Line, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        def served(line: PeerConnection, request: Mapping[str, Any]) -> Mapping[str, Any]:
             seen = self._done
             while not self._turn.acquire(timeout=1.0):
                 line.busy(self._done - seen)
@@ -113,7 +113,7 @@ class LocalCopies:
 
         return served
 
-    def _progress(self, line: Line) -> Callable[[int], None]:
+    def _progress(self, line: PeerConnection) -> Callable[[int], None]:
         def progress(amount: int) -> None:
             self._done += amount
             line.busy(amount)
@@ -122,16 +122,16 @@ class LocalCopies:
 
     # ── what is here ─────────────────────────────────────────────────────────────────────────────
 
-    def _on_staged(self, _: Line, __: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _on_staged(self, _: PeerConnection, __: Mapping[str, Any]) -> Mapping[str, Any]:
         names = list(seals.committed(self._root))
         return {"ok": True, "seals": seals_to_json(seals.staged(self._root)), "committed": names}
 
-    def _on_seals(self, _: Line, request: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _on_seals(self, _: PeerConnection, request: Mapping[str, Any]) -> Mapping[str, Any]:
         name = request["name"]
         path = seals.committed(self._root)[name]
         return {"ok": True, "seals": seals_to_json({name: read_stage(path)})}
 
-    def _on_kept(self, _: Line, request: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _on_kept(self, _: PeerConnection, request: Mapping[str, Any]) -> Mapping[str, Any]:
         seals.adopt(self._root, seals_of(request.get("seals", {})))
         self._tidy()
         kept, passed_over = list_kept(self._root, self._place.glob, self._place.run_id)
@@ -144,11 +144,11 @@ class LocalCopies:
             shutil.rmtree(left, ignore_errors=True)
         self._place.finish(self._root, self._place.run_id)
 
-    def _on_look(self, line: Line, request: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _on_look(self, line: PeerConnection, request: Mapping[str, Any]) -> Mapping[str, Any]:
         looked = look(self._root, kept_of(request["checkpoint"]), self._progress(line))
         return {"ok": True, "looked": looked_to_json(looked)}
 
-    def _on_file(self, line: Line, request: Mapping[str, Any]) -> None:
+    def _on_file(self, line: PeerConnection, request: Mapping[str, Any]) -> None:
         path = inside(self._root, request["checkpoint"], line.who)
         if request["file"]:
             path = inside(path, request["file"], line.who)
@@ -164,10 +164,10 @@ class LocalCopies:
 
     # ── what is fetched ──────────────────────────────────────────────────────────────────────────
 
-    def _on_gather(self, line: Line, request: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _on_gather(self, line: PeerConnection, request: Mapping[str, Any]) -> Mapping[str, Any]:
         kept = kept_of(request["checkpoint"])
         files = [
-            Fetched(Entry(str(path), int(size), str(checksum)), tuple(map(int, places)))
+            Fetched(FileEntry(str(path), int(size), str(checksum)), tuple(map(int, places)))
             for path, size, checksum, places in request["files"]
         ]
         nodes = [Peer(str(n[0]), str(n[1]), int(n[2])) for n in request["nodes"]]
@@ -177,7 +177,7 @@ class LocalCopies:
         workplace = self._root / layout.STAGE / f"{GATHERED}{secrets.token_hex(8)}"
         workplace.mkdir(parents=True)
         try:
-            with Sources(self._courier, kept.path, nodes, self._progress(line)) as sources:
+            with NodeSources(self._courier, kept.path, nodes, self._progress(line)) as sources:
                 if path.is_dir() and (kept.format != own.FORMAT or _is(path, kept.digest)):
                     self._complete(path, files, workplace, sources)
                 else:
@@ -196,7 +196,7 @@ class LocalCopies:
             )
 
     def _make(
-        self, path: Path, files: Sequence[Fetched], workplace: Path, sources: Sources
+        self, path: Path, files: Sequence[Fetched], workplace: Path, sources: NodeSources
     ) -> None:
         """Fetch a checkpoint that is not here, and have it appear at once."""
         made = workplace / "checkpoint"
@@ -212,7 +212,7 @@ class LocalCopies:
         sync_directory(path.parent)
 
     def _complete(
-        self, path: Path, files: Sequence[Fetched], workplace: Path, sources: Sources
+        self, path: Path, files: Sequence[Fetched], workplace: Path, sources: NodeSources
     ) -> None:
         """Put files that are lacking, or damaged, into a checkpoint that is here in part.
 
@@ -261,7 +261,7 @@ def kept_of(fields: Mapping[str, Any]) -> Kept:
 def looked_to_json(looked: Looked) -> dict[str, Any]:
     """Return what ``look`` found, as it travels."""
 
-    def rows(entries: Sequence[Entry] | None) -> list[list[Any]] | None:
+    def rows(entries: Sequence[FileEntry] | None) -> list[list[Any]] | None:
         return None if entries is None else [[e.path, e.size, e.checksum] for e in entries]
 
     return {
@@ -275,8 +275,8 @@ def looked_to_json(looked: Looked) -> dict[str, Any]:
 def looked_of(fields: Mapping[str, Any]) -> Looked:
     """Return what looked_to_json made; raises ValueError, TypeError or KeyError for others."""
 
-    def entries(rows: list[list[Any]]) -> tuple[Entry, ...]:
-        return tuple(Entry(str(path), int(size), str(sum_)) for path, size, sum_ in rows)
+    def entries(rows: list[list[Any]]) -> tuple[FileEntry, ...]:
+        return tuple(FileEntry(str(path), int(size), str(sum_)) for path, size, sum_ in rows)
 
     wanted = fields["wanted"]
     return Looked(

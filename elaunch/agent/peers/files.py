@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from elaunch.agent.peers.messages import Line, Undelivered
-from elaunch.agent.peers.peers import Courier, Peer
+from elaunch.agent.peers.messages import PeerConnection, Undelivered
+from elaunch.agent.peers.peers import Peer, Peers
 from elaunch.checkpoint import layout
-from elaunch.checkpoint.writing.manifests import Entry
+from elaunch.checkpoint.writing.manifests import FileEntry
 from elaunch.errors import CheckpointError
 
 REACH_S: Final = 10.0
@@ -28,16 +28,16 @@ REACH_S: Final = 10.0
 class Fetched:
     """A file to fetch, and which of the nodes have it."""
 
-    entry: Entry
+    entry: FileEntry
     places: tuple[int, ...]
 
 
-class Sources:
+class NodeSources:
     """The nodes that have the files of one checkpoint; owns the lines to them."""
 
     def __init__(
         self,
-        courier: Courier,
+        courier: Peers,
         checkpoint: str,
         nodes: Sequence[Peer],
         progress: Callable[[int], object],
@@ -46,12 +46,12 @@ class Sources:
         self._checkpoint = checkpoint
         self._nodes = nodes
         self._progress = progress
-        self._lines: dict[int, Line] = {}
+        self._lines: dict[int, PeerConnection] = {}
         self._gone: dict[int, str] = {}
         self._turn = secrets.randbelow(max(1, len(nodes)))
         """Where to begin: nodes that fetch at the same time ask different ones first."""
 
-    def __enter__(self) -> Sources:
+    def __enter__(self) -> NodeSources:
         """Return it; the end of the block hangs up."""
         return self
 
@@ -81,7 +81,7 @@ class Sources:
         name = wanted.entry.path or self._checkpoint
         raise CheckpointError(f"{name} cannot be had: {'; '.join(problems) or 'no node has it'}")
 
-    def _fetch(self, place: int, entry: Entry, target: Path) -> None:
+    def _fetch(self, place: int, entry: FileEntry, target: Path) -> None:
         line = self._lines.get(place)
         if line is None:
             line = self._courier.call(self._nodes[place], time.monotonic() + REACH_S)

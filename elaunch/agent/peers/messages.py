@@ -75,7 +75,7 @@ class Undelivered(SaveError):
         self.gone = gone
 
 
-class Line:
+class PeerConnection:
     """One end of a connection between two agents; owns the socket.
 
     Args:
@@ -96,7 +96,7 @@ class Line:
         _watch(sock)
         self._reader = io.BufferedReader(socket.SocketIO(sock, "r"), 65536)
 
-    def __enter__(self) -> Line:
+    def __enter__(self) -> PeerConnection:
         """Return it; the end of the block closes it."""
         return self
 

@@ -7,8 +7,8 @@ of the secret of --rdzv-secret-file, and of the job's word, which only those kno
 store.
 
 Calls block for ``timeout`` seconds at most and raise Undelivered, which tells an agent that is gone
-from one that is slow. What comes from others is handed to the keeper (elaunch.agent.saver.peers)
-and to the handlers that :meth:`Courier.handle` was given, in threads of the courier's.
+from one that is slow. What comes from others is handed to the saver (elaunch.agent.saver.peers)
+and to the handlers that :meth:`Peers.handle` was given, in threads of the courier's.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from elaunch.agent.peers.messages import CHUNK, Line, Undelivered
-from elaunch.agent.peers.port import CourierPort
+from elaunch.agent.peers.messages import CHUNK, PeerConnection, Undelivered
+from elaunch.agent.peers.port import PeersPort
 from elaunch.agent.saver.peers import Received
 from elaunch.agent.workers.storesocket import LOOPBACK
 from elaunch.checkpoint.records import Stage
@@ -31,7 +31,7 @@ from elaunch.errors import CheckpointError
 from elaunch.hosts import is_loopback
 from elaunch.rendezvous.plan import Plan
 from elaunch.store.tcp import connection
-from elaunch.wire.handshake import COURIER, Caller, Stranger, call_up, session_key
+from elaunch.wire.handshake import COURIER, Caller, Unauthenticated, call_up, session_key
 from elaunch.wire.saver import Files, Handed, handed_from_json, handed_to_json
 
 PATIENCE: Final = 30.0
@@ -41,7 +41,7 @@ IDLE: Final = 120.0
 AGAIN: Final = 0.05
 """Seconds before the next attempt to reach an agent that did not take us."""
 
-Handler = Callable[[Line, Mapping[str, Any]], Mapping[str, Any] | None]
+Handler = Callable[[PeerConnection, Mapping[str, Any]], Mapping[str, Any] | None]
 """Serves one request; returns the answer, or None if it has answered."""
 
 log = logging.getLogger("elaunch")
@@ -61,7 +61,7 @@ class Peer:
         return f"the agent of node {self.host} ({addr}:{self.port})"
 
 
-class Courier:
+class Peers:
     """Owns this agent's port for other agents; thread-safe.
 
     Args:
@@ -75,7 +75,7 @@ class Courier:
         self.host = host
         self._run_id = run_id
         self.secret = secret
-        self._port = CourierPort(host, self._serve)
+        self._port = PeersPort(host, self._serve)
         self._plan: Plan | None = None
         self._name = ""
         self._heard = threading.Condition()
@@ -105,7 +105,7 @@ class Courier:
         self._handlers[op] = handler
 
     def attach(self, received: Received) -> None:
-        """Hand what comes of parts and replicas to the keeper, from now on."""
+        """Hand what comes of parts and replicas to the saver, from now on."""
         self._received = received
         self.handle("sealed", self._on_sealed)
         self.handle("writing", self._on_writing)
@@ -138,7 +138,7 @@ class Courier:
 
     # ── calls ────────────────────────────────────────────────────────────────────────────────────
 
-    def call(self, peer: Peer, until: float, patience: float = PATIENCE) -> Line:
+    def call(self, peer: Peer, until: float, patience: float = PATIENCE) -> PeerConnection:
         """Return a line to another agent, after the handshake; tries until ``until`` (monotonic).
 
         Raises Undelivered; ``gone`` if nobody listens there any more.
@@ -151,10 +151,10 @@ class Courier:
             if not key:
                 raise Undelivered("this agent has not heard of a plan yet")
             try:
-                return Line(self._dial(peer, key, until), str(peer), patience)
+                return PeerConnection(self._dial(peer, key, until), str(peer), patience)
             except ConnectionRefusedError:
                 raise Undelivered(f"{peer} has ended: nobody listens there", True) from None
-            except Stranger as error:
+            except Unauthenticated as error:
                 why = str(error)
             except (ConnectionResetError, BrokenPipeError) as error:
                 why = error.strerror or str(error)
@@ -182,7 +182,7 @@ class Courier:
             return sock
         raise why
 
-    def _to_node(self, node_rank: int, timeout: float) -> Line:
+    def _to_node(self, node_rank: int, timeout: float) -> PeerConnection:
         return self.call(self.node(node_rank), time.monotonic() + timeout, min(timeout, PATIENCE))
 
     def send_sealed(
@@ -248,7 +248,7 @@ class Courier:
     # ── what others ask ──────────────────────────────────────────────────────────────────────────
 
     def _serve(self, sock: socket.socket) -> None:
-        line = Line(sock, "another node's agent", IDLE)
+        line = PeerConnection(sock, "another node's agent", IDLE)
         try:
             while (request := line.hear()) is not None:
                 line.patience = PATIENCE
@@ -256,7 +256,7 @@ class Courier:
         except Undelivered as error:
             log.debug("a request of another node's agent came to nothing: %s", error)
 
-    def _answer(self, line: Line, request: Mapping[str, Any]) -> None:
+    def _answer(self, line: PeerConnection, request: Mapping[str, Any]) -> None:
         handler = self._handlers.get(str(request.get("do")))
         if handler is None:
             line.say({"error": f"this agent does not serve {request.get('do')!r}"})
@@ -274,25 +274,25 @@ class Courier:
         if answer is not None:
             line.say(answer)
 
-    def _on_sealed(self, _: Line, request: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _on_sealed(self, _: PeerConnection, request: Mapping[str, Any]) -> Mapping[str, Any]:
         assert self._received is not None  # attached
         stage, manifest = Stage(**request["stage"]), str(request["manifest"]).encode("latin-1")
         self._received.on_sealed(stage, int(request["rank"]), manifest)
         return {"ok": True}
 
-    def _on_writing(self, _: Line, request: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _on_writing(self, _: PeerConnection, request: Mapping[str, Any]) -> Mapping[str, Any]:
         assert self._received is not None  # attached
         stage, world_size = Stage(**request["stage"]), int(request["world_size"])
         self._received.on_writing(stage, int(request["rank"]), world_size)
         return {"ok": True}
 
-    def _on_failed(self, _: Line, request: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _on_failed(self, _: PeerConnection, request: Mapping[str, Any]) -> Mapping[str, Any]:
         assert self._received is not None  # attached
         stage, problem = Stage(**request["stage"]), str(request["problem"])
         self._received.on_failed(stage, int(request["rank"]), problem)
         return {"ok": True}
 
-    def _on_part(self, line: Line, request: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _on_part(self, line: PeerConnection, request: Mapping[str, Any]) -> Mapping[str, Any]:
         assert self._received is not None  # attached
         part = int(request["step"]), int(request["round"]), int(request["rank"])
         found = self._received.serve_part(*part)
@@ -304,7 +304,7 @@ class Courier:
         again = self._received.serve_part(*part)
         return {"ok": True, "whole": again is not None and again[0] == handed}
 
-    def _on_replica(self, line: Line, request: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _on_replica(self, line: PeerConnection, request: Mapping[str, Any]) -> Mapping[str, Any]:
         assert self._received is not None  # attached
         handed = handed_from_json(request["handed"])
         room = self._received.replica_room(handed)
@@ -316,7 +316,7 @@ class Courier:
         return {"ok": True}
 
 
-def _handed(line: Line, found: Mapping[str, Any]) -> Handed:
+def _handed(line: PeerConnection, found: Mapping[str, Any]) -> Handed:
     try:
         return handed_from_json(found["handed"])
     except ValueError as error:
@@ -328,7 +328,7 @@ def _in_words(error: OSError) -> str:
     return f"{error.filename}: {reason}" if error.filename else reason
 
 
-def _in_time(line: Line, until: float) -> Callable[[int], bool]:
+def _in_time(line: PeerConnection, until: float) -> Callable[[int], bool]:
     """Return what lets a transfer go on until ``until`` and then raises Undelivered."""
 
     def check(_: int) -> bool:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Final
 
 from elaunch.agent.workers.storesocket import listen_for_nodes
-from elaunch.wire.handshake import COURIER, Answering, Doorstep
+from elaunch.wire.handshake import COURIER, Answering, PendingHandshakes
 
 HANDSHAKE_S: Final = 10.0
 """Seconds in which who connects has to show who it is."""
@@ -29,7 +29,7 @@ JOIN_S: Final = 2.0
 log = logging.getLogger("elaunch")
 
 
-class CourierPort:
+class PeersPort:
     """Owns the listening socket and the connections of those who have passed.
 
     Args:
@@ -46,7 +46,7 @@ class CourierPort:
         self._door: socket.socket | None = None
         self._wake = -1
         self._closing = False
-        self._doorstep = Doorstep(HANDSHAKE_S)
+        self._doorstep = PendingHandshakes(HANDSHAKE_S)
         self._served: set[socket.socket] = set()
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="courier", daemon=True)

@@ -28,15 +28,15 @@ from typing import Any, Final, TypeVar
 from elaunch.agent.nodes.status import AT_REST
 from elaunch.agent.peers.directory import kept_of, looked_of, seals_of, seals_to_json
 from elaunch.agent.peers.messages import Undelivered
-from elaunch.agent.peers.peers import PATIENCE, Courier, Peer
+from elaunch.agent.peers.peers import PATIENCE, Peer, Peers
 from elaunch.agent.policy import events
 from elaunch.checkpoint import records
 from elaunch.checkpoint.nodelocal.inventory import Kept, Looked
 from elaunch.checkpoint.nodelocal.seals import Seals, merge
 from elaunch.checkpoint.nodelocal.union import Union, unite
 from elaunch.errors import CheckpointError
-from elaunch.rendezvous.decide.view import Found, Search
-from elaunch.rendezvous.plan import AgentRecord
+from elaunch.rendezvous.decide.view import Search, SearchResult
+from elaunch.rendezvous.plan import NodeStatus
 
 AT_ONCE: Final = 32
 GATHER_PATIENCE: Final = 3 * PATIENCE
@@ -59,7 +59,7 @@ class LocalSearch:
 
     def __init__(
         self,
-        courier: Courier,
+        courier: Peers,
         heartbeat_timeout: float,
         post: Callable[[events.Event], None],
         *,
@@ -72,8 +72,8 @@ class LocalSearch:
         self._unreached: dict[str, str] = {}
         """Agents that the search before could not reach, and why."""
 
-    def __call__(self, asked: Search) -> Found:
-        """Return the checkpoint that lies whole on every node of ``Found.ready``.
+    def __call__(self, asked: Search) -> SearchResult:
+        """Return the checkpoint that lies whole on every node of ``SearchResult.ready``.
 
         Raises CheckpointError: an agent cannot be reached for long, its storage cannot be read, or
         there are checkpoints and none can be had.
@@ -98,7 +98,7 @@ class LocalSearch:
                     "time: is there a firewall between the nodes?"
                 )
         if search.unreached:
-            return Found(again=True)
+            return SearchResult(again=True)
         self._post(events.CheckpointChosen(found))
         chosen = found.checkpoint
         if chosen is None and self._require and found.passed_over:
@@ -108,9 +108,9 @@ class LocalSearch:
                 f"passed over; {first.path}: {first.reason}"
             )
         if chosen is None:
-            return Found(ready=frozenset(targets))
+            return SearchResult(ready=frozenset(targets))
         said = {"path": str(chosen.path), "step": chosen.step, "format": chosen.format}
-        return Found(said, ready=frozenset(targets))
+        return SearchResult(said, ready=frozenset(targets))
 
 
 class _OneSearch:
@@ -118,8 +118,8 @@ class _OneSearch:
 
     def __init__(
         self,
-        courier: Courier,
-        nodes: Mapping[str, AgentRecord],
+        courier: Peers,
+        nodes: Mapping[str, NodeStatus],
         targets: Sequence[str],
         reach: float,
     ) -> None:
@@ -133,12 +133,12 @@ class _OneSearch:
         self._failed: list[str] = []
         self.unreached: dict[str, str] = {}
 
-    def run(self) -> records.Search:
+    def run(self) -> records.SearchOutcome:
         """Return what was found and is now on all targets; nothing if ``unreached`` has a node."""
         holders: dict[Kept, list[str]] = {}
         seals = self._seals()
         if self.unreached:  # one of them may have what makes a stage of another complete
-            return records.Search(None)
+            return records.SearchOutcome(None)
         for name, listed in self._of_all(seals, lambda name: self._kept(name, seals[name])).items():
             for one in listed:
                 holders.setdefault(one, []).append(name)
@@ -156,10 +156,10 @@ class _OneSearch:
                 round_number = kept.round if kept.round >= 0 else None
                 path = Path(kept.path)
                 found = records.Checkpoint(path, kept.step, union.format, round_number)
-                return records.Search(found, tuple(self._passed_over))
+                return records.SearchOutcome(found, tuple(self._passed_over))
         if self._failed and not self.unreached:
             raise CheckpointError(f"--checkpoint-local: {'; '.join(self._failed)}")
-        return records.Search(None, tuple(self._passed_over))
+        return records.SearchOutcome(None, tuple(self._passed_over))
 
     # ── one checkpoint ───────────────────────────────────────────────────────────────────────────
 

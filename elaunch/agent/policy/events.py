@@ -11,22 +11,22 @@ WorkerExited        server reader            a worker's wait returned
 TreeGone            server reader            nothing of the round is left, but for the survivors
 StoreLost           server reader            the round's TCPStore could not be hosted any longer
 DevicesCounted      server reader            the answer to ``count_devices``
-Probed              probe                    the checkpoint directory can be used, or cannot
+DirectoryProbed     probe                    the checkpoint directory can be used, or cannot
 ServerLost          reaper                   the server itself ended
 CheckpointChosen    checkpoint search        the newest complete checkpoint, or none
 SignalReceived      signal handlers          a person, a scheduler or the kernel signalled the agent
 DeadlinePassed      the loop's own clock     the state's deadline has come
 Fenced              server reader            all workers were killed: no renewal came in time
-Held                server reader            all workers were stopped for a while, or go on
+WorkersHeld         server reader            all workers were stopped for a while, or go on
 WorkerListens       workers' links           a script asks should_preempt()
 NoticeHeard         workers' links           it knows of a notice that another node's agent gave
 PreemptAcked        workers' links           a script says that it ends because of the notice
 PreemptAsked        control socket, timer    somebody asks that the job end, to be continued
 HangSeen            watchdog                 the workers make no progress for too long
 StacksTaken         stacks                   what the workers were doing then
-KeeperUsed          keeper                   a worker has the agent write its checkpoints
-SavesSettled        keeper                   what the round has left in memory is on disk, or lost
-FenceAsked          keeper                   answer, whether a round may still commit
+KeeperUsed          saver                   a worker has the agent write its checkpoints
+SavesSettled        saver                   what the round has left in memory is on disk, or lost
+FenceAsked          saver                   answer, whether a round may still commit
 Ping                health check             answer, to show that the loop is alive
 PlanSeen, CutOff,   the rendezvous           what the other nodes' agents have to do with
 Rejoined, …                                  (elaunch.rendezvous.news)
@@ -40,7 +40,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from elaunch.agent.hangs.stackdump import StackGroup
-from elaunch.checkpoint.records import Search
+from elaunch.checkpoint.records import SearchOutcome
 from elaunch.errors import CheckpointError
 from elaunch.rendezvous.news import CutOff as CutOff
 from elaunch.rendezvous.news import MeetingFailed as MeetingFailed
@@ -130,7 +130,7 @@ class StoreLost:
 
 
 @dataclass(frozen=True)
-class Probed:
+class DirectoryProbed:
     """The checkpoint directory was looked at; ``problem``: it cannot be used; else a remark."""
 
     problem: str = ""
@@ -160,7 +160,7 @@ class CheckpointChosen:
     ``number`` is that of the search, from 1; 0 where the coordinator has searched for all nodes.
     """
 
-    search: Search
+    search: SearchOutcome
     problem: str | None = None
     exit_code: int = CheckpointError.exit_code
     number: int = 0
@@ -186,7 +186,7 @@ class Fenced:
 
 
 @dataclass(frozen=True)
-class Held:
+class WorkersHeld:
     """The server has stopped all workers (``on``), or has let them go on."""
 
     on: bool
@@ -295,13 +295,13 @@ Event = (
     | TreeGone
     | StoreLost
     | DevicesCounted
-    | Probed
+    | DirectoryProbed
     | ServerLost
     | CheckpointChosen
     | SignalReceived
     | DeadlinePassed
     | Fenced
-    | Held
+    | WorkersHeld
     | WorkerListens
     | NoticeHeard
     | PreemptAcked

@@ -224,7 +224,7 @@ def _on_fenced(state: State, _: events.Fenced) -> Decision:
     return NOTHING
 
 
-def _on_held(_: State, event: events.Held) -> Decision:
+def _on_held(_: State, event: events.WorkersHeld) -> Decision:
     if event.on:
         # The server stops them, which knows of no cause: this agent may have been suspended itself.
         return Nothing(), (
@@ -264,7 +264,7 @@ ARMS: dict[type, Callable[[State, Any], Decision]] = {
     events.PlanSeen: _on_plan,
     events.CutOff: _on_cut_off,
     events.Fenced: _on_fenced,
-    events.Held: _on_held,
+    events.WorkersHeld: _on_held,
     events.MeetingFailed: _on_failed,
     events.Rejoined: _on_rejoined,
     events.StillWaiting: _on_waiting,

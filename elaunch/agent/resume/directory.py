@@ -6,7 +6,7 @@
    nor counted again.
 
 Only directories that elaunch writes into (``run.json`` is there) are touched. One object serves
-both who chooses and the keeper, so that the lock is taken once.
+both who chooses and the saver, so that the lock is taken once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from elaunch.errors import CheckpointError, SaveError, UsageError
 if TYPE_CHECKING:
     from elaunch.checkpoint.ownership import Origin
     from elaunch.checkpoint.records import PassedOver
-    from elaunch.checkpoint.storage.storage import Closeable, Depot
+    from elaunch.checkpoint.storage.storage import Closeable, Storage
 
 MOST: Final = 1 << 20
 """Bytes that a run.json or metadata.json may have to be looked at."""
@@ -44,10 +44,10 @@ MOST_TOLD: Final = 10
 log = logging.getLogger("elaunch")
 
 
-class Finishing:
+class DirectoryFinisher:
     """Owns the directory's lock. ``settings`` are the run's.
 
-    ``unfinished``, set by the keeper, returns the names of stages that this process still writes,
+    ``unfinished``, set by the saver, returns the names of stages that this process still writes,
     ``round`` is the newest that this node took part in, and ``jobs`` are the words of the plans of
     this job, if it has several nodes, as far as they are known. ``turn`` is held by who searches.
     """
@@ -70,35 +70,35 @@ class Finishing:
         self.jobs |= {job}
         self._job = job
 
-    def lock(self, depot: Depot) -> None:
+    def lock(self, storage: Storage) -> None:
         """Take the directory for this job, once; SaveError names the job that has it.
 
         Another agent of the same job of several nodes may have it: that is as good. Waits LOCK_S
         for another job of the same run id, with several nodes. SaveError, too, if the directory is
         gone since an earlier call, or is another one.
         """
-        if isinstance(depot.place, Path):
-            self._demand_origin(depot.place)
+        if isinstance(storage.place, Path):
+            self._demand_origin(storage.place)
         until = time.monotonic() + LOCK_S
-        while not self._try_lock(depot, time.monotonic() >= until):
+        while not self._try_lock(storage, time.monotonic() >= until):
             threading.Event().wait(LOOK_S)
 
-    def _try_lock(self, depot: Depot, last: bool) -> bool:
+    def _try_lock(self, storage: Storage, last: bool) -> bool:
         """Return whether it is locked; False, else SaveError with ``last``, for one to wait for."""
         with self._taking:
-            place = str(depot.place)
+            place = str(storage.place)
             if place in self._held:
                 self._held[place].say_who(self._job)
                 return True
             try:
-                self._held[place] = depot.lock(self._job)
+                self._held[place] = storage.lock(self._job)
             except SaveError:
                 several = self._settings.rendezvous is not None
-                run_id = _said(depot.place, layout.RUN, "run_id")
+                run_id = _said(storage.place, layout.RUN, "run_id")
                 if not several or run_id != self._settings.run_id:
                     raise
                 # A word that is not known is no proof of another job.
-                holder = _said(depot.place, layout.LOCK, "job")
+                holder = _said(storage.place, layout.LOCK, "job")
                 ours = not holder or not self.jobs or holder in self.jobs
                 if last and not ours:
                     raise
@@ -129,16 +129,16 @@ class Finishing:
         if isinstance(place, Path) and not (place / layout.RUN).exists():
             return
         from elaunch.checkpoint.storage.storage import (
-            open_depot,  # jobs that elaunch writes nothing for
+            open_storage,  # jobs that elaunch writes nothing for
         )
 
-        depot = open_depot(place, self._settings.checkpoint_local)
+        storage = open_storage(place, self._settings.checkpoint_local)
         try:
-            depot.prepare(self._settings.run_id, self._settings.run_id_given)
-            self.lock(depot)
+            storage.prepare(self._settings.run_id, self._settings.run_id_given)
+            self.lock(storage)
         except SaveError as error:
             raise UsageError(f"--checkpoint-dir {place}: {error}") from error
-        self._tidy(depot, run_id, self.round)
+        self._tidy(storage, run_id, self.round)
 
     def _demand_origin(self, place: Path) -> None:
         """Raise SaveError unless this is the directory of the first call for that path."""
@@ -149,22 +149,22 @@ class Finishing:
             raise SaveError(lost)
         self._origins[str(place)] = origin
 
-    def tidy(self, depot: Depot) -> None:
+    def tidy(self, storage: Storage) -> None:
         """Bring to an end what rounds before this one left in a directory that has been locked.
 
         For one that is not ``--checkpoint-dir``: no checkpoint was looked for there before this
         round. Raises CheckpointError, OSError.
         """
         settings = self._settings
-        self._tidy(depot, settings.run_id if settings.run_id_given else None, self.round - 1)
+        self._tidy(storage, settings.run_id if settings.run_id_given else None, self.round - 1)
 
-    def _tidy(self, depot: Depot, run_id: str | None, after: int) -> None:
-        place = str(depot.place)
+    def _tidy(self, storage: Storage, run_id: str | None, after: int) -> None:
+        place = str(storage.place)
         alone = self._settings.rendezvous is None and place in self._tidied
         self._tidied.add(place)
-        for done in depot.finish_stages(run_id, self.unfinished(), after, alone):
+        for done in storage.finish_stages(run_id, self.unfinished(), after, alone):
             log.warning("%s was complete and is committed now: its writer had died", done.name)
-        depot.clear_trash()
+        storage.clear_trash()
 
     def doubted(self, place: Path) -> set[str] | None:
         """Return the names of the checkpoints that nobody has read for this job yet; None: of all.

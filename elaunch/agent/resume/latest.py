@@ -10,8 +10,8 @@ from pathlib import Path
 
 from elaunch.agent.patience import telling
 from elaunch.agent.policy import events
-from elaunch.agent.resume.directory import Finishing
-from elaunch.checkpoint.records import Checkpoint, PassedOver, Search
+from elaunch.agent.resume.directory import DirectoryFinisher
+from elaunch.checkpoint.records import Checkpoint, PassedOver, SearchOutcome
 from elaunch.config import Settings
 from elaunch.errors import CheckpointError, ElaunchError
 from elaunch.rendezvous.decide import view
@@ -24,7 +24,7 @@ STILL = (
 )
 
 
-def look(settings: Settings, finishing: Finishing | None = None) -> events.CheckpointChosen:
+def look(settings: Settings, finishing: DirectoryFinisher | None = None) -> events.CheckpointChosen:
     """Return what is found below ``--checkpoint-dir``; blocks as long as the storage does.
 
     With ``finishing``, what the round before has left there is finished first, and what is damaged
@@ -49,17 +49,17 @@ def look(settings: Settings, finishing: Finishing | None = None) -> events.Check
             if settings.require_resume and search.checkpoint is None:
                 problem = _lost(settings, search)
     except ElaunchError as error:
-        search, problem = Search(None), str(error)
+        search, problem = SearchOutcome(None), str(error)
         exit_code = error.exit_code
     except Exception as error:  # the round waits for the answer, whatever it is
-        search, problem = Search(None), f"{root}: {type(error).__name__}: {error}"
+        search, problem = SearchOutcome(None), f"{root}: {type(error).__name__}: {error}"
     unreadable = [passed.reason for passed in search.passed_over if passed.path == root]
     if unreadable:  # not the same as a directory without checkpoints: nobody may start afresh
         problem = f"{root}: {unreadable[0]}"
     return events.CheckpointChosen(search, problem, exit_code)
 
 
-def _lost(settings: Settings, search: Search) -> str | None:
+def _lost(settings: Settings, search: SearchOutcome) -> str | None:
     """Return why a job with ``--require-resume`` may not start afresh, None if it may."""
     root = settings.checkpoint_dir
     entries = in_place(root) if isinstance(root, Path) else len(search.passed_over)
@@ -86,7 +86,7 @@ def in_place(root: Path) -> int:
     return sum(not name.startswith(".") for name in names)
 
 
-def _point_to(search: Search) -> None:
+def _point_to(search: SearchOutcome) -> None:
     """Have DeepSpeed load what was chosen, where a newer one was passed over."""
     from elaunch.checkpoint.formats import deepspeed
 
@@ -105,8 +105,8 @@ def _point_to(search: Search) -> None:
 
 
 def _search(
-    root: Path | str, glob: str | None, run_id: str | None, finishing: Finishing | None
-) -> Search:
+    root: Path | str, glob: str | None, run_id: str | None, finishing: DirectoryFinisher | None
+) -> SearchOutcome:
     if isinstance(root, Path):
         from elaunch.checkpoint.search.latest import (
             find_latest,  # only jobs with checkpoints pay for it
@@ -118,37 +118,37 @@ def _search(
             doubted.discard(Path(search.checkpoint.path).name)
         return search
     from elaunch.checkpoint.formats.own import FORMAT
-    from elaunch.checkpoint.storage.storage import open_depot
+    from elaunch.checkpoint.storage.storage import open_storage
 
-    depot, passed = open_depot(root), []
-    for found in reversed(depot.listed()):
+    storage, passed = open_storage(root), []
+    for found in reversed(storage.listed()):
         try:
-            depot.verify(found, run_id)
+            storage.verify(found, run_id)
         except (CheckpointError, OSError) as error:
             passed.append(PassedOver(Path(found.name), str(error)))
             if isinstance(error, CheckpointError) and run_id in (None, found.run_id):
-                depot.quarantine(found, str(error))
+                storage.quarantine(found, str(error))
         else:
             newest = Checkpoint(found.place, found.step, FORMAT, found.round)
-            return Search(newest, tuple(passed))
-    return Search(None, tuple(passed))
+            return SearchOutcome(newest, tuple(passed))
+    return SearchOutcome(None, tuple(passed))
 
 
 def for_all_nodes(
     settings: Settings,
     post: Callable[[events.Event], None],
-    finishing: Finishing | None = None,
-) -> Callable[[view.Search], view.Found]:
+    finishing: DirectoryFinisher | None = None,
+) -> Callable[[view.Search], view.SearchResult]:
     """Return the coordinator's search: what it finds, every node resumes from.
 
     The agent's loop is told as well, for its log. The search raises CheckpointError where the
     storage cannot be read.
     """
 
-    def search(asked: view.Search) -> view.Found:
+    def search(asked: view.Search) -> view.SearchResult:
         unseen = _unseen(settings, asked.probes)
         if unseen:  # those who share no directory have no checkpoint in common either
-            return view.Found(asked=asked.probes, unseen=unseen)
+            return view.SearchResult(asked=asked.probes, unseen=unseen)
         if finishing is not None:
             finishing.jobs |= asked.jobs
         found = look(settings, finishing)
@@ -157,9 +157,9 @@ def for_all_nodes(
             raise CheckpointError(f"cannot look for checkpoints: {found.problem}")
         chosen = found.search.checkpoint
         if chosen is None:
-            return view.Found(asked=asked.probes)
+            return view.SearchResult(asked=asked.probes)
         said = {"path": str(chosen.path), "step": chosen.step, "format": chosen.format}
-        return view.Found(said, asked=asked.probes)
+        return view.SearchResult(said, asked=asked.probes)
 
     return search
 

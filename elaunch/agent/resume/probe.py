@@ -1,7 +1,7 @@
 """The look at the checkpoint directory before the first round, in a thread of its own.
 
-Storage may hang, so the loop waits for the answer (``events.Probed``) and for no longer than
-ANSWER_S. With several nodes and one directory this also leaves the mark by which the coordinator
+Storage may hang, so the loop waits for the answer (``events.DirectoryProbed``), ANSWER_S at the
+longest. With several nodes and one directory this also leaves the mark by which the coordinator
 tells that they share it (elaunch.checkpoint.probe, elaunch.rendezvous.decide.sharing).
 """
 
@@ -27,7 +27,7 @@ CLOSE_S: Final = 2.0
 log = logging.getLogger("elaunch")
 
 
-class Probing:
+class DirectoryProbe:
     """Owns the thread, and the mark in the directory while the agent lives.
 
     Args:
@@ -68,11 +68,11 @@ class Probing:
             return None
         asking, keeping = preempting(self._settings)
         passing = self._settings.forward_signals
-        kinds = (events.Probed, *asking)
+        kinds = (events.DirectoryProbed, *asking)
         event = await_one(inbox, kinds, passing, ANSWER_S, keeping=keeping)
         if isinstance(event, events.SignalReceived | events.PreemptAsked):
             return event
-        if not isinstance(event, events.Probed):
+        if not isinstance(event, events.DirectoryProbed):
             raise UsageError(
                 f"--checkpoint-dir {self._place}: the file system has not answered on "
                 f"{os.uname().nodename} within {ANSWER_S:g} s; is its server up?"
@@ -94,6 +94,6 @@ class Probing:
                 self._marked = True
                 probe.leave_mark(place, self.nonce)
         except UsageError as error:
-            self._post(events.Probed(str(error)))
+            self._post(events.DirectoryProbed(str(error)))
         else:
-            self._post(events.Probed(remark=found.remark))
+            self._post(events.DirectoryProbed(remark=found.remark))

@@ -1,4 +1,4 @@
-"""One worker's connection to its agent's keeper: reads its requests, answers them in order.
+"""One worker's connection to its agent's saver: reads its requests, answers them in order.
 
 What was sent is done, also where the worker has ended meanwhile: the lines before the end of the
 connection are read to the last whole one.
@@ -16,10 +16,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final, Protocol
 
 from elaunch.agent.saver.memory import Segment
-from elaunch.agent.saver.shards import Parts
-from elaunch.agent.saver.surroundings import RoundWorld
+from elaunch.agent.saver.shards import Shards
+from elaunch.agent.saver.surroundings import RoundSurroundings
 from elaunch.checkpoint.records import Stage
-from elaunch.checkpoint.writing.queue import Keeping
+from elaunch.checkpoint.writing.queue import SaveQueue
 from elaunch.errors import CheckpointError
 from elaunch.wire.saver import (
     LONGEST_LINE,
@@ -39,30 +39,30 @@ log = logging.getLogger("elaunch")
 Answer = tuple[Mapping[str, Any], list[int]]
 
 
-class Service(Protocol):
+class SaverRequests(Protocol):
     """What a desk is the front of: elaunch.agent.saver.service."""
 
-    keeping: Keeping
-    parts: Parts
-    world: RoundWorld
+    keeping: SaveQueue
+    parts: Shards
+    world: RoundSurroundings
 
-    def admit(self, desk: Desk) -> None:
+    def admit(self, connection: SaverConnection) -> None:
         """Let the worker in; CheckpointError says why not."""
 
-    def left(self, desk: Desk) -> None:
+    def left(self, connection: SaverConnection) -> None:
         """Note that the connection has ended."""
 
-    def lend(self, desk: Desk, size: int) -> Segment:
+    def lend(self, connection: SaverConnection, size: int) -> Segment:
         """Return the worker's memory."""
 
-    def begin_save(self, desk: Desk, wait: bool, timeout: float | None) -> bool:
+    def begin_save(self, connection: SaverConnection, wait: bool, timeout: float | None) -> bool:
         """Wait until the worker may overwrite its memory."""
 
-    def take(self, desk: Desk, handed: Handed) -> None:
+    def take(self, connection: SaverConnection, handed: Handed) -> None:
         """Take over what the worker has left in its memory."""
 
 
-class Desk:
+class SaverConnection:
     """Serves one worker in a thread of its own, until it hangs up."""
 
     def __init__(self, sock: socket.socket, rank: int, local_rank: int, round_: int) -> None:
@@ -72,12 +72,12 @@ class Desk:
         self.begun = False
         self._sock = sock
 
-    def start(self, service: Service) -> None:
+    def start(self, service: SaverRequests) -> None:
         """Begin to serve."""
         self._sock.setblocking(True)
         limit = struct.pack("@ll", SEND_S, 0)
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-        name = f"keeper rank {self.rank}"
+        name = f"saver rank {self.rank}"
         threading.Thread(target=self._run, args=(service,), name=name, daemon=True).start()
 
     def close(self) -> None:
@@ -87,17 +87,17 @@ class Desk:
         except OSError as error:
             log.debug("rank %d had hung up: %s", self.rank, error)
 
-    def _run(self, service: Service) -> None:
+    def _run(self, service: SaverRequests) -> None:
         try:
             if self._greet(service):
                 self._read(service)
         except Exception:
-            log.exception("the keeper cannot serve rank %d any more", self.rank)
+            log.exception("the saver cannot serve rank %d any more", self.rank)
         finally:
             self._sock.close()
             service.left(self)
 
-    def _greet(self, service: Service) -> bool:
+    def _greet(self, service: SaverRequests) -> bool:
         try:
             service.admit(self)
         except (CheckpointError, OSError) as error:
@@ -106,7 +106,7 @@ class Desk:
         self._send({"ok": True})
         return True
 
-    def _read(self, service: Service) -> None:
+    def _read(self, service: SaverRequests) -> None:
         unread = bytearray()
         while True:
             try:
@@ -126,7 +126,7 @@ class Desk:
                 log.warning("rank %d sent a line of more than %d bytes", self.rank, LONGEST_LINE)
                 return
 
-    def _serve(self, service: Service, line: bytes) -> None:
+    def _serve(self, service: SaverRequests, line: bytes) -> None:
         number, files = None, list[int]()
         answer: Mapping[str, Any]
         try:
@@ -156,46 +156,46 @@ class Desk:
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────
 
-    def memory(self, service: Service, said: Mapping[str, Any]) -> Answer:
+    def memory(self, service: SaverRequests, said: Mapping[str, Any]) -> Answer:
         """Lend the worker its memory."""
         segment = service.lend(self, int(said["size"]))
         return {"size": segment.size}, [segment.fd]
 
-    def begin(self, service: Service, said: Mapping[str, Any]) -> Answer:
+    def begin(self, service: SaverRequests, said: Mapping[str, Any]) -> Answer:
         """Have the worker wait for its turn."""
         self.begun = service.begin_save(self, said["wait"] is True, said.get("timeout"))
         return self._newest(service, {"begun": self.begun})
 
-    def staged(self, service: Service, said: Mapping[str, Any]) -> Answer:
+    def staged(self, service: SaverRequests, said: Mapping[str, Any]) -> Answer:
         """Take over what the worker has left in its memory."""
         service.take(self, handed_from_json(said["handed"]))
         return self._newest(service, {})
 
-    def abandon(self, service: Service, said: Mapping[str, Any]) -> Answer:
+    def abandon(self, service: SaverRequests, said: Mapping[str, Any]) -> Answer:
         """Note that nothing comes of what was begun."""
         self.begun = False
         stage = said.get("stage")
         service.keeping.abandon(self.rank, None if stage is None else Stage(**stage))
         return {}, []
 
-    def wait(self, service: Service, said: Mapping[str, Any]) -> Answer:
+    def wait(self, service: SaverRequests, said: Mapping[str, Any]) -> Answer:
         """Have the worker wait until its saves are on the disk."""
         service.keeping.wait(self.rank, said.get("timeout"))
         return self._newest(service, {})
 
-    def fence(self, service: Service, said: Mapping[str, Any]) -> Answer:
+    def fence(self, service: SaverRequests, said: Mapping[str, Any]) -> Answer:
         """Tell whether the worker's round is still the one."""
         service.world.fence(int(said["round"]))
         return {}, []
 
-    def committed(self, service: Service, said: Mapping[str, Any]) -> Answer:
+    def committed(self, service: SaverRequests, said: Mapping[str, Any]) -> Answer:
         """Count a checkpoint that the ranks have written and committed without the agent."""
         done = committed_from_json(said["committed"])
         if done is not None:
             service.keeping.committed_by_rank(done, float(said["took"]))
         return {}, []
 
-    def recall(self, service: Service, said: Mapping[str, Any]) -> Answer:
+    def recall(self, service: SaverRequests, said: Mapping[str, Any]) -> Answer:
         """Show the worker what is in memory of a checkpoint."""
         wanted = (int(said["step"]), int(said["round"]), str(said["uuid"]))
         ranks = [int(rank) for rank in said["ranks"]]
@@ -203,17 +203,19 @@ class Desk:
         parts = [{"rank": r, "files": files_to_json(files)} for r, (files, _) in found.items()]
         return {"parts": parts}, [segment.fd for _, segment in found.values()]
 
-    def _newest(self, service: Service, fields: dict[str, Any]) -> Answer:
+    def _newest(self, service: SaverRequests, fields: dict[str, Any]) -> Answer:
         return {**fields, "committed": committed_to_json(service.keeping.newest(self.rank))}, []
 
 
-_SERVED: Final[Mapping[str, Callable[[Desk, Service, Mapping[str, Any]], Answer]]] = {
-    "memory": Desk.memory,
-    "begin": Desk.begin,
-    "staged": Desk.staged,
-    "abandon": Desk.abandon,
-    "wait": Desk.wait,
-    "fence": Desk.fence,
-    "committed": Desk.committed,
-    "recall": Desk.recall,
+_SERVED: Final[
+    Mapping[str, Callable[[SaverConnection, SaverRequests, Mapping[str, Any]], Answer]]
+] = {
+    "memory": SaverConnection.memory,
+    "begin": SaverConnection.begin,
+    "staged": SaverConnection.staged,
+    "abandon": SaverConnection.abandon,
+    "wait": SaverConnection.wait,
+    "fence": SaverConnection.fence,
+    "committed": SaverConnection.committed,
+    "recall": SaverConnection.recall,
 }

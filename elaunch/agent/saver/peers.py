@@ -1,9 +1,9 @@
-"""Between a node's keeper (elaunch.agent.saver.saver) and the courier that reaches other nodes'.
+"""Between a node's saver (elaunch.agent.saver.saver) and the courier that reaches other nodes'.
 
 ============================  ====================================================================
-:class:`Peers`                what the keeper asks of the courier; each call blocks for at most
-                              its ``timeout`` seconds, in a thread of the keeper's
-:class:`Received`             what the courier hands to the keeper, in threads of the courier's;
+:class:`SaverPeers`                what the saver asks of the courier; each call blocks for at most
+                              its ``timeout`` seconds, in a thread of the saver's
+:class:`Received`             what the courier hands to the saver, in threads of the courier's;
                               no call blocks for longer than memory takes to be made, but for
                               ``replica_room``
 ============================  ====================================================================
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from elaunch.checkpoint.records import Stage
 
 
-class Peers(Protocol):
+class SaverPeers(Protocol):
     """The courier. A node that cannot be reached, or that refuses, is a SaveError that names it."""
 
     def send_sealed(
@@ -61,7 +61,7 @@ class Peers(Protocol):
 
 
 class Received(Protocol):
-    """The keeper, as the courier calls it."""
+    """The saver, as the courier calls it."""
 
     def on_sealed(self, stage: Stage, rank: int, manifest: bytes) -> None:
         """Another node's part is on the disk."""

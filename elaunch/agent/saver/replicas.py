@@ -48,10 +48,10 @@ from elaunch.checkpoint.storage.durable import (
     write_file,
 )
 from elaunch.checkpoint.storage.files import open_regular
-from elaunch.checkpoint.storage.storage import Depot
+from elaunch.checkpoint.storage.storage import Storage
 from elaunch.checkpoint.writing.manifests import decode
 from elaunch.checkpoint.writing.pace import Pace
-from elaunch.checkpoint.writing.queue import Keeping, told
+from elaunch.checkpoint.writing.queue import SaveQueue, told
 from elaunch.errors import CheckpointError, SaveError
 from elaunch.wire.saver import Handed
 
@@ -65,15 +65,15 @@ _Replica = tuple[Handed, Segment]
 log = logging.getLogger("elaunch")
 
 
-class Copies:
-    """Writes replicas into the directory of ``depot``; any thread may call.
+class Replicas:
+    """Writes replicas into the directory of ``storage``; any thread may call.
 
     A replica's memory is held until it is written or dropped.
     """
 
-    def __init__(self, depot: Depot, keeping: Keeping, memory: CheckpointMemory) -> None:
-        self._depot = depot
-        self._root = Path(depot.place)
+    def __init__(self, storage: Storage, keeping: SaveQueue, memory: CheckpointMemory) -> None:
+        self._storage = storage
+        self._root = Path(storage.place)
         self._keeping = keeping
         self._memory = memory
         self._changed = threading.Condition()
@@ -188,8 +188,8 @@ class Copies:
         if seal is None or not path.is_dir():
             return
         self._put(path, seal, handed, memory, until, pace=pace)
-        if rank not in self._depot.manifests(stage):
-            self._depot.adopt(stage, {rank: seal})
+        if rank not in self._storage.manifests(stage):
+            self._storage.adopt(stage, {rank: seal})
 
     def _put(
         self,

@@ -1,4 +1,4 @@
-"""What the keeper is told: by whom it is run, and of the round that runs. Frozen."""
+"""What the saver is told: by whom it is run, and of the round that runs. Frozen."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING
 from elaunch.agent.policy import events
 from elaunch.agent.policy.actions import StartRound
 from elaunch.agent.policy.state import State
-from elaunch.agent.resume.directory import Finishing
+from elaunch.agent.resume.directory import DirectoryFinisher
 from elaunch.config import Settings
 from elaunch.rendezvous.plan import Plan
 
 if TYPE_CHECKING:
-    from elaunch.agent.saver.peers import Peers
+    from elaunch.agent.saver.peers import SaverPeers
 
 
 @dataclass(frozen=True)
-class KeeperPlan:
-    """What the keeper works with.
+class SaverPlan:
+    """What the saver works with.
 
     Attributes:
         settings: of the run.
@@ -33,14 +33,14 @@ class KeeperPlan:
 
     settings: Settings
     post: Callable[[events.Event], None]
-    finishing: Finishing
+    finishing: DirectoryFinisher
     read_plan: Callable[[], Plan] | None = None
-    peers: Peers | None = None
+    peers: SaverPeers | None = None
 
 
 @dataclass(frozen=True)
-class KeeperRound:
-    """What the keeper knows of the round that runs.
+class SaverRound:
+    """What the saver knows of the round that runs.
 
     Attributes:
         round: its number.
@@ -72,10 +72,10 @@ class KeeperRound:
         return 0
 
 
-def round_of(state: State, action: StartRound) -> KeeperRound:
-    """Return what the keeper is told of the round that ``action`` begins."""
+def round_of(state: State, action: StartRound) -> SaverRound:
+    """Return what the saver is told of the round that ``action`` begins."""
     resumed = "" if action.checkpoint is None else os.path.basename(str(action.checkpoint.path))
-    return KeeperRound(
+    return SaverRound(
         round=action.round,
         first_rank=action.first_rank,
         nproc=state.limits.nproc,

@@ -1,4 +1,4 @@
-"""The agent's keeper of checkpoints, as its loop and its control socket see it.
+"""The agent's saver of checkpoints, as its loop and its control socket see it.
 
 It costs nothing until a worker connects to it (elaunch.wire.saver): then what does the work is
 imported and made (elaunch.agent.saver.service), and KeeperUsed tells the loop that the round's end
@@ -22,14 +22,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 from elaunch.agent.patience import telling
 from elaunch.agent.policy import events
-from elaunch.agent.saver.round import KeeperPlan, KeeperRound
+from elaunch.agent.saver.round import SaverPlan, SaverRound
 from elaunch.errors import ElaunchError, SaveError
 from elaunch.rendezvous.plan import Plan
 from elaunch.run.saves import SavesRecord
 
 if TYPE_CHECKING:
-    from elaunch.agent.saver.peers import Peers
-    from elaunch.agent.saver.service import KeeperService
+    from elaunch.agent.saver.peers import SaverPeers
+    from elaunch.agent.saver.service import SaverService
     from elaunch.checkpoint.records import Stage
     from elaunch.wire.saver import Handed
 
@@ -39,16 +39,16 @@ LAST_WAIT_S: Final = 10.0
 log = logging.getLogger("elaunch")
 
 
-class CheckpointKeeper:
+class AgentSaver:
     """Owns the service, once a worker has asked for it."""
 
-    def __init__(self, plan: KeeperPlan) -> None:
+    def __init__(self, plan: SaverPlan) -> None:
         self._plan = plan
         self.finishing = plan.finishing
         self._lock = threading.Lock()
         self._making = threading.Lock()
-        self._service: KeeperService | None = None
-        self._round: KeeperRound | None = None
+        self._service: SaverService | None = None
+        self._round: SaverRound | None = None
         plan.finishing.unfinished = self.unfinished
 
     def check(self) -> None:
@@ -59,13 +59,13 @@ class CheckpointKeeper:
 
             check_limit(limit)
 
-    def meet(self, read_plan: Callable[[], Plan], peers: Peers) -> None:
-        """Be the keeper of one node among several, from before the first round on."""
+    def meet(self, read_plan: Callable[[], Plan], peers: SaverPeers) -> None:
+        """Be the saver of one node among several, from before the first round on."""
         self._plan = replace(self._plan, read_plan=read_plan, peers=peers)
 
     # ── the loop calls ───────────────────────────────────────────────────────────────────────────
 
-    def begin(self, round_: KeeperRound) -> None:
+    def begin(self, round_: SaverRound) -> None:
         """Serve the workers of this round, which are about to start, and none of any other."""
         self.finishing.round = round_.round
         if round_.plan is not None:
@@ -119,7 +119,7 @@ class CheckpointKeeper:
             self._serve(sock, said)
         else:  # the imports may take long, and whoever asks for the run's status is not to wait
             threading.Thread(
-                target=self._serve, args=(sock, said), name="keeper begins", daemon=True
+                target=self._serve, args=(sock, said), name="saver begins", daemon=True
             ).start()
         return problem
 
@@ -178,7 +178,7 @@ class CheckpointKeeper:
         """Keep a replica, which is whole."""
         self._served().replica_came(handed)
 
-    def _served(self) -> KeeperService:
+    def _served(self) -> SaverService:
         with self._lock:
             service = self._service
         if service is None:
@@ -197,15 +197,15 @@ class CheckpointKeeper:
                     service = self._begin_service(place)
                 except (ElaunchError, OSError, ImportError) as error:
                     return str(error)
-        known = str(service.keeping.depot.place)
+        known = str(service.keeping.storage.place)
         if known != place:
             return f"this run's checkpoints are at {known}, not at {place}: a run has one directory"
         return ""
 
-    def _begin_service(self, place: str) -> KeeperService:
-        from elaunch.agent.saver.service import KeeperService  # jobs without saves do without
+    def _begin_service(self, place: str) -> SaverService:
+        from elaunch.agent.saver.service import SaverService  # jobs without saves do without
 
-        service = KeeperService(self._plan, place)
+        service = SaverService(self._plan, place)
         with self._lock:
             if self._round is None:
                 raise SaveError("no round runs here")
@@ -214,7 +214,7 @@ class CheckpointKeeper:
         return service
 
 
-def _refusal(said: Mapping[str, Any], round_: KeeperRound | None) -> str:
+def _refusal(said: Mapping[str, Any], round_: SaverRound | None) -> str:
     numbers = [said.get(name) for name in ("round", "rank", "local_rank", "pid")]
     if any(type(number) is not int for number in numbers) or type(said.get("place")) is not str:
         return "checkpoint needs the numbers 'round', 'rank', 'local_rank', 'pid', and a 'place'"

@@ -1,15 +1,15 @@
-"""The keeper at work: made when a run's first worker connects to it (elaunch.agent.saver.saver).
+"""The saver at work: made when a run's first worker connects to it (elaunch.agent.saver.saver).
 
-====================  ============================================================================
-part                  what it owns
-====================  ============================================================================
-Desk, one a worker    the connection, and the thread that answers it
-CheckpointMemory      the memfds, within --checkpoint-memory
-Parts                 what lies in them, and what other nodes have
-Keeping               the saves in flight, and the threads that write and commit
-Copies                other nodes' parts on the way to this node's own disk (--checkpoint-local)
-RoundWorld            the fence, word to other nodes, retention
-====================  ============================================================================
+=================  ===============================================================================
+part               what it owns
+=================  ===============================================================================
+SaverConnection    one a worker: the connection, and the thread that answers it
+CheckpointMemory   the memfds, within --checkpoint-memory
+Shards             what lies in them, and what other nodes have
+SaveQueue          the saves in flight, and the threads that write and commit
+Replicas           other nodes' shards on the way to this node's own disk (--checkpoint-local)
+RoundSurroundings  the fence, messages to other nodes, retention
+=================  ===============================================================================
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import threading
 import time
 
 from elaunch.agent.policy import events
-from elaunch.agent.saver.connection import Desk
+from elaunch.agent.saver.connection import SaverConnection
 from elaunch.agent.saver.memory import CheckpointMemory, Segment
-from elaunch.agent.saver.replicas import Copies
-from elaunch.agent.saver.round import KeeperPlan, KeeperRound
-from elaunch.agent.saver.shards import REPLICA, Parts
-from elaunch.agent.saver.surroundings import RoundWorld
-from elaunch.checkpoint.storage.storage import open_depot
-from elaunch.checkpoint.writing.queue import Keeping, Settled
+from elaunch.agent.saver.replicas import Replicas
+from elaunch.agent.saver.round import SaverPlan, SaverRound
+from elaunch.agent.saver.shards import REPLICA, Shards
+from elaunch.agent.saver.surroundings import RoundSurroundings
+from elaunch.checkpoint.storage.storage import open_storage
+from elaunch.checkpoint.writing.queue import SaveQueue, Settled
 from elaunch.errors import CheckpointError, SaveError
 from elaunch.wire.saver import Handed
 
@@ -42,34 +42,34 @@ SEALS_S = 5.0
 log = logging.getLogger("elaunch")
 
 
-class KeeperService:
+class SaverService:
     """Owns memory, saves and connections; the loop calls begin, settle and close."""
 
-    def __init__(self, plan: KeeperPlan, place: str) -> None:
+    def __init__(self, plan: SaverPlan, place: str) -> None:
         self._plan = plan
-        self._depot = open_depot(place, plan.settings.checkpoint_local)
+        self._storage = open_storage(place, plan.settings.checkpoint_local)
         self._memory = CheckpointMemory(plan.settings.checkpoint_memory)
         self._changed = threading.Condition()
-        self._desks: dict[int, Desk] = {}
+        self._connections: dict[int, SaverConnection] = {}
         self._reading: dict[tuple[str, int], Segment] = {}
         self._pushing: set[str] = set()
-        self._round: KeeperRound | None = None
-        self.world = RoundWorld(plan, self._depot, self._released)
-        self.keeping = Keeping(self._depot, self.world)
-        self.parts = Parts(plan, self._memory)
-        self._copies = Copies(self._depot, self.keeping, self._memory)
+        self._round: SaverRound | None = None
+        self.world = RoundSurroundings(plan, self._storage, self._released)
+        self.keeping = SaveQueue(self._storage, self.world)
+        self.parts = Shards(plan, self._memory)
+        self._copies = Replicas(self._storage, self.keeping, self._memory)
         self.world.on_commit = self._copies.committed
 
     # ── rounds ───────────────────────────────────────────────────────────────────────────────────
 
-    def begin(self, round_: KeeperRound) -> None:
+    def begin(self, round_: SaverRound) -> None:
         """Serve the workers of this round."""
         with self._changed:
             self._round = self.world.round = round_
             self.world.ending = False
-            old, self._desks = list(self._desks.values()), {}
-        for desk in old:
-            desk.close()
+            old, self._connections = list(self._connections.values()), {}
+        for connection in old:
+            connection.close()
         self.keeping.end_round()
         self.parts.begin(round_)
 
@@ -78,10 +78,12 @@ class KeeperService:
         with self._changed:
             # What they sent last may still be unread.
             drained = min(until, time.monotonic() + DRAIN_S)
-            self._changed.wait_for(lambda: not self._desks, max(0.0, drained - time.monotonic()))
-            desks = list(self._desks.values())
-        for desk in desks:
-            desk.close()
+            self._changed.wait_for(
+                lambda: not self._connections, max(0.0, drained - time.monotonic())
+            )
+            connections = list(self._connections.values())
+        for connection in connections:
+            connection.close()
         self.world.ending = True
         replicas = threading.Thread(target=self._write_replicas, name="replicas", daemon=True)
         replicas.start()
@@ -101,59 +103,59 @@ class KeeperService:
         self.keeping.settle(until, patient=True)
         self._copies.settle(until)
         with self._changed:
-            desks = list(self._desks.values())
-        for desk in desks:
-            desk.close()
+            connections = list(self._connections.values())
+        for connection in connections:
+            connection.close()
         self._memory.close()
 
     # ── workers ──────────────────────────────────────────────────────────────────────────────────
 
-    def adopt(self, sock: socket.socket, rank: int, local_rank: int, round_: KeeperRound) -> None:
+    def adopt(self, sock: socket.socket, rank: int, local_rank: int, round_: SaverRound) -> None:
         """Serve the worker that is connected by ``sock``, in place of an earlier connection."""
-        desk = Desk(sock, rank, local_rank, round_.round)
+        connection = SaverConnection(sock, rank, local_rank, round_.round)
         with self._changed:
-            old = self._desks.get(rank)
-            self._desks[rank] = desk
+            old = self._connections.get(rank)
+            self._connections[rank] = connection
         self.keeping.join(rank)
         if old is not None:
             old.close()
-        desk.start(self)
+        connection.start(self)
 
-    def admit(self, desk: Desk) -> None:
+    def admit(self, connection: SaverConnection) -> None:
         """Make the directory this job's own when its rank 0 comes; SaveError if it is another's."""
-        alone = self._plan.settings.checkpoint_local and desk.local_rank == 0
-        if desk.rank == 0 or alone:
-            self._plan.finishing.lock(self._depot)
+        alone = self._plan.settings.checkpoint_local and connection.local_rank == 0
+        if connection.rank == 0 or alone:
+            self._plan.finishing.lock(self._storage)
             if self._plan.settings.checkpoint_dir is None:
-                self._plan.finishing.tidy(self._depot)
+                self._plan.finishing.tidy(self._storage)
 
-    def left(self, desk: Desk) -> None:
+    def left(self, connection: SaverConnection) -> None:
         """Note that a worker's connection has ended."""
         with self._changed:
-            current = self._desks.get(desk.rank) is desk
+            current = self._connections.get(connection.rank) is connection
             if current:
-                del self._desks[desk.rank]
+                del self._connections[connection.rank]
             self._changed.notify_all()
         if current:
-            self.keeping.leave(desk.rank)
+            self.keeping.leave(connection.rank)
 
-    def lend(self, desk: Desk, size: int) -> Segment:
+    def lend(self, connection: SaverConnection, size: int) -> Segment:
         """Return the worker's segment, of ``size`` bytes or more."""
-        self._check_round(desk)
-        name = _name(desk)
+        self._check_round(connection)
+        name = _name(connection)
         before = self._memory.find(name)
         segment = self._memory.lease(name, size)
         if segment is not before:
             self.parts.forget(name)
         return segment
 
-    def begin_save(self, desk: Desk, wait: bool, timeout: float | None) -> bool:
+    def begin_save(self, connection: SaverConnection, wait: bool, timeout: float | None) -> bool:
         """Wait for the save in flight, then let the worker overwrite its memory."""
-        self._check_round(desk)
+        self._check_round(connection)
         until = None if timeout is None else time.monotonic() + timeout
-        if not self.keeping.begin(desk.rank, wait, timeout):
+        if not self.keeping.begin(connection.rank, wait, timeout):
             return False
-        name = _name(desk)
+        name = _name(connection)
         with self._changed:
             left = None if until is None else max(0.0, until - time.monotonic())
             if not self._changed.wait_for(lambda: name not in self._pushing, left if wait else 0.0):
@@ -162,25 +164,25 @@ class KeeperService:
         self.parts.forget_others(_worker_names(self._round))
         return True
 
-    def take(self, desk: Desk, handed: Handed) -> None:
+    def take(self, connection: SaverConnection, handed: Handed) -> None:
         """Take over a part: it is written from here on, whatever becomes of its worker."""
-        self._check_round(desk)
-        name = _name(desk)
+        self._check_round(connection)
+        name = _name(connection)
         segment = self._memory.find(name)
-        problem = _unfit(desk, handed, segment, self._plan.settings.run_id)
+        problem = _unfit(connection, handed, segment, self._plan.settings.run_id)
         if problem or segment is None:
-            who = f"rank {desk.rank}'s part of {handed.stage.final}"
+            who = f"rank {connection.rank}'s part of {handed.stage.final}"
             raise SaveError(f"{who} is refused: {problem}")
-        desk.begun = False
+        connection.begun = False
         self.parts.keep(name, handed, segment)
         self._write(handed, segment)
         self._replicate(name, handed, segment)
 
-    def _check_round(self, desk: Desk) -> None:
+    def _check_round(self, connection: SaverConnection) -> None:
         now = self._round
-        if now is None or desk.round != now.round:
+        if now is None or connection.round != now.round:
             raise SaveError(
-                f"round {desk.round} is over"
+                f"round {connection.round} is over"
                 + ("" if now is None else f": round {now.round} runs here")
                 + "; what it saves counts no more"
             )
@@ -242,11 +244,11 @@ class KeeperService:
                 log.warning("the copy of rank %d's part: %s", handed.part.rank, error)
 
     def _is_lacking(self, handed: Handed) -> bool:
-        if any(done.uuid == handed.stage.uuid for done in self._depot.listed()):
+        if any(done.uuid == handed.stage.uuid for done in self._storage.listed()):
             return False
         if handed.local and self.keeping.is_sealed(handed.stage, handed.part.rank):
             return False  # a seal of our own would make another checkpoint of it than theirs
-        return handed.part.rank not in self._depot.manifests(handed.stage)
+        return handed.part.rank not in self._storage.manifests(handed.stage)
 
     def replica_room(self, handed: Handed) -> memoryview:
         """Make room for a replica; see ``Received``."""
@@ -265,21 +267,23 @@ class KeeperService:
                 self._copies.came(handed, segment)
 
 
-def _name(desk: Desk) -> str:
-    return f"worker {desk.local_rank}"
+def _name(connection: SaverConnection) -> str:
+    return f"worker {connection.local_rank}"
 
 
-def _worker_names(round_: KeeperRound | None) -> list[str]:
+def _worker_names(round_: SaverRound | None) -> list[str]:
     return [f"worker {k}" for k in range(0 if round_ is None else round_.nproc)]
 
 
-def _unfit(desk: Desk, handed: Handed, segment: Segment | None, run_id: str) -> str:
+def _unfit(
+    connection: SaverConnection, handed: Handed, segment: Segment | None, run_id: str
+) -> str:
     """Return why a part cannot be taken, or ""."""
-    if not desk.begun:
+    if not connection.begun:
         return "no save was begun"
     if segment is None:
         return "no memory was asked for"
-    if handed.part.rank != desk.rank or handed.stage.round != desk.round:
+    if handed.part.rank != connection.rank or handed.stage.round != connection.round:
         return f"it is of rank {handed.part.rank} and round {handed.stage.round}"
     if handed.part.run_id != run_id:
         return f"it is of run {handed.part.run_id}"

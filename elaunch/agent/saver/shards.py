@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from elaunch.agent.saver.memory import CheckpointMemory, Segment
-from elaunch.agent.saver.round import KeeperPlan, KeeperRound
+from elaunch.agent.saver.round import SaverPlan, SaverRound
 from elaunch.errors import SaveError
 from elaunch.wire.saver import Files, Handed
 
@@ -47,19 +47,19 @@ class _Kept:
         return named and rank == self.rank
 
 
-class Parts:
+class Shards:
     """Knows what lies in which segment; any thread may call."""
 
-    def __init__(self, plan: KeeperPlan, memory: CheckpointMemory) -> None:
+    def __init__(self, plan: SaverPlan, memory: CheckpointMemory) -> None:
         self._peers = plan.peers
         self._memory = memory
         self._lock = threading.Lock()
         self._fetching = threading.Lock()
         self._kept: dict[str, _Kept] = {}
-        self._round: KeeperRound | None = None
-        self._before: KeeperRound | None = None
+        self._round: SaverRound | None = None
+        self._before: SaverRound | None = None
 
-    def begin(self, round_: KeeperRound) -> None:
+    def begin(self, round_: SaverRound) -> None:
         """Note where the nodes of the new round are; what is kept stays until a save begins."""
         with self._lock:
             if self._round is not None and any(k.handed for k in self._kept.values()):

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from typing import Final
 
 from elaunch.agent.policy import events
-from elaunch.agent.saver.round import KeeperPlan, KeeperRound
+from elaunch.agent.saver.round import SaverPlan, SaverRound
 from elaunch.checkpoint.records import Committed, Stage
 from elaunch.checkpoint.retention.after import Retiring
-from elaunch.checkpoint.storage.storage import Depot
+from elaunch.checkpoint.storage.storage import Storage
 from elaunch.errors import SaveError, StoreError
 from elaunch.rendezvous.plan import Plan
 from elaunch.rendezvous.records import RecordError
@@ -31,21 +31,23 @@ AGAIN_S: Final = 0.1
 log = logging.getLogger("elaunch")
 
 
-class RoundWorld:
+class RoundSurroundings:
     """The surroundings of an agent's saves; ``round`` is set at the begin of each round.
 
     ``released`` is called when a part's memory is read no more.
     """
 
-    def __init__(self, plan: KeeperPlan, depot: Depot, released: Callable[[Handed], None]) -> None:
+    def __init__(
+        self, plan: SaverPlan, storage: Storage, released: Callable[[Handed], None]
+    ) -> None:
         self._plan = plan
         self.released = released
         self.on_commit: Callable[[Stage], object] = lambda _: None
         """Is told of each save that was committed here."""
-        self.round: KeeperRound | None = None
+        self.round: SaverRound | None = None
         self.ending = False
         """Whether the round's workers have ended: who commits may be gone with its node."""
-        self._retiring = Retiring(depot, plan.settings.checkpoint_keep)
+        self._retiring = Retiring(storage, plan.settings.checkpoint_keep)
 
     def own_ranks(self) -> frozenset[int]:
         """Return the ranks of this node's workers."""

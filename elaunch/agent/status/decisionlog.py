@@ -18,7 +18,7 @@ PASSED_OVER_SHOWN = 10
 log = logging.getLogger("elaunch")
 
 
-class Narrator:
+class DecisionLog:
     """Logs events and decisions; remembers what need not be said again."""
 
     def __init__(self, settings: Settings) -> None:

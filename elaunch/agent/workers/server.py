@@ -36,7 +36,7 @@ LATER_DELAY = 60.0
 SEND_DEADLINE = 120
 """Seconds for the server to take a message; it does not while it imports, which may be slow."""
 
-Post = Callable[[events.Event], None]
+PostEvent = Callable[[events.Event], None]
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class ServerPlan:
 class WorkerServer:
     """Owns the server process and the socket that is its lifeline."""
 
-    def __init__(self, plan: ServerPlan, post: Post, reaper: Reaper) -> None:
+    def __init__(self, plan: ServerPlan, post: PostEvent, reaper: Reaper) -> None:
         self._plan = plan
         self._post = post
         self._reaper = reaper
@@ -192,7 +192,7 @@ def _event(message: protocol.Message) -> events.Event:
     if op == "fenced":
         return events.Fenced(message["late"])
     if op == "held":
-        return events.Held(message["on"])
+        return events.WorkersHeld(message["on"])
     if op == "devices":
         return events.DevicesCounted(message["count"], message["problem"])
     return events.StoreLost(message["problem"])

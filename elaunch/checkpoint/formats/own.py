@@ -28,7 +28,7 @@ from elaunch.checkpoint.storage.files import (
     shown,
     whole_number,
 )
-from elaunch.checkpoint.writing.manifests import Entry, entries, schema_checked
+from elaunch.checkpoint.writing.manifests import FileEntry, entries, schema_checked
 from elaunch.errors import CheckpointError
 
 FORMAT = "elaunch"
@@ -48,7 +48,7 @@ def verify(path: Path, run_id: str | None, content: bool = True, doubted: bool =
     check_files(path, chain(*read_documents(path, run_id).values()), content, doubted)
 
 
-def read_documents(path: Path, run_id: str | None) -> dict[int, tuple[Entry, ...]]:
+def read_documents(path: Path, run_id: str | None) -> dict[int, tuple[FileEntry, ...]]:
     """Check COMMIT, metadata.json and the manifests; return each rank's files."""
     names = os.listdir(path)
     if layout.COMMIT not in names:
@@ -61,7 +61,7 @@ def read_documents(path: Path, run_id: str | None) -> dict[int, tuple[Entry, ...
 
 def check_documents(
     name: str, contents: Mapping[str, bytes], run_id: str | None
-) -> dict[int, tuple[Entry, ...]]:
+) -> dict[int, tuple[FileEntry, ...]]:
     """Check the documents (name → content) of a checkpoint of this name; return ranks' files."""
     commit = commit_document(_content(contents, layout.COMMIT))
     metadata = schema_checked(
@@ -83,7 +83,7 @@ def check_documents(
 
 
 def check_files(
-    path: Path, files: Iterable[Entry], content: bool = True, doubted: bool = True
+    path: Path, files: Iterable[FileEntry], content: bool = True, doubted: bool = True
 ) -> None:
     """Raise CheckpointError unless all files below ``path`` are what their entries say."""
     unique = list(dict.fromkeys(files))
@@ -157,7 +157,7 @@ def _check_ranks(manifests: Mapping[str, bytes], world_size: int) -> None:
         raise CheckpointError(f"{last} is there, but the world size is {world_size}")
 
 
-def _files(name: str, content: bytes) -> tuple[int, tuple[Entry, ...]]:
+def _files(name: str, content: bytes) -> tuple[int, tuple[FileEntry, ...]]:
     manifest = schema_checked(parse_json(content, name), name)
     rank = layout.parse_manifest_name(name)
     if rank is None or manifest.get("rank") != rank:
@@ -165,7 +165,7 @@ def _files(name: str, content: bytes) -> tuple[int, tuple[Entry, ...]]:
     return rank, entries(manifest, name)
 
 
-def _check_size(path: Path, file: Entry) -> None:
+def _check_size(path: Path, file: FileEntry) -> None:
     size = regular_size(inside(path, file.path, "a manifest"))
     if size != file.size:
         word = "truncated" if size < file.size else "changed"
@@ -174,13 +174,13 @@ def _check_size(path: Path, file: Entry) -> None:
         )
 
 
-def _is_as_sealed(path: Path, file: Entry) -> bool:
+def _is_as_sealed(path: Path, file: FileEntry) -> bool:
     if file.mtime_ns is None:
         return False
     with open_regular(path / file.path) as opened:  # NFS asks its server at an open, not at a stat
         return os.fstat(opened.fileno()).st_mtime_ns == file.mtime_ns
 
 
-def _check_content(path: Path, file: Entry) -> None:
+def _check_content(path: Path, file: FileEntry) -> None:
     if f"{layout.CHECKSUM}:{sha256_of(path / file.path)}" != file.checksum:
         raise CheckpointError(f"bad checksum: {file.path}")

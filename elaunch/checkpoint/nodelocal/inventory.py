@@ -47,7 +47,7 @@ from elaunch.checkpoint.storage.files import (
     read_limited,
     regular_size,
 )
-from elaunch.checkpoint.writing.manifests import Entry, entries, schema_checked
+from elaunch.checkpoint.writing.manifests import FileEntry, entries, schema_checked
 from elaunch.errors import CheckpointError
 
 MOST_KEPT: Final = 50
@@ -88,8 +88,8 @@ class Looked:
     node cannot tell; ``problem`` says why it is not complete here.
     """
 
-    files: tuple[Entry, ...] = ()
-    wanted: tuple[Entry, ...] | None = None
+    files: tuple[FileEntry, ...] = ()
+    wanted: tuple[FileEntry, ...] | None = None
     problem: str = ""
     format: str = ""
 
@@ -204,7 +204,7 @@ def _look_own(path: Path, kept: Kept, progress: Progress) -> Looked:
     return Looked(tuple(files), wanted if pair else None, problem, own.FORMAT)
 
 
-def _wanted_own(path: Path, kept: Kept) -> tuple[tuple[Entry, ...], str]:
+def _wanted_own(path: Path, kept: Kept) -> tuple[tuple[FileEntry, ...], str]:
     """Return every file that the checkpoint needs; CheckpointError where that cannot be told.
 
     Where metadata.json is not the one that COMMIT was written with, both are left out, and the
@@ -228,8 +228,8 @@ def _wanted_own(path: Path, kept: Kept) -> tuple[tuple[Entry, ...], str]:
         document = schema_checked(parse_json(content, name), name)
         wanted.update({entry.path: entry for entry in entries(document, name)})
     for name, content in (manifests if problem else documents | manifests).items():
-        wanted[name] = Entry(name, len(content), layout.checksum(content))
-    entries_ = tuple(Entry(one.path, one.size, one.checksum) for one in wanted.values())
+        wanted[name] = FileEntry(name, len(content), layout.checksum(content))
+    entries_ = tuple(FileEntry(one.path, one.size, one.checksum) for one in wanted.values())
     return entries_, problem
 
 
@@ -248,7 +248,7 @@ def _look_directory(path: Path, kept: Kept, progress: Progress) -> Looked:
         return Looked(files, files if format_ else None, problem, format_ or "")
     if dcp.METADATA not in names:
         return Looked(files, None, f"{dcp.METADATA} is missing", dcp.FORMAT)
-    wanted = [Entry(name, size, "") for name, size in dcp.wanted_sizes(path).items()]
+    wanted = [FileEntry(name, size, "") for name, size in dcp.wanted_sizes(path).items()]
     wanted += [entry for entry in files if entry.path == dcp.METADATA]
     return Looked(files, tuple(wanted), problem, dcp.FORMAT)
 
@@ -263,9 +263,9 @@ def _regular(path: Path) -> Iterator[str]:
                 yield str(file.relative_to(path))
 
 
-def _hashed(file: Path, name: str, progress: Progress) -> Entry:
+def _hashed(file: Path, name: str, progress: Progress) -> FileEntry:
     size = regular_size(file)
-    return Entry(name, size, sha256(file, progress))
+    return FileEntry(name, size, sha256(file, progress))
 
 
 def sha256(path: Path, progress: Progress) -> str:

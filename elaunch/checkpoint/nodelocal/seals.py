@@ -15,7 +15,7 @@ from typing import Final
 from elaunch.checkpoint import layout
 from elaunch.checkpoint.records import Stage
 from elaunch.checkpoint.storage.commit import read_stage
-from elaunch.checkpoint.storage.storage import open_depot
+from elaunch.checkpoint.storage.storage import open_storage
 
 Seals = Mapping[str, Mapping[int, bytes]]
 """The name of a stage → rank → the bytes of its manifest."""
@@ -37,7 +37,7 @@ def committed(root: Path) -> dict[str, Path]:
     """Return where the newest committed checkpoints are, by the names that their stages had."""
     if not (root / layout.RUN).exists():
         return {}
-    newest = open_depot(root, local=True).listed()[-NEWEST:]
+    newest = open_storage(root, local=True).listed()[-NEWEST:]
     return {Stage(one.step, one.round, one.uuid).name: Path(one.place) for one in newest}
 
 
@@ -59,7 +59,7 @@ def adopt(root: Path, seals: Seals) -> None:
             own = read_stage(root / layout.STAGE / stage.name)
             lacking = {r: said for r, said in seals.get(stage.name, {}).items() if r not in own}
             if own and lacking:
-                open_depot(root, local=True).adopt(stage, lacking)
+                open_storage(root, local=True).adopt(stage, lacking)
 
 
 def _stages(root: Path) -> list[Stage]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from elaunch.checkpoint import layout
 from elaunch.checkpoint.formats import dcp, huggingface, lightning, own
 from elaunch.checkpoint.nodelocal.inventory import Looked
-from elaunch.checkpoint.writing.manifests import Entry
+from elaunch.checkpoint.writing.manifests import FileEntry
 
 _LAST = (lightning.META, dcp.METADATA, huggingface.STATE, layout.METADATA, layout.COMMIT)
 """What makes a checkpoint one for readers is put in place last, in this order."""
@@ -21,13 +21,13 @@ _PAIR = (layout.METADATA, layout.COMMIT)
 
 
 @dataclass(frozen=True)
-class Held:
+class WholeFile:
     """A file of the checkpoint, and the places, in the order given, that have it whole.
 
     ``instead`` are the places that have another one of that name which does as well.
     """
 
-    entry: Entry
+    entry: FileEntry
     places: tuple[int, ...]
     instead: tuple[int, ...] = ()
 
@@ -43,11 +43,11 @@ class Union:
     ``missing`` says what no node has whole; it is complete without.
     """
 
-    files: tuple[Held, ...]
+    files: tuple[WholeFile, ...]
     missing: tuple[str, ...] = ()
     format: str = ""
 
-    def lacking(self, place: int) -> tuple[Held, ...]:
+    def lacking(self, place: int) -> tuple[WholeFile, ...]:
         """Return the files that the node at ``place`` has not."""
         return tuple(held for held in self.files if held.is_lacking(place))
 
@@ -74,7 +74,7 @@ def unite(looked: Sequence[Looked]) -> Union:
 
 def _united(base: Looked, looked: Sequence[Looked]) -> Union:
     assert base.wanted is not None  # that is why it was taken
-    copies: dict[str, list[tuple[int, Entry]]] = {}
+    copies: dict[str, list[tuple[int, FileEntry]]] = {}
     for place, one in enumerate(looked):
         for entry in one.files:
             copies.setdefault(entry.path, []).append((place, entry))
@@ -90,7 +90,7 @@ def _united(base: Looked, looked: Sequence[Looked]) -> Union:
             first = fitting[0][1]
             places = tuple(place for place, one in fitting if one == first)
             instead = settled if entry.path in _PAIR else ()
-            held.append(Held(first, places, instead))
+            held.append(WholeFile(first, places, instead))
         else:
             missing.append(entry.path)
     held.sort(key=lambda one: (_order(one.entry.path), one.entry.path))
@@ -109,7 +109,7 @@ def _has_pair(one: Looked) -> bool:
     return set(_PAIR) <= {entry.path for entry in one.files}
 
 
-def _fits(entry: Entry, wanted: Entry) -> bool:
+def _fits(entry: FileEntry, wanted: FileEntry) -> bool:
     if not wanted.checksum:
         return entry.size >= wanted.size
     return (entry.size, entry.checksum) == (wanted.size, wanted.checksum)

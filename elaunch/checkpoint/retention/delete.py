@@ -22,7 +22,7 @@ from pathlib import Path
 from elaunch.checkpoint.records import Committed
 from elaunch.checkpoint.retention import pins, readers
 from elaunch.checkpoint.retention.rule import Keep
-from elaunch.checkpoint.storage.storage import Depot
+from elaunch.checkpoint.storage.storage import Storage
 from elaunch.errors import CheckpointError
 
 __all__ = ["Keep", "apply", "best_of", "decide", "free_bytes", "make_room"]
@@ -71,11 +71,11 @@ def best_of(listed: Sequence[Committed], rule: Keep) -> Committed | None:
     return max(graded, key=lambda grade: grade[:2])[2] if graded else None
 
 
-def apply(depot: Depot, rule: Keep, protected: Collection[str]) -> list[str]:
+def apply(storage: Storage, rule: Keep, protected: Collection[str]) -> list[str]:
     """Remove what may go and return the names; call it after a commit, in one process of the job.
 
     Args:
-        depot: where the checkpoints are.
+        storage: where the checkpoints are.
         rule: what is to be kept.
         protected: names that stay beside those that are pinned; among them the one just committed,
             since a script that has gone back to an older step may commit below the newest.
@@ -84,14 +84,14 @@ def apply(depot: Depot, rule: Keep, protected: Collection[str]) -> list[str]:
     """
     if not rule:
         return []
-    return [found.name for found in _removed(depot, rule, protected, math.inf)]
+    return [found.name for found in _removed(storage, rule, protected, math.inf)]
 
 
-def make_room(depot: Depot, rule: Keep, needed: int, protected: Collection[str]) -> list[str]:
+def make_room(storage: Storage, rule: Keep, needed: int, protected: Collection[str]) -> list[str]:
     """Remove what may go once another one is committed, until there is room for it.
 
     Args:
-        depot: where the checkpoints are.
+        storage: where the checkpoints are.
         rule: what is to be kept; the coming checkpoint counts as one of the newest.
         needed: bytes of the coming checkpoint.
         protected: names that stay, as for :func:`apply`.
@@ -100,14 +100,14 @@ def make_room(depot: Depot, rule: Keep, needed: int, protected: Collection[str])
     all that may go does.
     """
     try:
-        depot.clear_trash()
+        storage.clear_trash()
     except OSError as error:
-        log.warning("%s: cannot clear what was removed before: %s", depot.place, error)
+        log.warning("%s: cannot clear what was removed before: %s", storage.place, error)
     if not rule:
         return []
     if rule.last is not None:
         rule = replace(rule, last=max(1, rule.last - 1))
-    return [found.name for found in _removed(depot, rule, protected, needed)]
+    return [found.name for found in _removed(storage, rule, protected, needed)]
 
 
 def free_bytes(place: Path | str) -> float:
@@ -119,28 +119,28 @@ def free_bytes(place: Path | str) -> float:
 
 
 def _removed(
-    depot: Depot, rule: Keep, protected: Collection[str], needed: float
+    storage: Storage, rule: Keep, protected: Collection[str], needed: float
 ) -> list[Committed]:
     try:
-        staying = {*protected, *pins.pinned(depot.place)}
-        going = decide(depot.listed(), rule, staying)
+        staying = {*protected, *pins.pinned(storage.place)}
+        going = decide(storage.listed(), rule, staying)
     except (OSError, CheckpointError) as error:
-        log.warning("%s: cannot tell which checkpoints may go: %s", depot.place, error)
+        log.warning("%s: cannot tell which checkpoints may go: %s", storage.place, error)
         return []
     removed = []
     for found, reason in going:
-        if _has_room(depot.place, needed):
+        if _has_room(storage.place, needed):
             break
         with readers.claimed(found.place) as free:
-            if free and _remove(depot, found):
+            if free and _remove(storage, found):
                 log.info("removed %s: %s", found.name, reason)
                 removed.append(found)
     return removed
 
 
-def _remove(depot: Depot, found: Committed) -> bool:
+def _remove(storage: Storage, found: Committed) -> bool:
     try:
-        depot.remove(found)
+        storage.remove(found)
     except (OSError, CheckpointError) as error:
         log.warning("%s cannot be removed: %s", found.name, error)
         return False

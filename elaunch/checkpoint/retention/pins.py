@@ -11,13 +11,13 @@ import contextlib
 import os
 
 from elaunch.checkpoint import layout
-from elaunch.checkpoint.records import Place
+from elaunch.checkpoint.records import Location
 from elaunch.checkpoint.storage.durable import sync_directory
 from elaunch.checkpoint.storage.objects import Objects
 from elaunch.errors import CheckpointError
 
 
-def pinned(place: Place) -> frozenset[str]:
+def pinned(place: Location) -> frozenset[str]:
     """Return the names that are pinned at a directory or URL; OSError if that cannot be told."""
     if isinstance(place, str):
         names = Objects(place).names(layout.PINS)
@@ -29,7 +29,7 @@ def pinned(place: Place) -> frozenset[str]:
     return frozenset(name for name in names if layout.parse_step_name(name) is not None)
 
 
-def pin(place: Place, name: str) -> None:
+def pin(place: Location, name: str) -> None:
     """Have retention leave the checkpoint ``name`` alone; a second time does nothing.
 
     Raises CheckpointError for a name that no checkpoint of elaunch's layout has.
@@ -45,7 +45,7 @@ def pin(place: Place, name: str) -> None:
         sync_directory(changed)
 
 
-def unpin(place: Place, name: str) -> None:
+def unpin(place: Location, name: str) -> None:
     """Let retention decide about ``name`` again; a second time does nothing."""
     _check(name)
     if isinstance(place, str):

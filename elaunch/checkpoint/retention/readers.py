@@ -16,11 +16,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from elaunch.checkpoint import layout
-from elaunch.checkpoint.records import Place
+from elaunch.checkpoint.records import Location
 
 
 @contextlib.contextmanager
-def reading(place: Place) -> Iterator[None]:
+def reading(place: Location) -> Iterator[None]:
     """Keep the checkpoint at ``place`` from being deleted while the block lasts.
 
     Raises OSError if it is gone.
@@ -40,7 +40,7 @@ def reading(place: Place) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def claimed(place: Place) -> Iterator[bool]:
+def claimed(place: Location) -> Iterator[bool]:
     """Tell whether nobody reads the checkpoint at ``place``; then nobody begins to in the block."""
     if isinstance(place, str):
         yield True

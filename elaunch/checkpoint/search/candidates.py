@@ -30,7 +30,7 @@ from elaunch.checkpoint.formats import accelerate, dcp, deepspeed, lightning, ow
 from elaunch.checkpoint.names import is_temporary, sounds_like_checkpoint, step_in_name
 from elaunch.checkpoint.records import PassedOver
 from elaunch.checkpoint.search import globs
-from elaunch.checkpoint.search.globs import Entry
+from elaunch.checkpoint.search.globs import Match
 from elaunch.checkpoint.storage.files import explain
 from elaunch.errors import CheckpointError
 
@@ -63,7 +63,7 @@ class Candidate:
         return (self.step, -1 if self.round is None else self.round, self.path.name)
 
 
-def entries_below(root: Path, glob: str | None) -> tuple[list[Entry], list[PassedOver]]:
+def entries_below(root: Path, glob: str | None) -> tuple[list[Match], list[PassedOver]]:
     """Return what is named as a checkpoint can be, and the directories that cannot be listed.
 
     Without a pattern that is all directly below ``root``, and what Accelerate names by itself.
@@ -75,7 +75,7 @@ def entries_below(root: Path, glob: str | None) -> tuple[list[Entry], list[Passe
     return [*entries, *automatic], unreadable
 
 
-def classify(entry: Entry, globbed: bool) -> Candidate | PassedOver | None:
+def classify(entry: Match, globbed: bool) -> Candidate | PassedOver | None:
     """Return the candidate that an entry is, why it cannot be one, or None for other things.
 
     ``globbed``: the user's pattern picked the entry, so it has to be a checkpoint.
@@ -119,13 +119,13 @@ def _step_inside(path: Path) -> int | None:
     return deepspeed.step_inside(path) if deepspeed.looks_like_tag(names) else None
 
 
-def _file_format(entry: Entry) -> str | None:
+def _file_format(entry: Match) -> str | None:
     if entry.is_dir:
         return None
     return _FORMATS.get(entry.path.suffix, TORCH_SAVE)
 
 
-def _lightning(entry: Entry, globbed: bool) -> Candidate | PassedOver:
+def _lightning(entry: Match, globbed: bool) -> Candidate | PassedOver:
     path = entry.path
     step = lightning.step_in_name(path.name)
     if step is not None:
@@ -144,7 +144,7 @@ def _lightning(entry: Entry, globbed: bool) -> Candidate | PassedOver:
     return PassedOver(path, "no step= in its name and no global_step in it: its step is not known")
 
 
-def distinct(entries: Iterable[Entry], root: Path) -> Iterator[Entry]:
+def distinct(entries: Iterable[Match], root: Path) -> Iterator[Match]:
     """Yield every file and directory once: links to something that matches itself are left out.
 
     A link with a number of its own (``step_120`` to another disk) stands for its target; one
@@ -152,7 +152,7 @@ def distinct(entries: Iterable[Entry], root: Path) -> Iterator[Entry]:
     """
     top = os.path.realpath(root)
     direct = []
-    links: dict[str, Entry] = {}
+    links: dict[str, Match] = {}
     for entry in sorted(entries, key=lambda entry: entry.path):
         if entry.linked:
             links.setdefault(os.path.realpath(entry.path), entry)

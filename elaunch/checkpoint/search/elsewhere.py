@@ -21,11 +21,11 @@ from elaunch.checkpoint import layout
 from elaunch.checkpoint.formats import dcp, huggingface, lightning, own
 from elaunch.checkpoint.formats.safetensors import check_safetensors
 from elaunch.checkpoint.formats.torchfile import check_zip
-from elaunch.checkpoint.records import Checkpoint, Committed, Place, Search
+from elaunch.checkpoint.records import Checkpoint, Committed, Location, SearchOutcome
 from elaunch.checkpoint.search.latest import find_latest
 from elaunch.checkpoint.search.places import without_slash
 from elaunch.checkpoint.storage.files import explain, open_regular, read_json, whole_number
-from elaunch.checkpoint.storage.storage import open_depot
+from elaunch.checkpoint.storage.storage import open_storage
 from elaunch.errors import CheckpointError
 
 OTHER: Final = "other"
@@ -36,7 +36,7 @@ _TOLD: Final = 3
 """Checkpoints that an error tells what is wrong with."""
 
 
-def find_at(place: Place, content: bool = True) -> Checkpoint:
+def find_at(place: Location, content: bool = True) -> Checkpoint:
     """Return the checkpoint that is at ``place``, or the newest complete one in it.
 
     ``content``: read the files of elaunch's own layout, and not only compare their sizes. Raises
@@ -48,7 +48,7 @@ def find_at(place: Place, content: bool = True) -> Checkpoint:
         raise CheckpointError(f"{place} is not there")
     try:
         found = _one(place, content)
-        search = Search(found) if found else find_latest(place, content=content)
+        search = SearchOutcome(found) if found else find_latest(place, content=content)
         if search.checkpoint is not None:
             return search.checkpoint
         names = os.listdir(place)
@@ -62,7 +62,7 @@ def find_at(place: Place, content: bool = True) -> Checkpoint:
     raise CheckpointError(f"{place} holds no complete checkpoint{_listed(reasons)}")
 
 
-def committed_at(found: Checkpoint) -> tuple[Place | None, Committed]:
+def committed_at(found: Checkpoint) -> tuple[Location | None, Committed]:
     """Return a checkpoint as what was committed, and the place that it is in.
 
     The place is None for one of another format, of which no more is known than its path.
@@ -72,10 +72,10 @@ def committed_at(found: Checkpoint) -> tuple[Place | None, Committed]:
         return None, Committed(name, found.path, found.step, 0, "", {}, 0)
     above, name = parent_of(found.path)
     at_url = layout.parse_stage_name(name) if isinstance(above, str) else None
-    return above, open_depot(above).find(at_url[2] if at_url else name)
+    return above, open_storage(above).find(at_url[2] if at_url else name)
 
 
-def parent_of(place: Place) -> tuple[Place, str]:
+def parent_of(place: Location) -> tuple[Location, str]:
     """Return where a checkpoint is, and its name there."""
     if isinstance(place, Path):
         return place.parent, place.name
@@ -128,15 +128,15 @@ def _file(path: Path) -> Checkpoint:
 def _at_url(url: str, content: bool) -> Checkpoint:
     above, name = parent_of(url)
     parsed = layout.parse_stage_name(name)
-    depot = open_depot(above if parsed else without_slash(url))
+    storage = open_storage(above if parsed else without_slash(url))
     try:
-        listed = [depot.find(parsed[2])] if parsed else depot.listed()
+        listed = [storage.find(parsed[2])] if parsed else storage.listed()
     except OSError as error:
         raise CheckpointError(f"{url}: {error}") from None
     reasons = []
     for found in reversed(listed):
         try:
-            depot.verify(found, content=content)
+            storage.verify(found, content=content)
         except (CheckpointError, OSError) as error:
             reasons.append(f"{found.name}: {error}")
         else:

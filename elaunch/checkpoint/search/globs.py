@@ -26,7 +26,7 @@ _CLOSED = (layout.STAGE, layout.QUARANTINE)
 
 
 @dataclass(frozen=True)
-class Entry:
+class Match:
     """A file or directory that matches; ``linked`` if a symbolic link is on the way to it."""
 
     path: Path
@@ -35,7 +35,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _GlobDirectory:
     """A directory to list, and how much of the pattern led to it."""
 
     directory: Path
@@ -57,16 +57,16 @@ def check_glob(glob: str) -> None:
     raise UsageError(f"--checkpoint-glob {glob!r} {reason}")
 
 
-def find(root: Path, pattern: str) -> tuple[list[Entry], list[PassedOver]]:
+def find(root: Path, pattern: str) -> tuple[list[Match], list[PassedOver]]:
     """Return what matches below ``root``, and the directories that could not be listed.
 
     A root that does not exist has no matches. Raises UsageError for what ``check_glob`` refuses.
     """
     check_glob(pattern)
     parts = _parts(pattern)
-    found: dict[Path, Entry] = {}
+    found: dict[Path, Match] = {}
     unreadable: list[PassedOver] = []
-    places = [_Place(root, 0, False)]
+    places = [_GlobDirectory(root, 0, False)]
     listed = set()
     while places:
         place = places.pop()
@@ -95,14 +95,17 @@ def _parts(pattern: str) -> list[str]:
 
 
 def _matching(
-    entries: list[os.DirEntry[str]], parts: list[str], place: _Place, places: list[_Place]
-) -> Iterator[Entry]:
+    entries: list[os.DirEntry[str]],
+    parts: list[str],
+    place: _GlobDirectory,
+    places: list[_GlobDirectory],
+) -> Iterator[Match]:
     """Yield the full matches among a directory's entries; add the directories to list next."""
     part = parts[place.matched]
     if part == _ANY_DEPTH:
-        places.append(_Place(place.directory, place.matched + 1, place.linked))
+        places.append(_GlobDirectory(place.directory, place.matched + 1, place.linked))
         places.extend(
-            _Place(Path(entry.path), place.matched, place.linked)
+            _GlobDirectory(Path(entry.path), place.matched, place.linked)
             for entry in entries
             if not entry.is_symlink() and not is_temporary(entry.name) and _is_dir(entry)
         )
@@ -117,9 +120,9 @@ def _matching(
         is_dir = _is_dir(entry)
         linked = place.linked or entry.is_symlink()
         if last and is_dir is not None:
-            yield Entry(Path(entry.path), is_dir, linked)
+            yield Match(Path(entry.path), is_dir, linked)
         elif is_dir:
-            places.append(_Place(Path(entry.path), place.matched + 1, linked))
+            places.append(_GlobDirectory(Path(entry.path), place.matched + 1, linked))
 
 
 def _is_dir(entry: os.DirEntry[str]) -> bool | None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from elaunch.checkpoint.formats import deepspeed, directories, lightning, own
 from elaunch.checkpoint.formats.safetensors import check_safetensors
 from elaunch.checkpoint.formats.torchfile import check_zip
-from elaunch.checkpoint.records import Checkpoint, PassedOver, Search
+from elaunch.checkpoint.records import Checkpoint, PassedOver, SearchOutcome
 from elaunch.checkpoint.search.candidates import (
     JSON,
     SAFETENSORS,
@@ -26,7 +26,7 @@ from elaunch.checkpoint.search.candidates import (
 from elaunch.checkpoint.storage.files import explain, read_json
 from elaunch.errors import CheckpointError
 
-__all__ = ["Checkpoint", "PassedOver", "Search", "find_latest"]
+__all__ = ["Checkpoint", "PassedOver", "SearchOutcome", "find_latest"]
 
 
 def find_latest(
@@ -36,7 +36,7 @@ def find_latest(
     run_id: str | None = None,
     content: bool = True,
     doubted: Collection[str] | None = None,
-) -> Search:
+) -> SearchOutcome:
     """Return the newest complete checkpoint below ``root``, and what was passed over.
 
     ``glob``, relative to ``root``: only its matches count. ``run_id``: checkpoints in elaunch's
@@ -68,8 +68,8 @@ def find_latest(
             if format_ is not None:
                 load = deepspeed.to_load(path) if format_ == deepspeed.FORMAT else path
                 checkpoint = Checkpoint(load, candidate.step, format_, candidate.round)
-                return Search(checkpoint, tuple(passed_over), None if load == path else path)
-    return Search(None, tuple(passed_over))
+                return SearchOutcome(checkpoint, tuple(passed_over), None if load == path else path)
+    return SearchOutcome(None, tuple(passed_over))
 
 
 def verify_candidate(

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import unquote
 
-from elaunch.checkpoint.records import Place
+from elaunch.checkpoint.records import Location
 
 BUCKETS: Final = frozenset(
     "s3 s3a gs gcs az abfs abfss adl oci ocilake oss obs swift b2 r2".split()
@@ -31,7 +31,7 @@ _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.:-]*)://(.*)", re.DOTALL)
 _FILES = ("file", "local")
 
 
-def parse_place(text: str, start: Path | None = None) -> Place:
+def parse_place(text: str, start: Path | None = None) -> Location:
     """Return an absolute directory, or the text of a URL.
 
     Args:
@@ -67,7 +67,7 @@ def without_slash(url: str) -> str:
     return f"{scheme}{separator}{rest.rstrip('/')}" if separator else url.rstrip("/")
 
 
-def is_within(place: str, root: Place) -> bool:
+def is_within(place: str, root: Location) -> bool:
     """Return whether a place is below ``root``, wherever links on the way lead.
 
     A relative one starts from ``root``; a directory is not below a URL, nor the other way round.

@@ -18,7 +18,7 @@ from pathlib import Path
 from elaunch.checkpoint import layout
 from elaunch.checkpoint.storage.atonce import at_once
 from elaunch.checkpoint.storage.durable import make_parents, seal_file, temporary_name
-from elaunch.checkpoint.writing.manifests import Entry
+from elaunch.checkpoint.writing.manifests import FileEntry
 from elaunch.errors import SaveError
 
 _KINDS = (
@@ -70,7 +70,7 @@ def _check_reserved(name: str, staged: bool) -> None:
         )
 
 
-def seal_files(directory: Path, files: Sequence[str], most: int) -> list[Entry]:
+def seal_files(directory: Path, files: Sequence[str], most: int) -> list[FileEntry]:
     """Fsync and checksum files below a directory, ``most`` of them at the same time.
 
     Raises OSError, or SaveError if one changes.
@@ -78,7 +78,7 @@ def seal_files(directory: Path, files: Sequence[str], most: int) -> list[Entry]:
     return at_once([partial(seal_file, directory, file) for file in files], most, "seal")
 
 
-def move_in(source: Path, stage: Path, file: Entry) -> Entry:
+def move_in(source: Path, stage: Path, file: FileEntry) -> FileEntry:
     """Move a sealed file into the stage, by copying from another file system; return its entry.
 
     A file where another rank has a directory, or the other way round, stays where it is: the
@@ -97,7 +97,7 @@ def move_in(source: Path, stage: Path, file: Entry) -> Entry:
     return file
 
 
-def _copy_in(source: Path, stage: Path, file: Entry) -> Entry:
+def _copy_in(source: Path, stage: Path, file: FileEntry) -> FileEntry:
     target = stage / file.path
     temporary = target.with_name(temporary_name())
     try:
@@ -109,4 +109,4 @@ def _copy_in(source: Path, stage: Path, file: Entry) -> Entry:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    return Entry(file.path, copied.size, copied.checksum, copied.mtime_ns)
+    return FileEntry(file.path, copied.size, copied.checksum, copied.mtime_ns)

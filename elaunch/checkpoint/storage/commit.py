@@ -58,7 +58,7 @@ from elaunch.checkpoint.writing.assemble import (
     is_complete,
     is_foreign,
 )
-from elaunch.checkpoint.writing.manifests import Entry
+from elaunch.checkpoint.writing.manifests import FileEntry
 from elaunch.errors import CheckpointError, SaveError
 
 log = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ def commit(
     patience: float,
     local: bool,
 ) -> Committed:
-    """Commit a stage that all ranks have sealed; see ``Depot.commit``.
+    """Commit a stage that all ranks have sealed; see ``Storage.commit``.
 
     ``patience``: seconds that a manifest or a file may take to be seen here. ``local``: ranks of
     other nodes have their files there.
@@ -131,7 +131,7 @@ def finish(
     patience: float = 0.0,
     local: bool,
 ) -> list[Committed]:
-    """Commit complete stages of dead rounds, clear the others; see ``Depot.finish_stages``.
+    """Commit complete stages of dead rounds, clear the others; see ``Storage.finish_stages``.
 
     ``patience``: as for ``commit``, for all stages together. That a manifest is missing proves
     nothing, since its writer may have died: for those it is LATE_S at most.
@@ -214,7 +214,7 @@ def _clear(root: Path, claim: Path, stage: Stage, reason: str) -> list[Committed
 
 
 def discard(root: Path, stage: Stage) -> None:
-    """Remove a stage unless it is claimed; see ``Depot.discard``."""
+    """Remove a stage unless it is claimed; see ``Storage.discard``."""
     throw_away(root, stage_path(root, stage))
 
 
@@ -255,7 +255,7 @@ def _check_sealed(path: Path, documents: Documents, patience: float, local: bool
 
 
 def _check_unchanged(
-    path: Path, file: Entry, rank: int, times: Collection[int | None], patience: float
+    path: Path, file: FileEntry, rank: int, times: Collection[int | None], patience: float
 ) -> None:
     try:
         status = read_patiently(lambda: regular(path / file.path), patience)
@@ -272,7 +272,9 @@ def _check_unchanged(
         raise SaveError(f"not committed: {file.path} was written to after rank {rank} sealed it")
 
 
-def _files_here(path: Path, documents: Documents, local: bool) -> Mapping[int, Collection[Entry]]:
+def _files_here(
+    path: Path, documents: Documents, local: bool
+) -> Mapping[int, Collection[FileEntry]]:
     """Return rank → the files that must be below ``path``.
 
     ``local``: all that a rank has sealed, for ranks that have any file here that is theirs alone.

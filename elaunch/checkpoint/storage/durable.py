@@ -32,7 +32,7 @@ from typing import TypeVar
 
 from elaunch.checkpoint import layout
 from elaunch.checkpoint.storage.files import open_regular
-from elaunch.checkpoint.writing.manifests import Entry
+from elaunch.checkpoint.writing.manifests import FileEntry
 from elaunch.checkpoint.writing.pace import STEP, Pace
 from elaunch.errors import SaveError
 
@@ -65,7 +65,7 @@ def naming(path: Path) -> Iterator[None]:
 
 def write_file(
     directory: Path, relative: str, pieces: Sequence[Piece], pace: Pace | None = None
-) -> Entry:
+) -> FileEntry:
     """Write a file below ``directory``, whose parents are there, and return its entry.
 
     The checksum is computed in a second thread while the data are on their way to the disk.
@@ -87,7 +87,7 @@ def write_file(
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise
-    return Entry(relative, status.st_size, total.checksum(), status.st_mtime_ns)
+    return FileEntry(relative, status.st_size, total.checksum(), status.st_mtime_ns)
 
 
 def write_document(path: Path, content: bytes) -> None:
@@ -95,7 +95,7 @@ def write_document(path: Path, content: bytes) -> None:
     write_file(path.parent, path.name, [content])
 
 
-def seal_file(directory: Path, relative: str) -> Entry:
+def seal_file(directory: Path, relative: str) -> FileEntry:
     """Fsync a regular file and return its entry; SaveError if it changes meanwhile."""
     path = directory / relative
     with open_regular(path) as file, naming(path):
@@ -110,7 +110,7 @@ def seal_file(directory: Path, relative: str) -> Entry:
             f"{relative} was changed while it was sealed: what writes it must be done before"
         )
     checksum = f"{layout.CHECKSUM}:{total.hexdigest()}"
-    return Entry(relative, after.st_size, checksum, after.st_mtime_ns)
+    return FileEntry(relative, after.st_size, checksum, after.st_mtime_ns)
 
 
 def sync_directory(path: Path) -> None:

@@ -25,7 +25,7 @@ from elaunch.checkpoint import layout
 from elaunch.checkpoint.records import Image
 from elaunch.checkpoint.search.places import BUCKETS, without_slash
 from elaunch.checkpoint.storage.durable import BackgroundChecksum, do_steps, plain_views, portions
-from elaunch.checkpoint.writing.manifests import Entry
+from elaunch.checkpoint.writing.manifests import FileEntry
 from elaunch.errors import UsageError
 
 _CHUNK = 2**22
@@ -107,7 +107,7 @@ class Objects:
         with self._at(path) as (system, full):
             _with_parents(system, [full], lambda: system.pipe_file(full, content))
 
-    def write(self, path: str, image: Image) -> Entry:
+    def write(self, path: str, image: Image) -> FileEntry:
         """Put an image below ``path``; the checksum is computed beside."""
         views = plain_views(image.pieces)
         with (
@@ -116,7 +116,7 @@ class Objects:
             _with_parents(system, [full], lambda: system.open(full, "wb")) as file,
         ):
             do_steps((file.write(piece) and piece.nbytes for piece in portions(views)), image.pace)
-        return Entry(image.path, image.size, total.checksum())
+        return FileEntry(image.path, image.size, total.checksum())
 
     def upload(self, path: str, local: Path, files: Sequence[str]) -> None:
         """Put files that are below a local directory, several at once where the driver can."""

@@ -1,4 +1,4 @@
-"""A depot in a directory: local, or on a file system that all nodes share.
+"""A storage in a directory: local, or on a file system that all nodes share.
 
 What each method leaves on the disk is in ``layout``; how a commit goes, in ``committing``.
 
@@ -32,7 +32,7 @@ from elaunch.checkpoint import layout
 from elaunch.checkpoint.formats import own
 from elaunch.checkpoint.locking import DirectoryLock
 from elaunch.checkpoint.ownership import Origin, claim_directory
-from elaunch.checkpoint.records import Committed, Image, Part, Place, Stage
+from elaunch.checkpoint.records import Committed, Image, Location, Part, Stage
 from elaunch.checkpoint.retention import quarantine, trash
 from elaunch.checkpoint.storage import commit as committing
 from elaunch.checkpoint.storage.adopt import list_files, move_in, seal_files
@@ -48,7 +48,7 @@ from elaunch.checkpoint.storage.durable import (
 from elaunch.checkpoint.storage.files import JSON_LIMIT, explain, read_limited
 from elaunch.checkpoint.storage.mounts import is_remote
 from elaunch.checkpoint.writing.assemble import choose, in_the_way
-from elaunch.checkpoint.writing.manifests import Entry, check_metadata, check_path, seal
+from elaunch.checkpoint.writing.manifests import FileEntry, check_metadata, check_path, seal
 from elaunch.errors import CheckpointError, SaveError
 
 _TAKEN_AWAY = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ESTALE)
@@ -58,8 +58,8 @@ _PATIENCE = 60.0  # seconds; attribute caches of NFS live that long by default
 _T = TypeVar("_T")
 
 
-class PosixDepot:
-    """The depot in ``place``. ``local``: every node has a directory of its own, with its part.
+class PosixStorage:
+    """The storage in ``place``. ``local``: every node has a directory of its own, with its part.
 
     ``patience``: seconds that what another machine has written may take to be seen here; None
     takes a minute on network file systems, else nothing.
@@ -252,7 +252,7 @@ class PosixDepot:
         except FileNotFoundError as error:
             raise CheckpointError(explain(error, path)) from None
 
-    def quarantine(self, found: Committed | Place, reason: str) -> None:
+    def quarantine(self, found: Committed | Location, reason: str) -> None:
         """Rename into the quarantine, with the reason beside it."""
         place = found.place if isinstance(found, Committed) else found
         quarantine.put_aside(self._root, Path(place), reason)
@@ -282,7 +282,9 @@ class PosixDepot:
         if lost := self._lost():
             raise SaveError(lost) from None
 
-    def _put_manifest(self, path: Path, stage: Stage, part: Part, files: Sequence[Entry]) -> bytes:
+    def _put_manifest(
+        self, path: Path, stage: Stage, part: Part, files: Sequence[FileEntry]
+    ) -> bytes:
         """Put the directories and then the manifest on the disk."""
         sync_parents(path, [file.path for file in files])
         if part.copied:

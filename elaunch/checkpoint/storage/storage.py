@@ -1,4 +1,4 @@
-"""A depot: the directory, or URL, into which a run puts its checkpoints.
+"""A storage: the directory, or URL, into which a run puts its checkpoints.
 
 ================  ================================================================================
 step of a save    who does what
@@ -24,29 +24,29 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
-from elaunch.checkpoint.records import Committed, Image, Part, Place, Stage
+from elaunch.checkpoint.records import Committed, Image, Location, Part, Stage
 
-__all__ = ["Committed", "Depot", "Image", "Part", "Place", "Stage", "open_depot"]
+__all__ = ["Committed", "Image", "Location", "Part", "Stage", "Storage", "open_storage"]
 
 
 class Closeable(Protocol):
-    """What ``Depot.lock`` returns."""
+    """What ``Storage.lock`` returns."""
 
     def close(self) -> None:
         """Give the lock back; a second call does nothing."""
 
     def say_who(self, job: str) -> None:
-        """Have it say that ``job`` has it, as for ``Depot.lock``."""
+        """Have it say that ``job`` has it, as for ``Storage.lock``."""
 
 
-class Depot(Protocol):
+class Storage(Protocol):
     """Where a run's checkpoints are. Any thread may call; OSErrors name the file.
 
     A full disk is an OSError with ENOSPC or EDQUOT from whatever writes: the caller decides.
     """
 
     @property
-    def place(self) -> Place:
+    def place(self) -> Location:
         """The directory (a Path) or the URL (a str)."""
 
     def prepare(self, run_id: str, given: bool) -> None:
@@ -160,7 +160,7 @@ class Depot(Protocol):
         Without ``content`` only the documents are read, and the files' sizes compared.
         """
 
-    def quarantine(self, found: Committed | Place, reason: str) -> None:
+    def quarantine(self, found: Committed | Location, reason: str) -> None:
         """Take it away from readers, keep it with the reason; nothing if it is gone already."""
 
     def quarantined(self) -> list[tuple[str, str]]:
@@ -170,16 +170,16 @@ class Depot(Protocol):
         """Delete what an earlier process had renamed and not yet deleted."""
 
 
-def open_depot(place: Place, local: bool = False) -> Depot:
-    """Return the depot at a directory or an fsspec URL; nothing is touched yet.
+def open_storage(place: Location, local: bool = False) -> Storage:
+    """Return the storage at a directory or an fsspec URL; nothing is touched yet.
 
     ``local``: each node has a directory of its own there, with the parts of its ranks. Raises
     UsageError for a URL when fsspec, or what it needs for that URL, is not installed.
     """
     if isinstance(place, str) and "://" in place:
-        from elaunch.checkpoint.storage.url import FsspecDepot
+        from elaunch.checkpoint.storage.url import ObjectStorage
 
-        return FsspecDepot(place)
-    from elaunch.checkpoint.storage.posix import PosixDepot
+        return ObjectStorage(place)
+    from elaunch.checkpoint.storage.posix import PosixStorage
 
-    return PosixDepot(Path(place), local)
+    return PosixStorage(Path(place), local)

@@ -1,4 +1,4 @@
-"""A depot behind an fsspec URL: storage that puts whole objects and cannot rename.
+"""A storage behind an fsspec URL: storage that puts whole objects and cannot rename.
 
 ::
 
@@ -31,7 +31,7 @@ from typing import Any
 from elaunch.checkpoint import layout, ownership
 from elaunch.checkpoint.formats import own
 from elaunch.checkpoint.locking import NoLock
-from elaunch.checkpoint.records import Committed, Image, Part, Place, Stage
+from elaunch.checkpoint.records import Committed, Image, Location, Part, Stage
 from elaunch.checkpoint.retention import quarantine
 from elaunch.checkpoint.storage import commit as committing
 from elaunch.checkpoint.storage.adopt import list_files, seal_files
@@ -62,8 +62,8 @@ _READERS = 4
 _CLOSED = (layout.REMOVED, layout.QUARANTINED)
 
 
-class FsspecDepot:
-    """The depot at ``url``. UsageError if fsspec, or what it needs for it, is not installed."""
+class ObjectStorage:
+    """The storage at ``url``. UsageError if fsspec, or what it needs for it, is not installed."""
 
     def __init__(self, url: str) -> None:
         self._objects = Objects(url)
@@ -290,7 +290,7 @@ class FsspecDepot:
             if content and self._objects.checksum(f"{name}/{file.path}") != file.checksum:
                 raise CheckpointError(f"bad checksum: {file.path}")
 
-    def quarantine(self, found: Committed | Place, reason: str) -> None:
+    def quarantine(self, found: Committed | Location, reason: str) -> None:
         """Put the marker with the reason, then delete COMMIT."""
         name = name_in(found.place if isinstance(found, Committed) else found)
         if layout.COMMIT in self._objects.names(name):

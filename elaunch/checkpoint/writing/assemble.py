@@ -16,10 +16,10 @@ from typing import Any
 
 from elaunch import __version__
 from elaunch.checkpoint import layout
-from elaunch.checkpoint.records import Committed, Place, Stage
+from elaunch.checkpoint.records import Committed, Location, Stage
 from elaunch.checkpoint.storage.files import shown, whole_number
 from elaunch.checkpoint.writing.manifests import (
-    Entry,
+    FileEntry,
     Manifest,
     check_metadata,
     decode,
@@ -44,8 +44,8 @@ class Documents:
 
     manifests: Mapping[int, bytes]
     rewritten: frozenset[int]
-    sealed: Mapping[int, tuple[Entry, ...]]
-    kept: Mapping[int, tuple[Entry, ...]]
+    sealed: Mapping[int, tuple[FileEntry, ...]]
+    kept: Mapping[int, tuple[FileEntry, ...]]
     hosts: Mapping[int, str]
     metadata: bytes
     commit: bytes
@@ -168,7 +168,7 @@ def _check_steps(stage: Stage, metadata: Mapping[str, Any]) -> None:
         )
 
 
-def describe(place: Place, name: str, document: dict[str, Any]) -> Committed:
+def describe(place: Location, name: str, document: dict[str, Any]) -> Committed:
     """Return the committed checkpoint whose ``metadata.json`` this is; else CheckpointError."""
     step, round_, world_size = (
         whole_number(document, key, layout.METADATA) for key in ("step", "round", "world_size")
@@ -192,7 +192,7 @@ def _check_amounts(found: Mapping[str, Any]) -> None:
             raise CheckpointError(f"{layout.METADATA}: {key} is {shown(found[key])}")
 
 
-def choose(listed: Sequence[Committed], name_or_uuid: str, place: Place) -> Committed:
+def choose(listed: Sequence[Committed], name_or_uuid: str, place: Location) -> Committed:
     """Return one of ``listed`` by its name or uuid; CheckpointError says what is there."""
     for committed in reversed(listed):
         if name_or_uuid in (committed.name, committed.uuid):
@@ -202,7 +202,7 @@ def choose(listed: Sequence[Committed], name_or_uuid: str, place: Place) -> Comm
     raise CheckpointError(f"{place} has no checkpoint {name_or_uuid!r}; {there}")
 
 
-def in_the_way(place: Place, name: str) -> SaveError:
+def in_the_way(place: Location, name: str) -> SaveError:
     """Return the error about a save whose name a committed checkpoint has: what to do about it.
 
     Also a later start of a run begins at round 0 again, and so may come to a name of an earlier.

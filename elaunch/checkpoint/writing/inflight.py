@@ -51,7 +51,7 @@ class Save:
         handed: the parts that were handed over in this process, by rank.
         commits: whether this process commits it.
         writing: the ranks whose parts are being written here, and how that gets on.
-        heard: when another node's keeper was last heard to write the part of a rank.
+        heard: when another node's saver was last heard to write the part of a rank.
         sealed: the seals that are known, by rank, of all nodes.
         committing: whether the commit runs.
         adopting: whether it has yet to write other nodes' manifests into the stage.
@@ -135,7 +135,7 @@ class _Rank:
     newest: Committed | None = None
 
 
-class Books:
+class SavesInFlight:
     """The saves of one process; ``changed`` is their lock."""
 
     def __init__(self, place: str) -> None:

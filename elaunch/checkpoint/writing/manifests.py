@@ -29,7 +29,7 @@ from elaunch.errors import CheckpointError
 
 
 @dataclass(frozen=True)
-class Entry:
+class FileEntry:
     """A file of a manifest: ``size`` in bytes, ``checksum`` as ``sha256:<hex>``.
 
     ``mtime_ns`` is what the file said right after it was sealed, where that is known.
@@ -47,7 +47,7 @@ class Manifest:
 
     stage: Stage
     part: Part
-    files: tuple[Entry, ...]
+    files: tuple[FileEntry, ...]
 
 
 def check_path(path: object) -> str:
@@ -96,7 +96,7 @@ def _check_value(value: object, where: str) -> None:
         )
 
 
-def seal(stage: Stage, part: Part, files: Sequence[Entry]) -> bytes:
+def seal(stage: Stage, part: Part, files: Sequence[FileEntry]) -> bytes:
     """Return the bytes of a rank's manifest; CheckpointError for what cannot be written."""
     check_metadata(part.metadata)
     if not 0 <= part.rank < part.world_size:
@@ -108,7 +108,7 @@ def seal(stage: Stage, part: Part, files: Sequence[Entry]) -> bytes:
     return encode(stage, part, files)
 
 
-def encode(stage: Stage, part: Part, files: Sequence[Entry]) -> bytes:
+def encode(stage: Stage, part: Part, files: Sequence[FileEntry]) -> bytes:
     """Return the bytes of a manifest whose content was checked before."""
     document = {
         "schema": layout.SCHEMA,
@@ -131,7 +131,7 @@ def dump(document: Mapping[str, Any]) -> bytes:
     return json.dumps(document, default=dict).encode() + b"\n"
 
 
-def _described(file: Entry) -> dict[str, Any]:
+def _described(file: FileEntry) -> dict[str, Any]:
     described = {"path": file.path, "size": file.size, "checksum": file.checksum}
     return described if file.mtime_ns is None else {**described, "mtime_ns": file.mtime_ns}
 
@@ -165,7 +165,7 @@ def decode(content: bytes, rank: int) -> Manifest:
     return Manifest(stage, part, entries(document, name))
 
 
-def entries(document: Mapping[str, Any], name: str) -> tuple[Entry, ...]:
+def entries(document: Mapping[str, Any], name: str) -> tuple[FileEntry, ...]:
     """Return the files of the manifest called ``name``; CheckpointError if it is malformed."""
     files = document.get("files")
     if not isinstance(files, list):
@@ -173,7 +173,7 @@ def entries(document: Mapping[str, Any], name: str) -> tuple[Entry, ...]:
     return tuple(_entry(file, name) for file in files)
 
 
-def _entry(file: object, name: str) -> Entry:
+def _entry(file: object, name: str) -> FileEntry:
     if not isinstance(file, dict):
         raise CheckpointError(f"{name}: {shown(file)} describes no file")
     path, checksum, mtime = (file.get(key) for key in ("path", "checksum", "mtime_ns"))
@@ -181,7 +181,7 @@ def _entry(file: object, name: str) -> Entry:
     if not isinstance(checksum, str) or not checksum.startswith(f"{layout.CHECKSUM}:"):
         raise CheckpointError(f"{name}: {path} has the unknown checksum {shown(checksum)}")
     known = mtime if isinstance(mtime, int) else None
-    return Entry(str(path), whole_number(file, "size", name), checksum, known)
+    return FileEntry(str(path), whole_number(file, "size", name), checksum, known)
 
 
 def schema_checked(document: dict[str, Any], name: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ a copy cannot be written        that is logged: the node whose part it is may ha
 the storage hangs               the save is given up; its memory stays out of use until the
                                 storage answers, and what then is written is discarded
 the round is over               nothing is committed; whoever chooses the next round's checkpoint
-                                finishes or clears the stage (``Depot.finish_stages``)
+                                finishes or clears the stage (``Storage.finish_stages``)
 ==============================  ==================================================================
 
 A save that fails does not fail the job. All methods may be called from any thread.
@@ -34,9 +34,9 @@ from typing import Any, Final, Protocol
 
 from elaunch.checkpoint.records import Committed, Image, Stage
 from elaunch.checkpoint.storage.atonce import stand_back
-from elaunch.checkpoint.storage.storage import Depot
+from elaunch.checkpoint.storage.storage import Storage
 from elaunch.checkpoint.writing import inflight as saves
-from elaunch.checkpoint.writing.inflight import Books, Save
+from elaunch.checkpoint.writing.inflight import Save, SavesInFlight
 from elaunch.checkpoint.writing.pace import Pace
 from elaunch.errors import ElaunchError, SaveError
 from elaunch.wire.saver import Handed
@@ -48,8 +48,8 @@ WORD_S = 60.0
 log = logging.getLogger("elaunch")
 
 
-class Surroundings(Protocol):
-    """What a :class:`Keeping` needs of the process that it is in; called from its threads."""
+class QueueSurroundings(Protocol):
+    """What a :class:`SaveQueue` needs of the process that it is in; called from its threads."""
 
     def own_ranks(self) -> frozenset[int]:
         """Return the ranks of the round that hand over their parts here; must not block."""
@@ -87,13 +87,13 @@ class Settled:
     lost: tuple[str, ...] = ()
 
 
-class Keeping:
-    """Owns the saves of one process in one depot, and the threads that write them."""
+class SaveQueue:
+    """Owns the saves of one process in one storage, and the threads that write them."""
 
-    def __init__(self, depot: Depot, around: Surroundings) -> None:
-        self.depot = depot
+    def __init__(self, storage: Storage, around: QueueSurroundings) -> None:
+        self.storage = storage
         self._around = around
-        self._books = Books(str(depot.place))
+        self._books = SavesInFlight(str(storage.place))
         self._changed = self._books.changed
         self.join = self._books.join
         self.newest = self._books.newest
@@ -103,11 +103,11 @@ class Keeping:
     # ── what a rank asks ─────────────────────────────────────────────────────────────────────────
 
     def begin(self, rank: int, wait: bool, timeout: float | None) -> bool:
-        """Wait for the save in flight; see ``Keeper.begin``."""
+        """Wait for the save in flight; see ``Saver.begin``."""
         return self._books.await_idle(rank, timeout if wait else 0.0)
 
     def wait(self, rank: int, timeout: float | None) -> Committed | None:
-        """Wait until nothing is in flight; see ``Keeper.wait``. TimeoutError if it takes longer."""
+        """Wait until nothing is in flight; see ``Saver.wait``. TimeoutError if it takes longer."""
         if not self._books.await_idle(rank, timeout):
             name = self._books.in_flight(rank)
             raise TimeoutError(f"{name} is not committed after {timeout:g} s")
@@ -148,7 +148,7 @@ class Keeping:
     def abandon(self, rank: int, stage: Stage | None = None) -> None:
         """Note that ``rank`` hands over nothing of the save that it has begun.
 
-        ``stage``: no rank's part of that one counts; see ``Keeper.abandon``.
+        ``stage``: no rank's part of that one counts; see ``Saver.abandon``.
         """
         books = self._books
         for save in books.give_up(rank) if stage is None else books.call_off(rank, stage):
@@ -315,11 +315,11 @@ class Keeping:
             for path, extents in handed.images
         ]
         try:
-            return self.depot.write_part(handed.stage, handed.part, images)
+            return self.storage.write_part(handed.stage, handed.part, images)
         except OSError as error:
             if error.errno not in FULL or not self._around.make_room(handed):
                 raise
-        return self.depot.write_part(handed.stage, handed.part, images)
+        return self.storage.write_part(handed.stage, handed.part, images)
 
     def _commit(self, save: Save) -> None:
         lead, problem, done = save.lead(), "", None
@@ -336,10 +336,10 @@ class Keeping:
         durations = {**given, "write": round(time.monotonic() - save.began, 3)}
         try:
             if lead.local:
-                self.depot.adopt(save.stage, others)
+                self.storage.adopt(save.stage, others)
             with self._changed:
                 save.adopting = False
-            done = self.depot.commit(save.stage, fence, {**lead.extra, "durations": durations})
+            done = self.storage.commit(save.stage, fence, {**lead.extra, "durations": durations})
         except Exception as error:  # as for a part
             problem = told(error)
             save.stays = save.stays or (isinstance(error, SaveError) and error.stays)
@@ -367,7 +367,7 @@ class Keeping:
             if not over or save.stays or not save.commits:
                 return
         try:
-            self.depot.discard(save.stage)
+            self.storage.discard(save.stage)
         except (ElaunchError, OSError) as error:
             log.warning("%s cannot be removed: %s", save.stage.name, told(error))
 

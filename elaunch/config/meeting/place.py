@@ -39,7 +39,7 @@ HINT_VARIABLES = ("SLURM_PROCID", "JOB_COMPLETION_INDEX")
 
 
 @dataclass(frozen=True)
-class Place:
+class MeetingPlace:
     """Where the agents meet; ``node_hint`` is the rank of the node with the static backend."""
 
     backend: Backend
@@ -49,7 +49,7 @@ class Place:
     notices: tuple[str, ...] = ()
 
 
-def place(answers: Answers, environ: Mapping[str, str]) -> Place | None:
+def place(answers: Answers, environ: Mapping[str, str]) -> MeetingPlace | None:
     """Return where the agents of this job meet, or None for one node by itself.
 
     Raises:
@@ -67,10 +67,10 @@ def place(answers: Answers, environ: Mapping[str, str]) -> Place | None:
         if answers.said(name)
     ]
     if answers["rdzv-backend"] == "etcd":
-        return Place("etcd", etcd_endpoints(answers), False, hint, tuple(notices))
+        return MeetingPlace("etcd", etcd_endpoints(answers), False, hint, tuple(notices))
     where = c10d_endpoint(answers)
     is_host, remarks = _c10d_host(answers, where[0])
-    return Place("c10d", (where,), is_host, hint, (*notices, *remarks))
+    return MeetingPlace("c10d", (where,), is_host, hint, (*notices, *remarks))
 
 
 def refuse_etcd_v2(answers: Answers) -> None:
@@ -177,7 +177,7 @@ def _c10d_host(answers: Answers, host: str) -> tuple[bool | None, list[str]]:
     ]
 
 
-def _static(answers: Answers) -> Place:
+def _static(answers: Answers) -> MeetingPlace:
     low, high = answers["nnodes"]
     if low != high:
         raise answers.fault(
@@ -193,7 +193,7 @@ def _static(answers: Answers) -> Place:
         notices += [f"--{name} has no effect with --rdzv-endpoint" for name in names]
     if rank == 0 and not _leads_here(where[0]):
         notices.append(_foreign_host(answers, where[0], high))
-    return Place("static", (where,), rank == 0, rank, tuple(notices))
+    return MeetingPlace("static", (where,), rank == 0, rank, tuple(notices))
 
 
 def _static_rank(answers: Answers, nodes: int) -> int:

@@ -36,7 +36,7 @@ from elaunch.config.flags.variables import SECRET_VARIABLES
 from elaunch.config.meeting import endpoints, secretfiles, topology
 from elaunch.config.meeting import place as meetingplace
 from elaunch.config.meeting.etcd import EtcdAccess, etcd_access, file_of, refuse_shown_password
-from elaunch.config.meeting.place import C10D_PORT, ETCD_PORT, MASTER_PORT, Backend, Place
+from elaunch.config.meeting.place import C10D_PORT, ETCD_PORT, MASTER_PORT, Backend, MeetingPlace
 
 __all__ = [
     "C10D_PORT",
@@ -162,13 +162,13 @@ def resolve_place(
     refuse_shown_password(answers)
     meetingplace.refuse_etcd_v2(answers)
     if answers["rdzv-backend"] == "etcd":
-        place = Place("etcd", meetingplace.etcd_endpoints(answers))
+        place = MeetingPlace("etcd", meetingplace.etcd_endpoints(answers))
     elif answers.is_set("rdzv-backend") and answers["rdzv-backend"] == "static":
-        place = Place("static", (meetingplace.static_endpoint(answers),))
+        place = MeetingPlace("static", (meetingplace.static_endpoint(answers),))
     elif answers["rdzv-endpoint"] or not answers["master-addr"]:
-        place = Place("c10d", (meetingplace.c10d_endpoint(answers),))
+        place = MeetingPlace("c10d", (meetingplace.c10d_endpoint(answers),))
     else:
-        place = Place("static", (meetingplace.static_endpoint(answers),))
+        place = MeetingPlace("static", (meetingplace.static_endpoint(answers),))
     return replace(_settings(answers, place, environ, cwd), is_host=False)
 
 
@@ -180,7 +180,7 @@ def resolve_run_id(line: Mapping[str, str], environ: Mapping[str, str]) -> str |
 
 
 def _settings(
-    answers: Answers, place: Place, environ: Mapping[str, str], start: Path
+    answers: Answers, place: MeetingPlace, environ: Mapping[str, str], start: Path
 ) -> RendezvousSettings:
     conf = answers[_CONF]
     default = 900.0 if place.backend == "static" else 600.0  # torchrun's, both

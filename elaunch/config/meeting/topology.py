@@ -28,7 +28,7 @@ _SEVERAL_ONLY = ("rdzv-secret-file", "on-join", "strict-symmetry")
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Topology:
     """What the rendezvous flags come to; ``infos`` are notices that lose the user nothing."""
 
     backend: str
@@ -39,7 +39,7 @@ class Meeting:
     infos: tuple[str, ...] = ()
 
 
-def meeting(answers: Answers) -> Meeting:
+def meeting(answers: Answers) -> Topology:
     """Decide where a job of one node by itself has its workers' store.
 
     Raises:
@@ -70,7 +70,7 @@ def _unused_with_standalone(answers: Answers) -> list[str]:
     ]
 
 
-def _local(answers: Answers, why: str) -> Meeting:
+def _local(answers: Answers, why: str) -> Topology:
     """Return the meeting of one node by itself: a fresh port in each round."""
     notices = _unused(answers)
     if why:
@@ -87,10 +87,10 @@ def _local(answers: Answers, why: str) -> Meeting:
     elif answers["rdzv-endpoint"] and answers.said("rdzv-endpoint"):
         infos = ("--rdzv-endpoint is not needed on one node: nobody else has to find it",)
     addr = _unbracketed(master or local)
-    return Meeting("c10d", "localhost:0", addr, None, tuple(notices), infos)
+    return Topology("c10d", "localhost:0", addr, None, tuple(notices), infos)
 
 
-def _static(answers: Answers) -> Meeting:
+def _static(answers: Answers) -> Topology:
     """Return the meeting at an address and a port that were given."""
     notices = _unused(answers)
     if answers.said("local-addr"):
@@ -98,7 +98,7 @@ def _static(answers: Answers) -> Meeting:
     raw = answers["rdzv-endpoint"]
     if not raw:
         addr, port = _unbracketed(answers["master-addr"]) or LOOPBACK, answers["master-port"]
-        return Meeting("static", f"{addr}:{port}", addr, port, tuple(notices))
+        return Topology("static", f"{addr}:{port}", addr, port, tuple(notices))
     host, endpoint_port = endpoints.split_all(raw)[0]
     if endpoint_port is None:
         raise answers.fault(
@@ -107,7 +107,7 @@ def _static(answers: Answers) -> Meeting:
     for name in ("master-addr", "master-port"):
         if answers.said(name):
             notices.append(f"--{name} has no effect with --rdzv-endpoint")
-    return Meeting("static", raw, host, endpoint_port or None, tuple(notices))
+    return Topology("static", raw, host, endpoint_port or None, tuple(notices))
 
 
 def _unbracketed(host: str | None) -> str | None:

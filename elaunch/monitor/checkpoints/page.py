@@ -8,8 +8,8 @@ from typing import Any, Final
 
 from elaunch.checkpoint.records import Committed
 from elaunch.monitor.amounts import clean, date, duration, memory
-from elaunch.monitor.checkpoints.view import Entry, Listing
-from elaunch.monitor.page import Cell, Column, Facts, Page, Paragraph, Part, Table
+from elaunch.monitor.checkpoints.view import ListedCheckpoint, Listing
+from elaunch.monitor.page import Cell, Column, Fields, Page, Paragraph, Part, Table
 
 NOTHING: Final = "-"
 METRICS_SHOWN: Final = 4
@@ -45,12 +45,14 @@ def list_page(listing: Listing, now: float) -> Page:
     )
     rows = [_row(entry, listing, metrics, now) for entry in entries]
     return (
-        Facts((("directory", clean(str(listing.place))),)),
+        Fields((("directory", clean(str(listing.place))),)),
         Table(columns, tuple(rows)),
     )
 
 
-def _row(entry: Entry, listing: Listing, metrics: Sequence[str], now: float) -> tuple[Cell, ...]:
+def _row(
+    entry: ListedCheckpoint, listing: Listing, metrics: Sequence[str], now: float
+) -> tuple[Cell, ...]:
     state = entry.state + (f": {clean(entry.reason)}" if entry.reason else "")
     runs = listing.resumed.get(entry.name)
     if runs:
@@ -68,7 +70,7 @@ def _row(entry: Entry, listing: Listing, metrics: Sequence[str], now: float) -> 
     )
 
 
-def _metrics(entries: Sequence[Entry]) -> list[str]:
+def _metrics(entries: Sequence[ListedCheckpoint]) -> list[str]:
     names: dict[str, None] = {}
     for entry in reversed(entries):
         if entry.found is not None:
@@ -80,7 +82,7 @@ def _number(value: object) -> str:
     return f"{value:.6g}" if isinstance(value, int | float) else NOTHING
 
 
-def verdict_page(verdicts: Sequence[tuple[Entry, str]]) -> Page:
+def verdict_page(verdicts: Sequence[tuple[ListedCheckpoint, str]]) -> Page:
     """Return what ``verify`` has found: for each checkpoint that it is good, or why not."""
     columns = (Column("NAME"), Column("VERDICT", elastic=True))
     rows = []
@@ -91,9 +93,9 @@ def verdict_page(verdicts: Sequence[tuple[Entry, str]]) -> Page:
     return (Table(columns, tuple(rows)),)
 
 
-def show_page(entry: Entry, files: Sequence[Mapping[str, Any]], now: float) -> Page:
+def show_page(entry: ListedCheckpoint, files: Sequence[Mapping[str, Any]], now: float) -> Page:
     """Return the page of one checkpoint; ``files`` as the manifests list them."""
-    parts: list[Part] = [Facts(tuple((name, clean(text)) for name, text in _facts(entry, now)))]
+    parts: list[Part] = [Fields(tuple((name, clean(text)) for name, text in _facts(entry, now)))]
     if files:
         columns = (
             Column("FILE"),
@@ -115,7 +117,7 @@ def _file(file: Mapping[str, Any]) -> tuple[object, ...]:
     return file["path"], file["rank"], memory(file["size"]), file["checksum"]
 
 
-def _facts(entry: Entry, now: float) -> Iterator[tuple[str, str]]:
+def _facts(entry: ListedCheckpoint, now: float) -> Iterator[tuple[str, str]]:
     yield "name", entry.name
     yield "state", entry.state + (f": {entry.reason}" if entry.reason else "")
     yield "format", entry.format

@@ -28,13 +28,13 @@ from pathlib import Path
 
 from elaunch.checkpoint import layout
 from elaunch.checkpoint.formats import dcp
-from elaunch.checkpoint.records import Place
+from elaunch.checkpoint.records import Location
 from elaunch.checkpoint.search.defaultplace import default_place
 from elaunch.checkpoint.search.places import parse_place, without_slash
 from elaunch.config import paths
 from elaunch.config.flags.values import did_you_mean
 from elaunch.errors import RunDirError, UsageError
-from elaunch.monitor.checkpoints.view import Entry, Listing, look
+from elaunch.monitor.checkpoints.view import ListedCheckpoint, Listing, look
 from elaunch.run import directory as rundir
 
 LATEST = "latest"
@@ -44,7 +44,7 @@ LATEST = "latest"
 class Target:
     """A checkpoint directory; ``name`` is the checkpoint in it that was pointed at, or ""."""
 
-    place: Place
+    place: Location
     glob: str | None = None
     name: str = ""
 
@@ -74,7 +74,7 @@ def listing(target: Target, environ: Mapping[str, str]) -> Listing:
     return replace(found, resumed=_resumed(target.place, environ))
 
 
-def choose(there: Listing, names: Sequence[str]) -> list[Entry]:
+def choose(there: Listing, names: Sequence[str]) -> list[ListedCheckpoint]:
     """Return the entries that these names mean, each once.
 
     Raises:
@@ -95,7 +95,7 @@ def choose(there: Listing, names: Sequence[str]) -> list[Entry]:
     return entries
 
 
-def pick(there: Listing, name: str) -> Entry:
+def pick(there: Listing, name: str) -> ListedCheckpoint:
     """Return the entry that ``name`` means; UsageError if there is none, or more than one."""
     if name == LATEST:
         if there.newest is None:
@@ -163,7 +163,7 @@ def _run(words: str, environ: Mapping[str, str]) -> Target:
         raise UsageError(f"RUN {words!r}: {error}; give the checkpoint directory") from None
     directory = record["checkpoint_dir"]
     if directory is not None:
-        place: Place = directory if "://" in directory else Path(directory)
+        place: Location = directory if "://" in directory else Path(directory)
         return Target(place, record["checkpoint_glob"])
     default = default_place(record["run_id"], environ)
     if default is not None and default.is_dir():
@@ -174,7 +174,7 @@ def _run(words: str, environ: Mapping[str, str]) -> Target:
     )
 
 
-def _resumed(place: Place, environ: Mapping[str, str]) -> dict[str, str]:
+def _resumed(place: Location, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the names of checkpoints here that living runs have resumed from, with their runs."""
     found: dict[str, str] = {}
     for run in rundir.list_runs(environ):

@@ -22,17 +22,17 @@ from typing import Any
 
 from elaunch.checkpoint import layout
 from elaunch.checkpoint.formats import own
-from elaunch.checkpoint.records import Committed, PassedOver, Place
+from elaunch.checkpoint.records import Committed, Location, PassedOver
 from elaunch.checkpoint.retention import pins
 from elaunch.checkpoint.search import candidates
 from elaunch.checkpoint.search.latest import verify_candidate
 from elaunch.checkpoint.storage.files import explain
-from elaunch.checkpoint.storage.storage import Depot, open_depot
+from elaunch.checkpoint.storage.storage import Storage, open_storage
 from elaunch.errors import CheckpointError
 
 
 @dataclass(frozen=True)
-class Entry:
+class ListedCheckpoint:
     """One line of the list; times in seconds since 1970, sizes in bytes, None where not known."""
 
     name: str
@@ -58,46 +58,46 @@ class Entry:
 class Listing:
     """What a directory or URL holds, from old to new; ``resumed`` is what live runs began from."""
 
-    place: Place
-    depot: Depot
-    entries: tuple[Entry, ...]
-    quarantined: tuple[Entry, ...] = ()
-    unfinished: tuple[Entry, ...] = ()
+    place: Location
+    storage: Storage
+    entries: tuple[ListedCheckpoint, ...]
+    quarantined: tuple[ListedCheckpoint, ...] = ()
+    unfinished: tuple[ListedCheckpoint, ...] = ()
     resumed: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def newest(self) -> Entry | None:
+    def newest(self) -> ListedCheckpoint | None:
         """The newest that a round could resume from, as far as that was looked at."""
         usable = [entry for entry in self.entries if entry.state in ("committed", "complete")]
         return usable[-1] if usable else None
 
 
-def look(place: Place, glob: str | None = None) -> Listing:
+def look(place: Location, glob: str | None = None) -> Listing:
     """Return what is at a directory or URL; nothing big is read.
 
     Raises:
         CheckpointError, OSError: it cannot be read.
     """
-    depot = open_depot(place)
+    storage = open_storage(place)
     pinned = pins.pinned(place)
-    committed = {found.name: found for found in depot.listed()}
+    committed = {found.name: found for found in storage.listed()}
     entries = [_committed(found, found.name in pinned) for found in committed.values()]
     if isinstance(place, Path):
         entries += [entry for entry in _others(place, glob) if entry.name not in committed]
         entries = [replace(entry, pinned=entry.name in pinned) for entry in entries]
-    aside = tuple(_aside(name, reason) for name, reason in depot.quarantined())
+    aside = tuple(_aside(name, reason) for name, reason in storage.quarantined())
     unfinished = tuple(_unfinished(place)) if isinstance(place, Path) else ()
     ordered = tuple(sorted(entries, key=lambda entry: entry.age))
-    return Listing(place, depot, ordered, aside, unfinished)
+    return Listing(place, storage, ordered, aside, unfinished)
 
 
-def problem_of(depot: Depot, entry: Entry) -> str:
+def problem_of(storage: Storage, entry: ListedCheckpoint) -> str:
     """Read a checkpoint as far as its format can be checked; return what is wrong, or ""."""
     if entry.state in ("damaged", "quarantined", "unfinished"):
         return entry.reason
     try:
         if entry.found is not None:
-            depot.verify(entry.found)
+            storage.verify(entry.found)
         elif entry.candidate is not None:
             verify_candidate(entry.candidate, None)
     except CheckpointError as error:
@@ -107,8 +107,8 @@ def problem_of(depot: Depot, entry: Entry) -> str:
     return ""
 
 
-def _committed(found: Committed, pinned: bool) -> Entry:
-    return Entry(
+def _committed(found: Committed, pinned: bool) -> ListedCheckpoint:
+    return ListedCheckpoint(
         found.name,
         "committed",
         step=found.step,
@@ -120,7 +120,7 @@ def _committed(found: Committed, pinned: bool) -> Entry:
     )
 
 
-def _others(place: Path, glob: str | None) -> Iterator[Entry]:
+def _others(place: Path, glob: str | None) -> Iterator[ListedCheckpoint]:
     """Yield what is no committed checkpoint of elaunch's own: other formats, and damage."""
     entries, passed_over = candidates.entries_below(place, glob)
     for passed in passed_over:
@@ -129,16 +129,18 @@ def _others(place: Path, glob: str | None) -> Iterator[Entry]:
     for entry in candidates.distinct(entries, place):
         found = candidates.classify(entry, globbed=glob is not None)
         if isinstance(found, PassedOver):
-            yield Entry(_below(place, Path(found.path)), "damaged", "unknown", reason=found.reason)
+            yield ListedCheckpoint(
+                _below(place, Path(found.path)), "damaged", "unknown", reason=found.reason
+            )
         elif found is not None:
             judged = _judge(place, found)
             if judged is not None:
                 yield judged
 
 
-def _judge(place: Path, found: candidates.Candidate) -> Entry | None:
+def _judge(place: Path, found: candidates.Candidate) -> ListedCheckpoint | None:
     name = _below(place, found.path)
-    entry = Entry(name, "complete", step=found.step, round=found.round, candidate=found)
+    entry = ListedCheckpoint(name, "complete", step=found.step, round=found.round, candidate=found)
     entry = replace(entry, size=size_of(found.path), written=_changed(found.path))
     entry = replace(entry, format=found.format or "unknown")
     try:
@@ -160,13 +162,13 @@ def _below(place: Path, path: Path) -> str:
         return str(path)
 
 
-def _aside(name: str, reason: str) -> Entry:
+def _aside(name: str, reason: str) -> ListedCheckpoint:
     parsed = layout.parse_step_name(".".join(name.split(".")[:2]))
     step, round_ = parsed or (None, None)
-    return Entry(name, "quarantined", step=step, round=round_, reason=reason)
+    return ListedCheckpoint(name, "quarantined", step=step, round=round_, reason=reason)
 
 
-def _unfinished(place: Path) -> Iterator[Entry]:
+def _unfinished(place: Path) -> Iterator[ListedCheckpoint]:
     try:
         names = sorted(os.listdir(place / layout.STAGE))
     except OSError:
@@ -175,7 +177,7 @@ def _unfinished(place: Path) -> Iterator[Entry]:
         parsed = layout.parse_stage_name(name.partition(".commit-")[0])
         if parsed is not None:
             path = place / layout.STAGE / name
-            yield Entry(
+            yield ListedCheckpoint(
                 name,
                 "unfinished",
                 step=parsed[0],
@@ -222,7 +224,7 @@ def document(listing: Listing) -> dict[str, Any]:
     }
 
 
-def entry_document(entry: Entry) -> dict[str, Any]:
+def entry_document(entry: ListedCheckpoint) -> dict[str, Any]:
     """Return one entry as JSON-able data."""
     said: dict[str, Any] = {
         "name": entry.name,

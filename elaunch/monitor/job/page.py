@@ -17,7 +17,7 @@ from elaunch.monitor.page import (
     NOTHING,
     Cell,
     Column,
-    Facts,
+    Fields,
     Page,
     Paragraph,
     Part,
@@ -35,7 +35,7 @@ def job_page(view: JobView) -> Page:
     parts: list[Part] = [Title(clean(view.run_id), Cell(view.state, view.state), _note(view))]
     if cause := tuple(clean(line) for line in _cause(view)):
         parts.append(Paragraph(cause))
-    parts.append(Facts(tuple((name, clean(value)) for name, value in _facts(view))))
+    parts.append(Fields(tuple((name, clean(value)) for name, value in _facts(view))))
     if view.nodes:
         parts.append(_table(view.nodes))
     if apart := (*view.spares, *view.joining):

@@ -18,12 +18,12 @@ from typing import Final
 
 from elaunch.config.meeting.rendezvous import RendezvousSettings
 from elaunch.errors import StoreUnreachable, UsageError
-from elaunch.monitor.job.view import Found, Present
+from elaunch.monitor.job.view import PresentAgent, StoredJob
 from elaunch.rendezvous import records
 from elaunch.rendezvous.plan import Plan
 from elaunch.rendezvous.records import RecordError
 from elaunch.store.etcd.keys import EtcdPlace
-from elaunch.store.protocol import Post, Seat, Store
+from elaunch.store.protocol import Lease, Post, Store
 
 OPEN_TIMEOUT_S: Final = 5.0
 LOOKS: Final = 3
@@ -63,7 +63,7 @@ def open_for_reading(rendezvous: RendezvousSettings, run_id: str) -> Store:
     return client.connect(host, port, run_id, deadline=_patience(rendezvous))
 
 
-def look(store: Store, secret: bytes | None) -> Found:
+def look(store: Store, secret: bytes | None) -> StoredJob:
     """Read board and roster once; ``secret`` is records.key_of the job's.
 
     Raises:
@@ -78,17 +78,17 @@ def look(store: Store, secret: bytes | None) -> Found:
         threading.Event().wait(ROSTER_LAG_S)
         post, seats = _at_one_moment(store)
         plan = _plan(post, secret)
-    roster: dict[str, Present] = {}
+    roster: dict[str, PresentAgent] = {}
     refused: dict[str, RecordError] = {}
     for name, seat in seats.items():
         try:
-            roster[name] = Present(records.decode_agent(seat.value, secret, name), seat.age)
+            roster[name] = PresentAgent(records.decode_agent(seat.value, secret, name), seat.age)
         except RecordError as exc:
             refused[name] = exc
     if refused and not roster and plan is None:
         raise next(iter(refused.values()))
     problems = {name: str(problem) for name, problem in refused.items()}
-    return Found(plan, post.version if post else 0, roster, problems)
+    return StoredJob(plan, post.version if post else 0, roster, problems)
 
 
 def _plan(post: Post | None, secret: bytes | None) -> Plan | None:
@@ -97,7 +97,7 @@ def _plan(post: Post | None, secret: bytes | None) -> Plan | None:
     )
 
 
-def _at_one_moment(store: Store) -> tuple[Post | None, Mapping[str, Seat]]:
+def _at_one_moment(store: Store) -> tuple[Post | None, Mapping[str, Lease]]:
     """Return board and roster as they were together, or nearly where plans follow each other.
 
     Who is in a plan was on the roster before; after it, too, unless it went or a newer plan came.

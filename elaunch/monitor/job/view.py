@@ -41,8 +41,8 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from elaunch.endings import PREEMPTED
-from elaunch.rendezvous.decide.order import Candidate, by_hint
-from elaunch.rendezvous.plan import AgentRecord, Phase, Plan
+from elaunch.rendezvous.decide.order import Applicant, by_hint
+from elaunch.rendezvous.plan import NodeStatus, Phase, Plan
 
 NodeState = Literal[
     "alive",
@@ -77,15 +77,15 @@ _LIVE: Final = ("FORMING", "RUNNING", "ENDING")
 
 
 @dataclass(frozen=True)
-class Present:
+class PresentAgent:
     """An agent on the roster: its record, and seconds since it was last renewed, if known."""
 
-    record: AgentRecord
+    record: NodeStatus
     age_s: float | None = None
 
 
 @dataclass(frozen=True)
-class Found:
+class StoredJob:
     """What a store holds of one job at one moment.
 
     Attributes:
@@ -96,7 +96,7 @@ class Found:
 
     plan: Plan | None = None
     version: int = 0
-    roster: Mapping[str, Present] = field(default_factory=dict)
+    roster: Mapping[str, PresentAgent] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -121,7 +121,7 @@ class NodeView:
     rank: int | None = None
     ranks: tuple[int, int] | None = None
     age_s: float | None = None
-    record: AgentRecord | None = None
+    record: NodeStatus | None = None
 
     @property
     def note(self) -> str:
@@ -223,7 +223,7 @@ class JobView:
         )
 
 
-def view_job(run_id: str, place: str, found: Found, now: float) -> JobView:
+def view_job(run_id: str, place: str, found: StoredJob, now: float) -> JobView:
     """Return what a store's board and roster come to; ``now`` in seconds since the epoch."""
     plan = found.plan
     nodes = tuple(_nodes(plan, found)) if plan else ()
@@ -250,7 +250,7 @@ def unreadable(run_id: str, place: str, problem: str, now: float) -> JobView:
     return JobView(run_id, place, None, 0, (), (), (), (), problem, now)
 
 
-def _nodes(plan: Plan, found: Found) -> Iterator[NodeView]:
+def _nodes(plan: Plan, found: StoredJob) -> Iterator[NodeView]:
     first = 0
     for rank, node in enumerate(plan.nodes):
         present = found.roster.get(node.name)
@@ -269,7 +269,7 @@ def _nodes(plan: Plan, found: Found) -> Iterator[NodeView]:
         first += node.slots
 
 
-def _node_state(present: Present | None, plan: Plan) -> NodeState:
+def _node_state(present: PresentAgent | None, plan: Plan) -> NodeState:
     if present is None:
         return "left" if plan.phase == "over" else "gone"
     state = present.record.state
@@ -280,7 +280,7 @@ def _node_state(present: Present | None, plan: Plan) -> NodeState:
     return state if of_round and state in _OF_ROUND else "alive"
 
 
-def _apart(name: str, present: Present, state: NodeState) -> NodeView:
+def _apart(name: str, present: PresentAgent, state: NodeState) -> NodeView:
     """Return an agent that has no rank in this round."""
     record = present.record
     leaving = record.state == "leaving"
@@ -296,14 +296,16 @@ def _apart(name: str, present: Present, state: NodeState) -> NodeView:
     )
 
 
-def _in_order(names: Iterable[str], others: Mapping[str, Present], plan: Plan | None) -> list[str]:
+def _in_order(
+    names: Iterable[str], others: Mapping[str, PresentAgent], plan: Plan | None
+) -> list[str]:
     """Return newcomers as the plan has them, then as they would be ranked."""
     announced = {name: place for place, name in enumerate(plan.joining if plan else ())}
 
     def key(name: str) -> tuple[object, ...]:
         record = others[name].record
         return announced.get(name, len(announced)), by_hint(
-            Candidate(name, record.host, record.hint)
+            Applicant(name, record.host, record.hint)
         )
 
     return sorted(names, key=key)
@@ -318,7 +320,7 @@ def _end(plan: Plan) -> JobState:
     return "STOPPED" if by_signal and plan.failure is None else "FAILED"
 
 
-def _budget(records: Iterator[AgentRecord]) -> tuple[int | None, str | None]:
+def _budget(records: Iterator[NodeStatus]) -> tuple[int | None, str | None]:
     """Return what the agents say that the job is allowed: restarts, and of which kind."""
     for record in records:
         allowed = record.facts.get(MAX_RESTARTS_FACT, "")

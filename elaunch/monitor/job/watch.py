@@ -17,7 +17,7 @@ from elaunch.monitor.document import job_document, jobs_document
 from elaunch.monitor.job.page import job_page, jobs_page
 from elaunch.monitor.job.store import look, no_such_job, open_for_reading, run_ids
 from elaunch.monitor.job.view import JobView, unreadable, view_job
-from elaunch.monitor.watch import Read, Reading, pause
+from elaunch.monitor.watch import Read, WatchReading, pause
 from elaunch.rendezvous import munge, records
 from elaunch.rendezvous.munge import MungeError
 from elaunch.store.protocol import Store
@@ -43,7 +43,7 @@ class JobReader:
         self._view: JobView | None = None
         self._answered_at = clock()
 
-    def read(self, last: Reading | None) -> Reading:
+    def read(self, last: WatchReading | None) -> WatchReading:
         """Read the job now.
 
         Raises:
@@ -62,7 +62,7 @@ class JobReader:
                 raise
             self._view = replace(self._view, stale=str(exc))
         view = self._view
-        return Reading(job_page(view), job_document(view), _gist(view), view.live)
+        return WatchReading(job_page(view), job_document(view), _gist(view), view.live)
 
     def wait(self, seconds: float) -> None:
         """Return after ``seconds``, or as soon as the coordinator posts a new plan."""
@@ -109,12 +109,12 @@ class JobReader:
 def jobs_reader(rendezvous: RendezvousSettings, ids: Sequence[str]) -> Read:
     """Return what reads all jobs of an etcd; ``ids`` are those that are there to begin with."""
 
-    def read(last: Reading | None) -> Reading:
+    def read(last: WatchReading | None) -> WatchReading:
         known = ids if last is None else run_ids(rendezvous)
         views = [view for run_id in sorted(known) if (view := _listed(rendezvous, run_id))]
         gist = tuple(_gist(view) for view in views)
         live = any(view.live for view in views)
-        return Reading(jobs_page(views), jobs_document(views), gist, live)
+        return WatchReading(jobs_page(views), jobs_document(views), gist, live)
 
     return read
 

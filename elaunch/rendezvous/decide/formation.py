@@ -18,9 +18,9 @@ from elaunch.errors import CheckpointError, JoinTimeoutError, StoreError, Symmet
 from elaunch.rendezvous import text
 from elaunch.rendezvous.decide import budget, members, sharing
 from elaunch.rendezvous.decide.facts import differences
-from elaunch.rendezvous.decide.members import Enough, Few, Refused
-from elaunch.rendezvous.decide.view import Decision, Known, Publish, Rules, Search, View, Wait
-from elaunch.rendezvous.plan import AgentRecord, Cause, Node, Plan
+from elaunch.rendezvous.decide.members import Enough, Few, NeverARound
+from elaunch.rendezvous.decide.view import Decision, LastKnown, Publish, Rules, Search, View, Wait
+from elaunch.rendezvous.plan import Cause, Node, NodeStatus, Plan
 
 
 def decide(view: View, now: float, rules: Rules) -> Decision:
@@ -42,7 +42,7 @@ def decide(view: View, now: float, rules: Rules) -> Decision:
         return _preempted(view)
     view = sharing.without_strangers(view)
     enough = members.enough(view, now, rules)
-    if isinstance(enough, Refused):
+    if isinstance(enough, NeverARound):
         return _over(plan, enough.exit_code, enough.problem)
     if isinstance(enough, Few):
         return _too_few(view, now, rules, enough)
@@ -150,7 +150,7 @@ def _judged(view: View, now: float, rules: Rules) -> Plan:
     return replace(plan, failure=failed, reason=text.failure(failed))
 
 
-def _was_done(record: AgentRecord | None, round_number: int) -> bool:
+def _was_done(record: NodeStatus | None, round_number: int) -> bool:
     if record is None or record.round < round_number:
         return False
     return record.state in ("ended", "finished")
@@ -237,10 +237,10 @@ def _too_few(view: View, now: float, rules: Rules, few: Few) -> Decision:
 # ── the round ────────────────────────────────────────────────────────────────────────────────────
 
 
-def _before(view: View) -> Known:
+def _before(view: View) -> LastKnown:
     """Return where the job was: by the plan, or by what agents saw of it before."""
     plan, known = view.plan, view.known
-    before = Known(plan.round, plan.restarts, plan.without_progress, _step(plan.checkpoint))
+    before = LastKnown(plan.round, plan.restarts, plan.without_progress, _step(plan.checkpoint))
     if known is None or known.round <= plan.round:
         return before
     return replace(
@@ -285,11 +285,11 @@ def _start(view: View, rules: Rules, enough: Enough, verdict: budget.Again | Non
     return Publish(plan), plan.reason
 
 
-def _node(name: str, record: AgentRecord) -> Node:
+def _node(name: str, record: NodeStatus) -> Node:
     return Node(name, record.host, record.addr, record.slots, record.role, record.courier)
 
 
-def _why(view: View, rules: Rules, nodes: tuple[Node, ...], before: Known) -> str:
+def _why(view: View, rules: Rules, nodes: tuple[Node, ...], before: LastKnown) -> str:
     plan, workers = view.plan, text.count(sum(node.slots for node in nodes), "worker")
     with_whom = f"{text.count(len(nodes))}, {workers}"
     start = ""
@@ -304,7 +304,7 @@ def _why(view: View, rules: Rules, nodes: tuple[Node, ...], before: Known) -> st
     return f"{what}; going on with {with_whom}{start}"
 
 
-def _anew(before: Known, rules: Rules) -> str:
+def _anew(before: LastKnown, rules: Rules) -> str:
     """Return that the numbers of an earlier run begin again, where one is known of."""
     if (
         before.round >= 0

@@ -16,8 +16,8 @@ from elaunch.errors import UsageError
 from elaunch.rendezvous import text as words
 from elaunch.rendezvous.decide.newcomers import READY_PATIENCE, rested
 from elaunch.rendezvous.decide.order import natural, order, static_order, waiting
-from elaunch.rendezvous.decide.view import FENCE, HOSTED, Known, Present, Rules, View
-from elaunch.rendezvous.plan import AgentRecord
+from elaunch.rendezvous.decide.view import FENCE, HOSTED, LastKnown, Present, Rules, View
+from elaunch.rendezvous.plan import NodeStatus
 
 MOST_HEARTBEAT = 3600.0
 """Seconds of the longest ``heartbeat_timeout`` that another agent is believed."""
@@ -39,7 +39,7 @@ class Few:
     ``again`` is when to look again even if nobody comes or goes.
     """
 
-    there: tuple[AgentRecord, ...]
+    there: tuple[NodeStatus, ...]
     rules: Rules
     gone: tuple[tuple[str, float], ...] = ()
     missing_ranks: tuple[int, ...] = ()
@@ -67,14 +67,14 @@ def _by_host(one: words.HasPlace) -> list[tuple[int, str]]:
 
 
 @dataclass(frozen=True)
-class Refused:
+class NeverARound:
     """These nodes can never make a round."""
 
     exit_code: int
     problem: str
 
 
-def enough(view: View, now: float, rules: Rules) -> Enough | Few | Refused:
+def enough(view: View, now: float, rules: Rules) -> Enough | Few | NeverARound:
     """Return the nodes of the next round in their order, or what it lacks."""
     there, late = _candidates(view, now, rules)
     if len(there) < rules.min_nodes:
@@ -90,7 +90,7 @@ def enough(view: View, now: float, rules: Rules) -> Enough | Few | Refused:
     return Enough(names, rest, _settled(view, now, rules, len(names)))
 
 
-def goes_on(record: AgentRecord, rules: Rules) -> Mapping[str, Any] | None:
+def goes_on(record: NodeStatus, rules: Rules) -> Mapping[str, Any] | None:
     """Return what an agent saw of a job that has begun and is not over, None if it saw none.
 
     Only a store that ends with its host, or that has ``lost`` its memory since, can know less of
@@ -108,12 +108,12 @@ def is_behind(view: View) -> bool:
 
 
 def further(
-    known: Known | None, seen: Mapping[str, Any], record: AgentRecord, rules: Rules
-) -> Known:
+    known: LastKnown | None, seen: Mapping[str, Any], record: NodeStatus, rules: Rules
+) -> LastKnown:
     """Return how far the job was when what one more agent has seen of it is counted in."""
-    known = known or Known()
+    known = known or LastKnown()
     round_number, step = int(seen["round"]), seen.get("step")
-    return Known(
+    return LastKnown(
         max(known.round, round_number),
         max(known.restarts, int(seen.get("restarts", 0))),
         max(known.without_progress, int(seen.get("without_progress", 0))),
@@ -122,7 +122,7 @@ def further(
     )
 
 
-def _heartbeat(record: AgentRecord) -> float:
+def _heartbeat(record: NodeStatus) -> float:
     """Return the ``heartbeat_timeout`` of an agent, which is one of its facts; 0 without it."""
     try:
         seconds = float(record.facts.get("heartbeat_timeout", ""))
@@ -189,7 +189,7 @@ def _few(view: View, rules: Rules, there: Iterable[Present], missing: Iterable[i
 
 def _static(
     view: View, now: float, rules: Rules, claims: Mapping[int, Sequence[str]]
-) -> Enough | Few | Refused:
+) -> Enough | Few | NeverARound:
     """The given node rank is the node rank; each from 0 to N - 1 must be there once."""
     number = rules.max_nodes
     records = {name: one.record for name, one in view.present.items()}
@@ -197,7 +197,7 @@ def _static(
         if rank >= number:
             who = words.node(records[names[0]])
             problem = f"--node-rank {rank} of {who} is too high for --nnodes {number}"
-            return Refused(UsageError.exit_code, problem)
+            return NeverARound(UsageError.exit_code, problem)
         if len(names) > 1 and view.plan.round < 0:
             them = [view.present[name] for name in names[:2]]
             until = max(one.since for one in them) + rules.heartbeat_timeout
@@ -206,7 +206,7 @@ def _static(
                 return replace(few, again=until)
             first, second = (words.node(one.record) for one in them)
             problem = f"--node-rank {rank} is given twice: to {first} and to {second}"
-            return Refused(UsageError.exit_code, problem)
+            return NeverARound(UsageError.exit_code, problem)
     missing = [rank for rank in range(number) if rank not in claims]
     if missing:
         return _few(view, rules, [view.present[n[0]] for n in claims.values()], missing)

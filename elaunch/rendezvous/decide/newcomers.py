@@ -20,7 +20,7 @@ from dataclasses import replace
 from elaunch.rendezvous import text
 from elaunch.rendezvous.decide.order import order, waiting
 from elaunch.rendezvous.decide.view import Decision, Publish, Rules, View, Wait
-from elaunch.rendezvous.plan import AgentRecord
+from elaunch.rendezvous.plan import NodeStatus
 
 READY_PATIENCE = 10.0
 """Seconds that newcomers who are ready wait for those who came with them and are not."""
@@ -75,7 +75,7 @@ def _may_begin(view: View, joining: tuple[str, ...], rules: Rules, now: float) -
     return patience if ready or patience > now else None
 
 
-def _members(view: View) -> list[AgentRecord]:
+def _members(view: View) -> list[NodeStatus]:
     """Return what the nodes of the round that runs say of themselves in it."""
     plan = view.plan
     seats = (view.present.get(node.name) for node in plan.nodes)
@@ -92,12 +92,12 @@ def _may_save(view: View, rules: Rules) -> bool:
     return rules.on_join == "graceful" and any(one.listens for one in _members(view))
 
 
-def rested(record: AgentRecord) -> bool:
+def rested(record: NodeStatus) -> bool:
     """Return whether an agent that is in no round could start workers at once, and has none."""
     return record.state in ("ready", "ended", "finished")
 
 
-def _joined(records: list[AgentRecord]) -> str:
+def _joined(records: list[NodeStatus]) -> str:
     if len(records) == 1:
         return f"node {text.node(records[0])} joins"
     return f"{text.count(len(records))} join: {text.nodes(records)}"

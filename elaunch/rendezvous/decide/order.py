@@ -18,7 +18,7 @@ from elaunch.rendezvous.decide.view import Present
 
 
 @dataclass(frozen=True)
-class Candidate:
+class Applicant:
     """One agent that could be in the next round; ``arrival`` counts arrivals, ``spare`` waits."""
 
     name: str
@@ -28,7 +28,7 @@ class Candidate:
     spare: bool = False
 
 
-def waiting(known: Sequence[str], there: Mapping[str, Present]) -> list[Candidate]:
+def waiting(known: Sequence[str], there: Mapping[str, Present]) -> list[Applicant]:
     """Return the agents that are ``there`` as candidates.
 
     Those whom the plan has named already are spares in its order: a coordinator that has taken over
@@ -36,7 +36,7 @@ def waiting(known: Sequence[str], there: Mapping[str, Present]) -> list[Candidat
     """
     places = {name: place for place, name in enumerate(known)}
     return [
-        Candidate(
+        Applicant(
             name,
             one.record.host,
             one.record.hint,
@@ -47,7 +47,7 @@ def waiting(known: Sequence[str], there: Mapping[str, Present]) -> list[Candidat
     ]
 
 
-def order(previous: Sequence[str], candidates: Iterable[Candidate]) -> tuple[str, ...]:
+def order(previous: Sequence[str], candidates: Iterable[Applicant]) -> tuple[str, ...]:
     """Return the names of all ``candidates`` in their order; ``previous`` are the old nodes."""
     places = {name: place for place, name in enumerate(previous)}
     survivors, spares, newcomers = [], [], []
@@ -64,7 +64,7 @@ def order(previous: Sequence[str], candidates: Iterable[Candidate]) -> tuple[str
     return tuple(one.name for one in (*survivors, *spares, *newcomers))
 
 
-def static_order(previous: Sequence[str], candidates: Iterable[Candidate]) -> dict[int, list[str]]:
+def static_order(previous: Sequence[str], candidates: Iterable[Applicant]) -> dict[int, list[str]]:
     """Return for each given node rank who claims it, a node of the round before first."""
     old = set(previous)
     claims: dict[int, list[str]] = {}
@@ -74,7 +74,7 @@ def static_order(previous: Sequence[str], candidates: Iterable[Candidate]) -> di
     return claims
 
 
-def by_hint(one: Candidate) -> tuple[bool, int, list[tuple[int, str]], str]:
+def by_hint(one: Applicant) -> tuple[bool, int, list[tuple[int, str]], str]:
     """Return a newcomer's sort key; those without a hint come after those with one."""
     return (one.hint is None, one.hint or 0, natural(one.host), one.name)
 

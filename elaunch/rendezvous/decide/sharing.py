@@ -1,6 +1,6 @@
 """Whether the checkpoint directory is the same one on all nodes. Pure.
 
-Each agent, before it joins, writes an empty file there and says its name (``AgentRecord.probe``).
+Each agent, before it joins, writes an empty file there and says its name (``NodeStatus.probe``).
 The search for the checkpoint of a round, on the coordinator's node, also looks for the files of
 those who come new to the round. Who was in the round before has been looked for already.
 
@@ -20,7 +20,7 @@ from dataclasses import replace
 from elaunch.errors import UsageError
 from elaunch.rendezvous import text
 from elaunch.rendezvous.decide.view import View
-from elaunch.rendezvous.plan import AgentRecord
+from elaunch.rendezvous.plan import NodeStatus
 
 EXIT_CODE = UsageError.exit_code
 
@@ -76,10 +76,10 @@ def problem(view: View, found: Iterable[str]) -> str:
     )
 
 
-def _place(record: AgentRecord) -> str:
+def _place(record: NodeStatus) -> str:
     directory = record.facts.get("checkpoint_dir", "")
     return f"{text.node(record)} in {directory}" if directory else text.node(record)
 
 
-def _places(records: list[AgentRecord]) -> str:
+def _places(records: list[NodeStatus]) -> str:
     return text.listed([_place(record) for record in records])

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from elaunch.rendezvous.plan import AgentRecord, Plan
+from elaunch.rendezvous.plan import NodeStatus, Plan
 
 OnJoin = Literal["graceful", "now", "never"]
 
@@ -64,7 +64,7 @@ class Present:
     last changed, ``failed_at`` when its failure happened (the moment it was heard, less its age).
     """
 
-    record: AgentRecord
+    record: NodeStatus
     since: float
     number: int
     changed: float
@@ -80,11 +80,11 @@ class Absent:
 
     cause: Literal["left", "expired", "unknown"]
     at: float
-    last: AgentRecord | None = None
+    last: NodeStatus | None = None
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """What the search for a checkpoint brought: a checkpoint, none, or a problem.
 
     ``asked`` are the probes that were looked for (elaunch.rendezvous.decide.sharing), ``unseen``
@@ -102,7 +102,7 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Known:
+class LastKnown:
     """How far the job was, by what agents saw of it in a store that is no more.
 
     ``heartbeat`` is the longest ``heartbeat_timeout`` of those who say so.
@@ -145,10 +145,10 @@ class View:
     began: float = 0.0
     since: float = 0.0
     opened: float = 0.0
-    known: Known | None = None
+    known: LastKnown | None = None
     posted: float = 0.0
     stirred: float = 0.0
-    found: Found | None = None
+    found: SearchResult | None = None
     searching: bool = False
     ran: float = 0.0
     jitter: float = 1.0
@@ -174,7 +174,7 @@ class Search:
     of this job's plans: a store that is lost and made anew has another.
     """
 
-    present: Mapping[str, AgentRecord] = field(default_factory=dict)
+    present: Mapping[str, NodeStatus] = field(default_factory=dict)
     probes: frozenset[str] = frozenset()
     nodes: tuple[str, ...] = ()
     jobs: frozenset[str] = frozenset()

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 from elaunch.rendezvous import text as words
 from elaunch.rendezvous.decide.view import Rules
-from elaunch.rendezvous.plan import AgentRecord, Node, Plan
+from elaunch.rendezvous.plan import Node, NodeStatus, Plan
 
 RESTING = ("ready", "ended", "finished")
 """States of an agent without workers that waits for others."""
@@ -73,7 +73,7 @@ class Waiting:
         return now >= self._look_at
 
     def looked(
-        self, plan: Plan | None, name: str, roster: Mapping[str, AgentRecord], now: float
+        self, plan: Plan | None, name: str, roster: Mapping[str, NodeStatus], now: float
     ) -> Still | Hopeless:
         """Take what a look at the roster has shown; ``name`` is our own there."""
         busy = working(plan, name, roster)
@@ -93,7 +93,7 @@ class Waiting:
         return Hopeless(f"{what}, {waited}; giving up")
 
 
-def working(plan: Plan | None, name: str, roster: Mapping[str, AgentRecord]) -> list[Node]:
+def working(plan: Plan | None, name: str, roster: Mapping[str, NodeStatus]) -> list[Node]:
     """Return the other nodes of the running round that are there and have not ended their part."""
     if plan is None or plan.phase != "running":
         return []
@@ -107,7 +107,7 @@ def working(plan: Plan | None, name: str, roster: Mapping[str, AgentRecord]) -> 
     return busy
 
 
-def is_last(plan: Plan | None, name: str, roster: Mapping[str, AgentRecord]) -> bool:
+def is_last(plan: Plan | None, name: str, roster: Mapping[str, NodeStatus]) -> bool:
     """Return whether an agent that leaves has to wait until it leads, and ends the job.
 
     So it is while no other agent stays. Each publishes that it leaves before it looks: of agents

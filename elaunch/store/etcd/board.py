@@ -21,7 +21,7 @@ CLEARED_SECONDS = 60
 """How long the last post stays after ``clear``, for agents that have not read it yet."""
 
 
-class Board:
+class EtcdPlan:
     """Reads, waits for, and writes the posts of one job.
 
     Args:

@@ -14,7 +14,8 @@ Connections are kept when a call on them times out: one that is slow to come abo
 next call. Calls must be safe to send twice, because an answer may be lost.
 
 An etcd that was wiped, or restored from a snapshot, does not say so: its revision has gone back, or
-its cluster is another one (``History``). Then every call of this connection is a StoreReplaced.
+its cluster is another one (``RevisionHistory``). Then every call of this connection raises
+StoreReplaced.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from concurrent.futures import wait
 from typing import Any, TypeVar
 
 from elaunch.errors import (
-    SeatLost,
+    LeaseLost,
     StoreClosed,
     StoreDenied,
     StoreError,
@@ -37,7 +38,7 @@ from elaunch.errors import (
 )
 from elaunch.store.etcd import errors
 from elaunch.store.etcd.errors import Outcome, Refusal
-from elaunch.store.etcd.history import History
+from elaunch.store.etcd.history import RevisionHistory
 from elaunch.store.etcd.keys import EtcdPlace
 from elaunch.store.etcd.member import Member, Metadata
 
@@ -65,10 +66,12 @@ class Calls:
         StoreDenied: a certificate cannot be read.
     """
 
-    def __init__(self, place: EtcdPlace, loaded: Any, history: History | None = None) -> None:
+    def __init__(
+        self, place: EtcdPlace, loaded: Any, history: RevisionHistory | None = None
+    ) -> None:
         self.place = place
         self.loaded = loaded
-        self.history = history or History()
+        self.history = history or RevisionHistory()
         self.closed = False
         self._replaced = ""
         self.untrusted = False  # the last StoreDenied was about certificates, not about a user
@@ -215,7 +218,7 @@ class Calls:
             if refusal.kind == "denied":
                 raise StoreDenied(errors.denied(self.place, refusal.text))
             if refusal.kind == "gone":
-                raise SeatLost(f"{self.place} has given up our entry: the lease has expired")
+                raise LeaseLost(f"{self.place} has given up our entry: the lease has expired")
             if refusal.kind == "full":
                 raise StoreFull(errors.full(self.place, refusal.text))
             if refusal.kind == "wrong":

@@ -25,22 +25,22 @@ from collections.abc import Mapping, Sequence
 
 from elaunch.errors import StoreDenied, StoreReplaced, StoreUnreachable
 from elaunch.store.etcd import imports
-from elaunch.store.etcd.board import CLEARED_SECONDS, Board
+from elaunch.store.etcd.board import CLEARED_SECONDS, EtcdPlan
 from elaunch.store.etcd.calls import Calls
-from elaunch.store.etcd.history import History
+from elaunch.store.etcd.history import RevisionHistory
 from elaunch.store.etcd.keys import EtcdPlace, every_job, keys_of, run_id_of
-from elaunch.store.etcd.lease import OwnSeat
-from elaunch.store.etcd.roster import Roster
+from elaunch.store.etcd.lease import OwnLease
+from elaunch.store.etcd.roster import EtcdRoster
 from elaunch.store.etcd.txn import Transactions
 from elaunch.store.etcd.watch import Watching
-from elaunch.store.protocol import Change, Post, Seat, Store
+from elaunch.store.protocol import Change, Lease, Post, Store
 
 _PAUSE = 0.5
 _CLOSE_SECONDS = 1.0
 
 
 def connect(
-    place: EtcdPlace, run_id: str, *, deadline: float, history: History | None = None
+    place: EtcdPlace, run_id: str, *, deadline: float, history: RevisionHistory | None = None
 ) -> Store:
     """Return the store of the job ``run_id``.
 
@@ -109,9 +109,9 @@ class EtcdStore:
         self._txns, self._shared = txns, keys.shared
         self._watching = Watching(calls, self._news)
         calls.moved = self._watching.move
-        self._board = Board(txns, keys, self._watching, self._news)
-        self._own = OwnSeat(txns, keys, self._watching, self._news)
-        self._roster = Roster(txns, keys, self._watching, self._news, leads=self._own.leads)
+        self._board = EtcdPlan(txns, keys, self._watching, self._news)
+        self._own = OwnLease(txns, keys, self._watching, self._news)
+        self._roster = EtcdRoster(txns, keys, self._watching, self._news, leads=self._own.leads)
 
     @property
     def place(self) -> str:
@@ -154,7 +154,7 @@ class EtcdStore:
         self._own.withdraw()
         self._roster.forget()
 
-    def roster(self) -> Mapping[str, Seat]:
+    def roster(self) -> Mapping[str, Lease]:
         """Return all entries; see Store."""
         return self._roster.entries()
 

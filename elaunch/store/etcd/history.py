@@ -11,7 +11,7 @@ import threading
 from typing import Any
 
 
-class History:
+class RevisionHistory:
     """How far the etcd has come whose answers one agent has read, over all of its connections."""
 
     def __init__(self) -> None:

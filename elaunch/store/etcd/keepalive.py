@@ -12,7 +12,7 @@ from typing import Any
 
 from elaunch.store.etcd.calls import Calls
 from elaunch.store.etcd.errors import Refusal
-from elaunch.store.etcd.member import Member, Metadata, Stream
+from elaunch.store.etcd.member import EtcdStream, Member, Metadata
 
 
 class Renewal:
@@ -21,7 +21,7 @@ class Renewal:
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
         self._lock = threading.Lock()
-        self._stream: Stream | None = None
+        self._stream: EtcdStream | None = None
 
     def renew(self, lease: int, seconds: float, budget: float) -> tuple[int, int]:
         """Renew the lease; return for how many seconds it holds, and the member's revision.
@@ -70,9 +70,9 @@ class Renewal:
             raise Refusal("failing", "the stream was ended")
         return int(answer.TTL), int(answer.header.revision)
 
-    def _open(self, member: Member, metadata: Metadata) -> Stream:
+    def _open(self, member: Member, metadata: Metadata) -> EtcdStream:
         self._drop()
-        self._stream = Stream(member, "Lease", "LeaseKeepAlive", metadata)
+        self._stream = EtcdStream(member, "Lease", "LeaseKeepAlive", metadata)
         return self._stream
 
     def _drop(self) -> None:

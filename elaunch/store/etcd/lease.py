@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from elaunch.errors import SeatLost, StoreFull, StoreUnreachable
+from elaunch.errors import LeaseLost, StoreFull, StoreUnreachable
 from elaunch.store.etcd.keepalive import Renewal
 from elaunch.store.etcd.keys import Keys
 from elaunch.store.etcd.roster import LEFT
@@ -42,7 +42,7 @@ class _Own:
     ttl: float
 
 
-class OwnSeat:
+class OwnLease:
     """Writes our own entry, keeps it, and stands in line for the lead.
 
     Args:
@@ -79,7 +79,7 @@ class OwnSeat:
         return self._leads and own is not None and own.name == name
 
     def enrol(self, name: str, value: bytes, ttl: float) -> None:
-        """Write the entry under a new lease; raises SeatLost if the name is taken."""
+        """Write the entry under a new lease; raises LeaseLost if the name is taken."""
         if self._own is not None:
             raise ValueError(f"this agent is enrolled already, as {self._own.name}")
         txns, key = self._txns, self._keys.agent(name)
@@ -91,20 +91,20 @@ class OwnSeat:
         if not answer.done:
             found = answer.found[0]
             if not found or found[0].lease != lease:
-                raise SeatLost(f"the name {name} is or was on the roster already")
+                raise LeaseLost(f"the name {name} is or was on the roster already")
             created = found[0].create_revision  # the first answer was lost
         self._modified = created
         self._own = _Own(name, key, created, lease, float(granted))
 
     def update(self, value: bytes) -> None:
-        """Replace the entry's value; raises SeatLost."""
+        """Replace the entry's value; raises LeaseLost."""
         own, txns = self._enrolled(), self._txns
         for _ in range(_TRIES):
             unchanged = txns.modified(own.key, self._modified)
             write, look = txns.put(own.key, value, own.lease), txns.get(own.key)
             try:
                 answer = txns.send([unchanged], [write], [look])
-            except SeatLost as error:
+            except LeaseLost as error:
                 raise self._lost(own) from error
             if answer.done:
                 self._modified = answer.revision
@@ -118,7 +118,7 @@ class OwnSeat:
         raise StoreUnreachable(f"the entry {own.name} in {txns.calls.place} does not come to rest")
 
     def renew(self) -> None:
-        """Renew the lease; raises SeatLost."""
+        """Renew the lease; raises LeaseLost."""
         own, calls = self._enrolled(), self._txns.calls
         seconds = min(calls.place.call_timeout, max(0.3, own.ttl / 6))
         for _ in range(2):
@@ -144,15 +144,15 @@ class OwnSeat:
         then = [txns.put(own.key, LEFT, own.lease), txns.delete(self._keys.candidate(own.name))]
         try:
             txns.send([still], then, [])
-        except SeatLost:  # expired at this moment: it is off the roster, which is what was wanted
+        except LeaseLost:  # expired at this moment: it is off the roster, which is what was wanted
             pass
         except StoreFull:  # what is removed needs no room; the others take it for lost
-            with suppress(SeatLost):
+            with suppress(LeaseLost):
                 txns.revoke(own.lease)
         self._forget(own)
 
     def await_lead(self, name: str, timeout: float) -> bool:
-        """Wait until we are first in line; raises SeatLost."""
+        """Wait until we are first in line; raises LeaseLost."""
         own, until = self._enrolled(), time.monotonic() + timeout
         if name != own.name:
             raise ValueError(f"{name} wants the lead, and this agent is enrolled as {own.name}")
@@ -173,19 +173,19 @@ class OwnSeat:
         """Give up the lease of an entry that may be written yet; it expires if this fails."""
         if not self._doubtful:
             return
-        with suppress(SeatLost):  # it is gone already
+        with suppress(LeaseLost):  # it is gone already
             self._txns.revoke(self._doubtful)
         self._doubtful = 0
 
     def _enrolled(self) -> _Own:
         self._txns.calls.check_open()
         if self._own is None:
-            raise SeatLost(f"this agent is not on the roster of {self._txns.calls.place}")
+            raise LeaseLost(f"this agent is not on the roster of {self._txns.calls.place}")
         return self._own
 
-    def _lost(self, own: _Own) -> SeatLost:
+    def _lost(self, own: _Own) -> LeaseLost:
         self._forget(own)
-        return SeatLost(
+        return LeaseLost(
             f"{self._txns.calls.place} has given up our entry {own.name}: it was not renewed for "
             f"{own.ttl:g} s, or was removed"
         )
@@ -222,7 +222,7 @@ class OwnSeat:
         with self._news:
             while not self._before_gone:
                 if self._own is not own:
-                    raise SeatLost(f"{own.name} has lost its entry while it waited for the lead")
+                    raise LeaseLost(f"{own.name} has lost its entry while it waited for the lead")
                 self._watching.check(began)
                 left = until - time.monotonic()
                 if left <= 0:

@@ -190,7 +190,7 @@ class Member:
         return aio.secure_channel(self.address, self._credentials, _OPTIONS)
 
 
-class Stream:
+class EtcdStream:
     """A call with many requests and many answers."""
 
     def __init__(self, member: Member, service: str, method: str, metadata: Metadata) -> None:

@@ -11,17 +11,17 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from elaunch.errors import SeatLost
+from elaunch.errors import LeaseLost
 from elaunch.store.etcd.keys import Keys, end_of
 from elaunch.store.etcd.txn import Transactions
 from elaunch.store.etcd.watch import Watch, Watching
-from elaunch.store.protocol import Change, Seat
+from elaunch.store.protocol import Change, Lease
 
 LEFT = b"\0left"
 _AGES_AT_ONCE = 64
 
 
-class Roster:
+class EtcdRoster:
     """Reads the entries of all agents and waits for their changes.
 
     Args:
@@ -52,15 +52,15 @@ class Roster:
         self._known: dict[str, int] = {}  # name -> revision of what was last told of it
         self._changes: list[Change] = []
 
-    def entries(self) -> Mapping[str, Seat]:
+    def entries(self) -> Mapping[str, Lease]:
         """Return every entry with its age, as far as it is to be had; raises as Calls.ask."""
         kvs, _ = self._txns.read_all(self._keys.agents)
         seats = [kv for kv in kvs if kv.value != LEFT]
         ages = self._ages([kv.lease for kv in seats])
-        return {self._keys.name_of(kv.key): Seat(kv.value, ages.get(kv.lease)) for kv in seats}
+        return {self._keys.name_of(kv.key): Lease(kv.value, ages.get(kv.lease)) for kv in seats}
 
     def changes(self, name: str, timeout: float) -> Sequence[Change]:
-        """Wait for changes; raises as Calls.ask, StoreClosed, and SeatLost without the lead."""
+        """Wait for changes; raises as Calls.ask, StoreClosed, and LeaseLost without the lead."""
         began = time.monotonic()
         self._txns.calls.check_open()
         self._begin_to_watch(name)
@@ -92,7 +92,7 @@ class Roster:
 
     def _check_lead(self, name: str) -> None:
         if not self._leads(name):
-            raise SeatLost(f"{name} does not lead (any more)")
+            raise LeaseLost(f"{name} does not lead (any more)")
 
     def _begin_to_watch(self, name: str) -> None:
         """Watch for ``name``, which leads: what was watched for a lead before is not for it."""

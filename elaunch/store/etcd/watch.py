@@ -22,7 +22,7 @@ from typing import Any
 from elaunch.errors import StoreClosed, StoreDenied, StoreError, StoreReplaced, StoreUnreachable
 from elaunch.store.etcd import errors
 from elaunch.store.etcd.calls import Calls
-from elaunch.store.etcd.member import Metadata, Stream
+from elaunch.store.etcd.member import EtcdStream, Metadata
 
 PATIENCE = 3.0
 """Seconds without a stream after which those that wait are told."""
@@ -59,7 +59,7 @@ class Watching:
         self._news = news
         self._lock = threading.Lock()
         self._watches: list[Watch] = []
-        self._stream: Stream | None = None
+        self._stream: EtcdStream | None = None
         self._metadata: Metadata = ()
         self._confirmed = False
         self._asked: deque[Watch] = deque()  # in the order in which etcd will confirm them
@@ -147,7 +147,7 @@ class Watching:
         """Open a stream for all watches and read until it breaks or is moved."""
         member, metadata = self._calls.here()
         self._reread_stale()
-        stream = Stream(member, "Watch", "Watch", metadata)
+        stream = EtcdStream(member, "Watch", "Watch", metadata)
         try:
             with self._lock:
                 self._stream, self._metadata, self._confirmed = stream, metadata, False
@@ -168,7 +168,7 @@ class Watching:
             with self._lock:
                 self._stream = None
 
-    def _lost(self, stream: Stream, refusal: errors.Refusal) -> None:
+    def _lost(self, stream: EtcdStream, refusal: errors.Refusal) -> None:
         """Find another member; raises StoreError if there is none, or to slow a quick loop down."""
         if refusal.kind == "token":
             self._calls.forget_token(self._metadata)
@@ -183,7 +183,7 @@ class Watching:
             watch.revision = watch.reread() + 1
             watch.stale = False
 
-    def _take(self, stream: Stream, answer: Any) -> None:
+    def _take(self, stream: EtcdStream, answer: Any) -> None:
         """Do what one answer says; raises StoreError if the stream is of no use."""
         with self._lock:
             if answer.created:
@@ -210,14 +210,14 @@ class Watching:
         else:  # nothing has happened up to here: so much less to be compacted away
             watch.revision = answer.header.revision + 1
 
-    def _confirm(self, stream: Stream, watch: Watch, number: int) -> None:
+    def _confirm(self, stream: EtcdStream, watch: Watch, number: int) -> None:
         if watch in self._watches:
             self._by_id[number] = watch
         else:
             self._cancel(stream, number)
         self._failure, self._pause, self._confirmed = None, _FIRST_PAUSE, True
 
-    def _canceled(self, stream: Stream, watch: Watch, answer: Any) -> None:
+    def _canceled(self, stream: EtcdStream, watch: Watch, answer: Any) -> None:
         if answer.compact_revision:
             watch.stale = True
             self._reread_stale()
@@ -237,7 +237,7 @@ class Watching:
             raise StoreDenied(errors.denied(self._calls.place, text))
         raise StoreUnreachable(f"{stream.member.address} ended a watch: {text or 'no reason'}")
 
-    def _create(self, stream: Stream, watch: Watch) -> None:
+    def _create(self, stream: EtcdStream, watch: Watch) -> None:
         request = self._rpc.WatchCreateRequest(
             key=watch.start,
             range_end=watch.end,
@@ -247,6 +247,6 @@ class Watching:
         self._asked.append(watch)
         stream.send(self._rpc.WatchRequest(create_request=request))
 
-    def _cancel(self, stream: Stream, number: int) -> None:
+    def _cancel(self, stream: EtcdStream, number: int) -> None:
         request = self._rpc.WatchCancelRequest(watch_id=number)
         stream.send(self._rpc.WatchRequest(cancel_request=request))

@@ -155,7 +155,7 @@ def _is_place(value: object) -> bool:
     return bool(value[0]) and type(value[1]) is int and 0 < value[1] < 65536
 
 
-class Line:
+class TcpConnection:
     """A connection that is opened again when it breaks; several threads may take turns on it.
 
     Args:

@@ -37,11 +37,11 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from elaunch.errors import SeatLost, StoreClosed, StoreUnreachable
-from elaunch.store.memory import Roster
-from elaunch.store.protocol import Change, Seat
+from elaunch.errors import LeaseLost, StoreClosed, StoreUnreachable
+from elaunch.store.memory import MemoryRoster
+from elaunch.store.protocol import Change, Lease
 from elaunch.store.tcp import wire
-from elaunch.store.tcp.connection import Line
+from elaunch.store.tcp.connection import TcpConnection
 from elaunch.store.tcp.idle import hang_up_on_silent
 from elaunch.store.tcp.wire import Connection
 
@@ -83,7 +83,7 @@ def left_notice(name: str) -> bytes:
 
 
 @dataclass(frozen=True)
-class Notice:
+class AgentNotice:
     """What an agent said; ``ttl`` is None if it leaves."""
 
     name: str
@@ -91,7 +91,7 @@ class Notice:
     value: bytes
 
 
-def read_notice(raw: bytes) -> Notice | None:
+def read_notice(raw: bytes) -> AgentNotice | None:
     """Return what ``raw`` says, None if that is nothing sensible."""
     head, newline, _ = raw[:128].partition(b"\n")
     if not newline or len(raw) > NOTICE:
@@ -100,13 +100,13 @@ def read_notice(raw: bytes) -> Notice | None:
     if not 2 <= len(words) <= 3 or not is_name(words[1]):
         return None
     if words[0] == "left" and len(words) == 2:
-        return Notice(words[1], None, b"")
+        return AgentNotice(words[1], None, b"")
     try:
         ttl = float(words[-1])
     except ValueError:
         return None
     known = words[0] == "put" and len(words) == 3 and TTL[0] <= ttl <= TTL[1]
-    return Notice(words[1], ttl, raw[len(head) + 1 :]) if known else None
+    return AgentNotice(words[1], ttl, raw[len(head) + 1 :]) if known else None
 
 
 @dataclass
@@ -118,13 +118,15 @@ class _Pulse:
     count: bytes = b""
 
 
-class Keeper:
+class MembersThread:
     """Keeps the roster of a hosted store in a thread of its own."""
 
-    def __init__(self, line: Line, prefix: str, closed: threading.Event, port: int) -> None:
+    def __init__(
+        self, line: TcpConnection, prefix: str, closed: threading.Event, port: int
+    ) -> None:
         self.changed = threading.Condition()
         self._line, self._prefix, self._closed = line, prefix, closed
-        self._roster = Roster()
+        self._roster = MemoryRoster()
         self._leader = ""
         self._pulses: dict[str, _Pulse] = {}
         self._now = 0.0  # the clock that does not count what the host slept through
@@ -134,7 +136,7 @@ class Keeper:
         self._ages_due: float | None = None
         self._port = port
         self._idle_at = self._looked + IDLE_EVERY
-        threading.Thread(target=self._run, name="elaunch-keeper", daemon=True).start()
+        threading.Thread(target=self._run, name="elaunch-members", daemon=True).start()
 
     def wake(self) -> None:
         """Wake who waits for changes; ``closed`` is set already."""
@@ -155,11 +157,11 @@ class Keeper:
         self._leader = name
         self.changed.notify_all()
 
-    def roster(self) -> Mapping[str, Seat]:
+    def roster(self) -> Mapping[str, Lease]:
         """Return all entries."""
         with self.changed:
             ages = {name: self._now - pulse.moved for name, pulse in self._pulses.items()}
-            return {name: Seat(value, ages[name]) for name, value in self._roster.values.items()}
+            return {name: Lease(value, ages[name]) for name, value in self._roster.values.items()}
 
     def changes(self, name: str, timeout: float) -> Sequence[Change]:
         """Wait for changes; the first call of each lead returns every entry."""
@@ -169,7 +171,7 @@ class Keeper:
                 if self._closed.is_set():
                     raise StoreClosed("the store was closed")
                 if self._leader != name or name not in self._pulses:
-                    raise SeatLost(f"{name} does not lead (any more)")
+                    raise LeaseLost(f"{name} does not lead (any more)")
                 found = self._roster.read(name)
                 left = until - time.monotonic()
                 if found or left <= 0:
@@ -214,7 +216,7 @@ class Keeper:
         self._now += min(now - self._looked, 2 * self._period())
         self._looked = now
 
-    def _take(self, notices: Sequence[Notice]) -> list[bytes]:
+    def _take(self, notices: Sequence[AgentNotice]) -> list[bytes]:
         """Write notices into the roster; return what readers must see of it."""
         requests: list[bytes] = []
         with self.changed:
@@ -223,7 +225,7 @@ class Keeper:
             self.changed.notify_all()
         return requests
 
-    def _take_one(self, notice: Notice) -> list[bytes]:
+    def _take_one(self, notice: AgentNotice) -> list[bytes]:
         name = notice.name
         seat, counter = f"{self._prefix}s/{name}", f"{self._prefix}c/{name}"
         here = name in self._pulses

@@ -12,16 +12,16 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from elaunch.errors import SeatLost, StoreClosed
-from elaunch.store.protocol import Change, Post, Seat
+from elaunch.errors import LeaseLost, StoreClosed
+from elaunch.store.protocol import Change, Lease, Post
 from elaunch.store.tcp import wire
-from elaunch.store.tcp.connection import Line, Spot
+from elaunch.store.tcp.connection import Spot, TcpConnection
 from elaunch.store.tcp.host import (
     MOST_ENTRIES,
     NOTICE,
     SHARED,
     TTL,
-    Keeper,
+    MembersThread,
     is_name,
     left_notice,
     put_notice,
@@ -49,7 +49,7 @@ class TcpStore:
         timeout: seconds for each call.
         connection: to it, open.
         server: torch's store, if it is hosted here; it ends with this object.
-        moved: as for Line.
+        moved: as for TcpConnection.
     """
 
     def __init__(
@@ -63,9 +63,9 @@ class TcpStore:
     ) -> None:
         self._closed = threading.Event()
         self._spot, self._timeout = spot, timeout
-        self._calls = Line(spot, timeout, self._closed, connection, moved)
-        self._waits = Line(spot, timeout, self._closed, moved=moved)
-        self._inbox = Line(spot, timeout, self._closed)
+        self._calls = TcpConnection(spot, timeout, self._closed, connection, moved)
+        self._waits = TcpConnection(spot, timeout, self._closed, moved=moved)
+        self._inbox = TcpConnection(spot, timeout, self._closed)
         self._prefix = f"{spot.run_id}/"
         self._following = threading.Lock()
         self._seat: tuple[str, float] | None = None
@@ -74,8 +74,10 @@ class TcpStore:
         self._posted: Post | None = None
         self._server = server
         hosted = server is not None
-        self._keeper = (
-            Keeper(self._inbox, self._prefix, self._closed, spot.address[1][1]) if hosted else None
+        self._saver = (
+            MembersThread(self._inbox, self._prefix, self._closed, spot.address[1][1])
+            if hosted
+            else None
         )
 
     @property
@@ -132,7 +134,7 @@ class TcpStore:
             self._following.release()
 
     def enrol(self, name: str, value: bytes, ttl: float) -> None:
-        """Put our entry on the roster; SeatLost if the name is or was there already.
+        """Put our entry on the roster; LeaseLost if the name is or was there already.
 
         An earlier entry of this store is withdrawn.
         """
@@ -141,17 +143,17 @@ class TcpStore:
         notice = _fitting(put_notice(name, ttl, value))
         self.withdraw()
         if self._calls.exchange(lambda line, until: self._add(line, until, name, [])) != 1:
-            raise SeatLost(f"the name {name} is or was on the roster already")
+            raise LeaseLost(f"the name {name} is or was on the roster already")
         self._seat = (name, ttl)
         self._tell([notice])
 
     def update(self, value: bytes) -> None:
-        """Replace the value of our entry; SeatLost if it is gone."""
+        """Replace the value of our entry; LeaseLost if it is gone."""
         name, ttl = self._enrolled()
         self._tell([_fitting(put_notice(name, ttl, value))])
 
     def renew(self) -> None:
-        """Keep our entry for another ``ttl`` seconds; SeatLost if it is gone."""
+        """Keep our entry for another ``ttl`` seconds; LeaseLost if it is gone."""
         self._tell([])
 
     def withdraw(self) -> None:
@@ -162,38 +164,38 @@ class TcpStore:
             return
         try:
             self._tell([left_notice(self._seat[0])])
-        except SeatLost:
+        except LeaseLost:
             return
         finally:
             self._seat = self._lead = None
 
-    def roster(self) -> Mapping[str, Seat]:
+    def roster(self) -> Mapping[str, Lease]:
         """Return all entries with their ages."""
-        if self._keeper is not None and not self._closed.is_set():
-            return self._keeper.roster()
+        if self._saver is not None and not self._closed.is_set():
+            return self._saver.roster()
         return self._calls.exchange(self._read_roster)
 
     def changes(self, name: str, timeout: float) -> Sequence[Change]:
         """Wait for changes of the roster; the first call returns every entry. Only the host can."""
-        if self._keeper is None:
-            raise SeatLost(f"only the agent that hosts the {self.place} can lead")
-        return self._keeper.changes(name, timeout)
+        if self._saver is None:
+            raise LeaseLost(f"only the agent that hosts the {self.place} can lead")
+        return self._saver.changes(name, timeout)
 
     def await_lead(self, name: str, timeout: float) -> bool:
         """Wait until we hold the lead; an agent that does not host waits ``timeout`` in vain."""
         self._enrolled()
         end = time.monotonic() + timeout
-        while self._keeper is not None and not self._closed.is_set():
+        while self._saver is not None and not self._closed.is_set():
             left = end - time.monotonic()
-            with self._keeper.changed:
-                if self._keeper.has(name):
+            with self._saver.changed:
+                if self._saver.has(name):
                     self._begin(name)
                     return True
-                if self._keeper.knows(name):
-                    raise SeatLost(f"{name} is not on the roster any more")
+                if self._saver.knows(name):
+                    raise LeaseLost(f"{name} is not on the roster any more")
                 if left <= 0:
                     return False
-                self._keeper.changed.wait(left)
+                self._saver.changed.wait(left)
         if self._closed.wait(max(0.0, timeout)):
             raise StoreClosed(f"the connection to the {self.place} was closed")
         return False
@@ -215,33 +217,33 @@ class TcpStore:
     def close(self) -> None:
         """Close the connections, end the thread, and the store itself if it is hosted here."""
         self._closed.set()
-        if self._keeper is not None:
-            self._keeper.wake()
+        if self._saver is not None:
+            self._saver.wake()
         for line in (self._calls, self._waits, self._inbox):
             line.cut()
         self._server = None
 
     def _begin(self, name: str) -> None:
-        if self._lead != name and self._keeper is not None:
-            self._keeper.begin(name)
+        if self._lead != name and self._saver is not None:
+            self._saver.begin(name)
         self._lead = name
 
     def _leads(self) -> bool:
-        if self._keeper is None:
+        if self._saver is None:
             return False
-        with self._keeper.changed:
-            return self._keeper.has(self._lead)
+        with self._saver.changed:
+            return self._saver.has(self._lead)
 
     def _enrolled(self) -> tuple[str, float]:
         if self._seat is None:
-            raise SeatLost("this agent is not on the roster")
+            raise LeaseLost("this agent is not on the roster")
         return self._seat
 
     def _tell(self, notices: list[bytes]) -> None:
-        """Send notices and a heartbeat; SeatLost if the host has taken us off the roster."""
+        """Send notices and a heartbeat; LeaseLost if the host has taken us off the roster."""
         name, _ = self._enrolled()
         if self._calls.exchange(lambda line, by: self._add(line, by, name, notices)) <= 0:
-            raise SeatLost(f"{name} is not on the roster any more")
+            raise LeaseLost(f"{name} is not on the roster any more")
 
     def _add(self, line: Connection, until: float, name: str, notices: list[bytes]) -> int:
         requests = [wire.push(self._prefix + "in", notice) for notice in notices]
@@ -265,7 +267,7 @@ class TcpStore:
         line.send([wire.wait(f"{self._prefix}b/{version}")], by)
         return line.awaited(min(end, time.monotonic() + SLICE), self._timeout)
 
-    def _read_roster(self, line: Connection, until: float) -> dict[str, Seat]:
+    def _read_roster(self, line: Connection, until: float) -> dict[str, Lease]:
         line.send([wire.get(self._prefix + "ages")], until)
         ages = _ages(line.value(until))
         if not ages:
@@ -273,7 +275,7 @@ class TcpStore:
         line.send([wire.multi_get([f"{self._prefix}s/{name}" for name in ages])], until)
         values = [line.value(until) for _ in ages]
         seats = zip(ages.items(), values, strict=True)
-        return {name: Seat(value[1:], age) for (name, age), value in seats if value}
+        return {name: Lease(value[1:], age) for (name, age), value in seats if value}
 
 
 def _fitting(notice: bytes) -> bytes:

@@ -24,12 +24,12 @@ from typing import Any, Final
 from elaunch.env import CHANNEL_KEY
 from elaunch.errors import CollectiveError
 from elaunch.training.channel import blobs, objects
-from elaunch.training.channel.frames import Call, Entry, encode_entries
+from elaunch.training.channel.frames import Call, Contribution, encode_entries
 from elaunch.training.channel.link import Link, close_all
-from elaunch.training.channel.members import Member
+from elaunch.training.channel.members import RankRecord
 from elaunch.training.channel.mesh import Mesh
-from elaunch.training.channel.streams import Region, Rooms, Stream
-from elaunch.training.unpickling import Names, Refused
+from elaunch.training.channel.streams import Region, RegionStream, Rooms
+from elaunch.training.unpickling import Names, PickleRefused
 from elaunch.wire.handshake import GATHER, RING
 
 INLINE: Final = 64 * 1024
@@ -38,7 +38,7 @@ INLINE_BETWEEN_NODES: Final = 16 * 1024
 
 
 @dataclass(frozen=True)
-class Plan:
+class CallPlan:
     """Who gives and who gets in one kind of call."""
 
     name: str
@@ -50,11 +50,11 @@ class Plan:
 PLANS: Final = {
     plan.name: plan
     for plan in (
-        Plan("allgather", True, True, "all"),
-        Plan("gather", True, True, "root"),
-        Plan("broadcast", False, True, "all"),
-        Plan("barrier", False, False, "nobody"),
-        Plan("in_turn", True, True, "all"),
+        CallPlan("allgather", True, True, "all"),
+        CallPlan("gather", True, True, "root"),
+        CallPlan("broadcast", False, True, "all"),
+        CallPlan("barrier", False, False, "nobody"),
+        CallPlan("in_turn", True, True, "all"),
     )
 }
 
@@ -70,7 +70,7 @@ class Exchange:
     """
 
     def __init__(
-        self, mesh: Mesh, plan: Plan, call: Call, until: float, *, shared: bool = True
+        self, mesh: Mesh, plan: CallPlan, call: Call, until: float, *, shared: bool = True
     ) -> None:
         self.problem: CollectiveError | None = None
         """Why this rank's object could not be sent."""
@@ -107,7 +107,7 @@ class Exchange:
         finally:
             close_all(self._fds)
 
-    def _own(self, obj: Any) -> list[Entry]:
+    def _own(self, obj: Any) -> list[Contribution]:
         rank = self._layout.me.rank
         if not (self._plan.all_give or (self._plan.root_gives and rank == self._root)):
             return []
@@ -116,19 +116,19 @@ class Exchange:
         except CollectiveError as error:
             self.problem = error
             text = f"{self._layout.me}: {error}".encode()
-            return [Entry(rank, "error", len(text), text)]
+            return [Contribution(rank, "error", len(text), text)]
         return [entry]
 
-    def _entry(self, obj: Any) -> Entry:
+    def _entry(self, obj: Any) -> Contribution:
         packed = objects.pack(obj)
         rank = self._layout.me.rank
         if packed.size <= (INLINE_BETWEEN_NODES if self._everywhere else INLINE):
-            return Entry(rank, "inline", packed.size, packed.joined())
+            return Contribution(rank, "inline", packed.size, packed.joined())
         fd = blobs.written(packed)
         self._fds.add(fd)
-        return Entry(rank, "blob", packed.size, fd=fd)
+        return Contribution(rank, "blob", packed.size, fd=fd)
 
-    def _follow(self, own: list[Entry]) -> list[Entry]:
+    def _follow(self, own: list[Contribution]) -> list[Contribution]:
         """Give the own entry to the chief, and return what comes down."""
         assert self._layout.chief is not None
         link = self._mesh.links[self._layout.chief.rank]
@@ -136,7 +136,7 @@ class Exchange:
         self._mesh.exchange(self._call, [link], self._until, [link])
         return self._take(link)
 
-    def _lead(self, own: list[Entry]) -> list[Entry]:
+    def _lead(self, own: list[Contribution]) -> list[Contribution]:
         """Do a chief's part, and return the entries that its own rank gets."""
         layout, mesh, call = self._layout, self._mesh, self._call
         local = [mesh.links[member.rank] for member in layout.local]
@@ -154,7 +154,7 @@ class Exchange:
         mesh.exchange(call, [], self._until)
         return entries if self._plan.gets == "root" else down
 
-    def _from_above(self, parent: int, entries: list[Entry]) -> list[Entry]:
+    def _from_above(self, parent: int, entries: list[Contribution]) -> list[Contribution]:
         link = self._mesh.links[parent]
         self._mesh.send([link], encode_entries("up", self._call, entries))
         self._mesh.exchange(self._call, [link], self._until, self._neighbours())
@@ -166,7 +166,7 @@ class Exchange:
             return list(self._mesh.links.values())
         return [self._mesh.links[member.rank] for member in self._layout.local]
 
-    def _take(self, link: Link) -> list[Entry]:
+    def _take(self, link: Link) -> list[Contribution]:
         frame = link.inbox.popleft()
         self._fds.update(frame.fds)
         if frame.call != self._call:
@@ -176,7 +176,7 @@ class Exchange:
             )
         return list(frame.entries())
 
-    def _between_nodes(self, entries: list[Entry], mine: dict[int, Entry]) -> None:
+    def _between_nodes(self, entries: list[Contribution], mine: dict[int, Contribution]) -> None:
         """Move the large objects; those of other nodes have a place in a memory file then."""
         large = [e for e in entries if e.form == "blob"]
         straight = self._plan.gets == "root"
@@ -192,27 +192,27 @@ class Exchange:
         finally:
             self._fds.update(rooms.fds)
 
-    def _by_node(self, large: list[Entry], regions: dict[int, Region]) -> list[list[Region]]:
+    def _by_node(self, large: list[Contribution], regions: dict[int, Region]) -> list[list[Region]]:
         place = self._layout.node_of()
         by_node: list[list[Region]] = [[] for _ in self._layout.nodes]
         for entry in sorted(large, key=lambda e: e.rank):
             by_node[place[entry.rank]].append(regions[entry.rank])
         return by_node
 
-    def _around(self, by_node: list[list[Region]]) -> list[Stream]:
+    def _around(self, by_node: list[list[Region]]) -> list[RegionStream]:
         """Hand on to the next node what is ours and what comes from the one before."""
         nodes, place = self._layout.nodes, self._layout.place
         count = len(nodes)
         outbound = [r for step in range(count - 1) for r in by_node[(place - step) % count]]
         inbound = [r for step in range(1, count) for r in by_node[(place - step) % count]]
-        streams: list[Stream] = []
+        streams: list[RegionStream] = []
         if outbound:
             streams.append(self._outflow(RING, nodes[(place + 1) % count][0], outbound))
         if inbound:
             streams.append(self._inflow(RING, nodes[(place - 1) % count][0], inbound))
         return streams
 
-    def _straight(self, by_node: list[list[Region]]) -> list[Stream]:
+    def _straight(self, by_node: list[list[Region]]) -> list[RegionStream]:
         """Send to the node of rank 0, or receive there from each."""
         nodes, place = self._layout.nodes, self._layout.place
         if place:
@@ -224,17 +224,17 @@ class Exchange:
             if other and regions
         ]
 
-    def _outflow(self, purpose: bytes, member: Member, regions: list[Region]) -> Stream:
+    def _outflow(self, purpose: bytes, member: RankRecord, regions: list[Region]) -> RegionStream:
         stream = self._mesh.outflow(purpose, member, self._until)
         stream.regions = regions
         return stream
 
-    def _inflow(self, purpose: bytes, member: Member, regions: list[Region]) -> Stream:
+    def _inflow(self, purpose: bytes, member: RankRecord, regions: list[Region]) -> RegionStream:
         stream = self._mesh.inflow(purpose, member, self._until, self._call)
         stream.regions = regions
         return stream
 
-    def _objects(self, entries: list[Entry], obj: Any) -> dict[int, Any]:
+    def _objects(self, entries: list[Contribution], obj: Any) -> dict[int, Any]:
         errors = [bytes(e.data).decode() for e in entries if e.form == "error"]
         if errors:
             raise CollectiveError(f"{self._call}: {'; '.join(errors)}") from self.problem
@@ -249,7 +249,7 @@ class Exchange:
             try:
                 found[entry.rank] = objects.attempt(what, partial(_object, entry, allowed))
             except CollectiveError as error:
-                if not isinstance(error.__cause__, Refused):
+                if not isinstance(error.__cause__, PickleRefused):
                     raise
                 raise CollectiveError(f"{error}; {_UNSHARED}") from error.__cause__
         return found
@@ -263,7 +263,7 @@ _UNSHARED: Final = (
 )
 
 
-def _object(entry: Entry, allowed: Names | None) -> Any:
+def _object(entry: Contribution, allowed: Names | None) -> Any:
     if entry.form == "blob":
         return objects.unpack(blobs.mapped(entry.fd, entry.offset, entry.size), allowed)
     return objects.unpack(memoryview(bytearray(entry.data)), allowed)

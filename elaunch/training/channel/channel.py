@@ -17,7 +17,7 @@ from elaunch.training.channel.frames import Call, encode
 from elaunch.training.channel.inquiry import Activity, Answer
 from elaunch.training.channel.listener import Listener
 from elaunch.training.channel.meeting import meet
-from elaunch.training.channel.members import Layout, Member, lay_out, machine_identity
+from elaunch.training.channel.members import Layout, RankRecord, lay_out, machine_identity
 from elaunch.training.channel.mesh import Broken, Expired, Mesh
 from elaunch.training.place.placement import Placement
 from elaunch.training.stores.roundstore import RoundStore
@@ -37,7 +37,7 @@ _ERRORS: Final[dict[str, type[CollectiveError]]] = {
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Absentees:
     """Who did not come to a call, in words and by rank."""
 
     text: str
@@ -192,7 +192,7 @@ class Channel:
         return [found[rank] for rank in exchange.ranks if rank in found] or None
 
     @property
-    def _me(self) -> Member:
+    def _me(self) -> RankRecord:
         return self.layout.me
 
     def _expired(self, call: Call, exchange: Exchange, timeout: float) -> NoReturn:
@@ -207,11 +207,11 @@ class Channel:
         text = f"{call}: not all ranks came within {timeout:g} s: {'; '.join(map(str, missing))}"
         if not missing:
             text = f"{call}: all ranks have come, but it was not done within {timeout:g} s"
-        verdict = Verdict(text, tuple(answer.member.rank for answer in missing))
+        verdict = Absentees(text, tuple(answer.member.rank for answer in missing))
         verdict = self._first_verdict(call, verdict)
         self._fail(call, "timeout", verdict.text, verdict.missing)
 
-    def _first_verdict(self, call: Call, own: Verdict) -> Verdict:
+    def _first_verdict(self, call: Call, own: Absentees) -> Absentees:
         """Return what the first rank whose deadline passed has found.
 
         It may have ended since, and would be taken for one of those that did not come.
@@ -225,13 +225,13 @@ class Channel:
             return own
         try:
             found = json.loads(line.compare_set(key, b"", json.dumps(asdict(own)).encode(), until))
-            return Verdict(str(found["text"]), tuple(found["missing"]))
+            return Absentees(str(found["text"]), tuple(found["missing"]))
         except (CollectiveError, ValueError, TypeError, KeyError):
             return own
         finally:
             line.close()
 
-    def _ask(self, members: Sequence[Member], until: float) -> list[Answer]:
+    def _ask(self, members: Sequence[RankRecord], until: float) -> list[Answer]:
         if self._telephone is None:
             raise ContextError("the channel between the ranks is not open")
         others = [member for member in members if member != self._me]

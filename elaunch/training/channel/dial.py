@@ -10,8 +10,8 @@ from typing import Final
 
 from elaunch.store.tcp import connection
 from elaunch.training.channel.listener import peer_uid
-from elaunch.training.channel.members import Member
-from elaunch.wire.handshake import Caller, Stranger, call_up
+from elaunch.training.channel.members import RankRecord
+from elaunch.wire.handshake import Caller, Unauthenticated, call_up
 
 PAUSE_S: Final = 0.05
 """Seconds before the next attempt where the other side was too busy to take us."""
@@ -28,11 +28,11 @@ class Unreached(Exception):
 class Telephone:
     """What a rank needs to call others: who it is, and the key of the context."""
 
-    def __init__(self, me: Member, key: bytes) -> None:
+    def __init__(self, me: RankRecord, key: bytes) -> None:
         self.me = me
         self._key = key
 
-    def dial(self, member: Member, purpose: bytes, until: float) -> socket.socket:
+    def dial(self, member: RankRecord, purpose: bytes, until: float) -> socket.socket:
         """Return a connection to ``member`` after the handshake; raises Unreached.
 
         Blocks until ``until`` (monotonic clock) at the longest.
@@ -42,7 +42,7 @@ class Telephone:
                 return self._dial_once(member, purpose, until)
             except ConnectionRefusedError:
                 raise Unreached(f"{member} has ended, or has closed its context", True) from None
-            except Stranger as error:
+            except Unauthenticated as error:
                 raise Unreached(f"{member} has ended: {error}", True) from None
             except (ConnectionResetError, BrokenPipeError, BlockingIOError) as error:
                 why = error.strerror or str(error)
@@ -55,7 +55,7 @@ class Telephone:
                 raise Unreached(f"{member} does not take us at {self.where(member)}: {why}", False)
             threading.Event().wait(PAUSE_S)
 
-    def where(self, member: Member) -> str:
+    def where(self, member: RankRecord) -> str:
         """Return where ``member`` is reached, for people."""
         if member.machine == self.me.machine:
             return "its Unix socket"
@@ -65,7 +65,7 @@ class Telephone:
             else f"{member.addr}:{member.port}"
         )
 
-    def _dial_once(self, member: Member, purpose: bytes, until: float) -> socket.socket:
+    def _dial_once(self, member: RankRecord, purpose: bytes, until: float) -> socket.socket:
         if member.machine == self.me.machine:
             sock = _connect_unix(member.unix, until)
         else:
@@ -84,7 +84,7 @@ def _connect_unix(name: str, until: float) -> socket.socket:
         sock.settimeout(max(0.001, until - time.monotonic()))
         sock.connect(f"\0{name}")
         if peer_uid(sock) not in (0, os.getuid()):
-            raise Stranger("another user's process listens there")
+            raise Unauthenticated("another user's process listens there")
     except OSError:
         sock.close()
         raise

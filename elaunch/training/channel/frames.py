@@ -64,7 +64,7 @@ NO_CALL: Final = Call("all", 0, "")
 
 
 @dataclass
-class Entry:
+class Contribution:
     """What one rank gives to a call; ``fd`` and ``offset`` say where a blob is on this node."""
 
     rank: int
@@ -90,16 +90,16 @@ class Frame:
         scope, number, name = self.text.get("call", NO_CALL)
         return Call(scope, number, name)
 
-    def entries(self) -> Iterator[Entry]:
+    def entries(self) -> Iterator[Contribution]:
         """Yield the entries, with the descriptors where the sender gave them."""
         at = 0
         for rank, form, size, place, offset in self.text["entries"]:
             if form == "blob":
-                yield Entry(
+                yield Contribution(
                     rank, form, size, fd=self.fds[place] if place >= 0 else -1, offset=offset
                 )
             else:
-                yield Entry(rank, form, size, self.data[at : at + size])
+                yield Contribution(rank, form, size, self.data[at : at + size])
                 at += size
 
 
@@ -117,7 +117,7 @@ def encode(kind: Kind, text: dict[str, Any]) -> Encoded:
 
 
 def encode_entries(
-    kind: Kind, call: Call, entries: Iterable[Entry], with_fds: bool = False
+    kind: Kind, call: Call, entries: Iterable[Contribution], with_fds: bool = False
 ) -> Encoded:
     """Return a frame with entries; ``with_fds`` sends the descriptors of blobs along."""
     rows, data = [], []

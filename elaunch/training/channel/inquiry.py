@@ -13,7 +13,7 @@ from typing import Any, Final
 from elaunch.training.channel.dial import Telephone, Unreached
 from elaunch.training.channel.frames import Call
 from elaunch.training.channel.listener import LENGTH
-from elaunch.training.channel.members import Member
+from elaunch.training.channel.members import RankRecord
 from elaunch.wire.handshake import ASK, receive
 
 AT_ONCE: Final = 32
@@ -27,7 +27,7 @@ class Answer:
     ``there`` is False for one that is ``gone`` or does not answer: ``calls`` is empty then.
     """
 
-    member: Member
+    member: RankRecord
     text: str
     there: bool = False
     gone: bool = False
@@ -65,10 +65,10 @@ class Activity:
         return {"calls": self.calls, "text": f": in {now} for {seconds:.1f} s"}
 
 
-def ask(telephone: Telephone, members: Sequence[Member], until: float) -> list[Answer]:
+def ask(telephone: Telephone, members: Sequence[RankRecord], until: float) -> list[Answer]:
     """Return what each of ``members`` says, in their order; blocks until ``until`` at most."""
     answers: dict[int, Answer] = {}
-    todo: queue.SimpleQueue[Member] = queue.SimpleQueue()
+    todo: queue.SimpleQueue[RankRecord] = queue.SimpleQueue()
     for member in members:
         todo.put(member)
 
@@ -91,7 +91,7 @@ def ask(telephone: Telephone, members: Sequence[Member], until: float) -> list[A
     return [answers.get(m.rank, Answer(m, " does not answer")) for m in members]
 
 
-def _ask_one(telephone: Telephone, member: Member, until: float) -> Answer:
+def _ask_one(telephone: Telephone, member: RankRecord, until: float) -> Answer:
     try:
         with telephone.dial(member, ASK, until) as sock:
             (length,) = LENGTH.unpack(receive(sock, LENGTH.size, until))

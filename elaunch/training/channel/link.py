@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from elaunch.training.channel.frames import NO_CALL, BadFrame, Call, Encoded, Frame, Parser
-from elaunch.training.channel.members import Member
+from elaunch.training.channel.members import RankRecord
 
 CHUNK: Final = 65536
 MOST_FDS: Final = 200
@@ -43,7 +43,7 @@ class End:
 class Link:
     """One neighbour's connection; only the thread that is in a call uses it."""
 
-    def __init__(self, sock: socket.socket, peer: Member) -> None:
+    def __init__(self, sock: socket.socket, peer: RankRecord) -> None:
         sock.setblocking(False)
         self.peer = peer
         self.inbox: deque[Frame] = deque()

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
-from elaunch.wire.handshake import ASK, GATHER, LINK, RING, Answering, Caller, Doorstep
+from elaunch.wire.handshake import ASK, GATHER, LINK, RING, Answering, Caller, PendingHandshakes
 
 PATIENCE_S: Final = 10.0
 PAUSE_S: Final = 0.2
@@ -40,7 +40,7 @@ class Listener:
         self._rank = rank
         self._size = size
         self._listening: list[socket.socket] = []
-        self._doorstep = Doorstep(patience)
+        self._doorstep = PendingHandshakes(patience)
         self._accepted: dict[tuple[bytes, int], socket.socket] = {}
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None

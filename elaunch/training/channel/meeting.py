@@ -30,9 +30,9 @@ from typing import Final
 from elaunch.errors import CollectiveTimeout, PlacementError
 from elaunch.hosts import is_loopback, plain
 from elaunch.training.channel.listener import Listener
-from elaunch.training.channel.members import Member, read_member
+from elaunch.training.channel.members import RankRecord, read_member
 from elaunch.training.place.placement import Placement
-from elaunch.training.stores.roundstore import Line, RoundStore
+from elaunch.training.stores.roundstore import RoundStore, StoreConnection
 from elaunch.wire.handshake import session_key
 
 ANSWER_S: Final = 10.0
@@ -46,7 +46,7 @@ class Met:
     ``shared``: strangers cannot have the key, or cannot connect, so pickles are believed.
     """
 
-    members: tuple[Member, ...]
+    members: tuple[RankRecord, ...]
     key: bytes
     shared: bool
 
@@ -64,7 +64,7 @@ def meet(
     try:
         addr = placement.addr or line.local_addr
         listener.bind(_listening_host(placement, addr))
-        me = Member(
+        me = RankRecord(
             rank=placement.rank,
             node=placement.cross_rank,
             local=placement.local_rank,
@@ -82,7 +82,9 @@ def meet(
         line.close()
 
 
-def _exchange(line: Line, placement: Placement, store: RoundStore, me: Member, until: float) -> Met:
+def _exchange(
+    line: StoreConnection, placement: Placement, store: RoundStore, me: RankRecord, until: float
+) -> Met:
     size = placement.size
     if me.rank == 0 and placement.secret is None:
         line.put("key", secrets.token_bytes(32), until)
@@ -106,7 +108,7 @@ def _exchange(line: Line, placement: Placement, store: RoundStore, me: Member, u
     return Met(tuple(members), key, here)
 
 
-def _missing(me: Member, records: list[bytes], store: RoundStore) -> CollectiveTimeout:
+def _missing(me: RankRecord, records: list[bytes], store: RoundStore) -> CollectiveTimeout:
     missing = tuple(rank for rank, raw in enumerate(records) if not raw)
     there = [str(read_member(raw, rank)) for rank, raw in enumerate(records) if raw]
     text = f"{_ranks(missing)} of {len(records)} did not open a context in time"
@@ -131,7 +133,9 @@ def _listening_host(placement: Placement, addr: str) -> str | None:
     return addr if is_loopback(host) else ""
 
 
-def _reachable(line: Line, me: Member, members: list[Member], until: float) -> list[Member]:
+def _reachable(
+    line: StoreConnection, me: RankRecord, members: list[RankRecord], until: float
+) -> list[RankRecord]:
     """Return the members with addresses that other machines can use."""
     inner = [m for m in members if is_loopback(m.addr) and not m.addr_given]
     if not inner or len({m.machine for m in members}) == 1:
@@ -143,7 +147,7 @@ def _reachable(line: Line, me: Member, members: list[Member], until: float) -> l
     return [replace(m, addr=found.get(m.rank, m.addr)) for m in members]
 
 
-def _outer(line: Line, member: Member, until: float) -> str:
+def _outer(line: StoreConnection, member: RankRecord, until: float) -> str:
     if not line.wait(f"outer/{member.rank}", until):
         raise CollectiveTimeout(f"{member} does not say its address", (member.rank,))
     addr = line.get(f"outer/{member.rank}", until).decode()
@@ -155,7 +159,7 @@ def _outer(line: Line, member: Member, until: float) -> str:
     return addr
 
 
-def _address_towards(others: Iterable[Member]) -> str:
+def _address_towards(others: Iterable[RankRecord]) -> str:
     """Return this machine's address on the way to one of ``others``; nothing is sent."""
     for member in others:
         family = socket.AF_INET6 if ":" in member.addr else socket.AF_INET

@@ -13,7 +13,7 @@ from elaunch.errors import PlacementError
 
 
 @dataclass(frozen=True)
-class Member:
+class RankRecord:
     """One rank, as it stands in the round's store.
 
     ``machine`` is equal for ranks that can reach each other by abstract Unix sockets; ``unix`` is
@@ -41,10 +41,10 @@ class Member:
         return json.dumps(asdict(self)).encode()
 
 
-def read_member(raw: bytes, rank: int) -> Member:
+def read_member(raw: bytes, rank: int) -> RankRecord:
     """Return a stored record; PlacementError for one that is none."""
     try:
-        member = Member(**json.loads(raw))
+        member = RankRecord(**json.loads(raw))
     except (ValueError, TypeError):
         raise PlacementError(f"the record of rank {rank} cannot be read: {raw[:80]!r}") from None
     if member.rank != rank:
@@ -70,17 +70,17 @@ class Layout:
     ``below`` are its neighbours in the tree of chiefs. ``node_of`` gives a rank's node's place.
     """
 
-    me: Member
-    members: tuple[Member, ...]
-    nodes: tuple[tuple[Member, ...], ...]
+    me: RankRecord
+    members: tuple[RankRecord, ...]
+    nodes: tuple[tuple[RankRecord, ...], ...]
     place: int
-    chief: Member | None
-    local: tuple[Member, ...]
-    parent: Member | None
-    below: tuple[Member, ...]
+    chief: RankRecord | None
+    local: tuple[RankRecord, ...]
+    parent: RankRecord | None
+    below: tuple[RankRecord, ...]
 
     @property
-    def node(self) -> tuple[Member, ...]:
+    def node(self) -> tuple[RankRecord, ...]:
         """The ranks of this node, the chief first."""
         return self.nodes[self.place]
 
@@ -89,9 +89,9 @@ class Layout:
         return {m.rank: place for place, node in enumerate(self.nodes) for m in node}
 
 
-def lay_out(members: Sequence[Member], rank: int) -> Layout:
+def lay_out(members: Sequence[RankRecord], rank: int) -> Layout:
     """Return how ``rank`` is connected; PlacementError where the ranks contradict each other."""
-    by_node: dict[int, list[Member]] = {}
+    by_node: dict[int, list[RankRecord]] = {}
     for member in members:
         by_node.setdefault(member.node, []).append(member)
     for node in by_node.values():
@@ -118,7 +118,7 @@ def lay_out(members: Sequence[Member], rank: int) -> Layout:
     )
 
 
-def _check(node: list[Member]) -> None:
+def _check(node: list[RankRecord]) -> None:
     first = node[0]
     for member in node:
         if member.local_size != len(node):

@@ -15,8 +15,8 @@ from elaunch.training.channel.dial import Telephone, Unreached
 from elaunch.training.channel.frames import Call, Encoded
 from elaunch.training.channel.link import End, Link
 from elaunch.training.channel.listener import Listener
-from elaunch.training.channel.members import Layout, Member
-from elaunch.training.channel.streams import Inflow, Outflow, Stream
+from elaunch.training.channel.members import Layout, RankRecord
+from elaunch.training.channel.streams import Inflow, Outflow, RegionStream
 from elaunch.wire.handshake import LINK
 
 SETTLE_S: Final = 0.25
@@ -60,7 +60,7 @@ class Mesh:
         self.links: dict[int, Link] = {}
         self._telephone = telephone
         self._listener = listener
-        self._streams: dict[tuple[bytes, int, type[Stream]], Stream] = {}
+        self._streams: dict[tuple[bytes, int, type[RegionStream]], RegionStream] = {}
         self._poller = select.poll()
         self._parties: dict[int, Party] = {}
         self._masks: dict[int, int] = {}
@@ -114,7 +114,7 @@ class Mesh:
                 if isinstance(party, Link) and party.inbox:
                     waiting.discard(party)
 
-    def flow(self, call: Call, streams: Collection[Stream], until: float) -> None:
+    def flow(self, call: Call, streams: Collection[RegionStream], until: float) -> None:
         """Return when all regions of the streams are through; or Broken, Expired."""
         try:
             while not all(stream.done for stream in streams):
@@ -128,7 +128,7 @@ class Mesh:
                 stream.regions.clear()
                 self._watch(stream)
 
-    def inflow(self, purpose: bytes, member: Member, until: float, call: Call) -> Inflow:
+    def inflow(self, purpose: bytes, member: RankRecord, until: float, call: Call) -> Inflow:
         """Return the stream from ``member``, which connects when there is none yet.
 
         Broken if anyone says meanwhile that ``call`` has failed.
@@ -140,7 +140,7 @@ class Mesh:
         assert isinstance(found, Inflow)
         return found
 
-    def outflow(self, purpose: bytes, member: Member, until: float) -> Outflow:
+    def outflow(self, purpose: bytes, member: RankRecord, until: float) -> Outflow:
         """Return the stream to ``member``; connects when there is none yet."""
         found = self._streams.get((purpose, member.rank, Outflow))
         if found is None:
@@ -181,12 +181,12 @@ class Mesh:
         self._parties.clear()
         self._masks.clear()
 
-    def _add(self, sock: socket.socket, member: Member) -> None:
+    def _add(self, sock: socket.socket, member: RankRecord) -> None:
         link = self.links[member.rank] = Link(sock, member)
         self._watch(link)
 
     def _accepted(
-        self, purpose: bytes, member: Member, until: float, call: Call | None = None
+        self, purpose: bytes, member: RankRecord, until: float, call: Call | None = None
     ) -> socket.socket:
         """Return the connection that ``member`` makes; it is looked after while it is awaited."""
         probe = time.monotonic() + PROBE_S
@@ -203,12 +203,12 @@ class Mesh:
                 self._probe(member, min(until, probe))
         return sock
 
-    def _probe(self, member: Member, until: float) -> None:
+    def _probe(self, member: RankRecord, until: float) -> None:
         (answer,) = inquiry.ask(self._telephone, [member], until)
         if answer.gone:
             raise Broken(self._first_cause(End("lost", str(answer), (member.rank,))))
 
-    def _check(self, neighbours: Iterable[Link | Stream]) -> None:
+    def _check(self, neighbours: Iterable[Link | RegionStream]) -> None:
         for neighbour in neighbours:
             if neighbour.end is not None:
                 raise Broken(self._first_cause(neighbour.end))

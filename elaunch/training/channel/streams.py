@@ -14,9 +14,9 @@ from collections.abc import Iterable
 from typing import Final
 
 from elaunch.training.channel import blobs
-from elaunch.training.channel.frames import Entry
+from elaunch.training.channel.frames import Contribution
 from elaunch.training.channel.link import End, keep_alive
-from elaunch.training.channel.members import Member
+from elaunch.training.channel.members import RankRecord
 
 AT_ONCE: Final = 1 << 20
 MOST_FILES: Final = 128
@@ -26,16 +26,16 @@ MOST_FILES: Final = 128
 class Region:
     """An object's place in a memory file, and how much of it is there; ``view`` to receive into."""
 
-    def __init__(self, entry: Entry, view: memoryview | None = None) -> None:
+    def __init__(self, entry: Contribution, view: memoryview | None = None) -> None:
         self.fd, self.offset, self.size = entry.fd, entry.offset, entry.size
         self.view = view
         self.filled = 0 if view is not None else self.size
 
 
-class Stream:
+class RegionStream:
     """A connection that carries regions one way; ``end`` once the other side is gone."""
 
-    def __init__(self, sock: socket.socket, peer: Member) -> None:
+    def __init__(self, sock: socket.socket, peer: RankRecord) -> None:
         sock.setblocking(False)
         if sock.family != socket.AF_UNIX:
             keep_alive(sock)
@@ -70,7 +70,7 @@ class Stream:
         self.end = End("lost", f"{self.peer} {why}", (self.peer.rank,))
 
 
-class Inflow(Stream):
+class Inflow(RegionStream):
     """Receives into its regions, in order."""
 
     def mask(self) -> int:
@@ -95,7 +95,7 @@ class Inflow(Stream):
             self.regions.pop(0)
 
 
-class Outflow(Stream):
+class Outflow(RegionStream):
     """Sends its regions, in order, as far as they are there."""
 
     def mask(self) -> int:
@@ -132,7 +132,7 @@ class Rooms:
     them after this, as receivers map them privately.
     """
 
-    def __init__(self, entries: Iterable[Entry]) -> None:
+    def __init__(self, entries: Iterable[Contribution]) -> None:
         self.fds: list[int] = []
         self._views: list[memoryview] = []
         self._maps: list[mmap.mmap] = []

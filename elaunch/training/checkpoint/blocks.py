@@ -20,7 +20,7 @@ from pathlib import Path
 
 from elaunch.checkpoint.storage.storage import Stage
 from elaunch.errors import CheckpointError, CollectiveError, ContextError, SaveError
-from elaunch.training.checkpoint.parts import Parts, Saving
+from elaunch.training.checkpoint.parts import CallContext, Saving
 from elaunch.training.checkpoint.store import (
     begin,
     called,
@@ -50,7 +50,7 @@ def refuse_unless_chief(rank: int) -> None:
 
 
 @contextlib.contextmanager
-def store_alone(parts: Parts, saving: Saving) -> Iterator[tuple[Path, str]]:
+def store_alone(parts: CallContext, saving: Saving) -> Iterator[tuple[Path, str]]:
     """Store what rank 0 writes in the block; no other rank has a part in it."""
     if parts.known.taken is not None:
         raise parts.known.taken
@@ -58,12 +58,12 @@ def store_alone(parts: Parts, saving: Saving) -> Iterator[tuple[Path, str]]:
     check_new(parts, saving.step)
     stage = new_stage(parts, saving.step)
     try:
-        path = parts.depot.open_stage(stage)
+        path = parts.storage.open_stage(stage)
         yield path, stage.uuid
         with _as_save_error(called(saving, stage)):
             flush(parts)
-            files = parts.depot.own_files(stage, below=path)  # nothing of elaunch's is there yet
-            parts.depot.seal(stage, part_of(parts, saving, writers=1), files)
+            files = parts.storage.own_files(stage, below=path)  # nothing of elaunch's is there yet
+            parts.storage.seal(stage, part_of(parts, saving, writers=1), files)
             committed = commit_alone(parts, stage, documented(parts, stage, {}))
     except BaseException:
         discard(parts, stage, agreed=True)
@@ -85,11 +85,11 @@ def _as_save_error(what: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def store_together(parts: Parts, saving: Saving) -> Iterator[tuple[Path, str]]:
+def store_together(parts: CallContext, saving: Saving) -> Iterator[tuple[Path, str]]:
     """Store what all ranks write in the block, each in the directory that it gets."""
     stage = begin(parts, saving)
     try:
-        own = parts.depot.open_stage(stage, parts.rank)
+        own = parts.storage.open_stage(stage, parts.rank)
         yield own, stage.uuid
     except Exception as error:
         _tell_others(parts, saving, stage, error)
@@ -97,16 +97,16 @@ def store_together(parts: Parts, saving: Saving) -> Iterator[tuple[Path, str]]:
     except BaseException:
         discard(parts, stage, agreed=False)  # the process is about to end: that tells the others
         raise
-    depot = parts.depot
+    storage = parts.storage
 
     def seal() -> bytes:
-        files = depot.own_files(stage, below=own)
-        return depot.seal(stage, part_of(parts, saving), files, below=own)
+        files = storage.own_files(stage, below=own)
+        return storage.seal(stage, part_of(parts, saving), files, below=own)
 
     finish(parts, saving, stage, attempt(seal))
 
 
-def _tell_others(parts: Parts, saving: Saving, stage: Stage, error: Exception) -> None:
+def _tell_others(parts: CallContext, saving: Saving, stage: Stage, error: Exception) -> None:
     """Make all ranks know that this one's block failed; its own exception goes on to the caller."""
     agreed = False
     with contextlib.suppress(CollectiveError, CheckpointError):

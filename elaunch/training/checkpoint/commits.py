@@ -21,7 +21,7 @@ from elaunch.checkpoint.layout import TEMPORARY
 from elaunch.checkpoint.storage.adopt import list_files
 from elaunch.checkpoint.storage.storage import Committed, Stage
 from elaunch.errors import CollectiveError, SaveError
-from elaunch.training.checkpoint.parts import Parts, Saving
+from elaunch.training.checkpoint.parts import CallContext, Saving
 from elaunch.training.checkpoint.store import begin, check_steps, discard, finish, part_of
 from elaunch.training.checkpoint.together.agree import agree, attempt
 
@@ -29,15 +29,15 @@ SEEN_S: Final = 1.0
 """Seconds until an entry that another node made is seen in a directory that both share."""
 
 
-def open_path(parts: Parts, saving: Saving) -> Path:
+def open_path(parts: CallContext, saving: Saving) -> Path:
     """Begin a save and return the directory that all ranks that share it write to."""
     stage = begin(parts, saving)
-    path = parts.depot.open_stage(stage)
+    path = parts.storage.open_stage(stage)
     parts.known.staged[str(path)] = stage
     return path
 
 
-def commit_path(parts: Parts, path: str | os.PathLike[str], saving: Saving) -> Committed:
+def commit_path(parts: CallContext, path: str | os.PathLike[str], saving: Saving) -> Committed:
     """Commit what lies at ``path``. ALL ranks call it together.
 
     Raises SaveError, on all ranks, and leaves the files where they are.
@@ -55,12 +55,12 @@ def commit_path(parts: Parts, path: str | os.PathLike[str], saving: Saving) -> C
     return _commit_other(parts, source, saving)
 
 
-def _commit_staged(parts: Parts, root: Path, stage: Stage, saving: Saving) -> Committed:
+def _commit_staged(parts: CallContext, root: Path, stage: Stage, saving: Saving) -> Committed:
     """Commit a stage into which the script has written itself."""
     if stage.step != saving.step:
         raise SaveError(f"{root} was opened for step {stage.step}, not for {saving.step}")
     lists = parts.rank == 0
-    if isinstance(parts.depot.place, str):
+    if isinstance(parts.storage.place, str):
         lists = True
     elif parts.local:
         lists = parts.is_node_chief
@@ -72,23 +72,23 @@ def _commit_staged(parts: Parts, root: Path, stage: Stage, saving: Saving) -> Co
         raise
 
     def seal() -> bytes:
-        files = parts.depot.own_files(stage) if lists else []
-        return parts.depot.seal(stage, part_of(parts, saving), files)
+        files = parts.storage.own_files(stage) if lists else []
+        return parts.storage.seal(stage, part_of(parts, saving), files)
 
     parts.known.staged.pop(str(root))
     return finish(parts, saving, stage, attempt(seal))
 
 
-def _commit_other(parts: Parts, source: Path, saving: Saving) -> Committed:
+def _commit_other(parts: CallContext, source: Path, saving: Saving) -> Committed:
     leads = _leads(parts, source, saving)
     stage = begin(parts, saving)
 
     def seal() -> bytes:
         files: list[str] = []
-        own = parts.depot.open_stage(stage, parts.rank)
+        own = parts.storage.open_stage(stage, parts.rank)
         if leads:
             files = _link(source, own)
-        return parts.depot.seal(stage, part_of(parts, saving), files, below=own)
+        return parts.storage.seal(stage, part_of(parts, saving), files, below=own)
 
     committed = finish(parts, saving, stage, attempt(seal))
     if leads:
@@ -125,7 +125,7 @@ def _link_file(source: Path, target: Path) -> None:
     shutil.copyfile(source, target)
 
 
-def _leads(parts: Parts, source: Path, saving: Saving) -> bool:
+def _leads(parts: CallContext, source: Path, saving: Saving) -> bool:
     """Return whether this rank lists the files at ``source``: the lowest of those who see the same.
 
     Ranks with one path see the same if they find what the lowest of them has put there. Who finds

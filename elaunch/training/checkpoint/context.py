@@ -26,12 +26,12 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from elaunch.checkpoint.retention import pins, readers
 from elaunch.checkpoint.retention.delete import Keep
-from elaunch.checkpoint.storage.storage import Committed, Place
+from elaunch.checkpoint.storage.storage import Committed, Location
 from elaunch.errors import CheckpointError, ContextError
 from elaunch.training import liveness
 from elaunch.training.checkpoint import blocks, commits, request, restore
-from elaunch.training.checkpoint.opening import Opening
-from elaunch.training.checkpoint.parts import SECTION, Mode, Parts
+from elaunch.training.checkpoint.opening import OpenedContext
+from elaunch.training.checkpoint.parts import SECTION, CallContext, Mode
 from elaunch.training.checkpoint.restore import Which
 
 if TYPE_CHECKING:
@@ -75,12 +75,12 @@ class CheckpointContext:
     the others' errors are CheckpointErrors, the same on all ranks, after which the next call works.
     """
 
-    def __init__(self, opening: Opening) -> None:
+    def __init__(self, opening: OpenedContext) -> None:
         self._opening = opening
         self._remembered: Sharded | None = None
 
     @property
-    def directory(self) -> Place:
+    def directory(self) -> Location:
         """The directory (a Path) or URL (a str) in which the checkpoints are."""
         return self._opening.place
 
@@ -213,7 +213,7 @@ class CheckpointContext:
         Any rank may call it. Raises CheckpointError, with what is there, if it is not.
         """
         if uuid is not None:
-            return dict(restore.find(self._opening.depot, uuid, anywhere=True).metadata)
+            return dict(restore.find(self._opening.storage, uuid, anywhere=True).metadata)
         found = self.latest()
         if found is None:
             raise restore.not_there("get_metadata")
@@ -222,7 +222,7 @@ class CheckpointContext:
     @_in_section
     def list(self) -> list[Committed]:
         """Return the committed checkpoints, from old to new; any rank may call it."""
-        return self._opening.depot.listed()
+        return self._opening.storage.listed()
 
     # ── sharded, by torch.distributed.checkpoint ─────────────────────────────────────────────────
 
@@ -415,13 +415,13 @@ class CheckpointContext:
             CheckpointError: it is not there; or it is pinned, or being read, or the round resumed
                 from it and has no newer one, and so it stays.
         """
-        depot = self._opening.depot
-        found = restore.find(depot, uuid)
+        storage = self._opening.storage
+        found = restore.find(storage, uuid)
         if found.name in pins.pinned(self.directory):
             raise CheckpointError(f"{found.name} stays: it is pinned; unpin() it first")
         resumed = self._opening.known.resumed
         needed = resumed is not None and resumed.name == found.name
-        if needed and depot.listed()[-1].name == found.name:
+        if needed and storage.listed()[-1].name == found.name:
             raise CheckpointError(
                 f"{found.name} stays: this round resumed from it, and would again; store a newer "
                 "one first"
@@ -429,17 +429,17 @@ class CheckpointContext:
         with readers.claimed(found.place) as free:
             if not free:
                 raise CheckpointError(f"{found.name} stays: a process is reading it just now")
-            depot.remove(found)
+            storage.remove(found)
 
     @_in_section
     def pin(self, uuid: Which) -> None:
         """Have retention leave a checkpoint alone; any rank may call it."""
-        pins.pin(self.directory, restore.find(self._opening.depot, uuid).name)
+        pins.pin(self.directory, restore.find(self._opening.storage, uuid).name)
 
     @_in_section
     def unpin(self, uuid: Which) -> None:
         """Take back :meth:`pin`; any rank may call it."""
-        pins.unpin(self.directory, restore.find(self._opening.depot, uuid).name)
+        pins.unpin(self.directory, restore.find(self._opening.storage, uuid).name)
 
     @_in_section
     def quarantine(self, uuid: Which, reason: str) -> None:
@@ -453,8 +453,8 @@ class CheckpointContext:
             raise ContextError(
                 f"quarantine() needs a reason in words, for who finds it there; this is {reason!r}"
             )
-        depot = self._opening.depot
-        depot.quarantine(restore.find(depot, uuid), reason)
+        storage = self._opening.storage
+        storage.quarantine(restore.find(storage, uuid), reason)
 
     # ── the end ──────────────────────────────────────────────────────────────────────────────────
 
@@ -479,7 +479,7 @@ class CheckpointContext:
         source: str | os.PathLike[str] | None,
         timeout: float | None,
         what: str,
-    ) -> tuple[Parts, restore.Wanted]:
+    ) -> tuple[CallContext, restore.Wanted]:
         """Return what a call reads, and the parts to read it with. ALL ranks call it together."""
         parts = self._opening.together(timeout)
         if uuid is None:

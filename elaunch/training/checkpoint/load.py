@@ -39,7 +39,7 @@ from elaunch.training.checkpoint.dcp import read as reading
 from elaunch.training.checkpoint.dcp.metadata import Stored
 from elaunch.training.checkpoint.dcp.sources import Source
 from elaunch.training.checkpoint.dcp.verify import Verifier
-from elaunch.training.checkpoint.parts import Parts
+from elaunch.training.checkpoint.parts import CallContext
 from elaunch.training.checkpoint.prepare import check_group
 from elaunch.training.checkpoint.state import flatten, tensors
 from elaunch.training.checkpoint.state.flatten import Captured
@@ -62,7 +62,7 @@ class _Fit:
 
 
 def load(
-    parts: Parts, wanted: restoring.Wanted, state: Mapping[str, Any], strict: bool = True
+    parts: CallContext, wanted: restoring.Wanted, state: Mapping[str, Any], strict: bool = True
 ) -> Committed | None:
     """Load a checkpoint into ``state``; ALL ranks call it together.
 
@@ -81,7 +81,7 @@ def load(
         CheckpointError: on all ranks; names keys, files, ranks.
     """
 
-    def use(there: Parts, found: Committed) -> None:
+    def use(there: CallContext, found: Committed) -> None:
         with contextlib.ExitStack() as stack:
             source = Source(found.place)
             stack.callback(source.close)
@@ -99,7 +99,7 @@ class _Loading:
 
     def __init__(
         self,
-        parts: Parts,
+        parts: CallContext,
         found: Committed,
         source: Source,
         stack: contextlib.ExitStack,
@@ -205,7 +205,7 @@ class _Loading:
     @property
     def _is_sealed(self) -> bool:
         """Whether there are checksums that nobody has compared yet; a copy of a URL's is whole."""
-        return not (restoring.is_foreign(self._found) or isinstance(self._parts.depot.place, str))
+        return not (restoring.is_foreign(self._found) or isinstance(self._parts.storage.place, str))
 
     def _verify(self, everyone: Sequence[frozenset[str]]) -> None:
         """Have this rank check its share of the files, while they are read."""

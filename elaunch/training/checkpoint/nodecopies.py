@@ -19,7 +19,7 @@ from typing import IO, Any, Final
 from elaunch.checkpoint import layout
 from elaunch.checkpoint.formats import own
 from elaunch.checkpoint.nodelocal.inventory import Kept, Looked, list_kept, look
-from elaunch.checkpoint.nodelocal.union import Held, Union, unite
+from elaunch.checkpoint.nodelocal.union import Union, WholeFile, unite
 from elaunch.checkpoint.storage.durable import (
     make_parents,
     sync_directory,
@@ -29,7 +29,7 @@ from elaunch.checkpoint.storage.durable import (
 from elaunch.checkpoint.storage.files import inside, regular_size
 from elaunch.checkpoint.storage.storage import Committed
 from elaunch.errors import CheckpointError
-from elaunch.training.checkpoint.parts import Parts
+from elaunch.training.checkpoint.parts import CallContext
 from elaunch.training.checkpoint.together.agree import agree, attempt
 
 PIECE: Final = 16 << 20
@@ -38,7 +38,7 @@ _PAIR: Final = (layout.METADATA, layout.COMMIT)
 WHAT: Final = "looking for what the nodes have of a checkpoint"
 
 
-def newest_together(parts: Parts, run_id: str | None, timeout: float | None) -> str:
+def newest_together(parts: CallContext, run_id: str | None, timeout: float | None) -> str:
     """Return the name of the newest checkpoint that the nodes have together, "" if there is none.
 
     ALL ranks call it together; each node has all of it then. ``run_id`` None: of any run.
@@ -52,7 +52,7 @@ def newest_together(parts: Parts, run_id: str | None, timeout: float | None) -> 
     return ""
 
 
-def bring(parts: Parts, found: Committed, timeout: float | None) -> None:
+def bring(parts: CallContext, found: Committed, timeout: float | None) -> None:
     """Have all of a checkpoint on every node; ALL ranks call it together.
 
     Raises CheckpointError, on all ranks, that names a file that no node has whole.
@@ -72,7 +72,7 @@ def bring(parts: Parts, found: Committed, timeout: float | None) -> None:
         )
 
 
-def _bring(parts: Parts, kept: Kept, timeout: float | None) -> Union:
+def _bring(parts: CallContext, kept: Kept, timeout: float | None) -> Union:
     """Return what the nodes have of a checkpoint; if that is all of it, each has it then."""
     looked, problem = _on_chiefs(parts, lambda root: look(root, kept, _ignore))
     said: list[Looked | None]
@@ -96,7 +96,7 @@ def _bring(parts: Parts, kept: Kept, timeout: float | None) -> Union:
 
 
 def _send(
-    parts: Parts, kept: Kept, held: Held, who: tuple[int, int], timeout: float | None
+    parts: CallContext, kept: Kept, held: WholeFile, who: tuple[int, int], timeout: float | None
 ) -> Exception | None:
     """Bring a file to the nodes that lack it; return what went wrong on this rank.
 
@@ -151,7 +151,7 @@ def _pieces(file: IO[bytes]) -> Iterator[bytes]:
 class _Writer:
     """A file that comes in pieces: it has its name when it is whole, or the one of ``_aside``."""
 
-    def __init__(self, checkpoint: Path, held: Held) -> None:
+    def __init__(self, checkpoint: Path, held: WholeFile) -> None:
         path = inside(checkpoint, held.entry.path, "a manifest")
         self._path = checkpoint / _aside(path.name) if held.entry.path in _PAIR else path
         self._entry = held.entry
@@ -191,12 +191,12 @@ def _lacks(checkpoint: Path) -> bool:
         return True
 
 
-def _on_chiefs(parts: Parts, work: Any) -> tuple[Any, Exception | None]:
+def _on_chiefs(parts: CallContext, work: Any) -> tuple[Any, Exception | None]:
     return attempt(lambda: work(_root(parts))) if parts.is_node_chief else (None, None)
 
 
-def _root(parts: Parts) -> Path:
-    return Path(parts.depot.place)
+def _root(parts: CallContext) -> Path:
+    return Path(parts.storage.place)
 
 
 def _ignore(count: int) -> None:

@@ -4,7 +4,7 @@
 property, call  needs
 ==============  ==================================================================================
 ``place``       nothing: variables and the run id say it
-``depot``       nothing, and touches nothing
+``storage``       nothing, and touches nothing
 ``latest``      an agent's choice; without an agent rank 0 looks, and ALL ranks ask together
 ``alone``       rank 0: it makes the directory, and locks it where no agent has
 ``together``    ALL ranks: rank 0's word on run id and round; all see the same directory
@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from elaunch.checkpoint import layout
-from elaunch.checkpoint.storage.storage import Committed, Depot, Place, open_depot
+from elaunch.checkpoint.storage.storage import Committed, Location, Storage, open_storage
 from elaunch.errors import CheckpointError, ContextError, SaveError
 from elaunch.training.checkpoint import restore, where
-from elaunch.training.checkpoint.parts import Known, Parts, awaiting
+from elaunch.training.checkpoint.parts import CallContext, KnownCheckpoints, awaiting
 from elaunch.training.checkpoint.together.agree import agree, attempt
 from elaunch.training.checkpoint.where import Whose
 from elaunch.wire.saver import CLOSE_S
@@ -42,7 +42,7 @@ log = logging.getLogger("elaunch")
 
 
 @dataclass
-class Opening:
+class OpenedContext:
     """What the context gives, and what is opened of it.
 
     Attributes:
@@ -62,28 +62,28 @@ class Opening:
     run_id: str
     given: bool
     noted: Callable[[SavesRecord], None] | None = None
-    known: Known = field(default_factory=Known)
-    _depot: Depot | None = None
+    known: KnownCheckpoints = field(default_factory=KnownCheckpoints)
+    _storage: Storage | None = None
     _whose: Whose | None = None
-    _parts: Parts | None = None
+    _parts: CallContext | None = None
     _met: bool = False
     _closed: bool = False
     _patient: bool = True
     _stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     @property
-    def place(self) -> Place:
+    def place(self) -> Location:
         """The directory or URL."""
-        return self.depot.place
+        return self.storage.place
 
     @property
-    def depot(self) -> Depot:
+    def storage(self) -> Storage:
         """The directory or URL, opened; nothing in it is touched by that."""
-        if self._depot is None:
-            self._depot = open_depot(
+        if self._storage is None:
+            self._storage = open_storage(
                 where.place_of(self.info, self.run_id, os.environ)[0], self.local
             )
-        return self._depot
+        return self._storage
 
     @property
     def by_agent(self) -> bool:
@@ -95,7 +95,7 @@ class Opening:
         """Whether each node has a directory of its own."""
         return where.is_local(self.info, os.environ)
 
-    def alone(self) -> Parts:
+    def alone(self) -> CallContext:
         """Return the parts on rank 0, which asks nobody."""
         self._refuse_if_closed()
         if self._parts is None:
@@ -103,7 +103,7 @@ class Opening:
             self._parts = self._made(self._whose)
         return self._parts
 
-    def together(self, timeout: float | None) -> Parts:
+    def together(self, timeout: float | None) -> CallContext:
         """Return the parts; ALL ranks call it together.
 
         Raises CheckpointError, on all ranks: the directory cannot be made, or is not the same on
@@ -116,15 +116,15 @@ class Opening:
         what = "opening the checkpoint directory"
         said = agree(self.distributed, what, problem, whose, timeout, CheckpointError)
         self._whose = said[0]
-        where.check_shared(self.distributed, self.depot, self.local, timeout)
+        where.check_shared(self.distributed, self.storage, self.local, timeout)
         parts, problem = attempt(lambda: self._parts or self._made(said[0]))
-        lacks = "" if parts is None else parts.keeper.lacks
+        lacks = "" if parts is None else parts.saver.lacks
         lacking = agree(self.distributed, what, problem, lacks, timeout)
-        self._parts = self._with_one_kind_of_keeper(parts, lacking)
+        self._parts = self._with_one_kind_of_saver(parts, lacking)
         self._met = True
         return self._parts
 
-    def _with_one_kind_of_keeper(self, parts: Parts, lacking: list[str]) -> Parts:
+    def _with_one_kind_of_saver(self, parts: CallContext, lacking: list[str]) -> CallContext:
         """Return the parts without an agent if some rank cannot reach its own, for ``lacking``."""
         if not any(lacking):
             return parts
@@ -136,14 +136,14 @@ class Opening:
                 rank,
                 reason,
             )
-        if parts.keeper.lacks:
+        if parts.saver.lacks:
             return parts
         from elaunch.training.checkpoint.saver.choose import without_agent
 
         why = f"that of rank {rank} cannot be reached: {reason}"
-        keeper = without_agent(self.distributed, self.depot, why, parts.keeper.fence)
-        self._stack.callback(lambda: keeper.close(self._patient))
-        return replace(parts, keeper=keeper)
+        saver = without_agent(self.distributed, self.storage, why, parts.saver.fence)
+        self._stack.callback(lambda: saver.close(self._patient))
+        return replace(parts, saver=saver)
 
     def latest(self) -> Committed | None:
         """Return the newest checkpoint that all ranks know of."""
@@ -166,7 +166,7 @@ class Opening:
     def close(self, patient: bool = True) -> None:
         """Wait for saves in flight; give the lock back. SaveError if a save came to nothing.
 
-        ``patient``: see ``Keeper.close``.
+        ``patient``: see ``Saver.close``.
         """
         if self._closed:
             return
@@ -180,7 +180,7 @@ class Opening:
 
     def _begun(self) -> Whose | None:
         """Open the directory; return whose it is if this rank acts for it."""
-        _ = self.depot  # every rank finds out by itself whether it can be opened
+        _ = self.storage  # every rank finds out by itself whether it can be opened
         acts = self.distributed.rank == 0 or (self.local and self.distributed.local_rank == 0)
         return self._whose or self._take() if acts else None
 
@@ -204,21 +204,21 @@ class Opening:
     def _locked(self) -> Whose:
         """Take the directory, and its lock where no agent has it; an error keeps neither."""
         with contextlib.ExitStack() as stack:
-            if self.info.launcher != "elaunch":  # an agent has its keeper lock it
-                stack.callback(where.lock(self.depot).close)
-            whose = where.take(self.depot, self.info, self.run_id, self.given)
+            if self.info.launcher != "elaunch":  # an agent has its saver lock it
+                stack.callback(where.lock(self.storage).close)
+            whose = where.take(self.storage, self.info, self.run_id, self.given)
             self._stack.callback(stack.pop_all().close)
         return whose
 
-    def _made(self, whose: Whose) -> Parts:
-        from elaunch.training.checkpoint.saver.choose import open_keeper
+    def _made(self, whose: Whose) -> CallContext:
+        from elaunch.training.checkpoint.saver.choose import open_saver
 
-        keeper = open_keeper(self.distributed, self.depot, whose.round, self.noted)
-        self._stack.callback(lambda: keeper.close(self._patient))
-        return Parts(
+        saver = open_saver(self.distributed, self.storage, whose.round, self.noted)
+        self._stack.callback(lambda: saver.close(self._patient))
+        return CallContext(
             distributed=self.distributed,
-            depot=self.depot,
-            keeper=keeper,
+            storage=self.storage,
+            saver=saver,
             run_id=whose.run_id,
             reads=whose.run_id if self.given else None,
             round=whose.round,
@@ -240,7 +240,7 @@ class Opening:
         at_url = layout.parse_stage_name(name) if isinstance(self.place, str) else None
         own = at_url is not None or layout.parse_step_name(name) is not None
         if own and where_ == str(self.place).rstrip("/"):
-            found = self.depot.find(at_url[2] if at_url else name)
+            found = self.storage.find(at_url[2] if at_url else name)
             self.known.whole.add(found.uuid)
             return found
         return Committed(name, path, step or 0, 0, "", {}, 0)

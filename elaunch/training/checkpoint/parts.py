@@ -12,12 +12,12 @@ from elaunch.wire.saver import MARGIN_S
 
 if TYPE_CHECKING:
     from elaunch.checkpoint.retention.delete import Keep
-    from elaunch.checkpoint.storage.storage import Committed, Depot, Stage
+    from elaunch.checkpoint.storage.storage import Committed, Stage, Storage
     from elaunch.errors import SaveError
     from elaunch.training.distributed import DistributedContext
     from elaunch.training.train import TrainContext
     from elaunch.wire.progress import ProgressPage
-    from elaunch.wire.saver import Keeper
+    from elaunch.wire.saver import Saver
 
 SECTION: Final = "checkpoint"
 """What this rank is in, in ``elaunch status``, during every call."""
@@ -26,7 +26,7 @@ Mode = Literal["all", "broadcast", "sequential"]
 
 
 @dataclass
-class Known:
+class KnownCheckpoints:
     """Which checkpoints this rank knows of.
 
     Attributes:
@@ -89,13 +89,13 @@ class Known:
 
 
 @dataclass(frozen=True)
-class Parts:
-    """What every call on checkpoints needs; all fields but ``depot`` are the same on all ranks.
+class CallContext:
+    """What every call on checkpoints needs; all fields but ``storage`` are the same on all ranks.
 
     Attributes:
         distributed: the ranks; ``distributed.timeout`` is the default of every timeout.
-        depot: the directory or URL, as this node sees it.
-        keeper: who writes what was handed over, and who knows whether the round is still on: this
+        storage: the directory or URL, as this node sees it.
+        saver: who writes what was handed over, and who knows whether the round is still on: this
             node's agent, else a thread of this process.
         run_id: of the run; it stands in every checkpoint.
         reads: the run whose checkpoints count when the latest is looked for; None: any run's,
@@ -111,8 +111,8 @@ class Parts:
     """
 
     distributed: DistributedContext
-    depot: Depot
-    keeper: Keeper
+    storage: Storage
+    saver: Saver
     run_id: str
     reads: str | None
     round: int
@@ -121,7 +121,7 @@ class Parts:
     train: TrainContext
     page: ProgressPage
     agent: bool
-    known: Known = field(default_factory=Known)
+    known: KnownCheckpoints = field(default_factory=KnownCheckpoints)
 
     @property
     def rank(self) -> int:

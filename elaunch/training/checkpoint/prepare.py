@@ -25,7 +25,7 @@ from elaunch.errors import CheckpointError, CollectiveError, SaveError
 from elaunch.training.checkpoint import store
 from elaunch.training.checkpoint.dcp import image
 from elaunch.training.checkpoint.dcp import plan as planning
-from elaunch.training.checkpoint.parts import Parts, Saving
+from elaunch.training.checkpoint.parts import CallContext, Saving
 from elaunch.training.checkpoint.state import tensors
 from elaunch.training.checkpoint.state.flatten import Captured, capture
 from elaunch.training.checkpoint.state.values import Values, slots_for
@@ -43,10 +43,10 @@ log = logging.getLogger("elaunch")
 
 
 @dataclass
-class Known:
+class PreparedPlan:
     """A plan, and the slots of the values: as this rank sent them, and all ranks' on rank 0."""
 
-    plan: planning.Plan
+    plan: planning.WritePlan
     sent: dict[str, int]
     everyone: list[dict[str, int]]
     metadata: bytes = b""
@@ -55,7 +55,7 @@ class Known:
 class Sharded:
     """What one context remembers from save to save: plans, and whether one is in flight.
 
-    CheckpointContext makes one and gives it to every call; it closes it before the keeper.
+    CheckpointContext makes one and gives it to every call; it closes it before the saver.
     """
 
     def __init__(self) -> None:
@@ -63,16 +63,16 @@ class Sharded:
         self.pinning = tensors.Pinning()
         self.in_flight = False
         self._number = 0
-        self._plans: list[tuple[planning.Signature, Known]] = []
+        self._plans: list[tuple[planning.Signature, PreparedPlan]] = []
 
-    def find(self, signature: planning.Signature) -> Known | None:
+    def find(self, signature: planning.Signature) -> PreparedPlan | None:
         """Return the plan for states of this signature, if there is one."""
         for known, plan in self._plans:
             if known == signature:
                 return plan
         return None
 
-    def add(self, signature: planning.Signature, known: Known) -> None:
+    def add(self, signature: planning.Signature, known: PreparedPlan) -> None:
         """Remember a plan."""
         others = [entry for entry in self._plans if entry[0] != signature]
         self._plans = [(signature, known), *others][:_PLANS]
@@ -83,7 +83,7 @@ class Sharded:
         return self._number
 
     def close(self) -> None:
-        """Let the memory go; before the keeper is closed."""
+        """Let the memory go; before the saver is closed."""
         self.pinning.close()
 
 
@@ -108,7 +108,7 @@ class Ready:
     captured: Captured
     packed: dict[str, bytes]
     signature: planning.Signature
-    known: Known | None
+    known: PreparedPlan | None
     slots: dict[str, int]
     offer: Offer
 
@@ -130,18 +130,22 @@ def check_group(distributed: DistributedContext, what: str) -> None:
         )
 
 
-def give_up(parts: Parts, stage: Stage | None = None) -> None:
-    """Tell this rank's keeper that nothing comes of what was begun; see ``Keeper.abandon``.
+def give_up(parts: CallContext, stage: Stage | None = None) -> None:
+    """Tell this rank's saver that nothing comes of what was begun; see ``Saver.abandon``.
 
     There is an error already that all ranks are about to raise: another one is only logged.
     """
-    problem = attempt(lambda: parts.keeper.abandon(stage))[1]
+    problem = attempt(lambda: parts.saver.abandon(stage))[1]
     if problem is not None:
         log.warning("rank %d's part of a save cannot be taken back: %s", parts.rank, problem)
 
 
 def offered(
-    parts: Parts, sharded: Sharded, state: Mapping[str, Any], saving: Saving, waits: bool | None
+    parts: CallContext,
+    sharded: Sharded,
+    state: Mapping[str, Any],
+    saving: Saving,
+    waits: bool | None,
 ) -> tuple[Ready, list[Offer]]:
     """Make a state ready, and hear what the others have. ALL ranks call it together.
 
@@ -152,10 +156,10 @@ def offered(
     ready, problem = guarded(lambda: _ready(parts, sharded, state, saving), saving.what)
     begun = False
     if waits is not None:
-        parts.keeper.share(waits, seconds)
+        parts.saver.share(waits, seconds)
     if problem is None and waits is not None:
         with parts.awaiting(seconds):
-            begun, problem = attempt(lambda: parts.keeper.begin(waits, seconds))
+            begun, problem = attempt(lambda: parts.saver.begin(waits, seconds))
         if problem is None and not begun and waits:
             problem = SaveError(f"the save before is still in flight after {seconds:g} s")
     offer = (
@@ -188,7 +192,7 @@ def _check_block(what: str, given: list[bool]) -> None:
         raise SaveError(f"{what}: block differs: {told}; all ranks make the same call")
 
 
-def _ready(parts: Parts, sharded: Sharded, state: Mapping[str, Any], saving: Saving) -> Ready:
+def _ready(parts: CallContext, sharded: Sharded, state: Mapping[str, Any], saving: Saving) -> Ready:
     if parts.known.taken is not None:
         raise parts.known.taken
     check_group(parts.distributed, saving.what)
@@ -221,7 +225,7 @@ def _digests(captured: Captured, packed: Mapping[str, bytes]) -> bytes:
 
 
 def planned(
-    parts: Parts, sharded: Sharded, ready: Ready, offers: list[Offer], saving: Saving
+    parts: CallContext, sharded: Sharded, ready: Ready, offers: list[Offer], saving: Saving
 ) -> tuple[image.Content, bytes | None]:
     """Return what this rank writes, and ``.metadata`` on rank 0. ALL ranks call it together.
 
@@ -248,11 +252,11 @@ def planned(
 
 
 def _planned_anew(
-    parts: Parts, sharded: Sharded, ready: Ready, planner: Any, timeout: float | None
-) -> Known:
+    parts: CallContext, sharded: Sharded, ready: Ready, planner: Any, timeout: float | None
+) -> PreparedPlan:
     number = sharded.next_number()
     plan = planning.make(parts.distributed, ready.captured, planner, number, timeout)
     everyone = parts.distributed.gather(ready.slots, timeout)
-    known = Known(plan, {}, everyone or [{} for _ in range(parts.distributed.size)])
+    known = PreparedPlan(plan, {}, everyone or [{} for _ in range(parts.distributed.size)])
     sharded.add(ready.signature, known)
     return known

@@ -21,7 +21,7 @@ from elaunch.checkpoint import layout
 from elaunch.checkpoint.retention import readers
 from elaunch.checkpoint.search import elsewhere
 from elaunch.checkpoint.search.places import parse_place, without_slash
-from elaunch.checkpoint.storage.storage import Committed, Depot, Place, open_depot
+from elaunch.checkpoint.storage.storage import Committed, Location, Storage, open_storage
 from elaunch.errors import (
     CheckpointError,
     CollectiveError,
@@ -30,7 +30,7 @@ from elaunch.errors import (
     SaveError,
 )
 from elaunch.training.checkpoint import where
-from elaunch.training.checkpoint.parts import Known, Parts, newer
+from elaunch.training.checkpoint.parts import CallContext, KnownCheckpoints, newer
 from elaunch.training.checkpoint.together.agree import agree, attempt
 
 LOOKING: Final = "looking for the latest checkpoint"
@@ -42,8 +42,8 @@ Which = str | os.PathLike[str] | Committed
 """How a script names a checkpoint: name, uuid, path, URL, or what ``latest()`` returned."""
 
 
-def named(depot: Depot, which: Which) -> str:
-    """Return the name or uuid of a checkpoint in ``depot``; the path or URL of any other.
+def named(storage: Storage, which: Which) -> str:
+    """Return the name or uuid of a checkpoint in ``storage``; the path or URL of any other.
 
     Raises ContextError for what names nothing.
     """
@@ -64,7 +64,7 @@ def named(depot: Depot, which: Which) -> str:
     except ValueError as error:
         raise ContextError(f"{text!r} {error}") from None
     above, name = elsewhere.parent_of(place)
-    if not _is_same(above, depot.place):
+    if not _is_same(above, storage.place):
         return str(place)
     if isinstance(place, str):
         parsed = layout.parse_stage_name(name)
@@ -72,22 +72,22 @@ def named(depot: Depot, which: Which) -> str:
     return name if layout.parse_step_name(name) else str(place)
 
 
-def _is_same(one: Place, other: Place) -> bool:
+def _is_same(one: Location, other: Location) -> bool:
     if isinstance(one, str) or isinstance(other, str):
         return without_slash(str(one)) == without_slash(str(other))
     return one == other or os.path.realpath(one) == os.path.realpath(other)
 
 
-def find(depot: Depot, which: Which, anywhere: bool = False) -> Committed:
-    """Return a checkpoint of ``depot``, or any other; one rank, alone.
+def find(storage: Storage, which: Which, anywhere: bool = False) -> Committed:
+    """Return a checkpoint of ``storage``, or any other; one rank, alone.
 
     Raises CheckpointError if it is not there.
     """
-    name = named(depot, which)
+    name = named(storage, which)
     if os.sep not in name:
-        return depot.find(name)
+        return storage.find(name)
     if not anywhere:
-        raise CheckpointError(f"{name} is no checkpoint of {depot.place}: give one that is there")
+        raise CheckpointError(f"{name} is no checkpoint of {storage.place}: give one that is there")
     return elsewhere.committed_at(elsewhere.find_at(parse_place(name), content=False))[1]
 
 
@@ -108,7 +108,7 @@ class Wanted:
     what: str
 
 
-def choose(parts: Parts, wanted: Wanted) -> tuple[Parts, Committed | None]:
+def choose(parts: CallContext, wanted: Wanted) -> tuple[CallContext, Committed | None]:
     """Return the checkpoint to read, and the parts to read it with; None if there is none.
 
     ALL ranks call it together. What comes from ``source`` has step 0: a run begins with it. Raises
@@ -118,7 +118,7 @@ def choose(parts: Parts, wanted: Wanted) -> tuple[Parts, Committed | None]:
     if wanted.which is not None and wanted.source is not None:
         raise ContextError(f"{wanted.what}: uuid and source were given: the one says which, always")
     if wanted.which is not None:
-        return _chosen(parts, named(parts.depot, wanted.which), wanted)
+        return _chosen(parts, named(parts.storage, wanted.which), wanted)
     found = _latest_of_all(parts, wanted)
     if found is not None or wanted.source is None:
         return parts, found
@@ -129,7 +129,7 @@ def choose(parts: Parts, wanted: Wanted) -> tuple[Parts, Committed | None]:
 
 
 def read(
-    parts: Parts, wanted: Wanted, strict: bool, use: Callable[[Parts, Committed], None]
+    parts: CallContext, wanted: Wanted, strict: bool, use: Callable[[CallContext, Committed], None]
 ) -> Committed | None:
     """Choose a checkpoint, and have ``use`` read it; return it, None if there is none.
 
@@ -154,26 +154,28 @@ def read(
             return found
 
 
-def _put_aside(parts: Parts, found: Committed, damage: CheckpointError, wanted: Wanted) -> None:
+def _put_aside(
+    parts: CallContext, found: Committed, damage: CheckpointError, wanted: Wanted
+) -> None:
     """Take a damaged checkpoint away from all readers, on each node. ALL ranks call it together."""
     parts.known.whole.discard(found.uuid)
     acts = parts.rank == 0 or (parts.local and parts.is_node_chief)
     if acts and parts.known.taken is None:
         log.warning("an older checkpoint is looked for: %s", damage)
-        problem = attempt(lambda: parts.depot.quarantine(found, str(damage)))[1]
+        problem = attempt(lambda: parts.storage.quarantine(found, str(damage)))[1]
         if problem is not None:
             log.warning("%s cannot be put into quarantine: %s", found.name, problem)
     agree(parts.distributed, wanted.what, None, None, wanted.timeout, CheckpointError)
 
 
-def _place(source: str | os.PathLike[str]) -> Place:
+def _place(source: str | os.PathLike[str]) -> Location:
     try:
         return parse_place(os.fspath(source))
     except (TypeError, ValueError) as error:
         raise ContextError(f"source={source!r}: {error}") from None
 
 
-def _chosen(parts: Parts, name: str, wanted: Wanted) -> tuple[Parts, Committed | None]:
+def _chosen(parts: CallContext, name: str, wanted: Wanted) -> tuple[CallContext, Committed | None]:
     """Return the one that all ranks name. ALL ranks call it together."""
     found, problem = None, None
     if parts.rank == 0:
@@ -193,7 +195,7 @@ def _chosen(parts: Parts, name: str, wanted: Wanted) -> tuple[Parts, Committed |
     return parts, chosen
 
 
-def _latest_of_all(parts: Parts, wanted: Wanted) -> Committed | None:
+def _latest_of_all(parts: CallContext, wanted: Wanted) -> Committed | None:
     """Return the latest, or what takes its place. ALL ranks call it together."""
     timeout = wanted.timeout
     found, problem = attempt(lambda: _latest(parts)) if parts.rank == 0 else (None, None)
@@ -223,14 +225,14 @@ def _check_asked(what: str, asked: Sequence[str | None]) -> None:
         raise CheckpointError(f"{what}: the ranks ask for different checkpoints: {told}")
 
 
-def _at_another_place(parts: Parts, above: Place | None) -> Parts:
+def _at_another_place(parts: CallContext, above: Location | None) -> CallContext:
     """Return the parts to read what is not this run's with; nothing is written there."""
-    known = Known(taken=SaveError("another run's checkpoints are only read"))
-    depot = parts.depot if above is None else open_depot(above)
-    return replace(parts, depot=depot, local=False, known=known)
+    known = KnownCheckpoints(taken=SaveError("another run's checkpoints are only read"))
+    storage = parts.storage if above is None else open_storage(above)
+    return replace(parts, storage=storage, local=False, known=known)
 
 
-def look(parts: Parts, timeout: float | None) -> Committed | None:
+def look(parts: CallContext, timeout: float | None) -> Committed | None:
     """Return the newest checkpoint that is whole; rank 0 chooses. ALL ranks call it together."""
     found, problem, name = None, None, ""
     if parts.local:
@@ -244,9 +246,9 @@ def look(parts: Parts, timeout: float | None) -> Committed | None:
     return None if chosen is None else here(parts, chosen)
 
 
-def here(parts: Parts, found: Committed) -> Committed:
+def here(parts: CallContext, found: Committed) -> Committed:
     """Return a checkpoint that another rank found as this node calls it."""
-    place = parts.depot.place
+    place = parts.storage.place
     if isinstance(place, str) or is_foreign(found):
         return found
     return replace(found, place=place / found.name)
@@ -265,13 +267,15 @@ def not_there(what: str) -> CheckpointError:
 
 
 @contextlib.contextmanager
-def opened(parts: Parts, found: Committed, timeout: float | None, what: str) -> Iterator[Path]:
+def opened(
+    parts: CallContext, found: Committed, timeout: float | None, what: str
+) -> Iterator[Path]:
     """Give every rank a local path to read the checkpoint from. ALL ranks enter it together.
 
     Raises CheckpointError, on all ranks, if one of them cannot reach it.
     """
     with contextlib.ExitStack() as stack:
-        at_url = isinstance(parts.depot.place, str) and not is_foreign(found)
+        at_url = isinstance(parts.storage.place, str) and not is_foreign(found)
         fetches = not at_url or parts.is_node_chief
         path, problem = attempt(lambda: stack.enter_context(_at(parts, found)) if fetches else None)
         agree(parts.distributed, what, problem, None, timeout, CheckpointError)
@@ -281,19 +285,19 @@ def opened(parts: Parts, found: Committed, timeout: float | None, what: str) -> 
         yield Path(path)
 
 
-def _named(parts: Parts, name: str) -> tuple[Place | None, Committed]:
+def _named(parts: CallContext, name: str) -> tuple[Location | None, Committed]:
     """Return a checkpoint, verified, and where it is if that is not this run's place."""
     if os.sep in name:
         return elsewhere.committed_at(elsewhere.find_at(parse_place(name)))
-    found = parts.depot.find(name)
+    found = parts.storage.find(name)
     if not parts.local and found.uuid not in parts.known.whole:
         with _kept(found):
-            parts.depot.verify(found)
+            parts.storage.verify(found)
         parts.known.whole.add(found.uuid)
     return None, found
 
 
-def _latest(parts: Parts) -> tuple[Committed | None, str]:
+def _latest(parts: CallContext) -> tuple[Committed | None, str]:
     """Return the latest, or why it cannot be read any more."""
     known = parts.known
     found = newer(known.latest(), known.own)
@@ -301,15 +305,15 @@ def _latest(parts: Parts) -> tuple[Committed | None, str]:
         return None, str(known.problem or "")
     if is_foreign(found):
         return found, ""
-    if not any(found.uuid == other.uuid for other in parts.depot.listed()):
+    if not any(found.uuid == other.uuid for other in parts.storage.listed()):
         return None, f"{found.name} is gone"
     if parts.local:
         return found, ""
-    reason = where.check(parts.depot, found, known)
+    reason = where.check(parts.storage, found, known)
     return (None, reason) if reason else (found, "")
 
 
-def _in_its_place(parts: Parts, reason: str, timeout: float | None) -> Committed | None:
+def _in_its_place(parts: CallContext, reason: str, timeout: float | None) -> Committed | None:
     """Return what is read in place of the latest. ALL ranks call it together."""
     found = look(parts, timeout)
     if parts.rank == 0:
@@ -318,22 +322,22 @@ def _in_its_place(parts: Parts, reason: str, timeout: float | None) -> Committed
     return found
 
 
-def _newest(parts: Parts, name: str) -> Committed | None:
+def _newest(parts: CallContext, name: str) -> Committed | None:
     """Return the checkpoint called ``name``; without one the newest that is whole."""
     if name:
-        return parts.depot.find(name)
-    return where.newest(parts.depot, parts.reads, parts.known)
+        return parts.storage.find(name)
+    return where.newest(parts.storage, parts.reads, parts.known)
 
 
 @contextlib.contextmanager
-def _at(parts: Parts, found: Committed) -> Iterator[Path]:
+def _at(parts: CallContext, found: Committed) -> Iterator[Path]:
     if is_foreign(found):
         path = Path(found.place)
         if not path.exists():
             raise CheckpointError(f"{path} is gone: it was removed meanwhile")
         yield path
         return
-    with _kept(found), parts.depot.fetch(found) as path:
+    with _kept(found), parts.storage.fetch(found) as path:
         yield path
 
 
@@ -348,7 +352,7 @@ def _kept(found: Committed) -> Iterator[None]:
         yield
 
 
-def _leave_together(parts: Parts, timeout: float | None) -> Any:
+def _leave_together(parts: CallContext, timeout: float | None) -> Any:
     """Return what keeps the node's copy until all its ranks have left the block."""
 
     def leave(kind: Any, error: BaseException | None, traceback: Any) -> bool:

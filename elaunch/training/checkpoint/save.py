@@ -27,7 +27,7 @@ from elaunch.training.checkpoint import request, store
 from elaunch.training.checkpoint.dcp import archives
 from elaunch.training.checkpoint.dcp import image as imaging
 from elaunch.training.checkpoint.dcp import metadata as stored
-from elaunch.training.checkpoint.parts import Parts, Saving
+from elaunch.training.checkpoint.parts import CallContext, Saving
 from elaunch.training.checkpoint.prepare import MARGIN_S, Sharded, give_up, offered, planned
 from elaunch.training.checkpoint.state import tensors
 from elaunch.training.checkpoint.together.agree import agree, attempt
@@ -42,7 +42,7 @@ Filled = tuple[imaging.Content, bytes | None]
 
 
 def save(
-    parts: Parts,
+    parts: CallContext,
     sharded: Sharded,
     state: Mapping[str, Any],
     saving: Saving,
@@ -87,15 +87,15 @@ def save(
     return None
 
 
-def wait(parts: Parts, sharded: Sharded, timeout: float | None) -> Committed | None:
+def wait(parts: CallContext, sharded: Sharded, timeout: float | None) -> Committed | None:
     """Wait until no save is in flight; return the newest checkpoint that is known.
 
     ALL ranks call it together. Raises SaveError, on all of them, if it came to nothing.
     """
     seconds = parts.seconds(timeout)
-    parts.keeper.share(True, seconds)
+    parts.saver.share(True, seconds)
     with parts.awaiting(seconds):
-        found, problem = attempt(lambda: parts.keeper.wait(seconds))
+        found, problem = attempt(lambda: parts.saver.wait(seconds))
     sharded.in_flight = False
     said = agree(parts.distributed, "wait", problem, found, seconds + MARGIN_S)
     if said[0] is not None:
@@ -104,7 +104,7 @@ def wait(parts: Parts, sharded: Sharded, timeout: float | None) -> Committed | N
 
 
 def reserve(
-    parts: Parts, sharded: Sharded, state: Mapping[str, Any], timeout: float | None
+    parts: CallContext, sharded: Sharded, state: Mapping[str, Any], timeout: float | None
 ) -> None:
     """Have plan and memory for ``save(state, block=False)`` ready, which else the first one gets.
 
@@ -117,22 +117,22 @@ def reserve(
     agree(parts.distributed, saving.what, problem, None, timeout)
 
 
-def _write(parts: Parts, saving: Saving, files: list[Image]) -> Committed:
+def _write(parts: CallContext, saving: Saving, files: list[Image]) -> Committed:
     sized = dataclasses.replace(saving, size=sum(image.size for image in files))
 
     def write(stage: Stage) -> bytes:
-        return parts.depot.write_part(stage, store.part_of(parts, sized), files)
+        return parts.storage.write_part(stage, store.part_of(parts, sized), files)
 
     return store.save_together(parts, sized, write)
 
 
 def _memory(
-    parts: Parts, sharded: Sharded, content: imaging.Content, metadata: bytes | None
+    parts: CallContext, sharded: Sharded, content: imaging.Content, metadata: bytes | None
 ) -> memoryview:
     """Return memory for a part: its file, and ``.metadata`` behind it."""
     size = _behind(content) + len(metadata or b"")
     sharded.pinning.make_way(size)
-    memory = parts.keeper.memory(max(size, 1)).cast("B")
+    memory = parts.saver.memory(max(size, 1)).cast("B")
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         sharded.pinning.pin(tensors.over(memory))
     return memory
@@ -142,8 +142,10 @@ def _behind(content: imaging.Content) -> int:
     return archives.aligned(imaging.size_of(content.plan.portion, content.slots))
 
 
-def _copied(parts: Parts, sharded: Sharded, saving: Saving, stage: Stage, filled: Filled) -> Handed:
-    """Copy this rank's part into the keeper's memory. ALL ranks call it together."""
+def _copied(
+    parts: CallContext, sharded: Sharded, saving: Saving, stage: Stage, filled: Filled
+) -> Handed:
+    """Copy this rank's part into the saver's memory. ALL ranks call it together."""
     started, begun = time.time(), time.monotonic()
     content, metadata = filled
     what = store.called(saving, stage)
@@ -162,9 +164,9 @@ def _copied(parts: Parts, sharded: Sharded, saving: Saving, stage: Stage, filled
     return _handed(parts, saving, stage, filled, times)
 
 
-def _hand_over(parts: Parts, sharded: Sharded, saving: Saving, handed: Handed) -> None:
-    """Give this rank's part to the keeper. ALL ranks call it together."""
-    problem = attempt(lambda: parts.keeper.staged(handed))[1]
+def _hand_over(parts: CallContext, sharded: Sharded, saving: Saving, handed: Handed) -> None:
+    """Give this rank's part to the saver. ALL ranks call it together."""
+    problem = attempt(lambda: parts.saver.staged(handed))[1]
     sharded.in_flight = True
     what = f"{store.called(saving, handed.stage)}, handed over"
     try:
@@ -178,7 +180,7 @@ def _hand_over(parts: Parts, sharded: Sharded, saving: Saving, handed: Handed) -
 
 
 def _handed(
-    parts: Parts, saving: Saving, stage: Stage, filled: Filled, times: Mapping[str, Any]
+    parts: CallContext, saving: Saving, stage: Stage, filled: Filled, times: Mapping[str, Any]
 ) -> Handed:
     content, metadata = filled
     files: list[tuple[str, tuple[tuple[int, int], ...]]] = []

@@ -33,7 +33,7 @@ from elaunch.checkpoint.storage.storage import Committed, Part, Stage
 from elaunch.checkpoint.writing import manifests
 from elaunch.checkpoint.writing.assemble import in_the_way
 from elaunch.errors import CheckpointError, CollectiveError, RunDirError, SaveError
-from elaunch.training.checkpoint.parts import Parts, Saving
+from elaunch.training.checkpoint.parts import CallContext, Saving
 from elaunch.training.checkpoint.together.agree import FULL, agree, attempt
 
 FLUSH_S: Final = 10.0
@@ -43,7 +43,7 @@ log = logging.getLogger("elaunch")
 
 
 def save_together(
-    parts: Parts, saving: Saving, write: Write, extra: Mapping[str, Any] | None = None
+    parts: CallContext, saving: Saving, write: Write, extra: Mapping[str, Any] | None = None
 ) -> Committed:
     """Begin, write, commit; where a disk is full, make room and do it once more.
 
@@ -63,7 +63,7 @@ def save_together(
     return _save_once(parts, saving, write, extra)
 
 
-def begin(parts: Parts, saving: Saving) -> Stage:
+def begin(parts: CallContext, saving: Saving) -> Stage:
     """Agree on a save, and return its stage, which all ranks can write to.
 
     ALL ranks call it together. Raises SaveError on all of them if the steps differ, if some rank's
@@ -76,7 +76,7 @@ def begin(parts: Parts, saving: Saving) -> Stage:
     said = agree(parts.distributed, what, problem, (saving.step, uuid.uuid4().hex), saving.timeout)
     check_steps(what, [step for step, _ in said])
     stage = new_stage(parts, saving.step, said[0][1])
-    problem = attempt(lambda: parts.depot.open_stage(stage))[1]
+    problem = attempt(lambda: parts.storage.open_stage(stage))[1]
     try:
         agree(parts.distributed, called(saving, stage), problem, None, saving.timeout)
     except (CheckpointError, CollectiveError):
@@ -86,7 +86,7 @@ def begin(parts: Parts, saving: Saving) -> Stage:
 
 
 def finish(
-    parts: Parts,
+    parts: CallContext,
     saving: Saving,
     stage: Stage,
     sealed: tuple[bytes | None, BaseException | None],
@@ -117,7 +117,7 @@ def finish(
 
 
 def _commit(
-    parts: Parts, saving: Saving, stage: Stage, sealed: list[Any], extra: dict[str, Any]
+    parts: CallContext, saving: Saving, stage: Stage, sealed: list[Any], extra: dict[str, Any]
 ) -> Committed:
     """Have rank 0 commit, and with a directory per node every node after it."""
     done, problem = None, None
@@ -134,24 +134,24 @@ def _commit(
     if not parts.local:
         return found
     if parts.is_node_chief and parts.rank != 0:
-        done, problem = attempt(lambda: parts.depot.commit(stage, lambda: None, said[1]))
+        done, problem = attempt(lambda: parts.storage.commit(stage, lambda: None, said[1]))
     try:
         agree(parts.distributed, f"{what}, on all nodes", problem, None, saving.timeout)
     except SaveError:
         if done is not None:
-            parts.depot.remove(done)  # what not all nodes have is no checkpoint
+            parts.storage.remove(done)  # what not all nodes have is no checkpoint
         raise
     return found
 
 
-def _adopt(parts: Parts, stage: Stage, sealed: list[tuple[int, bytes | None]]) -> None:
+def _adopt(parts: CallContext, stage: Stage, sealed: list[tuple[int, bytes | None]]) -> None:
     """Put the other nodes' manifests beside those of this node."""
     node = parts.distributed.cross_rank
     others = {r: said[1] for r, said in enumerate(sealed) if said[0] != node and said[1]}
-    parts.depot.adopt(stage, {rank: content for rank, content in others.items() if content})
+    parts.storage.adopt(stage, {rank: content for rank, content in others.items() if content})
 
 
-def documented(parts: Parts, stage: Stage, extra: Mapping[str, Any]) -> dict[str, Any]:
+def documented(parts: CallContext, stage: Stage, extra: Mapping[str, Any]) -> dict[str, Any]:
     """Return what metadata.json says beside the parts; the same on every node."""
     now = time.time()
     return {
@@ -164,19 +164,19 @@ def documented(parts: Parts, stage: Stage, extra: Mapping[str, Any]) -> dict[str
     }
 
 
-def new_stage(parts: Parts, step: int, uuid_: str = "") -> Stage:
+def new_stage(parts: CallContext, step: int, uuid_: str = "") -> Stage:
     """Return a stage of this round; with a random uuid where none is given."""
     return Stage(step, parts.round, uuid_ or uuid.uuid4().hex)
 
 
-def commit_alone(parts: Parts, stage: Stage, extra: Mapping[str, Any]) -> Committed:
+def commit_alone(parts: CallContext, stage: Stage, extra: Mapping[str, Any]) -> Committed:
     """Commit a complete stage if the round is still on; rank 0 does, without the others."""
-    done = parts.depot.commit(stage, lambda: parts.keeper.fence(parts.round), extra)
-    parts.keeper.committed(done, max(0.0, time.time() - extra["started"]))
+    done = parts.storage.commit(stage, lambda: parts.saver.fence(parts.round), extra)
+    parts.saver.committed(done, max(0.0, time.time() - extra["started"]))
     return done
 
 
-def part_of(parts: Parts, saving: Saving, writers: int | None = None) -> Part:
+def part_of(parts: CallContext, saving: Saving, writers: int | None = None) -> Part:
     """Return what this rank's manifest says beside the files; ``writers``: ranks with a part."""
     world_size = parts.distributed.size if writers is None else writers
     return Part(parts.rank, world_size, parts.run_id, dict(saving.metadata))
@@ -192,22 +192,22 @@ def writing(saving: Saving, stage: Stage) -> str:
     return f"{called(saving, stage)}, writing"
 
 
-def discard(parts: Parts, stage: Stage, agreed: bool) -> None:
+def discard(parts: CallContext, stage: Stage, agreed: bool) -> None:
     """Remove a stage whose save has failed; ``agreed``: all ranks know, so nobody writes there."""
     own = parts.rank == 0 or (parts.local and parts.is_node_chief)
-    if not own and not (agreed and isinstance(parts.depot.place, str)):
+    if not own and not (agreed and isinstance(parts.storage.place, str)):
         return
     try:
-        parts.depot.discard(stage)
+        parts.storage.discard(stage)
     except (OSError, CheckpointError) as error:
         log.warning("the stage %s is left behind: %s", stage.name, error)
 
 
-def keep_by_rule(parts: Parts, keep: delete.Keep | None, committed: Committed) -> None:
+def keep_by_rule(parts: CallContext, keep: delete.Keep | None, committed: Committed) -> None:
     """Remove the checkpoints that may go now that ``committed`` is there; rank 0 does."""
     rule = parts.keep if keep is None else keep
     if rule:
-        delete.apply(parts.depot, rule, {*parts.known.protected(), committed.name})
+        delete.apply(parts.storage, rule, {*parts.known.protected(), committed.name})
 
 
 def check_metadata(saving: Saving) -> None:
@@ -233,10 +233,10 @@ def check_metadata(saving: Saving) -> None:
         raise SaveError(str(error)) from None
 
 
-def check_new(parts: Parts, step: int) -> None:
+def check_new(parts: CallContext, step: int) -> None:
     """Raise SaveError if this round has committed that step already."""
     name = layout.step_name(step, parts.round)
-    place = parts.depot.place
+    place = parts.storage.place
     if not isinstance(place, str) and (place / name).exists():
         raise in_the_way(place, name)
 
@@ -262,7 +262,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def flush(parts: Parts) -> None:
+def flush(parts: CallContext) -> None:
     """Have the metrics on disk before the checkpoint is: it is not to be ahead of them."""
     try:
         parts.train.flush(FLUSH_S)
@@ -271,7 +271,7 @@ def flush(parts: Parts) -> None:
 
 
 def _save_once(
-    parts: Parts, saving: Saving, write: Write, extra: Mapping[str, Any] | None
+    parts: CallContext, saving: Saving, write: Write, extra: Mapping[str, Any] | None
 ) -> Committed:
     started = time.time()
     stage = begin(parts, saving)
@@ -285,7 +285,7 @@ def _save_once(
     return finish(parts, saving, stage, sealed, {**times, **dict(extra or {})})
 
 
-def _make_room(parts: Parts, saving: Saving) -> bool:
+def _make_room(parts: CallContext, saving: Saving) -> bool:
     """Have rank 0 remove what may go; tell all ranks whether anything went."""
     removed: list[str] = []
     needed = sum(parts.distributed.allgather(saving.size, saving.timeout))
@@ -293,17 +293,17 @@ def _make_room(parts: Parts, saving: Saving) -> bool:
         rule = parts.keep if saving.keep is None else saving.keep
         newest = parts.known.newest
         needed = max(needed, 0 if newest is None else newest.size)
-        removed = delete.make_room(parts.depot, rule, needed, parts.known.protected())
+        removed = delete.make_room(parts.storage, rule, needed, parts.known.protected())
     return any(parts.distributed.allgather(bool(removed), saving.timeout))
 
 
 def _with_room_told(
-    parts: Parts, saving: Saving, problem: BaseException | None
+    parts: CallContext, saving: Saving, problem: BaseException | None
 ) -> BaseException | None:
     """Return a full disk's error with what there is and what was needed; others as they are."""
     if not isinstance(problem, OSError) or problem.errno not in FULL:
         return problem
-    place = parts.depot.place
+    place = parts.storage.place
     needs = f"needs about {in_bytes(saving.size)}, " if saving.size else ""
     has = in_bytes(delete.free_bytes(place))
     return OSError(problem.errno, f"no space left on {place}: {needs}has {has}", problem.filename)

@@ -40,10 +40,10 @@ from elaunch.checkpoint.retention.delete import Keep
 from elaunch.checkpoint.search.defaultplace import default_place
 from elaunch.checkpoint.search.places import parse_place
 from elaunch.checkpoint.storage.files import read_json
-from elaunch.checkpoint.storage.storage import Closeable, Committed, Depot, Place
+from elaunch.checkpoint.storage.storage import Closeable, Committed, Location, Storage
 from elaunch.errors import CheckpointError, SaveError, UsageError
 from elaunch.run.statedir import make_private
-from elaunch.training.checkpoint.parts import Known
+from elaunch.training.checkpoint.parts import KnownCheckpoints
 from elaunch.training.checkpoint.together.agree import agree, attempt
 from elaunch.training.distributed import DistributedContext
 from elaunch.training.place.info import Info
@@ -65,7 +65,7 @@ class Whose:
     round: int
 
 
-def place_of(info: Info, run_id: str, environ: Mapping[str, str]) -> tuple[Place, bool]:
+def place_of(info: Info, run_id: str, environ: Mapping[str, str]) -> tuple[Location, bool]:
     """Return the directory or URL, and whether a person has chosen it.
 
     Raises UsageError where there is none: no variable and no home, or a variable that says none.
@@ -114,11 +114,11 @@ def is_local(info: Info, environ: Mapping[str, str]) -> bool:
         raise UsageError(f"{env.CHECKPOINT_LOCAL}={text!r} {error}; write 1 or 0") from None
 
 
-def take(depot: Depot, info: Info, run_id: str, given: bool) -> Whose:
+def take(storage: Storage, info: Info, run_id: str, given: bool) -> Whose:
     """Make the directory ready and return whose it is; the rank that acts for it calls it.
 
     Args:
-        depot: the directory, locked by the caller where no agent has it.
+        storage: the directory, locked by the caller where no agent has it.
         info: what the launcher told.
         run_id: the run's.
         given: a person chose the run id, or the launcher did, so that a later start has the same.
@@ -127,18 +127,18 @@ def take(depot: Depot, info: Info, run_id: str, given: bool) -> Whose:
     """
     has_agent = info.launcher == "elaunch"
     if not given and not has_agent:
-        run_id = _owner(depot.place) or run_id
-    depot.prepare(run_id, given)
+        run_id = _owner(storage.place) or run_id
+    storage.prepare(run_id, given)
     if has_agent:
         return Whose(run_id, info.round)
-    for found in depot.finish_stages(run_id if given else None):
+    for found in storage.finish_stages(run_id if given else None):
         log.info("%s was complete, but its writer had died: committed now", found.name)
-    depot.clear_trash()
-    rounds = [found.round for found in depot.listed()]
+    storage.clear_trash()
+    rounds = [found.round for found in storage.listed()]
     return Whose(run_id, max(rounds, default=-1) + 1)
 
 
-def lock(depot: Depot) -> Closeable:
+def lock(storage: Storage) -> Closeable:
     """Lock the directory for this job; the rank that acts for it calls it, where no agent has it.
 
     Raises SaveError if another job has it still after LOCK_S, OSError if it cannot be locked.
@@ -146,40 +146,40 @@ def lock(depot: Depot) -> Closeable:
     until, never = time.monotonic() + LOCK_S, threading.Event()
     while True:
         try:
-            return depot.lock()
+            return storage.lock()
         except SaveError:
             if time.monotonic() >= until:
                 raise
         never.wait(LOCK_AGAIN_S)
 
 
-def newest(depot: Depot, run_id: str | None, known: Known) -> Committed | None:
+def newest(storage: Storage, run_id: str | None, known: KnownCheckpoints) -> Committed | None:
     """Return the newest checkpoint of a run that is whole; put damaged ones into quarantine.
 
     One rank calls it, for all. What cannot be read just now is passed over, and stays; so does what
     is another job's. ``run_id`` None: of any run.
     """
-    for found in reversed(depot.listed()):
+    for found in reversed(storage.listed()):
         if run_id is not None and found.run_id != run_id:
             continue
-        reason = check(depot, found, known)
+        reason = check(storage, found, known)
         if not reason:
             return found
         log.warning("an older checkpoint is looked for: %s", reason)
     return None
 
 
-def check(depot: Depot, found: Committed, known: Known) -> str:
+def check(storage: Storage, found: Committed, known: KnownCheckpoints) -> str:
     """Return why a checkpoint cannot be read from, "" if it can; put a damaged one aside.
 
     Of what was whole before only documents and sizes are looked at.
     """
     try:
         with readers.reading(found.place):
-            depot.verify(found, content=found.uuid not in known.whole)
+            storage.verify(found, content=found.uuid not in known.whole)
     except CheckpointError as error:
         if known.taken is None:
-            depot.quarantine(found, str(error))
+            storage.quarantine(found, str(error))
         return f"{found.name} is damaged: {error}"
     except FileNotFoundError:
         return f"{found.name} is gone: it was removed meanwhile"
@@ -190,16 +190,16 @@ def check(depot: Depot, found: Committed, known: Known) -> str:
 
 
 def check_shared(
-    distributed: DistributedContext, depot: Depot, local: bool, timeout: float | None
+    distributed: DistributedContext, storage: Storage, local: bool, timeout: float | None
 ) -> None:
     """Raise CheckpointError, on all ranks, unless the nodes share what they are said to share.
 
     ALL ranks call it together, when rank 0 has made the directory.
     """
-    if isinstance(depot.place, str) or distributed.size == 1:
+    if isinstance(storage.place, str) or distributed.size == 1:
         return
     what = "looking for the checkpoint directory"
-    place, mark = depot.place, uuid.uuid4().hex
+    place, mark = storage.place, uuid.uuid4().hex
     problem: BaseException | None = None
     if distributed.rank == 0:
         problem = attempt(lambda: probe.leave_mark(place, mark))[1]
@@ -212,7 +212,7 @@ def check_shared(
             probe.remove_mark(place, mark)
 
 
-def say(place: Place, given: bool) -> None:
+def say(place: Location, given: bool) -> None:
     """Tell a person where checkpoints go if nobody has chosen it; rank 0 does, once."""
     if not given:
         print(
@@ -223,13 +223,13 @@ def say(place: Place, given: bool) -> None:
         )
 
 
-def make_default(place: Place) -> None:
+def make_default(place: Location) -> None:
     """Make the default directory and its parents, for this user only."""
     if isinstance(place, Path):
         make_private(place)
 
 
-def _owner(place: Place) -> str:
+def _owner(place: Location) -> str:
     """Return the run id in the directory's run.json; empty without one."""
     if isinstance(place, str):
         return ""

@@ -32,7 +32,7 @@ def require() -> None:
         ) from error
 
 
-class Board:
+class BoardWriter:
     """Writes one rank's rows for TensorBoard; only the thread that writes rows calls.
 
     What it cannot write is said once and left out: the rows themselves are in ``metrics.jsonl``.

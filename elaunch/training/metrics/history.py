@@ -30,7 +30,7 @@ _PLACE: Final = re.compile(
 )
 
 
-class Place(NamedTuple):
+class RowPlace(NamedTuple):
     """Where a row belongs. There may be millions: a tuple is made in a third of the time."""
 
     group: str
@@ -78,13 +78,13 @@ class Beginning:
         return Beginning(min(steps, default=None), first)
 
 
-def place_of(line: bytes) -> Place | None:
+def place_of(line: bytes) -> RowPlace | None:
     """Return where a line of ``metrics.jsonl`` belongs; None for what is no row."""
     found = _PLACE.match(line)
     if found is None:
         return None
     group, step, round, rank = found.groups()
-    return Place(_group(group), int(step), int(round), int(rank))
+    return RowPlace(_group(group), int(step), int(round), int(rank))
 
 
 @lru_cache(maxsize=256)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from elaunch.errors import RunDirError
 from elaunch.run.directory import RunDir, find, handle, is_live, list_runs, run_id_of
 from elaunch.training.metrics.files import ROUNDS, ROWS, SUPERSEDED, read_rounds
-from elaunch.training.metrics.history import Beginning, Place, place_of
+from elaunch.training.metrics.history import Beginning, RowPlace, place_of
 
 
 class StoredRow(NamedTuple):
@@ -31,7 +31,7 @@ class StoredRow(NamedTuple):
     There may be millions, so only what they are chosen by is taken out of the line beforehand.
     """
 
-    place: Place
+    place: RowPlace
     line: bytes
     superseded: bool
 
@@ -44,7 +44,7 @@ class StoredRow(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Reading:
+class MetricRows:
     """All rows of a run, by step and rank; ``torn`` counts lines that are no rows."""
 
     rows: tuple[StoredRow, ...]
@@ -75,7 +75,7 @@ def directories(run: str, environ: Mapping[str, str]) -> list[RunDir]:
     return same or [found]
 
 
-def read(runs: Sequence[RunDir]) -> Reading:
+def read(runs: Sequence[RunDir]) -> MetricRows:
     """Return the rows of a run's directories; raise RunDirError for one that cannot be read."""
     starts = sorted((_start(run) for run in runs), key=lambda start: start.began)
     rows: list[StoredRow] = []
@@ -95,7 +95,7 @@ def read(runs: Sequence[RunDir]) -> Reading:
         places = ((place_of(line), line) for line in moved)
         rows += [StoredRow(place, line, True) for place, line in places if place is not None]
     rows.sort(key=_order)
-    return Reading(tuple(rows), torn, tuple(start.path for start in starts))
+    return MetricRows(tuple(rows), torn, tuple(start.path for start in starts))
 
 
 class _Void:
@@ -109,7 +109,7 @@ class _Void:
         self._later = later
         self._known: dict[int, Beginning] = {}
 
-    def takes(self, place: Place) -> bool:
+    def takes(self, place: RowPlace) -> bool:
         """Tell whether the row of that place is superseded."""
         begun = self._known.get(place.round)
         if begun is None:

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Final
 
 from elaunch.errors import ContextError, RunDirError
-from elaunch.training.metrics.board import Board
+from elaunch.training.metrics.board import BoardWriter
 from elaunch.training.metrics.files import MetricFiles
 from elaunch.training.metrics.history import firsts
 from elaunch.training.metrics.rows import Row
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 class Writer:
     """Writes rows in a thread of its own; any thread of the process that made it may put them."""
 
-    def __init__(self, files: MetricFiles, board: Board | None = None) -> None:
+    def __init__(self, files: MetricFiles, board: BoardWriter | None = None) -> None:
         self._files = files
         self._board = board
         self._pid = os.getpid()

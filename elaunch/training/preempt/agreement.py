@@ -18,7 +18,7 @@ from typing import Final
 
 from elaunch.errors import CollectiveError, CollectiveTimeout
 from elaunch.training.distributed import DistributedContext
-from elaunch.training.preempt.board import NOTICE, Agreed, PreemptBoard, Stage, Standing, agree
+from elaunch.training.preempt.board import NOTICE, Agreed, CallCount, PreemptBoard, Stage, agree
 from elaunch.training.stores.connection import SLICE_S, SteadyLine
 from elaunch.wire.worker import Notice
 
@@ -76,7 +76,7 @@ class Agreement:
         self._pending = self._waiting = self._closing = False
         self._calls = 0
         self._lock = threading.Lock()
-        self._standing: Standing | None = None
+        self._standing: CallCount | None = None
         self._settling = SteadyLine(distributed.round_store, PATIENCE_S)
         self._watching = SteadyLine(distributed.round_store, math.inf)
         self._settler = _thread(self._settle, "elaunch-preempt")
@@ -197,11 +197,11 @@ class Agreement:
         if not heard.agent_knows:
             self._tell_agent(heard.notice)
         if self._distributed.size == 1:
-            self.agreed = agree([Standing(heard.calls, False)], heard.notice)
+            self.agreed = agree([CallCount(heard.calls, False)], heard.notice)
             return
         self._pending = True
         board.announce(heard.notice)
-        board.stand(self._stand(Standing(heard.calls, closed=False)))
+        board.stand(self._stand(CallCount(heard.calls, closed=False)))
         if self._all_have_come(board, "at"):
             self.agreed = board.agreed()
             self._decided.set()
@@ -226,7 +226,7 @@ class Agreement:
         self._waiting = False
         return True
 
-    def _stand(self, standing: Standing) -> Standing:
+    def _stand(self, standing: CallCount) -> CallCount:
         """Return what this rank says, in whichever thread: what it first wanted to."""
         with self._lock:
             if self._standing is None:
@@ -234,7 +234,7 @@ class Agreement:
             return self._standing
 
     def _sign_off(self, board: PreemptBoard) -> None:
-        board.stand(self._stand(Standing(self._calls, closed=True)))
+        board.stand(self._stand(CallCount(self._calls, closed=True)))
         board.arrive()
         board.leave()
         if self._hosts and self._pending:
@@ -261,7 +261,7 @@ def _blame(stage: Stage, call: int, missing: list[int]) -> str:
     return f"ranks {missing} have not called should_preempt(#{call})"
 
 
-def _counts(missing: list[int], standings: list[Standing | None]) -> str:
+def _counts(missing: list[int], standings: list[CallCount | None]) -> str:
     known = [(rank, standings[rank]) for rank in missing]
     said = [f"rank {rank} was at #{s.calls}" for rank, s in known if s is not None]
     return f"; when the notice came, {', '.join(said)}" if said else ""

@@ -29,7 +29,7 @@ from typing import Any, Final, Literal
 
 from elaunch.errors import PeerLost
 from elaunch.training.stores.connection import SteadyLine
-from elaunch.training.stores.roundstore import Line
+from elaunch.training.stores.roundstore import StoreConnection
 from elaunch.wire.worker import KINDS, Notice
 
 NOTICE: Final = "preempt/notice"
@@ -37,7 +37,7 @@ Stage = Literal["at", "in", "out"]
 
 
 @dataclass(frozen=True)
-class Standing:
+class CallCount:
     """How often one rank had called should_preempt(), and whether it will call it no more."""
 
     calls: int
@@ -52,7 +52,7 @@ class Agreed:
     notice: Notice
 
 
-def agree(standings: list[Standing], notice: Notice) -> Agreed:
+def agree(standings: list[CallCount], notice: Notice) -> Agreed:
     """Return the first call that no rank has made yet."""
     return Agreed(1 + max(standing.calls for standing in standings), notice)
 
@@ -78,7 +78,7 @@ class PreemptBoard:
         """Return the notice that there is."""
         return _notice(_fields(self._line.run(lambda line, until: line.get(NOTICE, until))))
 
-    def stand(self, standing: Standing) -> None:
+    def stand(self, standing: CallCount) -> None:
         """Say how often this rank had called; who is the last to say it also says the call."""
 
         def complete(values: list[bytes]) -> bytes:
@@ -108,7 +108,7 @@ class PreemptBoard:
         fields = _fields(self._line.run(lambda line, until: line.get("preempt/at/all", until)))
         return Agreed(_whole(fields.get("call")), _notice(fields))
 
-    def standings(self) -> list[Standing | None]:
+    def standings(self) -> list[CallCount | None]:
         """Return by rank what it said; None for those that said nothing."""
         return [_standing(value) if value else None for value in self._all_of("at")]
 
@@ -117,7 +117,7 @@ class PreemptBoard:
         return [rank for rank, value in enumerate(self._all_of(stage)) if not value]
 
     def _enter(self, stage: Stage, value: bytes, complete: Callable[[list[bytes]], bytes]) -> None:
-        def exchange(line: Line, until: float) -> int:
+        def exchange(line: StoreConnection, until: float) -> int:
             line.put(f"preempt/{stage}/{self._rank}", value, until)
             return line.add(f"preempt/{stage}/count", 1, until)
 
@@ -152,9 +152,9 @@ def _notice(fields: dict[str, Any]) -> Notice:
     return Notice(str(fields.get("reason", "")), kind if kind in KINDS else "stop")
 
 
-def _standing(raw: bytes) -> Standing:
+def _standing(raw: bytes) -> CallCount:
     fields = _fields(raw)
-    return Standing(_whole(fields.get("calls")), fields.get("closed") is True)
+    return CallCount(_whole(fields.get("calls")), fields.get("closed") is True)
 
 
 def _whole(number: object) -> int:

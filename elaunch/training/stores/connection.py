@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Final, TypeVar
 
 from elaunch.errors import CollectiveError, ContextError, PeerLost
-from elaunch.training.stores.roundstore import Line, RoundStore
+from elaunch.training.stores.roundstore import RoundStore, StoreConnection
 
 ANSWER_S: Final = 10.0
 """Seconds that the store may take for one exchange."""
@@ -39,7 +39,7 @@ class SteadyLine:
         self._store = store
         self._patience = patience
         self._opening = OPEN_S if opening is None else opening
-        self._line: Line | None = None
+        self._line: StoreConnection | None = None
         self._lock = threading.Lock()
         self._cut = threading.Event()
 
@@ -49,7 +49,7 @@ class SteadyLine:
         return self._line is not None
 
     def run(
-        self, exchange: Callable[[Line, float], Answer], patience: float | None = None
+        self, exchange: Callable[[StoreConnection, float], Answer], patience: float | None = None
     ) -> Answer:
         """Call ``exchange(line, until)`` and return its answer.
 
@@ -96,7 +96,7 @@ class SteadyLine:
     def _wait(self, key: str, until: float) -> bool:
         return self.run(lambda line, _: line.wait(key, until))
 
-    def _opened(self, give_up: float | None) -> Line:
+    def _opened(self, give_up: float | None) -> StoreConnection:
         if self._line is None:
             until = time.monotonic() + self._opening
             try:

@@ -25,7 +25,7 @@ from typing import Any, Final, Protocol
 
 from elaunch.errors import CollectiveTimeout, ContextError, PeerLost
 from elaunch.store.tcp.wire import LONGEST
-from elaunch.training.stores.roundstore import Line, RoundStore
+from elaunch.training.stores.roundstore import RoundStore, StoreConnection
 
 PREFIX: Final = "values/"
 LONGEST_KEY: Final = 1000
@@ -85,7 +85,7 @@ class KeyStore:
         self._distributed = distributed
         self._rounds = rounds
         self._lock = threading.Lock()
-        self._free: list[Line] = []
+        self._free: list[StoreConnection] = []
         self._alone = _Memory() if distributed.size == 1 else None
 
     def set(self, key: str, value: Any, timeout: float | None = None) -> None:
@@ -153,7 +153,7 @@ class KeyStore:
             raise
         self._give_back(line)
 
-    def _line(self, until: float) -> Line:
+    def _line(self, until: float) -> StoreConnection:
         """Return a connection that works: one that has rested may have been dropped on the way."""
         with self._lock:
             line = self._free.pop() if self._free else None
@@ -165,7 +165,7 @@ class KeyStore:
                 line.close()
         return self._rounds.line(until)
 
-    def _give_back(self, line: Line) -> None:
+    def _give_back(self, line: StoreConnection) -> None:
         with self._lock:
             self._free.append(line)
 

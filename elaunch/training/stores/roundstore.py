@@ -33,7 +33,7 @@ GRACE_S: Final = 10.0
 Answer = TypeVar("Answer")
 
 
-class Line:
+class StoreConnection:
     """One connection to the store; one thread at a time uses it, any thread may cut it.
 
     Every method blocks until ``until`` on the monotonic clock at the longest, and raises PeerLost
@@ -112,7 +112,7 @@ class RoundStore:
         self._lock = threading.Lock()
         self._hosted: object | None = None
         self._prefix = ""
-        self._lines: WeakSet[Line] = WeakSet()
+        self._lines: WeakSet[StoreConnection] = WeakSet()
         self._closed = ""
 
     @property
@@ -126,7 +126,7 @@ class RoundStore:
         """What this context's keys begin with; empty before the first line."""
         return self._prefix
 
-    def line(self, until: float) -> Line:
+    def line(self, until: float) -> StoreConnection:
         """Return a new connection; each thread needs its own.
 
         Tries again until ``until`` (monotonic clock) while nothing answers: the host may still be
@@ -139,7 +139,7 @@ class RoundStore:
             self._host(until)
         connection, local_addr = self._connect(until)
         with self._lock:
-            line = Line(connection, self.name, self._prefix, local_addr)
+            line = StoreConnection(connection, self.name, self._prefix, local_addr)
             try:
                 line = self._scoped(line, connection, until)
             except CollectiveError:
@@ -164,13 +164,15 @@ class RoundStore:
         for line in list(self._lines):
             line.close()
 
-    def _scoped(self, line: Line, connection: Connection, until: float) -> Line:
+    def _scoped(
+        self, line: StoreConnection, connection: Connection, until: float
+    ) -> StoreConnection:
         if self._prefix:
             return line
         scope = f"elaunch/{self._placement.scope}"
         self.context_number = line.add(f"{scope}/contexts/{self._placement.rank}", 1, until)
         self._prefix = f"{scope}/{self.context_number - 1}/"
-        return Line(connection, self.name, self._prefix, line.local_addr)
+        return StoreConnection(connection, self.name, self._prefix, line.local_addr)
 
     def _host(self, until: float) -> None:
         place = self._placement

@@ -11,14 +11,14 @@ from elaunch.agent.hangs.history import (
     FACTOR,
     LEARNED,
     LEAST,
-    History,
     Look,
     Mark,
+    RoundHistory,
     Source,
     advance,
     limit,
 )
-from elaunch.agent.hangs.judge import LENIENT, Verdict, judge, last_words, ranks_text
+from elaunch.agent.hangs.judge import LENIENT, HangVerdict, judge, last_words, ranks_text
 
 LIMIT = 60.0
 TICK = 1.0
@@ -30,7 +30,7 @@ class Play:
     def __init__(self, ranks: int = 3, source: Source = "script") -> None:
         self.source = source
         self.now = 1000.0
-        self.history = History()
+        self.history = RoundHistory()
         self.held = False
         self.least = 0.0
         self.marks: dict[int, Mark | None] = {rank: Mark(0) for rank in range(ranks)}
@@ -50,7 +50,7 @@ class Play:
             self.marks[rank] = replace(mark, value=step, step=step, begun=True)
         self.look(TICK)
 
-    def wait(self, seconds: float, moving: Sequence[int] = ()) -> Verdict | None:
+    def wait(self, seconds: float, moving: Sequence[int] = ()) -> HangVerdict | None:
         """Look every second while only ``moving`` make steps; return the first verdict."""
         for _ in range(int(seconds / TICK)):
             if moving:

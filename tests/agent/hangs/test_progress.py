@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.agent.hangs.checkpoints import CheckpointGrowth, Growth, Pace, look
+from elaunch.agent.hangs.checkpoints import CheckpointGrowth, CheckpointPace, Growth, look
 from elaunch.agent.hangs.cputime import Used, tree_seconds
 from elaunch.agent.hangs.history import Look, Mark
 from elaunch.agent.hangs.loglines import LONGEST, ProgressLines
-from elaunch.agent.hangs.progress import BETWEEN_SAVES, SILENT, RoundProgress, Sources
+from elaunch.agent.hangs.progress import BETWEEN_SAVES, SILENT, ProgressSources, RoundProgress
 from elaunch.agent.policy import events
 from elaunch.wire.progress import PageReader, ProgressPage, Reading
 from tests.agent.logrig import eventually
@@ -69,7 +69,7 @@ def progress(
     watched: bool = True,
 ) -> RoundProgress:
     """Return the progress of two workers, ranks 4 and 5, which are this process."""
-    made = RoundProgress(Sources(pages.readings, pages.left, lines, growth), watched)
+    made = RoundProgress(ProgressSources(pages.readings, pages.left, lines, growth), watched)
     begin(made)
     return made
 
@@ -136,7 +136,7 @@ def test_ranks_that_attach_and_say_nothing_are_not_judged(pages: Pages) -> None:
 def test_the_script_wins_over_lines_and_these_over_the_rest(pages: Pages, tmp_path: Path) -> None:
     """The first that is there."""
     growth = CheckpointGrowth(tmp_path, None, 100.0)
-    growth._pace = Pace(Growth(2, 20, 0), 5.0, 2, 30.0)
+    growth._pace = CheckpointPace(Growth(2, 20, 0), 5.0, 2, 30.0)
     lines = ProgressLines("step")
     made = progress(pages, lines, growth)
     assert seen(made).source == "log lines"
@@ -161,7 +161,7 @@ def test_a_script_that_has_spoken_is_the_source_of_the_next_round_from_its_start
 
 def test_nothing_is_seen_where_no_worker_lives(pages: Pages) -> None:
     """Before the start and after the end."""
-    made = RoundProgress(Sources(pages.readings, pages.left), True)
+    made = RoundProgress(ProgressSources(pages.readings, pages.left), True)
     assert made.look() is None
     begin(made)
     for local_rank in (0, 1):
@@ -173,7 +173,7 @@ def test_workers_that_are_held(pages: Pages) -> None:
     """And let go."""
     made = progress(pages)
     for on in (True, False):
-        made.hear(events.Held(on))
+        made.hear(events.WorkersHeld(on))
         assert seen(made).held is on
 
 
@@ -245,7 +245,7 @@ def test_what_lines_are_to_the_judge(pages: Pages) -> None:
 def test_what_checkpoints_are_to_the_judge(pages: Pages, tmp_path: Path) -> None:
     """All ranks are told of by each new one; pauses may be longer than any before."""
     growth = CheckpointGrowth(tmp_path, None, 100.0)
-    growth._pace = Pace(Growth(2, 20, 0), 5.0, 2, 30.0)
+    growth._pace = CheckpointPace(Growth(2, 20, 0), 5.0, 2, 30.0)
     found = seen(progress(pages, growth=growth))
     assert found.marks == dict.fromkeys((4, 5), Mark(Growth(2, 20, 0), True, 20))
     assert found.least == BETWEEN_SAVES * 30.0
@@ -290,7 +290,7 @@ def test_what_is_in_a_directory(tmp_path: Path) -> None:
 
 def test_the_pace_of_checkpoints() -> None:
     """Known after two new ones; the longest pause is kept."""
-    pace = Pace().seen(Growth(1, 10, 0), 0.0)
+    pace = CheckpointPace().seen(Growth(1, 10, 0), 0.0)
     assert not pace.known
     pace = pace.seen(Growth(1, 10, 5), 50.0)
     assert pace.news == 0

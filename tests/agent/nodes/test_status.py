@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from elaunch.agent.nodes.status import Identity, Spokesman
+from elaunch.agent.nodes.status import Identity, StatusPublisher
 from elaunch.agent.policy import events
 from elaunch.agent.policy.state import Limits, State
-from elaunch.rendezvous.plan import AgentRecord, WorkerFailure
+from elaunch.rendezvous.plan import NodeStatus, WorkerFailure
 from tests.agent.histories import READY, TERM, exited, gone, play
 from tests.agent.policy.test_nodes import ENDED, ENDING, FIRST, RUNS, SECOND, seen
 
@@ -23,14 +23,14 @@ class Recorder:
     """Takes what a Meeting would send; the threads behind it are tested with real stores."""
 
     def __init__(self) -> None:
-        self.records: list[AgentRecord] = []
+        self.records: list[NodeStatus] = []
         self.left: list[float] = []
 
-    def start(self, record: AgentRecord) -> None:
+    def start(self, record: NodeStatus) -> None:
         """Join."""
         self.records.append(record)
 
-    def tell(self, record: AgentRecord) -> None:
+    def tell(self, record: NodeStatus) -> None:
         """Replace the record."""
         self.records.append(record)
 
@@ -58,10 +58,10 @@ def posted() -> list[events.Event]:
 
 
 @pytest.fixture
-def spokesman(meeting: Recorder, said: list[str], posted: list[events.Event]) -> Spokesman:
+def publisher(meeting: Recorder, said: list[str], posted: list[events.Event]) -> StatusPublisher:
     """Return one that has joined with two slots."""
     own = Identity("node1", "10.0.0.1", "x", 3, {"torch": "2.13"}, said.append, posted.append)
-    made = Spokesman(meeting, own)  # type: ignore[arg-type]
+    made = StatusPublisher(meeting, own)  # type: ignore[arg-type]
     made.join(2, 4000)
     return made
 
@@ -71,21 +71,21 @@ def state(*history: events.Event) -> State:
     return play(Limits(2, meets=True), history)[0]
 
 
-def test_it_joins_with_what_it_is(spokesman: Spokesman, meeting: Recorder) -> None:
+def test_it_joins_with_what_it_is(publisher: StatusPublisher, meeting: Recorder) -> None:
     """Host, address, port, slots, role, order, facts."""
     (record,) = meeting.records
-    assert record == AgentRecord(
+    assert record == NodeStatus(
         "node1", "10.0.0.1", 4000, 2, "x", 3, {"torch": "2.13"}, "joining", -1
     )
 
 
 def test_it_speaks_when_something_has_changed_and_not_else(
-    spokesman: Spokesman, meeting: Recorder
+    publisher: StatusPublisher, meeting: Recorder
 ) -> None:
     """A worker that was started changes nothing; a new port does."""
     for each in ((), (READY,), RUNS[:-1], RUNS):
-        spokesman.say(state(*each), 4000)
-    spokesman.say(state(*RUNS), 4001)
+        publisher.say(state(*each), 4000)
+    publisher.say(state(*RUNS), 4001)
     words = [(record.state, record.round, record.port) for record in meeting.records]
     assert words == [
         ("joining", -1, 4000),
@@ -95,11 +95,13 @@ def test_it_speaks_when_something_has_changed_and_not_else(
     ]
 
 
-def test_a_failure_is_sent_with_its_age_and_once(spokesman: Spokesman, meeting: Recorder) -> None:
+def test_a_failure_is_sent_with_its_age_and_once(
+    publisher: StatusPublisher, meeting: Recorder
+) -> None:
     """Nobody's clock is compared with another's; time alone is no news."""
     failed = state(*RUNS, exited(1, 7, at=0.0))
-    spokesman.say(failed, 4000)
-    spokesman.say(failed, 4000)
+    publisher.say(failed, 4000)
+    publisher.say(failed, 4000)
     assert len(meeting.records) == 2
     found = meeting.records[-1].failure
     assert found is not None
@@ -108,9 +110,11 @@ def test_a_failure_is_sent_with_its_age_and_once(spokesman: Spokesman, meeting: 
     assert found["age"] > 0
 
 
-def test_who_leaves_says_why_and_with_which_code(spokesman: Spokesman, meeting: Recorder) -> None:
+def test_who_leaves_says_why_and_with_which_code(
+    publisher: StatusPublisher, meeting: Recorder
+) -> None:
     """The others wait for nobody who was told to go."""
-    spokesman.say(state(*RUNS, TERM), 4000)
+    publisher.say(state(*RUNS, TERM), 4000)
     record = meeting.records[-1]
     assert (record.state, record.reason, record.exit_code) == (
         "leaving",
@@ -119,37 +123,37 @@ def test_who_leaves_says_why_and_with_which_code(spokesman: Spokesman, meeting: 
     )
 
 
-def test_the_loss_of_the_server_is_a_failure(spokesman: Spokesman, meeting: Recorder) -> None:
+def test_the_loss_of_the_server_is_a_failure(publisher: StatusPublisher, meeting: Recorder) -> None:
     """It has no worker to name."""
-    spokesman.say(state(*RUNS, events.ServerLost(-9)), 4000)
+    publisher.say(state(*RUNS, events.ServerLost(-9)), 4000)
     found = meeting.records[-1].failure
     assert found is not None and found["exitcode"] == 71
     assert found["text"] == "the server that starts the workers was killed by SIGKILL"
 
 
-def test_another_nodes_failure_is_printed_once(spokesman: Spokesman, said: list[str]) -> None:
+def test_another_nodes_failure_is_printed_once(publisher: StatusPublisher, said: list[str]) -> None:
     """With its cause as that node has it."""
     there = replace(SECOND, failure=THEIRS)
     at_rest = state(*ENDED, seen(replace(ENDING, failure=THEIRS)), gone(), seen(there))
-    found = [spokesman.tell_failure(at_rest) for _ in range(2)]
+    found = [publisher.tell_failure(at_rest) for _ in range(2)]
     assert (found[0], found[1]) == (THEIRS, None)
     assert said == ["the first failure of the job was on another node:\nrank 0 was killed\n"]
 
 
-def test_the_own_failure_is_not_another_nodes(spokesman: Spokesman) -> None:
+def test_the_own_failure_is_not_another_nodes(publisher: StatusPublisher) -> None:
     """The report of this node tells it."""
     mine: dict[str, Any] = {**THEIRS, "node": "aa"}
-    assert spokesman.failed_elsewhere(state(*RUNS, seen(replace(ENDING, failure=mine)))) is None
+    assert publisher.failed_elsewhere(state(*RUNS, seen(replace(ENDING, failure=mine)))) is None
 
 
 def test_notices_are_logged_once(
-    spokesman: Spokesman, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    publisher: StatusPublisher, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A node that stands by, nodes that differ."""
     monkeypatch.setattr(logging.getLogger("elaunch"), "propagate", True)
     plan = replace(FIRST, notice="node2 has another torch", spares=("cc",))
     for name in ("cc", "cc", "aa"):
-        spokesman.tell_plan(plan, name)
+        publisher.tell_plan(plan, name)
     lines: Sequence[str] = [record.getMessage() for record in caplog.records]
     assert lines == [
         "node2 has another torch",
@@ -159,7 +163,7 @@ def test_notices_are_logged_once(
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_newcomer_that_differs_is_told_or_refused(
-    spokesman: Spokesman,
+    publisher: StatusPublisher,
     posted: list[events.Event],
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
@@ -168,8 +172,8 @@ def test_a_newcomer_that_differs_is_told_or_refused(
     """The job goes on; with --strict-symmetry the newcomer alone ends."""
     monkeypatch.setattr(logging.getLogger("elaunch"), "propagate", True)
     plan = replace(FIRST, facts={"torch": "2.12"}, strict=strict, spares=())
-    spokesman.tell_plan(plan, "aa")  # in the round: the coordinator has compared
-    spokesman.tell_plan(plan, "cc")
+    publisher.tell_plan(plan, "aa")  # in the round: the coordinator has compared
+    publisher.tell_plan(plan, "cc")
     told = "torch is 2.12 on the job (node2) and 2.13 on here"
     if strict:
         (event,) = posted
@@ -180,7 +184,7 @@ def test_a_newcomer_that_differs_is_told_or_refused(
         assert posted == []
 
 
-def test_leaving_is_bounded(spokesman: Spokesman, meeting: Recorder) -> None:
+def test_leaving_is_bounded(publisher: StatusPublisher, meeting: Recorder) -> None:
     """And waits for those who have yet to hear the end."""
-    spokesman.leave()
+    publisher.leave()
     assert meeting.left and 0 < meeting.left[0] <= 10

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from elaunch.agent.nodes.store import Opening
+from elaunch.agent.nodes.store import StoreOpener
 from elaunch.config.meeting.rendezvous import RendezvousSettings
 from elaunch.errors import (
     StoreClosed,
@@ -69,9 +69,9 @@ def meeting(port: int, **changes: Any) -> RendezvousSettings:
     return RendezvousSettings(**{**given, **changes})
 
 
-def opening(settings: RendezvousSettings, stack: ExitStack, run_id: str = "job") -> Opening:
+def opening(settings: RendezvousSettings, stack: ExitStack, run_id: str = "job") -> StoreOpener:
     """Return the opening of one agent."""
-    made = Opening(settings, run_id, "127.0.0.1", lambda _: None)
+    made = StoreOpener(settings, run_id, "127.0.0.1", lambda _: None)
     stack.callback(made.close)
     return made
 
@@ -154,7 +154,7 @@ def test_a_static_node_says_whom_it_waits_for(stack: ExitStack, free_port: int) 
 def test_a_static_node_reads_where_the_store_is(stack: ExitStack, free_port: int) -> None:
     """Node 0 has a word hosted at the master's port; the store itself is elsewhere."""
     words: list[str] = []
-    host = Opening(
+    host = StoreOpener(
         meeting(free_port, backend="static", is_host=True, node_hint=0),
         "job",
         "127.0.0.1",
@@ -191,9 +191,9 @@ def test_a_static_host_that_is_started_again_is_found_at_its_new_port(
         with contextlib.closing(connection):
             connection.send([wire.put(HELLO, text.encode())], time.monotonic() + 20.0)
 
-    def host() -> tuple[Opening, Store]:
+    def host() -> tuple[StoreOpener, Store]:
         settings = meeting(free_port, backend="static", is_host=True)
-        made = Opening(settings, "job", "127.0.0.1", publish)
+        made = StoreOpener(settings, "job", "127.0.0.1", publish)
         made.prepare()
         return made, made.open()
 

@@ -13,18 +13,21 @@ from contextlib import contextmanager
 
 import pytest
 
-from elaunch.agent.peers.messages import CHUNK, Line, Undelivered
+from elaunch.agent.peers.messages import CHUNK, PeerConnection, Undelivered
 
 
 @contextmanager
-def lines(patience: float = 20.0) -> Iterator[tuple[Line, Line, socket.socket]]:
+def lines(patience: float = 20.0) -> Iterator[tuple[PeerConnection, PeerConnection, socket.socket]]:
     """Yield both ends of a line, and the socket of the first."""
     with socket.socket() as door:
         door.bind(("127.0.0.1", 0))
         door.listen()
         here = socket.create_connection(door.getsockname())
         there, _ = door.accept()
-    with Line(here, "here", patience) as one, Line(there, "there", patience) as other:
+    with (
+        PeerConnection(here, "here", patience) as one,
+        PeerConnection(there, "there", patience) as other,
+    ):
         yield one, other, here
 
 

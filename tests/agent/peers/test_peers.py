@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from elaunch.agent.peers.messages import Line, Undelivered
-from elaunch.agent.peers.peers import Courier, Peer
+from elaunch.agent.peers.messages import PeerConnection, Undelivered
+from elaunch.agent.peers.peers import Peer, Peers
 from elaunch.checkpoint.records import Part, Stage
 from elaunch.errors import SaveError
-from elaunch.wire.handshake import COURIER, HELLO, OPENING, REPLY, Caller, Stranger, call_up
+from elaunch.wire.handshake import COURIER, HELLO, OPENING, REPLY, Caller, Unauthenticated, call_up
 from elaunch.wire.saver import Handed
 from tests.agent.courierrig import HERE, couriers, tell
 
@@ -30,7 +30,7 @@ def handed(size: int) -> Handed:
 
 @dataclass
 class Keeper:
-    """The keeper of one node, as the courier calls it."""
+    """The saver of one node, as the courier calls it."""
 
     parts: dict[tuple[int, int, int], tuple[Handed, memoryview]] = field(default_factory=dict)
     told: list[tuple[object, ...]] = field(default_factory=list)
@@ -77,8 +77,8 @@ def test_seals_and_failures_reach_the_node_that_they_are_for() -> None:
     manifest = bytes(range(256))
     with couriers(3) as made:
         keepers = [Keeper() for _ in made]
-        for courier, keeper in zip(made, keepers, strict=True):
-            courier.attach(keeper)
+        for courier, saver in zip(made, keepers, strict=True):
+            courier.attach(saver)
         made[2].send_sealed(0, STAGE, 5, manifest, DEADLINE)
         made[1].send_writing(0, STAGE, 3, 6, DEADLINE)
         made[1].send_failed(0, STAGE, 3, "no space left", DEADLINE)
@@ -96,13 +96,13 @@ def test_a_part_is_copied_from_memory_to_memory() -> None:
     memory = memoryview(os.urandom(size + 100))
     taken = bytearray(size + 500)
     with couriers(2) as made:
-        keeper = Keeper({(120, 3, 1): (handed(size), memory)})
-        made[0].attach(keeper)
+        saver = Keeper({(120, 3, 1): (handed(size), memory)})
+        made[0].attach(saver)
         found = made[1].fetch_part(0, (120, 3, 1), lambda _: memoryview(taken), DEADLINE)
         assert found == ("abc", handed(size).images)
         assert taken[:size] == memory[:size]
         assert made[1].fetch_part(0, (120, 3, 0), lambda _: memoryview(taken), DEADLINE) is None
-        keeper.served, keeper.overwrites = 0, True
+        saver.served, saver.overwrites = 0, True
         assert made[1].fetch_part(0, (120, 3, 1), lambda _: memoryview(taken), DEADLINE) is None
 
 
@@ -111,12 +111,12 @@ def test_a_replica_lies_in_the_neighbours_memory() -> None:
     size = 5_000_000
     memory = memoryview(os.urandom(size))
     with couriers(2) as made:
-        keeper = Keeper()
-        made[1].attach(keeper)
+        saver = Keeper()
+        made[1].attach(saver)
         made[0].push_replica(1, handed(size), memory, DEADLINE)
-        assert keeper.told == [("replica", handed(size))]
-        assert keeper.room == memory
-        keeper.full = True
+        assert saver.told == [("replica", handed(size))]
+        assert saver.room == memory
+        saver.full = True
         with pytest.raises(
             Undelivered, match=r"agent of node node1 \(127.*no memory left"
         ) as caught:
@@ -140,7 +140,7 @@ def test_an_agent_that_has_ended_is_told_from_one_that_is_silent() -> None:
 def test_an_agent_that_dies_in_the_middle_is_gone() -> None:
     """Whoever waits for its bytes hears it."""
 
-    def die(line: Line, _: object) -> None:
+    def die(line: PeerConnection, _: object) -> None:
         line.say({"ok": True})
         line.close()
 
@@ -157,7 +157,7 @@ def test_one_that_is_slow_is_waited_for_and_one_that_hangs_is_not() -> None:
     """As long as it gets further."""
     release = threading.Event()
 
-    def slow(line: Line, request: dict[str, bool]) -> dict[str, bool]:
+    def slow(line: PeerConnection, request: dict[str, bool]) -> dict[str, bool]:
         for number in range(1, 14):
             line.say({"busy": number if request["moves"] else 1})
             release.wait(0.1)
@@ -196,7 +196,7 @@ def test_another_secret_is_kept_out() -> None:
 
 def test_before_the_first_plan_nobody_is_let_in() -> None:
     """There is nothing yet by which to know who belongs here; a caller waits for it."""
-    early = Courier(HERE, "digits", None)
+    early = Peers(HERE, "digits", None)
     early.start()
     try:
         with pytest.raises(Undelivered, match="not heard of a plan"):
@@ -212,8 +212,8 @@ def test_before_the_first_plan_nobody_is_let_in() -> None:
 def test_strangers_learn_nothing_and_stop_nobody() -> None:
     """Random bytes, half a handshake, an open connection each: the job goes on."""
     with couriers(2) as made:
-        keeper = Keeper()
-        made[0].attach(keeper)
+        saver = Keeper()
+        made[0].attach(saver)
         port = made[0].port
         with socket.create_connection((HERE, port)) as sock:
             sock.settimeout(DEADLINE)
@@ -229,14 +229,14 @@ def test_strangers_learn_nothing_and_stop_nobody() -> None:
             try:
                 assert sock.recv(1000) == b""
             except ConnectionResetError:
-                assert keeper.told == []
-        with socket.create_connection((HERE, port)) as sock, pytest.raises(Stranger):
+                assert saver.told == []
+        with socket.create_connection((HERE, port)) as sock, pytest.raises(Unauthenticated):
             call_up(sock, b"guessed", port, Caller(COURIER, 1), time.monotonic() + DEADLINE)
         idle = [socket.create_connection((HERE, port)) for _ in range(200)]
         made[1].send_sealed(0, STAGE, 1, b"{}", DEADLINE)
         for sock in idle:
             sock.close()
-        assert [one[0] for one in keeper.told] == ["sealed"]
+        assert [one[0] for one in saver.told] == ["sealed"]
 
 
 @pytest.mark.parametrize(
@@ -253,14 +253,14 @@ def test_strangers_learn_nothing_and_stop_nobody() -> None:
 def test_requests_without_sense_are_refused(request_: dict[str, object]) -> None:
     """The one who asks hears it, and may go on."""
     with couriers(2) as made:
-        keeper = Keeper()
-        made[0].attach(keeper)
+        saver = Keeper()
+        made[0].attach(saver)
         with made[1].call(made[1].node(0), time.monotonic() + DEADLINE) as line:
             with pytest.raises(Undelivered, match="agent of node node0"):
                 line.ask(request_)
             good = {"do": "part", "step": 1, "round": 0, "rank": 0}
             assert line.ask(good) == {"ok": True}
-        assert keeper.told == []
+        assert saver.told == []
 
 
 def test_a_round_without_that_node_has_nobody_to_ask() -> None:

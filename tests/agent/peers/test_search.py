@@ -17,16 +17,16 @@ from typing import Any
 import pytest
 
 from elaunch.agent.peers import directory
-from elaunch.agent.peers.messages import Line
-from elaunch.agent.peers.peers import Courier
+from elaunch.agent.peers.messages import PeerConnection
+from elaunch.agent.peers.peers import Peers
 from elaunch.agent.peers.search import LocalSearch
 from elaunch.agent.policy import events
 from elaunch.checkpoint import layout
 from elaunch.checkpoint.formats import own
 from elaunch.checkpoint.records import Image, Part, Stage
-from elaunch.checkpoint.storage.storage import open_depot
+from elaunch.checkpoint.storage.storage import open_storage
 from elaunch.errors import CheckpointError
-from elaunch.rendezvous.decide.view import Found, Search
+from elaunch.rendezvous.decide.view import Search, SearchResult
 from tests.agent.courierrig import content, local_nodes, roster
 from tests.checkpoint import makers
 from tests.checkpoint.nodelocal.test_inventory import flip
@@ -34,7 +34,7 @@ from tests.checkpoint.nodelocal.test_inventory import flip
 REACH = 0.5
 
 
-def search(made: list[Courier], posted: list[events.Event] | None = None) -> Found:
+def search(made: list[Peers], posted: list[events.Event] | None = None) -> SearchResult:
     """Return what a coordinator among them finds."""
     post = (posted if posted is not None else []).append
     return LocalSearch(made[0], REACH, post)(Search(roster(made)))
@@ -181,17 +181,17 @@ def test_two_files_of_one_name_become_one(tmp_path: Path) -> None:
 def test_nothing_anywhere_is_a_fresh_start(tmp_path: Path) -> None:
     """On all nodes."""
     with local_nodes(tmp_path, 2) as (made, _, __):
-        assert search(made) == Found(None, ready=frozenset({"a0", "a1"}))
+        assert search(made) == SearchResult(None, ready=frozenset({"a0", "a1"}))
 
 
 def test_a_stage_that_is_complete_is_committed(tmp_path: Path) -> None:
     """Its node was killed before the commit; what is not complete is cleared, as are rests."""
     with local_nodes(tmp_path, 2) as (made, _, roots):
         makers.own(roots[0], 40)
-        depot = open_depot(roots[1], local=True)
-        depot.prepare("digits", True)
+        storage = open_storage(roots[1], local=True)
+        storage.prepare("digits", True)
         for step, ranks in ((50, 1), (60, 2)):
-            depot.write_part(
+            storage.write_part(
                 Stage(step, 0, "abc"),
                 Part(0, ranks, "digits", {"steps_completed": step}),
                 [Image("model.pt", [b"weights"])],
@@ -213,15 +213,15 @@ def test_parts_that_were_sealed_everywhere_are_not_lost(
     """The round ended before the nodes had told each other; one may have committed already."""
     with local_nodes(tmp_path, 3) as (made, _, roots):
         stage = Stage(50, 0, "abc")
-        depots = [open_depot(root, local=True) for root in roots]
+        storages = [open_storage(root, local=True) for root in roots]
         seals = {}
-        for rank, depot in enumerate(depots[:2]):
-            depot.prepare("digits", True)
+        for rank, storage in enumerate(storages[:2]):
+            storage.prepare("digits", True)
             part = Part(rank, 2, "digits", {"steps_completed": 50})
-            seals[rank] = depot.write_part(stage, part, [Image(f"state_{rank}", [b"x" * rank])])
+            seals[rank] = storage.write_part(stage, part, [Image(f"state_{rank}", [b"x" * rank])])
         if committed is not None:
-            depots[committed].adopt(stage, seals)
-            depots[committed].commit(stage, lambda: None)
+            storages[committed].adopt(stage, seals)
+            storages[committed].commit(stage, lambda: None)
         found = search(made)
         assert found.checkpoint is not None
         assert found.checkpoint["step"] == 50
@@ -238,10 +238,10 @@ def test_parts_that_were_sealed_everywhere_are_not_lost(
 # ── what goes wrong on the way ───────────────────────────────────────────────────────────────────
 
 
-def dies(root: Path) -> Callable[[Line, Any], None]:
+def dies(root: Path) -> Callable[[PeerConnection, Any], None]:
     """Return a handler of a node that ends in the middle of every file."""
 
-    def served(line: Line, request: Any) -> None:
+    def served(line: PeerConnection, request: Any) -> None:
         size = (root / request["checkpoint"] / request["file"]).stat().st_size
         line.say({"ok": True, "size": size})
         line.close()
@@ -314,12 +314,12 @@ def test_an_agent_that_is_not_reached_is_waited_for_once(tmp_path: Path) -> None
         made[2].close()
         asked = Search(roster(made), nodes=("a0", "a1", "a2"))
         finder = LocalSearch(made[0], 0.1, lambda _: None)
-        assert finder(asked) == Found(again=True)
+        assert finder(asked) == SearchResult(again=True)
         with pytest.raises(CheckpointError, match=r"agent of node node2.*firewall"):
             finder(asked)
         spare = Search(roster(made), nodes=("a0", "a1"))
         finder = LocalSearch(made[0], 0.1, lambda _: None)
-        assert finder(spare) == Found(again=True)
+        assert finder(spare) == SearchResult(again=True)
         assert finder(spare).ready == {"a0", "a1"}
 
 
@@ -337,7 +337,7 @@ def test_two_coordinators_take_turns(tmp_path: Path) -> None:
     """The old one's search goes on while the new one begins: both find the same."""
     with local_nodes(tmp_path, 3) as (made, _, roots):
         path = makers.own(roots[0], 50)
-        found: list[Found] = []
+        found: list[SearchResult] = []
         threads = [threading.Thread(target=lambda: found.append(search(made))) for _ in range(2)]
         for thread in threads:
             thread.start()
@@ -408,7 +408,7 @@ def test_documents_are_replaced_together_or_not_at_all(tmp_path: Path) -> None:
         before = content(bad)
         broken = dies(roots[0])
 
-        def served(line: Line, request: Any) -> None:
+        def served(line: PeerConnection, request: Any) -> None:
             (broken if request["file"] == layout.COMMIT else copies[0]._on_file)(line, request)
 
         made[0].handle("file", served)

@@ -372,7 +372,7 @@ TABLE: dict[str, Row] = {
     "the store is lost": (TWO, (*RUNS, events.StoreLost("gone")), Nothing(), ""),
     "the server has more modules": (TWO, (*RUNS, events.ServerWarmed(None, 0.5)), Nothing(), ""),
     "a late answer": (TWO, (*RUNS, events.DevicesCounted(2, None)), Nothing(), ""),
-    "a late look at the directory": (TWO, (*RUNS, events.Probed("full")), Nothing(), ""),
+    "a late look at the directory": (TWO, (*RUNS, events.DirectoryProbed("full")), Nothing(), ""),
     "a health check": (TWO, (*RUNS, events.Ping(print)), Nothing(), ""),
     # ── signals ──
     "SIGTERM while importing": (TWO, (TERM,), Finish(143), "stopped by SIGTERM"),

@@ -209,13 +209,13 @@ TABLE: dict[str, tuple[tuple[events.Event, ...], Action, str]] = {
         "nodes may go on without them",
     ),
     "held": (
-        (*RUNS, events.Held(True)),
+        (*RUNS, events.WorkersHeld(True)),
         Nothing(),
         "this agent's lease was not renewed in time (the store gets nothing done, or this agent "
         "was suspended): the workers are stopped until it is",
     ),
     "let go": (
-        (*RUNS, events.Held(True), events.Held(False)),
+        (*RUNS, events.WorkersHeld(True), events.WorkersHeld(False)),
         Nothing(),
         "the lease was renewed: the workers go on",
     ),

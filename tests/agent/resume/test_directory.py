@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from elaunch.agent.resume import directory, latest
-from elaunch.agent.resume.directory import Finishing
-from elaunch.agent.resume.probe import Probing
+from elaunch.agent.resume.directory import DirectoryFinisher
+from elaunch.agent.resume.probe import DirectoryProbe
 from elaunch.checkpoint import layout
 from elaunch.checkpoint.records import Image, Part, PassedOver, Stage
-from elaunch.checkpoint.storage.storage import Depot, open_depot
+from elaunch.checkpoint.storage.storage import Storage, open_storage
 from elaunch.config import Settings, resolve
 from elaunch.errors import SaveError
 
@@ -34,24 +34,24 @@ def settings(tmp_path: Path) -> Settings:
 
 
 @pytest.fixture
-def depot(settings: Settings) -> Depot:
+def storage(settings: Settings) -> Storage:
     """Return the run's directory, made ready."""
     assert settings.checkpoint_dir is not None
-    made = open_depot(settings.checkpoint_dir)
+    made = open_storage(settings.checkpoint_dir)
     made.prepare("digits", given=True)
     return made
 
 
-def staged(depot: Depot, step: int, ranks: int = 2, run_id: str = "digits") -> Stage:
+def staged(storage: Storage, step: int, ranks: int = 2, run_id: str = "digits") -> Stage:
     """Leave a stage with the parts of the first ``ranks`` of two."""
     stage = Stage(step, 0, f"u{step}")
     for rank in range(ranks):
         part = Part(rank, 2, run_id, {"steps_completed": step})
-        depot.write_part(stage, part, [Image(f"part-{rank}", [b"%04d" % step])])
+        storage.write_part(stage, part, [Image(f"part-{rank}", [b"%04d" % step])])
     return stage
 
 
-def chosen(settings: Settings, finishing: Finishing) -> str | None:
+def chosen(settings: Settings, finishing: DirectoryFinisher) -> str | None:
     """Return the name of the checkpoint that the next round gets."""
     found = latest.look(settings, finishing)
     assert found.problem is None, found.problem
@@ -59,169 +59,171 @@ def chosen(settings: Settings, finishing: Finishing) -> str | None:
     return None if checkpoint is None else Path(checkpoint.path).name
 
 
-def test_what_was_complete_is_committed_and_chosen(settings: Settings, depot: Depot) -> None:
+def test_what_was_complete_is_committed_and_chosen(settings: Settings, storage: Storage) -> None:
     """Its committer had died; a later one that is not whole is cleared."""
-    depot.commit(staged(depot, 10), lambda: None)
-    staged(depot, 20)
-    staged(depot, 30, ranks=1)
-    finishing = Finishing(settings)
+    storage.commit(staged(storage, 10), lambda: None)
+    staged(storage, 20)
+    staged(storage, 30, ranks=1)
+    finishing = DirectoryFinisher(settings)
     assert chosen(settings, finishing) == "step-00000020.r0"
-    assert os.listdir(Path(depot.place) / ".stage") == []
+    assert os.listdir(Path(storage.place) / ".stage") == []
     finishing.close()
 
 
-def test_what_this_agent_still_writes_is_left_alone(settings: Settings, depot: Depot) -> None:
+def test_what_this_agent_still_writes_is_left_alone(settings: Settings, storage: Storage) -> None:
     """A thread of its own that the storage holds up would write into nothing."""
-    stage = staged(depot, 30, ranks=1)
-    finishing = Finishing(settings)
+    stage = staged(storage, 30, ranks=1)
+    finishing = DirectoryFinisher(settings)
     finishing.unfinished = lambda: [stage.name]
     assert chosen(settings, finishing) is None
-    assert os.listdir(Path(depot.place) / ".stage") == [stage.name]
+    assert os.listdir(Path(storage.place) / ".stage") == [stage.name]
     finishing.close()
 
 
-def test_what_is_damaged_is_put_aside(settings: Settings, depot: Depot) -> None:
+def test_what_is_damaged_is_put_aside(settings: Settings, storage: Storage) -> None:
     """The next older one is taken, at no cost but the search; the reason is kept."""
     for step in (10, 20, 30):
-        depot.commit(staged(depot, step), lambda: None)
-    (Path(depot.place) / "step-00000030.r0" / "part-1").write_bytes(b"bits")
-    (Path(depot.place) / "step-00000020.r0" / "part-0").unlink()
-    finishing = Finishing(settings)
+        storage.commit(staged(storage, step), lambda: None)
+    (Path(storage.place) / "step-00000030.r0" / "part-1").write_bytes(b"bits")
+    (Path(storage.place) / "step-00000020.r0" / "part-0").unlink()
+    finishing = DirectoryFinisher(settings)
     assert chosen(settings, finishing) == "step-00000010.r0"
-    reasons = dict(depot.quarantined())
+    reasons = dict(storage.quarantined())
     assert "checksum" in reasons["step-00000030.r0"]
     assert "part-0" in reasons["step-00000020.r0"]
-    assert [found.name for found in depot.listed()] == ["step-00000010.r0"]
+    assert [found.name for found in storage.listed()] == ["step-00000010.r0"]
     finishing.close()
 
 
 def test_many_damaged_ones_do_not_hold_up_the_round(
-    settings: Settings, depot: Depot, caplog: pytest.LogCaptureFixture
+    settings: Settings, storage: Storage, caplog: pytest.LogCaptureFixture
 ) -> None:
     """They are moved at once, and the disk is waited for once."""
-    depot.commit(staged(depot, 10), lambda: None)
-    place = Path(depot.place)
+    storage.commit(staged(storage, 10), lambda: None)
+    place = Path(storage.place)
     whole = place / "step-00000010.r0"
     for step in range(20, 420):
         torn = place / layout.step_name(step, 0)
         torn.mkdir()
         (torn / layout.METADATA).write_bytes((whole / layout.METADATA).read_bytes())
-    finishing = Finishing(settings)
+    finishing = DirectoryFinisher(settings)
     assert chosen(settings, finishing) == whole.name
-    assert len(depot.quarantined()) == 400
-    assert {reason for _, reason in depot.quarantined()} == {"not committed: COMMIT is missing"}
+    assert len(storage.quarantined()) == 400
+    assert {reason for _, reason in storage.quarantined()} == {"not committed: COMMIT is missing"}
     assert "390 more are damaged: put into quarantine" in caplog.text
     finishing.close()
 
 
 def test_no_round_waits_for_what_is_put_aside(
-    settings: Settings, depot: Depot, monkeypatch: pytest.MonkeyPatch
+    settings: Settings, storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next search goes on with it."""
-    depot.commit(staged(depot, 10), lambda: None)
-    depot.commit(staged(depot, 20), lambda: None)
-    (Path(depot.place) / "step-00000020.r0" / layout.COMMIT).unlink()
-    made = Finishing(settings)
+    storage.commit(staged(storage, 10), lambda: None)
+    storage.commit(staged(storage, 20), lambda: None)
+    (Path(storage.place) / "step-00000020.r0" / layout.COMMIT).unlink()
+    made = DirectoryFinisher(settings)
     monkeypatch.setattr(directory, "ASIDE_S", 0.0)
-    assert chosen(settings, made) == "step-00000010.r0" and depot.quarantined() == []
+    assert chosen(settings, made) == "step-00000010.r0" and storage.quarantined() == []
     monkeypatch.undo()
     assert chosen(settings, made) == "step-00000010.r0"
-    assert [name for name, _ in depot.quarantined()] == ["step-00000020.r0"]
+    assert [name for name, _ in storage.quarantined()] == ["step-00000020.r0"]
     made.close()
 
 
-def test_what_another_run_wrote_is_left_alone(settings: Settings, depot: Depot) -> None:
+def test_what_another_run_wrote_is_left_alone(settings: Settings, storage: Storage) -> None:
     """Damaged or not."""
-    depot.commit(staged(depot, 10, run_id="other"), lambda: None)
-    (Path(depot.place) / "step-00000010.r0" / "part-1").write_bytes(b"bits")
-    finishing = Finishing(settings)
+    storage.commit(staged(storage, 10, run_id="other"), lambda: None)
+    (Path(storage.place) / "step-00000010.r0" / "part-1").write_bytes(b"bits")
+    finishing = DirectoryFinisher(settings)
     assert chosen(settings, finishing) is None
-    assert depot.quarantined() == []
+    assert storage.quarantined() == []
     finishing.close()
 
 
-def test_two_jobs_in_one_directory(settings: Settings, depot: Depot) -> None:
+def test_two_jobs_in_one_directory(settings: Settings, storage: Storage) -> None:
     """The second one is told who has it, and touches nothing."""
-    stage = staged(depot, 10)
-    other = depot.lock()
-    finishing = Finishing(settings)
+    stage = staged(storage, 10)
+    other = storage.lock()
+    finishing = DirectoryFinisher(settings)
     found = latest.look(settings, finishing)
     assert found.problem is not None
     assert f"in use by another job (process {os.getpid()}" in found.problem
-    assert os.listdir(Path(depot.place) / ".stage") == [stage.name]
+    assert os.listdir(Path(storage.place) / ".stage") == [stage.name]
     other.close()
     assert chosen(settings, finishing) == "step-00000010.r0"
     with pytest.raises(SaveError):
-        depot.lock()
+        storage.lock()
     finishing.close()
-    depot.lock().close()
+    storage.lock().close()
 
 
 def test_a_directory_that_elaunch_does_not_write_into(settings: Settings, tmp_path: Path) -> None:
     """Nothing is put there, and two jobs may have it."""
     (tmp_path / "ck").mkdir(exist_ok=True)
-    finishing = Finishing(settings)
+    finishing = DirectoryFinisher(settings)
     assert chosen(settings, finishing) is None
     assert os.listdir(tmp_path / "ck") == []
 
 
 def test_an_agent_of_the_same_job_of_several_nodes(
-    settings: Settings, depot: Depot, tmp_path: Path
+    settings: Settings, storage: Storage, tmp_path: Path
 ) -> None:
     """One of them has the lock, and all of them the directory; a job of another id has not."""
     line = {"nnodes": "2", "rdzv-endpoint": "localhost:29400", "rdzv-backend": "c10d"}
-    line |= {"rdzv-id": "digits", "checkpoint-dir": str(depot.place)}
+    line |= {"rdzv-id": "digits", "checkpoint-dir": str(storage.place)}
     script = [str(tmp_path / "train.py")]
     several = resolve(line, script, {"PATH": os.environ["PATH"]}, tmp_path)
-    held = depot.lock()
-    Finishing(several).lock(depot)
-    path = Path(depot.place) / "run.json"
+    held = storage.lock()
+    DirectoryFinisher(several).lock(storage)
+    path = Path(storage.place) / "run.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "run_id": "another"}))
     with pytest.raises(SaveError, match="another job"):
-        Finishing(several).lock(depot)
+        DirectoryFinisher(several).lock(storage)
     held.close()
 
 
 def test_another_job_of_the_same_id(
-    settings: Settings, depot: Depot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    settings: Settings, storage: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With another rendezvous: told apart by the plans' words, once a round has begun."""
     line = {"nnodes": "2", "rdzv-endpoint": "localhost:29400", "rdzv-backend": "c10d"}
-    line |= {"rdzv-id": "digits", "checkpoint-dir": str(depot.place)}
+    line |= {"rdzv-id": "digits", "checkpoint-dir": str(storage.place)}
     script = [str(tmp_path / "train.py")]
     several = resolve(line, script, {"PATH": os.environ["PATH"]}, tmp_path)
     monkeypatch.setattr("elaunch.agent.resume.directory.LOCK_S", 0.2)
-    first, same, other = (Finishing(several) for _ in range(3))
+    first, same, other = (DirectoryFinisher(several) for _ in range(3))
     first.jobs = frozenset(["one"])
-    first.lock(depot)  # the search before its first round
+    first.lock(storage)  # the search before its first round
     first.enter("one")
-    first.lock(depot)
+    first.lock(storage)
     same.jobs, other.jobs = frozenset(["new", "one"]), frozenset(["two"])
-    same.lock(depot)
+    same.lock(storage)
     with pytest.raises(SaveError, match="another job"):
-        other.lock(depot)
+        other.lock(storage)
     first.close()
-    other.lock(depot)
+    other.lock(storage)
     other.close()
 
 
 def test_one_that_cannot_be_read_stays(
-    settings: Settings, depot: Depot, monkeypatch: pytest.MonkeyPatch
+    settings: Settings, storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may be whole, and it is no reason to end the job."""
-    done = depot.commit(staged(depot, 10), lambda: None)
+    done = storage.commit(staged(storage, 10), lambda: None)
 
     def unreadable(*_: object) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO), str(done.place))
 
     monkeypatch.setattr("elaunch.checkpoint.formats.own.verify", unreadable)
-    place = Path(depot.place)
-    Finishing(settings).put_aside(place, [PassedOver(Path(done.place), "unreadable")], "digits")
-    assert depot.listed() == [done]
+    place = Path(storage.place)
+    DirectoryFinisher(settings).put_aside(
+        place, [PassedOver(Path(done.place), "unreadable")], "digits"
+    )
+    assert storage.listed() == [done]
 
 
 def test_storage_that_hangs_does_not_hold_up_the_end(
-    settings: Settings, depot: Depot, monkeypatch: pytest.MonkeyPatch
+    settings: Settings, storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither for the lock nor for the mark of the probe; what is asked of it ends one day."""
     hung, asked = threading.Event(), threading.Semaphore(0)
@@ -234,8 +236,8 @@ def test_storage_that_hangs_does_not_hold_up_the_end(
     monkeypatch.setattr("elaunch.checkpoint.probe.remove_mark", hang)
     monkeypatch.setattr("elaunch.agent.resume.directory.CLOSE_S", 0.05)
     monkeypatch.setattr("elaunch.agent.resume.probe.CLOSE_S", 0.05)
-    finishing, probing = Finishing(settings), Probing(settings, lambda _: None)
-    finishing.lock(depot)
+    finishing, probing = DirectoryFinisher(settings), DirectoryProbe(settings, lambda _: None)
+    finishing.lock(storage)
     finishing.close()
     monkeypatch.setattr(probing, "_marked", True)
     probing.close()
@@ -253,20 +255,20 @@ def moved_away(root: Path) -> None:
 def remade(root: Path) -> None:
     """Have another one there, as when a worker has made it anew."""
     moved_away(root)
-    open_depot(root).prepare("digits", given=True)
+    open_storage(root).prepare("digits", given=True)
 
 
 @pytest.mark.parametrize("go", [shutil.rmtree, moved_away, remade])
 @pytest.mark.parametrize("by", ["look", "lock"])
 def test_a_directory_that_has_gone(
-    settings: Settings, depot: Depot, go: Callable[[Path], None], by: str
+    settings: Settings, storage: Storage, go: Callable[[Path], None], by: str
 ) -> None:
     """Nobody starts afresh in what is there instead: neither the next round nor its workers."""
-    finishing, place = Finishing(settings), Path(depot.place)
+    finishing, place = DirectoryFinisher(settings), Path(storage.place)
     if by == "look":
         assert chosen(settings, finishing) is None
     else:
-        finishing.lock(depot)
+        finishing.lock(storage)
     go(place)
     left = sorted(place.glob("*"))
     found = latest.look(settings, finishing)
@@ -274,6 +276,6 @@ def test_a_directory_that_has_gone(
     assert f"{place} is not the directory that this job began with" in found.problem
     assert found.exit_code == 74
     with pytest.raises(SaveError, match="is not the directory that this job began with"):
-        finishing.lock(depot)
+        finishing.lock(storage)
     assert sorted(place.glob("*")) == left
     finishing.close()

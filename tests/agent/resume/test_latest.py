@@ -13,13 +13,13 @@ import pytest
 from elaunch.agent import patience
 from elaunch.agent.policy import events
 from elaunch.agent.resume import latest
-from elaunch.agent.resume.directory import Finishing
+from elaunch.agent.resume.directory import DirectoryFinisher
 from elaunch.checkpoint import records
 from elaunch.checkpoint.records import Image, Part, Stage
-from elaunch.checkpoint.storage.posix import PosixDepot
+from elaunch.checkpoint.storage.posix import PosixStorage
 from elaunch.config import Settings, resolve
 from elaunch.errors import CheckpointError
-from elaunch.rendezvous.decide.view import Found, Search
+from elaunch.rendezvous.decide.view import Search, SearchResult
 from tests.checkpoint.formats.test_directories import save_checkpoint
 from tests.launching import wait_until
 
@@ -51,7 +51,7 @@ def test_nothing_to_resume_from(tmp_path: Path) -> None:
     (tmp_path / "ck").mkdir()
     assert (
         latest.for_all_nodes(settings(tmp_path / "ck", tmp_path), lambda _: None)(Search())
-        == Found()
+        == SearchResult()
     )
 
 
@@ -67,11 +67,11 @@ def test_storage_that_cannot_be_read_is_no_fresh_start(tmp_path: Path) -> None:
 
 def commit(place: Path, made: Settings, step: int) -> Path:
     """Have a checkpoint of one rank committed in ``place``; return its data file."""
-    depot, stage = PosixDepot(place), Stage(step, 0, f"{step:032x}")
-    depot.prepare(made.run_id, given=False)
+    storage, stage = PosixStorage(place), Stage(step, 0, f"{step:032x}")
+    storage.prepare(made.run_id, given=False)
     part = Part(0, 1, made.run_id, {"steps_completed": step})
-    depot.write_part(stage, part, [Image("model.pt", [b"content"])])
-    done = depot.commit(stage, lambda: None, {})
+    storage.write_part(stage, part, [Image("model.pt", [b"content"])])
+    done = storage.commit(stage, lambda: None, {})
     return place / done.name / "model.pt"
 
 
@@ -83,7 +83,7 @@ def damage(file: Path, *, told: bool) -> None:
         os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
-def found(made: Settings, finishing: Finishing) -> str | None:
+def found(made: Settings, finishing: DirectoryFinisher) -> str | None:
     """Return the name of what the next round would resume from."""
     search = latest.look(made, finishing).search
     return None if search.checkpoint is None else Path(search.checkpoint.path).name
@@ -93,7 +93,7 @@ def test_what_this_job_has_sealed_is_not_read_again(tmp_path: Path) -> None:
     """A restart does not wait for it; what was written to since is read, and put aside."""
     place = tmp_path / "ck"
     made = settings(place, tmp_path, None)
-    finishing = Finishing(made)
+    finishing = DirectoryFinisher(made)
     assert found(made, finishing) is None
     files = [commit(place, made, step) for step in (10, 20)]
     damage(files[1], told=False)
@@ -110,7 +110,7 @@ def test_what_was_there_before_is_read_once(tmp_path: Path) -> None:
     made = settings(place, tmp_path, None)
     files = [commit(place, made, step) for step in (10, 20)]
     damage(files[1], told=False)
-    finishing = Finishing(made)
+    finishing = DirectoryFinisher(made)
     assert found(made, finishing) == "step-00000010.r0"
     damage(files[0], told=False)
     assert found(made, finishing) == "step-00000010.r0"
@@ -123,9 +123,9 @@ def test_a_search_that_takes_long_is_told(
     """A round that waits for the storage does not do so in silence."""
     storage = threading.Event()
 
-    def hang(*_: object) -> records.Search:
+    def hang(*_: object) -> records.SearchOutcome:
         assert storage.wait(60.0)
-        return records.Search(None)
+        return records.SearchOutcome(None)
 
     monkeypatch.setattr(patience, "TOLD_S", 0.01)
     monkeypatch.setattr(latest, "_search", hang)
@@ -179,7 +179,7 @@ def test_deepspeed_loads_what_was_chosen(tmp_path: Path, caplog: pytest.LogCaptu
     made = settings(root, tmp_path, None)
     assert latest.look(made).search.checkpoint is not None
     assert (root / "latest").read_text() == "global_step20"
-    chosen = latest.look(made, Finishing(made)).search.checkpoint
+    chosen = latest.look(made, DirectoryFinisher(made)).search.checkpoint
     assert (chosen and chosen.path, chosen and chosen.step) == (root, 10)
     assert (root / "latest").read_text() == "global_step10"
     assert f"{root}/latest named global_step20; it names global_step10 now" in caplog.text

@@ -1,4 +1,4 @@
-"""One worker's connection to its agent's keeper, where the worker does not read."""
+"""One worker's connection to its agent's saver, where the worker does not read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from elaunch.agent.saver import connection
-from elaunch.agent.saver.connection import Desk
+from elaunch.agent.saver.connection import SaverConnection
 
 LONG = 60.0
 
@@ -28,10 +28,10 @@ class Served:
             abandon=lambda rank, stage: self.abandoned.append(rank),
         )
 
-    def admit(self, desk: Desk) -> None:
+    def admit(self, connection: SaverConnection) -> None:
         """Let it in."""
 
-    def left(self, desk: Desk) -> None:
+    def left(self, connection: SaverConnection) -> None:
         """Note the end."""
         self.ended.set()
 
@@ -43,7 +43,7 @@ def test_a_torn_answer_ends_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = socket.socketpair()
     ours.settimeout(LONG)
     service = Served()
-    Desk(theirs, 0, 0, 0).start(service)  # type: ignore[arg-type]
+    SaverConnection(theirs, 0, 0, 0).start(service)  # type: ignore[arg-type]
     asked = [{"op": "wait", "n": 1}, {"op": "abandon", "n": 2}, {"op": "wait", "n": 3}]
     ours.sendall(b"".join(json.dumps(each).encode() + b"\n" for each in asked))
     deadline = threading.Event()

@@ -1,4 +1,4 @@
-"""An agent's keeper and its workers, over a real socket; workers that are killed are processes."""
+"""An agent's saver and its workers, over a real socket; workers that are killed are processes."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ import pytest
 
 from elaunch.agent.policy import events, fencing
 from elaunch.agent.policy.state import Limits, Phase, State
-from elaunch.agent.resume.directory import Finishing
+from elaunch.agent.resume.directory import DirectoryFinisher
 from elaunch.agent.saver import service
-from elaunch.agent.saver.round import KeeperPlan, KeeperRound
-from elaunch.agent.saver.saver import CheckpointKeeper
+from elaunch.agent.saver.round import SaverPlan, SaverRound
+from elaunch.agent.saver.saver import AgentSaver
 from elaunch.agent.status.socket import ControlSocket
 from elaunch.checkpoint.records import Image, Part, Stage
-from elaunch.checkpoint.storage.storage import open_depot
+from elaunch.checkpoint.storage.storage import open_storage
 from elaunch.config import resolve
 from elaunch.errors import SaveError
-from elaunch.training.checkpoint.saver.agent import AgentKeeper
-from elaunch.training.checkpoint.saver.choose import open_keeper
+from elaunch.training.checkpoint.saver.agent import AgentSaverClient
+from elaunch.training.checkpoint.saver.choose import open_saver
 from elaunch.wire.control import ask, short_address
 from elaunch.wire.saver import Handed
 from tests.launching import wait_until
@@ -44,15 +44,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from elaunch.checkpoint.records import Part, Stage
 from elaunch.wire.saver import Handed, handed_to_json
-from elaunch.training.checkpoint.saver.agent import AgentKeeper
+from elaunch.training.checkpoint.saver.agent import AgentSaverClient
 
 socket, place, rank, when = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]
-keeper = AgentKeeper(socket, SimpleNamespace(rank=rank, local_rank=rank), place)
-keeper.connect(0)
+saver = AgentSaverClient(socket, SimpleNamespace(rank=rank, local_rank=rank), place)
+saver.connect(0)
 if when == "connected":
     os.kill(os.getpid(), signal.SIGKILL)
-assert keeper.begin(True, 60.0)
-memory = keeper.memory(8)
+assert saver.begin(True, 60.0)
+memory = saver.memory(8)
 memory[:4] = b"NEW!"
 if when == "copying":
     os.kill(os.getpid(), signal.SIGKILL)
@@ -61,12 +61,12 @@ part = Part(rank, 2, "digits", {"steps_completed": 10})
 handed = Handed(Stage(10, 0, "u"), part, ((f"part-{rank}", ((0, 8),)),))
 if when == "sent":
     line = json.dumps({"op": "staged", "n": 99, "handed": handed_to_json(handed)})
-    keeper._socket.sendall(line.encode() + b"\\n")
+    saver._socket.sendall(line.encode() + b"\\n")
     os.kill(os.getpid(), signal.SIGKILL)
 if when == "torn":
-    keeper._socket.sendall(b'{"op": "staged", "n": 99, "handed": {"sta')
+    saver._socket.sendall(b'{"op": "staged", "n": 99, "handed": {"sta')
     os.kill(os.getpid(), signal.SIGKILL)
-keeper.staged(handed)
+saver.staged(handed)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -83,21 +83,21 @@ class Rig:
         settings = resolve(line, [str(script)], {"PATH": os.environ["PATH"]}, tmp_path)
         changes = {"run_id": "digits", "run_id_given": True, **changes}
         self.settings = dataclasses.replace(settings, **changes)
-        self.depot = open_depot(self.place)
-        self.depot.prepare("digits", given=True)
+        self.storage = open_storage(self.place)
+        self.storage.prepare("digits", given=True)
         self.inbox: queue.SimpleQueue[events.Event] = queue.SimpleQueue()
         self.seen: list[events.Event] = []
         self.state = State(Limits(2), phase=Phase.RUNNING)
-        self.finishing = Finishing(self.settings)
-        self.keeper = CheckpointKeeper(KeeperPlan(self.settings, self.inbox.put, self.finishing))
-        self.control = ControlSocket(self.socket, dict, adopters={"checkpoint": self.keeper.adopt})
+        self.finishing = DirectoryFinisher(self.settings)
+        self.saver = AgentSaver(SaverPlan(self.settings, self.inbox.put, self.finishing))
+        self.control = ControlSocket(self.socket, dict, adopters={"checkpoint": self.saver.adopt})
         self.control.start()
         self.begin(0)
         threading.Thread(target=self._loop, daemon=True).start()
 
     def begin(self, number: int) -> None:
         self.state = dataclasses.replace(self.state, round=number)
-        self.keeper.begin(KeeperRound(number, 0, 2))
+        self.saver.begin(SaverRound(number, 0, 2))
 
     def _loop(self) -> None:
         while True:
@@ -106,14 +106,14 @@ class Rig:
                 event.answer(fencing.refusal(self.state, event.round))
             self.seen.append(event)
 
-    def worker(self, rank: int, number: int = 0) -> AgentKeeper:
+    def worker(self, rank: int, number: int = 0) -> AgentSaverClient:
         place: Any = SimpleNamespace(rank=rank, local_rank=rank)
-        keeper = AgentKeeper(self.socket, place, str(self.place))
-        keeper.connect(number)
-        return keeper
+        saver = AgentSaverClient(self.socket, place, str(self.place))
+        saver.connect(number)
+        return saver
 
     @staticmethod
-    def end(*workers: AgentKeeper) -> None:
+    def end(*workers: AgentSaverClient) -> None:
         """Have the workers' connections end, as when they are killed."""
         for worker in workers:
             connection, worker._socket = worker._socket, None
@@ -121,7 +121,7 @@ class Rig:
             connection.close()
 
     def settle(self, seconds: float = LONG) -> events.SavesSettled:
-        self.keeper.settle(seconds)
+        self.saver.settle(seconds)
         wait_until(lambda: self._settled() is not None, LONG)
         found = self._settled()
         assert found is not None
@@ -139,11 +139,11 @@ class Rig:
 
     @property
     def names(self) -> list[str]:
-        return [found.name for found in self.depot.listed()]
+        return [found.name for found in self.storage.listed()]
 
     def close(self) -> None:
         self.control.close()
-        self.keeper.close()
+        self.saver.close()
 
 
 @pytest.fixture
@@ -160,7 +160,7 @@ def handed(step: int, rank: int, number: int = 0, size: int = 8) -> Handed:
     return Handed(stage, part, ((f"part-{rank}", ((0, size),)),))
 
 
-def save(workers: list[AgentKeeper], step: int, number: int = 0) -> None:
+def save(workers: list[AgentSaverClient], step: int, number: int = 0) -> None:
     """Have all workers leave ``step`` and their rank in their memory."""
     for worker in workers:
         assert worker.begin(True, LONG)
@@ -170,9 +170,9 @@ def save(workers: list[AgentKeeper], step: int, number: int = 0) -> None:
 
 
 def test_nothing_is_made_before_a_worker_connects(rig: Rig) -> None:
-    """A job that saves nothing has no thread of the keeper's, and its end waits for nothing."""
-    assert rig.keeper.record() is None
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("keeper")]
+    """A job that saves nothing has no thread of the saver's, and its end waits for nothing."""
+    assert rig.saver.record() is None
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("saver")]
     assert rig.settle() == events.SavesSettled(0)
 
 
@@ -182,7 +182,7 @@ def test_a_save(rig: Rig) -> None:
     save(workers, 10)
     done = [worker.wait(LONG) for worker in workers]
     assert [each and each.name for each in done] == ["step-00000010.r0"] * 2
-    assert done[0] == rig.depot.find("step-00000010.r0")
+    assert done[0] == rig.storage.find("step-00000010.r0")
     found = workers[0].recall(10, 0, [0, 1, 7], "u10", LONG)
     assert {rank: bytes(files[f"part-{rank}"]) for rank, files in found.items()} == {
         0: b"00100000",
@@ -190,7 +190,7 @@ def test_a_save(rig: Rig) -> None:
     }
     assert workers[1].recall(10, 0, [0], "another", LONG) == {}
     assert events.KeeperUsed(0) in rig.seen
-    record = rig.keeper.record()
+    record = rig.saver.record()
     assert record is not None
     assert record["step"] == 10
 
@@ -203,10 +203,10 @@ def test_what_the_ranks_commit_themselves_counts(rig: Rig) -> None:
     assert done is not None
     for step in (20, 30):
         workers[0].committed(dataclasses.replace(done, step=step), 0.25)
-    record = rig.keeper.record()
+    record = rig.saver.record()
     assert record is not None
     assert (record["step"], record["commits"], record["seconds"]) == (30, 3, 0.25)
-    rig.keeper.close()
+    rig.saver.close()
     workers[0].committed(done, 0.25)
 
 
@@ -252,7 +252,7 @@ def test_a_worker_that_is_killed_after_it_handed_over(rig: Rig, when: str) -> No
     rig.killed(1, when)
     assert rig.settle().lost == ()
     assert rig.names == ["step-00000010.r0"]
-    found = rig.depot.find("step-00000010.r0")
+    found = rig.storage.find("step-00000010.r0")
     assert (Path(found.place) / "part-1").read_bytes() == b"NEW!0001"
     rig.begin(1)
     for rank in (0, 1):
@@ -337,12 +337,12 @@ def test_who_is_not_let_in(rig: Rig) -> None:
     rig.worker(1)
     place: Any = SimpleNamespace(rank=7, local_rank=1)
     with pytest.raises(SaveError, match="rank 7 with local rank 1 is not of this node"):
-        AgentKeeper(rig.socket, place, str(rig.place)).connect(0)
+        AgentSaverClient(rig.socket, place, str(rig.place)).connect(0)
     place = SimpleNamespace(rank=0, local_rank=0)
     with pytest.raises(SaveError, match="a run has one directory"):
-        AgentKeeper(rig.socket, place, "/elsewhere").connect(0)
+        AgentSaverClient(rig.socket, place, "/elsewhere").connect(0)
     with pytest.raises(SaveError, match="needs the numbers"):
-        AgentKeeper(rig.socket, SimpleNamespace(rank="x", local_rank=0), "/").connect(0)  # type: ignore[arg-type]
+        AgentSaverClient(rig.socket, SimpleNamespace(rank="x", local_rank=0), "/").connect(0)  # type: ignore[arg-type]
 
 
 def test_a_part_that_cannot_be_handed_over(rig: Rig) -> None:
@@ -369,10 +369,10 @@ def test_an_agent_that_refuses_the_round_is_no_agent_that_is_gone(
     monkeypatch.setenv("ELAUNCH_AGENT_SOCKET", str(rig.socket))
     place = SimpleNamespace(rank=1, local_rank=1, launcher="elaunch")
     rank: Any = SimpleNamespace(rank=1, placement=place)
-    keeper = open_keeper(rank, rig.depot, 0)
-    assert isinstance(keeper, AgentKeeper) and keeper.lacks == ""
+    saver = open_saver(rank, rig.storage, 0)
+    assert isinstance(saver, AgentSaverClient) and saver.lacks == ""
     with pytest.raises(SaveError, match="round 7 is over: round 0 runs here"):
-        open_keeper(rank, rig.depot, 7)
+        open_saver(rank, rig.storage, 7)
 
 
 def test_two_jobs_in_one_directory(rig: Rig, tmp_path: Path) -> None:
@@ -394,8 +394,8 @@ def test_a_directory_that_is_not_the_flags(tmp_path: Path) -> None:
     rig = Rig(tmp_path, checkpoint_dir=None)
     try:
         part = Part(0, 1, "digits", {"steps_completed": 10})
-        rig.depot.write_part(Stage(10, 0, "u"), part, [Image("x", [b"x"])])
-        held = rig.depot.lock()
+        rig.storage.write_part(Stage(10, 0, "u"), part, [Image("x", [b"x"])])
+        held = rig.storage.lock()
         with pytest.raises(SaveError, match="in use by another job"):
             rig.worker(0)
         assert rig.names == []
@@ -444,15 +444,15 @@ def test_storage_that_hangs_does_not_hold_up_the_end(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The agent goes on after the deadline; the next round's worker gets other memory."""
-    from elaunch.checkpoint.storage.posix import PosixDepot
+    from elaunch.checkpoint.storage.posix import PosixStorage
 
-    opened, write = threading.Event(), PosixDepot.write_part
+    opened, write = threading.Event(), PosixStorage.write_part
 
     def hang(*args: Any) -> bytes:
         assert opened.wait(LONG)
         return write(*args)
 
-    monkeypatch.setattr(PosixDepot, "write_part", hang)
+    monkeypatch.setattr(PosixStorage, "write_part", hang)
     try:
         workers = [rig.worker(0), rig.worker(1)]
         save(workers, 10)
@@ -465,7 +465,7 @@ def test_storage_that_hangs_does_not_hold_up_the_end(
         assert bytes(memory[:8]) == bytes(8), "it is memory that a thread still reads"
     finally:
         opened.set()
-    wait_until(lambda: not rig.keeper.unfinished(), LONG)
+    wait_until(lambda: not rig.saver.unfinished(), LONG)
     assert rig.names == []
 
 
@@ -488,7 +488,7 @@ def test_the_memory_is_given_back(rig: Rig) -> None:
     rig.close()
     worker._view = None
     wait_until(lambda: before - shared() >= 32 << 20, LONG)
-    rig.depot.lock().close()
+    rig.storage.lock().close()
 
 
 def shared() -> int:
@@ -502,12 +502,12 @@ def test_closing_waits_for_the_agent_and_tells_what_failed(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The end of a script is the last moment to be told."""
-    from elaunch.checkpoint.storage.posix import PosixDepot
+    from elaunch.checkpoint.storage.posix import PosixStorage
 
     def fail(*_: Any) -> bytes:
         raise OSError(5, "Input/output error", "/disk")
 
-    monkeypatch.setattr(PosixDepot, "write_part", fail)
+    monkeypatch.setattr(PosixStorage, "write_part", fail)
     workers = [rig.worker(0), rig.worker(1)]
     save(workers, 10)
     for worker in workers:
@@ -523,11 +523,11 @@ def test_the_first_worker_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.Mo
     def slow(*args: Any) -> Any:
         begun.set()
         goes_on.wait(LONG)
-        return open_depot(*args)
+        return open_storage(*args)
 
-    monkeypatch.setattr(service, "open_depot", slow)
+    monkeypatch.setattr(service, "open_storage", slow)
     rig = Rig(tmp_path)
-    workers: list[AgentKeeper] = []
+    workers: list[AgentSaverClient] = []
     connecting = [
         threading.Thread(target=lambda rank=rank: workers.append(rig.worker(rank)), daemon=True)
         for rank in (0, 1)
@@ -537,7 +537,7 @@ def test_the_first_worker_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.Mo
     try:
         assert begun.wait(LONG)
         assert ask(rig.socket, {"op": "status"}, LONG) == {}
-        looked = threading.Thread(target=rig.keeper.record, daemon=True)
+        looked = threading.Thread(target=rig.saver.record, daemon=True)
         looked.start()
         looked.join(LONG)
         assert not looked.is_alive(), "the loop waits for the imports"

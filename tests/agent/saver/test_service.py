@@ -15,19 +15,19 @@ from typing import Any
 import pytest
 
 from elaunch.agent.policy import events
-from elaunch.agent.resume.directory import Finishing
-from elaunch.agent.saver.round import KeeperPlan, KeeperRound
-from elaunch.agent.saver.saver import CheckpointKeeper
+from elaunch.agent.resume.directory import DirectoryFinisher
+from elaunch.agent.saver.round import SaverPlan, SaverRound
+from elaunch.agent.saver.saver import AgentSaver
 from elaunch.agent.status.socket import ControlSocket
 from elaunch.checkpoint.formats import own
 from elaunch.checkpoint.records import Part, Stage
-from elaunch.checkpoint.storage.posix import PosixDepot
-from elaunch.checkpoint.storage.storage import open_depot
+from elaunch.checkpoint.storage.posix import PosixStorage
+from elaunch.checkpoint.storage.storage import open_storage
 from elaunch.checkpoint.writing import inflight, queue
 from elaunch.config import resolve
 from elaunch.errors import SaveError, StoreUnreachable
 from elaunch.rendezvous.plan import Node, Plan
-from elaunch.training.checkpoint.saver.agent import AgentKeeper
+from elaunch.training.checkpoint.saver.agent import AgentSaverClient
 from elaunch.wire.saver import Files, Handed
 from tests.launching import wait_until
 
@@ -37,7 +37,7 @@ FIRST = Plan("job", 0, "running", nodes=NODES)
 
 
 class Agent:
-    """One node's keeper and the worker that uses it; ``others`` are the agents by node rank."""
+    """One node's saver and the worker that uses it; ``others`` are the agents by node rank."""
 
     def __init__(self, root: Path, node_rank: int, others: list[Agent], **changes: Any) -> None:
         self.home = root / f"node{node_rank}"
@@ -54,11 +54,11 @@ class Agent:
         line |= {"rdzv-backend": "c10d", "rdzv-endpoint": "localhost:29400"}
         settings = resolve(line, [str(script)], {"PATH": os.environ["PATH"]}, self.home)
         settings = dataclasses.replace(settings, **changes)
-        self.finishing = Finishing(settings)
-        self.keeper = CheckpointKeeper(KeeperPlan(settings, self.seen.append, self.finishing))
-        self.keeper.meet(self.read_plan, self)
+        self.finishing = DirectoryFinisher(settings)
+        self.saver = AgentSaver(SaverPlan(settings, self.seen.append, self.finishing))
+        self.saver.meet(self.read_plan, self)
         self.control = ControlSocket(
-            self.home / "agent.sock", dict, adopters={"checkpoint": self.keeper.adopt}
+            self.home / "agent.sock", dict, adopters={"checkpoint": self.saver.adopt}
         )
         self.control.start()
         self.begin(FIRST)
@@ -68,22 +68,22 @@ class Agent:
         name = name or NODES[self.node_rank].name
         rank = plan.node_rank(name)
         assert rank is not None
-        self.keeper.begin(KeeperRound(plan.round, rank, 1, "", plan, name))
+        self.saver.begin(SaverRound(plan.round, rank, 1, "", plan, name))
 
     def read_plan(self) -> Plan:
         if isinstance(self.plan, Exception):
             raise self.plan
         return self.plan
 
-    def worker(self, rank: int, number: int = 0) -> AgentKeeper:
+    def worker(self, rank: int, number: int = 0) -> AgentSaverClient:
         place: Any = SimpleNamespace(rank=rank, local_rank=0)
-        keeper = AgentKeeper(self.home / "agent.sock", place, str(self.place))
-        keeper.connect(number)
-        return keeper
+        saver = AgentSaverClient(self.home / "agent.sock", place, str(self.place))
+        saver.connect(number)
+        return saver
 
     def settle(self) -> events.SavesSettled:
         before = len(self._settled())
-        self.keeper.settle(LONG)
+        self.saver.settle(LONG)
         wait_until(lambda: len(self._settled()) > before, LONG)
         return self._settled()[-1]
 
@@ -92,15 +92,15 @@ class Agent:
 
     def close(self) -> None:
         self.control.close()
-        self.keeper.close()
+        self.saver.close()
 
     # ── Peers ──
 
-    def _peer(self, node_rank: int) -> CheckpointKeeper:
+    def _peer(self, node_rank: int) -> AgentSaver:
         peer = self.others[node_rank]
         if peer.gone or self.gone:
             raise SaveError(f"the agent of node host{node_rank} is gone")
-        return peer.keeper
+        return peer.saver
 
     def send_sealed(
         self, node_rank: int, stage: Stage, rank: int, manifest: bytes, timeout: float
@@ -141,7 +141,7 @@ class Agent:
 
 def pair(root: Path, **changes: Any) -> list[Agent]:
     """Return the agents of two nodes that share a directory."""
-    open_depot(root / "ck").prepare("digits", given=True)
+    open_storage(root / "ck").prepare("digits", given=True)
     agents: list[Agent] = []
     agents += [Agent(root, rank, agents, **changes) for rank in (0, 1)]
     return agents
@@ -162,7 +162,7 @@ def handed(step: int, rank: int, number: int = 0, local: bool = False) -> Handed
     return Handed(stage, part, ((f"part-{rank}", ((0, 8),)),), local=local)
 
 
-def save(workers: list[AgentKeeper], step: int, local: bool = False) -> None:
+def save(workers: list[AgentSaverClient], step: int, local: bool = False) -> None:
     """Have each worker leave ``step`` and its rank in its memory."""
     for worker in workers:
         assert worker.begin(True, LONG)
@@ -171,7 +171,7 @@ def save(workers: list[AgentKeeper], step: int, local: bool = False) -> None:
         worker.staged(handed(step, rank, local=local))
 
 
-def end(*workers: AgentKeeper) -> None:
+def end(*workers: AgentSaverClient) -> None:
     """Have the workers' connections end, as when they are killed."""
     for worker in workers:
         connection, worker._socket = worker._socket, None
@@ -180,7 +180,7 @@ def end(*workers: AgentKeeper) -> None:
 
 
 def names(agents: list[Agent]) -> list[str]:
-    return [found.name for found in open_depot(agents[0].place).listed()]
+    return [found.name for found in open_storage(agents[0].place).listed()]
 
 
 def test_the_agent_of_rank_0_commits(agents: list[Agent]) -> None:
@@ -198,14 +198,14 @@ def test_a_part_that_another_node_cannot_write(
     agents: list[Agent], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both are told, and no stage is left."""
-    write = PosixDepot.write_part
+    write = PosixStorage.write_part
 
-    def fail(self: PosixDepot, stage: Stage, part: Part, images: Any) -> bytes:
+    def fail(self: PosixStorage, stage: Stage, part: Part, images: Any) -> bytes:
         if part.rank == 1:
             raise OSError(5, "Input/output error", "/disk")
         return write(self, stage, part, images)
 
-    monkeypatch.setattr(PosixDepot, "write_part", fail)
+    monkeypatch.setattr(PosixStorage, "write_part", fail)
     workers = [agents[0].worker(0), agents[1].worker(1)]
     save(workers, 10)
     for worker in workers:
@@ -253,28 +253,28 @@ def test_a_node_that_dies_loses_nothing_that_its_neighbour_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its part is written by who has the copy; whoever chooses commits it; it is recalled, too."""
-    write = PosixDepot.write_part
+    write = PosixStorage.write_part
     agents = pair(tmp_path, checkpoint_replicas=1)
     hanging = threading.Event()
 
-    def dead(self: PosixDepot, stage: Stage, part: Part, images: Any) -> bytes:
+    def dead(self: PosixStorage, stage: Stage, part: Part, images: Any) -> bytes:
         if part.rank == 1 and not agents[1].gone:
             hanging.wait(LONG)  # the node never gets to it
             raise SaveError("dead")
         return write(self, stage, part, images)
 
-    monkeypatch.setattr(PosixDepot, "write_part", dead)
+    monkeypatch.setattr(PosixStorage, "write_part", dead)
     try:
         workers = [agents[0].worker(0), agents[1].worker(1)]
         save(workers, 10)
         end(*workers)
-        first = agents[0].keeper
+        first = agents[0].saver
         wait_until(lambda: first.serve_part(10, 0, 1) is not None, LONG)
         agents[1].gone = True
         settled = agents[0].settle()
         assert settled.lost == ()
-        depot = open_depot(agents[0].place)
-        assert [done.name for done in depot.finish_stages("digits")] in (["step-00000010.r0"], [])
+        storage = open_storage(agents[0].place)
+        assert [done.name for done in storage.finish_stages("digits")] in (["step-00000010.r0"], [])
         assert names(agents) == ["step-00000010.r0"]
         agents[0].begin(dataclasses.replace(FIRST, round=1, nodes=NODES[:1]))
         found = agents[0].worker(0, 1).recall(10, 0, [0, 1], "u10", LONG)
@@ -303,14 +303,14 @@ def test_a_node_that_writes_for_long(agents: list[Agent], monkeypatch: pytest.Mo
     """The one that commits hears of it all the time, and waits longer than for one that is mute."""
     monkeypatch.setattr(inflight, "PART_DEADLINE_S", 2.0)
     monkeypatch.setattr(queue, "WORD_S", 0.1)
-    write = PosixDepot.write_part
+    write = PosixStorage.write_part
 
-    def slow(self: PosixDepot, stage: Stage, part: Part, images: Any) -> bytes:
+    def slow(self: PosixStorage, stage: Stage, part: Part, images: Any) -> bytes:
         if part.rank == 1:
             threading.Event().wait(4.0)
         return write(self, stage, part, images)
 
-    monkeypatch.setattr(PosixDepot, "write_part", slow)
+    monkeypatch.setattr(PosixStorage, "write_part", slow)
     workers = [agent.worker(rank) for rank, agent in enumerate(agents)]
     for rank, worker in enumerate(workers):
         assert worker.begin(True, LONG)
@@ -331,12 +331,12 @@ def test_the_last_save_of_a_job_waits_for_the_other_node(agents: list[Agent]) ->
     worker.staged(handed(10, 0))
     end(worker)
     assert chief.settle() == events.SavesSettled(0)
-    depot = open_depot(chief.place)
+    storage = open_storage(chief.place)
     stage = Stage(10, 0, "u10")
     late = handed(10, 1)
     from elaunch.checkpoint.records import Image
 
-    manifest = depot.write_part(stage, late.part, [Image("part-1", [b"12345678"])])
+    manifest = storage.write_part(stage, late.part, [Image("part-1", [b"12345678"])])
     threading.Timer(0.1, other.send_sealed, (0, stage, 1, manifest, LONG)).start()
     chief.close()
     assert names(agents) == ["step-00000010.r0"]
@@ -385,7 +385,7 @@ def apart(root: Path, **changes: Any) -> list[Agent]:
     agents: list[Agent] = []
     for rank in (0, 1):
         place = root / f"disk{rank}"
-        open_depot(place).prepare("digits", given=True)
+        open_storage(place).prepare("digits", given=True)
         agents.append(Agent(root, rank, agents, place=place, checkpoint_local=True, **changes))
     return agents
 
@@ -393,8 +393,8 @@ def apart(root: Path, **changes: Any) -> list[Agent]:
 def push(agent: Agent, step: int, rank: int, content: bytes) -> None:
     """Have a replica come."""
     part = handed(step, rank, local=True)
-    agent.keeper.replica_room(part)[:8] = content
-    agent.keeper.replica_came(part)
+    agent.saver.replica_room(part)[:8] = content
+    agent.saver.replica_came(part)
 
 
 def test_a_directory_on_each_node(disks: list[Agent]) -> None:
@@ -479,7 +479,7 @@ def test_a_copy_in_what_the_round_left_uncommitted(tmp_path: Path) -> None:
             workers[0].wait(LONG)
         end(*workers)
         agents[0].settle()
-        assert open_depot(agents[0].place, local=True).finish_stages("digits")
+        assert open_storage(agents[0].place, local=True).finish_stages("digits")
         one, other = (Path(agent.place) / "step-00000010.r0" for agent in agents)
         own.verify(one, "digits")
         for rank in (0, 1):
@@ -508,6 +508,6 @@ def test_a_part_that_another_node_cannot_hand_over(agents: list[Agent]) -> None:
 
 def test_word_that_comes_before_any_worker(agents: list[Agent]) -> None:
     """Nobody here has saved anything: it is refused, not lost in silence."""
-    assert agents[0].keeper.serve_part(10, 0, 1) is None
+    assert agents[0].saver.serve_part(10, 0, 1) is None
     with pytest.raises(SaveError, match="no worker of this node has saved anything"):
-        agents[0].keeper.replica_room(handed(10, 1))
+        agents[0].saver.replica_room(handed(10, 1))

@@ -276,9 +276,9 @@ def test_an_answer_that_took_long_still_arrives(
 def test_a_loop_that_is_busy_has_accepted(tmp_path: Path) -> None:
     """The request is done later, so nobody is told that it failed."""
     inbox: queue.SimpleQueue[events.Event] = queue.SimpleQueue()
-    journal: Any = SimpleNamespace(snapshot=lambda: {"exit_code": code[0]})
+    status_record: Any = SimpleNamespace(snapshot=lambda: {"exit_code": code[0]})
     code: list[int | None] = [None]
-    busy = main.Served(journal=journal, links=None, keeper=None, inbox=inbox)  # type: ignore[arg-type]
+    busy = main.Served(status_record=status_record, links=None, saver=None, inbox=inbox)  # type: ignore[arg-type]
     assert control.CLIENT_DEADLINE_S != main.LOOP_PATIENCE < ANSWER_S
     server = ControlSocket(tmp_path / "sock", dict, busy.preempt)
     server.start()

@@ -254,13 +254,13 @@ def test_a_fence_that_holds_stops_all_workers_until_it_is_moved(rig: Rig) -> Non
         return {one.state for one in (process_stat(p.pid) for p in living) if one is not None}
 
     server.send({"op": "fence", "until": time.monotonic(), "hold": 60.0})
-    assert rig.next(events.Held).on
+    assert rig.next(events.WorkersHeld).on
     wait_until(lambda: states() == {"T"}, what="everything stopped")
     server.send({"op": "fence", "until": time.monotonic() + 60, "hold": 0.0})
-    assert not rig.next(events.Held).on
+    assert not rig.next(events.WorkersHeld).on
     wait_until(lambda: process_stat(pid).state == "S", what="it goes on")  # type: ignore[union-attr]
     server.send({"op": "fence", "until": time.monotonic(), "hold": 0.3})
-    assert rig.next(events.Held).on
+    assert rig.next(events.WorkersHeld).on
     rig.next(events.Fenced)
     assert rig.next(events.WorkerExited).exitcode == -signal.SIGKILL
     assert rig.next(events.TreeGone).round == loop.FENCED

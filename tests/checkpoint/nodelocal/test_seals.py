@@ -8,17 +8,17 @@ import pytest
 
 from elaunch.checkpoint.nodelocal import seals
 from elaunch.checkpoint.records import Image, Part, Stage
-from elaunch.checkpoint.storage.storage import Depot, open_depot
+from elaunch.checkpoint.storage.storage import Storage, open_storage
 
 STAGE = Stage(50, 0, "abc")
 
 
-def node(root: Path, rank: int) -> tuple[Depot, bytes]:
+def node(root: Path, rank: int) -> tuple[Storage, bytes]:
     """Write and seal one rank's part on its own disk."""
-    depot = open_depot(root, local=True)
-    depot.prepare("digits", True)
+    storage = open_storage(root, local=True)
+    storage.prepare("digits", True)
     part = Part(rank, 2, "digits", {"steps_completed": 50})
-    return depot, depot.write_part(STAGE, part, [Image(f"state_{rank}", [b"x"])])
+    return storage, storage.write_part(STAGE, part, [Image(f"state_{rank}", [b"x"])])
 
 
 def test_each_gets_what_the_other_has_sealed(tmp_path: Path) -> None:
@@ -28,9 +28,9 @@ def test_each_gets_what_the_other_has_sealed(tmp_path: Path) -> None:
     merged = seals.merge([seals.staged(root) for root in roots])
     assert merged == {STAGE.name: {0: made[0][1], 1: made[1][1]}}
     merged[Stage(60, 0, "other").name] = {0: b"{}"}
-    for root, (depot, _) in zip(roots, made, strict=True):
+    for root, (storage, _) in zip(roots, made, strict=True):
         seals.adopt(root, merged)
-        (done,) = depot.finish_stages("digits")
+        (done,) = storage.finish_stages("digits")
         assert done.step == 50
         assert seals.staged(root) == {}
         assert seals.committed(root) == {STAGE.name: root / STAGE.final}
@@ -56,9 +56,9 @@ def test_a_stage_that_is_discarded_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Is none: neither who tells of the stages nor who completes them fails."""
-    depot, _ = node(tmp_path, 0)
+    storage, _ = node(tmp_path, 0)
     listed = seals._stages(tmp_path)
-    depot.discard(STAGE)
+    storage.discard(STAGE)
     monkeypatch.setattr(seals, "_stages", lambda _: listed)
     assert seals.staged(tmp_path) == {}
     seals.adopt(tmp_path, {STAGE.name: {1: b"{}"}})

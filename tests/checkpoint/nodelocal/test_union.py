@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from elaunch.checkpoint.nodelocal.inventory import Looked
 from elaunch.checkpoint.nodelocal.union import unite
-from elaunch.checkpoint.writing.manifests import Entry
+from elaunch.checkpoint.writing.manifests import FileEntry
 
 
-def entry(path: str, content: str = "a", size: int = 4) -> Entry:
+def entry(path: str, content: str = "a", size: int = 4) -> FileEntry:
     """Return a file."""
-    return Entry(path, size, f"sha256:{content}")
+    return FileEntry(path, size, f"sha256:{content}")
 
 
 A, B, COMMIT = entry("a"), entry("b"), entry("COMMIT")
@@ -41,7 +41,7 @@ def test_another_content_is_not_the_part() -> None:
 
 def test_what_is_needed_without_a_checksum_is_any_that_is_large_enough() -> None:
     """As .metadata of torch says it: and what lies beside it comes along."""
-    wanted = (entry(".metadata"), Entry("r1", 4, ""), Entry("r2", 4, ""))
+    wanted = (entry(".metadata"), FileEntry("r1", 4, ""), FileEntry("r2", 4, ""))
     short, whole, more = entry("r2", "x", 3), entry("r2", "y", 9), entry("notes.json")
     first = Looked((entry(".metadata"), entry("r1"), short), wanted, format="dcp")
     assert unite([first]).missing == ("r2",)

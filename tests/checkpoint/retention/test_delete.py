@@ -18,9 +18,9 @@ from elaunch.checkpoint import layout
 from elaunch.checkpoint.records import Committed
 from elaunch.checkpoint.retention import delete, pins, readers
 from elaunch.checkpoint.retention.delete import Keep, decide
-from elaunch.checkpoint.storage.posix import PosixDepot
-from elaunch.checkpoint.storage.storage import Depot
-from tests.checkpoint import depots
+from elaunch.checkpoint.storage.posix import PosixStorage
+from elaunch.checkpoint.storage.storage import Storage
+from tests.checkpoint import storages
 
 NAN, INF = math.nan, math.inf
 
@@ -135,7 +135,7 @@ def test_once_is_enough(listed: list[Committed], rule: Keep) -> None:
 
 
 class Shelf:
-    """A depot that holds records only; ``fails`` maps names to the error of their removal."""
+    """A storage that holds records only; ``fails`` maps names to the error of their removal."""
 
     def __init__(self, place: Path, listed: Iterable[Committed]) -> None:
         self.place = place
@@ -161,9 +161,9 @@ class Shelf:
         self.cleared += 1
 
     @property
-    def depot(self) -> Depot:
-        """As those take it that need no more of a depot than this."""
-        return cast(Depot, self)
+    def storage(self) -> Storage:
+        """As those take it that need no more of a storage than this."""
+        return cast(Storage, self)
 
     @property
     def steps(self) -> list[int]:
@@ -175,15 +175,15 @@ def test_what_may_go_is_removed(tmp_path: Path) -> None:
     """By the rule, but for what is pinned or protected."""
     shelf = Shelf(tmp_path, TENS)
     pins.pin(tmp_path, "step-00000010.r0")
-    removed = delete.apply(shelf.depot, Keep(last=2), {"step-00000030.r0"})
+    removed = delete.apply(shelf.storage, Keep(last=2), {"step-00000030.r0"})
     assert removed == [layout.step_name(step, 0) for step in (20, 40, 50, 60, 70, 80)]
     assert shelf.steps == [10, 30, 90, 100]
     pins.unpin(tmp_path, "step-00000010.r0")
-    assert delete.apply(shelf.depot, Keep(last=2), ()) == [
+    assert delete.apply(shelf.storage, Keep(last=2), ()) == [
         "step-00000010.r0",
         "step-00000030.r0",
     ]
-    assert delete.apply(shelf.depot, Keep(), ()) == []
+    assert delete.apply(shelf.storage, Keep(), ()) == []
 
 
 def test_a_removal_that_fails_is_told_and_the_rest_goes(
@@ -193,13 +193,13 @@ def test_a_removal_that_fails_is_told_and_the_rest_goes(
     shelf = Shelf(tmp_path, TENS[:4])
     shelf.fails["step-00000020.r0"] = PermissionError(errno.EACCES, "Permission denied", "x")
     with caplog.at_level(logging.WARNING, "elaunch"):
-        assert delete.apply(shelf.depot, Keep(last=1), ()) == [
+        assert delete.apply(shelf.storage, Keep(last=1), ()) == [
             "step-00000010.r0",
             "step-00000030.r0",
         ]
     assert "step-00000020.r0 cannot be removed: [Errno 13]" in caplog.text
     shelf.problem = OSError(errno.EIO, "Input/output error", "y")
-    assert delete.apply(shelf.depot, Keep(last=1), ()) == []
+    assert delete.apply(shelf.storage, Keep(last=1), ()) == []
     assert "cannot tell which checkpoints may go" in caplog.text
 
 
@@ -213,30 +213,30 @@ def test_room_is_made_from_the_oldest_on_and_no_more_than_needed(
         return 100.0 + 10.0 * (5 - len(shelf.there))
 
     monkeypatch.setattr(delete, "free_bytes", free)
-    assert delete.make_room(shelf.depot, Keep(last=2), 100, ()) == []
+    assert delete.make_room(shelf.storage, Keep(last=2), 100, ()) == []
     assert shelf.cleared == 1 and len(shelf.there) == 5
-    assert delete.make_room(shelf.depot, Keep(last=2), 120, ()) == [
+    assert delete.make_room(shelf.storage, Keep(last=2), 120, ()) == [
         "step-00000010.r0",
         "step-00000020.r0",
     ]
-    assert len(delete.make_room(shelf.depot, Keep(last=2), 10**9, ())) == 2
+    assert len(delete.make_room(shelf.storage, Keep(last=2), 10**9, ())) == 2
     assert shelf.steps == [50]
-    assert delete.make_room(shelf.depot, Keep(last=1), 10**9, ()) == []
-    assert delete.make_room(shelf.depot, Keep(), 10**9, ()) == []
+    assert delete.make_room(shelf.storage, Keep(last=1), 10**9, ()) == []
+    assert delete.make_room(shelf.storage, Keep(), 10**9, ()) == []
 
 
 def test_in_a_real_directory(tmp_path: Path) -> None:
     """What goes is gone from the disk; what somebody reads stays for this time."""
-    depot = PosixDepot(tmp_path)
-    depot.prepare("digits", given=True)
+    storage = PosixStorage(tmp_path)
+    storage.prepare("digits", given=True)
     for step in (10, 20, 30, 40):
-        depots.save(depot, step)
+        storages.save(storage, step)
     with readers.reading(tmp_path / "step-00000020.r3"):
-        assert delete.apply(depot, Keep(last=1), ()) == ["step-00000010.r3", "step-00000030.r3"]
-    assert [found.step for found in depot.listed()] == [20, 40]
+        assert delete.apply(storage, Keep(last=1), ()) == ["step-00000010.r3", "step-00000030.r3"]
+    assert [found.step for found in storage.listed()] == [20, 40]
     assert os.listdir(tmp_path / layout.TRASH) == []
-    assert delete.apply(depot, Keep(last=1), ()) == ["step-00000020.r3"]
-    depot.verify(depot.listed()[0])
+    assert delete.apply(storage, Keep(last=1), ()) == ["step-00000020.r3"]
+    storage.verify(storage.listed()[0])
 
 
 def test_the_room_of_a_file_system(tmp_path: Path) -> None:

@@ -11,25 +11,25 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.checkpoint.records import Committed, Place
+from elaunch.checkpoint.records import Committed, Location
 from elaunch.checkpoint.search.elsewhere import committed_at, find_at
-from elaunch.checkpoint.storage.storage import Image, Part, Stage, open_depot
+from elaunch.checkpoint.storage.storage import Image, Part, Stage, open_storage
 from elaunch.errors import CheckpointError
 
 
-def committed(place: Place, step: int) -> Committed:
+def committed(place: Location, step: int) -> Committed:
     """Commit a checkpoint of one file."""
-    depot, stage = open_depot(place), Stage(step, 0, uuid.uuid4().hex)
-    depot.prepare("other", given=True)
+    storage, stage = open_storage(place), Stage(step, 0, uuid.uuid4().hex)
+    storage.prepare("other", given=True)
     part = Part(0, 1, "other", {"steps_completed": step})
-    depot.write_part(stage, part, [Image("model.pt", [b"x" * step])])
-    return depot.commit(stage, lambda: None)
+    storage.write_part(stage, part, [Image("model.pt", [b"x" * step])])
+    return storage.commit(stage, lambda: None)
 
 
 @pytest.mark.parametrize("at_url", [False, True])
 def test_one_of_our_own(tmp_path: Path, at_url: bool) -> None:
     """By its path, and as the newest of its directory that is whole."""
-    place: Place = f"memory://{uuid.uuid4().hex}" if at_url else tmp_path / "run"
+    place: Location = f"memory://{uuid.uuid4().hex}" if at_url else tmp_path / "run"
     first, second = committed(place, 10), committed(place, 20)
     assert find_at(first.place).path == first.place
     found = find_at(place)
@@ -45,7 +45,7 @@ def test_one_that_is_damaged(tmp_path: Path) -> None:
     assert find_at(tmp_path, content=False).path == second.place
     with pytest.raises(CheckpointError, match=r"step-00000020\.r0: .*model\.pt"):
         find_at(Path(second.place))
-    assert len(open_depot(tmp_path).listed()) == 2
+    assert len(open_storage(tmp_path).listed()) == 2
 
 
 def archive(path: Path) -> None:
@@ -101,7 +101,7 @@ def test_the_newest_of_another_format(tmp_path: Path) -> None:
         (lambda path: path.touch(), "it is empty"),
         (os.mkfifo, "not a regular file"),
         (lambda path: path.write_bytes(b"PK broken"), "zip"),
-        (lambda path: open_depot(path).prepare("other", given=True), "holds no complete"),
+        (lambda path: open_storage(path).prepare("other", given=True), "holds no complete"),
         (lambda path: (path / "step_5").mkdir(parents=True), "step_5: it is empty"),
     ],
 )

@@ -16,9 +16,9 @@ import pytest
 
 from elaunch.checkpoint import layout
 from elaunch.checkpoint.search.latest import Checkpoint, Search, find_latest
-from elaunch.checkpoint.storage.storage import open_depot
+from elaunch.checkpoint.storage.storage import open_storage
 from elaunch.errors import UsageError
-from tests.checkpoint import depots, makers
+from tests.checkpoint import makers, storages
 
 
 @pytest.fixture(scope="module")
@@ -143,9 +143,9 @@ def test_stage_quarantine_and_temporary_names_are_not_looked_at(
 
 
 def test_a_copy_from_a_url(tmp_path: Path) -> None:
-    """It has another name there, by which no depot in a directory knows it; renamed it is one."""
+    """It has another name there, by which no storage in a directory knows it; renamed it is one."""
     pytest.importorskip("fsspec")
-    made = depots.save(open_depot(f"file://{tmp_path}"), 120, 3)
+    made = storages.save(open_storage(f"file://{tmp_path}"), 120, 3)
     search = find_latest(tmp_path)
     name = Path(str(made.place)).name
     assert found(search) is None

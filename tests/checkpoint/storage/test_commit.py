@@ -23,35 +23,35 @@ import pytest
 from elaunch.checkpoint import layout
 from elaunch.checkpoint.formats import own
 from elaunch.checkpoint.storage import commit
-from elaunch.checkpoint.storage.posix import PosixDepot
+from elaunch.checkpoint.storage.posix import PosixStorage
 from elaunch.checkpoint.storage.storage import Committed, Image
 from elaunch.errors import CheckpointError, SaveError
 from tests import programs
-from tests.checkpoint import depots
+from tests.checkpoint import storages
 
 ROOT = Path(__file__).parents[3]
-Killed = Callable[[str], list[PosixDepot]]
+Killed = Callable[[str], list[PosixStorage]]
 
-# Does what argv says with the depot; in the child of each fork SIGKILL comes in the place of the
+# Does what argv says with the storage; in the child of each fork SIGKILL comes in the place of the
 # k-th call of what changes the disk, so right after the one before.
 KILLED = """
 import itertools, os, shutil, signal, sys
-from elaunch.checkpoint.storage.storage import open_depot
+from elaunch.checkpoint.storage.storage import open_storage
 from elaunch.checkpoint.retention.trash import throw_away
 from tests.checkpoint import depots
 
 def act(place, what):
-    depot = open_depot(place)
+    storage = open_storage(place)
     if what == "save":
-        depots.save(depot, 130)
+        depots.save(storage, 130)
     elif what == "seal":
-        depots.save_scripts_files(depot, 130)
+        depots.save_scripts_files(storage, 130)
     elif what == "finish":
-        depot.finish_stages(None)
+        storage.finish_stages(None)
     elif what == "remove":
-        depot.remove(depot.listed()[0])
+        storage.remove(storage.listed()[0])
     elif what == "quarantine":
-        depot.quarantine(depot.listed()[0], "for the test")
+        storage.quarantine(storage.listed()[0], "for the test")
 
 def arm(k):
     calls = itertools.count(1)  # one for all threads
@@ -85,49 +85,49 @@ main(*sys.argv[1:])
 
 
 @pytest.fixture
-def killed_everywhere(depot: PosixDepot) -> Iterator[Callable[[str], list[PosixDepot]]]:
-    """Return the depots that are left by a process killed at each step of what it does.
+def killed_everywhere(storage: PosixStorage) -> Iterator[Callable[[str], list[PosixStorage]]]:
+    """Return the storages that are left by a process killed at each step of what it does.
 
     In memory: the kernel does what was called before the kill, and fsync costs nothing there.
     """
     where = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="elaunch-test-", dir=where) as folder:
-        yield lambda what: kill_everywhere(Path(folder), depot.place, what)
+        yield lambda what: kill_everywhere(Path(folder), storage.place, what)
 
 
-def kill_everywhere(work: Path, template: Path, what: str) -> list[PosixDepot]:
+def kill_everywhere(work: Path, template: Path, what: str) -> list[PosixStorage]:
     """Do it, again and again, until it comes to its end."""
     argv = [sys.executable, "-c", KILLED, str(template), str(work), what]
     subprocess.run(argv, check=True, timeout=120, cwd=ROOT)
     left = sorted(work.iterdir())
     assert left[-1].name.endswith(".done")
     assert sum(path.name.endswith(".killed") for path in left) >= 5
-    return [PosixDepot(path) for path in left]
+    return [PosixStorage(path) for path in left]
 
 
 @pytest.fixture
-def depot(tmp_path: Path) -> PosixDepot:
-    """A depot with a checkpoint of step 120."""
-    made = PosixDepot(tmp_path / "ck")
+def storage(tmp_path: Path) -> PosixStorage:
+    """A storage with a checkpoint of step 120."""
+    made = PosixStorage(tmp_path / "ck")
     made.prepare("digits", given=True)
-    depots.save(made)
+    storages.save(made)
     return made
 
 
-def check_whole(depot: PosixDepot, listed: list[Committed]) -> None:
+def check_whole(storage: PosixStorage, listed: list[Committed]) -> None:
     """Assert that each checkpoint is whole, and that nothing else is in the way."""
     for found in listed:
         own.verify(Path(str(found.place)), "digits")
-    assert os.listdir(depot.place / layout.STAGE) == []
-    names = {name for name in os.listdir(depot.place) if not name.startswith(".")}
+    assert os.listdir(storage.place / layout.STAGE) == []
+    names = {name for name in os.listdir(storage.place) if not name.startswith(".")}
     assert names == {layout.RUN, *(found.name for found in listed)}
 
 
 @pytest.mark.parametrize("what", ["save", "seal"])
 def test_a_save_killed_at_each_step(
-    depot: PosixDepot, killed_everywhere: Killed, what: str
+    storage: PosixStorage, killed_everywhere: Killed, what: str
 ) -> None:
-    old = depot.listed()[0]
+    old = storage.listed()[0]
     outcomes = set()
     for left in killed_everywhere(what):
         before = left.listed()
@@ -139,23 +139,23 @@ def test_a_save_killed_at_each_step(
         assert after[0].uuid == old.uuid
         assert {found.uuid for found in before} <= {found.uuid for found in after}
         outcomes.add((len(before), len(after)))
-        depots.save(left, 140)  # the next one is not in its way
+        storages.save(left, 140)  # the next one is not in its way
     # Not yet complete and cleared; complete and committed by the next; committed.
     assert outcomes == {(1, 1), (1, 2), (2, 2)}
 
 
-def test_finishing_killed_at_each_step(depot: PosixDepot, killed_everywhere: Killed) -> None:
-    at, torn = depots.stage(130), depots.stage(140)
-    depots.write(depot, at)
-    depot.write_part(torn, depots.part(0, 2, 140), [Image("a", [b"x"])])
+def test_finishing_killed_at_each_step(storage: PosixStorage, killed_everywhere: Killed) -> None:
+    at, torn = storages.stage(130), storages.stage(140)
+    storages.write(storage, at)
+    storage.write_part(torn, storages.part(0, 2, 140), [Image("a", [b"x"])])
     for left in killed_everywhere("finish"):
         left.finish_stages("digits")
         assert [found.step for found in left.listed()] == [120, 130]
         check_whole(left, left.listed())
 
 
-def test_removing_killed_at_each_step(depot: PosixDepot, killed_everywhere: Killed) -> None:
-    depots.save(depot, 130)
+def test_removing_killed_at_each_step(storage: PosixStorage, killed_everywhere: Killed) -> None:
+    storages.save(storage, 130)
     steps = set()
     for left in killed_everywhere("remove"):
         steps.add(tuple(found.step for found in left.listed()))
@@ -166,8 +166,8 @@ def test_removing_killed_at_each_step(depot: PosixDepot, killed_everywhere: Kill
     assert steps == {(120, 130), (130,)}
 
 
-def test_a_quarantine_killed_at_each_step(depot: PosixDepot, killed_everywhere: Killed) -> None:
-    depots.save(depot, 130)
+def test_a_quarantine_killed_at_each_step(storage: PosixStorage, killed_everywhere: Killed) -> None:
+    storages.save(storage, 130)
     for left in killed_everywhere("quarantine"):
         aside = left.quarantined()
         assert len(aside) + len(left.listed()) == 2
@@ -178,86 +178,88 @@ def test_a_quarantine_killed_at_each_step(depot: PosixDepot, killed_everywhere: 
 def test_two_committers_at_once(tmp_path: Path) -> None:
     """A late chief and who finishes stages: one commits, the other takes it for a success."""
     for trial in range(30):
-        depot = PosixDepot(tmp_path / str(trial))
-        depot.prepare("digits", given=True)
-        at = depots.stage()
-        depots.write(depot, at)
+        storage = PosixStorage(tmp_path / str(trial))
+        storage.prepare("digits", given=True)
+        at = storages.stage()
+        storages.write(storage, at)
         start = threading.Barrier(3)
 
-        def chief(depot: PosixDepot = depot, start: threading.Barrier = start) -> Committed:
+        def chief(storage: PosixStorage = storage, start: threading.Barrier = start) -> Committed:
             start.wait(10)
-            return depot.commit(at, lambda: None)  # noqa: B023
+            return storage.commit(at, lambda: None)  # noqa: B023
 
-        def chooser(depot: PosixDepot = depot, start: threading.Barrier = start) -> object:
+        def chooser(storage: PosixStorage = storage, start: threading.Barrier = start) -> object:
             start.wait(10)
-            return depot.finish_stages("digits")
+            return storage.finish_stages("digits")
 
         with ThreadPoolExecutor() as pool:
             late, chosen = pool.submit(chief), pool.submit(chooser)
             other = pool.submit(chief)
             assert late.result(60).uuid == other.result(60).uuid == at.uuid
             chosen.result(60)
-        [found] = depot.listed()
+        [found] = storage.listed()
         assert found.uuid == at.uuid
-        check_whole(depot, [found])
+        check_whole(storage, [found])
 
 
-def test_a_chief_that_is_frozen_in_its_fence(depot: PosixDepot) -> None:
+def test_a_chief_that_is_frozen_in_its_fence(storage: PosixStorage) -> None:
     """Its claim is taken over; when it wakes, its stage is committed, or another one is."""
-    at = depots.stage(130)
-    depots.write(depot, at)
+    at = storages.stage(130)
+    storages.write(storage, at)
     taken_over: list[Committed] = []
-    found = depot.commit(at, lambda: taken_over.extend(depot.finish_stages("digits")))
+    found = storage.commit(at, lambda: taken_over.extend(storage.finish_stages("digits")))
     assert [found] == taken_over
-    check_whole(depot, depot.listed())
+    check_whole(storage, storage.listed())
 
 
-def test_a_chief_whose_stage_was_cleared_meanwhile(depot: PosixDepot) -> None:
-    at = depots.stage(130)
-    depots.write(depot, at)
+def test_a_chief_whose_stage_was_cleared_meanwhile(storage: PosixStorage) -> None:
+    at = storages.stage(130)
+    storages.write(storage, at)
     with pytest.raises(SaveError, match="another process has cleared the stage"):
-        depot.commit(at, lambda: (depot.finish_stages("digits", after=4), None)[1])
-    check_whole(depot, depot.listed())
+        storage.commit(at, lambda: (storage.finish_stages("digits", after=4), None)[1])
+    check_whole(storage, storage.listed())
 
 
-def test_a_chief_whose_step_was_saved_again_meanwhile(depot: PosixDepot) -> None:
-    at = depots.stage(130)
-    depots.write(depot, at)
+def test_a_chief_whose_step_was_saved_again_meanwhile(storage: PosixStorage) -> None:
+    at = storages.stage(130)
+    storages.write(storage, at)
 
     def clear_and_save() -> None:
-        depot.finish_stages("digits", after=4)
-        depots.save(depot, 130)
+        storage.finish_stages("digits", after=4)
+        storages.save(storage, 130)
 
     with pytest.raises(SaveError, match="never replaced"):
-        depot.commit(at, clear_and_save)
-    assert depot.listed()[-1].uuid != at.uuid
-    check_whole(depot, depot.listed())
+        storage.commit(at, clear_and_save)
+    assert storage.listed()[-1].uuid != at.uuid
+    check_whole(storage, storage.listed())
 
 
-def test_a_claim_that_nobody_finishes(depot: PosixDepot, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_claim_that_nobody_finishes(
+    storage: PosixStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The committer may live: said in bounded time, and the claim is left to it, or to finish."""
     monkeypatch.setattr(commit, "_SETTLE", 0.1)
-    at = depots.stage(130)
-    depots.write(depot, at)
-    path = depot.place / layout.STAGE / at.name
+    at = storages.stage(130)
+    storages.write(storage, at)
+    path = storage.place / layout.STAGE / at.name
     path.rename(path.with_name(layout.claim_name(at.name)))
     with pytest.raises(
         SaveError, match=r"another process is at work on .* and not done yet"
     ) as caught:
-        depot.commit(at, lambda: None)
+        storage.commit(at, lambda: None)
     assert caught.value.stays
-    depot.discard(at)
-    assert [found.uuid for found in depot.finish_stages("digits")] == [at.uuid]
-    check_whole(depot, depot.listed())
+    storage.discard(at)
+    assert [found.uuid for found in storage.finish_stages("digits")] == [at.uuid]
+    check_whole(storage, storage.listed())
 
 
 def test_manifests_that_another_machine_sees_late(tmp_path: Path) -> None:
     """Attribute caches of network file systems: the chief knows that they were written."""
-    depot = PosixDepot(tmp_path / "ck", patience=60)
-    depot.prepare("digits", given=True)
-    at = depots.stage(130)
-    path = depot.open_stage(at)
-    depots.write(depot, at)
+    storage = PosixStorage(tmp_path / "ck", patience=60)
+    storage.prepare("digits", given=True)
+    at = storages.stage(130)
+    path = storage.open_stage(at)
+    storages.write(storage, at)
     late = [layout.manifest_name(1), "rank0.bin"]
     for name in late:
         (path / name).rename(tmp_path / name)
@@ -268,20 +270,20 @@ def test_manifests_that_another_machine_sees_late(tmp_path: Path) -> None:
 
     timer = threading.Timer(0.2, appear)
     timer.start()
-    found = depot.commit(at, lambda: None)
+    found = storage.commit(at, lambda: None)
     timer.join()
-    depot.verify(found)
-    check_whole(depot, [found])
+    storage.verify(found)
+    check_whole(storage, [found])
 
 
 @pytest.mark.parametrize("late", [["manifest.rank-00001.json"], ["rank0.bin"], ["all"]])
 def test_a_dead_rounds_parts_that_are_seen_late(tmp_path: Path, late: list[str]) -> None:
     """Nobody says that they were written; they are waited for where another machine may have."""
-    depot = PosixDepot(tmp_path / "ck", patience=60)
-    depot.prepare("digits", given=True)
-    at = depots.stage(130)
-    path = depot.open_stage(at)
-    depots.write(depot, at)
+    storage = PosixStorage(tmp_path / "ck", patience=60)
+    storage.prepare("digits", given=True)
+    at = storages.stage(130)
+    path = storage.open_stage(at)
+    storages.write(storage, at)
     names = [name.name for name in path.iterdir()] if late == ["all"] else late
     for name in names:
         (path / name).rename(tmp_path / name)
@@ -292,44 +294,44 @@ def test_a_dead_rounds_parts_that_are_seen_late(tmp_path: Path, late: list[str])
 
     timer = threading.Timer(0.5, appear)
     timer.start()
-    done = depot.finish_stages("digits")
+    done = storage.finish_stages("digits")
     timer.join()
     assert [found.uuid for found in done] == [at.uuid]
-    check_whole(depot, done)
+    check_whole(storage, done)
 
 
 def test_a_dead_rounds_torn_stage_costs_no_minute(tmp_path: Path) -> None:
     """Nor any time at all where this machine has written all that is there."""
     begun = time.monotonic()
     for alone in (True, False):
-        depot = PosixDepot(tmp_path / "ck", patience=3600)
-        depot.prepare("digits", given=True)
-        at = depots.stage(130)
-        path = depot.open_stage(at)
-        depots.write(depot, at)
+        storage = PosixStorage(tmp_path / "ck", patience=3600)
+        storage.prepare("digits", given=True)
+        at = storages.stage(130)
+        path = storage.open_stage(at)
+        storages.write(storage, at)
         (path / layout.manifest_name(1)).unlink()
-        assert depot.finish_stages("digits", alone=alone) == [] and not path.exists()
+        assert storage.finish_stages("digits", alone=alone) == [] and not path.exists()
         assert alone is (time.monotonic() - begun < commit.LATE_S)
 
 
-def test_what_is_on_the_disk_when(depot: PosixDepot, tmp_path: Path) -> None:
+def test_what_is_on_the_disk_when(storage: PosixStorage, tmp_path: Path) -> None:
     """Fsync of each file before its rename, of its directory after, COMMIT last."""
     programs.needed("strace")
     code = (
-        "import sys; from elaunch.checkpoint.storage.storage import open_depot\n"
+        "import sys; from elaunch.checkpoint.storage.storage import open_storage\n"
         "from tests.checkpoint import depots\n"
-        "depot = open_depot(sys.argv[1]); at = depots.stage(130)\n"
-        "depots.write(depot, at, {0: {'a': b'1'}, 1: {'sub/b': b'2' * 2**21}})\n"
-        "depot.commit(at, lambda: None)\n"
+        "storage = open_storage(sys.argv[1]); at = depots.stage(130)\n"
+        "depots.write(storage, at, {0: {'a': b'1'}, 1: {'sub/b': b'2' * 2**21}})\n"
+        "storage.commit(at, lambda: None)\n"
     )
     log = tmp_path / "strace"
     calls = "fsync,fdatasync,rename,renameat,renameat2,write,writev,pwrite64,pwritev"
     argv = ["strace", "-f", "-y", "-s0", "-o", str(log), "-e", f"trace={calls}"]
-    argv += [sys.executable, "-c", code, str(depot.place)]
+    argv += [sys.executable, "-c", code, str(storage.place)]
     traced = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=100)
     programs.allowed(traced.stderr if "ptrace" in traced.stderr else None)
     assert traced.returncode == 0, traced.stderr
-    check_order(log.read_text(), str(depot.place))
+    check_order(log.read_text(), str(storage.place))
 
 
 def whole_lines(trace: str) -> Iterator[str]:
@@ -386,32 +388,32 @@ def test_a_full_disk(tmp_path: Path, budget: int) -> None:
 
 def fill(small: Path, budget: int) -> None:
     """Save 500 KiB with ``budget`` KiB of the disk left."""
-    depot = PosixDepot(small / "ck")
-    depot.prepare("digits", given=True)
-    old = depots.save(depot)
+    storage = PosixStorage(small / "ck")
+    storage.prepare("digits", given=True)
+    old = storages.save(storage)
     state = os.statvfs(small)
     with (small / "ballast").open("wb") as ballast:
         ballast.write(b"x" * (state.f_bavail * state.f_frsize - budget * 1024))
-    at = depots.stage(130)
+    at = storages.stage(130)
     images = [Image(f"{i}.bin", [os.urandom(125_000)]) for i in range(4)]
     try:
-        depot.write_part(at, depots.part(0, 1, 130), images)
-        depot.commit(at, lambda: None)
+        storage.write_part(at, storages.part(0, 1, 130), images)
+        storage.commit(at, lambda: None)
     except OSError as error:
         assert error.errno == errno.ENOSPC
         assert str(error.filename).startswith(str(small))
-        assert depot.listed() == [old]
-        depot.discard(at)
+        assert storage.listed() == [old]
+        storage.discard(at)
         starve(small)
-        depot.remove(old)  # what makes room must work without room
-        assert depot.listed() == []
+        storage.remove(old)  # what makes room must work without room
+        assert storage.listed() == []
     else:
         assert budget > 500
-    for found in depot.listed():
-        depot.verify(found)
+    for found in storage.listed():
+        storage.verify(found)
     (small / "ballast").unlink()
     (small / "rest").unlink(missing_ok=True)
-    depots.save(depot, 140)
+    storages.save(storage, 140)
 
 
 def starve(small: Path) -> None:
@@ -463,27 +465,27 @@ def mount_small(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_reader_while_many_writers_commit(tmp_path: Path) -> None:
     """16 processes commit and remove; whatever a reader sees is whole."""
-    depot = PosixDepot(tmp_path / "ck")
-    depot.prepare("digits", given=True)
+    storage = PosixStorage(tmp_path / "ck")
+    storage.prepare("digits", given=True)
     code = (
-        "import sys; from elaunch.checkpoint.storage.storage import open_depot\n"
+        "import sys; from elaunch.checkpoint.storage.storage import open_storage\n"
         "from tests.checkpoint import depots\n"
-        "depot, writer = open_depot(sys.argv[1]), int(sys.argv[2])\n"
-        "done = [depots.save(depot, step, writer) for step in range(1, 9)]\n"
-        "[depot.remove(found) for found in done[:4]]\n"
+        "storage, writer = open_storage(sys.argv[1]), int(sys.argv[2])\n"
+        "done = [depots.save(storage, step, writer) for step in range(1, 9)]\n"
+        "[storage.remove(found) for found in done[:4]]\n"
     )
     writers = [
-        subprocess.Popen([sys.executable, "-c", code, str(depot.place), str(writer)], cwd=ROOT)
+        subprocess.Popen([sys.executable, "-c", code, str(storage.place), str(writer)], cwd=ROOT)
         for writer in range(16)
     ]
     seen = 0
     try:
         while any(writer.poll() is None for writer in writers):
-            listed = depot.listed()
+            listed = storage.listed()
             seen += len(listed)
             for found in random.Random(seen).sample(listed, min(3, len(listed))):
                 try:
-                    depot.verify(found, "digits")
+                    storage.verify(found, "digits")
                 except CheckpointError as error:
                     assert str(error) == "it vanished while it was read"
                     assert not Path(str(found.place)).exists()
@@ -493,5 +495,5 @@ def test_a_reader_while_many_writers_commit(tmp_path: Path) -> None:
             writer.send_signal(signal.SIGKILL)
             writer.wait()
     assert seen > 0
-    assert len(depot.listed()) == 16 * 4
-    check_whole(depot, depot.listed())
+    assert len(storage.listed()) == 16 * 4
+    check_whole(storage, storage.listed())

@@ -1,4 +1,4 @@
-"""The depot behind a URL, on fsspec's memory, a directory, and a real S3 server (moto's)."""
+"""The storage behind a URL, on fsspec's memory, a directory, and a real S3 server (moto's)."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ import pytest
 
 from elaunch.checkpoint import layout
 from elaunch.checkpoint.storage.objects import Objects
-from elaunch.checkpoint.storage.storage import Image, Part, open_depot
-from elaunch.checkpoint.storage.url import FsspecDepot
+from elaunch.checkpoint.storage.storage import Image, Part, open_storage
+from elaunch.checkpoint.storage.url import ObjectStorage
 from elaunch.errors import CheckpointError, SaveError, UsageError
-from tests.checkpoint import depots
+from tests.checkpoint import storages
 
 ROOT = Path(__file__).parents[3]
 
@@ -46,42 +46,44 @@ def s3() -> Iterator[str]:
 
 
 @pytest.fixture(params=["memory", "file", "s3"])
-def depot(request: pytest.FixtureRequest, tmp_path: Path) -> FsspecDepot:
-    """An empty depot of run "digits" behind each kind of URL."""
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStorage:
+    """An empty storage of run "digits" behind each kind of URL."""
     if request.param == "s3":
         url = f"{request.getfixturevalue('s3')}/{uuid.uuid4()}"
     else:
         url = "memory://" + uuid.uuid4().hex if request.param == "memory" else f"file://{tmp_path}"
-    made = open_depot(f"{url}/ck")
-    assert isinstance(made, FsspecDepot)
+    made = open_storage(f"{url}/ck")
+    assert isinstance(made, ObjectStorage)
     made.prepare("digits", given=True)
     made.lock().close()
     return made
 
 
-def overwrite(depot: FsspecDepot, path: str, content: bytes) -> None:
-    """Change an object behind the depot's back."""
-    Objects(depot.place).put(path, content)
+def overwrite(storage: ObjectStorage, path: str, content: bytes) -> None:
+    """Change an object behind the storage's back."""
+    Objects(storage.place).put(path, content)
 
 
-def test_a_checkpoint_of_two_ranks(depot: FsspecDepot) -> None:
-    at = depots.stage()
-    depot.write_part(at, depots.part(0), [Image("a", [b"12", memoryview(b"3")]), Image("e", [])])
-    below = depot.open_stage(at, 1)
+def test_a_checkpoint_of_two_ranks(storage: ObjectStorage) -> None:
+    at = storages.stage()
+    storage.write_part(
+        at, storages.part(0), [Image("a", [b"12", memoryview(b"3")]), Image("e", [])]
+    )
+    below = storage.open_stage(at, 1)
     (below / "d").mkdir()
     (below / "d" / "ü.bin").write_bytes(b"x" * 10)
     (below / ".metadata").write_bytes(b"m")
-    assert depot.own_files(at, below) == [".metadata", "d/ü.bin"]
-    depot.seal(at, depots.part(1, rank_1="ok"), depot.own_files(at, below), below)
-    assert depot.listed() == []
-    assert sorted(depot.manifests(at)) == [0, 1]
-    done = depot.commit(at, lambda: None, {"metrics": {"loss": 0.5}})
-    assert done.place == f"{depot.place}/{at.name}"
+    assert storage.own_files(at, below) == [".metadata", "d/ü.bin"]
+    storage.seal(at, storages.part(1, rank_1="ok"), storage.own_files(at, below), below)
+    assert storage.listed() == []
+    assert sorted(storage.manifests(at)) == [0, 1]
+    done = storage.commit(at, lambda: None, {"metrics": {"loss": 0.5}})
+    assert done.place == f"{storage.place}/{at.name}"
     assert (done.name, done.uuid, done.size) == (at.final, at.uuid, 14)
     assert done.metadata == {"steps_completed": 120, "rank_1": "ok"}
-    assert depot.listed() == [done] == [depot.find(at.uuid)]
-    depot.verify(done, "digits")
-    with depot.fetch(done) as path:
+    assert storage.listed() == [done] == [storage.find(at.uuid)]
+    storage.verify(done, "digits")
+    with storage.fetch(done) as path:
         assert path.name == at.final
         found = {str(p.relative_to(path)): p.read_bytes() for p in path.rglob("*") if p.is_file()}
         assert {n: c for n, c in found.items() if not layout.is_reserved(n)} == {
@@ -91,101 +93,103 @@ def test_a_checkpoint_of_two_ranks(depot: FsspecDepot) -> None:
             ".metadata": b"m",
         }
     assert not path.exists()
-    assert depot.commit(at, lambda: None) == done  # what a second committer gets
-    depot.remove(done)
-    depot.remove(done)
-    assert depot.listed() == []
-    assert Objects(depot.place).names() == [layout.RUN]
+    assert storage.commit(at, lambda: None) == done  # what a second committer gets
+    storage.remove(done)
+    storage.remove(done)
+    assert storage.listed() == []
+    assert Objects(storage.place).names() == [layout.RUN]
 
 
-def test_conflicts(depot: FsspecDepot) -> None:
-    at = depots.stage()
+def test_conflicts(storage: ObjectStorage) -> None:
+    at = storages.stage()
     for rank in range(2):
-        below = depot.open_stage(at, rank)
+        below = storage.open_stage(at, rank)
         (below / "x").write_bytes(bytes([rank]))
-        depot.seal(at, depots.part(rank), ["x"], below)
+        storage.seal(at, storages.part(rank), ["x"], below)
     with pytest.raises(SaveError, match=r"x: different content: .*\(rank 0\), .*\(rank 1\)"):
-        depot.commit(at, lambda: None)
-    assert depot.listed() == []
-    depot.discard(at)
+        storage.commit(at, lambda: None)
+    assert storage.listed() == []
+    storage.discard(at)
     with pytest.raises(SaveError, match="the save was given up"):
-        depot.commit(at, lambda: None)
+        storage.commit(at, lambda: None)
 
 
-def test_never_replaced(depot: FsspecDepot) -> None:
-    late = depots.stage()
-    depots.write(depot, late)
-    done = depots.save(depot)
+def test_never_replaced(storage: ObjectStorage) -> None:
+    late = storages.stage()
+    storages.write(storage, late)
+    done = storages.save(storage)
     with pytest.raises(SaveError, match="never replaced"):
-        depot.commit(late, lambda: None)
+        storage.commit(late, lambda: None)
     with pytest.raises(SaveError, match="never replaced"):
-        depot.open_stage(late)
-    assert depot.listed() == [done]
-    depot.verify(done)
-    depot.discard(late)
-    depot.discard(depots.stage())
+        storage.open_stage(late)
+    assert storage.listed() == [done]
+    storage.verify(done)
+    storage.discard(late)
+    storage.discard(storages.stage())
 
 
-def test_finish(depot: FsspecDepot) -> None:
-    complete, torn, broken, live, foreign = (depots.stage(step) for step in range(5))
+def test_finish(storage: ObjectStorage) -> None:
+    complete, torn, broken, live, foreign = (storages.stage(step) for step in range(5))
     for at in (complete, broken, live):
-        depots.write(depot, at)
-    overwrite(depot, f"{broken.name}/rank1.bin", b"\x01" * 999 + b"\x02")
-    depot.write_part(torn, depots.part(0, step=1), [Image("a", [b"x"])])
-    depot.write_part(foreign, Part(0, 2, "mnist", {}), [])
-    done = depot.finish_stages("digits", keep=[live.name])
+        storages.write(storage, at)
+    overwrite(storage, f"{broken.name}/rank1.bin", b"\x01" * 999 + b"\x02")
+    storage.write_part(torn, storages.part(0, step=1), [Image("a", [b"x"])])
+    storage.write_part(foreign, Part(0, 2, "mnist", {}), [])
+    done = storage.finish_stages("digits", keep=[live.name])
     assert [found.uuid for found in done] == [complete.uuid]
-    assert depot.listed() == done
-    left = Objects(depot.place).names()
+    assert storage.listed() == done
+    left = Objects(storage.place).names()
     assert left == sorted([layout.RUN, complete.name, live.name, foreign.name])
-    assert [found.uuid for found in depot.finish_stages(None)] == [live.uuid]
-    for found in depot.listed():
-        depot.verify(found, "digits")
+    assert [found.uuid for found in storage.finish_stages(None)] == [live.uuid]
+    for found in storage.listed():
+        storage.verify(found, "digits")
 
 
-def test_damage_and_quarantine(depot: FsspecDepot) -> None:
-    done = depots.save(depot)
+def test_damage_and_quarantine(storage: ObjectStorage) -> None:
+    done = storages.save(storage)
     name = str(done.place).rpartition("/")[2]
-    objects = Objects(depot.place)
-    overwrite(depot, f"{name}/rank0.bin", b"\1" * 1000)
+    objects = Objects(storage.place)
+    overwrite(storage, f"{name}/rank0.bin", b"\1" * 1000)
     with pytest.raises(CheckpointError, match=r"bad checksum: rank0\.bin"):
-        depot.verify(done)
-    with pytest.raises(CheckpointError, match=r"bad checksum: rank0\.bin"), depot.fetch(done):
+        storage.verify(done)
+    with pytest.raises(CheckpointError, match=r"bad checksum: rank0\.bin"), storage.fetch(done):
         raise AssertionError("a damaged checkpoint was given out")
-    overwrite(depot, f"{name}/rank0.bin", b"\1")
+    overwrite(storage, f"{name}/rank0.bin", b"\1")
     with pytest.raises(CheckpointError, match=r"truncated: rank0\.bin has 1 bytes"):
-        depot.verify(done)
+        storage.verify(done)
     objects.delete(f"{name}/rank0.bin")
     with pytest.raises(CheckpointError, match=r"missing: rank0\.bin"):
-        depot.verify(done)
-    depot.quarantine(done, "a file is missing")
-    depot.quarantine(done.place, "again")
-    assert depot.listed() == depot.finish_stages(None) == []
-    assert depot.quarantined() == [(name, "a file is missing")]
+        storage.verify(done)
+    storage.quarantine(done, "a file is missing")
+    storage.quarantine(done.place, "again")
+    assert storage.listed() == storage.finish_stages(None) == []
+    assert storage.quarantined() == [(name, "a file is missing")]
     with pytest.raises(CheckpointError, match="not committed"):
-        depot.verify(done)
-    depots.save(depot)
+        storage.verify(done)
+    storages.save(storage)
 
 
-def test_a_committed_one_that_lacks_a_manifest(depot: FsspecDepot) -> None:
+def test_a_committed_one_that_lacks_a_manifest(storage: ObjectStorage) -> None:
     """It is damaged, and no stage: put aside by who verifies, never cleared."""
-    done = depots.save(depot)
+    done = storages.save(storage)
     name = str(done.place).rpartition("/")[2]
-    Objects(depot.place).delete(f"{name}/{layout.manifest_name(1)}")
-    assert depot.finish_stages("digits", after=9) == []
-    assert "rank0.bin" in Objects(depot.place).names(name)
-    [found] = depot.listed()
+    Objects(storage.place).delete(f"{name}/{layout.manifest_name(1)}")
+    assert storage.finish_stages("digits", after=9) == []
+    assert "rank0.bin" in Objects(storage.place).names(name)
+    [found] = storage.listed()
     with pytest.raises(CheckpointError, match="rank"):
-        depot.verify(found)
-    depot.quarantine(found, "a manifest is missing")
-    assert depot.listed() == []
+        storage.verify(found)
+    storage.quarantine(found, "a manifest is missing")
+    assert storage.listed() == []
 
 
-def test_one_that_cannot_be_read_now(depot: FsspecDepot, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_cannot_be_read_now(
+    storage: ObjectStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is left, and the others are finished all the same."""
-    bad, good = depots.stage(1), depots.stage(2)
-    depots.write(depot, bad)
-    depots.write(depot, good)
+    bad, good = storages.stage(1), storages.stage(2)
+    storages.write(storage, bad)
+    storages.write(storage, good)
     names = Objects.names
 
     def failing(self: Objects, path: str = "") -> list[str]:
@@ -195,124 +199,124 @@ def test_one_that_cannot_be_read_now(depot: FsspecDepot, monkeypatch: pytest.Mon
 
     with monkeypatch.context() as patch:
         patch.setattr(Objects, "names", failing)
-        assert [found.uuid for found in depot.finish_stages("digits")] == [good.uuid]
-    assert [found.uuid for found in depot.finish_stages("digits")] == [bad.uuid]
+        assert [found.uuid for found in storage.finish_stages("digits")] == [good.uuid]
+    assert [found.uuid for found in storage.finish_stages("digits")] == [bad.uuid]
 
 
-def test_removal_that_was_interrupted(depot: FsspecDepot) -> None:
-    done = depots.save(depot)
+def test_removal_that_was_interrupted(storage: ObjectStorage) -> None:
+    done = storages.save(storage)
     name = str(done.place).rpartition("/")[2]
-    overwrite(depot, f"{name}/{layout.REMOVED}", b"{}")
-    assert depot.listed() == []
-    depot.clear_trash()
-    assert Objects(depot.place).names() == [layout.RUN]
-    with pytest.raises(CheckpointError, match="is gone"), depot.fetch(done):
+    overwrite(storage, f"{name}/{layout.REMOVED}", b"{}")
+    assert storage.listed() == []
+    storage.clear_trash()
+    assert Objects(storage.place).names() == [layout.RUN]
+    with pytest.raises(CheckpointError, match="is gone"), storage.fetch(done):
         raise AssertionError("what is gone was given out")
 
 
-def test_a_late_commit_of_what_was_removed(depot: FsspecDepot) -> None:
+def test_a_late_commit_of_what_was_removed(storage: ObjectStorage) -> None:
     """The chief was frozen behind its fence, the chooser committed, retention removed."""
-    at = depots.stage()
-    depots.write(depot, at)
+    at = storages.stage()
+    storages.write(storage, at)
 
     def meanwhile() -> None:
-        [found] = depot.finish_stages("digits")
-        depot.remove(found)
+        [found] = storage.finish_stages("digits")
+        storage.remove(found)
 
     with pytest.raises(SaveError, match="cleared by another process"):
-        depot.commit(at, meanwhile)
-    assert depot.listed() == []
-    assert depot.finish_stages("digits") == []
-    assert Objects(depot.place).names() == [layout.RUN]
+        storage.commit(at, meanwhile)
+    assert storage.listed() == []
+    assert storage.finish_stages("digits") == []
+    assert Objects(storage.place).names() == [layout.RUN]
 
 
-def test_another_run(depot: FsspecDepot) -> None:
+def test_another_run(storage: ObjectStorage) -> None:
     with pytest.raises(SaveError, match="belongs to run 'digits', this is run 'mnist'"):
-        depot.prepare("mnist", given=True)
-    document = json.loads(Objects(depot.place).read(layout.RUN))
+        storage.prepare("mnist", given=True)
+    document = json.loads(Objects(storage.place).read(layout.RUN))
     assert (document["run_id"], document["given"]) == ("digits", True)
 
 
-def test_two_committers_at_once(depot: FsspecDepot) -> None:
-    at = depots.stage()
-    depots.write(depot, at)
+def test_two_committers_at_once(storage: ObjectStorage) -> None:
+    at = storages.stage()
+    storages.write(storage, at)
     with ThreadPoolExecutor() as pool:
-        both = [pool.submit(depot.commit, at, lambda: None) for _ in range(2)]
+        both = [pool.submit(storage.commit, at, lambda: None) for _ in range(2)]
         assert [future.result(60).uuid for future in both] == [at.uuid, at.uuid]
-    [found] = depot.listed()
-    depot.verify(found)
+    [found] = storage.listed()
+    storage.verify(found)
 
 
 def save_one(url: str, step: int) -> None:
     """Save in a process of its own."""
-    depots.save(open_depot(url), step)
+    storages.save(open_storage(url), step)
 
 
 @pytest.mark.slow
 def test_processes_share_a_bucket(s3: str) -> None:
     url = f"{s3}/{uuid.uuid4()}/ck"
-    depot = open_depot(url)
-    depot.prepare("digits", given=True)
+    storage = open_storage(url)
+    storage.prepare("digits", given=True)
     context = multiprocessing.get_context("spawn")
     writers = [context.Process(target=save_one, args=(url, step)) for step in (1, 2)]
     for writer in writers:
         writer.start()
     for writer in writers:
         writer.join(100)
-    assert [found.step for found in depot.listed()] == [1, 2]
+    assert [found.step for found in storage.listed()] == [1, 2]
 
 
 def test_a_storage_that_is_not_there(s3: str) -> None:
     """No damage is claimed, the place is named."""
     with pytest.raises(OSError, match="bucket") as raised:
-        open_depot("s3://no-such-bucket/ck").prepare("digits", given=True)
+        open_storage("s3://no-such-bucket/ck").prepare("digits", given=True)
     assert not isinstance(raised.value, CheckpointError)
 
 
 def test_urls_that_cannot_be_used() -> None:
     with pytest.raises(UsageError, match="nonsense://x cannot be used: Protocol not known"):
-        open_depot("nonsense://x")
+        open_storage("nonsense://x")
 
 
 def test_without_fsspec(tmp_path: Path) -> None:
     """The error names what to install; directories need nothing."""
     code = (
         "import sys; sys.modules['fsspec'] = None\n"
-        "from elaunch.checkpoint.storage.storage import open_depot\n"
-        "open_depot(sys.argv[1]).listed()\n"
-        "open_depot('s3://bucket/x')\n"
+        "from elaunch.checkpoint.storage.storage import open_storage\n"
+        "open_storage(sys.argv[1]).listed()\n"
+        "open_storage('s3://bucket/x')\n"
     )
     argv = [sys.executable, "-c", code, str(tmp_path)]
     done = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert done.stderr.endswith("not installed: pip install 'elaunch[storage]'\n")
 
 
-def test_a_stage_that_the_script_has_removed(depot: FsspecDepot) -> None:
+def test_a_stage_that_the_script_has_removed(storage: ObjectStorage) -> None:
     """No empty checkpoint is made of it; the step can be saved again."""
-    at = depots.stage()
-    shutil.rmtree(depot.open_stage(at))
+    at = storages.stage()
+    shutil.rmtree(storage.open_stage(at))
     with pytest.raises(SaveError, match=f"was removed while {at.name} was written into it"):
-        depot.own_files(at)
-    depot.discard(at)
-    assert depot.listed() == []
-    depots.save(depot)
+        storage.own_files(at)
+    storage.discard(at)
+    assert storage.listed() == []
+    storages.save(storage)
 
 
 def test_the_root_of_the_memory() -> None:
     """Its URL keeps its slashes."""
-    depot = open_depot("memory:///")
-    assert depot.place == "memory://"
-    done = depots.save(depot)
+    storage = open_storage("memory:///")
+    assert storage.place == "memory://"
+    done = storages.save(storage)
     assert str(done.place).startswith(f"memory:///{done.name}.")
-    assert done in depot.listed()
-    depot.remove(done)
+    assert done in storage.listed()
+    storage.remove(done)
 
 
-def test_local_copies_do_not_stay(depot: FsspecDepot) -> None:
-    at = depots.stage()
-    path = depot.open_stage(at)
+def test_local_copies_do_not_stay(storage: ObjectStorage) -> None:
+    at = storages.stage()
+    path = storage.open_stage(at)
     (path / "a").write_bytes(b"1")
-    depot.seal(at, depots.part(0, 1), depot.own_files(at))
+    storage.seal(at, storages.part(0, 1), storage.own_files(at))
     assert os.listdir(path) == []
-    depot.commit(at, lambda: None)
+    storage.commit(at, lambda: None)
     assert not path.exists()

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elaunch.checkpoint.records import Part, Stage
-from elaunch.checkpoint.writing.manifests import Entry, decode, seal
+from elaunch.checkpoint.writing.manifests import FileEntry, decode, seal
 from elaunch.errors import CheckpointError
 
 STAGE = Stage(120, 3, "9c-1_x")
-FILES = (Entry("a", 0, "sha256:00", 5), Entry("sub/ü", 7, "sha256:11"))
+FILES = (FileEntry("a", 0, "sha256:00", 5), FileEntry("sub/ü", 7, "sha256:11"))
 PART = Part(1, 2, "digits", {"steps_completed": 120, "x": {"y": [1, None]}}, "here", 7)
 
 

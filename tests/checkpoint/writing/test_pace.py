@@ -12,7 +12,7 @@ import pytest
 
 from elaunch.checkpoint.storage import durable
 from elaunch.checkpoint.writing import pace
-from elaunch.checkpoint.writing.manifests import Entry
+from elaunch.checkpoint.writing.manifests import FileEntry
 from elaunch.checkpoint.writing.pace import ENOUGH, Pace
 
 
@@ -92,7 +92,7 @@ def test_a_file_is_the_same_at_every_pace(tmp_path: Path, monkeypatch: pytest.Mo
         monkeypatch.setattr(durable, "STEP", step)
         own = Pace()
         write = partial(durable.write_file, tmp_path, f"paced{number}", pieces, own)
-        entries: list[Entry] = []
+        entries: list[FileEntry] = []
         own.lead(lambda write=write, entries=entries: entries.append(write()))  # type: ignore[misc]
         (made,) = entries
         assert (made.size, made.checksum) == (plain.size, plain.checksum)

@@ -16,11 +16,11 @@ import pytest
 from elaunch.checkpoint import layout
 from elaunch.checkpoint.records import Committed, Image, Part, Stage
 from elaunch.checkpoint.storage import commit, durable
-from elaunch.checkpoint.storage.posix import PosixDepot
+from elaunch.checkpoint.storage.posix import PosixStorage
 from elaunch.checkpoint.writing import inflight, pace
 from elaunch.checkpoint.writing import queue as keeping
 from elaunch.checkpoint.writing.manifests import decode
-from elaunch.checkpoint.writing.queue import Keeping
+from elaunch.checkpoint.writing.queue import SaveQueue
 from elaunch.errors import SaveError
 from elaunch.wire.saver import Handed
 from tests.launching import wait_until
@@ -29,8 +29,8 @@ LONG = 60.0
 RUN = "digits"
 
 
-class Disk(PosixDepot):
-    """A depot whose writing a test disturbs: ``before`` is called with (stage, rank)."""
+class Disk(PosixStorage):
+    """A storage whose writing a test disturbs: ``before`` is called with (stage, rank)."""
 
     before: Callable[[Stage, int], object] = staticmethod(lambda stage, rank: None)
 
@@ -89,13 +89,13 @@ class Rig:
     world: int = 2
     around: Around = field(init=False)
     disk: Disk = field(init=False)
-    keeping: Keeping = field(init=False)
+    keeping: SaveQueue = field(init=False)
 
     def __post_init__(self) -> None:
         self.around = Around(frozenset(self.ranks))
         self.disk = Disk(self.root)
         self.disk.prepare(RUN, given=True)
-        self.keeping = Keeping(self.disk, self.around)
+        self.keeping = SaveQueue(self.disk, self.around)
         for rank in self.ranks:
             self.keeping.join(rank)
 
@@ -531,7 +531,7 @@ def test_a_directory_on_each_node(tmp_path: Path) -> None:
     rigs = [Rig(tmp_path / str(rank), (rank,)) for rank in (0, 1)]
     for rank, rig in enumerate(rigs):
         rig.disk = Disk(rig.root, local=True)
-        rig.keeping = Keeping(rig.disk, rig.around)
+        rig.keeping = SaveQueue(rig.disk, rig.around)
         rig.keeping.join(rank)
         rig.keeping.stage(rig.handed(10, rank, local=True), memoryview(b"12345678"))
     stage = Stage(10, 0, "u")

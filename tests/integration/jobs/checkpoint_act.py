@@ -26,7 +26,7 @@ import act  # from the script's own directory
 import checkpoint_fault
 
 import elaunch
-from elaunch.checkpoint.storage.storage import Part, Stage, open_depot
+from elaunch.checkpoint.storage.storage import Part, Stage, open_storage
 
 
 def content(step: int, rank: int, size: int) -> bytes:
@@ -68,14 +68,14 @@ def actions(ctx: elaunch.Context) -> dict[str, Callable[[str], None]]:
         step, round_ = map(int, value.split(","))
         if rank != 0:
             return
-        depot = open_depot(ctx.checkpoint.directory)
+        storage = open_storage(ctx.checkpoint.directory)
         stage = Stage(step, round_, uuid.uuid4().hex)
-        (depot.open_stage(stage) / "part-0.bin").write_bytes(content(step, 0, 100))
+        (storage.open_stage(stage) / "part-0.bin").write_bytes(content(step, 0, 100))
         metadata = {"steps_completed": step, "size": 100}
-        depot.seal(stage, Part(0, 1, ctx.info.run_id, metadata), ["part-0.bin"])
+        storage.seal(stage, Part(0, 1, ctx.info.run_id, metadata), ["part-0.bin"])
         try:
-            keeper = ctx.checkpoint._opening.alone().keeper
-            depot.commit(stage, lambda: keeper.fence(round_))
+            saver = ctx.checkpoint._opening.alone().saver
+            storage.commit(stage, lambda: saver.fence(round_))
         except elaunch.SaveError as error:
             act.say(f"refused {step}: {error}")
 

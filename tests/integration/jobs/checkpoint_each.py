@@ -55,7 +55,7 @@ class Count(checkpoint_fault.Patched):
 
     def _is_it(self, what: str) -> bool:
         name, _, rest = what.partition(" ")
-        if not rest or rest.startswith("keeper") or (name == "open" and ".tmp-" not in rest):
+        if not rest or rest.startswith("saver") or (name == "open" and ".tmp-" not in rest):
             return False
         with self.lock:
             self.seen += 1

@@ -55,7 +55,7 @@ STEPS = {
     "sync stage": ("fsync", r"^/\.stage/step-[^/.]*\.r\d+\.[^/.]*$"),
     # The commit: by rank 0, or by its agent.
     "claim": ("rename", r"\.commit-[^/]*$"),
-    "fence": ("send_fds send sendall sendmsg", r"^keeper fence$"),
+    "fence": ("send_fds send sendall sendmsg", r"^saver fence$"),
     "metadata": ("replace", r"\.commit-[^/]*/metadata\.json$"),
     "COMMIT": ("replace", r"\.commit-[^/]*/COMMIT$"),
     "sync claimed": ("fsync", r"\.commit-[^/]*$"),
@@ -66,8 +66,8 @@ STEPS = {
     "delete": ("unlink", r"^/\.trash/"),
     "deleted": ("rmdir", r"^/\.trash/[^/]*$"),
     # What a worker says to its agent.
-    "ask": ("send_fds send sendall sendmsg", r"^keeper begin$"),
-    "hand over": ("send_fds send sendall sendmsg", r"^keeper staged$"),
+    "ask": ("send_fds send sendall sendmsg", r"^saver begin$"),
+    "hand over": ("send_fds send sendall sendmsg", r"^saver staged$"),
 }
 """Name → functions, and what their paths below the directory look like, separated by a space."""
 
@@ -174,7 +174,7 @@ def _file_of(directory: str, args: Sequence[Any], kwargs: dict[str, Any]) -> str
 
 
 def _peer_of(directory: str, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
-    """Return the beginning of what is said to the keeper, that is over a Unix socket."""
+    """Return the beginning of what is said to the saver, that is over a Unix socket."""
     if args[0].family != socket.AF_UNIX:
         return ""
     data = args[1]
@@ -182,7 +182,7 @@ def _peer_of(directory: str, args: Sequence[Any], kwargs: dict[str, Any]) -> str
     text = bytes(data[:200]).decode(errors="replace")
     found = re.match(r'\{"op": ?"(checkpoint|memory|begin|staged|wait|fence|recall|close)"', text)
     found = found or re.search(r'"op": ?"(memory|begin|staged|wait|fence|recall|close)"', text)
-    return f"keeper {found[1]}" if found else ""
+    return f"saver {found[1]}" if found else ""
 
 
 def _name_of(descriptor: Any) -> str:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import elaunch
-from elaunch.checkpoint.storage.storage import Image, Part, Stage, open_depot
+from elaunch.checkpoint.storage.storage import Image, Part, Stage, open_storage
 
 if __name__ == "__main__":
     directory = Path(sys.argv[1])
@@ -18,10 +18,10 @@ if __name__ == "__main__":
             (path / "deep").mkdir()
             (path / "deep" / "data.bin").write_bytes(bytes(5000))
             (path / "more.bin").write_bytes(b"more")
-        depot = open_depot(directory)
+        storage = open_storage(directory)
         stage = Stage(2, 0, "once")
-        depot.open_stage(stage)
+        storage.open_stage(stage)
         images = [Image("deep/data.bin", [bytes(5000)]), Image("more.bin", [b"mo", b"re"])]
-        part = Part(0, 1, depot.listed()[0].run_id, {"steps_completed": 2})
-        depot.write_part(stage, part, images)
-        depot.commit(stage, lambda: None)
+        part = Part(0, 1, storage.listed()[0].run_id, {"steps_completed": 2})
+        storage.write_part(stage, part, images)
+        storage.commit(stage, lambda: None)

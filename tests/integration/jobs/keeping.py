@@ -19,8 +19,8 @@ from pathlib import Path
 
 import elaunch
 from elaunch.checkpoint.records import Part, Stage
-from elaunch.checkpoint.storage.storage import open_depot
-from elaunch.training.checkpoint.saver.choose import open_keeper
+from elaunch.checkpoint.storage.storage import open_storage
+from elaunch.training.checkpoint.saver.choose import open_saver
 from elaunch.wire.saver import Handed
 
 STEPS = (10, 20, 30)
@@ -29,24 +29,24 @@ LONG = 60.0
 place, words = Path(sys.argv[1]), sys.argv[2:]
 with elaunch.init(announce=False) as ctx:
     ranks, info = ctx.distributed, ctx.info
-    depot = open_depot(place)
+    storage = open_storage(place)
     if ranks.rank == 0:
-        depot.prepare(info.run_id, given=True)
+        storage.prepare(info.run_id, given=True)
     ranks.barrier()
-    keeper = open_keeper(ranks, depot, info.round)
+    saver = open_saver(ranks, storage, info.round)
     begin = info.resume_step or 0
     if info.resume_from is not None:
-        found = depot.find(info.resume_from.name)
-        parts = keeper.recall(found.step, found.round, [0, 1], found.uuid, LONG)
+        found = storage.find(info.resume_from.name)
+        parts = saver.recall(found.step, found.round, [0, 1], found.uuid, LONG)
         said = sorted(bytes(part).decode() for files in parts.values() for part in files.values())
         print(f"{ranks.rank} resumes from {info.resume_from.name}, in memory: {said}", flush=True)
         ranks.barrier()
     for step in [step for step in STEPS if step > begin]:
-        assert keeper.begin(True, LONG)
-        keeper.memory(4)[:4] = b"%02d.%d" % (step, ranks.rank)
+        assert saver.begin(True, LONG)
+        saver.memory(4)[:4] = b"%02d.%d" % (step, ranks.rank)
         stage = Stage(step, info.round, ranks.broadcast(os.urandom(4).hex()))
         part = Part(ranks.rank, ranks.size, info.run_id, {"steps_completed": step})
-        keeper.staged(Handed(stage, part, ((f"part-{ranks.rank}", ((0, 4),)),)))
+        saver.staged(Handed(stage, part, ((f"part-{ranks.rank}", ((0, 4),)),)))
         ranks.barrier()
         print(f"{ranks.rank} handed over {step}", flush=True)
         if info.round == 0 and f"{step}:kill={ranks.rank}" in words:
@@ -55,5 +55,5 @@ with elaunch.init(announce=False) as ctx:
             os._exit(0)
         if info.round == 0 and any(word.startswith(f"{step}:") for word in words):
             threading.Event().wait(LONG)
-    keeper.wait(LONG)
-    keeper.close()
+    saver.wait(LONG)
+    saver.close()

@@ -11,22 +11,22 @@ import threading
 from pathlib import Path
 
 from elaunch.agent import patience
-from elaunch.checkpoint.storage.posix import PosixDepot
+from elaunch.checkpoint.storage.posix import PosixStorage
 
 PAUSE = threading.Event()
 patience.TOLD_S = 4.0
 directory, (word, step) = Path(sys.argv.pop(1)), sys.argv.pop(1).split("=")
 name = {"write": "write_part", "commit": "commit"}[word]
-real = getattr(PosixDepot, name)
+real = getattr(PosixStorage, name)
 
 
-def held_up(depot, stage, *args):
+def held_up(storage, stage, *args):
     if stage.step == int(step):
         (directory / "reached").touch()
         while not (directory / "go").exists():
             PAUSE.wait(0.02)
-    return real(depot, stage, *args)
+    return real(storage, stage, *args)
 
 
-setattr(PosixDepot, name, held_up)
+setattr(PosixStorage, name, held_up)
 runpy.run_module("elaunch", run_name="__main__", alter_sys=True)

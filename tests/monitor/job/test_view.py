@@ -12,10 +12,17 @@ from rich.console import Console
 
 from elaunch.monitor.document import job_document, jobs_document
 from elaunch.monitor.job.page import job_page, jobs_page
-from elaunch.monitor.job.view import Found, JobView, Present, Restarts, unreadable, view_job
+from elaunch.monitor.job.view import (
+    JobView,
+    PresentAgent,
+    Restarts,
+    StoredJob,
+    unreadable,
+    view_job,
+)
 from elaunch.monitor.page import Table
 from elaunch.monitor.render import plain, styled
-from elaunch.rendezvous.plan import AgentRecord, Node, Plan, WorkerFailure
+from elaunch.rendezvous.plan import Node, NodeStatus, Plan, WorkerFailure
 
 NOW = 1_795_000_000.0
 PLACE = "etcd at 10.0.0.1:2379"
@@ -29,17 +36,17 @@ FAILURE = WorkerFailure(
 )
 
 
-def agent(number: int, **changes: Any) -> Present:
+def agent(number: int, **changes: Any) -> PresentAgent:
     """Return an agent on the roster, renewed 0.4 s ago, in round 3 unless said otherwise."""
     age = changes.pop("age", 0.4)
     changes = {"slots": 8, "state": "running", "round": 3} | changes
-    return Present(AgentRecord(f"node{number}", f"10.0.0.{number}", 40000, **changes), age)
+    return PresentAgent(NodeStatus(f"node{number}", f"10.0.0.{number}", 40000, **changes), age)
 
 
-def viewed(plan: Plan | None = PLAN, **roster: Present) -> JobView:
+def viewed(plan: Plan | None = PLAN, **roster: PresentAgent) -> JobView:
     """Return the view of a plan and a roster; without any, both nodes of the plan run."""
     there = roster or {"aaaaaa": agent(1), "bbbbbb": agent(2, slots=4)}
-    return view_job("train-3fa2c1", PLACE, Found(plan, 7, there), NOW)
+    return view_job("train-3fa2c1", PLACE, StoredJob(plan, 7, there), NOW)
 
 
 def drawn(page: Any, width: int) -> str:
@@ -93,22 +100,24 @@ def test_the_state_of_the_job(plan: Plan | None, state: str, live: bool) -> None
 
 
 def test_a_job_without_agents_is_lost_unless_it_is_over() -> None:
-    lost = view_job("train", PLACE, Found(PLAN, 7), NOW)
+    lost = view_job("train", PLACE, StoredJob(PLAN, 7), NOW)
     assert (lost.state, lost.live) == ("LOST", False)
     assert "had not ended" in lost.reason and PLAN.reason in lost.reason
     assert [node.state for node in lost.nodes] == ["gone", "gone"]
-    over = view_job("train", PLACE, Found(replace(PLAN, phase="over", exit_code=0), 7), NOW)
+    over = view_job("train", PLACE, StoredJob(replace(PLAN, phase="over", exit_code=0), 7), NOW)
     assert (over.state, over.reason) == ("COMPLETED", PLAN.reason)
 
 
 def test_an_agent_whose_record_is_refused_is_still_there() -> None:
-    view = view_job("train", PLACE, Found(None, 0, {}, {"aaaaaa": "its signature is wrong"}), NOW)
+    view = view_job(
+        "train", PLACE, StoredJob(None, 0, {}, {"aaaaaa": "its signature is wrong"}), NOW
+    )
     assert (view.state, view.live) == ("FORMING", True)
     assert "refused the record of aaaaaa: its signature is wrong" in plain(job_page(view))
 
 
 def test_a_node_whose_record_is_refused_is_not_gone() -> None:
-    found = Found(PLAN, 7, {"aaaaaa": agent(1)}, {"bbbbbb": "its signature is wrong"})
+    found = StoredJob(PLAN, 7, {"aaaaaa": agent(1)}, {"bbbbbb": "its signature is wrong"})
     view = view_job("train", PLACE, found, NOW)
     assert [node.state for node in view.nodes] == ["alive", "refused"]
 
@@ -301,7 +310,7 @@ def test_plain_text_has_thousands_of_nodes() -> None:
         Node(f"{i:06x}", f"node{i}", f"10.0.{i // 250}.1", 8, "default") for i in range(4096)
     )
     roster = {node.name: agent(1) for node in nodes[1:]}
-    view = view_job("big", PLACE, Found(replace(PLAN, nodes=nodes), 1, roster), NOW)
+    view = view_job("big", PLACE, StoredJob(replace(PLAN, nodes=nodes), 1, roster), NOW)
     page = job_page(view)
     table = next(part for part in page if isinstance(part, Table))
     assert len(table.rows) == 4096
@@ -311,7 +320,7 @@ def test_plain_text_has_thousands_of_nodes() -> None:
 def test_of_thousands_a_terminal_shows_the_unusual() -> None:
     nodes = tuple(Node(f"{i:06x}", f"node{i}", "10.0.0.1", 8, "default") for i in range(1000))
     roster = {node.name: agent(1) for node in nodes if node.host != "node700"}
-    view = view_job("big", PLACE, Found(replace(PLAN, nodes=nodes), 1, roster), NOW)
+    view = view_job("big", PLACE, StoredJob(replace(PLAN, nodes=nodes), 1, roster), NOW)
     lines = [line.split() for line in drawn(job_page(view), 120).splitlines()]
     assert ["700", "0002bc", "node700", "10.0.0.1", "gone", "5600-5607", "8", "-"] in lines
     assert ["and", "979", "more,", "all", "of", "them", "in", "output", "to", "a", "pipe"] in lines

@@ -15,7 +15,7 @@ from elaunch.config.meeting.rendezvous import EtcdAccess, RendezvousSettings
 from elaunch.errors import StoreUnreachable, UsageError
 from elaunch.monitor.job.store import look, run_ids
 from elaunch.monitor.job.watch import JobReader, jobs_reader
-from elaunch.monitor.watch import Reading, changes, watch
+from elaunch.monitor.watch import WatchReading, changes, watch
 from elaunch.rendezvous.plan import Plan
 from elaunch.rendezvous.records import RecordError, encode
 from elaunch.store.memory import MemoryHub
@@ -37,7 +37,7 @@ def etcd(tmp_path: Path) -> Iterator[Meetings]:
         yield meetings
 
 
-def reading(meetings: Meetings, run_id: str = "train-1") -> Reading:
+def reading(meetings: Meetings, run_id: str = "train-1") -> WatchReading:
     """Return one reading of a job."""
     with closing(JobReader(meetings.settings, run_id)) as reader:
         return reader.read(None)

@@ -9,8 +9,8 @@ import pytest
 
 from elaunch.errors import JoinTimeoutError, SymmetryError
 from elaunch.rendezvous.decide.decide import Publish, Rules, Search, Wait, decide
-from elaunch.rendezvous.decide.view import Absent, Found, Known, Present, View
-from elaunch.rendezvous.plan import AgentRecord, Node, Plan
+from elaunch.rendezvous.decide.view import Absent, LastKnown, Present, SearchResult, View
+from elaunch.rendezvous.plan import Node, NodeStatus, Plan
 
 TWO = Rules(2, 2, max_restarts=3, remind=1e6)
 ELASTIC = Rules(1, 3, max_restarts=3, remind=1e6)
@@ -26,7 +26,7 @@ NOW = 100.0
 def seat(number: int, state: str = "ready", round: int = -1, **said: Any) -> Present:
     """Return agent ``number``, which came 50 s ago unless ``since`` says otherwise."""
     since, failed_at = said.pop("since", 50.0), said.pop("failed_at", None)
-    record = AgentRecord(f"node{number}", f"10.0.0.{number}", 4000 + number, 8)
+    record = NodeStatus(f"node{number}", f"10.0.0.{number}", 4000 + number, 8)
     record = replace(record, state=state, round=round, **said)
     return Present(record, since, number, since, failed_at)
 
@@ -96,11 +96,16 @@ TABLE: dict[str, Row] = {
         "first start: 2 nodes, 16 workers",
     ),
     "the longest fence of those that have": (
-        *(HOSTS, EMPTY, [seat(1), seat(2)], {"opened": 80.0, "known": Known(4, heartbeat=30.0)}),
+        *(
+            HOSTS,
+            EMPTY,
+            [seat(1), seat(2)],
+            {"opened": 80.0, "known": LastKnown(4, heartbeat=30.0)},
+        ),
         *("wait 110", "waiting for more nodes"),
     ),
     "the job goes on in the next round, with its budget": (
-        *(HOSTS, EMPTY, [seat(1)], {"opened": 88.0, "known": Known(4, 2, 1, 40, 12.0)}),
+        *(HOSTS, EMPTY, [seat(1)], {"opened": 88.0, "known": LastKnown(4, 2, 1, 40, 12.0)}),
         *("running//5/None a1 r2", "the store lost its memory; going on with 1 node, 8 workers"),
     ),
     "too few, told on the board": (
@@ -116,16 +121,16 @@ TABLE: dict[str, Row] = {
         *(SAVING, EMPTY, [seat(1), seat(2)], {}, "search", "looking for the newest checkpoint"),
     ),
     "and cannot be": (
-        *(SAVING, EMPTY, [seat(1), seat(2)], {"found": Found(problem="/ck: no")}),
+        *(SAVING, EMPTY, [seat(1), seat(2)], {"found": SearchResult(problem="/ck: no")}),
         *("over//-1/74", "cannot look for checkpoints: /ck: no"),
     ),
     "and the files of those who come": (
-        *(SAVING, EMPTY, [seat(1, probe="p1"), seat(2, probe="p2")], {"found": Found()}),
+        *(SAVING, EMPTY, [seat(1, probe="p1"), seat(2, probe="p2")], {"found": SearchResult()}),
         *("search", "looking for the newest checkpoint"),
     ),
     "which are all seen": (
         *(SAVING, EMPTY, [seat(1, probe="p1"), seat(2, probe="p2")]),
-        {"found": Found(asked=frozenset({"p1", "p2"}))},
+        {"found": SearchResult(asked=frozenset({"p1", "p2"}))},
         *("running//0/None a1 a2", "first start: 2 nodes, 16 workers, from the start"),
     ),
     "one is not seen": (
@@ -134,7 +139,7 @@ TABLE: dict[str, Row] = {
             seat(1, probe="p1", facts={"checkpoint_dir": "/ck"}),
             seat(2, probe="p2", facts={"checkpoint_dir": "/ck"}),
         ],
-        {"found": Found(asked=frozenset({"p1", "p2"}), unseen=frozenset({"p2"}))},
+        {"found": SearchResult(asked=frozenset({"p1", "p2"}), unseen=frozenset({"p2"}))},
         "over//-1/2",
         "--checkpoint-dir is not one directory on all nodes: what node2 (10.0.0.2) in /ck has "
         "written there is not seen on node1 (10.0.0.1) in /ck; mount one file system on all of "
@@ -142,7 +147,7 @@ TABLE: dict[str, Row] = {
     ),
     "who was in the round before is not looked for again": (
         *(SAVING, LOST, [seat(1, "ended", 0, probe="p1"), seat(2, "ended", 0, probe="p2")]),
-        {"found": Found()},
+        {"found": SearchResult()},
         *(
             "running//1/None a1 a2",
             "node2 was lost; going on with 2 nodes, 16 workers, from the start",
@@ -150,13 +155,13 @@ TABLE: dict[str, Row] = {
     ),
     "a newcomer is looked for": (
         *(SAVING, LOST, [seat(1, "ended", 0, probe="p1"), seat(3, probe="p3")]),
-        {"absent": GONE2, "found": Found()},
+        {"absent": GONE2, "found": SearchResult()},
         *("search", "looking for the newest checkpoint"),
     ),
     "a newcomer with another directory is left out": (
         *(replace(ELASTIC, has_checkpoint_dir=True), LOST),
         [seat(1, "ended", 0, probe="p1"), seat(3, probe="p3")],
-        {"absent": GONE2, "found": Found(asked=frozenset({"p3"}), unseen=frozenset({"p3"}))},
+        {"absent": GONE2, "found": SearchResult(asked=frozenset({"p3"}), unseen=frozenset({"p3"}))},
         "running//1/None a1 !a3",
         "node2 was lost; going on with 1 node, 8 workers, from the start",
     ),
@@ -319,25 +324,30 @@ TABLE: dict[str, Row] = {
     ),
     "again, if one was not reached": (
         *(LOCAL, replace(EMPTY, reason="looking"), [seat(1), seat(2)]),
-        *({"found": Found(again=True)}, "search", "looking for the newest checkpoint"),
+        *({"found": SearchResult(again=True)}, "search", "looking for the newest checkpoint"),
     ),
     "also where the restarts are counted by what is found": (
-        *(LOCAL, ENDING, [failed(1), END2], {"found": Found(again=True)}),
+        *(LOCAL, ENDING, [failed(1), END2], {"found": SearchResult(again=True)}),
         *("search", "looking for the newest checkpoint"),
     ),
     "and where one has come since": (
         *(LOCAL, LOST, [END1, seat(3)]),
-        {"absent": GONE2, "found": Found(CKPT, ready=frozenset({"a1"}))},
+        {"absent": GONE2, "found": SearchResult(CKPT, ready=frozenset({"a1"}))},
         *("search", "looking for the newest checkpoint"),
     ),
     "the checkpoint is on all nodes": (
         *(LOCAL, LOST, [END1, seat(3)]),
-        {"absent": GONE2, "found": Found(CKPT, ready=frozenset({"a1", "a2", "a3"}))},
+        {"absent": GONE2, "found": SearchResult(CKPT, ready=frozenset({"a1", "a2", "a3"}))},
         "running//1/None a1 a3",
         "node2 was lost; going on with 2 nodes, 16 workers, from step 40",
     ),
     "it cannot be had": (
-        *(LOCAL, LOST, [END1, seat(3)], {"absent": GONE2, "found": Found(problem="node2: full")}),
+        *(
+            LOCAL,
+            LOST,
+            [END1, seat(3)],
+            {"absent": GONE2, "found": SearchResult(problem="node2: full")},
+        ),
         *("over/lost/0/74 a1 a2", "cannot look for checkpoints: node2: full"),
     ),
     # ── ending ──

@@ -9,7 +9,7 @@ import pytest
 
 from elaunch.rendezvous.decide.view import Rules
 from elaunch.rendezvous.decide.waiting import Hopeless, Still, Waiting, is_last, working
-from elaunch.rendezvous.plan import AgentRecord, AgentState, Node, Plan
+from elaunch.rendezvous.plan import AgentState, Node, NodeStatus, Plan
 
 RULES = Rules(2, 2, store_timeout=30.0, remind=30.0)
 NODES = tuple(Node(f"a{n}", f"node{n}", f"10.0.0.{n}", 1, "default") for n in (1, 2))
@@ -17,9 +17,9 @@ RUNNING = Plan("job", 3, "running", "first start", nodes=NODES)
 ENDING = replace(RUNNING, phase="ending", reason="node2 was lost")
 
 
-def record(number: int, state: AgentState, round: int = 3) -> AgentRecord:
+def record(number: int, state: AgentState, round: int = 3) -> NodeStatus:
     """Return what an agent publishes of itself."""
-    return AgentRecord(f"node{number}", f"10.0.0.{number}", 1, 1, state=state, round=round)
+    return NodeStatus(f"node{number}", f"10.0.0.{number}", 1, 1, state=state, round=round)
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def record(number: int, state: AgentState, round: int = 3) -> AgentRecord:
         (None, record(2, "running"), []),
     ],
 )
-def test_who_works(plan: Plan | None, other: AgentRecord | None, expected: list[str]) -> None:
+def test_who_works(plan: Plan | None, other: NodeStatus | None, expected: list[str]) -> None:
     """Another node of the round that runs, until its record ends its part of it."""
     roster = {"a1": record(1, "finished"), **({"a2": other} if other else {})}
     assert [node.host for node in working(plan, "a1", roster)] == expected
@@ -109,7 +109,7 @@ def test_many_agents_look_less_often() -> None:
         (replace(RUNNING, phase="over"), [], False),
     ],
 )
-def test_who_leaves_last(plan: Plan | None, others: list[AgentRecord], expected: bool) -> None:
+def test_who_leaves_last(plan: Plan | None, others: list[NodeStatus], expected: bool) -> None:
     """Nobody stays who could end the job."""
     roster = {"a1": record(1, "leaving"), **{one.host: one for one in others}}
     assert is_last(plan, "a1", roster) == expected

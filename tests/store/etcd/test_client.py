@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.errors import SeatLost, StoreDenied, StoreError, StoreUnreachable
+from elaunch.errors import LeaseLost, StoreDenied, StoreError, StoreUnreachable
 from elaunch.store.etcd import client, imports
 from elaunch.store.etcd.client import EtcdStore
 from elaunch.store.etcd.errors import Outcome, Refusal, refusal
@@ -369,9 +369,9 @@ def test_a_seat_that_was_removed_is_lost(one: Cluster, opened: Callable[..., Etc
     rpc = imports.load().rpc
     one.call("KV", "DeleteRange", rpc.DeleteRangeRequest(key=b"/", range_end=b"0"))
     for store in (first, second):
-        with pytest.raises(SeatLost):
+        with pytest.raises(LeaseLost):
             store.update(b"")
-    with pytest.raises(SeatLost):
+    with pytest.raises(LeaseLost):
         second.await_lead("second", LONG)
     assert not first.publish(1, b"")
 

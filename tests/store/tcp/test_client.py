@@ -19,11 +19,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from elaunch.errors import SeatLost, StoreClosed, StoreReplaced, StoreUnreachable
+from elaunch.errors import LeaseLost, StoreClosed, StoreReplaced, StoreUnreachable
 from elaunch.store.protocol import Change, Post, Store
 from elaunch.store.tcp import client as tcp
 from elaunch.store.tcp import wire
-from elaunch.store.tcp.host import Notice, read_notice
+from elaunch.store.tcp.host import AgentNotice, read_notice
 from tests.store.test_contract import LONG, beside, collect, read_until, until
 
 pytestmark = pytest.mark.slow
@@ -374,9 +374,9 @@ def test_a_stranger_can_disturb_but_not_stop_the_host(hosted: tuple[Store, int])
 @pytest.mark.parametrize(
     ("raw", "notice"),
     [
-        (b"put a 3.0\nvalue\n\0", Notice("a", 3.0, b"value\n\0")),
-        (b"put a 3\n", Notice("a", 3.0, b"")),
-        (b"left a\n", Notice("a", None, b"")),
+        (b"put a 3.0\nvalue\n\0", AgentNotice("a", 3.0, b"value\n\0")),
+        (b"put a 3\n", AgentNotice("a", 3.0, b"")),
+        (b"left a\n", AgentNotice("a", None, b"")),
         (b"left a", None),
         (b"put a\n", None),
         (b"put a b c\n", None),
@@ -387,7 +387,7 @@ def test_a_stranger_can_disturb_but_not_stop_the_host(hosted: tuple[Store, int])
         (b"put \xff 3\n", None),
     ],
 )
-def test_notices_are_read_with_care(raw: bytes, notice: Notice | None) -> None:
+def test_notices_are_read_with_care(raw: bytes, notice: AgentNotice | None) -> None:
     """What says nothing sensible is nothing."""
     assert read_notice(raw) == notice
 
@@ -456,7 +456,7 @@ def test_only_the_host_leads(hosted: tuple[Store, int]) -> None:
         store.enrol("a", b"", 60.0)
         assert not store.await_lead("a", 0.0)
         assert not store.publish(1, b"")
-        with pytest.raises(SeatLost, match="only the agent that hosts"):
+        with pytest.raises(LeaseLost, match="only the agent that hosts"):
             store.changes("x", 0.0)
 
 
@@ -485,7 +485,7 @@ def test_a_name_that_is_gone_never_comes_back(hosted: tuple[Store, int]) -> None
         store.withdraw()
         read_until(first, Change("a", None, "left"), "host")
         for one in (store, other):
-            with pytest.raises(SeatLost):
+            with pytest.raises(LeaseLost):
                 one.enrol("a", b"", 60.0)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from elaunch.training.checkpoint.context import CheckpointContext
-from elaunch.training.checkpoint.opening import Opening
+from elaunch.training.checkpoint.opening import OpenedContext
 from elaunch.training.distributed import DistributedContext
 from elaunch.training.place.info import read
 from elaunch.training.train import TrainContext
@@ -44,7 +44,7 @@ class Ranks:
         distributed, page = DistributedContext.of(place), ProgressPage()
         distributed.open(page, PATIENCE)
         train = TrainContext(place, page, None)
-        made = CheckpointContext(Opening(read({}), distributed, train, page, "job", True))
+        made = CheckpointContext(OpenedContext(read({}), distributed, train, page, "job", True))
         try:
             yield made
         finally:

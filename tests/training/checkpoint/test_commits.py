@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.checkpoint.storage.storage import open_depot
+from elaunch.checkpoint.storage.storage import open_storage
 from tests.training.checkpoint.rig import Job, checkpoints, committed, stages, user_files
 
 Start = Callable[..., Job]
@@ -43,8 +43,8 @@ say(json.dumps([found.name, found.metadata, Path("out").exists(), ck.latest().uu
     assert one == ["step-00000120.r0", metadata, False, True, True]
     place = checkpoints(tmp_path) / "step-00000120.r0"
     assert user_files(place) == {"sub/part_0": "0", "sub/part_1": "1"}
-    depot = open_depot(checkpoints(tmp_path))
-    depot.verify(depot.find("step-00000120.r0"))
+    storage = open_storage(checkpoints(tmp_path))
+    storage.verify(storage.find("step-00000120.r0"))
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.checkpoint.storage.storage import open_depot
+from elaunch.checkpoint.storage.storage import open_storage
 from tests import programs
 from tests.training.checkpoint.rig import Job, checkpoints, committed, stages
 
@@ -65,8 +65,8 @@ def test_a_chief_killed_at_any_call(start: Start, tmp_path: Path) -> None:
         assert (step, count) in ((10, 1), (20, 2)), f"call {at}"
         place = checkpoints(directory)
         assert stages(place) == []
-        for found in open_depot(place).listed():
-            open_depot(place).verify(found)
+        for found in open_storage(place).listed():
+            open_storage(place).verify(found)
         taken.append(step)
     assert taken == sorted(taken) and taken[0] == 10 and taken[-1] == 20
 
@@ -78,7 +78,7 @@ store(10)
 if rank == 0:
     def over(round_number):
         raise SaveError(f"round {round_number} is over")
-    ck._opening.alone().keeper.fence = over
+    ck._opening.alone().saver.fence = over
 say(json.dumps([tried(lambda: store(20)), [each.step for each in ck.list()]]))
 """
     one, other = start(script, 2).said()

@@ -12,10 +12,10 @@ from typing import Any, cast
 
 import pytest
 
-from elaunch.checkpoint.storage.storage import Image, Part, Stage, open_depot
+from elaunch.checkpoint.storage.storage import Image, Part, Stage, open_storage
 from elaunch.errors import CheckpointError
 from elaunch.training.checkpoint.context import CheckpointContext
-from elaunch.training.checkpoint.opening import Opening
+from elaunch.training.checkpoint.opening import OpenedContext
 from elaunch.training.place.info import read
 from tests.training.checkpoint.ddprig import Ranks
 from tests.training.checkpoint.rig import Job, checkpoints, stages
@@ -31,7 +31,7 @@ def test_the_choice_of_another_format(monkeypatch: pytest.MonkeyPatch, tmp_path:
     told = {"ELAUNCH_RUN_ID": "digits", "ELAUNCH_CHECKPOINT_DIR": str(tmp_path)}
     told |= {"ELAUNCH_RESUME_FROM": str(chosen), "ELAUNCH_RESUME_STEP": "40"}
     nobody = cast("Any", None)
-    opening = Opening(read(told | PLACE), nobody, nobody, nobody, "digits", given=True)
+    opening = OpenedContext(read(told | PLACE), nobody, nobody, nobody, "digits", given=True)
     latest = opening.latest()
     assert latest is not None and (latest.place, latest.step) == (chosen, 40)
 
@@ -39,31 +39,31 @@ def test_the_choice_of_another_format(monkeypatch: pytest.MonkeyPatch, tmp_path:
 def test_the_choice_at_a_url(monkeypatch: pytest.MonkeyPatch) -> None:
     """There the uuid is part of the directory's name; it is elaunch's own all the same."""
     url, stage = f"memory://{uuid.uuid4().hex}", Stage(40, 2, uuid.uuid4().hex)
-    depot = open_depot(url)
-    depot.prepare("digits", given=True)
+    storage = open_storage(url)
+    storage.prepare("digits", given=True)
     part = Part(0, 1, "digits", {"steps_completed": 40})
-    depot.write_part(stage, part, [Image("model.pt", [b"x"])])
-    saved = depot.commit(stage, lambda: None)
+    storage.write_part(stage, part, [Image("model.pt", [b"x"])])
+    saved = storage.commit(stage, lambda: None)
     monkeypatch.setenv("ELAUNCH_CHECKPOINT_DIR", url)
     told = {"ELAUNCH_RUN_ID": "digits", "ELAUNCH_CHECKPOINT_DIR": url, "ELAUNCH_RESUME_STEP": "40"}
     info = read({**told, **PLACE, "ELAUNCH_RESUME_FROM": str(saved.place)})
     nobody = cast("Any", None)  # any rank learns it alone
-    opening = Opening(info, nobody, nobody, nobody, "digits", given=True)
+    opening = OpenedContext(info, nobody, nobody, nobody, "digits", given=True)
     assert opening.latest() == saved
 
 
 def test_one_rank_cannot_reach_its_agent(start: Callable[..., Job]) -> None:
     """Then all write themselves; rank 0's agent, which is there, is still asked for the fence."""
     script = """
-from elaunch.training.checkpoint.saver import choose as keeper
+from elaunch.training.checkpoint.saver import choose as saver
 asked = []
-def opened(distributed, depot, number, noted):
+def opened(distributed, storage, number, noted):
     if rank == 1:
-        return keeper.without_agent(distributed, depot, "/x.sock: No such file")
-    return keeper.without_agent(distributed, depot, fence=asked.append)  # stands for an agent's
-keeper.open_keeper = opened
+        return saver.without_agent(distributed, storage, "/x.sock: No such file")
+    return saver.without_agent(distributed, storage, fence=asked.append)  # stands for an agent's
+saver.open_saver = opened
 store(10)
-kept = ck._opening.together(None).keeper
+kept = ck._opening.together(None).saver
 say(json.dumps([kept.lacks, asked]))
 """
     job = start(script, 2)
@@ -79,8 +79,8 @@ def test_another_jobs_directory_gets_no_save_in_the_background(
     start: Callable[..., Job], tmp_path: Path
 ) -> None:
     """It is refused like one that blocks, and before anything is taken for it."""
-    depot = open_depot(checkpoints(tmp_path))
-    depot.prepare("job", given=True)
+    storage = open_storage(checkpoints(tmp_path))
+    storage.prepare("job", given=True)
     script = """
 import elaunch.training.checkpoint.where as where
 where.LOCK_S = 0.0
@@ -91,24 +91,24 @@ say(json.dumps([tried(work) for work in (
     lambda: ck.wait() and 1,
 )]))
 """
-    with contextlib.closing(depot.lock()):
+    with contextlib.closing(storage.lock()):
         (said,) = start(script, 1).said()
     for text in said[:3]:
         assert f"is in use by another job (process {os.getpid()} on" in text
     assert said[3] is None
     assert stages(checkpoints(tmp_path)) == []
-    assert depot.listed() == []
+    assert storage.listed() == []
 
 
 def test_a_refusal_of_one_agent_is_an_error_of_all(start: Callable[..., Job]) -> None:
     """No rank goes on, and waits for the others, where one is refused."""
     script = """
-from elaunch.training.checkpoint.saver import choose as keeper
-def opened(distributed, depot, number, noted):
+from elaunch.training.checkpoint.saver import choose as saver
+def opened(distributed, storage, number, noted):
     if rank == 1:
         raise SaveError("round 0 is over")
-    return keeper.without_agent(distributed, depot)
-keeper.open_keeper = opened
+    return saver.without_agent(distributed, storage)
+saver.open_saver = opened
 say(json.dumps(tried(lambda: store(10))))
 """
     one, other = start(script, 2).said()
@@ -132,7 +132,7 @@ def test_an_error_at_the_first_use_does_not_keep_the_lock(ranks: Ranks) -> None:
     def work(checkpoint: CheckpointContext, rank: int) -> Any:
         first = [tried(lambda: checkpoint.save_ddp({"x": 1}, 1)) for _ in range(2)]
         if rank == 0:
-            open_depot(ranks.place).lock().close()
+            open_storage(ranks.place).lock().close()
             (ranks.place / ".stage").unlink()
         return first, checkpoint.save_ddp({"x": 1}, 1).name
 
@@ -143,10 +143,10 @@ def test_an_error_at_the_first_use_does_not_keep_the_lock(ranks: Ranks) -> None:
 
 def test_the_directory_of_another_run_is_not_locked(ranks: Ranks) -> None:
     """Nothing can be saved there, so whose it is may start."""
-    open_depot(ranks.place).prepare("another", given=True)
+    open_storage(ranks.place).prepare("another", given=True)
 
     def work(checkpoint: CheckpointContext, _: int) -> None:
         assert "belongs to run 'another'" in tried(lambda: checkpoint.save_ddp({"x": 1}, 1))
-        open_depot(ranks.place).lock().close()
+        open_storage(ranks.place).lock().close()
 
     ranks.run(1, work).all()

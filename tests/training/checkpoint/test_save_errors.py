@@ -302,21 +302,21 @@ def test_one_rank_fails(tmp_path: Path) -> None:
 
 def failing_background(ctx: Any) -> Any:
     """Have rank 1 fail to write in the background, and to leave word of it."""
-    depot, rank = ctx.checkpoint._opening.depot, ctx.distributed.rank
-    real = depot.write_part
+    storage, rank = ctx.checkpoint._opening.storage, ctx.distributed.rank
+    real = storage.write_part
 
     def fail(*_: Any) -> Any:
         raise OSError(5, "Input/output error", "/disk")
 
     if rank == 1:
-        depot.write_part = depot.put_failure = fail
+        storage.write_part = storage.put_failure = fail
     model = {"model": plain()}
     told = []
     ctx.checkpoint.save(model, 1, block=False)
     told.append(tried(ctx.checkpoint.wait))
     ctx.checkpoint.save(model, 2, block=False)
     told.append(tried(lambda: ctx.checkpoint.save(model, 3, block=False)))
-    depot.write_part = real
+    storage.write_part = real
     ctx.checkpoint.save(model, 4, block=False)
     return told, ctx.checkpoint.wait().step
 

@@ -150,12 +150,12 @@ def test_tied_frozen_and_unused_parameters(tmp_path: Path) -> None:
 def busy(ctx: Any) -> Any:
     """Save while a save is in flight."""
     parts = ctx.checkpoint._opening.together(None)
-    keeper, begin = parts.keeper, parts.keeper.begin
+    saver, begin = parts.saver, parts.saver.begin
     told = []
     ctx.checkpoint.save({"x": 1}, 1, block=False)
-    keeper.begin = lambda wait, timeout=None: begin(wait, timeout) and ctx.distributed.rank == 0
+    saver.begin = lambda wait, timeout=None: begin(wait, timeout) and ctx.distributed.rank == 0
     told.append(ctx.checkpoint.save({"x": 2}, 2, block=False, when_busy="skip"))
-    keeper.begin = begin
+    saver.begin = begin
     ctx.checkpoint.save({"x": 3}, 3, block=False, when_busy="wait")
     told.append(ctx.checkpoint.save({"x": 4}, 4).step)
     told.append(ctx.checkpoint.wait().step)
@@ -175,14 +175,14 @@ def test_at_most_one_is_in_flight(tmp_path: Path) -> None:
 def full_disk(ctx: Any) -> Any:
     """Have the disk of one rank full, in the foreground and in the background."""
     parts = ctx.checkpoint._opening.together(None)
-    write = parts.depot.write_part
+    write = parts.storage.write_part
 
     def fails(stage: Any, part: Any, images: Any) -> bytes:
         if part.rank == 1:
             raise OSError(28, os.strerror(28), "__1_0.distcp")
         return bytes(write(stage, part, images))
 
-    parts.depot.write_part = fails
+    parts.storage.write_part = fails
     told = []
     for block in (True, False):
         try:
@@ -190,7 +190,7 @@ def full_disk(ctx: Any) -> Any:
             ctx.checkpoint.wait()
         except elaunch.SaveError as error:
             told.append("No space left" in str(error) or "no space left" in str(error))
-    parts.depot.write_part = write
+    parts.storage.write_part = write
     return told, ctx.checkpoint.save({"x": torch.zeros(3)}, 2).step, len(ctx.checkpoint.list())
 
 

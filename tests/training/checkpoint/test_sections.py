@@ -83,12 +83,12 @@ def test_every_call_is_a_section(ranks: Ranks) -> None:
 
         spied(opening.distributed, "allgather", see)
         for name in ("find", "listed", "quarantine", "remove"):
-            spied(opening.depot, name, see)
+            spied(opening.storage, name, see)
         found = {}
         for name, call in CALLS.items():
             seen.clear()
             if name == "close":
-                spied(opening.together(None).keeper, "close", see)
+                spied(opening.together(None).saver, "close", see)
             call(checkpoint)
             found[name] = set(seen)
             assert page.read().section == ""
@@ -103,14 +103,14 @@ def test_a_wait_for_the_own_save_has_a_deadline_of_its_own(ranks: Ranks) -> None
 
     def work(checkpoint: CheckpointContext, _: int) -> list[tuple[str, float]]:
         opening, seen = checkpoint._opening, []
-        page, keeper = PageReader(os.dup(opening.page.fd)), opening.together(None).keeper
+        page, saver = PageReader(os.dup(opening.page.fd)), opening.together(None).saver
 
         def left(read: Reading) -> float:
             assert read.section == "checkpoint" and read.section_until is not None
             return read.section_until - time.monotonic()
 
         for name in ("begin", "wait"):
-            spied(keeper, name, lambda name=name: seen.append((name, left(page.read()))))
+            spied(saver, name, lambda name=name: seen.append((name, left(page.read()))))
         checkpoint.save({"x": 1}, 10, block=False, timeout=100.0)
         checkpoint.wait(timeout=200.0)
         seen.append(("", 0.0))

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from elaunch.checkpoint import layout
-from elaunch.checkpoint.storage.storage import Image, Part, Stage, open_depot
+from elaunch.checkpoint.storage.storage import Image, Part, Stage, open_storage
 from elaunch.errors import SaveError, UsageError
 from elaunch.training.checkpoint import where
 from elaunch.training.place.info import Info, read
@@ -102,15 +102,15 @@ def test_a_checkpoint_of_step_0_is_in_nobodys_way(start: Start, tmp_path: Path) 
 
 def test_an_agents_stages_are_the_agents(tmp_path: Path) -> None:
     """Without its lock nothing there is touched, whatever the flags."""
-    depot = open_depot(tmp_path)
-    depot.prepare("digits", given=True)
+    storage = open_storage(tmp_path)
+    storage.prepare("digits", given=True)
     stage = Stage(10, 0, "u")
-    depot.write_part(stage, Part(0, 1, "digits", {"steps_completed": 10}), [Image("x", [b"x"])])
+    storage.write_part(stage, Part(0, 1, "digits", {"steps_completed": 10}), [Image("x", [b"x"])])
     place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     place |= {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "ELAUNCH_ROUND": "3"}
     told = info(ELAUNCH_RUN_ID="digits", **place)
     assert (told.launcher, told.checkpoint_dir) == ("elaunch", None)
-    assert where.take(depot, told, "digits", given=False) == where.Whose("digits", 3)
+    assert where.take(storage, told, "digits", given=False) == where.Whose("digits", 3)
     assert stages(tmp_path) == [stage.name]
 
 
@@ -126,13 +126,13 @@ def test_the_lock_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
                 raise SaveError("taken")
             return "locked"
 
-    depot = cast("Any", Taken())
-    assert cast("Any", where.lock(depot)) == "locked"
+    storage = cast("Any", Taken())
+    assert cast("Any", where.lock(storage)) == "locked"
     assert len(asked) == 3
     asked.clear()
     monkeypatch.setattr(where, "LOCK_S", 0.0)
     with pytest.raises(SaveError, match="taken"):
-        where.lock(depot)
+        where.lock(storage)
 
 
 def directories(tmp_path: Path) -> dict[str, str]:
@@ -213,7 +213,7 @@ say(json.dumps([content, ck.latest().step, path.parent.name, bad]))
     }
     for node in range(3):
         place = tmp_path / f"node{node}"
-        open_depot(place).verify(open_depot(place).find("step-00000010.r0"))
+        open_storage(place).verify(open_storage(place).find("step-00000010.r0"))
 
 
 def test_local_on_shared_storage_is_refused(start: Start, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from elaunch.errors import RunDirError, UsageError
 from elaunch.run.directory import RunDir, create
 from elaunch.training.metrics.files import ROWS, SUPERSEDED, MetricFiles
 from elaunch.training.metrics.history import firsts
-from elaunch.training.metrics.reading import Reading, directories, read
+from elaunch.training.metrics.reading import MetricRows, directories, read
 from elaunch.training.metrics.rows import Encoder
 from tests.monitor.played_agent import new_record
 
@@ -48,7 +48,7 @@ def report(
     MetricFiles(run.path, round, resume).append(lines.encode(), first)
 
 
-def effective(reading: Reading) -> list[int]:
+def effective(reading: MetricRows) -> list[int]:
     """Return the steps that count."""
     return [row.values["steps_completed"] for row in reading.rows if not row.superseded]
 

@@ -13,7 +13,7 @@ from datetime import timedelta
 import pytest
 
 from elaunch.errors import CollectiveTimeout, ContextError, PeerLost
-from elaunch.training.stores.roundstore import Line, RoundStore
+from elaunch.training.stores.roundstore import RoundStore, StoreConnection
 from tests.training.channelrig import PATIENCE, StoreHost
 
 
@@ -29,14 +29,14 @@ def soon() -> float:
 
 
 @pytest.fixture
-def line(host: StoreHost, request: pytest.FixtureRequest) -> Iterator[Line]:
+def line(host: StoreHost, request: pytest.FixtureRequest) -> Iterator[StoreConnection]:
     """A connection to it."""
     store = RoundStore(host.place(0, 2, job=request.node.name))
     yield store.line(soon())
     store.close()
 
 
-def test_every_operation_does_what_it_says(line: Line) -> None:
+def test_every_operation_does_what_it_says(line: StoreConnection) -> None:
     """On a real TCPStore."""
     assert line.get("k", soon()) == b""
     line.put("k", b"v", soon())

@@ -23,7 +23,7 @@ from typing import Any, Final, NoReturn
 import torch
 
 from elaunch.errors import CheckpointError
-from elaunch.training.unpickling import Careful, Names, Refused
+from elaunch.training.unpickling import Careful, Names, PickleRefused
 
 ALIGNMENT: Final = 64
 """Where archives begin in their file; their elements are aligned to it as well."""
@@ -143,14 +143,14 @@ def unpack(archive: Any, also: Names | None = None) -> Any:
 
 
 def refuse_script(archive: Any) -> None:
-    """Raise Refused for what torch.load would read as TorchScript, which is a program."""
+    """Raise PickleRefused for what torch.load would read as TorchScript, which is a program."""
     with zipfile.ZipFile(io.BytesIO(archive)) as file:
         if any(name.rpartition("/")[2] == "constants.pkl" for name in file.namelist()):
-            raise Refused("it is a program in TorchScript, no value")
+            raise PickleRefused("it is a program in TorchScript, no value")
 
 
 def _no_old_format(*_: object, **__: object) -> NoReturn:
-    raise Refused("it is no zip archive of torch.save")
+    raise PickleRefused("it is no zip archive of torch.save")
 
 
 def unpack_tensor(archive: Any) -> torch.Tensor:

@@ -25,7 +25,14 @@ from typing import Any
 from elaunch.checkpoint import layout
 from elaunch.checkpoint.formats.dcp import METADATA
 from elaunch.checkpoint.storage.files import read_json
-from elaunch.checkpoint.storage.storage import Committed, Depot, Part, Place, Stage, open_depot
+from elaunch.checkpoint.storage.storage import (
+    Committed,
+    Location,
+    Part,
+    Stage,
+    Storage,
+    open_storage,
+)
 from elaunch.errors import CheckpointError
 from elaunch.training.checkpoint.together.torcherrors import os_error_behind
 
@@ -259,7 +266,7 @@ def _renumber(state: Any, paths: list[list[str]]) -> None:
 
 
 def import_file(
-    file: Path, place: Place, step: int, run_id: str | None = None, trusted: bool = False
+    file: Path, place: Location, step: int, run_id: str | None = None, trusted: bool = False
 ) -> Committed:
     """Make a committed checkpoint of one file of ``torch.save``.
 
@@ -274,19 +281,19 @@ def import_file(
         SaveError: another run has the directory, or a living job; nothing was written.
         CheckpointError, OSError: as for :func:`from_torch_file`; no checkpoint is left behind.
     """
-    began, depot = time.time(), open_depot(place)
-    owner = run_id or _owner(place, depot) or NOBODY
-    depot.prepare(owner, given=run_id is not None)
-    with contextlib.closing(depot.lock()):
-        rounds = [found.round for found in depot.listed() if found.step == step]
+    began, storage = time.time(), open_storage(place)
+    owner = run_id or _owner(place, storage) or NOBODY
+    storage.prepare(owner, given=run_id is not None)
+    with contextlib.closing(storage.lock()):
+        rounds = [found.round for found in storage.listed() if found.step == step]
         stage = Stage(step, max(rounds, default=-1) + 1, uuid.uuid4().hex)
         try:
-            said = from_torch_file(file, depot.open_stage(stage), trusted)
+            said = from_torch_file(file, storage.open_stage(stage), trusted)
             said |= {layout.STEPS_COMPLETED: step, "imported_from": file.name}
-            depot.seal(stage, Part(0, 1, owner, said), depot.own_files(stage))
-            return depot.commit(stage, _no_fence, {"started": began})
+            storage.seal(stage, Part(0, 1, owner, said), storage.own_files(stage))
+            return storage.commit(stage, _no_fence, {"started": began})
         except BaseException:
-            depot.discard(stage)
+            storage.discard(stage)
             raise
 
 
@@ -294,12 +301,12 @@ def _no_fence() -> None:
     """Nobody else writes here: the lock says so."""
 
 
-def _owner(place: Place, depot: Depot) -> str:
+def _owner(place: Location, storage: Storage) -> str:
     """Return the run that has the directory, "" if none has."""
     if isinstance(place, Path):
         with contextlib.suppress(FileNotFoundError):
             return str(read_json(place / layout.RUN).get("run_id") or "")
-    listed = depot.listed()
+    listed = storage.listed()
     return listed[-1].run_id if listed else ""
 
 

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from elaunch.checkpoint.storage.storage import Image
 from elaunch.training.checkpoint.dcp import archives
 from elaunch.training.checkpoint.dcp import metadata as stored
-from elaunch.training.checkpoint.dcp.plan import Plan, Portion
+from elaunch.training.checkpoint.dcp.plan import Portion, WritePlan
 from elaunch.training.checkpoint.state import tensors
 
 VERSION: Final = "1.0.0"
@@ -40,7 +40,7 @@ _PADDING: Final = bytes(archives.ALIGNMENT)
 class Content:
     """What a rank has to write: its plan, the state (known to ``planner``), its values packed."""
 
-    plan: Plan
+    plan: WritePlan
     planner: DefaultSavePlanner
     packed: Mapping[str, bytes]
     slots: Slots

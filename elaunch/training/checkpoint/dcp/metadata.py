@@ -19,7 +19,7 @@ from elaunch.errors import CheckpointError
 from elaunch.training import unpickling
 from elaunch.training.checkpoint.state.perrank import parse_rank_name
 
-Path = tuple[str | int, ...]
+KeyPath = tuple[str | int, ...]
 FILE = ".metadata"
 _LONGEST: Final = 10_000_000
 """Items of a list that stands in a state, each with a key of its own."""
@@ -50,12 +50,12 @@ def read(content: bytes | memoryview, place: object) -> Metadata:
 
 
 def _find(module: str, name: str) -> Any:
-    """Return what ``.metadata`` may name; raises unpickling.Refused for anything else."""
+    """Return what ``.metadata`` may name; raises unpickling.PickleRefused for anything else."""
     if name in unpickling.CHECKPOINT.get(module, "").split():
         return unpickling.reach(module, name)
     if (kind := unpickling.torch_kind(module, name)) is not None:
         return kind
-    raise unpickling.Refused(
+    raise unpickling.PickleRefused(
         f"it names {ascii(f'{module}.{name}')[1:-1][:200]}, which is no class "
         "of torch.distributed.checkpoint's own"
     )
@@ -82,7 +82,7 @@ class Stored:
         """Take all keys."""
         self.keys = frozenset(self.metadata.state_dict_metadata)
 
-    def below(self, path: Path) -> list[tuple[str, Path]]:
+    def below(self, path: KeyPath) -> list[tuple[str, KeyPath]]:
         """Return each key at or below ``path``, and the rest of its path."""
         prefix = key_of(path)
         return [
@@ -91,33 +91,33 @@ class Stored:
             if key == prefix or key.startswith(f"{prefix}.")
         ]
 
-    def _rest(self, key: str, prefix: str) -> Path:
-        whole: Path = (self.metadata.planner_data or {}).get(key, ())
+    def _rest(self, key: str, prefix: str) -> KeyPath:
+        whole: KeyPath = (self.metadata.planner_data or {}).get(key, ())
         for length in range(1, len(whole) + 1):
             if key_of(whole[:length]) == prefix:
                 return tuple(whole[length:])
         rest = key[len(prefix) + 1 :]
         return (rest,) if rest else ()
 
-    def names_below(self, path: Path) -> frozenset[str]:
+    def names_below(self, path: KeyPath) -> frozenset[str]:
         """Return the names that stand directly below ``path``."""
         return frozenset(str(rest[0]) for _, rest in self.below(path) if rest)
 
-    def has_names_below(self, path: Path) -> bool:
+    def has_names_below(self, path: KeyPath) -> bool:
         """Tell whether names, and not the numbers of a list, stand directly below ``path``."""
         known = self.metadata.planner_data or {}
         return any(
             isinstance(rest[0], str) for key, rest in self.below(path) if rest and key in known
         )
 
-    def ranks_below(self, path: Path) -> list[int]:
+    def ranks_below(self, path: KeyPath) -> list[int]:
         """Return the ranks that have saved a value of their own under ``path``."""
         own = self.below(path)
         self.claimed |= {key for key, _ in own}
         names = {str(rest[0]).partition(".")[0] for _, rest in own if rest}
         return sorted(rank for rank in map(parse_rank_name, names) if rank is not None)
 
-    def build(self, path: Path, own: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    def build(self, path: KeyPath, own: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """Return ``{"": value}`` of what is saved below ``path``, empty if there is nothing.
 
         Values are to be filled in. Tensors are those of ``own`` that fit, by key, else new ones.
@@ -147,7 +147,7 @@ class Stored:
         return described.size
 
 
-def plant(held: Any, path: Path, value: Any) -> None:
+def plant(held: Any, path: KeyPath, value: Any) -> None:
     """Put ``value`` where ``path`` leads, making dicts for names and lists for numbers."""
     for part, following in itertools.pairwise(path):
         made: Any = [] if isinstance(following, int) else {}

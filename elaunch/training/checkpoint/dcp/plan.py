@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from torch.distributed.tensor import DTensor
 
 from elaunch.errors import CheckpointError
-from elaunch.training.checkpoint.state.flatten import Captured, Path
+from elaunch.training.checkpoint.state.flatten import Captured, KeyPath
 from elaunch.training.checkpoint.together.agree import agree
 from elaunch.training.checkpoint.together.guard import guarded
 
@@ -43,7 +43,7 @@ class Portion:
 
 
 @dataclass(frozen=True)
-class Plan:
+class WritePlan:
     """A plan, as one rank knows it.
 
     Attributes:
@@ -71,7 +71,7 @@ class _Proposal:
     local: SavePlan
     lowest: frozenset[str]
     compared: tuple[str, ...]
-    paths: dict[str, Path]
+    paths: dict[str, KeyPath]
 
 
 def signature(captured: Captured) -> Signature:
@@ -112,7 +112,7 @@ def make(
     planner: DefaultSavePlanner,
     number: int,
     timeout: float | None,
-) -> Plan:
+) -> WritePlan:
     """Plan together. ALL ranks call it; raises SaveError on all of them if they contradict."""
     what = "planning a save"
     proposal, problem = guarded(lambda: _propose(captured, planner), what)
@@ -128,7 +128,7 @@ def make(
     )
     items = _chosen(proposal.local, chosen[distributed.rank])
     pieces = tuple(item for item in items if item.type != WriteItemType.BYTE_IO)
-    plan = Plan(number, pieces, _portion(items), compared)
+    plan = WritePlan(number, pieces, _portion(items), compared)
     if answer is None:
         return plan
     return dataclasses.replace(plan, world=answer.world, metadata=answer.metadata)

@@ -28,11 +28,11 @@ from elaunch.training.checkpoint.dcp import archives
 from elaunch.training.checkpoint.dcp.sources import Source
 from elaunch.training.checkpoint.state import tensors
 from elaunch.training.checkpoint.together.guard import guarded
-from elaunch.training.unpickling import Names, Refused
+from elaunch.training.unpickling import Names, PickleRefused
 
 
 @dataclass(frozen=True)
-class Place:
+class ArchiveLocation:
     """Where an archive is."""
 
     file: str
@@ -62,7 +62,7 @@ def plan(metadata: Metadata, wanted: Mapping[str, torch.Tensor], values: Sequenc
     return Reads(metadata, planner, items, values, files)
 
 
-def place_of(metadata: Metadata, index: MetadataIndex) -> Place:
+def place_of(metadata: Metadata, index: MetadataIndex) -> ArchiveLocation:
     """Return where a piece is; CheckpointError if ``.metadata`` does not say, or in a way that is
     not known here."""
     found = metadata.storage_data.get(index)
@@ -73,7 +73,7 @@ def place_of(metadata: Metadata, index: MetadataIndex) -> Place:
             f"{index.fqn} is stored through {found.transform_descriptors}, which only "
             "torch.distributed.checkpoint.load with that extension reads"
         )
-    return Place(found.relative_path, found.offset, found.length)
+    return ArchiveLocation(found.relative_path, found.offset, found.length)
 
 
 def read_value(source: Source, metadata: Metadata, key: str, also: Names) -> Any:
@@ -96,9 +96,9 @@ def read_value(source: Source, metadata: Metadata, key: str, also: Names) -> Any
     return value
 
 
-def _refused(problem: BaseException | None) -> Refused | None:
+def _refused(problem: BaseException | None) -> PickleRefused | None:
     """Return what refused a value, which torch or guarded() may have wrapped."""
-    while problem is not None and not isinstance(problem, Refused):
+    while problem is not None and not isinstance(problem, PickleRefused):
         problem = problem.__cause__ or problem.__context__
     return problem
 
@@ -127,7 +127,7 @@ def _read(source: Source, metadata: Metadata, item: ReadItem, target: torch.Tens
         source.read(place.file, place.at, len(form.prefix))
     )
     if known:
-        elements = Place(place.file, place.at + len(form.prefix), form.hole)
+        elements = ArchiveLocation(place.file, place.at + len(form.prefix), form.hole)
         _read_box(source, elements, (described.properties.dtype, shape), item, target)
         return
     archive = source.read(place.file, place.at, place.size)
@@ -151,7 +151,7 @@ def _chunk(described: TensorStorageMetadata, index: MetadataIndex) -> ChunkStora
 
 def _read_box(
     source: Source,
-    elements: Place,
+    elements: ArchiveLocation,
     saved: tuple[torch.dtype, tuple[int, ...]],
     item: ReadItem,
     target: torch.Tensor,
@@ -175,7 +175,7 @@ def _read_box(
     target.copy_(tensors.narrowed(rows, box, item.lengths))
 
 
-def _damaged(source: Source, place: Place, key: str, problem: object) -> CheckpointError:
+def _damaged(source: Source, place: ArchiveLocation, key: str, problem: object) -> CheckpointError:
     return CheckpointError(
         f"{source.place}: {place.file} is damaged: {key}, {place.size} bytes at {place.at}, cannot "
         f"be read: {problem}"

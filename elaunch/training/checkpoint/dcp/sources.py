@@ -17,7 +17,7 @@ from elaunch.checkpoint.storage.storage import Committed
 from elaunch.errors import CheckpointError, SaveError
 from elaunch.training.checkpoint.dcp import metadata
 from elaunch.training.checkpoint.dcp.verify import Verifier
-from elaunch.training.checkpoint.parts import Parts
+from elaunch.training.checkpoint.parts import CallContext
 from elaunch.training.checkpoint.restore import is_foreign
 from elaunch.training.checkpoint.saver import pages
 
@@ -120,7 +120,7 @@ def writer_of(name: str) -> int | None:
 
 
 def recall(
-    parts: Parts, found: Committed, names: Iterable[str], timeout: float | None
+    parts: CallContext, found: Committed, names: Iterable[str], timeout: float | None
 ) -> dict[str, memoryview]:
     """Return those of the files that are in memory; any rank, alone."""
     ranks = {writer_of(name) for name in names} - {None}
@@ -129,7 +129,7 @@ def recall(
     wanted = [rank for rank in ranks if rank is not None]
     seconds = parts.seconds(timeout)
     try:
-        held = parts.keeper.recall(found.step, found.round, wanted, found.uuid, seconds)
+        held = parts.saver.recall(found.step, found.round, wanted, found.uuid, seconds)
     except SaveError as error:
         if found.uuid not in parts.known.unrecalled:
             log.warning("%s is read from the files, not from memory: %s", found.name, error)

@@ -48,7 +48,7 @@ def checksums(path: Path, names: Iterable[str], writers: Mapping[str, int]) -> d
     return {name: found[name] for name in wanted & found.keys()}
 
 
-class _File:
+class _HashedFile:
     """How far a file is hashed."""
 
     def __init__(self, path: Path) -> None:
@@ -88,7 +88,7 @@ class Verifier:
 
     def __init__(self, path: Path, expected: Mapping[str, str]) -> None:
         self._expected = expected
-        self._files = {name: _File(path / name) for name in expected}
+        self._files = {name: _HashedFile(path / name) for name in expected}
         self._queue: queue.Queue[tuple[str, int, memoryview] | None] = queue.Queue(_AHEAD)
         self._problem: OSError | None = None
         self._unwanted = self._finished = False

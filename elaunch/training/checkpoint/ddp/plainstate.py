@@ -34,7 +34,7 @@ PER_RANK: Final = "elaunch.per_rank"
 """The key in the file under which every rank's value stands, in a list."""
 _TOLD: Final = 8
 """Keys that an error names."""
-Path = tuple[Any, ...]
+KeyPath = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Told:
     kinds: dict[str, str]
     compared: tuple[str, ...]
     digests: bytes
-    own: dict[Path, Any]
+    own: dict[KeyPath, Any]
 
 
 @dataclass
@@ -68,8 +68,8 @@ class Plain:
     """
 
     content: dict[Any, Any] = field(default_factory=dict)
-    own: dict[Path, Any] = field(default_factory=dict)
-    places: dict[Path, list[Any]] = field(default_factory=dict)
+    own: dict[KeyPath, Any] = field(default_factory=dict)
+    places: dict[KeyPath, list[Any]] = field(default_factory=dict)
     kinds: dict[str, str] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     size: int = 0
@@ -94,7 +94,7 @@ def make(state: Any, writes: bool) -> Plain:
     """
     refuse_no_dict(state)
     refuse_raw(state)
-    walk = _Walk(writes)
+    walk = _PlainWalk(writes)
     walk.made.content = {key: walk.visit(value, (key,)) for key, value in state.items()}
     loadable.check(walk.made.content, "")
     for path, value in walk.made.own.items():
@@ -168,7 +168,7 @@ def _size_of(content: Any) -> int:
     return sum(map(_size_of, members)) if isinstance(content, Mapping | list | tuple) else 0
 
 
-class _Walk:
+class _PlainWalk:
     """One walk through a state; with ``shared=False`` through what a rank has of its own."""
 
     def __init__(self, writes: bool, shared: bool = True) -> None:
@@ -176,7 +176,7 @@ class _Walk:
         self._writes = writes
         self._shared = shared
 
-    def visit(self, value: Any, path: Path) -> Any:
+    def visit(self, value: Any, path: KeyPath) -> Any:
         """Return the value as it stands in the file, and note what the ranks have to agree on."""
         kinds.refuse_tuple(value, key_of(path))
         if isinstance(value, PerRank):
@@ -199,29 +199,29 @@ class _Walk:
         self._compare(value, path)
         return dict(value) if isinstance(value, Mapping) else value
 
-    def _module(self, module: nn.Module, path: Path) -> dict[str, Any] | None:
+    def _module(self, module: nn.Module, path: KeyPath) -> dict[str, Any] | None:
         if not self._writes:
             return None
         state = modules.state_of(module)
         _refuse_odd(state, path)
         return state
 
-    def _optimizer(self, optimizer: torch.optim.Optimizer, path: Path) -> dict[str, Any] | None:
+    def _optimizer(self, optimizer: torch.optim.Optimizer, path: KeyPath) -> dict[str, Any] | None:
         if not self._writes:
             return None
         state: dict[str, Any] = optimizer.state_dict()
         _refuse_odd(state, path)
         return state
 
-    def _per_rank(self, marked: PerRank, path: Path) -> dict[str, list[Any]]:
+    def _per_rank(self, marked: PerRank, path: KeyPath) -> dict[str, list[Any]]:
         if not self._shared:
             raise CheckpointError(f"{key_of(path)} is a PerRank in a PerRank: one is enough")
         kinds.refuse_resizing(marked, key_of(path))
         self._note(path, "a PerRank")
-        self.made.own[path] = _Walk(writes=True, shared=False).visit(marked.value, path)
+        self.made.own[path] = _PlainWalk(writes=True, shared=False).visit(marked.value, path)
         return {PER_RANK: self.made.places.setdefault(path, [])}
 
-    def _compare(self, value: Any, path: Path) -> None:
+    def _compare(self, value: Any, path: KeyPath) -> None:
         """Note the plain values in what is no module and no optimizer."""
         if isinstance(value, torch.Tensor):
             _refuse_sharded(value, path)
@@ -237,7 +237,7 @@ class _Walk:
             self._note(path, "a value")
             self.made.values[key_of(path)] = value
 
-    def _note(self, path: Path, kind: str) -> None:
+    def _note(self, path: KeyPath, kind: str) -> None:
         if self._shared:
             self.made.kinds[key_of(path)] = kind
 
@@ -251,7 +251,7 @@ def has_tensors(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def _refuse_sharded(value: Any, path: Path) -> None:
+def _refuse_sharded(value: Any, path: KeyPath) -> None:
     parts = list(value.parameters()) if isinstance(value, nn.Module) else [value]
     wrapped = isinstance(value, nn.Module) and any(
         type(module).__name__ == "FullyShardedDataParallel" for module in value.modules()
@@ -263,7 +263,7 @@ def _refuse_sharded(value: Any, path: Path) -> None:
         )
 
 
-def _refuse_odd(value: Any, path: Path) -> None:
+def _refuse_odd(value: Any, path: KeyPath) -> None:
     """Raise CheckpointError for tensors that one file cannot hold, also those in dicts and lists.
 
     Some that the sharded save refuses, as quantised ones, torch.save and torch.load take.

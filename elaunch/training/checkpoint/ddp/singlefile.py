@@ -42,7 +42,7 @@ from elaunch.errors import CheckpointError, ContextError, DamageError
 from elaunch.training.checkpoint import restore
 from elaunch.training.checkpoint.dcp import verify
 from elaunch.training.checkpoint.ddp import fill, loadable, plainstate
-from elaunch.training.checkpoint.parts import Mode, Parts, Saving
+from elaunch.training.checkpoint.parts import CallContext, Mode, Saving
 from elaunch.training.checkpoint.store import part_of, save_together
 from elaunch.training.checkpoint.together.agree import agree
 from elaunch.training.checkpoint.together.guard import guarded
@@ -52,7 +52,7 @@ FILE: Final = "state.pt"
 MODES: Final = ("all", "broadcast", "sequential")
 
 
-def save(parts: Parts, state: Mapping[str, Any], saving: Saving) -> Committed:
+def save(parts: CallContext, state: Mapping[str, Any], saving: Saving) -> Committed:
     """Save ``state`` as one file; ALL ranks call it together, rank 0 writes.
 
     Raises SaveError on all ranks: also for a model that is sharded over them, for values that
@@ -74,28 +74,28 @@ def save(parts: Parts, state: Mapping[str, Any], saving: Saving) -> Committed:
     def write(stage: Stage) -> bytes | None:
         if parts.rank != 0:
             return None
-        path = parts.depot.open_stage(stage) / FILE
+        path = parts.storage.open_stage(stage) / FILE
         problem = guarded(lambda: _write(made.complete(everyone), path), "torch.save")[1]
         if problem is not None:
             raise problem
-        return parts.depot.seal(stage, part_of(parts, saving, writers=1), [FILE])
+        return parts.storage.seal(stage, part_of(parts, saving, writers=1), [FILE])
 
     return save_together(parts, saving, write)
 
 
 def load_chosen(
-    parts: Parts, wanted: restore.Wanted, state: Mapping[str, Any], how: tuple[Mode, bool]
+    parts: CallContext, wanted: restore.Wanted, state: Mapping[str, Any], how: tuple[Mode, bool]
 ) -> Committed | None:
     """Choose a checkpoint and :func:`load` it. ALL ranks call it together."""
 
-    def use(there: Parts, found: Committed) -> None:
+    def use(there: CallContext, found: Committed) -> None:
         load(there, state, found, how, wanted.timeout)
 
     return restore.read(parts, wanted, how[1], use)
 
 
 def load(
-    parts: Parts,
+    parts: CallContext,
     state: Mapping[str, Any],
     found: Committed,
     how: tuple[Mode, bool],
@@ -141,7 +141,9 @@ def _write(content: Mapping[Any, Any], path: Path) -> None:
         raise os_error_behind(error, path) or error from None
 
 
-def _read(parts: Parts, found: Committed, mode: Mode, timeout: float | None, what: str) -> Any:
+def _read(
+    parts: CallContext, found: Committed, mode: Mode, timeout: float | None, what: str
+) -> Any:
     """Return the file's content on every rank, read by those whom ``mode`` lets."""
     with restore.opened(parts, found, timeout, what) as place:
         path = place if place.is_file() else place / FILE
@@ -162,9 +164,9 @@ def _read(parts: Parts, found: Committed, mode: Mode, timeout: float | None, wha
     return parts.distributed.broadcast(loaded, timeout) if mode == "broadcast" else loaded
 
 
-def _is_checked(parts: Parts, found: Committed, path: Path) -> bool:
+def _is_checked(parts: CallContext, found: Committed, path: Path) -> bool:
     """Tell whether this rank compares the file's checksum: one of each node does."""
-    local = not (restore.is_foreign(found) or isinstance(parts.depot.place, str))
+    local = not (restore.is_foreign(found) or isinstance(parts.storage.place, str))
     return local and parts.is_node_chief and path.name == FILE
 
 

@@ -1,4 +1,4 @@
-"""The worker's end of its agent's keeper (protocol: elaunch.wire.saver).
+"""The worker's end of its agent's saver (protocol: elaunch.wire.saver).
 
 Requests are made one after the other, each with a deadline. What the agent answers too late is
 passed over: its answer says to what.
@@ -53,8 +53,8 @@ AT_ONCE: Final = 64
 log = logging.getLogger("elaunch")
 
 
-class AgentKeeper:
-    """A connection to this node's agent, from :meth:`connect` to :meth:`close`; see ``Keeper``."""
+class AgentSaverClient:
+    """A connection to this node's agent, from :meth:`connect` to :meth:`close`; see ``Saver``."""
 
     lacks = ""
 
@@ -96,7 +96,7 @@ class AgentKeeper:
             self._socket = None
             raise SaveError(f"the agent writes no checkpoints for this worker: {answer['error']}")
 
-    # ── Keeper ───────────────────────────────────────────────────────────────────────────────────
+    # ── Saver ───────────────────────────────────────────────────────────────────────────────────
 
     def fence(self, round_number: int) -> None:
         """Ask whether ``round_number`` is still the round; SaveError if not."""
@@ -205,7 +205,7 @@ class AgentKeeper:
             )
         with self._asking:
             if self._socket is None:
-                raise SaveError("this node's agent is gone, or its keeper was closed")
+                raise SaveError("this node's agent is gone, or its saver was closed")
             self._number += 1
             until = time.monotonic() + seconds
             try:

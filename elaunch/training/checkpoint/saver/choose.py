@@ -14,21 +14,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from elaunch.env import AGENT_SOCKET
-from elaunch.wire.saver import Keeper
+from elaunch.wire.saver import Saver
 
 if TYPE_CHECKING:
-    from elaunch.checkpoint.storage.storage import Depot
+    from elaunch.checkpoint.storage.storage import Storage
     from elaunch.run.saves import SavesRecord
     from elaunch.training.distributed import DistributedContext
 
 
-def open_keeper(
+def open_saver(
     distributed: DistributedContext,
-    depot: Depot,
+    storage: Storage,
     round_number: int,
     noted: Callable[[SavesRecord], None] | None = None,
-) -> Keeper:
-    """Return this rank's keeper; any rank may call it alone.
+) -> Saver:
+    """Return this rank's saver; any rank may call it alone.
 
     ``round_number`` is that of the names of the checkpoints that are written now. An agent that
     cannot be reached at all is no reason for a script to fail: what is returned ``lacks`` it then,
@@ -38,32 +38,32 @@ def open_keeper(
     """
     placement = distributed.placement
     if placement.launcher != "elaunch":
-        return without_agent(distributed, depot, noted=noted)
+        return without_agent(distributed, storage, noted=noted)
     path = os.environ.get(AGENT_SOCKET)
     if not path:
-        return without_agent(distributed, depot, f"{AGENT_SOCKET} is not set")
-    from elaunch.training.checkpoint.saver.agent import AgentKeeper
+        return without_agent(distributed, storage, f"{AGENT_SOCKET} is not set")
+    from elaunch.training.checkpoint.saver.agent import AgentSaverClient
 
-    keeper = AgentKeeper(Path(path), placement, str(depot.place))
+    saver = AgentSaverClient(Path(path), placement, str(storage.place))
     try:
-        keeper.connect(round_number)
+        saver.connect(round_number)
     except OSError as error:
-        return without_agent(distributed, depot, f"{path}: {error.strerror or error}")
-    return keeper
+        return without_agent(distributed, storage, f"{path}: {error.strerror or error}")
+    return saver
 
 
 def without_agent(
     distributed: DistributedContext,
-    depot: Depot,
+    storage: Storage,
     lacks: str = "",
     fence: Callable[[int], None] | None = None,
     noted: Callable[[SavesRecord], None] | None = None,
-) -> Keeper:
-    """Return a keeper that is this process itself; ``lacks``: why its agent is not, if it has one.
+) -> Saver:
+    """Return a saver that is this process itself; ``lacks``: why its agent is not, if it has one.
 
     All ranks have one of this kind, or none has: the parts of a save have to meet. ``fence`` is
     that of an agent which can be reached all the same.
     """
-    from elaunch.training.checkpoint.saver.local import LocalKeeper  # not for agents' workers
+    from elaunch.training.checkpoint.saver.local import LocalSaver  # not for agents' workers
 
-    return LocalKeeper(distributed, depot, lacks, fence, noted)
+    return LocalSaver(distributed, storage, lacks, fence, noted)

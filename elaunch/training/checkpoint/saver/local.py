@@ -1,4 +1,4 @@
-"""A keeper without an agent: threads of this process write, from this process's own memory.
+"""A saver without an agent: threads of this process write, from this process's own memory.
 
 What torchrun, mpirun or a script started by itself get. A worker that is killed takes along what it
 has in flight; the stage that it leaves is cleared at the next start. Rank 0 commits:
@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Final
 
 from elaunch.checkpoint.retention.after import Retiring
 from elaunch.checkpoint.writing import inflight
-from elaunch.checkpoint.writing.queue import Keeping
+from elaunch.checkpoint.writing.queue import SaveQueue
 from elaunch.errors import CheckpointError, ContextError, SaveError
 from elaunch.training.checkpoint.saver.pages import release, touch
 from elaunch.training.checkpoint.together.agree import agree
@@ -35,7 +35,7 @@ from elaunch.training.checkpoint.where import keep_of
 from elaunch.wire.saver import CLOSE_S, MARGIN_S, Handed
 
 if TYPE_CHECKING:
-    from elaunch.checkpoint.storage.storage import Committed, Depot, Stage
+    from elaunch.checkpoint.storage.storage import Committed, Stage, Storage
     from elaunch.run.saves import SavesRecord
     from elaunch.training.distributed import DistributedContext
 
@@ -49,8 +49,8 @@ GONE_S = 30.0
 log = logging.getLogger("elaunch")
 
 
-class LocalKeeper:
-    """This process as its own keeper; see ``Keeper``.
+class LocalSaver:
+    """This process as its own saver; see ``Saver``.
 
     ``lacks``: why its agent is not; ``fence``: asks whether a round is still on, where that can be;
     ``noted``: gets what was saved so far after each commit of this process.
@@ -59,7 +59,7 @@ class LocalKeeper:
     def __init__(
         self,
         distributed: DistributedContext,
-        depot: Depot,
+        storage: Storage,
         lacks: str = "",
         fence: Callable[[int], None] | None = None,
         noted: Callable[[SavesRecord], None] | None = None,
@@ -71,8 +71,8 @@ class LocalKeeper:
         self._pid = os.getpid()
         self._view: memoryview | None = None
         self._noted = noted or _pass
-        alone = _Alone(depot, distributed, self.fence, self._noted)
-        self._keeping = alone.keeping = Keeping(depot, alone)
+        alone = _Alone(storage, distributed, self.fence, self._noted)
+        self._keeping = alone.keeping = SaveQueue(storage, alone)
         self._keeping.join(self._rank)
         self._said = distributed.rank != 0 or bool(lacks)
 
@@ -160,22 +160,22 @@ class LocalKeeper:
 class _Alone:
     """The surroundings of a process without an agent; ``keeping`` is what they surround."""
 
-    keeping: Keeping
+    keeping: SaveQueue
 
     def __init__(
         self,
-        depot: Depot,
+        storage: Storage,
         distributed: DistributedContext,
         fence: Callable[[int], None],
         noted: Callable[[SavesRecord], None],
     ) -> None:
         self.fence = fence
         self._noted = noted
-        self._depot = depot
+        self._storage = storage
         self._distributed = distributed
         self._rank = distributed.rank
         self._marks = 0
-        self._retiring = Retiring(depot, keep_of(os.environ))
+        self._retiring = Retiring(storage, keep_of(os.environ))
 
     def own_ranks(self) -> frozenset[int]:
         """Return this rank."""
@@ -200,7 +200,7 @@ class _Alone:
             return
         try:
             writable = problem.encode(errors="replace").decode()  # a file's name may not be
-            self._depot.put_failure(handed.stage, self._rank, writable)
+            self._storage.put_failure(handed.stage, self._rank, writable)
         except (OSError, CheckpointError) as error:
             log.debug("rank 0 is not told of %r: %s", problem, error)
 
@@ -209,7 +209,7 @@ class _Alone:
         if self._rank == 0:
             return
         self._marks += 1
-        self._depot.put_mark(handed.stage, self._rank, str(self._marks))
+        self._storage.put_mark(handed.stage, self._rank, str(self._marks))
 
     def committed(self, handed: Handed, done: Committed) -> None:
         """Have it counted, and remove what may go now."""
@@ -231,8 +231,8 @@ class _Alone:
             pause = min(2 * pause, LAST_LOOK_S)
             lives.ask([rank for rank in range(size) if rank not in seen])
             try:
-                sealed, failed = self._depot.manifests(stage), self._depot.failures(stage)
-                marked = self._depot.marks(stage)
+                sealed, failed = self._storage.manifests(stage), self._storage.failures(stage)
+                marked = self._storage.marks(stage)
             except (OSError, CheckpointError) as error:
                 log.debug("%s cannot be read now: %s", stage.name, error)
                 sealed, failed, marked = {}, {}, marks

@@ -32,7 +32,7 @@ from elaunch.training.checkpoint.dcp.metadata import Stored, key_of
 from elaunch.training.checkpoint.state import kinds, modules, optimizers, tensors
 from elaunch.training.checkpoint.state.perrank import PerRank, rank_name
 
-Path = tuple[str | int, ...]
+KeyPath = tuple[str | int, ...]
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Leaf:
     """One value of the state; ``holder[name]`` is where it stands, and a loaded one is put."""
 
     key: str
-    path: Path
+    path: KeyPath
     value: Any
     holder: Any
     name: Any
@@ -145,7 +145,7 @@ class _Walk:
         self._modules: list[optimizers.Named] = []
         self._own_depth = 0
 
-    def find_modules(self, value: object, path: Path) -> None:
+    def find_modules(self, value: object, path: KeyPath) -> None:
         """Note every module, wherever it stands: an optimizer may come before its own."""
         if isinstance(value, PerRank):
             value = value.value
@@ -158,7 +158,7 @@ class _Walk:
             for index, member in enumerate(value):
                 self.find_modules(member, (*path, index))
 
-    def members(self, value: Any, path: Path, share: Share = PLAIN) -> None:
+    def members(self, value: Any, path: KeyPath, share: Share = PLAIN) -> None:
         """Walk through what a dict or a list holds."""
         if isinstance(value, Mapping):
             for name, member in value.items():
@@ -167,7 +167,9 @@ class _Walk:
             for index, member in enumerate(value):
                 self._visit(value, index, member, (*path, index), share)
 
-    def _visit(self, holder: Any, name: Any, value: Any, path: Path, share: Share = PLAIN) -> None:
+    def _visit(
+        self, holder: Any, name: Any, value: Any, path: KeyPath, share: Share = PLAIN
+    ) -> None:
         if isinstance(value, torch.Tensor):
             tensors.refuse(key_of(path), value, self._loading)
             self._leaf(Leaf(key_of(path), path, value, holder, name, share))
@@ -187,7 +189,7 @@ class _Walk:
             kinds.refuse_hidden_shards(value, key_of(path))
             self._leaf(Leaf(key_of(path), path, value, holder, name, share))
 
-    def _is_walked(self, value: object, path: Path) -> bool:
+    def _is_walked(self, value: object, path: KeyPath) -> bool:
         if isinstance(value, Mapping):
             if optimizers.is_raw(value):
                 raise optimizers.refuse_raw(key_of(path))
@@ -200,7 +202,7 @@ class _Walk:
         kinds.refuse_tuple(value, key_of(path))
         return isinstance(value, list) and kinds.holds_more(value)
 
-    def _is_grown(self, value: object, path: Path) -> bool:
+    def _is_grown(self, value: object, path: KeyPath) -> bool:
         """Tell whether this is an empty dict or list of which the checkpoint has the content."""
         return (
             self._stored is not None
@@ -210,7 +212,7 @@ class _Walk:
             and bool(self._stored.below(path))
         )
 
-    def _fill(self, value: dict[str, Any] | list[Any], path: Path) -> None:
+    def _fill(self, value: dict[str, Any] | list[Any], path: KeyPath) -> None:
         held = self._rebuilt(path, value)
 
         def put() -> None:
@@ -236,7 +238,7 @@ class _Walk:
                 f"{leaf.path}; rename one"
             )
 
-    def _module(self, module: nn.Module, path: Path) -> None:
+    def _module(self, module: nn.Module, path: KeyPath) -> None:
         own = modules.addresses(module)
         state = modules.state_of(module)
         for name, value in state.items():
@@ -244,7 +246,7 @@ class _Walk:
             self._visit(state, name, value, (*path, name), share)
         self._then(lambda: modules.set_state(module, state))
 
-    def _optimizer(self, optimizer: torch.optim.Optimizer, path: Path) -> None:
+    def _optimizer(self, optimizer: torch.optim.Optimizer, path: KeyPath) -> None:
         module = optimizers.owner(key_of(path), optimizer, self._modules)
         if self._stored is None:
             state = optimizers.state_to_save(module, optimizer)
@@ -256,7 +258,7 @@ class _Walk:
         self._then(lambda: optimizers.set_state(module, optimizer, state))
 
     def _optimizer_to_fill(
-        self, module: nn.Module, optimizer: torch.optim.Optimizer, path: Path
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, path: KeyPath
     ) -> dict[str, Any]:
         """Return an optimizer's state, by name, to be loaded into."""
         assert self._stored is not None
@@ -268,7 +270,7 @@ class _Walk:
         # LBFGS has lists that grow, and others cannot be given a state: as it was saved, then.
         return state or self._stored.build(path, {}).get("", {})
 
-    def _stateful(self, value: Any, path: Path) -> None:
+    def _stateful(self, value: Any, path: KeyPath) -> None:
         state = value.state_dict()
         if isinstance(state, Mapping) and optimizers.is_raw(state):
             raise optimizers.refuse_raw(key_of(path))
@@ -278,7 +280,7 @@ class _Walk:
         held = self._rebuilt(path, state)
         self._then(lambda: value.load_state_dict(held[""]))
 
-    def _per_rank(self, marked: PerRank, path: Path) -> None:
+    def _per_rank(self, marked: PerRank, path: KeyPath) -> None:
         kinds.refuse_resizing(marked, key_of(path))
         if self._stored is None:
             self._own_depth += 1
@@ -294,7 +296,7 @@ class _Walk:
         elif self._rank < len(saved) or marked.wrap:
             self._own(marked, (*path, rank_name(saved[self._rank % len(saved)])))
 
-    def _own(self, marked: PerRank, path: Path) -> None:
+    def _own(self, marked: PerRank, path: KeyPath) -> None:
         """Load one rank's value in place of this rank's."""
         if kinds.is_changed_in_place(marked.value):
             self._visit({}, "", marked.value, path)
@@ -309,7 +311,7 @@ class _Walk:
 
         self._then(put)
 
-    def _resized(self, marked: PerRank, path: Path, saved: list[int]) -> None:
+    def _resized(self, marked: PerRank, path: KeyPath, saved: list[int]) -> None:
         """Load all ranks' values, and have the script make one of them."""
         every = [self._rebuilt((*path, rank_name(rank)), None) for rank in saved]
 
@@ -323,7 +325,7 @@ class _Walk:
 
         self._then(put)
 
-    def _rebuilt(self, path: Path, value: Any) -> dict[str, Any]:
+    def _rebuilt(self, path: KeyPath, value: Any) -> dict[str, Any]:
         """Return ``{"": …}`` of what the checkpoint has below ``path``, as leaves to be read.
 
         Tensors that ``value`` has at the same place are loaded into; other things are new.

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 from elaunch.errors import CheckpointError, CollectiveError, ElaunchError, SaveError
 
 if TYPE_CHECKING:
-    from elaunch.training.checkpoint.parts import Parts
+    from elaunch.training.checkpoint.parts import CallContext
     from elaunch.training.distributed import DistributedContext
 
 FULL: Final = (errno.ENOSPC, errno.EDQUOT)
@@ -90,7 +90,7 @@ def attempt(work: Callable[[], Any]) -> tuple[Any, Exception | None]:
 
 
 def tell(
-    parts: Parts,
+    parts: CallContext,
     what: str,
     work: Callable[[], Any],
     timeout: float | None,

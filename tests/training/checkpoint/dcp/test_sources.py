@@ -13,7 +13,7 @@ import pytest
 from elaunch.checkpoint.records import Committed
 from elaunch.errors import SaveError
 from elaunch.training.checkpoint.dcp import sources
-from elaunch.training.checkpoint.parts import Known, Parts
+from elaunch.training.checkpoint.parts import CallContext, KnownCheckpoints
 from tests.launching import wait_until
 
 
@@ -23,13 +23,13 @@ def test_what_no_memory_gives_is_told_once(caplog: pytest.LogCaptureFixture) -> 
     def refuse(*_: Any) -> Any:
         raise SaveError("the agent is gone")
 
-    keeper = SimpleNamespace(recall=refuse)
-    parts = SimpleNamespace(keeper=keeper, known=Known(), seconds=lambda _: 1.0)
+    saver = SimpleNamespace(recall=refuse)
+    parts = SimpleNamespace(saver=saver, known=KnownCheckpoints(), seconds=lambda _: 1.0)
     names = ["__0_0.distcp"]
     with caplog.at_level(logging.WARNING, "elaunch"):
         for uuid in ("a", "a", "b"):
             found = Committed(f"step-{uuid}", Path("/ck"), 10, 0, uuid, {}, 1)
-            assert sources.recall(cast("Parts", parts), found, names, None) == {}
+            assert sources.recall(cast("CallContext", parts), found, names, None) == {}
     told = "is read from the files, not from memory: the agent is gone"
     assert caplog.messages == [f"step-a {told}", f"step-b {told}"]
 

@@ -1,4 +1,4 @@
-"""The keeper of a rank without an agent: real directory, ranks as threads' objects."""
+"""The saver of a rank without an agent: real directory, ranks as threads' objects."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ import pytest
 
 from elaunch.checkpoint.records import Part, Stage
 from elaunch.checkpoint.storage.objects import Objects
-from elaunch.checkpoint.storage.posix import PosixDepot
-from elaunch.checkpoint.storage.storage import Place, open_depot
-from elaunch.checkpoint.storage.url import FsspecDepot
+from elaunch.checkpoint.storage.posix import PosixStorage
+from elaunch.checkpoint.storage.storage import Place, open_storage
+from elaunch.checkpoint.storage.url import ObjectStorage
 from elaunch.checkpoint.writing import inflight, queue
 from elaunch.errors import SaveError
 from elaunch.training.checkpoint.saver import local
-from elaunch.training.checkpoint.saver.choose import open_keeper
-from elaunch.training.checkpoint.saver.local import LocalKeeper
+from elaunch.training.checkpoint.saver.choose import open_saver
+from elaunch.training.checkpoint.saver.local import LocalSaver
 from elaunch.wire.saver import Handed
 from tests.launching import wait_until
 
 LONG = 60.0
 
 
-def keepers(place: Place, ranks: int = 2) -> list[LocalKeeper]:
-    """Return the keepers of all ranks, at one place."""
-    open_depot(place).prepare("digits", given=True)
+def keepers(place: Place, ranks: int = 2) -> list[LocalSaver]:
+    """Return the savers of all ranks, at one place."""
+    open_storage(place).prepare("digits", given=True)
     ring = Ring(ranks)
-    made = [open_keeper(Rank(rank, ring), open_depot(place), 0) for rank in range(ranks)]  # type: ignore[arg-type]
-    assert all(isinstance(keeper, LocalKeeper) for keeper in made)
+    made = [open_saver(Rank(rank, ring), open_storage(place), 0) for rank in range(ranks)]  # type: ignore[arg-type]
+    assert all(isinstance(saver, LocalSaver) for saver in made)
     return made  # type: ignore[return-value]
 
 
@@ -52,7 +52,7 @@ class Ring:
 
 @dataclass
 class Rank:
-    """As much of a DistributedContext as a keeper needs."""
+    """As much of a DistributedContext as a saver needs."""
 
     rank: int
     ring: Ring
@@ -71,12 +71,12 @@ class Rank:
         return [rank for rank in ranks if rank in self.ring.gone]
 
 
-def save(keeper: LocalKeeper, rank: int, step: int, **fields: Any) -> None:
+def save(saver: LocalSaver, rank: int, step: int, **fields: Any) -> None:
     """Leave one rank's part in its memory."""
-    assert keeper.begin(True, LONG)
-    keeper.memory(8)[:8] = b"%04d%04d" % (step, rank)
+    assert saver.begin(True, LONG)
+    saver.memory(8)[:8] = b"%04d%04d" % (step, rank)
     part = Part(rank, 2, "digits", {"steps_completed": step})
-    keeper.staged(Handed(Stage(step, 0, f"u{step}"), part, ((f"p{rank}", ((0, 8),)),), **fields))
+    saver.staged(Handed(Stage(step, 0, f"u{step}"), part, ((f"p{rank}", ((0, 8),)),), **fields))
 
 
 def test_rank_0_commits_when_all_have_sealed(
@@ -95,8 +95,8 @@ def test_rank_0_commits_when_all_have_sealed(
     assert caplog.text.count("no agent writes this job's checkpoints") == 1
     assert (tmp_path / "step-00000020.r0" / "p1").read_bytes() == b"00200001"
     assert both[0].recall(20, 0, [0, 1]) == {}
-    for keeper in both:
-        keeper.close()
+    for saver in both:
+        saver.close()
 
 
 def test_rank_0_waits_for_the_slow(tmp_path: Path) -> None:
@@ -114,19 +114,19 @@ def test_a_rank_that_cannot_write_tells_rank_0(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It does not wait for its deadline; nothing is committed, no stage is left."""
-    fail_on(monkeypatch, PosixDepot, 1)
+    fail_on(monkeypatch, PosixStorage, 1)
     both = keepers(tmp_path)
     for rank in (0, 1):
         save(both[rank], rank, 10)
-    for keeper in both:
+    for saver in both:
         with pytest.raises(SaveError, match="rank 1: Input/output error"):
-            keeper.wait(LONG)
+            saver.wait(LONG)
     wait_until(lambda: os.listdir(tmp_path / ".stage") == [], LONG)
 
 
-def fail_on(monkeypatch: pytest.MonkeyPatch, depot: Any, rank: int, words: bool = True) -> None:
+def fail_on(monkeypatch: pytest.MonkeyPatch, storage: Any, rank: int, words: bool = True) -> None:
     """Have the storage fail under one rank; without ``words`` it cannot leave word there either."""
-    write, put = depot.write_part, depot.put_failure
+    write, put = storage.write_part, storage.put_failure
 
     def fail(self: Any, stage: Stage, part: Part, images: Any) -> bytes:
         if part.rank == rank:
@@ -138,23 +138,23 @@ def fail_on(monkeypatch: pytest.MonkeyPatch, depot: Any, rank: int, words: bool 
             raise OSError(errno.EIO, "Input/output error", "/disk")
         put(self, stage, rank, problem)
 
-    monkeypatch.setattr(depot, "write_part", fail)
-    monkeypatch.setattr(depot, "put_failure", put_failure)
+    monkeypatch.setattr(storage, "write_part", fail)
+    monkeypatch.setattr(storage, "put_failure", put_failure)
 
 
 def test_a_rank_that_cannot_write_to_a_url(monkeypatch: pytest.MonkeyPatch) -> None:
     """It leaves word there, too."""
-    fail_on(monkeypatch, FsspecDepot, 1)
+    fail_on(monkeypatch, ObjectStorage, 1)
     url = f"memory://{uuid.uuid4().hex}"
     both = keepers(url)
     for rank in (0, 1):
         save(both[rank], rank, 10)
-    for keeper in both:
+    for saver in both:
         with pytest.raises(SaveError, match=r"step-00000010\.r0 .*rank 1: Input/output error"):
-            keeper.wait(LONG)
-    depot = open_depot(url)
-    wait_until(lambda: not depot.failures(Stage(10, 0, "u10")), LONG)
-    assert depot.listed() == []
+            saver.wait(LONG)
+    storage = open_storage(url)
+    wait_until(lambda: not storage.failures(Stage(10, 0, "u10")), LONG)
+    assert storage.listed() == []
 
 
 @pytest.mark.parametrize("at_url", [False, True], ids=["directory", "url"])
@@ -162,21 +162,21 @@ def test_a_rank_that_cannot_leave_word(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_url: bool
 ) -> None:
     """The next call of all ranks tells rank 0, which waits no longer; and the one after works."""
-    fail_on(monkeypatch, FsspecDepot if at_url else PosixDepot, 1, words=False)
+    fail_on(monkeypatch, ObjectStorage if at_url else PosixStorage, 1, words=False)
     both = keepers(f"memory://{uuid.uuid4().hex}" if at_url else tmp_path)
     for rank in (0, 1):
         save(both[rank], rank, 10)
     told = []
 
-    def wait(keeper: LocalKeeper) -> None:
-        keeper.share(True, LONG)
+    def wait(saver: LocalSaver) -> None:
+        saver.share(True, LONG)
         with pytest.raises(SaveError, match="rank 1: Input/output error") as raised:
-            keeper.wait(LONG)
+            saver.wait(LONG)
         told.append(raised.value)
-        keeper.share(False, LONG)
-        assert keeper.begin(True, LONG)
+        saver.share(False, LONG)
+        assert saver.begin(True, LONG)
 
-    threads = [threading.Thread(target=wait, args=(keeper,)) for keeper in both]
+    threads = [threading.Thread(target=wait, args=(saver,)) for saver in both]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -209,10 +209,10 @@ def test_an_agent_that_cannot_be_reached(tmp_path: Path, monkeypatch: pytest.Mon
         ("", "ELAUNCH_AGENT_SOCKET is not set"),
     ):
         monkeypatch.setenv("ELAUNCH_AGENT_SOCKET", path)
-        keeper = open_keeper(rank, open_depot(tmp_path), 0)
-        assert isinstance(keeper, LocalKeeper)
-        assert words in keeper.lacks
-        keeper.fence(0)
+        saver = open_saver(rank, open_storage(tmp_path), 0)
+        assert isinstance(saver, LocalSaver)
+        assert words in saver.lacks
+        saver.fence(0)
 
 
 def test_a_rank_that_never_hands_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,22 +226,22 @@ def test_a_rank_that_never_hands_over(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_closing_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The end of the process would end the writing."""
-    write, opened = PosixDepot.write_part, threading.Event()
+    write, opened = PosixStorage.write_part, threading.Event()
 
     def slow(*args: Any) -> bytes:
         assert opened.wait(LONG)
         return write(*args)
 
-    monkeypatch.setattr(PosixDepot, "write_part", slow)
+    monkeypatch.setattr(PosixStorage, "write_part", slow)
     both = keepers(tmp_path)
     for rank in (0, 1):
         save(both[rank], rank, 10)
     began = time.monotonic()
     threading.Timer(0.1, opened.set).start()
-    for keeper in reversed(both):
-        keeper.close()
+    for saver in reversed(both):
+        saver.close()
     assert time.monotonic() - began >= 0.1
-    assert [found.step for found in open_depot(tmp_path).listed()] == [10]
+    assert [found.step for found in open_storage(tmp_path).listed()] == [10]
 
 
 def test_retention_by_the_flags_rule_and_the_saves_own(
@@ -252,7 +252,7 @@ def test_retention_by_the_flags_rule_and_the_saves_own(
     both = keepers(tmp_path)
 
     def steps() -> list[int]:
-        return [found.step for found in open_depot(tmp_path).listed()]
+        return [found.step for found in open_storage(tmp_path).listed()]
 
     for step in (10, 20, 30):
         for rank in (1, 0):
@@ -291,7 +291,7 @@ def test_a_rank_that_writes_for_long(
     monkeypatch.setattr(queue, "WORD_S", 0.1)
     place: Place = f"memory://{uuid.uuid4().hex}" if remote else tmp_path
     both = keepers(place)
-    kind = type(open_depot(place))
+    kind = type(open_storage(place))
     write = kind.write_part
 
     def slow(self: Any, stage: Stage, part: Part, images: Any) -> bytes:
@@ -308,5 +308,5 @@ def test_a_rank_that_writes_for_long(
         names = list(Objects(str(place)).sizes(""))
         assert names and not [name for name in names if "writing" in name]
     assert not [name for name in tmp_path.rglob("*") if "writing" in name.name]
-    for keeper in reversed(both):
-        keeper.close()
+    for saver in reversed(both):
+        saver.close()
