@@ -2,7 +2,7 @@
 
 A signal that the command has no handler for yet would end it by the kernel's default action: one
 that asks a job to save (SIGUSR1) in its first second would kill it. The first lines of the command
-hold such signals back (:func:`hold`), whoever installs the handlers lets them come
+hold such signals back (:func:`hold`), and the code that installs the handlers lets them come
 (:func:`release`). SIGTERM and SIGINT are not held back: they end the command at any moment.
 """
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import signal
 
 PREEMPTED = 75
-"""Exit code of a run that was told to end, and whose workers said so and ended with 0: not done, to
-be continued (EX_TEMPFAIL of sysexits.h)."""
+"""Exit code of a run that was asked to end, and whose workers acknowledged it and ended with 0: not
+done, to be continued (EX_TEMPFAIL of sysexits.h)."""
 INTERRUPTED = 128 + signal.SIGINT
 """Exit code of a command that a person has ended with Ctrl-C."""
 KILLED = 128 + signal.SIGKILL
-"""Exit code of a run that was told to end and did not."""
+"""Exit code of a run that was asked to end and did not."""
 
 
 def signal_name(number: int) -> str:

@@ -57,7 +57,7 @@ CHANNEL_KEY = "ELAUNCH_CHANNEL_KEY"
 CHECKPOINT_DIR = "ELAUNCH_CHECKPOINT_DIR"
 OPEN_MPI_RANK = "OMPI_COMM_WORLD_RANK"
 OPEN_MPI_SECRET = "OMPI_MCA_orte_precondition_transports"
-"""A random number that mpirun of Open MPI 4 gives to the processes of a job, and to nobody else."""
+"""A random number that mpirun of Open MPI 4 gives to the processes of a job, and to no other."""
 RUN_ID_GIVEN = "ELAUNCH_RUN_ID_GIVEN"
 CHECKPOINT_LOCAL = "ELAUNCH_CHECKPOINT_LOCAL"
 CHECKPOINT_KEEP = "ELAUNCH_CHECKPOINT_KEEP"
@@ -74,7 +74,7 @@ FACTS = frozenset(
         *("ELAUNCH_RESUME_STEP", HPARAMS, INIT_FROM),
     }
 )
-"""What an agent sets for its own workers alone: to another job it says nothing."""
+"""What an agent sets for its own workers alone: it means nothing to another job."""
 STACKS_SIGNAL = signal.SIGRTMIN + 12
 """At this signal a worker writes the stacks of its threads to its STACKS_FILE."""
 
@@ -108,7 +108,7 @@ def only_node(addr: str, nproc: int) -> NodePlace:
 
 @dataclass(frozen=True)
 class RoundFacts:
-    """What every worker of one round on this node is told."""
+    """What every worker of one round on this node gets in its environment."""
 
     run_id: str
     round: int

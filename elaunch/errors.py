@@ -9,12 +9,12 @@
     │   │   ├── StoreReplaced   what answers is not the store that this agent has an entry in
     │   │   └── StoreFull       it answers and takes no more writes
     │   ├── StoreDenied         it answers and does not let us in
-    │   ├── LeaseLost            it has given us up: our entry expired or was removed
+    │   ├── LeaseLost           it has given us up: our entry expired or was removed
     │   └── StoreClosed         our own side of it was closed meanwhile
     ├── ServerError             the process that starts the workers could not start or was lost
     ├── RunDirError             the run directory cannot be created or written
     ├── CheckpointError         a checkpoint is torn, foreign or unreadable
-    │   ├── DamageError         its files are not what was sealed; it is not to be read
+    │   ├── DamageError         its files are not those of its manifests; it is not to be read
     │   └── SaveError           a checkpoint was not committed; what was there before is untouched
     ├── JoinTimeoutError        too few nodes came together before the join timeout
     ├── SymmetryError           the nodes do not run the same thing, and --strict-symmetry is given
@@ -54,8 +54,8 @@ class StoreError(ElaunchError):
 class StoreUnreachable(StoreError):
     """Nobody answers at the store's address, or what answers is no store of this job.
 
-    ``nobody_decides`` says that this is proof that no coordinator can act meanwhile either: the
-    port of the process that hosts the store is closed, or etcd itself says that it has no leader.
+    ``nobody_decides``: this is proof that no coordinator can act meanwhile either: the port of the
+    process that hosts the store is closed, or etcd itself reports that it has no leader.
     ``unsettled`` is less: most members of etcd answer, and none of them gets anything done; so it
     is when their leader is frozen and they do not know it yet.
     """
@@ -67,7 +67,7 @@ class StoreUnreachable(StoreError):
 
 
 class StoreReplaced(StoreUnreachable):
-    """The store that answers is not the one that this agent is on the roster of: that one ended.
+    """The store that answers is not the one that this agent is a member of: that one ended.
 
     It knows nothing of this job's agents; an entry of theirs is gone for good.
     """
@@ -108,14 +108,14 @@ class CheckpointError(ElaunchError):
 
 
 class DamageError(CheckpointError):
-    """A checkpoint's files are not what was sealed; raised on all ranks that read it together."""
+    """A checkpoint's files are not those of its manifests; raised on all ranks that read it."""
 
 
 class SaveError(CheckpointError):
     """A checkpoint was not committed; what was there before is untouched.
 
     ``no_room``: a disk, or a quota, was full on some rank. ``stays``: the stage belongs to another
-    process, or to who chooses the next checkpoint, and is not to be removed.
+    process, or to the one that chooses the next checkpoint, and is not to be removed.
     """
 
     no_room = False
@@ -153,7 +153,7 @@ class PlacementError(ScriptError, ValueError):
 
 
 class MetricError(ScriptError, ValueError):
-    """A metric, a progress or a status cannot be written; names it and says why."""
+    """A metric, a progress or a status cannot be written; names it and the reason."""
 
 
 class SamplerError(ScriptError, ValueError):

@@ -4,8 +4,7 @@
 ``line``          one line; whatever is not printable is written out: escapes, control characters
                   (C0 and C1), line breaks, marks that turn the direction of text, surrogates
 ``block``         the same for each of several lines; tabs stay
-``arguments``     a command's arguments without the values of options whose names say that they are
-                  secret
+``arguments``     a command's arguments without the values of options that are secret by their names
 ================  ==================================================================================
 
 Everything passes through here that comes from another machine, a worker, a store, a file or the

@@ -7,7 +7,7 @@
     agent:      └─ setsid, stdin from /dev/null ──► run directory: stdout and stderr to console.log
                    ──► ready ──► the loop, as ever
 
-What goes wrong before the agent is ready is told by the command, with the agent's exit code. The
+The command reports what goes wrong before the agent is ready, with the agent's exit code. The
 hang-up of a terminal is a signal to that terminal's session, which the agent is not in.
 """
 
@@ -92,7 +92,7 @@ def run(settings: Settings, run_agent: Callable[[Settings, Detached | None], int
 
 
 def _wait(pid: int, pipe: int, settings: Settings) -> int:
-    """Wait until the agent is ready or has ended; tell which."""
+    """Wait until the agent is ready or has ended; print which."""
     signal.signal(signal.SIGINT, _interrupt)
     signal.signal(signal.SIGTERM, _interrupt)
     try:

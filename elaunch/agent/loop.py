@@ -69,7 +69,7 @@ if TYPE_CHECKING:
 SETTLE_LEAST = 5.0
 """Seconds for what is in memory to be written out, however little of a grace is left."""
 SETTLE_OVERDUE = 2.0
-"""Seconds after which the loop goes on without the word that it was."""
+"""Seconds beyond that after which the loop goes on without SavesSettled."""
 
 SILENT = "its server is not ready: what it imports hangs, or its file system does not answer"
 PASSED = events.DeadlinePassed()
@@ -278,7 +278,7 @@ class Agent:
     def _settle(self, state: State, action: Settle) -> None:
         seconds, now = action.grace, time.monotonic()
         if state.interrupted is not None and self._grace_until is not None:
-            # Who sent the signal may send SIGKILL when the grace is over.
+            # The sender of the signal may send SIGKILL when the grace is over.
             seconds = min(seconds, max(SETTLE_LEAST, self._grace_until - now))
         self._saver.settle(seconds)
         self._deadline = now + seconds + SETTLE_OVERDUE
@@ -288,7 +288,7 @@ class Agent:
         found = latest.look(self._settings, self._saver.finishing)
         self._inbox.put(replace(found, number=number))
 
-    # ── telling ──────────────────────────────────────────────────────────────────────────────────
+    # ── reporting ────────────────────────────────────────────────────────────────────────────────
 
     def _tell(self, state: State, event: events.Event, action: Action, reason: str) -> None:
         self._hangs.hear(event)
@@ -333,7 +333,7 @@ class Agent:
         )
 
     def _report(self, state: State, action: Action) -> None:
-        """Tell why the round that ``state`` describes has failed, here or on another node."""
+        """Report why the round that ``state`` describes has failed, here or on another node."""
         final = isinstance(action, Finish)
         if self._publisher is None:
             if state.reportable:

@@ -2,7 +2,7 @@
 
 In this order: signal handlers, standard files, run directory, log pump, server, control socket, the
 loop; closed in the reverse order. Each part may be missing a capability (no place for a record, no
-socket) without stopping the job; what is missing is said once.
+socket) without stopping the job; what is missing is reported once.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 PING_TIMEOUT = 2.0
 LOOP_PATIENCE = 1.0
-"""Seconds for the loop to say what it does about a request; far less than a client waits."""
+"""Seconds for the loop to answer a request; far less than a client waits."""
 
 log = logging.getLogger("elaunch")
 
@@ -211,7 +211,7 @@ def _join(
     probe: str,
     saver: AgentSaver,
 ) -> StatusPublisher | None:
-    """Make ready what a job of several nodes needs; None for one node by itself."""
+    """Prepare what a job of several nodes needs; None for one node by itself."""
     if plan.settings.rendezvous is None:
         return None
     from elaunch.agent.nodes.connect import join
@@ -265,7 +265,7 @@ def _own_timers(
 def _console_patience(status_record: RecordKeeper) -> float:
     """Return how long to wait at the end for a console that takes nothing (a pager, Ctrl-S).
 
-    Who stopped the job is not made to wait for it; the log files are complete either way.
+    A user who stopped the job does not wait for it; the log files are complete either way.
     """
     return 2.0 if status_record.snapshot()["state"] == "STOPPED" else 30.0
 

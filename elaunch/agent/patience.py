@@ -12,7 +12,7 @@ from typing import Final, TypeVar
 from elaunch.checkpoint.storage import atonce
 
 TOLD_S: Final = 10.0
-"""Seconds after which it is said, and again after every AGAIN_S."""
+"""Seconds after which a wait is logged, and again after every AGAIN_S."""
 AGAIN_S: Final = 60.0
 
 FILES_S: Final = 2.0
@@ -45,7 +45,7 @@ _T = TypeVar("_T")
 def bounded(call: Callable[[], _T], otherwise: _T, what: str) -> _T:
     """Return what a call to a file system returns; ``otherwise`` where it hangs, or fails.
 
-    The call is made in a thread; after FILES_S the loop goes on without it, and says ``what``.
+    The call is made in a thread; after FILES_S the loop goes on without it, and logs ``what``.
     """
     found: list[_T] = []
     try:

@@ -11,7 +11,7 @@
       .quarantine/step-….reason.json       why
       .pins/step-00000120.r3               an empty file: retention leaves the checkpoint alone
       .trash/step-….<random>/              renamed before it is deleted
-      .probe/<nonce>                       an agent's mark, by which others tell that they share it
+      .probe/<nonce>                       an agent's mark, by which others see that they share it
       step-00000120.r3/                    step 120, written in round 3, committed
         …                                  what the script wrote
         manifest.rank-00000.json           one per rank
@@ -33,13 +33,13 @@
 A path in a manifest is relative to the checkpoint's directory and stays inside it. The digest is
 the SHA-256 of the manifests' bytes, one after the other in the order of their names: what
 ``cat manifest.rank-*.json | sha256sum`` prints in the C locale; COMMIT's ``metadata`` is that of
-``metadata.json``. Times are seconds since 1970, durations seconds, sizes bytes. A manifest tells
-all that a commit needs, so that anybody can commit a complete stage from its content alone. Readers
+``metadata.json``. Times are seconds since 1970, durations seconds, sizes bytes. A manifest has all
+that a commit needs, so that any process can commit a complete stage from its content alone. Readers
 ignore keys that they do not know and refuse another ``schema``.
 
 On storage that cannot rename (fsspec URLs) the files are in ``step-00000120.r3.<uuid>/`` for good,
-and COMMIT is put last: a directory without it does not exist for readers. What is to go gets
-the marker ``REMOVED``, what failed verification ``QUARANTINED`` (the reason); both lose COMMIT.
+and COMMIT is put last: a directory without it does not exist for readers. A checkpoint that is to
+go gets the marker ``REMOVED``, a damaged one ``QUARANTINED`` (the reason); both lose COMMIT.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ QUARANTINED = "QUARANTINED"
 REMOVED = "REMOVED"
 CHECKSUM = "sha256"
 TEMPORARY = ".tmp-elaunch-"  # what a file is called until it is whole; never a user's name
-MARK = f"{TEMPORARY}writing-"  # in a stage, of a rank: its part is on its way; changes
+MARK = f"{TEMPORARY}writing-"  # in a stage, of a rank: its shard is on its way; changes
 PRIVATE = ".rank-"  # directory of one rank inside a stage
-FAILED = "failed.rank-"  # a rank's word, in a stage, that its part will not come
+FAILED = "failed.rank-"  # a rank's report, in a stage, that its shard will not come
 STEPS_COMPLETED = "steps_completed"  # the key that every checkpoint's user metadata has
 
 _STEP = re.compile(r"step-([0-9]+)\.r([0-9]+)")
@@ -127,18 +127,18 @@ def parse_manifest_name(name: str) -> int | None:
 
 
 def failure_name(rank: int) -> str:
-    """Return the name, in a stage, of a rank's word that its part will not come."""
+    """Return the name, in a stage, of a rank's report that its shard will not come."""
     return f"{FAILED}{rank:05d}"
 
 
 def parse_failure_name(name: str) -> int | None:
-    """Return the rank whose word of failure has this name, or None for any other name."""
+    """Return the rank whose failure has this name, or None for any other name."""
     rank = name.removeprefix(FAILED)
     return int(rank) if rank != name and rank.isdecimal() else None
 
 
 def mark_name(rank: int) -> str:
-    """Return the name, in a stage, of a rank's mark that its part is being written still."""
+    """Return the name, in a stage, of a rank's mark that its shard is still being written."""
     return f"{MARK}{rank:05d}"
 
 

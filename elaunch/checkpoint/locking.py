@@ -1,7 +1,7 @@
 """One job per checkpoint directory: ``flock`` on ``.lock``, which the kernel gives back at any end.
 
-The file says who has it, for the error message, and so that agents of one job of several nodes know
-each other: ``job`` is the word of its plan, "" where there is none, or no round yet::
+The file names its holder, for the error message, and so that agents of one job of several nodes
+recognise each other: ``job`` is the incarnation id, "" where there is none, or no round yet::
 
     {"pid": 4711, "host": "a", "at": 1767225600.0, "job": ""}
 """
@@ -59,7 +59,7 @@ class DirectoryLock:
             raise
 
     def say_who(self, job: str) -> None:
-        """Write down who has it, for which job."""
+        """Write into the file which process has the lock, for which job."""
         if self._descriptor < 0 or job == self._job:
             return
         self._job = job

@@ -1,4 +1,4 @@
-"""What the name of a file or directory says: unfinished or not, and the step."""
+"""What the name of a file or directory shows: unfinished or not, and the step."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Whose directory it is: ``run.json``.
 
 =================  ==========================================================================
-the file says      a run comes
+the file has       a run comes
 =================  ==========================================================================
 nothing            it has the directory from now on
 its own id         fine; ``given`` is put right
@@ -26,7 +26,7 @@ from elaunch.checkpoint.writing.manifests import dump, schema_checked
 from elaunch.errors import CheckpointError, SaveError
 
 NOT_THE_ONE: Final = "is not the directory that this job began with"
-"""Said of a directory that went away; then nothing can be said of the checkpoints in it, either."""
+"""The text about a directory that went away, and with it the checkpoints in it."""
 
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 
@@ -34,8 +34,8 @@ _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 class Origin:
     """Which directory it was that a job began with at a path: that of the first look.
 
-    While the job runs it may be unmounted, removed or replaced. Who then made it anew would fill
-    another disk, with checkpoints that nobody finds after a remount.
+    While the job runs it may be unmounted, removed or replaced. Making it anew would fill another
+    disk, with checkpoints that nobody finds after a remount.
     """
 
     def __init__(self, root: Path) -> None:
@@ -112,7 +112,7 @@ def decide(
 
 
 def unreadable(place: Path | str, error: CheckpointError) -> str:
-    """Return what is said of a ``run.json`` that cannot be read."""
+    """Return the message about a ``run.json`` that cannot be read."""
     return (
         f"{place}/{layout.RUN} does not say whose directory it is: {error}. If no other job uses"
         " it, remove that file"

@@ -5,9 +5,9 @@
     CHECKPOINT_DIR/.probe/<nonce>     empty; written by a node's agent, there while the agent lives
 
 A node that shares the directory with others leaves a file under a name that only it knows, before
-it says that name to the others. Who chooses the checkpoint of a round looks for the files of all.
-File systems that keep what they know of a directory for a while (NFS) are asked again, and each
-time after a change of the asker's own, which makes them look.
+it sends that name to the others. The node that chooses the checkpoint of a round looks for the
+files of all. File systems that cache a directory for a while (NFS) are asked again, and each time
+after a change of the asker's own, which makes them look.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SEEN_S: Final = 10.0
 """Seconds until a file that another node has written must be seen."""
 LOOK_AGAIN_S: Final = 0.2
 STALE_S: Final = 365 * 86_400.0
-"""Files of agents that were killed go after this time, by the file system's own clock."""
+"""Files of killed agents are removed after this time, by the file system's own clock."""
 BLOCK: Final = 65_536
 """Bytes that are written to find out whether anything can be."""
 AMPLE: Final = 1.2
@@ -50,7 +50,7 @@ def check(place: Path, local: bool, frees: bool) -> Probed:
 
     Args:
         place: the checkpoint directory, absolute.
-        local: whether it is this node's own, so that a checkpoint in it is only a part.
+        local: whether it is this node's own, so that it has only this node's shards.
         frees: whether old checkpoints make room for new ones (``Keep``).
 
     Raises:
@@ -76,7 +76,7 @@ def check(place: Path, local: bool, frees: bool) -> Probed:
 
 
 def leave_mark(place: Path, nonce: str) -> None:
-    """Write the file by which other nodes tell that this one uses the same directory."""
+    """Write the file by which other nodes see that this one uses the same directory."""
     directory = place / layout.PROBE
     try:
         directory.mkdir(exist_ok=True)
@@ -164,7 +164,7 @@ def _remove_stale(directory: Path, now: float) -> None:
                 (directory / name).unlink()
 
 
-# ── words ────────────────────────────────────────────────────────────────────────────────────────
+# ── text ─────────────────────────────────────────────────────────────────────────────────────────
 
 _FIXES = {
     errno.EROFS: "it is mounted read-only; mount it read-write, or give another directory",

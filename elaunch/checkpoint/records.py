@@ -1,16 +1,16 @@
 """What the checkpoint modules hand to each other: plain frozen data.
 
-===============  ==================================================================
-record           says
-===============  ==================================================================
-``Checkpoint``   a complete checkpoint of any format that a search found
-``PassedOver``   something that looked like one and was not taken
-``SearchOutcome``       what a search returns
-``Stage``        a checkpoint that is being written, by all ranks together
-``Part``         what one rank contributes to it, but for the files
-``Image``        a file that is to be: its name and its bytes, wherever they lie
-``Committed``    a committed checkpoint in elaunch's own layout
-===============  ==================================================================
+=================  ================================================================
+record             holds
+=================  ================================================================
+``Checkpoint``     a complete checkpoint of any format that a search found
+``PassedOver``     something that looked like one and was not taken
+``SearchOutcome``  what a search returns
+``Stage``          a checkpoint that is being written, by all ranks together
+``Part``           what one rank contributes to it, but for the files
+``Image``          a file that is to be: its name and its bytes, wherever they lie
+``Committed``      a committed checkpoint in elaunch's own layout
+=================  ================================================================
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class PassedOver:
-    """Something that looks like a checkpoint and was not taken, with the reason in words.
+    """Something that looks like a checkpoint and was not taken, with the reason as text.
 
     ``damaged``: by its content, not because it cannot be read now.
     """
@@ -101,7 +101,7 @@ class Part:
 
     ``metadata`` is the rank's own user metadata: JSON values under string keys, with
     ``steps_completed``. ``copied``: it is written by another node than that rank's, which may be at
-    it too; its files' times are not to be told.
+    it too; its manifest leaves out the files' times.
     """
 
     rank: int
@@ -117,8 +117,8 @@ class Part:
 class Image:
     """A file that is to be: ``path`` below the stage, and its bytes, piece after piece.
 
-    The pieces may lie in a tensor's or in an agent's memory: nothing copies them. ``pace`` is that
-    of what is written beside a training.
+    The pieces may lie in a tensor's or in an agent's memory: nothing copies them. ``pace`` is for
+    an image that is written beside a training.
     """
 
     path: str
@@ -136,7 +136,7 @@ class Committed:
     """A committed checkpoint: ``place`` is its own directory or URL, ``metadata`` the user's.
 
     ``committed`` is in seconds since 1970, ``size`` in bytes; ``document`` is all of
-    ``metadata.json``, for who wants durations, versions, hosts.
+    ``metadata.json``, with durations, versions, hosts.
     """
 
     name: str

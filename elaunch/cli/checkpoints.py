@@ -4,7 +4,7 @@
 command    does                                                   exit code 1
 =========  =====================================================  ================================
 ls         lists them, with those in quarantine                   the directory cannot be read
-show       says all about one
+show       shows all about one
 verify     reads them and compares checksums                      one of them is damaged
 rm         removes some                                           one cannot be removed
 pin unpin  keeps one from retention                               that cannot be written
@@ -56,7 +56,7 @@ def checkpoints() -> None:
 def _opened(
     function: Callable[Concatenate[Listing, str, P], int | None],
 ) -> Callable[Concatenate[str, P], int]:
-    """Hand the listing of RUN_OR_DIR to a command; make one line and 1 of what goes wrong."""
+    """Call a command with the listing of RUN_OR_DIR; make one line and 1 of what goes wrong."""
 
     @wraps(function)
     def command(where: str, *args: P.args, **kwargs: P.kwargs) -> int:
@@ -70,7 +70,7 @@ def _opened(
             click.echo(f"elaunch: error: {shown.block(str(error))}", err=True)
         except OSError as error:
             if isinstance(error, BrokenPipeError) and not error.filename:
-                raise  # nobody reads on, as behind `| head`: that is no error of the directory
+                raise  # the reader has gone, as behind `| head`: no error of the directory
             what = f"{error.filename}: " if error.filename else ""
             click.echo(f"elaunch: error: {what}{error.strerror or error}", err=True)
         return FAILED

@@ -35,7 +35,7 @@ def show(settings: Settings, environ: Mapping[str, str]) -> None:
     """Print the command, the environment that elaunch adds, and one line for each worker.
 
     Raises:
-        UsageError: the number of workers cannot be told on this machine.
+        UsageError: the number of workers is not known on this machine.
     """
     from elaunch.agent.main import resolve_nproc
 

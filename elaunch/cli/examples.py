@@ -91,6 +91,6 @@ def _imported(path: Path, known: dict[str, Path]) -> list[Path]:
 
 
 def _about(path: Path) -> str:
-    """Return the first line of what an example says of itself."""
+    """Return the first line of an example's docstring."""
     text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     return text.partition("\n")[0]

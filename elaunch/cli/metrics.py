@@ -61,7 +61,7 @@ def metrics(
 def _chosen(
     run: str, reading: MetricRows, group: str | None, rank: int | None, everything: bool
 ) -> list[StoredRow]:
-    """Return the rows that are asked for; UsageError says what there is instead of none."""
+    """Return the rows that are asked for; UsageError names what there is if none fits."""
     rows = [row for row in reading.rows if everything or not row.superseded]
     if not rows:
         where = ", ".join(str(path) for path in reading.directories)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def on_terminal() -> bool:
-    """Tell whether stdout is a terminal on which rich can draw."""
+    """Return whether stdout is a terminal on which rich can draw."""
     encoding = (sys.stdout.encoding or "").lower()
     return (
         sys.stdout.isatty()

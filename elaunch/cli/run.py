@@ -50,7 +50,7 @@ def _parameters() -> Iterator[click.Parameter]:
 
 
 def _start(words: tuple[str, ...], **given: str | None) -> int:
-    """Resolve the settings, print the notices, and hand over to the agent or the dry run."""
+    """Resolve the settings, print the notices, and call the agent or the dry run."""
     from elaunch.config import resolve
 
     line = {flag.name: text for flag in FLAGS if (text := given[flag.dest]) is not None}

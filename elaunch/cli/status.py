@@ -1,7 +1,7 @@
 """``elaunch status``: how runs stand (docs/status.md).
 
 Without rendezvous flags: this user's runs on this machine, or one of them in detail. With them: a
-whole job, as the store says in which its agents meet.
+whole job, as read from the store in which its agents meet.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from elaunch.errors import UsageError
 if TYPE_CHECKING:
     from elaunch.monitor.watch import Read, WatchReading
 
-# The flags of ``elaunch run`` that say where a job's agents meet, and what they are here.
+# The flags of ``elaunch run`` that set where a job's agents meet, and what they are here.
 PLACE_HELP = {
     "rdzv-backend": "Show a job on all its nodes, as the store says in which they meet.",
     "rdzv-endpoint": "Where that store is; several by comma for etcd.",

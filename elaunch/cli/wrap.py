@@ -70,7 +70,7 @@ def _options() -> list[click.Parameter]:
 
 
 def _start(command: tuple[str, ...], **given: str | None) -> int:
-    """Read the flags, decide what is to be done, and hand over to the wrapper."""
+    """Read the flags, decide what is to be done, and call the wrapper."""
     if not command:
         raise UsageError("nothing to start; give a command: elaunch wrap -- python train.py")
     read: dict[str, Any] = {}

@@ -1,23 +1,18 @@
 """Settings of a job: read from everywhere, checked once, passed whole.
 
-``resolve`` goes from the words of the command line, the variables and the job file to
+``resolve`` goes from the texts of the command line, the variables and the job file to
 ``Settings`` or to one ``UsageError``, before anything is started:
 
 ==================  ==========================================================================
-flags.py            the one table of flags, with meetingflags.py; flag.py: ``Flag``; variables.py
-values.py           text → value, one function per kind of value
-given.py            a text with its source; the one form of an error
-jobfile.py          the YAML file, as texts with their lines
-answers.py          which source decides each flag
-checkpointplace.py  where checkpoints are, which are kept; with checkpointflags.py, amounts.py
-topology.py         what the rendezvous flags come to on one node; which hosts are this machine
-meetingplace.py     whether several nodes meet, where, and who hosts; with endpoints.py
-rendezvous.py       ``RendezvousSettings``; with rdzvconf.py, etcdaccess.py, secretfiles.py
-address.py          the address that this node gives to the others
-facts.py            what must be the same on all nodes
-entrypoint.py       what is started
-validate.py         what the machine has to say; with modules.py and ports.py
-notices.py          what was given and has no effect
+flags               the one table of flags, their values, and which source decides each
+jobfile.py          the YAML file, as texts with their lines; with hparams.py
+meeting             where the agents of a job meet: ``RendezvousSettings``; this node's address
+checkpoint.py       where checkpoints are, which are kept
+facts.py            the facts that must be equal on all nodes
+entrypoint.py       the command to start
+validate.py         checks against the machine; with modules.py, paths.py and gpus.py
+moments.py          ``--preempt-at``
+notices.py          flags that have no effect
 settings.py         ``Settings`` and ``resolve``
 ==================  ==========================================================================
 

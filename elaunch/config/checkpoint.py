@@ -1,9 +1,9 @@
-"""What the checkpoint flags come to: the directory or URL, the rule of what is kept, remarks.
+"""The values of the checkpoint flags: the directory or URL, the rule of what is kept, remarks.
 
 ==========================  ========================================================================
 ``--checkpoint-dir``        is
 ==========================  ========================================================================
-a path                      an absolute ``Path``; whoever writes first makes it
+a path                      an absolute ``Path``; the first writer makes it
 ``file://``, ``local://``   the same: a path
 any other ``scheme://``     text, for fsspec; no patterns, no ``--checkpoint-local``
 ==========================  ========================================================================
@@ -89,7 +89,7 @@ def keep(answers: Answers) -> Keep:
 
 
 def remarks(answers: Answers, nodes: int) -> Iterator[str]:
-    """Yield what was given and has no effect, or another one than it seems.
+    """Yield remarks on flags that have no effect, or another one than it seems.
 
     Args:
         answers: what was given.
@@ -127,7 +127,7 @@ def _directory(answers: Answers, path: Path) -> Path:
 
 
 def _only_paths(answers: Answers, glob: str | None) -> None:
-    """Refuse with a URL what works on directories only."""
+    """Refuse, with a URL, flags that work on directories only."""
     if glob:
         raise answers.fault(
             "checkpoint-glob",
@@ -143,7 +143,7 @@ def _only_paths(answers: Answers, glob: str | None) -> None:
 
 
 def _needless(answers: Answers, args: tuple[str, ...]) -> None:
-    """Refuse what has no meaning without a checkpoint directory."""
+    """Refuse flags that have no meaning without a checkpoint directory."""
     for flag in ("checkpoint-glob", "require-resume", "checkpoint-local"):
         if answers[flag]:
             local = flag == "checkpoint-local"

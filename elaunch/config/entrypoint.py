@@ -1,4 +1,4 @@
-"""What is started: a script, a module or a program, from the command line or the job file.
+"""The command to start: a script, a module or a program, by the command line or the job file.
 
 The command line's words win over the file's ``entrypoint`` as a whole. In a file the entry point
 is written as it would be typed: ``train.py --lr 0.1``, ``-m pkg.train``, ``python train.py``,

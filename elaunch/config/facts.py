@@ -1,4 +1,4 @@
-"""What must be the same on every node of a job, as short texts that the coordinator compares.
+"""The facts that must be equal on every node of a job: short texts that the coordinator compares.
 
 ==============================  ====================================================================
 fact                            is
@@ -42,7 +42,7 @@ _OF_ONE_NODE = re.compile(
 
 
 def facts(settings: Settings, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what must be equal on all nodes, name → short text, less than 2 KB in all.
+    """Return the facts of this node, name → short text, less than 2 KB in all.
 
     Args:
         settings: the job's settings on this node.
@@ -66,7 +66,7 @@ def digest(content: bytes) -> str:
 
 
 def short(text: str) -> str:
-    """Return a text that is no longer than TEXT_LIMIT, told apart by a digest where it is cut."""
+    """Return a text that is no longer than TEXT_LIMIT; a digest makes a cut one unique."""
     if len(text) <= TEXT_LIMIT:
         return text
     mark = f"… ({digest(text.encode('utf-8', 'surrogateescape'))})"

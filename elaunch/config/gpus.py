@@ -1,8 +1,7 @@
 """How many NVIDIA GPUs a job would see, without torch: for remarks and errors before the start.
 
 The driver's own list, or the device files where a container hides it; then CUDA_VISIBLE_DEVICES.
-What is counted for ``--nproc-per-node gpu`` is torch's answer, in a process of its own
-(elaunch.server.devices), not this one.
+``--nproc-per-node gpu`` counts by torch instead, in a process of its own (elaunch.server.devices).
 """
 
 from __future__ import annotations

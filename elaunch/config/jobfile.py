@@ -14,7 +14,7 @@ searcher: {name: single, ...}          run once (Determined's); any other search
 =====================================  =========================================================
 
 Nothing is converted here: every value stays text with its line, so that the one conversion of
-``given.convert`` says where a wrong one stands. An unknown key is an error.
+``given.convert`` names the line of a wrong one. An unknown key is an error.
 """
 
 from __future__ import annotations

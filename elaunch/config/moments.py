@@ -6,7 +6,7 @@ text                            moment
 ``+90s`` ``+30m`` ``+3h``       so long after the start of this agent
 ``2026-11-21T18:00``            a local time, or with an offset (``+01:00``, ``Z``)
 ``slurm`` ``slurm-5m``          2 minutes, or so long, before the end of the Slurm job, as
-                                SLURM_JOB_END_TIME says (seconds since the epoch)
+                                SLURM_JOB_END_TIME gives it (seconds since the epoch)
 ==============================  ==================================================================
 """
 

@@ -1,4 +1,4 @@
-"""What the user gave and what has no effect: one line each, so that nothing is silently ignored.
+"""Notices of flags that have no effect: one line each, so that nothing is silently ignored.
 
 Only what stands on the command line or in the job file is remarked on; a variable that a cluster
 sets for every job is not. Remarks that cost the user nothing appear with ``LOGLEVEL=INFO``.
@@ -42,7 +42,7 @@ def _start(answers: Answers, command: Command) -> Iterator[str]:
 
 
 def _logs(answers: Answers) -> Iterator[str]:
-    # The agent says the same of --redirects and the filters, for the ranks that it starts.
+    # The agent logs the same about --redirects and the filters, for the ranks that it starts.
     if answers["log-dir"] == NO_FILES and answers["tee"] and answers.said("tee"):
         yield f"--tee writes to the console only with --log-dir {NO_FILES}"
     if answers.said("restart-budget") and not answers["max-restarts"]:

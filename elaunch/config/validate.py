@@ -1,8 +1,8 @@
-"""What the machine has to say about the settings, before anything is started.
+"""Checks of the settings against the machine, before anything is started.
 
-Every function here looks at one part of the settings and raises ``UsageError`` with the flag, the
-value, the reason and the fix; or returns, perhaps with notices. What only a process that has
-imported torch can know (how many GPUs there are) is left to the agent.
+Every function here checks one part of the settings and raises ``UsageError`` with the flag, the
+value, the reason and the fix; or returns, perhaps with notices. Checks that need torch (how many
+GPUs there are) are left to the agent.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ def preempt_signals(
 ) -> tuple[signal.Signals, ...]:
     """Return the signals at which the workers are asked to save and to end.
 
-    What ends the job or is passed on (``others``) does not do this by default, too.
+    By default these are none of ``others``, which end the job or are passed on.
     """
     wanted: tuple[signal.Signals, ...] = answers["preempt-signals"]
     both = [each for each in wanted if each in others]

@@ -1,8 +1,8 @@
-"""Which launcher has started this process, and what it says of rank and size.
+"""The launcher that has started this process, and the rank and size that it gives.
 
-``table`` knows the variables of torchrun, mpirun, srun and others; ``meetingpoint`` is where ranks
-meet whose launcher hosts no store; ``ranks`` checks the six numbers
-of a rank and derives those that follow.
+``table`` holds the variables of torchrun, mpirun, srun and others; ``meetingpoint`` is where ranks
+meet whose launcher hosts no store; ``ranks`` checks the six numbers of a rank and derives those
+that follow.
 """
 
 __all__ = ["meetingpoint", "ranks", "table"]

@@ -1,4 +1,4 @@
-"""Where the ranks of a job meet that a launcher without a store has started: address and port."""
+"""The address and port at which ranks meet whose launcher hosts no store."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def meeting_point(
 ) -> tuple[str, int] | None:
     """Return the address and the port at which rank 0 hosts the store; None for one rank.
 
-    Raises PlacementError that names what has to be given where nothing says it.
+    Raises PlacementError that names what has to be given where nothing gives it.
     """
     if numbers.size == 1:
         return None

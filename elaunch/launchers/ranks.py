@@ -117,14 +117,14 @@ def _needed(environ: Mapping[str, str], names: tuple[str, ...]) -> int:
 def launcher_numbers(
     names: LauncherNames, environ: Mapping[str, str], rank: int | None = None
 ) -> Numbers:
-    """Return the numbers that a launcher of the table set; what it does not say is derived.
+    """Return the numbers that a launcher of the table set; what it does not set is derived.
 
     Args:
         names: the launcher.
         environ: what it set.
         rank: the rank where it is known from elsewhere.
 
-    Raises PlacementError that names the variable to give where nothing says it for certain.
+    Raises PlacementError that names the variable to give where nothing gives it for certain.
     """
     rank = number(environ, names.rank) if rank is None else rank
     size = _known(environ, names, "size", "WORLD_SIZE")

@@ -1,8 +1,8 @@
-"""What launchers other than elaunch tell a process about its place, in one table.
+"""The variables by which launchers other than elaunch give a process its place, in one table.
 
 A process belongs to the first launcher of the table whose rank variable and mark it has. The order
 matters: mpirun inside a Slurm job leaves Slurm's variables in place, and they are then those of
-mpirun's own step; ``srun --mpi=pmi2`` sets ``PMI_RANK`` beside its own, which say more.
+mpirun's own step; ``srun --mpi=pmi2`` sets ``PMI_RANK`` beside its own, which hold more.
 
 ==========  =======================  =====================  ====================  =================
 launcher    rank                     size                   local rank, size      node rank, nodes
@@ -42,10 +42,10 @@ MOST_HOSTS: Final = 100_000
 
 @dataclass(frozen=True)
 class LauncherNames:
-    """Where one launcher says what; of several names the first that is set counts.
+    """The variables of one launcher; of several names the first that is set counts.
 
-    ``mark`` has to be set, too. ``job`` are the variables that tell one job from another and
-    ``secret`` is a random value that only the job's processes are told.
+    ``mark`` has to be set, too. ``job`` are the variables that distinguish one job from another
+    and ``secret`` is a random value that only the job's processes receive.
     """
 
     title: str
@@ -177,7 +177,7 @@ def number(environ: Mapping[str, str], names: tuple[str, ...]) -> int | None:
 
 
 def job_name(names: LauncherNames, environ: Mapping[str, str]) -> str:
-    """Return what tells this job from others on the same machines; empty where nothing does."""
+    """Return what distinguishes this job from others on the same machines; may be empty."""
     if names.family == "slurm":
         job = environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID", "")
         return f"slurm-{job}.{environ.get('SLURM_STEP_ID', '0')}" if job else ""
@@ -187,12 +187,12 @@ def job_name(names: LauncherNames, environ: Mapping[str, str]) -> str:
 
 
 def derived_port(job: str) -> int:
-    """Return a port that all ranks of a job find without talking; 20000 to 29999."""
+    """Return a port that all ranks of a job find without a message; 20000 to 29999."""
     return FIRST_PORT + zlib.crc32(job.encode("utf-8", "surrogateescape")) % PORTS
 
 
 def slurm_hosts(environ: Mapping[str, str]) -> list[str]:
-    """Return the hosts of this Slurm step in the order of its nodes; empty if it does not say.
+    """Return the hosts of this Slurm step in the order of its nodes; empty if unknown.
 
     Raises PlacementError for a list that cannot be read.
     """

@@ -9,7 +9,7 @@ from elaunch import shown
 
 _DAY_S: Final = 86_400
 LONGEST_S: Final = 1e12
-"""Seconds that are a length of time; whatever says more does not know."""
+"""Seconds of the longest length of time; more means that it is unknown."""
 
 
 def duration(seconds: float) -> str:

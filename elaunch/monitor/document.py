@@ -49,7 +49,7 @@ def list_document(standings: Sequence[Standing]) -> list[dict[str, Any]]:
 
 
 def job_document(view: JobView) -> dict[str, Any]:
-    """Return a whole job as its store tells it; of an unreadable one the plan's fields are null."""
+    """Return a whole job as its store has it; of an unreadable one the plan's fields are null."""
     plan = view.plan
     return {
         "schema": JOB_SCHEMA,

@@ -11,7 +11,7 @@ SHOWN_MESSAGE_LINES: Final = 5
 
 
 def failure_lines(failure: Mapping[str, Any]) -> Iterator[str]:
-    """Yield who failed and what it said; of a hang, where the workers were."""
+    """Yield which worker failed and its report; of a hang, where the workers were."""
     # The report has a schema of its own: what is missing in it is left out here.
     if failure.get("hang"):
         yield from _hang(failure["hang"])

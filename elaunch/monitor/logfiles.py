@@ -23,7 +23,7 @@ CHUNK: Final = 1 << 20
 
 @dataclass(frozen=True)
 class Choice:
-    """What is to be shown; None for all ranks, all rounds."""
+    """What to show; None for all ranks, all rounds."""
 
     rank: int | None
     round: int | None

@@ -107,7 +107,7 @@ def run_page(view: RunView) -> Page:
 
 
 def list_page(standings: Sequence[Standing], everything: bool) -> Page:
-    """Return the page of several runs; ``everything`` says that none was left out."""
+    """Return the page of several runs; with ``everything`` none was left out."""
     if not standings:
         if everything:
             return (Paragraph(("No run is recorded.",)),)
@@ -167,7 +167,7 @@ def _title(standing: Standing, record: Record) -> Title:
 
 
 def _cause(view: RunView) -> Iterator[str]:
-    """Yield why the run is in its state; of a failure also what the failed worker said."""
+    """Yield why the run is in its state; of a failure also the failed worker's report."""
     if view.standing.reason:
         yield clean(view.standing.reason)
     failure = view.record["failure"]
@@ -286,7 +286,7 @@ def _workers(workers: Sequence[WorkerView], progress: Mapping[int, WorkerProgres
     )
     ordered = sorted(workers, key=lambda worker: worker.record["rank"])
     rows = [_worker_row(worker, progress.get(worker.record["rank"])) for worker in ordered]
-    # A column in which nobody has a value is left out: no usage after the end, no exit before it.
+    # A column without any value is left out: no usage after the end, no exit before it.
     shown = [i for i in range(len(columns)) if i < 4 or any(r[i].text != NOTHING for r in rows)]
     return Table(
         tuple(columns[i] for i in shown), tuple(tuple(row[i] for i in shown) for row in rows)

@@ -12,7 +12,7 @@ BY: Final[Mapping[str, str]] = {"script": "by the script"}
 
 
 def facts(record: Record, live: bool) -> Iterator[tuple[str, str]]:
-    """Yield names and values: how far, by which source, the script's own words, the limit."""
+    """Yield names and values: how far, by which source, the script's own status, the limit."""
     progress = record.get("progress")
     if progress is None:
         return

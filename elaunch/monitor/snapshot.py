@@ -56,7 +56,7 @@ class RunView:
 
 
 def take(run: RunDir, before: Mapping[int, Measurement] | None = None) -> RunView:
-    """Read the run now; raise RunDirError when neither agent nor file tells anything.
+    """Read the run now; raise RunDirError when neither its agent nor a file can be read.
 
     ``before`` are the measurements of the last reading; without them the CPU is sampled for 0.1 s.
     """
@@ -120,7 +120,7 @@ def _first_measurement(pids: Collection[int]) -> Mapping[int, Measurement]:
 def _latest_checkpoint(record: Record, now: float) -> tuple[LatestCheckpoint | None, str | None]:
     """Return the newest complete checkpoint, and what was passed over or went wrong.
 
-    It costs little, however large the checkpoint is: who waits for a look also waits for the disk.
+    It costs little, however large the checkpoint is: a person waits for the result.
     """
     if record["checkpoint_dir"] is None:
         return None, None

@@ -1,7 +1,7 @@
-"""How a run stands: what its agent says, or what it left, and whether it still lives.
+"""How a run stands: what its agent reports, or what it left, and whether it still lives.
 
-The agent is asked first. Where it does not answer, ``state.json`` is the last word, and the
-agent's process decides how to read it:
+The agent is asked first. Where it does not answer, ``state.json`` is read, and the state of the
+agent's process decides how to take it:
 
 ===========  ===================================================================================
 agent        meaning
@@ -45,7 +45,7 @@ AgentState = Literal["answers", "silent", "stopped", "gone", "elsewhere", "runs"
 class Standing:
     """How a run stands: its record, and the state and reason after its agent was looked at.
 
-    ``record`` is None where none can be read; then the state is UNREADABLE and the reason says why.
+    ``record`` is None where none can be read; then the state is UNREADABLE, and the reason is why.
     """
 
     run: RunDir
@@ -96,7 +96,7 @@ def read_standing(run: RunDir, timeout: float = ANSWER_TIMEOUT_S) -> Standing:
     deadline = time.monotonic() + timeout
     while True:
         standing = _look(run, max(deadline - time.monotonic(), RETRY_S))
-        # A living agent that nobody reaches may be between its last record and its end, or
+        # A living agent that cannot be reached may be between its last record and its end, or
         # between its first record and its socket: look again.
         if standing.agent != "silent" or time.monotonic() + RETRY_S > deadline:
             return standing
@@ -120,7 +120,7 @@ def _look(run: RunDir, timeout: float) -> Standing:
 
 
 def _written(run: RunDir) -> Standing:
-    """Return the standing that state.json tells, before the agent is looked at."""
+    """Return the standing in state.json, before the agent is looked at."""
     try:
         record = run.read_state()
     except RunDirError as exc:
@@ -129,7 +129,7 @@ def _written(run: RunDir) -> Standing:
 
 
 def _unanswered(run: RunDir, refused: bool) -> Standing:
-    """Return the standing of a run whose agent did not answer; ``refused``: nobody listens."""
+    """Return the standing of a run whose agent did not answer; ``refused``: none listens."""
     written = _written(run)
     record = written.record
     if record is None or written.agent == "ended":
@@ -165,7 +165,7 @@ def living(workers: Iterable[WorkerRecord]) -> tuple[WorkerRecord, ...]:
 
 
 def lost_reason(record: Record, survivors: Sequence[WorkerRecord], rebooted: bool = False) -> str:
-    """Say why a run is LOST and which of its workers are still there."""
+    """Return why a run is LOST and which of its workers are still there."""
     pid = record["agent"]["pid"]
     if "launcher" in record:
         how = "when the machine was restarted" if rebooted else "without closing its context"

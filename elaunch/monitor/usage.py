@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     import psutil
 
-# The system counts CPU time in ticks of 10 ms: a shorter time would tell little.
+# The system counts CPU time in ticks of 10 ms: a shorter time would show little.
 SAMPLE_S: Final = 0.1
 
 

@@ -69,7 +69,7 @@ def watch(
 ) -> Iterator[WatchReading]:
     """Yield a reading every ``interval`` seconds; the last is the first that is not live.
 
-    ``wait`` gets the interval and may return earlier, when it knows of news.
+    ``wait`` gets the interval and may return earlier, when there is news.
     """
     reading = read(None)
     yield reading

@@ -1,4 +1,4 @@
-"""The coordinator: what the one agent that holds the lead does, for as long as it holds it. ::
+"""The coordinator: what the one agent that leads does, for as long as it leads. ::
 
 store.changes ──thread──┐
 world.search ──thread───┼──► one queue ──► CoordinatorState ──► store.publish
@@ -19,7 +19,7 @@ from elaunch.rendezvous.plan import Plan
 from elaunch.store.protocol import Change, Store
 
 CHANGES_SLICE = 2.0
-"""Seconds of one wait for changes; bounds how long a coordinator that has lost the lead goes on."""
+"""Seconds of one wait for changes; bounds how long a coordinator goes on without leadership."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class _Stopped:
 
 @dataclass(frozen=True)
 class _Written:
-    """Somebody else seems to have written to the board."""
+    """Another process seems to have written a plan."""
 
 
 class Coordinator:
@@ -49,9 +49,9 @@ class Coordinator:
         settled: Callable[[CoordinatorState], None],
         published: Callable[[StoreError | None], None],
     ) -> None:
-        """``settled`` is called whenever all that was heard so far has been decided upon.
+        """``settled`` is called whenever all that was received so far has been decided upon.
 
-        ``published`` is called with how each try to publish went: None, or what the store did.
+        ``published`` is called with the result of each try to publish: None, or the store's error.
         """
         self._store = store
         self._state = state
@@ -65,12 +65,12 @@ class Coordinator:
         self._ended = threading.Event()
 
     def run(self, opened: float, known: Plan | None = None) -> str:
-        """Coordinate until the lead is lost, and return why; the store was ``opened`` then.
+        """Coordinate until leadership is lost, and return why; the store was ``opened`` then.
 
         ``known`` is the newest plan that this agent has read.
 
         Raises:
-            StoreError: the board cannot be read, or its plan cannot.
+            StoreError: the store cannot be read, or its plan cannot.
         """
         self._state.begin(self._store.latest(), self._clock(), opened, known)
         reader = threading.Thread(target=self._read_changes, name="roster", daemon=True)
@@ -86,7 +86,7 @@ class Coordinator:
         self._queue.put(_Stopped("this agent leaves"))
 
     def look_again(self) -> None:
-        """Have the board read, to which somebody else seems to have written; from any thread."""
+        """Have the plan read, which another process seems to have written; from any thread."""
         self._queue.put(_Written())
 
     def _loop(self) -> str:

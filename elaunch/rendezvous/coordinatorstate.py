@@ -1,11 +1,11 @@
 """What the coordinator knows and what follows from it; no method blocks.
 
-Changes of the roster go in, steps come out: a post, a look at the board, a search for a checkpoint,
-a wait. No thread, no clock, no store, so that a simulation can drive it; for real that is
-elaunch.rendezvous.coordinator.
+Changes of the members go in, steps come out: a plan to publish, a look at the published one, a
+search for a checkpoint, a wait. It has no thread, no clock and no store, so that a simulation can
+drive it; elaunch.rendezvous.coordinator drives it for real.
 
-An answer to a post that is lost leaves open whether it was posted. Then the board is read again and
-believed: whatever stands there is the plan, and what follows from it is decided anew.
+A lost answer leaves open whether a plan was published. Then the published plan is read again and
+believed: what follows from it is decided anew.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from elaunch.rendezvous.plan import NodeStatus, Plan
 from elaunch.store.protocol import Change, Post
 
 REFUSALS_TOLD = 5
-"""Agents whose refused records are told one by one."""
+"""Agents whose refused records are logged one by one."""
 RETRY = 0.2
-"""Seconds before the board is read again after it could not be."""
+"""Seconds before the plan is read again after it could not be."""
 
 log = logging.getLogger("elaunch")
 
 
 @dataclass(frozen=True)
 class Coming:
-    """A plan on its way to the board, as bytes."""
+    """A plan on its way to the store, as bytes."""
 
     version: int
     value: bytes
@@ -50,14 +50,14 @@ class Coming:
 
 @dataclass(frozen=True)
 class Reread:
-    """Read the board: it is not known what has become of a post."""
+    """Read the plan: it is not known what has become of a post."""
 
 
 class CoordinatorState:
     """What a coordinator knows and what follows from it; no method blocks.
 
-    ``old_job`` is the job word of a plan that was over before this agent joined: another job has
-    this run id now. ``make_job`` makes the word of that one, ``jitter`` draws from 0.5 to 1.
+    ``old_job`` is the incarnation id in a plan that was over before this agent joined: another job
+    has this run id now. ``make_job`` makes the id of that one, ``jitter`` draws from 0.5 to 1.
     """
 
     def __init__(
@@ -93,12 +93,12 @@ class CoordinatorState:
 
     @property
     def plan(self) -> Plan:
-        """The plan as this coordinator last saw it on the board, or the empty one."""
+        """The plan as this coordinator last saw it in the store, or the empty one."""
         return self._plan
 
     @property
     def others(self) -> int:
-        """How many other agents are on the roster."""
+        """How many other agents are members."""
         return len(self._present) - (self.me in self._present)
 
     def heard_itself(self, seq: int) -> bool:
@@ -109,9 +109,9 @@ class CoordinatorState:
     def begin(
         self, post: Post | None, now: float, opened: float = 0.0, known: Plan | None = None
     ) -> None:
-        """Take over from the board as it is, in a store that was ``opened`` then.
+        """Take over from the plan as it is, in a store that was ``opened`` then.
 
-        ``known`` is the newest plan that this agent has read, for a board that cannot be.
+        ``known`` is the newest plan that this agent has read, where the store's cannot be read.
 
         Raises:
             RecordError: it has read none, and the store is not its own: it must not lead.
@@ -127,7 +127,7 @@ class CoordinatorState:
         except records.RecordError as exc:
             if known is None and not self._rules.hosted_by_me:
                 raise
-            # Written by who cannot sign: others have heard what we have, or nothing in a new store.
+            # Its writer cannot sign: others have read what we have, or nothing in a new store.
             log.warning("%s", exc)
             new = Plan(self._draw()[0], reason="the job begins")
             self._adopt(known or new, post.version, now)
@@ -144,7 +144,7 @@ class CoordinatorState:
         self._view = replace(self._view, unannounced=True)
 
     def on_changes(self, changes: Sequence[Change], now: float) -> None:
-        """Write changes of the roster into the view; the first ones are the whole roster."""
+        """Write changes of the members into the view; the first ones are all members."""
         for change in changes:
             if change.name in self._ignored:
                 continue
@@ -162,7 +162,7 @@ class CoordinatorState:
             self._note_absent(now)
 
     def _refuse(self, name: str, problem: records.RecordError) -> None:
-        """Say so once for each of the first names, and then that there are ten times as many."""
+        """Log it once for each of the first names, then whenever there are ten times as many."""
         if name in self._refused:
             return
         self._refused.add(name)
@@ -176,7 +176,7 @@ class CoordinatorState:
             )
 
     def on_found(self, found: SearchResult) -> None:
-        """Take what the search for a checkpoint brought."""
+        """Take the result of the search for a checkpoint."""
         self._view = replace(self._view, found=found, searching=False)
 
     def step(self, now: float) -> tuple[Coming | Reread | Search | Wait, str]:
@@ -206,21 +206,21 @@ class CoordinatorState:
         self._reread_at = now if self._refusal else now + RETRY
 
     def look_again(self) -> None:
-        """Take that somebody else seems to have written to the board."""
+        """Take that another process seems to have written a plan."""
         self._again = self._doubt is None
 
     def on_no_board(self, now: float) -> None:
-        """Take that the board could not be read."""
+        """Take that the plan could not be read."""
         self._reread_at = now + RETRY
 
     def on_board(self, post: Post | None, now: float) -> None:
-        """Take the board as it is after a post of ours may have failed, and believe it."""
+        """Take the plan as it is after a post of ours may have failed, and believe it."""
         coming, self._doubt, self._again = self._doubt, None, False
         version = 0 if post is None else post.version
         if self._refusal and coming is not None and version == coming.version - 1:
             self.ended = "the lead is lost"
         elif post is None or version < self._version:
-            self._version = version  # the board was cleared or lost: begin to count anew
+            self._version = version  # the plan was cleared or lost: begin to count anew
         elif version > self._version:
             self._take(post, now)
 
@@ -228,7 +228,7 @@ class CoordinatorState:
         try:
             plan = self._decoded(post, "another coordinator")
         except records.RecordError as exc:
-            # Written by who cannot sign, perhaps over ours: it is posted again, above that.
+            # Its writer cannot sign, and ours may be overwritten: it is posted again, above that.
             log.debug("%s", exc)
             self._version = post.version
             self._view = replace(self._view, unannounced=True)
@@ -285,7 +285,7 @@ class CoordinatorState:
 
     def _on_record(self, name: str, record: NodeStatus, now: float) -> None:
         if record.seen is not None and record.seen["job"] == self._superseded:
-            return  # it was cut off while its job ended, and will hear so
+            return  # it was cut off while its job ended, and will read so
         self._note_seen(record)
         old = self._present.get(name)
         failed_at = None

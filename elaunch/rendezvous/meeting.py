@@ -1,15 +1,15 @@
-"""What an agent uses of the rendezvous: join, say how it is, hear plans, leave.
+"""What an agent uses of the rendezvous: join, publish its status, read plans, leave.
 
 =============  ====================================================================================
 thread         its one blocking call
 =============  ====================================================================================
-entry          enrol, update, renew, withdraw: what elaunch.rendezvous.member says comes next
+entry          enrol, update, renew, withdraw: what elaunch.rendezvous.member asks for next
 follower       ``store.follow``: the newest plan
 coordinator    ``store.await_lead``, and then elaunch.rendezvous.coordinator for as long as it leads
 =============  ====================================================================================
 
-They post news (elaunch.rendezvous.news) and change nothing of the agent's. ``tell`` never blocks;
-``leave`` does for a bounded time.
+The threads post news (elaunch.rendezvous.news) and change nothing of the agent's. ``tell`` never
+blocks; ``leave`` does for a bounded time.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from elaunch.rendezvous.tasks import Effect, Fence, Idle, Open, Task
 from elaunch.store.protocol import Post, Store
 
 SLICE = 5.0
-"""Seconds of one wait for a plan or the lead."""
+"""Seconds of one wait for a plan or for leadership."""
 PAUSE = 0.2
 JOIN = 0.5
 """Seconds for the threads to end."""
 LINGER = 3.0
-"""Seconds that the agent which hosts the store stays so that the others hear the end."""
+"""Seconds that the agent which hosts the store stays so that the others read the end."""
 
 log = logging.getLogger("elaunch")
 
@@ -96,7 +96,7 @@ class Meeting:
 
     @property
     def name(self) -> str:
-        """Our own name on the roster; "" while we are not on it."""
+        """Our own name among the members; "" while we are not one."""
         return self._member.name
 
     def start(self, record: NodeStatus) -> None:
@@ -114,15 +114,15 @@ class Meeting:
             thread.start()
 
     def tell(self, record: NodeStatus) -> None:
-        """Have ``record`` be our entry as soon as the store takes it; the newest one wins."""
+        """Make ``record`` our entry as soon as the store takes it; the newest one wins."""
         with self._changed:
             self._member.tell(record)
             self._changed.notify_all()
 
     def leave(self, timeout: float) -> None:
-        """Take our entry off the roster and let go of the store, in ``timeout`` seconds at most.
+        """Remove our entry and let go of the store, in ``timeout`` seconds at most.
 
-        The agent that hosts the store waits LINGER seconds for others to hear that the job is over;
+        The agent that hosts the store waits LINGER seconds for others to read that the job is over;
         where no agent stays, the last one waits until it leads and has ended the job.
         """
         until = time.monotonic() + timeout
@@ -160,7 +160,7 @@ class Meeting:
         """Return the newest plan that the store has now; any thread may ask.
 
         It is as slow as the store, whose calls have deadlines. Raises StoreError, also for an agent
-        that is not on the roster at present, and RecordError.
+        that is no member at present, and RecordError.
         """
         with self._changed:
             store = self._store if self._member.name and not self._closed else None
@@ -177,7 +177,7 @@ class Meeting:
         self._changed.wait_for(ready, max(0.0, until - time.monotonic()))
 
     def _has_decided(self) -> bool:
-        """Whether this agent, if it leads, has acted on its own last word."""
+        """Whether this agent, if it leads, has decided upon its own last record."""
         if self._coordinator is None or not self._member.name:
             return True
         return self._decided is not None and self._decided.heard_itself(self._member.told)
@@ -274,7 +274,7 @@ class Meeting:
                 self._world.post(effect)
 
     def _seated(self) -> tuple[Store, str] | None:
-        """Wait until we are on the roster; None when this meeting is closed."""
+        """Wait until we are a member; None when this meeting is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or (self._store and self._member.name))
             if self._closed or self._store is None:
@@ -306,7 +306,7 @@ class Meeting:
         if post is None and member.refused is not None:
             post = store.latest()  # the same version may have been written again
         if post is None and member.old_job is not None and member.plan is None:
-            post = store.latest()  # the board of the job before may have been removed
+            post = store.latest()  # the plan of the job before may have been removed
             member.after = 0 if post is None else member.after
         return post
 
@@ -401,5 +401,5 @@ def member_call(store: Store, task: Task, ttl: float) -> None:
 
 
 def draw_job_and_jitter() -> tuple[str, float]:
-    """Return a new job word, and which part of a backoff to wait."""
+    """Return a new incarnation id, and which part of a backoff to wait."""
     return os.urandom(16).hex(), random.uniform(0.5, 1.0)

@@ -1,8 +1,8 @@
 """One agent's place in its job: when to write, when to renew, when it counts as cut off.
 
-MemberState decides and never blocks: ``next`` says which one call to the store comes now, ``done``
-takes how it went, ``heard`` takes a post of the board. No thread and no clock, so that a simulation
-can drive it; elaunch.rendezvous.meeting drives it for real. ::
+MemberState decides and never blocks: ``next`` returns the one call to the store that comes now,
+``done`` takes its result, ``heard`` takes a post. It has no thread and no clock, so that a
+simulation can drive it; elaunch.rendezvous.meeting drives it for real. ::
 
     Open ──► Enrol ──► Renew, Update … ──► Withdraw
               ▲            │ the entry is gone, or could be: CutOff
@@ -18,7 +18,7 @@ seen of the job (``NodeStatus.seen``); the new host's first round waits for thos
 (``opened_at``, elaunch.rendezvous.decide.members).
 
 Where etcd is there and gets nothing done, it may be about to elect a leader, or it may have one
-that answers others. Then the workers are kept stopped for another ttl: who is stopped writes
+that answers others. Then the workers are kept stopped for another ttl: a stopped worker writes
 nothing, and goes on if the next renewal shows that our entry has lived all the time.
 """
 
@@ -70,7 +70,7 @@ RENEWALS = 6
 """Renewals in the lifetime of an entry; the fence falls one of them before its end."""
 RETRY_FIRST, RETRY_MOST = 0.05, 0.25
 REFUSING = 5.0
-"""Seconds in which an agent has to find one plan that it can read: somebody may have written
+"""Seconds in which an agent has to find one plan that it can read: another process may have written
 others, which the coordinator's next one replaces."""
 
 log = logging.getLogger("elaunch")
@@ -88,15 +88,15 @@ class MemberState:
         self._make_name = make_name
         self._ttl = rules.heartbeat_timeout
         self.name = ""
-        """Our own name on the roster, "" while we are not on it."""
+        """Our own name among the members, "" while we are not one."""
         self.plan: Plan | None = None
         """The newest plan of this job."""
         self.old_job: str | None = None
         """The job that had this run id before and was over when we came."""
         self.after = 0
-        """Version of the newest post that was heard and is a plan."""
+        """Version of the newest post that was received and is a plan."""
         self.refused: Post | None = None
-        """The post that was refused last, if none was heard since."""
+        """The post that was refused last, if none was accepted since."""
         self._refusal = ""
         self._refused_at: float | None = None
         self.place = ""
@@ -126,13 +126,13 @@ class MemberState:
     # ── what the agent wants ─────────────────────────────────────────────────────────────────────
 
     def tell(self, record: NodeStatus) -> None:
-        """Have ``record`` be our entry."""
+        """Make ``record`` our entry."""
         self._moved = True
         self._seq += 1
         self._record = replace(records.fitting(record), seq=self._seq, seen=self._seen())
 
     def withdraw(self) -> None:
-        """Have our entry be taken off the roster, for good."""
+        """Have our entry removed for good."""
         self._withdrawing = True
 
     @property
@@ -142,12 +142,12 @@ class MemberState:
 
     @property
     def written(self) -> bool:
-        """Whether the newest record is on the roster."""
+        """Whether the newest record is in the store."""
         return bool(self.name) and self._written == self._seq
 
     @property
     def gone(self) -> bool:
-        """Whether nothing of ours is on the roster, as far as we know, and nothing will be."""
+        """Whether nothing of ours is in the store, as far as we know, and nothing will be."""
         return self._failed or (self._withdrawing and not self.name and not self._stale_entry)
 
     # ── what comes next ──────────────────────────────────────────────────────────────────────────
@@ -178,7 +178,7 @@ class MemberState:
         return Idle(min(self._renew_at, self._rewrite_at or self._renew_at))
 
     def done(self, task: Task, sent: float, now: float, problem: StoreError | None) -> list[Effect]:
-        """Take how ``task``, begun at ``sent``, went, and return what follows from it."""
+        """Take the result of ``task``, begun at ``sent``, and return what follows from it."""
         if isinstance(task, Open):
             self.opened_at = sent
         if problem is None:
@@ -200,7 +200,7 @@ class MemberState:
         return effects
 
     def opened(self, place: str, post: Post | None) -> None:
-        """Take what the board says in a store that was opened just now."""
+        """Take the newest post of a store that was opened just now."""
         self.place = place
         self._hosted = place.startswith("TCPStore")
         self._opened = True
@@ -213,11 +213,11 @@ class MemberState:
 
     @property
     def follows(self) -> int:
-        """The version of the board above which the next post is waited for."""
+        """The version above which the next post is waited for."""
         return self.after if self.refused is None else max(self.after, self.refused.version)
 
     def heard(self, post: Post) -> list[Effect]:
-        """Take a post of the board; what is refused counts as not heard."""
+        """Take a post; one that is refused counts as not received."""
         if post.version == self.after or post == self.refused:
             return []
         plan = self._plan_of(post)
@@ -243,7 +243,7 @@ class MemberState:
     # ── waiting for others ───────────────────────────────────────────────────────────────────────
 
     def look_due(self, now: float) -> bool:
-        """Return whether to read the board and the roster: this agent waits and receives nothing.
+        """Return whether to read the plan and the members: this agent waits and receives nothing.
 
         The answers are for :meth:`heard` and :meth:`looked`.
         """
@@ -255,7 +255,7 @@ class MemberState:
         return self._waiting.due(now)
 
     def looked(self, roster: Mapping[str, bytes], now: float) -> list[Effect]:
-        """Take the roster as it is, and return what follows for an agent that waits."""
+        """Take the members as they are, and return what follows for an agent that waits."""
         known = self._decoded(roster)
         if not self.look_due(now):
             return []
@@ -268,7 +268,7 @@ class MemberState:
         )
 
     def ends_the_job(self, roster: Mapping[str, bytes]) -> bool:
-        """Return whether this agent, which leaves, is to end the job before, by the roster."""
+        """Return whether this agent is to end the job before it leaves, by the members."""
         return bool(self.name) and is_last(self.plan, self.name, self._decoded(roster))
 
     def _decoded(self, roster: Mapping[str, bytes]) -> dict[str, NodeStatus]:
@@ -279,11 +279,11 @@ class MemberState:
         return known
 
     def note_problem(self, problem: StoreError, now: float) -> None:
-        """Keep what the store has refused, for the error of an agent that waits in vain."""
+        """Keep what the store refused, for the error of an agent that waits in vain."""
         self._problem, self._problem_at = str(problem), now
 
     def _plan_of(self, post: Post) -> Plan | None:
-        """Return a post's plan; None, and it is kept in mind, if it is refused."""
+        """Return a post's plan; None if it is refused, which ``refused`` then keeps."""
         try:
             plan = records.decode_plan(post.value, self.secret, "the coordinator", post.version)
         except records.RecordError as exc:
@@ -295,7 +295,7 @@ class MemberState:
         return plan
 
     def _is_refusing(self, now: float) -> bool:
-        """Whether no plan of this job could be read since a while: ours may be another secret."""
+        """Whether no plan of this job could be read for a while: our secret may be another one."""
         if self.refused is None or self.plan is not None:
             return False
         if self._refused_at is None:
@@ -303,7 +303,7 @@ class MemberState:
         return now - self._refused_at >= REFUSING
 
     def published(self, problem: StoreError | None, now: float) -> list[Effect]:
-        """Take how this agent, which coordinates, got on with publishing a plan."""
+        """Take whether this agent, which coordinates, could publish a plan."""
         if problem is None:
             return [*self._writes.done("plan")]
         self.note_problem(problem, now)
@@ -326,7 +326,7 @@ class MemberState:
             self.name, self._stale_entry = "", False
             return []
         if isinstance(task, Update):
-            # A write of before may be on its way still and come after this one: say it again.
+            # An earlier write may be on its way still and come after this one: write again.
             self._written = task.seq
             doubtful = now < self._rewrite_until
             self._rewrite_at = now + self._ttl / RENEWALS if doubtful else None
@@ -411,7 +411,7 @@ class MemberState:
         )
 
     def _cut(self, reason: str, stale: bool) -> list[Effect]:
-        """We are not on the roster any more, or cannot know; ``stale``: our entry may be there."""
+        """We are no member any more, or cannot know; ``stale``: our entry may be there."""
         self.name = ""
         self._stale_entry = stale
         self._retry_at = 0.0

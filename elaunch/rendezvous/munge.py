@@ -2,17 +2,17 @@
 
 Nothing in the environment of a Slurm step is secret, but each node of the cluster runs munged, and
 all of these have one key. ``make`` has munged encrypt a key of ours; the credential that it returns
-may lie where anybody reads it. ``read`` has munged decrypt it::
+may lie where any process reads it. ``read`` has munged decrypt it::
 
     MUNGE:<base64>:  →  {"elaunch": 1, "run_id": "job", "key": "<64 hex digits>"}
 
-munged decrypts it for processes of one user only, and says which user has made it. Both have to be
-the user of this process: a credential of another user is refused, whatever is in it.
+munged decrypts it for processes of one user only, and reports which user has made it. Both have to
+be the user of this process: a credential of another user is refused, whatever is in it.
 
 munged also reports that a credential has expired or was read on this node before. It has checked
 everything else by then (``STATUSES``). An agent that joins later, or is the second one on its node,
-reads the same credential, so neither is a reason to refuse it. A stranger who has copied the
-credential of an earlier job, and puts it into the store of this one, does not know its key either.
+reads the same credential, so neither is a reason to refuse it. An unauthenticated process that has
+copied the credential of an earlier job into the store of this one does not know its key either.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DEADLINE: Final = 5.0
 """Seconds for one call of munge or unmunge; munged answers in milliseconds."""
 KEY_BYTES: Final = 32
 STATUSES: Final = {0: "success", 15: "expired", 16: "rewound", 17: "replayed"}
-"""Those with which munged hands over a payload, having checked its maker and its reader. A rewound
+"""Those with which munged returns a payload, having checked its maker and its reader. A rewound
 credential was made in the future of this node's clock."""
 
 _CREDENTIAL = re.compile(rb"MUNGE:[A-Za-z0-9+/=]{1,8000}:")
@@ -38,7 +38,7 @@ _METADATA = re.compile(rb"^(\w+):\s+(?:.*\()?(\d+)\)?$", re.M)
 
 
 class MungeError(StoreError):
-    """MUNGE gives no key: says why."""
+    """MUNGE gives no key; the text is why."""
 
 
 def is_there() -> bool:
@@ -96,7 +96,7 @@ def _key(payload: bytes, run_id: str) -> bytes:
 
 
 def _ask(argv: list[str], told: bytes) -> tuple[bytes, str]:
-    """Return what a program says on stdout, and the first line of its stderr."""
+    """Return what a program writes to stdout, and the first line of its stderr."""
     # Its exit code goes to the agent's reaper, which waits for all children.
     try:
         done = subprocess.run(argv, input=told, capture_output=True, timeout=DEADLINE)

@@ -1,12 +1,12 @@
-"""What an agent hears of its rendezvous: frozen news, posted by the threads of its Meeting.
+"""What an agent receives of its rendezvous: frozen news, posted by the threads of its Meeting.
 
 =============  =====================================================================================
 news           meaning
 =============  =====================================================================================
-PlanSeen       the coordinator has decided something; ``name`` is ours on the roster at this moment
+PlanSeen       the coordinator has decided something; ``name`` is ours at this moment
 CutOff         the others have given us up, or may have: our workers are dead or must be at once
-Rejoined       we are on the roster again, under another name, as a newcomer
-StillWaiting   this agent waits for others for long; the reason says for whom
+Rejoined       we are a member again, under another name, as a newcomer
+StillWaiting   this agent waits for others for long; the reason names them
 StoreSilent    the store does not answer, or takes no writes; the workers go on while nobody can
                decide without us
 StoreBack      it does again, and nothing was lost
@@ -23,7 +23,7 @@ from elaunch.rendezvous.plan import Plan
 
 @dataclass(frozen=True)
 class PlanSeen:
-    """The newest plan; ``name`` is our own on the roster."""
+    """The newest plan; ``name`` is our own among the members."""
 
     plan: Plan
     name: str
@@ -38,14 +38,14 @@ class CutOff:
 
 @dataclass(frozen=True)
 class Rejoined:
-    """We are on the roster again, as ``name``."""
+    """We are a member again, as ``name``."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class StillWaiting:
-    """Nothing was heard for long: ``reason`` says what is waited for."""
+    """No plan was received for long: ``reason`` names what this agent waits for."""
 
     reason: str
 

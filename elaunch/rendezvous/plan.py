@@ -1,8 +1,8 @@
-"""The two records of a rendezvous: an agent's word on itself, and the coordinator's plan.
+"""The two records of a rendezvous: an agent's status, and the coordinator's plan.
 
-Each agent owns one record on the roster of the store and replaces it when something changes; the
-coordinator owns one plan on the board. Both say everything that matters at this moment, not what
-has changed: who comes late, or takes over as coordinator, has read everything with one look.
+Each agent owns one record in the store and replaces it when something changes; the coordinator owns
+the plan. Both hold everything that matters at this moment, not what has changed: an agent that
+comes late, or takes over as coordinator, has read everything with one look.
 
 States of an agent (``NodeStatus.state``), each of the round ``NodeStatus.round``::
 
@@ -11,7 +11,7 @@ States of an agent (``NodeStatus.state``), each of the round ``NodeStatus.round`
                                    └────── the next round ── ended ◄─ failed ◄┘ (ended from outside)
 
 ``failed``: a worker failed by itself, the others are being stopped. ``ended``: nothing of the round
-is left on this node. ``leaving``: the agent was told to go; it withdraws when its workers are gone.
+is left on this node. ``leaving``: the agent is to end; it withdraws when its workers are gone.
 
 Phases of a plan::
 
@@ -36,7 +36,7 @@ Preempted = Literal["", "stop", "resize"]
 
 @dataclass(frozen=True)
 class NodeStatus:
-    """What one agent says of itself.
+    """What one agent reports of itself.
 
     Attributes:
         host: the machine's name, for messages and for the order of newcomers.
@@ -56,11 +56,11 @@ class NodeStatus:
         listens: whether its workers can be asked to save and to end (should_preempt()).
         preempted: why its workers, which have ended with 0, are not done: the job was asked to end
             (``stop``) or its nodes change (``resize``); or "".
-        asks: why somebody asks on this node that the whole job end, to be continued; or "".
-        seen: what it last heard of the job (job, phase, round, restarts, without_progress, step),
+        asks: why a command asks on this node that the whole job end, to be continued; or "".
+        seen: what it last read of the job (job, phase, round, restarts, without_progress, step),
             so that a store that has lost its memory goes on where the job was; with ``lost``, if
-            this agent has found that etcd did lose it. The Meeting writes
-            it, and ``seq``, which counts what this agent has written.
+            this agent has found that etcd did lose it. The Meeting writes it, and ``seq``, which
+            counts what this agent has written.
         courier: the port on which other agents reach this one; 0: none.
         probe: the name of the file that it has written where all nodes should see it
             (elaunch.rendezvous.decide.sharing), or "".
@@ -92,7 +92,7 @@ class NodeStatus:
 class Node:
     """One node of a round; the node's rank is its place in ``Plan.nodes``.
 
-    ``courier`` is the port of its agent for the others', at ``addr``; 0: none.
+    ``courier`` is the port at ``addr`` on which its agent takes other agents' requests; 0: none.
     """
 
     name: str
@@ -105,11 +105,11 @@ class Node:
 
 @dataclass(frozen=True)
 class Plan:
-    """What the coordinator has decided; the newest post on the board.
+    """What the coordinator has decided and published last.
 
     Attributes:
-        job: a random word; another job with the same run id, later, has another. Agents know each
-            other by it where there is no --rdzv-secret-file, so it is long.
+        job: the incarnation id, random; a later job with the same run id has another. Agents know
+            each other by it where there is no --rdzv-secret-file, so it is long.
         round: the round that runs, or ran last; -1 before the first. It only grows.
         reason: why this phase began: a log line, a status text, what tests assert.
         cause: why a round ends; ``failure`` alone counts as a restart.
@@ -175,7 +175,7 @@ class WorkerFailure:
 
     ``rank`` is the worker's rank in the job, ``exitcode`` negative for a signal, ``text`` the
     cause as people read it (elaunch.agent.failure.report.render_cause), at most 4,000 characters;
-    ``summary`` is what happened in one line where the exit code does not tell: a hang.
+    ``summary`` is what happened in one line where the exit code does not show it: a hang.
     """
 
     rank: int

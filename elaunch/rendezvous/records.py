@@ -4,14 +4,14 @@
 
     [<hex HMAC-SHA256> \\n] {"elaunch": 1, "kind": "agent" | "plan", field: …}
 
-The signature is of the kind, of the place that the record is for (a plan's version on the board, an
-agent's name on the roster) and of the JSON, under a key of this run id alone (``key_of``). So what
-was signed once is of no use as another version, under another name or in another run; an agent's
-own older records are told by ``seq``.
+The signature is of the kind, of the place that the record is for (a plan's version, an agent's
+name) and of the JSON, under a key of this run id alone (``key_of``). So what was signed once is of
+no use as another version, under another name or in another run; an agent's own older records are
+known by ``seq``.
 
 Fields that have their default value are left out. A plan's nodes are columns, joined by commas: the
 plan of 4,096 nodes stays below 200 KB and is read in about two milliseconds, by each of 4,096
-agents. What is read may come from anyone who reaches the store, so nothing is believed: size,
+agents. Any process that reaches the store may have written a record, so all of it is checked: size,
 signature, version, each field's type and range, and no field that is not known. A record that fails
 is refused with its sender named; it can disturb, it cannot run anything.
 """
@@ -61,7 +61,7 @@ def key_of(secret: bytes | None, run_id: str) -> bytes | None:
 def encode(record: NodeStatus | Plan, secret: bytes | None, at: str | int) -> bytes:
     """Return a record as bytes for the store, signed if there is a ``secret``.
 
-    ``at`` is the agent's name on the roster, or the plan's version on the board.
+    ``at`` is the agent's name, or the plan's version.
 
     Raises:
         RecordError: no other agent could read it: a field does not fit, or it is too large.
@@ -92,7 +92,7 @@ def encode(record: NodeStatus | Plan, secret: bytes | None, at: str | int) -> by
 
 
 def fitting(record: NodeStatus) -> NodeStatus:
-    """Return the record with its free texts as they can be written, whatever they were made of."""
+    """Return the record with its free texts made fit to be written."""
     failure = record.failure
     if failure is not None and isinstance(failure.get("text"), str):
         failure = {**failure, "text": _text(failure["text"])}
@@ -125,7 +125,7 @@ def _signature(place: str, body: bytes, secret: bytes) -> bytes:
 
 
 def decode_agent(raw: bytes, secret: bytes | None, sender: str) -> NodeStatus:
-    """Return the record that ``sender`` has put on the roster.
+    """Return the record that ``sender`` has published of itself.
 
     Raises:
         RecordError: it is malformed, too large, of another version or not signed with ``secret``.
@@ -138,7 +138,7 @@ def decode_agent(raw: bytes, secret: bytes | None, sender: str) -> NodeStatus:
 
 
 def decode_plan(raw: bytes, secret: bytes | None, sender: str, version: int) -> Plan:
-    """Return the plan that ``sender`` has posted as ``version`` of the board.
+    """Return the plan that ``sender`` has published as ``version``.
 
     Raises:
         RecordError: as for :func:`decode_agent`.

@@ -9,12 +9,12 @@ from elaunch.rendezvous.news import News
 
 @dataclass(frozen=True)
 class Open:
-    """Open the store (anew), and read the board."""
+    """Open the store (anew), and read the plan."""
 
 
 @dataclass(frozen=True)
 class Enrol:
-    """Put our entry on the roster; ``seq`` is the number of the record in ``value``."""
+    """Write our entry; ``seq`` is the number of the record in ``value``."""
 
     name: str
     value: bytes
@@ -23,7 +23,7 @@ class Enrol:
 
 @dataclass(frozen=True)
 class Update:
-    """Replace our entry; ``seq`` as in Enrol: another may be told while this one is written."""
+    """Replace our entry; ``seq`` as in Enrol: a newer one may come while this one is written."""
 
     value: bytes
     seq: int
@@ -36,12 +36,12 @@ class Renew:
 
 @dataclass(frozen=True)
 class Withdraw:
-    """Take our entry off the roster, if it is there."""
+    """Remove our entry, if it is there."""
 
 
 @dataclass(frozen=True)
 class Idle:
-    """Nothing, before ``until`` or before something is told; None: for ever."""
+    """Do nothing before ``until`` or before a new record; None: for ever."""
 
     until: float | None = None
 

@@ -1,4 +1,4 @@
-"""How nodes and what befell them are said, in reasons, errors and status alike."""
+"""How nodes and their failures are named, in reasons, errors and status alike."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def gone(one: HasPlace, absent: Absent | None, heartbeat_timeout: float) -> str:
 
 
 def failure(found: Mapping[str, Any]) -> str:
-    """Return "rank 3 on node2 was killed by SIGKILL"; else what its agent says of it."""
+    """Return "rank 3 on node2 was killed by SIGKILL"; else its agent's summary."""
     code, host = int(found["exitcode"]), found.get("host") or "a node"
     if int(found["rank"]) < 0 or int(found.get("local_rank", 0)) < 0:
         said = str(found.get("text") or "").strip().partition("\n")[0]

@@ -1,8 +1,8 @@
 """Since when a store that answers has taken no write of this agent. Pure.
 
 Renewals are no writes: an etcd whose space is used up keeps every entry alive, and no deadline for
-its answers ever passes. What waits to be written has a deadline of its own, therefore: the agent's
-entry, and the posts of one that coordinates.
+its answers ever passes. So what waits to be written has a deadline of its own: the agent's entry,
+and the plans of one that coordinates.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ metrics.*               what the script has reported (``elaunch.training.metrics
 ======================  ==========================================================================
 
 The directory's name is the run id with odd characters as ``%XX``; where it is taken, ``<run id>.2``
-and so on. Whoever makes a directory owns it: ``mkdir`` decides between agents that start together.
-Where no state directory can be made (no HOME, read-only, full), another place is taken
+and so on. The process that makes a directory owns it: ``mkdir`` decides between agents that start
+together. Where no state directory can be made (no HOME, read-only, full), another place is taken
 (``elaunch.run.statedir``); readers look in both.
 """
 
@@ -56,7 +56,7 @@ STATE_FILE: Final = "state.json"
 CONSOLE: Final = "console.log"
 RESERVE_BYTES: Final = 1 << 18
 
-# How long a directory is left alone when nothing tells whether its agent lives: without a readable
+# How long a directory is left alone when it is unknown whether its agent lives: without a readable
 # record (it may be starting), and with an agent on a host or in a container that cannot be seen.
 UNREADABLE_KEEP_S: Final = 86_400.0
 ELSEWHERE_KEEP_S: Final = 90 * 86_400.0
@@ -76,7 +76,7 @@ class RunDir:
 
     @property
     def timers(self) -> Path:
-        """Return the path of the named pipe for the workers' timers, where nobody named another."""
+        """Return the path of the named pipe for the workers' timers, if none was named."""
         return self.path / "timers"
 
     @property
@@ -114,7 +114,7 @@ class RunDir:
         except OSError as error:
             if not is_last or error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            # How a run has ended is worth more than the rest: without it, it would count as lost.
+            # The end of a run is worth more than the rest: without it the run would count as lost.
             self._reserve.unlink(missing_ok=True)
             replace_file(self.state_file, content)
         if is_last:
@@ -235,7 +235,7 @@ def _is_file(directory: str, name: str) -> bool:
 
 
 def handle(run: RunDir) -> str:
-    """Return the name that tells the run from others of the same id: ``<run id>.<number>``."""
+    """Return the run's name, unique among runs of the same id: ``<run id>.<number>``."""
     number = re.search(r"\.\d+$", run.path.name)
     return run.path.name if number else f"{run.path.name}.1"
 

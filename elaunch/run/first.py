@@ -1,4 +1,4 @@
-"""Parts of a record as they are at first: what its saver knows before anything has happened."""
+"""Parts of a record as they are at first, before anything has happened."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KEPT_ROUNDS: Final = 100
 
 
 def first_record(run_id: str, name: str, directory: Path) -> Record:
-    """Return the record of a run that this process keeps from now on; its state is STARTING."""
+    """Return the record of a run that this process writes from now on; its state is STARTING."""
     return {
         "schema": SCHEMA,
         "run_id": run_id,

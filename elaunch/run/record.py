@@ -15,11 +15,11 @@ PREEMPTED    the workers were asked to end, have saved and ended with 0: to be c
 KILLED       they were asked to and did not in time: to be continued from the last checkpoint
 ===========  =============================================================================
 
-The first four are live, the others final. A record with a live state whose agent is gone is what an
-agent leaves that was killed: ``elaunch status`` shows it as LOST.
+The first four are live, the others final. An agent that was killed leaves a record with a live
+state: ``elaunch status`` shows it as LOST.
 
-An agent is known by more than its pid, which the system may give to another process: by host, boot,
-pid namespace and the tick at which it started.
+An agent is identified by more than its pid, which the system may give to another process: by host,
+boot, pid namespace and the tick at which it started.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class _AgentRequired(TypedDict):
 
 
 class AgentRecord(_AgentRequired, total=False):
-    """Who supervises the run; the optional fields make the identity exact (:func:`this_agent`)."""
+    """The agent of the run; the optional fields make the identity exact (:func:`this_agent`)."""
 
     start_ticks: int
     boot_id: str
@@ -124,7 +124,7 @@ class NodeRecord(TypedDict):
 
 
 class WorkerProgressRecord(TypedDict):
-    """How far one worker is, where that is known; ``silent_s`` since it last said anything."""
+    """How far one worker is, where that is known; ``silent_s`` since its last report."""
 
     rank: int
     local_rank: int
@@ -137,7 +137,7 @@ class WorkerProgressRecord(TypedDict):
 
 
 class ProgressRecord(TypedDict):
-    """How far the workers of the round are, and where that is known from.
+    """How far the workers of the round are, and the source of that.
 
     ``source`` is ``script``, ``log lines``, ``checkpoints`` or ``CPU time``; ``limit_s`` is how
     long nothing may move at present (None: not watched, or, if ``learning``, not learned yet).
@@ -183,7 +183,7 @@ class Record(_RecordRequired, total=False):
 
     The optional fields are there in a job of several nodes: this node's rank (None: not in the
     round), all nodes, whether this one stands by as a spare, how many nodes wait to join, and the
-    first failure of the job where it was on another node. Where the script itself keeps it
+    first failure of the job where it was on another node. Where the script itself writes it
     (elaunch.training.tracking): what started it; ``agent`` is then one of the workers.
     ``progress`` and ``saves`` are there where something is known of them. ``rounds_left_out`` are
     the rounds before those of ``history``.
@@ -258,7 +258,7 @@ def _check_value(value: object, hint: Any, source: str, name: str) -> None:
 
 @dataclass(frozen=True)
 class ProcessStat:
-    """What the system says of a process: its state letter and the tick since boot it began at."""
+    """A process in ``/proc``: its state letter and the tick since boot at which it began."""
 
     state: str
     start_ticks: int
@@ -270,7 +270,7 @@ class ProcessStat:
 
 
 def process_stat(pid: int) -> ProcessStat | None:
-    """Return what the system says of the process ``pid``; None when this user sees none."""
+    """Return the system's record of the process ``pid``; None when this user sees none."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             raw = file.read()
@@ -282,7 +282,7 @@ def process_stat(pid: int) -> ProcessStat | None:
 
 
 def process_name(pid: int) -> str:
-    """Return what tells a process from all others of this machine; empty where it is not seen."""
+    """Return what distinguishes a process from all others here; empty where it is not seen."""
     stat = process_stat(pid)
     return "" if stat is None else f"{pid}.{stat.start_ticks}"
 
@@ -316,7 +316,7 @@ def this_agent() -> AgentRecord:
 
 
 def condition(agent: AgentRecord) -> Condition:
-    """Tell what became of the process that ``agent`` describes.
+    """Return the condition of the process that ``agent`` describes.
 
     ``stopped`` is alive but suspended by a signal; ``rebooted`` is gone with the machine;
     ``elsewhere`` cannot be seen from here (another host, another container).
@@ -344,7 +344,7 @@ def worker_is_alive(worker: WorkerRecord) -> bool:
     stat = process_stat(worker["pid"]) if worker["pid"] else None
     if stat is None or stat.ended:
         return False
-    # A stranger that was given the pid later began later.
+    # Another process that was given the pid later began later.
     started_at = worker["started_at"]
     return started_at is None or create_time(stat) <= started_at + CREATE_TIME_TOLERANCE_S
 

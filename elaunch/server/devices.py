@@ -1,4 +1,4 @@
-"""Count accelerators for ``--nproc-per-node gpu|xpu|auto|…`` in a child, so that nobody else must.
+"""Count accelerators for ``--nproc-per-node gpu|xpu|auto|…`` in a child of the server.
 
 The rules are torchrun's (torch 2.13, ``torch/distributed/run.py``, ``determine_local_world_size``):
 ``gpu`` and ``xpu`` must be there, ``auto`` takes the accelerator if there is one and else the CPUs

@@ -3,7 +3,7 @@
 It is done when the first round has run for a while: the start does not wait for it, a short job
 never pays for it, and a restart finds it there. torch itself imports ``torch._dynamo`` when the
 first optimizer is made, which costs each worker most of a second. While such an import runs the
-server hears nothing; an exit in just that second is noticed up to a second late.
+server reads no message; an exit in just that second is noticed up to a second late.
 
 The next round must not see other settings than the first one. A script may set variables that such
 a module reads when it is imported (``TORCH_COMPILE_DISABLE``), and in the server it would read the

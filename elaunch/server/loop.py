@@ -75,7 +75,7 @@ class Server:
         self._receiver = protocol.Receiver(agent)
         self._pid = os.getpid()
         self._workers: dict[int, tuple[int, int]] = {}  # pid → round, local_rank
-        self._stopped: set[int] = set()  # pids of workers that were alive when told to end
+        self._stopped: set[int] = set()  # pids of workers that were alive when sent a signal to end
         self._sweep: Sweep | None = None
         self._stores = Stores(self._send, self._forget)
         self._fork_start = False
@@ -251,10 +251,10 @@ class Server:
                 self._expired[worker] = f"{timer.scope}{whose}"
 
     def _keep_fence(self) -> None:
-        """Kill all workers when the agent has not said in time that they may go on.
+        """Kill all workers when the agent has not moved the fence in time.
 
         It may be suspended, or cut off from the store: the other nodes start a round without them.
-        Also who is started after the fence has passed, on the word of an old plan, ends at once.
+        A worker that an old plan starts after the fence has passed ends at once, too.
         """
         late = time.monotonic() - self._fence
         if late < 0 and self._held:
@@ -283,7 +283,7 @@ class Server:
         """Stop everything that workers have started, or have it go on."""
         self._held = stop
         seen: set[int] = set()
-        while new := [p for p in self._below() if p.pid not in seen]:  # also who is just forked
+        while new := [p for p in self._below() if p.pid not in seen]:  # also those just forked
             for process in new:
                 seen.add(process.pid)
                 processes.send_signal(process, signal.SIGSTOP if stop else signal.SIGCONT)
@@ -293,7 +293,7 @@ class Server:
         return processes.descendants(self._pid, exclude=[self._stores.pid])
 
     def _note_stop(self) -> None:
-        """Report who has ended by itself until now; who ends from now on was told to."""
+        """Report workers that have ended by themselves until now; later ones were sent a signal."""
         self._reap()
         self._stopped = set(self._workers)
 

@@ -23,7 +23,7 @@ THREADS_GONE = 0.1
 class Preloaded:
     """What became of an import.
 
-    ``problem`` says why it failed, or why nothing may be started with it; ``unforkable`` why this
+    ``problem`` is why it failed, or why nothing may be started with it; ``unforkable`` why this
     process must not be forked any more, with the module that is to blame.
     """
 

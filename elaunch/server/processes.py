@@ -3,8 +3,8 @@
 A subreaper is the parent that orphans below it come back to, so whatever a worker starts, however
 it daemonises, stays a descendant of the server and can be found and killed (prctl(2)).
 
-A fork can answer a question whose answer costs the process its innocence (:func:`ask_fork`), and
-its variables can be read as they are now (:func:`environment_of_fork`).
+A fork can answer a question whose answer would change this process (:func:`ask_fork`), and its
+variables can be read as they are now (:func:`environment_of_fork`).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Process:
 
 
 def read_process(pid: int) -> Process | None:
-    """Return what /proc says of ``pid``; None when it is gone."""
+    """Return ``pid`` as /proc shows it; None when it is gone."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             text = file.read().decode("utf-8", "replace")
@@ -175,7 +175,7 @@ def ask_fork(question: Callable[[], Any]) -> Any:
 
 _POINTER = ctypes.sizeof(ctypes.c_void_p)
 _LONGEST_ENVIRONMENT = 8 << 20
-"""Bytes after which what is read is taken for something else."""
+"""Bytes of the largest environment; more is taken for something else."""
 
 
 def environment_of_fork(pid: int) -> dict[str, str] | None:

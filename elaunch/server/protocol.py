@@ -1,6 +1,6 @@
 """Messages between the agent and its server: JSON with a length before it, files beside it.
 
-Both ends of one Unix stream socket pair speak it; a message is a dict with ``op``:
+Both ends of one Unix stream socket pair use it; a message is a dict with ``op``:
 
 ==========  ==================  ==================================================================
 from        op                  fields
@@ -28,7 +28,7 @@ server      warmed              problem (text or null), seconds, settings (varia
 server      started             round, local_rank, pid, at
 server      not_started         round, local_rank, problem
 server      exited              round, local_rank, pid, exitcode (negative: signal), at, stopped
-                                (whether it had been told to end before), timer (its timer that
+                                (whether it had a signal to end before), timer (its timer that
                                 had expired, or "")
 server      swept               round, killed (pids and names), survivors (same)
 server      store_failed        round, problem
@@ -68,7 +68,7 @@ def send(sock: socket.socket, message: Message, files: Sequence[int] = ()) -> No
 
 
 class Receiver:
-    """Cuts the byte stream of one socket into messages; owns files until they are handed out."""
+    """Cuts the byte stream of one socket into messages; owns files until they are returned."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock

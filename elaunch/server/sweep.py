@@ -47,7 +47,8 @@ class Sweep:
         """Kill what is due; True when nothing is left or nothing more can be done."""
         living = self._living()
         if not living:
-            return not self._living()  # a second look: who forks between two reads hides in one
+            # Look twice: a process that forks between two reads hides in one of them.
+            return not self._living()
         now = time.monotonic()
         if now < self._kill_at:
             return False

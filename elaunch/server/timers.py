@@ -1,9 +1,9 @@
 """The watchdog of ``torch.distributed.elastic.timer``: kill a process whose timer has expired.
 
-``TORCHELASTIC_ENABLE_FILE_TIMER=1`` asks for it, as under torchrun. A script says
+``TORCHELASTIC_ENABLE_FILE_TIMER=1`` asks for it, as under torchrun. A script calls
 ``timer.configure(timer.FileTimerClient(os.environ["TORCHELASTIC_TIMER_FILE"]))`` and then
 ``with timer.expires(after=60): …``. The client opens the named pipe anew for each request, so that
-the write fails where nobody reads, and writes one line of JSON (torch 2.13,
+the write fails where no process reads, and writes one line of JSON (torch 2.13,
 ``torch/distributed/elastic/timer/file_based_local_timer.py``):
 
 ===============  ===============================================================================

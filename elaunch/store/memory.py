@@ -1,15 +1,15 @@
-"""The store of agents in one process: a board, a roster and a lead under one lock.
+"""The store of agents in one process: plan, members and leadership under one lock.
 
 ============  ====================================================================================
-MemoryHub     what one job's agents share; the clock that judges who is alive is handed in
+MemoryHub     what one job's agents share; the clock that judges who is alive is an argument
 MemoryStore   one agent's view of it (elaunch.store.protocol)
 MemoryRoster  the entries by name, and for each reader the changes that it has not seen; the agent
               that hosts a TCPStore keeps one too (elaunch.store.tcp.host)
 ============  ====================================================================================
 
-Nothing runs in the background. Every call first takes the entries off whose time is over, and a
-call that blocks wakes when the next entry's time is over. With a clock that is not the machine's,
-``tick`` tells those that block that it has moved.
+Nothing runs in the background. Every call first removes the entries whose time is over, and a call
+that blocks wakes when the next entry's time is over. With a clock that is not the machine's,
+``tick`` wakes those that block when it has moved.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class MemoryRoster:
         self._unseen: dict[object, list[Change]] = {}
 
     def knows(self, name: str) -> bool:
-        """Return whether ``name`` is or was on the roster."""
+        """Return whether ``name`` is or was a member."""
         return name in self.values or name in self._gone
 
     def put(self, name: str, value: bytes) -> None:
@@ -76,7 +76,7 @@ class MemoryHub:
     """What the agents of one job share.
 
     Args:
-        clock: seconds that only grow; entries of the roster expire by it.
+        clock: seconds that only grow; entries expire by it.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -93,12 +93,12 @@ class MemoryHub:
         return MemoryStore(self)
 
     def tick(self) -> None:
-        """Have those that block look at the clock; for a clock that was handed in."""
+        """Have those that block look at the clock; for a clock that is not the machine's."""
         with self.changed:
             self.changed.notify_all()
 
     def expire(self) -> float:
-        """Take off who was not renewed in time, the longest overdue first; return the time."""
+        """Remove entries not renewed in time, the longest overdue first; return the time."""
         now = self.clock()
         over = [(lease.renewed + lease.ttl, name) for name, lease in self.leases.items()]
         for due, name in sorted(over):
@@ -111,7 +111,7 @@ class MemoryHub:
         return min((lease.renewed + lease.ttl for lease in self.leases.values()), default=math.inf)
 
     def drop(self, name: str, cause: Literal["left", "expired"]) -> None:
-        """Take an entry off the roster, and the lead with it."""
+        """Remove an entry, and its leadership with it."""
         del self.leases[name]
         self.roster.drop(name, cause)
         if self.lead == name:
@@ -133,7 +133,7 @@ class MemoryStore:
         return "the memory of this process"
 
     def publish(self, version: int, value: bytes) -> bool:
-        """Write the next version of the board; False without the lead or with another version."""
+        """Write the next version of the plan; False without leadership or with another version."""
         hub = self._hub
         with hub.changed:
             self._look()
@@ -160,7 +160,7 @@ class MemoryStore:
         return self._await(newer, timeout)
 
     def enrol(self, name: str, value: bytes, ttl: float) -> None:
-        """Put our entry on the roster; LeaseLost if the name is or was there already.
+        """Write our entry; LeaseLost if the name is or was there already.
 
         An earlier entry of this store is withdrawn.
         """
@@ -191,7 +191,7 @@ class MemoryStore:
             lease.renewed = self._hub.clock()
 
     def withdraw(self) -> None:
-        """Take our entry off the roster; nothing if there is none."""
+        """Remove our entry; nothing if there is none."""
         hub = self._hub
         with hub.changed:
             self._look()
@@ -208,7 +208,7 @@ class MemoryStore:
             return {name: Lease(value, ages[name]) for name, value in hub.roster.values.items()}
 
     def changes(self, name: str, timeout: float) -> Sequence[Change]:
-        """Wait for changes of the roster; the first call returns every entry."""
+        """Wait for changes of the members; the first call returns every entry."""
         hub = self._hub
 
         def read() -> Sequence[Change] | None:
@@ -219,14 +219,14 @@ class MemoryStore:
         return self._await(read, timeout) or []
 
     def await_lead(self, name: str, timeout: float) -> bool:
-        """Wait until we hold the lead; LeaseLost if our entry ``name`` is gone."""
+        """Wait until we lead; LeaseLost if our entry ``name`` is gone."""
         hub = self._hub
 
         def taken() -> bool | None:
             if self._seat()[0] != name:
                 raise LeaseLost(f"{name} is not this store's entry on the roster")
             if hub.lead is None:
-                hub.roster.forget(self)  # of an earlier lead
+                hub.roster.forget(self)  # of an earlier leadership
                 hub.lead = name
             return hub.lead == name or None
 
@@ -243,14 +243,14 @@ class MemoryStore:
         """Do nothing: what the job wrote goes with the process."""
 
     def close(self) -> None:
-        """Wake who waits; our entry stays until it expires, as if this agent had died."""
+        """Wake waiting calls; our entry stays until it expires, as if this agent had died."""
         with self._hub.changed:
             self._closed = True
             self._hub.roster.forget(self)
             self._hub.changed.notify_all()
 
     def _look(self) -> float:
-        """Raise StoreClosed or return the time, at which all who are on the roster are alive."""
+        """Raise StoreClosed or return the time, at which all members are alive."""
         if self._closed:
             raise StoreClosed("the store was closed")
         return self._hub.expire()

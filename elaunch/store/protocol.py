@@ -1,13 +1,13 @@
-"""What every store can do: a board that one agent writes, and a roster that every agent is on.
+"""What every store can do: hold the plan that one agent publishes, and the entries of all members.
 
-======  ============================================================  ==========================
-part    who writes                                                    who reads
-======  ============================================================  ==========================
-board   the coordinator: posts with versions 1, 2, 3, …               every agent, by waiting
-roster  each agent its own entry, for as long as it is alive          the coordinator, by waiting
-lead    one agent at a time holds it; only that one may publish       whoever wants it next
-shared  one value: the host of a TCPStore, or the first to offer one  every agent, when it comes
-======  ============================================================  ==========================
+==========  ===========================================================  ===========================
+part        who writes                                                   who reads
+==========  ===========================================================  ===========================
+plan        the coordinator: posts with versions 1, 2, 3, …              every agent, by waiting
+members     each agent its own entry, for as long as it is alive         the coordinator, by waiting
+leadership  one agent at a time holds it; only that one may publish      the agent that is next
+shared      one value: the host of a TCPStore, or the first to offer it  every agent, when it comes
+==========  ===========================================================  ===========================
 
 That is all that a round needs, and each part costs an agent O(1) operations per round. Nobody
 polls: ``follow``, ``changes`` and ``await_lead`` block until there is news. Liveness is judged by
@@ -17,11 +17,11 @@ one clock: an entry that was not renewed for ``ttl`` seconds is gone, by the clo
 Every method that talks to another machine has a deadline and raises one of
 
 ===================  ===========================================================================
-StoreUnreachable     nobody answers; ``refused`` says that the machine is there and the port closed
+StoreUnreachable     nobody answers; ``refused``: the machine is there and the port closed
 StoreFull            it answers and takes no more writes
 StoreDenied          the store answers and does not let us in (TLS, user, password)
 StoreReplaced        another store answers there, without our entry: open it anew
-SeatLost             our own entry is gone: expired or removed; enrol again under a new name
+LeaseLost            our own entry is gone: expired or removed; enrol again under a new name
 ===================  ===========================================================================
 
 The methods may be called from several threads. ``close`` wakes those that block; they then raise
@@ -38,7 +38,7 @@ from typing import Literal, Protocol
 
 @dataclass(frozen=True)
 class Post:
-    """One version of the board; versions count from 1 for as long as the board exists."""
+    """One version of the plan; versions count from 1 for as long as its key exists."""
 
     version: int
     value: bytes
@@ -46,7 +46,7 @@ class Post:
 
 @dataclass(frozen=True)
 class Change:
-    """One change of the roster: an entry was written (``value``), or it is gone (None).
+    """One change of the members: an entry was written (``value``), or it is gone (None).
 
     ``cause`` is "put", "left" (withdrawn) or "expired" (not renewed in time).
     """
@@ -58,7 +58,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Lease:
-    """One entry of the roster; ``age`` is the seconds since it was last renewed, if known."""
+    """One member's entry; ``age`` is the seconds since it was last renewed, if known."""
 
     value: bytes
     age: float | None
@@ -71,12 +71,12 @@ class Store(Protocol):
     def place(self) -> str:
         """Where the store is, for messages: "etcd at h1:2379,h2:2379", "TCPStore at h:29400"."""
 
-    # ── the board ────────────────────────────────────────────────────────────────────────────────
+    # ── the plan ─────────────────────────────────────────────────────────────────────────────────
 
     def publish(self, version: int, value: bytes) -> bool:
         """Write ``value`` as ``version``; False if that is not the version that comes next.
 
-        Also False when this agent does not hold the lead (any more).
+        Also False when this agent does not lead (any more).
         """
 
     def latest(self) -> Post | None:
@@ -85,10 +85,10 @@ class Store(Protocol):
     def follow(self, after: int, timeout: float) -> Post | None:
         """Wait until there is a post newer than ``after`` and return the newest; None: timeout."""
 
-    # ── the roster ───────────────────────────────────────────────────────────────────────────────
+    # ── the members ──────────────────────────────────────────────────────────────────────────────
 
     def enrol(self, name: str, value: bytes, ttl: float) -> None:
-        """Put our own entry on the roster; it is gone after ``ttl`` seconds without renewal.
+        """Write our own entry; it is gone after ``ttl`` seconds without renewal.
 
         One entry per store object. ``name`` must be new: a name that was gone never comes back.
         """
@@ -103,24 +103,24 @@ class Store(Protocol):
         """Keep our own entry for another ``ttl`` seconds."""
 
     def withdraw(self) -> None:
-        """Take our own entry off the roster; nothing if there is none."""
+        """Remove our own entry; nothing if there is none."""
 
     def roster(self) -> Mapping[str, Lease]:
         """Return all entries; for readers and for a coordinator that begins."""
 
     def changes(self, name: str, timeout: float) -> Sequence[Change]:
-        """Wait for changes of the roster and return them in order; empty: timeout.
+        """Wait for changes of the members and return them in order; empty: timeout.
 
-        Only the agent that leads as ``name`` may call it; SeatLost when it does no more, also to
-        who waits. The first call of each lead returns every entry that is there.
+        Only the agent that leads as ``name`` may call it; LeaseLost when it leads no more, also in
+        a call that waits. The first call of each leadership returns every entry that is there.
         """
 
-    # ── the lead ─────────────────────────────────────────────────────────────────────────────────
+    # ── leadership ───────────────────────────────────────────────────────────────────────────────
 
     def await_lead(self, name: str, timeout: float) -> bool:
-        """Wait until we hold the lead, or for ``timeout`` seconds; True when we hold it.
+        """Wait until we lead, or for ``timeout`` seconds; True when we lead.
 
-        It is lost with our entry on the roster, and given up by ``withdraw``.
+        Leadership is lost with our entry, and given up by ``withdraw``.
         """
 
     # ── what all share ───────────────────────────────────────────────────────────────────────────
@@ -135,4 +135,4 @@ class Store(Protocol):
         """Have everything that this job wrote removed once nobody can need it (about a minute)."""
 
     def close(self) -> None:
-        """Let go of connections, threads, and whatever is hosted here; wakes who waits."""
+        """Let go of connections, threads, and whatever is hosted here; wakes waiting calls."""

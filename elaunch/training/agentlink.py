@@ -58,7 +58,7 @@ class AgentLink:
         self._thread = threading.Thread(target=self._read, name="elaunch-agent", daemon=True)
 
     def start(self) -> None:
-        """Connect, hand over the progress page, and listen in a thread of its own."""
+        """Connect, send the progress page, and listen in a thread of its own."""
         self._pid = os.getpid()
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -75,17 +75,17 @@ class AgentLink:
         self._thread.start()
 
     def listens(self) -> None:
-        """Tell the agent that the script asks should_preempt()."""
+        """Report to the agent that the script asks should_preempt()."""
         self._send({"op": "listens"})
 
     def heard(self, reason: str, kind: worker.Kind) -> None:
-        """Tell the agent of a notice that did not come from it."""
+        """Report to the agent a notice that did not come from it."""
         self._send({"op": "heard", "reason": reason, "kind": kind})
 
     def ack(self, reason: str, kind: worker.Kind) -> None:
-        """Tell the agent that the script knows and will end: exit code 0 means "preempted" now.
+        """Report to the agent that the script ends for ``reason``: exit code 0 is "preempted" now.
 
-        What was sent is read by the agent even if this process ends at once.
+        The agent reads the message even if this process ends at once.
         """
         self._send({"op": "ack", "reason": reason, "kind": kind})
 

@@ -3,14 +3,14 @@
 ==================  ===========================================================================
 part                what it is for
 ==================  ===========================================================================
-``ctx.info``        what the launcher told: run, round, nodes, what to resume from
+``ctx.info``        what the launcher set: run, round, nodes, what to resume from
 ``ctx.distributed`` ranks, and calls that all of them make together (allgather, broadcast …)
 ``ctx.preempt``     whether to save and to end now, the same on all ranks; without an agent, SIGUSR1
                     to any rank asks for it
 ``ctx.train``       metrics, progress, status
 ``ctx.checkpoint``  what is saved, kept and resumed from
-``ctx.heartbeat``   that this rank makes progress; every other call says it, too
-``ctx.section``     that it is in a part that takes its own time (evaluation, saving)
+``ctx.heartbeat``   reports that this rank makes progress; so does every other call
+``ctx.section``     reports that it is in a part that takes its own time (evaluation, saving)
 ==================  ===========================================================================
 
 The same script runs under ``elaunch run``, torchrun, ``mpirun``/``srun`` and alone. An agent keeps
@@ -76,7 +76,7 @@ def init(
         chief_only: refuse metrics from other ranks than 0, as Determined's docs ask for.
         tensorboard: write the metrics for TensorBoard as well: True (beside the metrics) or a
             directory.
-        announce: have rank 0 say in one line on stderr where the run is to be found.
+        announce: have rank 0 print in one line on stderr where the run is to be found.
 
     Raises:
         ContextError: a context is open already; or the name cannot be printed on one line.
@@ -111,7 +111,7 @@ class Context:
     """A script's context; made by :func:`init`, which documents it.
 
     Attributes:
-        info: what the launcher told this process (:class:`elaunch.Info`).
+        info: what the launcher set for this process (:class:`elaunch.Info`).
         distributed: ranks, and calls of all of them (:class:`elaunch.DistributedContext`).
         preempt: whether to save and to end now.
         train: metrics, progress, status.
@@ -196,8 +196,8 @@ class Context:
     def _leave(self) -> None:
         """Close the channel; after an error only the end of the process does.
 
-        Who waits for this rank is told by that that it is lost. Told before, it might end before
-        this process has, and would be taken for the cause.
+        A rank that waits for this one sees by that that it is lost. If it saw that earlier, it
+        might end before this process has, and would be taken for the cause.
         """
         if self._error is None:
             self.distributed.close()
@@ -232,7 +232,7 @@ class Context:
     def checkpoint(self) -> CheckpointContext:
         """This script's checkpoints."""
         if self._checkpoint is None:
-            from elaunch.training.checkpoint.context import CheckpointContext  # who saves pays
+            from elaunch.training.checkpoint.context import CheckpointContext  # only if used
             from elaunch.training.checkpoint.opening import OpenedContext
 
             run_id, given = self._run_id
@@ -253,11 +253,11 @@ class Context:
     # ── liveness ─────────────────────────────────────────────────────────────────────────────────
 
     def heartbeat(self) -> None:
-        """Say that this rank makes progress; any rank may, alone. It does not block."""
+        """Report that this rank makes progress; any rank may, alone. It does not block."""
         self._page.beat()
 
     def section(self, name: str, timeout: float | None = None) -> AbstractContextManager[None]:
-        """Say that this rank is in a part of the script that takes its own time.
+        """Report that this rank is in a part of the script that takes its own time.
 
         Any rank may, alone; it does not block. Sections nest. With ``--hang-timeout`` the agent
         judges a rank inside of it by ``timeout``, seconds from its beginning, in place of that
@@ -271,7 +271,7 @@ class Context:
     # ── the end ──────────────────────────────────────────────────────────────────────────────────
 
     def close(self) -> None:
-        """Close the context: write what is queued, say goodbye. Each rank by itself; idempotent.
+        """Close the context: write what is queued, detach. Each rank by itself; idempotent.
 
         It blocks until metrics are written, 30 s at most, and saves in flight are committed, 30
         minutes at most; after an exception it does not wait for saves.

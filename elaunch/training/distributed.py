@@ -1,7 +1,7 @@
-"""What the ranks of a job say to each other: allgather, gather, broadcast, barrier.
+"""What the ranks of a job send each other: allgather, gather, broadcast, barrier.
 
-The names are Determined's. Objects are whatever pickle takes; what ranks send that are known to be
-of this job is unpickled, from others only what is harmless (elaunch.training.channel).
+The names are Determined's. Objects are whatever pickle takes. Those of ranks that are known to be
+of this job are unpickled; of others only what is harmless (elaunch.training.channel).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from elaunch.training.channel.channel import Channel
 
 TIMEOUT_S: Final = 600.0
-"""Seconds that a call waits for the other ranks where nothing else is said."""
+"""Seconds that a call waits for the other ranks where no other number is given."""
 _NUMBERS: Final = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
 _open: Final[WeakSet[DistributedContext]] = WeakSet()
 
@@ -50,7 +50,7 @@ class DistributedContext:
     objects of classes that the receiver's own object is made of, or that were named to
     ``torch.serialization.add_safe_globals``. Arrays of numpy and dense tensors on the CPU are
     received without a copy, writable, and a change to them is seen nowhere else; an array that is
-    read-only is so for who receives it. A rank's own object comes back as it is.
+    read-only is so for its receivers. A rank's own object comes back as it is.
 
     Calls raise CollectiveTimeout that names the ranks that have not come, their hosts and what they
     did last; PeerLost when a rank has ended; CollectiveError when ranks call different things, and
@@ -270,7 +270,7 @@ class DistributedContext:
         return self.timeout if timeout is None else checked_timeout(timeout)
 
     def note(self, doing: str) -> None:
-        """Have this rank's progress say what it does, as its calls do."""
+        """Write what this rank does to its progress page, as its calls do."""
         page = self._page or self._own_page
         if page is not None:
             page.note(doing)
@@ -288,7 +288,7 @@ class DistributedContext:
     def gone(self, ranks: Sequence[int], until: float) -> list[int]:
         """Return those of ``ranks`` that have ended, or have closed their context.
 
-        As :meth:`describe`; who does not answer is not counted.
+        As :meth:`describe`; a rank that does not answer is not counted.
         """
         return [] if self._channel is None else self._channel.gone(ranks, until)
 
@@ -346,7 +346,7 @@ _watching_exit: Final = threading.Event()
 
 
 def _at_exit() -> None:
-    """Have the others told when this process ends without having closed its context."""
+    """Have contexts closed at exit, so that the other ranks learn that this process ends."""
     if not _watching_exit.is_set():
         _watching_exit.set()
         atexit.register(_close_all)

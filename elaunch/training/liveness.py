@@ -24,7 +24,7 @@ log = logging.getLogger("elaunch")
 
 
 def heartbeat(page: ProgressPage) -> None:
-    """Say that this rank makes progress.
+    """Report that this rank makes progress.
 
     Any rank may call it at any time, from any thread; it blocks on nothing and costs half a
     microsecond. Every other call of the script API is a heartbeat too.

@@ -1,6 +1,6 @@
 """``elaunch.record``: what torch's ``@record`` does, without the import of torch.
 
-The errors of a job are told by the launcher, which is another process than the one that raised
+The errors of a job are reported by the launcher, which is another process than the one that raised
 them. So the decorated function leaves its exception in the file that the launcher has named
 (elaunch.errorrecord); the first failed worker's is what the failure report begins with.
 """
@@ -23,7 +23,7 @@ _TORCH_ERRORS = "torch.distributed.elastic.multiprocessing.errors"
 
 
 def record(function: Callable[_P, _R]) -> Callable[_P, _R | None]:
-    """Decorate a script's main function, so that the launcher can tell the exception it ended with.
+    """Decorate a script's main function, so that the launcher can report the exception it raised.
 
     Works under elaunch, torchrun and whatever else sets ``TORCHELASTIC_ERROR_FILE``; without that
     variable it changes nothing. torch is not imported::

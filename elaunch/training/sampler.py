@@ -62,9 +62,9 @@ class ElasticDistributedSampler(DistributedSampler):  # type: ignore[misc]
 
     Memory does not grow with the dataset: 10^9 samples cost as much as ten.
 
-    Iterable datasets have no indices; each rank's share is told by ``positions``. Take
-    ``drop_last``, since a stream cannot go back to its beginning for padding. As ``dataset``
-    ``range(n)`` will do, and ``range(2**60)`` for a stream that ends when it ends.
+    Iterable datasets have no indices; ``positions`` gives each rank's share. Take ``drop_last``,
+    since a stream cannot go back to its beginning for padding. As ``dataset`` ``range(n)`` will do,
+    and ``range(2**60)`` for a stream that ends when it ends.
 
     torchdata's StatefulDataLoader works as the loader: save and load the sampler's state as above
     and leave the loader's own alone, which describes one rank and its workers. If it is wanted for
@@ -73,7 +73,7 @@ class ElasticDistributedSampler(DistributedSampler):  # type: ignore[misc]
     Args:
         dataset: anything with a length; it must not change within an epoch.
         num_replicas: number of ranks; by default torch.distributed's where a process group is
-            initialized, else what the launcher says, else 1.
+            initialized, else the launcher's, else 1.
         rank: this process's; by default from the same source.
         shuffle: another order in each epoch, or else that of the dataset in all.
         seed: an integer; the same on all ranks.

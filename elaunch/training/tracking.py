@@ -107,7 +107,7 @@ class Tracking:
     def end(self, error: BaseException | None = None) -> None:
         """Note that this worker has ended, by ``error`` or well; each rank calls it by itself.
 
-        What cannot be written is said on stderr: the script has ended, and its end is its own.
+        A record that cannot be written is reported on stderr; the script's own end stays as it is.
         """
         if self._run is None:
             return
@@ -124,8 +124,8 @@ class Tracking:
     def note_saves(self, saves: SavesRecord) -> None:
         """Put what this process has saved into the record; the rank that commits calls it.
 
-        What earlier rounds have saved is counted, too. What cannot be written is no error: the
-        checkpoint is there.
+        Saves of earlier rounds are counted, too. A record that cannot be written is no error:
+        the checkpoint is there.
         """
         if self._run is None:
             return

@@ -1,4 +1,4 @@
-"""What a script tells of its training: metrics, progress, status.
+"""What a script reports of its training: metrics, progress, status.
 
 Every rank reports, and its rows carry its rank and round; with ``chief_only`` rank 0 alone does,
 and a report from another is an error. Metrics go to the run directory (elaunch.training.metrics),
@@ -91,8 +91,8 @@ class TrainContext:
         """Report metrics of any group at a step; any rank may, none waits for another.
 
         It does not block, unless the disk is slower than the script for 100,000 rows: a thread
-        writes them within a tenth of a second. To take the number out of a tensor on
-        an accelerator waits for that device, as ``.item()`` does.
+        writes them within a tenth of a second. To take the number out of a tensor
+        on an accelerator waits for that device, as ``.item()`` does.
 
         Args:
             group: text that can be printed, without a dot.
@@ -122,7 +122,7 @@ class TrainContext:
         return self._latest.at(steps_completed)
 
     def report_progress(self, progress: float, chief_only: bool | None = None) -> None:
-        """Say how much of the whole training is done, from 0 to 1.
+        """Report how much of the whole training is done, from 0 to 1.
 
         Any rank may, alone; it does not block.
 
@@ -135,7 +135,7 @@ class TrainContext:
         self._page.progress(fraction)
 
     def set_status(self, text: str, chief_only: bool | None = None) -> None:
-        """Say in a few words what is being done, for ``elaunch status``.
+        """Report in a few words what is being done, for ``elaunch status``.
 
         Any rank may, alone; it does not block.
 
@@ -157,7 +157,7 @@ class TrainContext:
             self._writer.flush(timeout)
 
     def close(self, timeout: float = CLOSE_TIMEOUT_S) -> None:
-        """Write what is left, and end the thread; reports are refused then. Again: nothing.
+        """Write what is left, and end the thread; reports are refused then. May be called twice.
 
         Raises RunDirError, with path and reason, if rows could not be written.
         """

@@ -13,8 +13,8 @@ reader            for
                   to ``torch.serialization.add_safe_globals``, and what its caller names
 ================  ==================================================================================
 
-``named_by(value)`` are the classes and functions that a value of this process is made of: whoever
-loads into a place where such a value stands now accepts them.
+``named_by(value)`` are the classes and functions that a value of this process is made of: a load
+into a place where such a value stands now accepts them.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class _Naming(pickle.Pickler):
 def named_by(values: Iterable[object]) -> Names:
     """Return what the pickles of ``values`` name, and what was named to torch.
 
-    What belongs to Python's own library is left out: the tables have what is harmless of it.
+    Names of Python's own library are left out: the tables have what is harmless of it.
     """
     naming = _Naming()
     for value in values:

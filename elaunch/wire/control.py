@@ -41,7 +41,7 @@ def ask(path: Path, request: Mapping[str, object], timeout: float = 2.0) -> dict
 
     ``timeout`` bounds the whole exchange, in seconds. Raises FileNotFoundError or
     ConnectionRefusedError when no agent listens there, TimeoutError when it does not answer, and
-    ConnectionError when it refuses the request or hangs up.
+    ConnectionError when it refuses the request or closes the connection.
     """
     deadline = time.monotonic() + timeout
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:

@@ -1,16 +1,16 @@
-"""How two processes prove to each other that they belong to one job, before they say anything else.
+"""How two processes prove to each other that they belong to one job, before any other message.
 
 ::
 
-    who connects    b"elnchan1", 32 random bytes
-    who listens     32 random bytes, proof("listens", both randoms, its rank)
-    who connects    purpose, its rank, proof("connects", both randoms, purpose, its rank)
+    connecting side    b"elnchan1", 32 random bytes
+    listening side     32 random bytes, proof("listens", both randoms, its rank)
+    connecting side    purpose, its rank, proof("connects", both randoms, purpose, its rank)
 
 Ranks do so (elaunch.training.channel), and agents (elaunch.agent.peers.peers), whose "rank" is the
 port that they listen on. A proof is HMAC-SHA256 under a key that only the job's processes know
-(derived anew for each context). Everything has a fixed length, so a stranger can make the other
-side keep 40 bytes, for a few seconds; it learns nothing and is hung up on. What is sent after that
-is not encrypted.
+(derived anew for each context). Everything has a fixed length, so an unauthenticated process can
+make the other side keep 40 bytes, for a few seconds; it learns nothing, and its connection is
+closed. Later messages are not encrypted.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ COURIER: Final = b"cour"
 
 
 class Unauthenticated(ConnectionError):
-    """The other side does not know the job's key, or speaks something else."""
+    """The other side does not know the job's key, or uses another protocol."""
 
 
 class Caller(NamedTuple):
-    """Who has connected, and what for."""
+    """The process that has connected, and what for."""
 
     purpose: bytes
     rank: int
@@ -100,7 +100,7 @@ class Answering:
 
 @dataclass
 class PendingHandshake:
-    """A connection that has not proved yet whose it is."""
+    """A connection whose handshake is not complete."""
 
     sock: socket.socket
     answering: Answering
@@ -108,10 +108,10 @@ class PendingHandshake:
 
 
 class PendingHandshakes:
-    """Who has connected and has yet to prove who it is; one thread uses it, and never waits in it.
+    """Connections whose handshakes are not complete; one thread uses it, and never waits in it.
 
-    Who has proved nothing after ``patience`` seconds is dropped; where MOST_UNPROVED have not, the
-    one that came first is, for the next.
+    A connection without a proof after ``patience`` seconds is dropped; where there are
+    MOST_UNPROVED, the one that came first is dropped for the next.
     """
 
     def __init__(self, patience: float) -> None:
@@ -128,7 +128,7 @@ class PendingHandshakes:
         return fd in self._knocks
 
     def wait_ms(self, now: float, pause: float) -> int | None:
-        """Return how long to poll: until somebody's time is over or ``pause`` is; None: for ever.
+        """Return how long to poll: until a handshake's time or ``pause`` is over; None: for ever.
 
         ``now`` and ``pause`` are on the monotonic clock, in seconds.
         """
@@ -147,7 +147,7 @@ class PendingHandshakes:
         )
 
     def hear(self, fd: int) -> tuple[socket.socket, Caller] | None:
-        """Read what has come; return the connection, given away, when it has proved whose it is."""
+        """Read what has come; return the connection, given away, when its handshake is complete."""
         knock = self._knocks[fd]
         try:
             data = knock.sock.recv(knock.answering.wanted)
@@ -168,13 +168,13 @@ class PendingHandshakes:
         return knock.sock, caller
 
     def drop_late(self) -> None:
-        """Hang up on those whose time is over."""
+        """Close the connections whose time is over."""
         now = time.monotonic()
         for fd in [fd for fd, knock in self._knocks.items() if knock.until <= now]:
             self._drop(fd)
 
     def close(self) -> None:
-        """Hang up on all."""
+        """Close all connections."""
         for fd in list(self._knocks):
             self._drop(fd)
 
@@ -183,7 +183,7 @@ class PendingHandshakes:
 
 
 def call_up(sock: socket.socket, key: bytes, rank: int, caller: Caller, until: float) -> None:
-    """Do the connecting side over a connected socket; ``rank`` is who should be listening there.
+    """Do the connecting side over a connected socket; ``rank`` is that of the listening side.
 
     Blocks until ``until`` at the longest; raises OSError, and Unauthenticated for a wrong answer.
     """

@@ -1,4 +1,4 @@
-"""The progress page: one page of memory in which a worker says how far it is.
+"""The progress page: one page of memory in which a worker reports how far it is.
 
 The worker makes it (an anonymous memory file) and sends its descriptor to its agent
 (elaunch.wire.worker); from then on a heartbeat is one store into memory: no system call, no thread,
@@ -80,7 +80,7 @@ class Section:
 class ProgressPage:
     """The worker's end of a page; one process writes, its threads may all call.
 
-    Everything that is said is a heartbeat too. After :meth:`close`, and in a process that was
+    Everything that is written is a heartbeat too. After :meth:`close`, and in a process that was
     forked from this one (a DataLoader's, whose reading ahead is no progress), calls go nowhere.
     """
 
@@ -102,29 +102,29 @@ class ProgressPage:
         _leave_behind_in_forks(self)
 
     def beat(self) -> None:
-        """Say that this worker makes progress; half a microsecond, no system call."""
+        """Report that this worker makes progress; half a microsecond, no system call."""
         self._beats += 1
         _BEAT.pack_into(self._memory, 8, self._beats, time.monotonic())
 
     def note(self, doing: str) -> None:
-        """Say what the script asks for now, as in "allgather #3"."""
+        """Report what the script asks for now, as in "allgather #3"."""
         self._doing, self._doing_since = doing, time.monotonic()
         self._write(_DOING, doing)
         self.beat()
 
     def step(self, steps_completed: int) -> None:
-        """Say how many steps are completed."""
+        """Report how many steps are completed."""
         bounded = max(-1, min(steps_completed, LARGEST_STEP))
         _STEP.pack_into(self._memory, _STEP_AT, bounded)
         self.beat()
 
     def progress(self, fraction: float) -> None:
-        """Say how much of all is done, 0 to 1."""
+        """Report how much of all is done, 0 to 1."""
         _NUMBER.pack_into(self._memory, _PROGRESS_AT, fraction)
         self.beat()
 
     def status(self, text: str) -> None:
-        """Say in words how it goes; the first 512 bytes are kept."""
+        """Report in words how it goes; the first 512 bytes are kept."""
         self._write(_STATUS, text)
         self.beat()
 
@@ -136,7 +136,7 @@ class ProgressPage:
 
         Args:
             name: what is done, as in "eval".
-            timeout: seconds that it may take; None if there is no saying.
+            timeout: seconds that it may take; None if that is unknown.
         """
         until = math.inf if timeout is None else time.monotonic() + timeout
         section = Section(name, until)
@@ -163,7 +163,7 @@ class ProgressPage:
         return f"{said} (last heartbeat {now - beat_at:.1f} s ago)"
 
     def close(self) -> None:
-        """Let go of the page; who has the descriptor still reads what was last written."""
+        """Let go of the page; a reader with the descriptor still sees what was last written."""
         if self.fd < 0:
             return
         fd, self.fd = self.fd, -1
@@ -210,7 +210,7 @@ class PageReader:
         self._last: Reading | None = None
 
     def read(self) -> Reading:
-        """Return what the page says now; a few microseconds, whatever the worker does.
+        """Return what the page holds now; a few microseconds, whatever the worker does.
 
         The texts and the section's deadline are of one moment. If a worker is stopped while it
         writes one, they are those of the reading before.

@@ -1,9 +1,9 @@
-"""What a worker and its agent say to each other about checkpoints that the agent writes.
+"""The messages between a worker and its agent about checkpoints that the agent writes.
 
 The worker connects to ``ELAUNCH_AGENT_SOCKET`` for this alone and stays. Lines of JSON go both
 ways, one answer for each request, in order; ``n`` counts the requests, and the answer repeats it,
-so that who gave up waiting for one knows it when it comes. Descriptors travel beside the line
-(SCM_RIGHTS).
+so that a worker that gave up waiting for one knows it when it comes. Descriptors travel beside the
+line (SCM_RIGHTS).
 
 from the worker:
 
@@ -15,17 +15,17 @@ from the worker:
                                                outlives the worker, however that ends
 ``{"op": "begin", "wait": b, "timeout": t}``   is about to overwrite the memory. Waits for the save
                                                in flight; what was in it can be recalled no more
-``{"op": "staged", "handed": {…}}``            the memory holds this rank's part (:class:`Handed`).
+``{"op": "staged", "handed": {…}}``            the memory holds this rank's shard (:class:`Handed`).
                                                From here it is the agent's, also where the worker
                                                is killed before it reads the answer
 ``{"op": "abandon", "stage": {…} | null}``     the begin before comes to nothing; with a stage:
-                                               that checkpoint does, whoever has staged parts of it
+                                               that checkpoint does, also where shards are staged
 ``{"op": "wait", "timeout": t}``               answered when nothing is in flight any more
 ``{"op": "fence", "round": r, "timeout": t}``  is ``r`` still the round? The agent asks the store
                                                (several nodes) or its loop (one), not its memory
 ``{"op": "committed", "committed": {…},        rank 0 has committed what the ranks have written
 "took": t}``                                   themselves; for the run's record
-``{"op": "recall", "step": s, "round": r,      which parts of this checkpoint are in the memory of
+``{"op": "recall", "step": s, "round": r,      which shards of this checkpoint are in the memory of
 "uuid": u, "ranks": […], "timeout": t}``       living agents
 =============================================  ====================================================
 
@@ -37,17 +37,17 @@ from the agent:
 ``… "begun": b``                               to ``begin``: false if a save is in flight
 ``… "committed": {…} | null``                  to ``wait``, ``begin`` and ``staged``: the newest
                                                checkpoint that this connection's saves have become
-``… "parts": [{"rank": g, "files": […]}]``     to ``recall``: one descriptor per part beside it
-``{"n": n, "error": "…", "kind": "save"}``     that save, or one before it, came to nothing: told
+``… "parts": [{"rank": g, "files": […]}]``     to ``recall``: one descriptor per shard beside it
+``{"n": n, "error": "…", "kind": "save"}``     that save, or one before it, came to nothing: sent
                                                once. ``kind`` "timeout": the wait was too long;
                                                "request": the agent cannot make sense of it
 ``{"error": "…"}``                             it refuses the connection, and closes
 =============================================  ====================================================
 
-A part is written in the background, with the file names, the manifest and the seal of
-elaunch.checkpoint.storage.storage; the agent of rank 0's node commits when all parts are sealed.
-The end of the connection ends nothing that was staged. A part that was begun and not staged is
-forgotten with the worker, and the save it belongs to is discarded.
+A shard is written in the background, with the file names and the manifest of
+elaunch.checkpoint.storage.storage; the agent of rank 0's node commits when all manifests are
+written. The end of the connection ends nothing that was staged. A shard that was begun and not
+staged is forgotten with the worker, and the save it belongs to is discarded.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ if TYPE_CHECKING:
     from elaunch.checkpoint.records import Committed, Part, Stage
 
 LONGEST_LINE: Final = 64 << 20
-"""Bytes of one line: a part with a million files or pieces still fits."""
+"""Bytes of one line: a shard with a million files or pieces still fits."""
 ANSWER_S: Final = 30.0
 """Seconds for the agent to answer what it need not wait for."""
 MARGIN_S: Final = 5.0
-"""Seconds that a worker waits longer than the timeout that it sent, for the agent's own word."""
+"""Seconds that a worker waits longer than the timeout that it sent, for the agent's answer."""
 CLOSE_S: Final = 1800.0
 """Seconds that the end of a script waits for its last save."""
 
@@ -77,17 +77,17 @@ Files = tuple[tuple[str, Extents], ...]
 
 @dataclass(frozen=True)
 class Handed:
-    """One rank's part of a checkpoint, as it lies in the memory that the agent gave.
+    """One rank's shard of a checkpoint, as it lies in the memory that the agent gave.
 
     Attributes:
-        stage: which checkpoint it is a part of; the same on all ranks.
-        part: of which rank, of how many, and what that rank says of it.
+        stage: which checkpoint the shard belongs to; the same on all ranks.
+        part: of which rank, of how many, and that rank's metadata.
         images: the files to be: path below the checkpoint's directory, and where its bytes lie in
             the memory: (offset, size) pairs, in the order of the file.
-        extra: what the checkpoint's metadata.json says beside (rank 0's counts).
+        extra: further fields of the checkpoint's metadata.json (rank 0's counts).
         keep: which checkpoints may go when this one is committed: the fields of elaunch.Keep, or
-            None for what the flags say (rank 0's counts).
-        protected: names of checkpoints that stay whatever ``keep`` says: the one resumed from.
+            None for those of the flags (rank 0's counts).
+        protected: names of checkpoints that stay whatever ``keep`` is: the one resumed from.
         local: every node has a directory of its own (--checkpoint-local).
     """
 
@@ -101,17 +101,17 @@ class Handed:
 
     @property
     def size(self) -> int:
-        """Return how many bytes of memory the part takes."""
+        """Return how many bytes of memory the shard takes."""
         return sum(size for _, extents in self.images for _, size in extents)
 
     @property
     def end(self) -> int:
-        """Return the first byte of the memory behind the part."""
+        """Return the first byte of the memory behind the shard."""
         return max((at + size for _, extents in self.images for at, size in extents), default=0)
 
 
 class Saver(Protocol):
-    """What keeps a rank's checkpoints and writes them out: its agent, or a thread beside it.
+    """Takes a rank's checkpoints and writes them out: its agent, or a thread beside it.
 
     The methods are called by one thread at a time. All of them raise SaveError if the saver is
     gone or refuses; none of them waits for ever. ``lacks`` is why it is not the agent, where there
@@ -125,7 +125,7 @@ class Saver(Protocol):
     def fence(self, round_number: int) -> None:
         """Return if ``round_number`` is still the round; raise SaveError if it is over.
 
-        To be called by who commits, right before COMMIT.
+        The committing process calls it right before COMMIT.
         """
 
     def committed(self, done: Committed, seconds: float) -> None:
@@ -152,24 +152,24 @@ class Saver(Protocol):
         """
 
     def staged(self, handed: Handed) -> None:
-        """Hand over what is in the memory; it is the saver's, even if this process ends at once.
+        """Stage what is in the memory; it is the saver's, even if this process ends at once.
 
-        Every rank of ``handed.stage`` has to, or the save is discarded.
+        Every rank of ``handed.stage`` has to stage its shard, or the save is discarded.
         """
 
     def abandon(self, stage: Stage | None = None) -> None:
         """Take back :meth:`begin`: this rank stages nothing, so what others have staged is lost.
 
         ``stage``: the ranks have agreed, each calling this, that this checkpoint comes to nothing,
-        also where this rank has staged its part. It is not told of it by a later call.
+        also where this rank has staged its shard. No later call raises for it.
         """
 
     def share(self, wait: bool, timeout: float) -> None:
-        """Tell the other ranks' savers whose part has failed, where they cannot see it.
+        """Send the other ranks' savers which shards have failed, where they cannot see it.
 
         ALL ranks call it together, before any of them waits for a save; with ``wait`` when its own
-        part is written, or ``timeout`` seconds are over. Agents tell each other without it. Raises
-        CollectiveTimeout, PeerLost.
+        shard is written, or ``timeout`` seconds are over. Agents send it each other without this
+        call. Raises CollectiveTimeout, PeerLost.
         """
 
     def wait(self, timeout: float | None = None) -> Committed | None:
@@ -187,7 +187,7 @@ class Saver(Protocol):
         uuid: str = "",
         timeout: float | None = None,
     ) -> dict[int, dict[str, memoryview]]:
-        """Return the parts of a checkpoint that are in living agents' memory: rank → path → bytes.
+        """Return the shards of a checkpoint that are in living agents' memory: rank → path → bytes.
 
         ``uuid`` is the checkpoint's; "" takes any of that step and round. Only those of ``ranks``
         that are there. Not to be written to, and valid until a rank of this node calls
@@ -234,7 +234,7 @@ def handed_from_json(fields: Mapping[str, Any]) -> Handed:
 
 
 def files_to_json(files: Files) -> list[Any]:
-    """Return where the files of a part lie, as it travels."""
+    """Return where the files of a shard lie, as it travels."""
     return [[path, [list(extent) for extent in extents]] for path, extents in files]
 
 

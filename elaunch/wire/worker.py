@@ -1,4 +1,4 @@
-"""What a worker and its agent say to each other over the agent's Unix socket.
+"""The messages between a worker and its agent over the agent's Unix socket.
 
 The worker connects to ``ELAUNCH_AGENT_SOCKET`` and stays; lines of JSON go both ways.
 
@@ -10,7 +10,7 @@ from the worker:
                                                             with ``"name"`` the run gets that name
 ``{"op": "listens"}``                                       the script asks should_preempt()
 ``{"op": "heard", "reason": …, "kind": …}``                 it knows of a notice (from another node)
-``{"op": "ack", "reason": …, "kind": …}``                   the script has been told to end, and it
+``{"op": "ack", "reason": …, "kind": …}``                   the script knows that it is to end, and
                                                             will: exit code 0 now means "preempted"
 ``{"op": "detach"}``                                        the context is closed
 ==========================================================  =====================================

@@ -113,7 +113,7 @@ class Reporter:
         self._plan.say(report.render_table(made))
 
     def tell_stacks(self, taken: events.StacksTaken) -> None:
-        """Print and write what this node's workers were doing when another node told of a hang."""
+        """Print and write what this node's workers did when another node reported a hang."""
         text = "\n".join(lines_of(taken)) + "\n"
         self._write_files(taken.round, {"txt": text})
         self._plan.say(text)

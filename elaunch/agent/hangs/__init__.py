@@ -1,6 +1,6 @@
 """Finding out that a round hangs, who hangs, and where.
 
-``watchdog`` looks at the workers' progress at fixed times, from the first source that tells
+``watchdog`` looks at the workers' progress at fixed times, from the first source that shows
 anything (``progress``, ``loglines``, ``checkpoints``, ``cputime``). What it sees becomes a
 ``history``, and ``judge`` decides purely from that. ``stacks`` asks every worker where it is before
 the round is ended.

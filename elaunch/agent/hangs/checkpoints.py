@@ -1,7 +1,7 @@
 """Progress read from the checkpoint directory: the newest one's step, and that it is written.
 
-Storage may hang, so a thread of its own looks at it, and only while nothing better tells of the
-job's progress. Names and times of files are enough: what is complete matters when one is loaded.
+Storage may hang, so a thread of its own looks at it, and only while nothing better shows the job's
+progress. Names and times of files are enough: what is complete matters when one is loaded.
 """
 
 from __future__ import annotations

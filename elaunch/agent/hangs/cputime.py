@@ -1,4 +1,4 @@
-"""CPU time of process trees, as a sign of life of workers that say nothing of their progress."""
+"""CPU time of process trees, as a sign of life of workers that report no progress."""
 
 from __future__ import annotations
 

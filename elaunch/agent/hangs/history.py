@@ -23,7 +23,7 @@ LEAST: Final[Mapping[Source, float]] = {
     "script": 30.0,
     "log lines": 30.0,
     "checkpoints": 30.0,
-    "CPU time": 300.0,  # it tells little: a script may well wait for a file system that long
+    "CPU time": 300.0,  # it shows little: a script may well wait for a file system that long
 }
 
 
@@ -32,7 +32,7 @@ class Mark:
     """What a source shows of one worker; its progress is that ``value`` changes.
 
     ``begun`` says that there was progress before this one was seen. ``until`` is the deadline of
-    its section, ``said_at`` when it last said anything; both on the monotonic clock.
+    its section, ``said_at`` when it last reported anything; both on the monotonic clock.
     """
 
     value: Hashable
@@ -155,7 +155,7 @@ def _watched(
 
 
 def _paused(before: Watched, mark: Mark) -> bool:
-    """Whether ``mark`` ends a pause that tells how long the script's own pauses are."""
+    """Whether ``mark`` ends a pause that shows how long the script's own pauses are."""
     outside = not before.mark.section and not mark.section
     return outside and before.begun and mark.value != before.mark.value
 

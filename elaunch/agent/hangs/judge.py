@@ -11,7 +11,7 @@ while another is in a section       as long as that may last: it may be waiting 
 of which nothing was ever seen      as long as others make progress: it does not take part
 ==================================  ==============================================================
 
-Who is behind is told by who goes on meanwhile. Where all stand still, it is the one with the lowest
+A rank is behind if others go on meanwhile. Where all stand still, it is the one with the lowest
 step; else nobody is named.
 """
 
@@ -27,7 +27,7 @@ LENIENT: Final = 10.0
 LATEST: Final = 1.5
 """So many times its limit late, a worker is judged also if it is not clear whether others go on."""
 SHARED: Final[tuple[Source, ...]] = ("checkpoints", "CPU time")
-"""Sources that tell of the round as a whole: a worker that stands still may wait for another."""
+"""Sources that show the round as a whole: a worker that stands still may wait for another."""
 _MADE: Final = ("made no progress", "made progress")
 _LEFT: Final = ("not left", "left")
 """What ranks have not done; what no rank has done."""
@@ -66,7 +66,7 @@ def judge(history: RoundHistory, limit: float | None) -> HangVerdict | None:
 
 
 def _is_clear(history: RoundHistory, late: Sequence[int], limit: float) -> bool:
-    """Whether the others go on, or stand still as well: who stops with them is not yet late."""
+    """Whether the others go on, or stand still as well: who stops with them is not late yet."""
     others = [watched for rank, watched in history.ranks.items() if rank not in late]
     if history.source in SHARED:
         return not others
@@ -95,7 +95,7 @@ def _overdue(watched: Watched) -> bool:
 
 
 def _lowest_steps(history: RoundHistory) -> list[int]:
-    """Return who has fewer steps than others, if all stand still; [] where that is not known."""
+    """Return the ranks with the fewest steps, if all stand still; [] where that is not known."""
     if history.source in SHARED:
         return []
     steps = {r: w.mark.step for r, w in history.ranks.items() if w.mark.step is not None}
@@ -104,7 +104,7 @@ def _lowest_steps(history: RoundHistory) -> list[int]:
     return behind if len(behind) < len(steps) else []
 
 
-# ── saying ───────────────────────────────────────────────────────────────────────────────────────
+# ── text ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _verdict(
@@ -178,7 +178,7 @@ def _steps(history: RoundHistory, ranks: Sequence[int]) -> str:
 
 
 def last_words(history: RoundHistory) -> tuple[str, ...]:
-    """Return lines about what each rank said last; none where the script says nothing."""
+    """Return lines about what each rank reported last; none where the script reports nothing."""
     if history.source != "script":
         return ()
     lines = []

@@ -1,9 +1,9 @@
-"""How far the workers of a round are, from the first source that tells anything.
+"""How far the workers of a round are, from the first source that shows anything.
 
 ============  ==================================================  =================================
 source        used when                                           a worker's progress
 ============  ==================================================  =================================
-script        the script says something by itself: a step, a      its page (elaunch.wire.progress):
+script        the script reports something by itself: a step, a   its page (elaunch.wire.progress):
               section, or more than SILENT heartbeats             any call of the script API
 log lines     ``--progress-regex`` is given                       a line that matches
 checkpoints   ``--checkpoint-dir`` is given, and twice in this    a checkpoint is written (by any)
@@ -11,9 +11,9 @@ checkpoints   ``--checkpoint-dir`` is given, and twice in this    a checkpoint i
 CPU time      otherwise                                           its process tree uses the CPU
 ============  ==================================================  =================================
 
-A script that only calls ``elaunch.init()`` is not judged by what it never says, nor are the ranks
-of one that speaks on rank 0 only. Once a script has spoken, its next rounds are watched by it from
-the first moment, until all have detached.
+A script that only calls ``elaunch.init()`` is not judged by what it never reports, nor are the
+ranks of one that reports on rank 0 only. Once a script has reported, its next rounds are watched by
+that from the first moment, until all have detached.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class ProgressSources:
 class RoundProgress:
     """Follows the workers of the round that runs; any thread may ask.
 
-    The loop says which workers there are (:meth:`begin`, :meth:`hear`). Only the watchdog, which is
+    The loop reports the living workers (:meth:`begin`, :meth:`hear`). Only the watchdog, which is
     there if it is ``watched``, may call :meth:`look`; :meth:`record` is for everybody.
     """
 
@@ -178,7 +178,7 @@ class RoundProgress:
 
 
 def _says(reading: Reading) -> bool:
-    """Whether the script itself has said something, beyond being there."""
+    """Whether the script itself has reported something, beyond being there."""
     return bool(
         reading.step is not None
         or reading.progress is not None

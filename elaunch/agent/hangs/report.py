@@ -24,7 +24,7 @@ from elaunch.agent.hangs.stackdump import StackGroup
 from elaunch.agent.policy import events
 
 MOST_LAST = 16
-"""Ranks of which the text says what they said last; the JSON has all."""
+"""Ranks of which the text has what they reported last; the JSON has all."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def lines(hang: Hang) -> Iterator[str]:
 
 
 def lines_of(taken: events.StacksTaken) -> Iterator[str]:
-    """Yield what the workers of this node were doing when another node told of a hang."""
+    """Yield what the workers of this node were doing when another node reported a hang."""
     yield "What the workers of this node were doing meanwhile:"
     yield from _last_lines(taken.last)
     yield from _stack_lines(taken.groups, taken.problems)

@@ -10,7 +10,7 @@
       File "train.py", line 40 in <module>
 
 faulthandler writes the oldest thread last, which is the main thread; py-spy names it. elaunch's own
-frames below a script and its own threads are left out: they say nothing of the script.
+frames below a script and its own threads are left out: they show nothing of the script.
 """
 
 from __future__ import annotations

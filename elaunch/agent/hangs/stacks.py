@@ -91,7 +91,7 @@ def start(
 
 
 def _ask(worker: Worker) -> int:
-    """Have the worker write its stacks; return the pid of who was asked, 0 if nobody can be."""
+    """Have the worker write its stacks; return the pid that was asked, 0 if none can be."""
     process = processes.read_process(worker.pid)
     if process is None or process.state in "TtZX":
         return 0

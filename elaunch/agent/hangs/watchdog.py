@@ -1,7 +1,7 @@
 """Looks at the workers' progress at fixed times and posts a hang when it sees one.
 
 What is a hang is decided purely (elaunch.agent.hangs.judge); here is the thread that looks. It
-waits for a fraction of the limit between two looks, so that a hang is told at most a twentieth
+waits for a fraction of the limit between two looks, so that a hang is posted at most a twentieth
 late.
 """
 
@@ -45,7 +45,7 @@ class Watchdog:
         asked: ``--hang-timeout``.
         look: returns how the workers are now; None while there is none.
         post: takes the hang, once in a round.
-        several: whether other nodes take part. A hang in which nobody is named is told
+        several: whether other nodes take part. A hang in which nobody is named is posted
             YIELD_TICKS later then: the node of the rank that all wait for can name it.
     """
 
@@ -115,7 +115,7 @@ class Watchdog:
             self._post(_event(round_number, found, self.last_words()))
 
     def _ripe(self, found: HangVerdict | None) -> HangVerdict | None:
-        """Return the verdict if it is to be told now."""
+        """Return the verdict if it is to be posted now."""
         if found is None or found.named or not self._several:
             self._yielded = 0
             return found
@@ -123,7 +123,7 @@ class Watchdog:
         return found if self._yielded > YIELD_TICKS else None
 
     def last_words(self) -> tuple[str, ...]:
-        """Return lines about what each rank said last, if the script says anything."""
+        """Return lines about what each rank reported last, if the script reports anything."""
         with self._lock:
             return last_words(self._history)
 

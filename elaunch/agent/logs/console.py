@@ -7,10 +7,10 @@ file). A `Speaker` is one worker's stream as one console shows it. Together they
   an end are held, and shown after all when the worker has been silent: `PARTIAL_AGE` seconds for a
   prompt or dots, `BULK_SILENCE` for what is long enough to be a line of megabytes, at once from a
   speaker that has the console to itself (*eager*).
-* From the first byte of a line to its ``\\n`` the console belongs to that speaker. Whoever has to
-  write meanwhile begins with a ``\\n`` of its own, so no line ever mixes two workers. On a terminal
+* From the first byte of a line to its ``\\n`` the console belongs to that speaker. Another writer
+  meanwhile begins with a ``\\n`` of its own, so no line ever mixes two workers. On a terminal
   two progress bars take turns on one line, as they would without a launcher.
-* Nothing here blocks. What the console does not take now is queued; `Console.pending` tells the
+* Nothing here blocks. What the console does not take now is queued; `Console.pending` shows the
   pump when to stop reading the streams that are shown there, so nothing is lost either.
 * A console that is gone (``| head``, a closed terminal) swallows what is written to it.
 """
@@ -46,7 +46,7 @@ class Console:
     Attributes:
         pending: bytes queued.
         gone: True when nothing can be shown here any more.
-        fault: why queued bytes were dropped (no room), until somebody has told and cleared it.
+        fault: why queued bytes were dropped (no room), until the pump has shown and cleared it.
     """
 
     def __init__(self, name: str, fd: int, *, terminal: bool, polled: bool) -> None:

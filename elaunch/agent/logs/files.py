@@ -51,7 +51,7 @@ class LogFile:
 
     Args:
         path: the file; its directory exists.
-        complain: told of a failure to write, at most once until writing works again.
+        complain: called for a failure to write, at most once until writing works again.
     """
 
     def __init__(self, path: Path, complain: Complaint) -> None:

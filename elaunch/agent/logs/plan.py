@@ -47,7 +47,7 @@ class LogPlan:
         role: role name, a part of the prefix.
         at_once: show what has no line end yet at once, where the console shows one worker only;
             not where others write to the same place.
-        listener: returns what hears all that a local rank writes, stdout and stderr alike.
+        listener: returns what gets all that a local rank writes, stdout and stderr alike.
     """
 
     log_root: Path | None
@@ -69,11 +69,11 @@ class LogPlan:
         return encode(string.Template(self.prefix_template).safe_substitute(names))
 
     def tees(self, local_rank: int, name: str) -> bool:
-        """Tell whether a stream is tee'd."""
+        """Return whether a stream is tee'd."""
         return bool(self.tee(local_rank) & STREAM_BITS[name])
 
     def shows(self, local_rank: int, name: str) -> bool:
-        """Tell whether a stream is shown on the console."""
+        """Return whether a stream is shown on the console."""
         if self.console_ranks is not None and local_rank not in self.console_ranks:
             return False
         redirected = self.log_root is not None and bool(
@@ -86,7 +86,7 @@ class LogPlan:
         return self.stdout_filters if name == "stdout" else self.stderr_filters
 
     def shortcomings(self, local_ranks: Collection[int]) -> list[str]:
-        """Say what of the plan cannot be done for want of log files."""
+        """Return what of the plan cannot be done for want of log files."""
         if self.log_root is not None:
             return []
         found = []

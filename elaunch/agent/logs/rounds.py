@@ -58,7 +58,7 @@ class LogRound:
 
         Args:
             plan: where the files are.
-            complain: told of each failure.
+            complain: called for each failure.
             read: has the streams read from now on.
         """
         run = partial(self._run, plan, complain, read)
@@ -125,7 +125,7 @@ def open_files(opened: LogRound, plan: LogPlan, complain: Complaint) -> None:
     Args:
         opened: the round, with its streams.
         plan: where the files are; none are made when it has no `log_root`.
-        complain: told of each failure.
+        complain: called for each failure.
     """
     if plan.log_root is None:
         return

@@ -82,7 +82,7 @@ class OutputStream:
         return len(data)
 
     def drain(self, now: float) -> bool:
-        """Read what is there at present, within a limit; tell whether the stream has ended."""
+        """Read what is there at present, within a limit; return whether the stream has ended."""
         total = 0
         while total < _DRAIN_LIMIT:
             got = self.pump(now)

@@ -1,4 +1,4 @@
-"""Makes ready what a job of several nodes needs: the way to its store, the courier, the publisher.
+"""Prepares what a job of several nodes needs: the way to its store, peers, the status publisher.
 
 One node by itself starts a twentieth of a second sooner without importing this.
 """
@@ -55,10 +55,10 @@ def join(
     probe: str,
     finishing: DirectoryFinisher,
 ) -> Joined:
-    """Make ready to join the job; nothing is said to the others before ``StatusPublisher.join``.
+    """Prepare to join the job; nothing is sent to the others before ``StatusPublisher.join``.
 
-    ``say`` prints lines on stderr, ``probe`` is ``Probing.nonce``. Raises ElaunchError where an
-    address cannot be listened on.
+    ``say`` prints lines on stderr, ``probe`` is ``DirectoryProbe.nonce``. Raises ElaunchError where
+    an address cannot be listened on.
     """
     settings, own_addr = plan.settings, plan.own_addr
     rendezvous = settings.rendezvous
@@ -138,7 +138,7 @@ def _post(plan: GroupPlan, courier: Peers) -> Callable[[News], None]:
 class CheckpointCheck:
     """Whether a plan's checkpoint is in this node's own --checkpoint-dir.
 
-    Whoever can write plans could else have all ranks read any file of any directory.
+    A writer of plans could else have all ranks read any file of any directory.
     """
 
     def __init__(self, root: Location | None) -> None:

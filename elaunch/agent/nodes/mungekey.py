@@ -8,9 +8,9 @@ agent              key
 hosts a TCPStore   makes it; its credential (elaunch.rendezvous.munge) is in the store before
                    anybody else can be. Without MUNGE the store is open, and the agent says so
 client of it       that of the credential in the store. Where there is none and MUNGE works here,
-                   the agent ends: else a stranger who removes the key could give it any plan
+                   the agent ends: else any process that removes the key could give it any plan
 of etcd            that of the credential in etcd; the first agent writes it. It stays as long as
-                   the board, whose posts are signed with it
+                   the plan, which is signed with it
 =================  ===============================================================================
 
 A host that was started anew makes a new key, and its clients take it when they open the new store.

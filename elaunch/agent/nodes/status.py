@@ -1,8 +1,8 @@
-"""Speaks for this node in a job of several: says how it is, and tells what failed elsewhere.
+"""Publishes the status of this node in a job of several, and prints what failed elsewhere.
 
-After every event the loop hands over its state; what the roster should say of it follows purely
-(elaunch.agent.policy.nodes.own_state) and is sent when it has changed. Sending is the Meeting's:
-its threads block, the loop does not.
+After every event the loop hands over its state; the status follows from it purely
+(elaunch.agent.policy.nodes.own_state) and is published when it has changed. Sending is the
+Meeting's: its threads block, the loop does not.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from elaunch.rendezvous.plan import AgentState, NodeStatus, Plan, Preempted, Wor
 
 MAX_TEXT = 4000
 AT_REST: frozenset[AgentState] = frozenset(("joining", "ready", "ended", "finished"))
-"""What an agent says of itself while nothing of a round is left on its node."""
+"""What an agent publishes while nothing of a round is left on its node."""
 LEAVE_DEADLINE = 5.0
-"""Seconds to take our entry off the roster, and for those who still wait to hear the end."""
+"""Seconds to remove this agent's record, and for those who still wait to read the end."""
 
 log = logging.getLogger("elaunch")
 
 
 @dataclass(frozen=True)
 class Identity:
-    """What this agent says of itself and does not change.
+    """What this agent publishes of itself and does not change.
 
-    ``say`` prints lines on stderr, ``post`` tells the loop; ``strict`` is --strict-symmetry;
-    ``courier`` is the port for other agents; ``rests`` is told whether workers run here; ``probe``
-    is the name of the mark in the checkpoint directory.
+    ``say`` prints lines on stderr, ``post`` sends events to the loop; ``strict`` is
+    --strict-symmetry; ``courier`` is the port for other agents; ``rests`` gets whether nothing of a
+    round is left here; ``probe`` is the name of the mark in the checkpoint directory.
     """
 
     host: str
@@ -59,7 +59,7 @@ class Identity:
 
 
 class StatusPublisher:
-    """Owns this agent's word on the roster."""
+    """Owns this agent's record among the members."""
 
     def __init__(self, meeting: Meeting, identity: Identity) -> None:
         self._meeting = meeting
@@ -79,7 +79,7 @@ class StatusPublisher:
         self._meeting.start(self._record)
 
     def say(self, state: State, port: int) -> None:
-        """Put on the roster how this agent is, if that has changed."""
+        """Publish how this agent is, if that has changed."""
         assert self._record is not None  # joined before the first event
         word, round_number = nodes.own_state(state)
         self._identity.rests(word in AT_REST)
@@ -105,7 +105,7 @@ class StatusPublisher:
         self._meeting.tell(self._record)
 
     def keep(self, report: FailureReport) -> None:
-        """Keep the cause of this node's failure in the words that other nodes will print."""
+        """Keep the cause of this node's failure as the text that other nodes will print."""
         self._text = render_cause(report)[:MAX_TEXT]
 
     def _failure(self, state: State) -> dict[str, Any] | None:
@@ -132,7 +132,7 @@ class StatusPublisher:
         host = self._identity.host
         return WorkerFailure(rank, local_rank, host, pid, code, text, max(0.0, age)).to_dict()
 
-    # ── telling what others have said ────────────────────────────────────────────────────────────
+    # ── printing what others have published ──────────────────────────────────────────────────────
 
     def failed_elsewhere(self, state: State) -> Mapping[str, Any] | None:
         """Return the job's first failure if the plan has one and it is another node's."""
@@ -199,7 +199,7 @@ class StatusPublisher:
         )
 
     def leave(self) -> None:
-        """Take this agent off the roster; waits a bounded time for others to hear the end."""
+        """Remove this agent's record; waits a bounded time for others to read the end."""
         self._meeting.leave(LEAVE_DEADLINE)
 
 

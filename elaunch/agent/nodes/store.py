@@ -4,7 +4,7 @@
 backend  how an agent gets to the store
 =======  ===========================================================================================
 etcd     a client of the endpoints
-c10d     whoever can listen on the endpoint hosts a TCPStore there, the others are its clients
+c10d     the agent that can listen on the endpoint hosts a TCPStore, the others are its clients
 static   node 0 hosts one on a free port; its address is read from the store at the master's port,
          the one address that all agents know, where node 0 keeps it beside the workers' keys
 =======  ===========================================================================================
@@ -39,11 +39,11 @@ if TYPE_CHECKING:
 STRANGER_PATIENCE = 2.5
 """Seconds for what has the endpoint's port to show that it is this job's store after all."""
 TELL_AFTER = 3.0
-"""Seconds of waiting for a store after which it is told."""
+"""Seconds of waiting for a store after which that is logged."""
 END_MARGIN = 10.0
-"""Seconds beyond all graces for a node to say that its round has ended."""
+"""Seconds beyond all graces for a node to report that its round has ended."""
 ATTEMPT = 6.0
-"""Seconds of one attempt to get to the store; longer than a stranger on the port is put up with."""
+"""Seconds of one attempt to get to the store; longer than STRANGER_PATIENCE."""
 PROBE_DEADLINE = 2.0
 LOOK_AGAIN = 0.2
 
@@ -87,7 +87,7 @@ class StoreOpener:
         rendezvous: where to meet.
         run_id: of the job.
         own_addr: where the other nodes reach this one.
-        publish: has a word hosted at the master's port (static, node 0).
+        publish: has a text hosted at the master's port (static, node 0).
         key: what settles a key by MUNGE, where that is to be and none was given.
     """
 
@@ -125,7 +125,7 @@ class StoreOpener:
     def prepare(self) -> None:
         """Bind what is to be hosted here, and make the key that its clients are to share.
 
-        Raises UsageError when the port belongs to a stranger, naming it where it is visible.
+        Raises UsageError when the port is another process's, naming that where it is visible.
         """
         settings = self._rendezvous
         if settings.backend == "static" and settings.is_host:
@@ -214,7 +214,7 @@ class StoreOpener:
             raise StoreDenied(self._not_ours(host, port, str(problem))) from None
 
     def _tell_waiting(self, problem: StoreUnreachable) -> None:
-        """Say once, to whoever looks at a terminal where nothing happens, what is waited for."""
+        """Log once what is waited for: on a terminal nothing else happens."""
         now = time.monotonic()
         if self._waits_since is None:
             self._waits_since = now
@@ -286,7 +286,7 @@ class StoreOpener:
         )
 
     def close(self) -> None:
-        """Let the port go; who still looks for the store stops."""
+        """Let the port go; a thread that still looks for the store stops."""
         self._closed.set()
         if self._listening is not None:
             self._listening.close()

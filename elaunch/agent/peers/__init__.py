@@ -1,6 +1,6 @@
 """Requests from one node's agent to another's, over TCP and behind the job's key.
 
-They bring word of shards to the agent that commits, shards and replicas from memory to memory, and
+They report shards to the agent that commits, bring shards and replicas from memory to memory, and
 with ``--checkpoint-local`` files from disk to disk: ``directory`` is a node's own, ``search`` asks
 all nodes for theirs, ``files`` fetches what a node lacks.
 """

@@ -3,10 +3,10 @@
 =============  ================================================================================
 request        what this agent does
 =============  ================================================================================
-``staged``     says what its ranks have sealed and not committed, and what it has committed
-``seals``      says what all ranks have sealed of a checkpoint that it has committed
+``staged``     sends its ranks' manifests of uncommitted saves, and names what it has committed
+``seals``      sends all ranks' manifests of a checkpoint that it has committed
 ``kept``       finishes or clears what workers have left, and lists the checkpoints
-``look``       reads one checkpoint's bytes, and says which files are whole
+``look``       reads one checkpoint's bytes, and lists the files that are whole
 ``gather``     fetches files from the agents that have them, and puts them in place
 ``file``       sends a file
 =============  ================================================================================
@@ -14,7 +14,7 @@ request        what this agent does
 The coordinator asks for all but files between two rounds (elaunch.agent.peers.search); they are
 done one at a time, and refused while workers run here. Files are sent whenever another agent
 gathers. A file is fetched under another name, checked, synced and renamed; a checkpoint that this
-node has nothing of appears at once, with all its files. What is in the way goes to the quarantine.
+node has nothing of appears at once, with all its files. A path in the way goes to the quarantine.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class LocalDirectory:
     Attributes:
         root: the directory, which need not be there yet.
         glob: --checkpoint-glob, or None.
-        run_id: of the job; other runs' checkpoints are not told of.
+        run_id: of the job; other runs' checkpoints are not listed.
         finish: brings stages of dead rounds to an end:
             elaunch.agent.resume.directory.DirectoryFinisher.finish.
     """
@@ -97,7 +97,7 @@ class LocalCopies:
     def _in_turn(
         self, serve: Callable[[PeerConnection, Mapping[str, Any]], Mapping[str, Any]]
     ) -> Callable[[PeerConnection, Mapping[str, Any]], Mapping[str, Any]]:
-        """Return a handler that waits its turn; who waits hears what is got done meanwhile."""
+        """Return a handler that waits its turn, and meanwhile sends the caller ``busy`` lines."""
 
         def served(line: PeerConnection, request: Mapping[str, Any]) -> Mapping[str, Any]:
             seen = self._done
@@ -288,7 +288,7 @@ def looked_of(fields: Mapping[str, Any]) -> Looked:
 
 
 def seals_to_json(sealed: Seals) -> dict[str, dict[str, str]]:
-    """Return seals as they travel, byte for byte."""
+    """Return manifests as they travel, byte for byte."""
     return {
         name: {str(rank): content.decode("latin-1") for rank, content in manifests.items()}
         for name, manifests in sealed.items()
@@ -304,7 +304,7 @@ def seals_of(fields: Mapping[str, Mapping[str, str]]) -> dict[str, dict[int, byt
 
 
 def _is(path: Path, digest: str) -> bool:
-    """Tell whether the checkpoint at ``path`` has this digest in its COMMIT."""
+    """Return whether the checkpoint at ``path`` has this digest in its COMMIT."""
     try:
         return read_json(path / layout.COMMIT).get("digest") == digest
     except (OSError, CheckpointError):

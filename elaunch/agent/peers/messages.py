@@ -1,9 +1,9 @@
-"""What the agents of a job say to each other about checkpoints, over TCP.
+"""The messages between the agents of a job about checkpoints, over TCP.
 
 An agent that connects shows that it is of the job (elaunch.wire.handshake), then sends requests,
 one after the other, each a line of JSON with ``do``. The answer to each is one line,
 ``{"ok": true, …}`` or ``{"error": "…"}``; lines ``{"busy": n}`` may come before it: n grows while
-something gets done, so that one who is slow is told from one who hangs. Bytes follow a line as
+something gets done, so that a slow agent differs from one that hangs. Bytes follow a line as
 frames:
 
 ===========================  =====================================================================
@@ -17,9 +17,10 @@ u32 2**32-1, line of JSON    the sender cannot go on: ``{"error": "…"}``; the 
 ======================================================  ==========================================
 request                                                 answer, beside ``ok``
 ======================================================  ==========================================
-``sealed``: stage, rank, manifest                       nothing: the rank's part is on the disk
-``failed``: stage, rank, problem                        nothing: the part will never be
-``part``: step, round, rank                             ``handed``, the bytes of one rank's part
+``sealed``: stage, rank, manifest                       nothing: the rank's shard is on the disk
+``writing``: stage, rank, world_size                    nothing: the shard is being written still
+``failed``: stage, rank, problem                        nothing: the shard will not come
+``part``: step, round, rank                             ``handed``, the bytes of one rank's shard
                                                         from the memory of that agent, a line
                                                         ``whole``: whether they stayed the same
                                                         meanwhile; nothing if it is not there
@@ -162,7 +163,7 @@ class PeerConnection:
                 raise Undelivered(f"{self.who} makes no progress for {self.patience:g} s")
 
     def busy(self, amount: int = 1) -> None:
-        """Say, once in a while, that the request is being worked on and has got further."""
+        """Send a ``busy`` line, once in a while: the request has got further."""
         self._progress += amount
         now = time.monotonic()
         if now - self._told_busy >= BUSY_EVERY:
@@ -172,9 +173,9 @@ class PeerConnection:
     # ── bytes ────────────────────────────────────────────────────────────────────────────────────
 
     def send_bytes(self, pieces: Iterable[memoryview | bytes]) -> None:
-        """Send the bytes of ``pieces``; an OSError while they are made is told to the other side.
+        """Send the bytes of ``pieces``; an OSError while they are made is sent to the other side.
 
-        Raises Undelivered, and the OSError after it was told.
+        Raises Undelivered, and the OSError after it was sent.
         """
         total = hashlib.sha256()
         source = _chunks(pieces)
@@ -193,7 +194,7 @@ class PeerConnection:
         self._send(_LENGTH.pack(0) + total.digest())
 
     def receive_into(self, memory: memoryview, progress: Callable[[int], object]) -> None:
-        """Fill ``memory`` with the bytes that come; ``progress`` is told of each frame's size.
+        """Fill ``memory`` with the bytes that come; ``progress`` gets each frame's size.
 
         Raises Undelivered: fewer or more come, they are not what was sent, or the sender is gone.
         """

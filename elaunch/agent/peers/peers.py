@@ -1,14 +1,14 @@
-"""The courier: brings word of checkpoints, parts and files from one node's agent to another's.
+"""Requests between the agents of a job's nodes: about checkpoints, shards and files.
 
-Every agent of a job of several nodes has one: a port that its record on the roster names
-(``courier`` there and in the plan's nodes), and calls to the others'. The messages are in
-elaunch.agent.peers.messages; who sends one has shown that it belongs to this job: its key is made
-of the secret of --rdzv-secret-file, and of the job's word, which only those know who can read the
+Every agent of a job of several nodes has one :class:`Peers`: a port that its record among the
+members names (``courier`` there and in the plan's nodes), and calls to the others'. The messages
+are in elaunch.agent.peers.messages. Their sender has shown that it belongs to this job: its key is
+made of the secret of --rdzv-secret-file, and of the job's incarnation id, which is read from the
 store.
 
-Calls block for ``timeout`` seconds at most and raise Undelivered, which tells an agent that is gone
-from one that is slow. What comes from others is handed to the saver (elaunch.agent.saver.peers)
-and to the handlers that :meth:`Peers.handle` was given, in threads of the courier's.
+Calls block for ``timeout`` seconds at most and raise Undelivered, which distinguishes an agent that
+is gone from one that is slow. Requests of others go to the saver (elaunch.agent.saver.peers) and to
+the handlers that :meth:`Peers.handle` was given, in threads of :class:`Peers`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PATIENCE: Final = 30.0
 IDLE: Final = 120.0
 """Seconds that a connection may rest between two requests."""
 AGAIN: Final = 0.05
-"""Seconds before the next attempt to reach an agent that did not take us."""
+"""Seconds before the next attempt to reach an agent that did not accept."""
 
 Handler = Callable[[PeerConnection, Mapping[str, Any]], Mapping[str, Any] | None]
 """Serves one request; returns the answer, or None if it has answered."""
@@ -68,7 +68,7 @@ class Peers:
         host: the address that the other nodes reach this one at.
         run_id: of the job.
         secret: of --rdzv-secret-file, or None; the attribute may be set until the first plan of a
-            store is heard.
+            store is read.
     """
 
     def __init__(self, host: str, run_id: str, secret: bytes | None) -> None:
@@ -84,7 +84,7 @@ class Peers:
 
     @property
     def port(self) -> int:
-        """The port that others are told; 0 before :meth:`start`."""
+        """The port that is published to others; 0 before :meth:`start`."""
         return self._port.port
 
     def start(self) -> int:
@@ -105,7 +105,7 @@ class Peers:
         self._handlers[op] = handler
 
     def attach(self, received: Received) -> None:
-        """Hand what comes of parts and replicas to the saver, from now on."""
+        """Pass shards and replicas that come to the saver, from now on."""
         self._received = received
         self.handle("sealed", self._on_sealed)
         self.handle("writing", self._on_writing)
@@ -114,7 +114,7 @@ class Peers:
         self.handle("replica", self._on_replica)
 
     def hear(self, plan: Plan, name: str) -> None:
-        """Take the newest plan: whose job it is, who its nodes are; ``name`` is ours."""
+        """Take the newest plan: whose job it is, who its nodes are; ``name`` is this agent's."""
         key = session_key(self.secret or b"elaunch", f"courier {self._run_id} {plan.job}")
         with self._heard:
             self._plan, self._name = plan, name
@@ -139,7 +139,7 @@ class Peers:
     # ── calls ────────────────────────────────────────────────────────────────────────────────────
 
     def call(self, peer: Peer, until: float, patience: float = PATIENCE) -> PeerConnection:
-        """Return a line to another agent, after the handshake; tries until ``until`` (monotonic).
+        """Return a connection to an agent, after the handshake; tries until ``until`` (monotonic).
 
         Raises Undelivered; ``gone`` if nobody listens there any more.
         """
@@ -188,7 +188,7 @@ class Peers:
     def send_sealed(
         self, node_rank: int, stage: Stage, rank: int, manifest: bytes, timeout: float
     ) -> None:
-        """Tell the agent of ``node_rank`` that ``rank``'s part is on the disk, with this seal."""
+        """Send the agent of ``node_rank`` the manifest of ``rank``'s shard: it is on the disk."""
         told = {"stage": asdict(stage), "rank": rank, "manifest": manifest.decode("latin-1")}
         with self._to_node(node_rank, timeout) as line:
             line.ask({"do": "sealed", **told})
@@ -196,14 +196,14 @@ class Peers:
     def send_failed(
         self, node_rank: int, stage: Stage, rank: int, problem: str, timeout: float
     ) -> None:
-        """Tell it that ``rank``'s part of the stage will not come."""
+        """Report to it that ``rank``'s shard of the stage will not come."""
         with self._to_node(node_rank, timeout) as line:
             line.ask({"do": "failed", "stage": asdict(stage), "rank": rank, "problem": problem})
 
     def send_writing(
         self, node_rank: int, stage: Stage, rank: int, world_size: int, timeout: float
     ) -> None:
-        """Tell it that ``rank``'s part of the stage is being written still."""
+        """Report to it that ``rank``'s shard of the stage is being written still."""
         told = {"stage": asdict(stage), "rank": rank, "world_size": world_size}
         with self._to_node(node_rank, timeout) as line:
             line.ask({"do": "writing", **told})
@@ -215,7 +215,7 @@ class Peers:
         into: Callable[[int], memoryview],
         timeout: float,
     ) -> tuple[str, Files] | None:
-        """Copy a part (step, round, rank) out of that node's memory; None if it is not there.
+        """Copy a shard (step, round, rank) out of that node's memory; None if it is not there.
 
         ``into`` makes room for so many bytes. Returns the stage's uuid and where the files lie in
         that room.
@@ -235,7 +235,7 @@ class Peers:
     def push_replica(
         self, node_rank: int, handed: Handed, memory: memoryview, timeout: float
     ) -> None:
-        """Send a part, the first ``handed.end`` bytes of ``memory``, to be kept for this node."""
+        """Send a shard, the first ``handed.end`` bytes of ``memory``, to be kept for this node."""
         until = time.monotonic() + timeout
         with self._to_node(node_rank, timeout) as line:
             line.ask({"do": "replica", "handed": handed_to_json(handed)})

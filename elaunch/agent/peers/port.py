@@ -1,8 +1,8 @@
 """Where the other nodes' agents reach this one: a TCP port behind the handshake of the job.
 
-One thread takes whoever comes through the handshake (elaunch.wire.handshake); who has passed gets a
-thread of its own. A stranger costs 40 bytes for a few seconds and learns nothing: it is hung up on
-with its first wrong byte. Where too many have shown nothing yet, the one that came first goes.
+One thread takes all callers through the handshake (elaunch.wire.handshake); one that has passed
+gets a thread of its own. An unauthenticated process costs 40 bytes for a few seconds and learns
+nothing: the port hangs up at its first wrong byte. Of too many pending handshakes the oldest goes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from elaunch.agent.workers.storesocket import listen_for_nodes
 from elaunch.wire.handshake import COURIER, Answering, PendingHandshakes
 
 HANDSHAKE_S: Final = 10.0
-"""Seconds in which who connects has to show who it is."""
+"""Seconds for a caller's handshake."""
 MOST_SERVED: Final = 256
 PAUSE_S: Final = 0.2
 """Seconds without accepting while there are no descriptors left."""
@@ -110,7 +110,7 @@ class PeersPort:
             return True
         except OSError:
             return False
-        if not self.key:  # the caller tries again; the plan with the job's word comes soon
+        if not self.key:  # the caller tries again; the plan with the incarnation id comes soon
             sock.close()
             return True
         self._doorstep.admit(sock, Answering(self.key, self.port))

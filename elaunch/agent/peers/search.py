@@ -1,17 +1,17 @@
 """The coordinator's search where every node has its own checkpoint directory.
 
-1. Every agent on the roster says what its ranks have sealed of saves that may not be committed
-   everywhere (``staged``), hears what the others have, and says which checkpoints it has something
-   of (``kept``).
-2. From new to old: each that has something of the checkpoint reads it and says which files are
+1. Every member sends its ranks' manifests of saves that may not be committed everywhere
+   (``staged``), receives those of the others, and lists the checkpoints that it has something of
+   (``kept``).
+2. From new to old: each that has something of the checkpoint reads it and lists the files that are
    whole; what they have together is complete, or the checkpoint is passed over.
 3. The nodes of the next round fetch what they lack from those that have it. One that cannot makes
    the next older checkpoint the choice, for all.
 
 All that is done before the round is published, so that no worker starts from less. An agent that
-cannot be reached has probably died: what it has does not count, and the round waits for the roster
-to say so, or for a search that reaches it. One that is on the roster all the time and cannot be
-reached ends the job with an error that names it.
+cannot be reached has probably died: what it has does not count, and the round waits until it is no
+member any more, or for a search that reaches it. One that stays a member and cannot be reached ends
+the job with an error that names it.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class LocalSearch:
 
     Args:
         courier: reaches the other agents, and this one.
-        heartbeat_timeout: seconds after which the roster knows that an agent is dead.
-        post: tells the loop what was found, for its log.
+        heartbeat_timeout: seconds after which a dead agent is no member any more.
+        post: sends the loop what was found, for its log.
         require: whether it is an error if there are checkpoints and none is whole.
     """
 
@@ -114,7 +114,7 @@ class LocalSearch:
 
 
 class _OneSearch:
-    """One search: what the agents said in it."""
+    """One search: what the agents answered in it."""
 
     def __init__(
         self,
@@ -199,7 +199,7 @@ class _OneSearch:
     # ── asking ───────────────────────────────────────────────────────────────────────────────────
 
     def _seals(self) -> dict[str, Seals]:
-        """Return for each node that was reached the seals of the stages that it has."""
+        """Return for each node that was reached the manifests of the stages that it has."""
         said = self._of_all(self._peers, lambda name: self._ask(name, {"do": "staged"}, PATIENCE))
         staged = {name: seals_of(one["seals"]) for name, one in said.items()}
         merged = merge(staged.values())

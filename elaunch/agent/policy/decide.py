@@ -4,7 +4,7 @@ Pure: no clock, no process, no store, no log. ``state`` has the event written in
 (elaunch.agent.policy.state.observe); what other nodes have to do with is in
 elaunch.agent.policy.nodes. The reason is the log line, the status text, and what the test table
 asserts; it is empty where nothing is decided. A new cause of restart is one event, one arm here,
-and one row in tests/agent/test_policy.py.
+and one row in tests/agent/policy/test_decide.py.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ Fenced              server reader            all workers were killed: no renewal
 WorkersHeld         server reader            all workers were stopped for a while, or go on
 WorkerListens       workers' links           a script asks should_preempt()
 NoticeHeard         workers' links           it knows of a notice that another node's agent gave
-PreemptAcked        workers' links           a script says that it ends because of the notice
+PreemptAcked        workers' links           a script reports that it ends because of the notice
 PreemptAsked        control socket, timer    somebody asks that the job end, to be continued
 HangSeen            watchdog                 the workers make no progress for too long
 StacksTaken         stacks                   what the workers were doing then
@@ -99,7 +99,7 @@ class WorkerNotStarted:
 class WorkerExited:
     """A worker ended; ``exitcode`` is negative for a signal, ``at`` is monotonic seconds.
 
-    ``stopped`` says that the server had been told to end the workers, and had not yet seen this
+    ``stopped`` says that the server had been asked to end the workers, and had not yet seen this
     one's end: "it died" and "we ended it" are different facts. ``timer`` names the worker's timer
     of torch.distributed.elastic.timer that had expired before, if one had.
     """
@@ -194,7 +194,7 @@ class WorkersHeld:
 
 @dataclass(frozen=True)
 class WorkerListens:
-    """The script of worker ``local_rank`` asks should_preempt(): it can be told to save and end."""
+    """The script of worker ``local_rank`` asks should_preempt(): a notice can have it end."""
 
     round: int
     local_rank: int
@@ -230,7 +230,7 @@ class HangSeen:
     """The workers ``ranks`` of ``round`` hang, for ``reason``; ``source`` is what showed it.
 
     ``at`` is when that was found, in monotonic seconds; ``last`` are lines about what each rank
-    said last; ``pid`` is that of the first of ``ranks``.
+    reported last; ``pid`` is that of the first of ``ranks``.
     """
 
     round: int
@@ -246,7 +246,7 @@ class HangSeen:
 class StacksTaken:
     """The stacks of the workers of ``round``; ``problems`` say whose there are not, and why.
 
-    ``last`` are lines about what each rank said last.
+    ``last`` are lines about what each rank reported last.
     """
 
     round: int

@@ -4,8 +4,8 @@
 
     RUNNING ──hang seen──► RUNNING, stacks are taken ──taken, or overdue──► STOPPING ──► …
 
-A node that hears of a hang on another one has its own stacks taken first, too: the worker that the
-others wait for may be here.
+A node whose plan reports a hang on another one has its own stacks taken first, too: the worker that
+the others wait for may be here.
 
 Until the stacks are there, everything else goes on as in any round that runs: a worker may still
 end, a signal may come. A round whose workers all end with 0 meanwhile did not hang.
@@ -41,7 +41,7 @@ def _on_stacks(state: State, event: events.StacksTaken) -> Decision:
 
 
 def elsewhere(state: State, plan: Plan) -> Decision | None:
-    """Return what comes before this node's workers are stopped for a hang that the plan tells of.
+    """Return what comes before this node's workers are stopped for a hang that the plan reports.
 
     None: nothing, or nothing any more.
     """

@@ -1,8 +1,8 @@
 """What the job's plan means for one node: the arms of ``decide`` for several nodes. Pure.
 
 The coordinator decides when a round begins and ends, and what follows it
-(elaunch.rendezvous.decide.decide). Here is what an agent does about that, and what it says of
-itself: :func:`own_state` is written into its record on the roster after every event.
+(elaunch.rendezvous.decide.decide). Here is what an agent does about that, and what it publishes:
+:func:`own_state` is written into its record among the members after every event.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NOTHING: Decision = (Nothing(), "")
 
 
 def own_state(state: State) -> tuple[AgentState, int]:
-    """Return what this agent says of itself, and of which round (-1: of none)."""
+    """Return the state that this agent publishes, and of which round (-1: of none)."""
     if _leaves(state):
         return "leaving", state.round if state.member else -1
     if state.cut_off or not state.name:
@@ -66,7 +66,7 @@ def _leaves(state: State) -> bool:
 
 
 def _missed(state: State) -> bool:
-    """Whether a round has ended that this node was in before it heard of it: nothing runs here."""
+    """Whether a round with this node ended before the node read of it: nothing runs here."""
     plan = state.plan
     if plan is None or plan.phase not in ("ending", "forming"):
         return False
@@ -97,7 +97,7 @@ def is_decided(state: State) -> bool:
 
 
 def at_rest(state: State, what: str) -> Decision:
-    """Return what the plan says to an agent that has no worker; ``what`` has brought it here."""
+    """Return what the plan means for an agent without workers; ``what`` has brought it here."""
     plan = state.plan
     if state.parted is not None:
         return Finish(state.parted.exit_code), state.parted.problem
@@ -146,7 +146,7 @@ def _checkpoint(state: State, plan: Plan) -> Checkpoint | None:
 
 
 def on_tree_gone(state: State) -> Decision:
-    """Nothing of the round is left here: say so, and go on as the plan says."""
+    """Report that nothing of the round is left here, and go on as the plan says."""
     over = state.plan is not None and state.plan.phase == "over"
     if state.interrupted is not None and not over:
         return preempt.ended(state) if state.preempted else stopped(state.interrupted)
@@ -170,7 +170,7 @@ def _told_and_not_done(state: State) -> Decision:
 
 
 def stopped(signum: signal.Signals) -> Decision:
-    """Leave, as a person or a scheduler has told us to."""
+    """Leave, as a person or a scheduler has asked."""
     return Finish(128 + signum), f"stopped by {signum.name}"
 
 
@@ -197,7 +197,7 @@ def _while_running(state: State, plan: Plan) -> Decision:
         return EndTree(), reason
     if plan.phase == "running" or plan.round < state.round:
         return preempt.asked_elsewhere(state, plan)
-    # Who lost a peer can only hang; who is stopped for growth may want to save first.
+    # A worker that lost a peer can only hang; one stopped for growth may want to save first.
     peer_gone = plan.cause in ("failure", "lost") or plan.phase == "over"
     peer_gone = peer_gone and plan.exit_code != PREEMPTED
     stacks = hang.elsewhere(state, plan)
@@ -241,7 +241,7 @@ def _on_failed(state: State, event: events.MeetingFailed) -> Decision:
         return StopWorkers(signal.SIGTERM, grace), reason
     if state.phase in (Phase.STARTING, Phase.MEETING):
         return Finish(event.exit_code), event.problem
-    return NOTHING  # told when the workers are gone
+    return NOTHING  # logged when the workers are gone
 
 
 def _on_rejoined(_: State, event: events.Rejoined) -> Decision:

@@ -9,16 +9,16 @@ what comes                             what is done
 =====================================  =========================================================
 SIGTERM, and a worker listens          notice, grace ``--shutdown-timeout``; a second SIGTERM goes
                                        to the workers, as does the first where nobody listens
-a signal of ``--preempt-signals``,     notice, the same grace; who has not asked should_preempt()
-``elaunch preempt``, ``--preempt-at``  yet is told when it does
+a signal of ``--preempt-signals``,     notice, the same grace; a worker that has not asked
+``elaunch preempt``, ``--preempt-at``  should_preempt() yet gets it when it does
 a node joins                           notice of the kind ``resize``: the next round follows at once
 another node's workers know            the same on this node
 a request on a node without workers    the other nodes' workers get the notice, by way of the plan;
                                        where no node has workers, the job ends with 75
 a request while the last saves are     they are written out first, with their own patience; what
 written                                is done ends as it would have
-all workers end with 0, one has said   the run is PREEMPTED, exit code 75: to be continued
-that it does so because of the notice
+all workers end with 0, one because    the run is PREEMPTED, exit code 75: to be continued
+of the notice, as it has reported
 the grace is over                      the workers are ended: KILLED, to be continued as well
 =====================================  =========================================================
 """
@@ -59,7 +59,7 @@ def on_sigterm(state: State) -> Decision | None:
 
 
 def notify(state: State, notice: Notice) -> Decision:
-    """Return the decision to tell the workers."""
+    """Return the decision to notify the workers."""
     told = f"{len(state.listens)} of {workers(state.limits.nproc)} listen"
     if notice.kind == "resize" and state.interrupted is None:
         return Notify(notice, None), f"{notice.reason}: the workers are asked to save ({told})"
@@ -131,14 +131,14 @@ def overdue_at_rest(state: State) -> Decision:
 
 
 def asked_elsewhere(state: State, plan: Plan) -> Decision:
-    """Return what to tell the workers when the plan says that the job is asked to end."""
+    """Return what to send the workers when the plan says that the job is asked to end."""
     if plan.asked and not state.told_to_stop:
         return notify(state, Notice(plan.asked))
     return newcomers(state)
 
 
 def newcomers(state: State) -> Decision:
-    """Return what to tell the workers of the nodes that the plan says are about to join."""
+    """Return what to send the workers about the nodes that the plan says are about to join."""
     plan = state.plan
     if plan is None or plan.phase != "running" or plan.round != state.round or not plan.joining:
         return NOTHING

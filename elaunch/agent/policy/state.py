@@ -102,7 +102,7 @@ class State:
     """All that decisions depend on.
 
     ``first`` is the worker whose failure ended the round, ``later`` those that failed by themselves
-    after it, ``stopped`` those that ended after they had been told to. ``interrupted`` is the first
+    after it, ``stopped`` those that ended after they were asked to. ``interrupted`` is the first
     signal that ends the job, ``sigints`` and ``sigterms`` count those. ``killing`` says that the
     server was sent SIGKILL. ``restarts`` counts for life, ``without_progress`` since a newer
     checkpoint was seen. ``crashes`` counts the rounds in a row that failed at their start.
@@ -110,15 +110,15 @@ class State:
     ``search`` is the number of the newest search for it, ``searching`` says that it is still on,
     ``found`` what it brought. ``began`` is when the round's first worker was started, on the
     monotonic clock. ``listens`` are the workers whose scripts ask should_preempt(), ``notice`` is
-    what they were told, if anything, ``notified_in`` the phase in which it came, ``acked`` are
-    those that said that they end because of it. ``hang`` is the hang that ended the round,
+    what they were sent, if anything, ``notified_in`` the phase in which it came, ``acked`` are
+    those that reported that they end because of it. ``hang`` is the hang that ended the round,
     ``stacks`` what the workers were doing then; ``taking`` says that they were asked. ``saves``
     says that workers have checkpoints written by the agent, ``settled`` what became of the last.
 
-    Of a job of several nodes: ``plan`` is the newest, ``name`` ours on the roster, ``member`` the
-    name under which this node is in ``round`` (empty: in none), ``first_rank`` the rank of its
-    first worker there. ``cut_off`` says that we have no name at present, ``parted`` is why this
-    agent can take part no more.
+    Of a job of several nodes: ``plan`` is the newest, ``name`` this agent's among the members,
+    ``member`` the name under which this node is in ``round`` (empty: in none), ``first_rank`` the
+    rank of its first worker there. ``cut_off`` says that this agent has no name at present,
+    ``parted`` is why it can take part no more.
     """
 
     limits: Limits
@@ -213,7 +213,7 @@ class State:
 
 
 def observe(state: State, event: events.Event) -> State:
-    """Return ``state`` with what ``event`` says written into it."""
+    """Return ``state`` with ``event`` written into it."""
     if isinstance(event, events.WorkerStarted):
         return replace(state, began=event.at if state.began is None else state.began)
     if isinstance(event, events.WorkerExited):
@@ -273,7 +273,7 @@ def _observe_signal(state: State, signum: signal.Signals) -> State:
 
 
 def _observe_checkpoint(state: State, event: events.CheckpointChosen) -> State:
-    """Take what the newest search brought, the result of an older one changes nothing.
+    """Take what the newest search found; the result of an older one changes nothing.
 
     Refills the budget of restarts if the round that ended has got further than it began.
     """

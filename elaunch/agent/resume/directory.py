@@ -1,12 +1,12 @@
 """What is done in a checkpoint directory before the next round's checkpoint is chosen there.
 
 1. The directory is locked: two jobs in one would take each other's stages for dead ones.
-2. Stages of dead rounds are committed, where all ranks had sealed their parts, or cleared.
+2. Stages of dead rounds are committed, where all ranks had written their manifests, or cleared.
 3. Checkpoints of this run that are damaged are put into quarantine, so that they are neither read
    nor counted again.
 
 Only directories that elaunch writes into (``run.json`` is there) are touched. One object serves
-both who chooses and the saver, so that the lock is taken once.
+both the search and the saver, so that the lock is taken once.
 """
 
 from __future__ import annotations
@@ -48,8 +48,9 @@ class DirectoryFinisher:
     """Owns the directory's lock. ``settings`` are the run's.
 
     ``unfinished``, set by the saver, returns the names of stages that this process still writes,
-    ``round`` is the newest that this node took part in, and ``jobs`` are the words of the plans of
-    this job, if it has several nodes, as far as they are known. ``turn`` is held by who searches.
+    ``round`` is the newest that this node took part in, and ``jobs`` are the incarnation ids of
+    this job, if it has several nodes, as far as they are known. ``turn`` is held by the thread that
+    searches.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -66,7 +67,7 @@ class DirectoryFinisher:
         self._doubted: set[str] | None = None
 
     def enter(self, job: str) -> None:
-        """Note that a round of ``job`` begins here: others may know the lock by that word."""
+        """Note that a round of ``job`` begins here: others may know the lock by that id."""
         self.jobs |= {job}
         self._job = job
 
@@ -97,7 +98,7 @@ class DirectoryFinisher:
                 run_id = _said(storage.place, layout.RUN, "run_id")
                 if not several or run_id != self._settings.run_id:
                     raise
-                # A word that is not known is no proof of another job.
+                # An id that is not known is no proof of another job.
                 holder = _said(storage.place, layout.LOCK, "job")
                 ours = not holder or not self.jobs or holder in self.jobs
                 if last and not ours:
@@ -169,8 +170,8 @@ class DirectoryFinisher:
     def doubted(self, place: Path) -> set[str] | None:
         """Return the names of the checkpoints that nobody has read for this job yet; None: of all.
 
-        They were there when this agent first looked for one: what has happened since they were
-        sealed, as a power cut, is not known. Who has read one takes it out of the set.
+        They were there when this agent first looked for one: what has happened since their
+        manifests were written, as a power cut, is not known. A reader takes them out of the set.
         """
         if self._doubted is None:
             try:
@@ -178,7 +179,7 @@ class DirectoryFinisher:
             except FileNotFoundError:
                 self._doubted = set()
             except OSError:
-                return None  # the search will say
+                return None  # the search will report it
         return self._doubted
 
     def put_aside(self, place: Path, passed: Iterable[PassedOver], run_id: str | None) -> None:
@@ -215,7 +216,7 @@ class DirectoryFinisher:
 
 
 def _is_own(place: Path, path: Path, run_id: str | None) -> bool:
-    """Tell whether this is a checkpoint in elaunch's layout, and of this run."""
+    """Return whether this is a checkpoint in elaunch's layout, and of this run."""
     if path.parent != place or layout.parse_step_name(path.name) is None:
         return False
     return run_id in (None, _said(path, layout.METADATA, "run_id"))

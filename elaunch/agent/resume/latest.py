@@ -80,7 +80,7 @@ def in_place(root: Path) -> int:
     try:
         names = set(os.listdir(root)) - {layout.RUN}
     except OSError:
-        return 0  # it is not there yet, or the search has said so
+        return 0  # it is not there yet, or the search has reported it
     with contextlib.suppress(OSError):
         names.update(os.listdir(root / layout.QUARANTINE))
     return sum(not name.startswith(".") for name in names)
@@ -141,8 +141,8 @@ def for_all_nodes(
 ) -> Callable[[view.Search], view.SearchResult]:
     """Return the coordinator's search: what it finds, every node resumes from.
 
-    The agent's loop is told as well, for its log. The search raises CheckpointError where the
-    storage cannot be read.
+    What it finds is posted to the agent's loop as well, for its log. The search raises
+    CheckpointError where the storage cannot be read.
     """
 
     def search(asked: view.Search) -> view.SearchResult:

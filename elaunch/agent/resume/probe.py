@@ -2,7 +2,7 @@
 
 Storage may hang, so the loop waits for the answer (``events.DirectoryProbed``), ANSWER_S at the
 longest. With several nodes and one directory this also leaves the mark by which the coordinator
-tells that they share it (elaunch.checkpoint.probe, elaunch.rendezvous.decide.sharing).
+sees that they share it (elaunch.checkpoint.probe, elaunch.rendezvous.decide.sharing).
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ Answer = tuple[Mapping[str, Any], list[int]]
 
 
 class SaverRequests(Protocol):
-    """What a desk is the front of: elaunch.agent.saver.service."""
+    """What a worker's connection asks of the saver: elaunch.agent.saver.service."""
 
     keeping: SaveQueue
     parts: Shards
@@ -184,7 +184,7 @@ class SaverConnection:
         return self._newest(service, {})
 
     def fence(self, service: SaverRequests, said: Mapping[str, Any]) -> Answer:
-        """Tell whether the worker's round is still the one."""
+        """Answer whether the worker's round is still the one."""
         service.world.fence(int(said["round"]))
         return {}, []
 

@@ -1,11 +1,11 @@
-"""The memory in which workers leave their parts of checkpoints: the agent's, so it outlives them.
+"""The memory in which workers leave their shards of checkpoints: the agent's, so it outlives them.
 
 A segment is a memfd. The worker maps it; after its end, however that came, the agent's descriptor
 keeps it. It is as large as the worker asked for and touched when it is made, so that the first copy
 into it costs no page fault. Its size is known to the kernel as shared memory of the agent's cgroup.
 
-All segments together, replicas of other nodes' parts included, stay within ``--checkpoint-memory``;
-without the flag within half of what was available when the first was made.
+All segments together, replicas of other nodes' shards included, stay within
+``--checkpoint-memory``; without the flag within half of what was available when the first was made.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Replicas of other nodes' parts on the disk, where each node has a directory of its own.
+"""Replicas of other nodes' shards on the disk, where each node has a directory of its own.
 
 With ``--checkpoint-local`` a committed checkpoint has the files of this node's ranks and the
 manifests of all. With ``--checkpoint-replicas`` the files of the node before this one are put in
@@ -10,8 +10,8 @@ a replica             what becomes of it
 of a committed save   its files are written to the disk at once
 of a save in flight   the same, when that is committed here; until then the next replica of that
                       rank waits, for a bounded time
-of what stays sealed  it is written into the stage at the end of the round: who chooses the next
-and not committed     checkpoint commits that
+of a save that ends   it is written into the stage at the end of the round: the search for the next
+with a manifest only  checkpoint commits that
 of a save that is     it is dropped
 given up
 ====================  ==============================================================================
@@ -58,7 +58,7 @@ from elaunch.wire.saver import Handed
 ROOM_S: Final = 20.0
 """Seconds that a replica waits for the one before it; its sender waits longer for the answer."""
 LOOK_S: Final = 0.2
-"""Seconds between two looks whether a save has come to nothing; all else wakes who waits."""
+"""Seconds between two looks whether a save has come to nothing; all else wakes the thread."""
 
 _Replica = tuple[Handed, Segment]
 
@@ -181,7 +181,7 @@ class Replicas:
                 self._changed.notify_all()
 
     def _complete_stage(self, handed: Handed, memory: memoryview, until: float, pace: Pace) -> None:
-        """Put the replica into a stage that nobody works on, with the seal that its rank made."""
+        """Put the replica into a stage that nobody works on, with the manifest of its rank."""
         stage, rank = handed.stage, handed.part.rank
         path = self._root / layout.STAGE / stage.name
         seal = self._keeping.left_sealed(stage, rank)
@@ -201,7 +201,7 @@ class Replicas:
         *,
         pace: Pace,
     ) -> None:
-        """Put those files into ``target`` that the manifest of the part's rank lists."""
+        """Put those files into ``target`` that the manifest of the shard's rank lists."""
         wanted = {entry.path: entry for entry in decode(manifest, handed.part.rank).files}
         extents = {path: found for path, found in handed.images if path in wanted}
         lacking = [path for path in extents if not os.path.lexists(target / path)]

@@ -1,4 +1,4 @@
-"""What the saver is told: by whom it is run, and of the round that runs. Frozen."""
+"""What the saver works with: its plan, and the round that runs. Frozen."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class SaverPlan:
 
     Attributes:
         settings: of the run.
-        post: tells the loop; any thread may call.
+        post: sends events to the loop; any thread may call.
         finishing: has the directory's lock.
         read_plan: reads the plan from the store, now, and never waits for ever; raises StoreError
             or RecordError. None in a job of one node.
-        peers: brings words and parts to the other nodes' agents. None in a job of one node.
+        peers: sends reports and shards to the other nodes' agents. None in a job of one node.
     """
 
     settings: Settings
@@ -73,7 +73,7 @@ class SaverRound:
 
 
 def round_of(state: State, action: StartRound) -> SaverRound:
-    """Return what the saver is told of the round that ``action`` begins."""
+    """Return what the saver knows of the round that ``action`` begins."""
     resumed = "" if action.checkpoint is None else os.path.basename(str(action.checkpoint.path))
     return SaverRound(
         round=action.round,

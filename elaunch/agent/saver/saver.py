@@ -1,8 +1,8 @@
 """The agent's saver of checkpoints, as its loop and its control socket see it.
 
 It costs nothing until a worker connects to it (elaunch.wire.saver): then what does the work is
-imported and made (elaunch.agent.saver.service), and KeeperUsed tells the loop that the round's end
-has to wait for what is in memory::
+imported and made (elaunch.agent.saver.service), and KeeperUsed has the round's end wait for what is
+in memory::
 
     control socket ──► adopt ──► a thread per worker: memory, begin, staged, wait, fence, recall
     loop ──► begin(round) … settle(seconds) ──► SavesSettled ──► begin(round + 1) … close
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from elaunch.wire.saver import Handed
 
 LAST_WAIT_S: Final = 10.0
-"""Seconds that the end of the job waits for parts of other nodes."""
+"""Seconds that the end of the job waits for shards of other nodes."""
 
 log = logging.getLogger("elaunch")
 
@@ -96,13 +96,13 @@ class AgentSaver:
         threading.Thread(target=settle, name="settle checkpoints", daemon=True).start()
 
     def close(self) -> None:
-        """Give the memory back; waits a bounded time for other nodes' parts of the last save."""
+        """Give the memory back; waits a bounded time for other nodes' shards of the last save."""
         with self._lock:
             service, self._round = self._service, None
         if service is not None:
             service.close(time.monotonic() + LAST_WAIT_S)
         with self._lock:
-            self._service = None  # not before: it hears of other nodes' parts
+            self._service = None  # not before: it gets reports of other nodes' shards
         self.finishing.close()
 
     # ── others call ──────────────────────────────────────────────────────────────────────────────
@@ -147,31 +147,31 @@ class AgentSaver:
             service = self._service
         return None if service is None else service.keeping.record()
 
-    # ── the courier calls (elaunch.agent.saver.peers.Received) ───────────────────────────────────
+    # ── peers call (elaunch.agent.saver.peers.Received) ──────────────────────────────────────────
 
     def on_sealed(self, stage: Stage, rank: int, manifest: bytes) -> None:
-        """Another node's part is on the disk."""
+        """Note that another node's shard is on the disk."""
         said = json.loads(manifest)
         self._served().keeping.sealed_elsewhere(stage, rank, int(said["world_size"]), manifest)
 
     def on_writing(self, stage: Stage, rank: int, world_size: int) -> None:
-        """Another node's part is being written still."""
+        """Note that another node's shard is being written still."""
         self._served().keeping.writing_elsewhere(stage, rank, world_size)
 
     def on_failed(self, stage: Stage, rank: int, problem: str) -> None:
-        """Another node's part will not come."""
+        """Note that another node's shard will not come."""
         self._served().keeping.failed_elsewhere(stage, f"rank {rank}: {problem}")
 
     def serve_part(
         self, step: int, round_number: int, rank: int
     ) -> tuple[Handed, memoryview] | None:
-        """Return a part that is in this agent's memory; None if it is not."""
+        """Return a shard that is in this agent's memory; None if it is not."""
         with self._lock:
             service = self._service
         return None if service is None else service.parts.serve(step, round_number, rank)
 
     def replica_room(self, handed: Handed) -> memoryview:
-        """Make room for a replica of another node's part; SaveError if there is none."""
+        """Make room for a replica of another node's shard; SaveError if there is none."""
         return self._served().replica_room(handed)
 
     def replica_came(self, handed: Handed) -> None:
@@ -188,7 +188,7 @@ class AgentSaver:
     def _make(self, place: str) -> str:
         """Make the service for checkpoints at ``place``; return why it cannot be, or "".
 
-        Only the moment in which it is handed over holds the lock, which the loop takes as well.
+        The lock, which the loop takes as well, is held only while the service is put in place.
         """
         with self._making:
             service = self._service
@@ -229,7 +229,7 @@ def _refusal(said: Mapping[str, Any], round_: SaverRound | None) -> str:
 
 
 def refuse(sock: socket.socket, problem: str) -> None:
-    """Tell who connected why it is not served, and hang up."""
+    """Send the worker that connected why it is not served, and hang up."""
     try:
         sock.settimeout(1.0)
         sock.sendall(json.dumps({"error": problem}).encode() + b"\n")

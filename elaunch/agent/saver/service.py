@@ -1,7 +1,7 @@
 """The saver at work: made when a run's first worker connects to it (elaunch.agent.saver.saver).
 
 =================  ===============================================================================
-part               what it owns
+object             what it owns
 =================  ===============================================================================
 SaverConnection    one a worker: the connection, and the thread that answers it
 CheckpointMemory   the memfds, within --checkpoint-memory
@@ -37,7 +37,7 @@ DRAIN_S = 5.0
 """Seconds at the end of a round for the connections of the workers, which have ended, to end."""
 
 SEALS_S = 5.0
-"""Seconds at the end of a round for the seals of other nodes, where each has its own directory."""
+"""Seconds at the end of a round for other nodes' manifests, where each has its own directory."""
 
 log = logging.getLogger("elaunch")
 
@@ -99,7 +99,7 @@ class SaverService:
         return events.SavesSettled(number, names, settled.lost)
 
     def close(self, until: float) -> None:
-        """End; a save that only lacks parts of other nodes may get them until then."""
+        """End; a save that only lacks shards of other nodes may get them until then."""
         self.keeping.settle(until, patient=True)
         self._copies.settle(until)
         with self._changed:
@@ -165,7 +165,7 @@ class SaverService:
         return True
 
     def take(self, connection: SaverConnection, handed: Handed) -> None:
-        """Take over a part: it is written from here on, whatever becomes of its worker."""
+        """Take over a shard: it is written from here on, whatever becomes of its worker."""
         self._check_round(connection)
         name = _name(connection)
         segment = self._memory.find(name)
@@ -232,7 +232,7 @@ class SaverService:
         threading.Thread(target=push, name=name_of_thread, daemon=True).start()
 
     def _write_replicas(self) -> None:
-        """Write out the parts of other nodes that are not on the disk: those nodes may be gone."""
+        """Write out the shards of other nodes that are not on the disk: those nodes may be gone."""
         round_ = self._round
         for handed, segment in self.parts.replicas():
             if round_ is None or handed.stage.round != round_.round:
@@ -247,7 +247,7 @@ class SaverService:
         if any(done.uuid == handed.stage.uuid for done in self._storage.listed()):
             return False
         if handed.local and self.keeping.is_sealed(handed.stage, handed.part.rank):
-            return False  # a seal of our own would make another checkpoint of it than theirs
+            return False  # a manifest of this node's would make another checkpoint of it
         return handed.part.rank not in self._storage.manifests(handed.stage)
 
     def replica_room(self, handed: Handed) -> memoryview:
@@ -278,7 +278,7 @@ def _worker_names(round_: SaverRound | None) -> list[str]:
 def _unfit(
     connection: SaverConnection, handed: Handed, segment: Segment | None, run_id: str
 ) -> str:
-    """Return why a part cannot be taken, or ""."""
+    """Return why a shard cannot be taken, or ""."""
     if not connection.begun:
         return "no save was begun"
     if segment is None:

@@ -1,13 +1,13 @@
-"""The parts of checkpoints that are in this agent's memory, and those that it can fetch.
+"""The shards of checkpoints that are in this agent's memory, and those that it can fetch.
 
 =============  =====================================================================================
 kept as        what it is, and until when
 =============  =====================================================================================
-``worker k``   the part that the worker with local rank k left; until that one's next save begins
-``replica r``  rank r's part, of the node before this one (``--checkpoint-replicas``); until the
+``worker k``   the shard that the worker with local rank k left; until that one's next save begins
+``replica r``  rank r's shard, of the node before this one (``--checkpoint-replicas``); until the
                next one of that rank comes. With a directory on each node that waits until this one
                is on the disk (elaunch.agent.saver.replicas)
-``fetched …``  a part out of another node's memory, for loading; until a save begins here
+``fetched …``  a shard out of another node's memory, for loading; until a save begins here
 =============  =====================================================================================
 """
 
@@ -67,7 +67,7 @@ class Shards:
             self._round = round_
 
     def keep(self, name: str, handed: Handed, segment: Segment) -> None:
-        """Note that ``segment``, called ``name``, holds this part."""
+        """Note that ``segment``, called ``name``, holds this shard."""
         stage = (handed.stage.step, handed.stage.round, handed.stage.uuid)
         kept = _Kept(stage, handed.part.rank, handed.images, segment, handed)
         with self._lock:
@@ -94,13 +94,13 @@ class Shards:
             self._memory.free(name)
 
     def replicas(self) -> list[tuple[Handed, Segment]]:
-        """Return the parts that this agent keeps for others."""
+        """Return the shards that this agent keeps for others."""
         with self._lock:
             found = [k for n, k in self._kept.items() if n.startswith(REPLICA)]
         return [(kept.handed, kept.segment) for kept in found if kept.handed is not None]
 
     def serve(self, step: int, round_number: int, rank: int) -> tuple[Handed, memoryview] | None:
-        """Return a part that another node asks for; None if it is not here."""
+        """Return a shard that another node asks for; None if it is not here."""
         with self._lock:
             kept = self._local((step, round_number, ""), rank)
         if kept is None or kept.handed is None:
@@ -108,7 +108,7 @@ class Shards:
         return kept.handed, kept.segment.view
 
     def find(self, wanted: Wanted, ranks: Collection[int], timeout: float) -> dict[int, Found]:
-        """Return those of the parts that are here, or that other nodes send within ``timeout``."""
+        """Return those of the shards that are here, or that other nodes send within ``timeout``."""
         until = time.monotonic() + timeout
         found = {}
         for rank in ranks:
@@ -135,7 +135,7 @@ class Shards:
         return kept
 
     def _holders(self, rank: int) -> list[int]:
-        """Return the nodes that may have the part of ``rank``, the likeliest first."""
+        """Return the nodes that may have the shard of ``rank``, the likeliest first."""
         now, before = self._round, self._before
         if now is None or now.plan is None:
             return []

@@ -1,4 +1,4 @@
-"""What keeping needs of an agent: the fence, the other nodes, retention (Surroundings there)."""
+"""What the save queue needs of an agent, its QueueSurroundings: fence, other nodes, retention."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from elaunch.rendezvous.records import RecordError
 from elaunch.wire.saver import Handed
 
 FENCE_S: Final = 10.0
-"""Seconds for the loop to say which round it is in."""
+"""Seconds for the loop to answer whether that is still the round."""
 PEER_S: Final = 30.0
-"""Seconds for the agent of rank 0's node to take word of a part."""
+"""Seconds for the agent of rank 0's node to take a report of a shard."""
 
 TRY_S: Final = 2.0
 """Seconds of one attempt; between two the round may have ended."""
@@ -34,7 +34,7 @@ log = logging.getLogger("elaunch")
 class RoundSurroundings:
     """The surroundings of an agent's saves; ``round`` is set at the begin of each round.
 
-    ``released`` is called when a part's memory is read no more.
+    ``released`` is called when a shard's memory is read no more.
     """
 
     def __init__(
@@ -43,10 +43,10 @@ class RoundSurroundings:
         self._plan = plan
         self.released = released
         self.on_commit: Callable[[Stage], object] = lambda _: None
-        """Is told of each save that was committed here."""
+        """Called for each save that was committed here."""
         self.round: SaverRound | None = None
         self.ending = False
-        """Whether the round's workers have ended: who commits may be gone with its node."""
+        """Whether the round's workers have ended: the committer may be gone with its node."""
         self._retiring = Retiring(storage, plan.settings.checkpoint_keep)
 
     def own_ranks(self) -> frozenset[int]:
@@ -92,10 +92,10 @@ class RoundSurroundings:
     # ── other nodes ──────────────────────────────────────────────────────────────────────────────
 
     def sealed(self, handed: Handed, manifest: bytes) -> None:
-        """Tell those who commit that a part is on the disk; SaveError if they cannot be told.
+        """Send those that commit the manifest of a shard; SaveError if they cannot be reached.
 
-        At the end of a round that is no error: the part is on the disk, and who chooses the next
-        checkpoint finds it there.
+        At the end of a round that is no error: the shard is on the disk, and the search for the
+        next checkpoint finds it there.
         """
         for node_rank in self._committers(handed):
             self._tell_sealed(node_rank, handed, manifest)
@@ -115,7 +115,7 @@ class RoundSurroundings:
             threading.Event().wait(AGAIN_S)
 
     def failed(self, handed: Handed, problem: str) -> None:
-        """Tell those who commit that a part will not come."""
+        """Report to those that commit that a shard will not come."""
         peers, stage = self._plan.peers, handed.stage
         for node_rank in self._committers(handed):
             if peers is None:
@@ -126,7 +126,7 @@ class RoundSurroundings:
                 log.warning("node %d does not know that %s failed: %s", node_rank, stage, error)
 
     def writing(self, handed: Handed) -> None:
-        """Tell those who commit that a part is on its way; raises SaveError."""
+        """Report to those that commit that a shard is on its way; raises SaveError."""
         peers = self._plan.peers
         for node_rank in self._committers(handed):
             if peers is not None:
@@ -134,7 +134,7 @@ class RoundSurroundings:
                 peers.send_writing(node_rank, handed.stage, part.rank, part.world_size, TRY_S)
 
     def _committers(self, handed: Handed) -> list[int]:
-        """Return the other nodes that wait for this part."""
+        """Return the other nodes that wait for this shard."""
         found = self.round
         if found is None or found.plan is None or found.round != handed.stage.round:
             return []
@@ -145,7 +145,7 @@ class RoundSurroundings:
     # ── retention ────────────────────────────────────────────────────────────────────────────────
 
     def committed(self, handed: Handed, done: Committed) -> None:
-        """Remove what may go now, then tell of the commit: what comes next needs room."""
+        """Remove what may go now, then report the commit: what comes next needs room."""
         self._retiring.after(handed, done)
         self.on_commit(handed.stage)
 

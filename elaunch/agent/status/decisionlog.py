@@ -1,4 +1,4 @@
-"""Tells in the log what happens, once and in the words of the decision: the agent's log lines."""
+"""The decision log: logs what happens, once and with the reason of the decision."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ log = logging.getLogger("elaunch")
 
 
 class DecisionLog:
-    """Logs events and decisions; remembers what need not be said again."""
+    """Logs events and decisions; remembers what need not be logged again."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._passed_over: set[str] = set()
 
     def tell_threads(self, environ: Mapping[str, str], nproc: int) -> None:
-        """Say how many threads a worker gets, where the user has not said it."""
+        """Log how many threads a worker gets, where the user has not set it."""
         if env.default_omp_threads(environ, nproc):
             log.warning(
                 "%s is not set: each of the %d workers gets 1 thread, so that they do not overload "
@@ -90,7 +90,7 @@ class DecisionLog:
             log.warning("passed over %d more", len(news) - PASSED_OVER_SHOWN)
 
     def _tell_none(self, passed_over: int) -> None:
-        """Say so when a directory that is not empty holds nothing that can be resumed from."""
+        """Log that a directory that is not empty holds nothing that can be resumed from."""
         root, glob = self._settings.checkpoint_dir, self._settings.checkpoint_glob
         found = latest.in_place(root) if isinstance(root, Path) else passed_over
         if not found:

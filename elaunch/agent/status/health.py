@@ -12,7 +12,7 @@ another method             501
 =========================  ======  ===============================================================
 
 It listens on all addresses, since Kubernetes' probes come from the node, not from inside the pod.
-Whoever reaches the port learns the state and nothing more; nothing can be changed through it.
+A client of the port learns the state and nothing more; nothing can be changed through it.
 
 One thread takes one request after another. A client has two seconds to send its request, so a
 silent or slow one delays a probe but does not block it.

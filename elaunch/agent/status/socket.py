@@ -1,11 +1,11 @@
-"""The agent's Unix socket: answers who asks about the run (protocol: ``elaunch.wire.control``).
+"""The agent's Unix socket: answers requests about the run (protocol: ``elaunch.wire.control``).
 
 One thread serves one client after the other, so it costs the agent nothing while nobody asks. No
 client can disturb the agent: each is dropped when its request has not come within 1 s, is longer
 than 64 KiB, or when it has not read the answer 2 s after that was ready. A client that has hung up
-meanwhile gets nothing done: it has told its user so. Only the agent's own user and root are served.
-A worker that attaches (elaunch.wire.worker), or that has its checkpoints written
-(elaunch.wire.saver), stays: its connection is handed over.
+meanwhile gets nothing done: it has reported so to its user. Only the agent's own user and root are
+served. A worker that attaches (elaunch.wire.worker), or that has its checkpoints written
+(elaunch.wire.saver), stays: its connection is passed on.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def peer_uid(client: socket.socket) -> int:
 
 
 def may_ask(uid: int, own_uid: int) -> bool:
-    """Tell whether the user ``uid`` is served by an agent of the user ``own_uid``."""
+    """Return whether the user ``uid`` is served by an agent of the user ``own_uid``."""
     return uid in (own_uid, 0)
 
 
@@ -202,7 +202,7 @@ def _read_request(client: socket.socket, deadline: float) -> tuple[bytes, list[i
 
 
 def _has_hung_up(client: socket.socket) -> bool:
-    """Tell whether nobody can read an answer; one that has only ended its sending still does."""
+    """Return whether nobody can read an answer; one that has only ended its sending still does."""
     poll = select.poll()
     poll.register(client, 0)
     return any(happened & select.POLLHUP for _, happened in poll.poll(0))

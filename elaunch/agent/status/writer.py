@@ -1,7 +1,7 @@
 """Writes the run's record in a thread, so that a file system that hangs does not stop the loop.
 
-The loop waits for its record to be on the disk, as whoever reads it next expects, but only as long
-as the file system answers: one that takes longer than PATIENCE is named, and is not waited for
+The loop waits for its record to be on the disk, as its next reader expects, but only as long as the
+file system answers: one that takes longer than PATIENCE is named, and is not waited for
 until it has answered. It then gets the newest record; those between are never written.
 """
 

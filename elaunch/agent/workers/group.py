@@ -1,7 +1,7 @@
 """The worker group: everything that one round's workers are started with and ended by.
 
 It owns the server, the log pump and the listening socket of the workers' store. It decides nothing:
-the loop tells it what to do, and what happens comes back as events from the server.
+the loop gives the orders, and what happens comes back as events from the server.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class WorkerGroup:
         self._host_store(-1)
 
     def between_rounds(self) -> None:
-        """Have the word of :meth:`host_hello`, if any, found by agents that come meanwhile."""
+        """Have the text of :meth:`host_hello`, if any, found by agents that come meanwhile."""
         if self._hello:
             self._host_store(-1)
 
@@ -250,7 +250,7 @@ class WorkerGroup:
         """Return the key by which the round's workers know each other; "" if none can be shared.
 
         Nodes share nothing that others could not read but the secret of --rdzv-secret-file, of
-        mpirun or by MUNGE, and, behind a password of etcd, the job's random word.
+        mpirun or by MUNGE, and, behind a password of etcd, the job's incarnation id.
         """
         meeting = self._plan.settings.rendezvous
         if meeting is None:

@@ -1,7 +1,7 @@
-"""The agent's end of its workers' links (elaunch.wire.worker): who is attached, what they are told.
+"""The agent's end of its workers' links (elaunch.wire.worker): who is attached, what they are sent.
 
 The control socket hands a connection over when a worker attaches. One thread reads all of them and
-posts what they say; it also notices who has gone. A notice is sent to every worker that is
+posts what they send; it also notices who has gone. A notice is sent to every worker that is
 attached, and to those of the same round that attach later. A worker that does not take its few
 bytes, or sends what is no message, is dropped: it loses its link, nothing else.
 """
@@ -146,7 +146,7 @@ class WorkerLinks:
             return self._name
 
     def readings(self) -> dict[int, Reading]:
-        """Return what the attached workers say of their progress, by local rank."""
+        """Return what the attached workers report of their progress, by local rank."""
         with self._lock:
             return {rank: link.page.read() for rank, link in self._links.items()}
 

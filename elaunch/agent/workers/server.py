@@ -26,7 +26,7 @@ from elaunch.server.sweep import LOOK_AGAIN, Sweep
 KILL_DEADLINE = 10.0
 """Seconds after SIGKILL after which a process is called a survivor and left alone."""
 SWEEP_OVERDUE = KILL_DEADLINE + 2.0
-"""Seconds after SIGKILL after which whoever sweeps should have said so much."""
+"""Seconds after SIGKILL after which the survivors should have been reported."""
 IMPORTS_DEADLINE = 0.2
 """Seconds for a server that has no worker yet to end by itself; it may be deep in an import."""
 
@@ -83,7 +83,7 @@ class WorkerServer:
         padding = "." * min(max(0, self._plan.title_room - len(entry)), 100_000)
         argv = [self._plan.interpreter, "-u", entry, str(theirs.fileno()), padding]
         theirs.set_inheritable(True)
-        # Whoever executed elaunch in its own place may have had children; they are no part of it.
+        # A program that executed elaunch in its place may have had children: not elaunch's.
         self._strangers = processes.children(os.getpid())
         try:
             self._pid = self._reaper.spawn(argv, self._plan.environ, self._note_end)

@@ -1,9 +1,9 @@
 """The listening socket of a round's TCPStore: bound by the agent, handed to the store host.
 
-A port that is bound cannot be taken by a stranger between its choice and its use. Without
+A port that is bound cannot be taken by another process between its choice and its use. Without
 ``--master-port`` each round gets a new one; with it, one socket is kept for all rounds, since
-workers of every round are told that port. In a job of several nodes every agent keeps a socket at
-hand and tells the others its port: the next round's first node may be any of them.
+workers of every round get that port. In a job of several nodes every agent keeps a socket at hand
+and publishes its port: the next round's first node may be any of them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BACKLOG = 4096
 
 
 class StoreEndpoint:
-    """Owns the listening socket; ``host`` and ``port`` are what the workers are told.
+    """Owns the listening socket; ``host`` and ``port`` are what the workers get.
 
     ``fixed`` says that the port is the user's and stays the same in all rounds. ``for_nodes``: the
     workers of other nodes connect, too.
@@ -65,7 +65,7 @@ class StoreEndpoint:
             raise UsageError(f"{where}: {reason}{also}; choose another --master-port") from error
 
     def note_use(self) -> None:
-        """Say that a round's workers were told this port: the next ``open`` binds another."""
+        """Note that a round's workers have got this port: the next ``open`` binds another."""
         self._used = True
 
     def close(self) -> None:

@@ -2,8 +2,8 @@
 
 Many scripts write ``tempfile.gettempdir() + "/model.checkpoint"``, as PyTorch's DDP tutorial does:
 in the shared ``/tmp`` two such jobs load each other's weights. With ``--tmp private`` (the default)
-the workers' TMPDIR is a new directory, the same in all rounds. Whoever has set TMPDIR, TEMP or TMP
-has decided (schedulers do, per job), and nothing is changed. The TMPDIR that another elaunch has
+the workers' TMPDIR is a new directory, the same in all rounds. A TMPDIR, TEMP or TMP that is set is
+a decision (schedulers make it, per job): nothing is changed. The TMPDIR that another elaunch has
 made for its workers is no decision: a job that a worker starts gets a directory of its own in it.
 
 At the end the directory goes, with what is empty or a socket in it. Files that the workers left are

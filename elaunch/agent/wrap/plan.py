@@ -124,7 +124,7 @@ def _has_numbers(names: LauncherNames, rank: int, environ: Mapping[str, str]) ->
 
 
 def _find(rank_env: str | None, environ: Mapping[str, str]) -> tuple[LauncherNames, int | None]:
-    """Return who says the numbers, and the rank where ``--rank-env`` names it."""
+    """Return who gives the numbers, and the rank where ``--rank-env`` names it."""
     found = table.find(environ)
     if rank_env is None:
         if found is None:

@@ -10,7 +10,7 @@ event               what is done
 SignalReceived      forwarded, unless the command has had it, too; the first that means the end
                     starts the grace, a later one ends it
 deadline            SIGKILL to everything below
-LauncherGone        as SIGTERM: the launcher was killed, and tells nobody
+LauncherGone        as SIGTERM: the launcher was killed, and signals nobody
 WorkerExited        what the command left is ended; then the wrapper ends with its code
 ServerLost          what is left is ended from here
 TreeGone            the end
@@ -50,7 +50,7 @@ from elaunch.server import processes
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 FORWARDED = (*ENDING, signal.SIGUSR1, signal.SIGUSR2, signal.SIGWINCH)
 SAME_WORD = 1.0
-"""Seconds in which a second signal is the same word: launchers tell a process and its group."""
+"""Seconds in which a second signal is the same one: launchers signal a process and its group."""
 LEFT_GRACE = 5.0
 """Seconds from SIGTERM to SIGKILL for what a command that ended well has left running."""
 FLUSH_TIMEOUT = 2.0

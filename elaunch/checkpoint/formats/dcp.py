@@ -32,7 +32,7 @@ def verify(path: Path) -> None:
     try:
         size = regular_size(path / METADATA)
     except FileNotFoundError:
-        path.stat()  # the whole directory may be gone, which is another story
+        path.stat()  # the whole directory may be gone, which is another error
         raise CheckpointError(f"{METADATA} is missing: the save did not finish") from None
     if size == 0:
         # torch syncs the file before it writes to it, so a power cut can leave it empty.

@@ -1,4 +1,4 @@
-"""Whose directory is it? Its content tells, in this order.
+"""The format of a directory, recognised by its content, in this order.
 
 ===============  ===============================================  =============================
 format           a directory of it has                            a round is given

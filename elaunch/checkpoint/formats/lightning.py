@@ -35,6 +35,6 @@ def step_inside(path: Path) -> int | None:
 
 
 def verify_directory(path: Path) -> None:
-    """Raise CheckpointError unless both the DCP part and ``meta.pt`` are whole."""
+    """Raise CheckpointError unless both the DCP files and ``meta.pt`` are whole."""
     dcp.verify(path)
     check_zip(path / META)

@@ -42,7 +42,7 @@ def verify(path: Path, run_id: str | None, content: bool = True, doubted: bool =
 
     ``run_id`` None accepts every run's checkpoints. Without ``content`` files of the right size
     count as whole, and none of them is read; where the checkpoint is not ``doubted``, those that
-    were not written to since they were sealed. Raises OSError for a file that is missing or cannot
+    were not written to since their manifest. Raises OSError for a file that is missing or cannot
     be read.
     """
     check_files(path, chain(*read_documents(path, run_id).values()), content, doubted)
@@ -96,7 +96,7 @@ def check_files(
 
 
 def commit_document(content: bytes) -> dict[str, Any]:
-    """Return what COMMIT says.
+    """Return the content of COMMIT.
 
     Raises CheckpointError where the key of the checksum of ``metadata.json`` is damaged: nothing
     has a checksum of COMMIT itself, and storage that cannot rename has a COMMIT without that key.

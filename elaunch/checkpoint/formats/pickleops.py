@@ -3,7 +3,7 @@
 The interpreter's unpickler is safe from damaged input except in three things. One flipped bit in a
 length lets it read text as operations; a memo index of four random bytes makes it allocate
 gigabytes; and the keys of a dict are hashed in C, which for nested tuples overruns the stack, or
-takes 2^60 steps for 250 bytes, and hears no signal meanwhile. This pass follows the operations
+takes 2^60 steps for 250 bytes, and handles no signal meanwhile. This pass follows the operations
 from the first to STOP without executing any. It refuses what no pickler writes: unknown operations,
 arguments that reach behind the end, memo indices that are larger than the pickle so far. And it
 replaces what hashes by what asks Python, that is ``persistent_load``:

@@ -1,4 +1,4 @@
-"""Reading pickles of strangers without running anything of them.
+"""Reading pickles of unknown origin without running anything of them.
 
 A pickle runs code by naming a callable and having it called. Here every name, whatever it is,
 resolves to ``Inert``: a class whose construction, state and item setters only remember their

@@ -61,7 +61,7 @@ def number_inside(path: Path, key: str) -> int | None:
 def check_sums(path: Path, progress: Callable[[int], object]) -> None:
     """Read every byte of an archive; raise CheckpointError where a member's CRC is wrong.
 
-    ``progress`` is told of bytes read.
+    ``progress`` is called with the number of bytes read.
     """
     with _archive(path) as (_, archive):
         for member in archive.infolist():

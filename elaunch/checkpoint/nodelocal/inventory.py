@@ -1,8 +1,8 @@
 """What checkpoints one node has in a directory of its own, and which of their files are whole.
 
-Where every node has its own directory (``--checkpoint-local``), a checkpoint may be there in parts.
-``list_kept`` reads names and small documents; ``look`` reads every byte of one checkpoint. What
-several nodes have together is told by ``elaunch.checkpoint.nodelocal.union``.
+Where every node has its own directory (``--checkpoint-local``), a node may have some shards only.
+``list_kept`` reads names and small documents; ``look`` reads every byte of one checkpoint.
+``elaunch.checkpoint.nodelocal.union`` finds what several nodes have together.
 
 ===========================  ===============================  =====================================
 checkpoint                   what it needs (``wanted``)       a file is whole if
@@ -51,11 +51,11 @@ from elaunch.checkpoint.writing.manifests import FileEntry, entries, schema_chec
 from elaunch.errors import CheckpointError
 
 MOST_KEPT: Final = 50
-"""Checkpoints that a node tells of: its newest ones."""
+"""Checkpoints that a node lists: its newest ones."""
 _CHUNK: Final = 2**20
 
 Progress = Callable[[int], object]
-"""Is told of so many more bytes."""
+"""Is called with the number of bytes read since the last call."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Kept:
 
     ``path`` is relative to the checkpoint directory and the same on all nodes. ``round`` is -1 and
     ``digest`` "" but in elaunch's own layout, whose COMMIT has it: copies with one digest are one
-    checkpoint. ``format`` is "" for a directory whose content has to tell.
+    checkpoint. ``format`` is "" for a directory whose content decides.
     """
 
     path: str
@@ -85,7 +85,7 @@ class Looked:
 
     A path is relative to the checkpoint; "" is the checkpoint itself, where it is one file. A
     wanted file without a checksum is any that is at least so large. ``wanted`` is None where this
-    node cannot tell; ``problem`` says why it is not complete here.
+    node cannot tell; ``problem`` is why it is not complete here.
     """
 
     files: tuple[FileEntry, ...] = ()
@@ -161,7 +161,7 @@ def _digest(path: Path, run_id: str | None) -> str:
 def look(root: Path, kept: Kept, progress: Progress) -> Looked:
     """Read all that this node has of a checkpoint; ``progress`` is called while it is read.
 
-    Nothing that is found damaged is told of. Raises OSError where the storage fails.
+    Damaged files are left out. Raises OSError where the storage fails.
     """
     path = inside(root, kept.path, "another node")
     if not os.path.lexists(path):
@@ -205,7 +205,7 @@ def _look_own(path: Path, kept: Kept, progress: Progress) -> Looked:
 
 
 def _wanted_own(path: Path, kept: Kept) -> tuple[tuple[FileEntry, ...], str]:
-    """Return every file that the checkpoint needs; CheckpointError where that cannot be told.
+    """Return every file that the checkpoint needs; CheckpointError where it is unknown.
 
     Where metadata.json is not the one that COMMIT was written with, both are left out, and the
     reason is returned: what the manifests list counts all the same.

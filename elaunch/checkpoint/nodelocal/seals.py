@@ -1,8 +1,8 @@
-"""Manifests that nodes with directories of their own have to tell each other between two rounds.
+"""Manifests that nodes with directories of their own send each other between two rounds.
 
 A node commits a stage when it has the manifests of all ranks. Where the round ended before they
-came, the parts may be on the disks all the same, and another node may have committed already. So
-before stages are finished or cleared, every node gets what the others have sealed.
+came, the shards may be on the disks all the same, and another node may have committed already. So
+before stages are finished or cleared, every node receives the manifests of the others.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ Seals = Mapping[str, Mapping[int, bytes]]
 """The name of a stage → rank → the bytes of its manifest."""
 
 NEWEST: Final = 10
-"""Committed checkpoints that a node tells of by name."""
+"""Committed checkpoints that a node lists by name."""
 
 
 def staged(root: Path) -> dict[str, dict[int, bytes]]:
-    """Return what is sealed in the stages that are here; raises OSError."""
+    """Return the manifests in the stages that are here; raises OSError."""
     found = {}
     for stage in _stages(root):
         with contextlib.suppress(FileNotFoundError):  # it is discarded just now
@@ -42,7 +42,7 @@ def committed(root: Path) -> dict[str, Path]:
 
 
 def merge(all_seals: Iterable[Seals]) -> dict[str, dict[int, bytes]]:
-    """Return what the nodes have sealed together; of one rank's manifests the first counts."""
+    """Return the manifests of all nodes; of one rank's manifests the first counts."""
     merged: dict[str, dict[int, bytes]] = {}
     for seals in all_seals:
         for name, manifests in seals.items():

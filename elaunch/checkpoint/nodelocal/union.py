@@ -1,7 +1,7 @@
 """What the copies of one checkpoint on several nodes make together. Pure.
 
 A checkpoint is complete if each file that it needs is whole on one node at least. Where two nodes
-have different files of one name, both whole by all that can be told, the first node's is taken, on
+have different files of one name, both whole by all that is known, the first node's is taken, on
 every node: no rank starts from something else than the others.
 """
 
@@ -16,7 +16,7 @@ from elaunch.checkpoint.nodelocal.inventory import Looked
 from elaunch.checkpoint.writing.manifests import FileEntry
 
 _LAST = (lightning.META, dcp.METADATA, huggingface.STATE, layout.METADATA, layout.COMMIT)
-"""What makes a checkpoint one for readers is put in place last, in this order."""
+"""The files that make a checkpoint one for readers: put in place last, in this order."""
 _PAIR = (layout.METADATA, layout.COMMIT)
 
 
@@ -40,7 +40,7 @@ class WholeFile:
 class Union:
     """All files of a checkpoint in the order in which they are to be put in place.
 
-    ``missing`` says what no node has whole; it is complete without.
+    ``missing`` names what no node has whole; where it is empty, the checkpoint is complete.
     """
 
     files: tuple[WholeFile, ...]
@@ -79,7 +79,7 @@ def _united(base: Looked, looked: Sequence[Looked]) -> Union:
         for entry in one.files:
             copies.setdefault(entry.path, []).append((place, entry))
     wanted = {entry.path: entry for entry in base.wanted}
-    if any(not entry.checksum for entry in base.wanted):  # it says what is needed, not what else is
+    if any(not entry.checksum for entry in base.wanted):  # it lists what is needed, not all
         for path, found in copies.items():
             wanted.setdefault(path, found[0][1])
     settled = tuple(place for place, one in enumerate(looked) if _has_pair(one))
@@ -98,7 +98,7 @@ def _united(base: Looked, looked: Sequence[Looked]) -> Union:
 
 
 def _has_pair(one: Looked) -> bool:
-    """Tell whether a node has documents of its own that say the same as all others'.
+    """Tell whether a node has documents of its own that agree with all others'.
 
     Each agent may have committed by itself, at another time: the two fit each other, and the
     manifests have the digest by which all are one checkpoint. Taking another node's would put it at

@@ -1,4 +1,4 @@
-"""What goes when a checkpoint was handed over to be written: retention, by the save's own rule."""
+"""Retention after a save, by the save's own rule."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
 """Which committed checkpoints are kept, and the removal of the others.
 
-The rule is a ``Keep`` (``elaunch.checkpoint.retention.rule``): a checkpoint stays if a part of it
-says so. Whatever the rule, these stay: the newest, what is pinned (``pins``), what is being read at
-this moment (``readers``), and what the caller protects: the one that this round has resumed from,
-until the next is committed, and the one just committed. What is not committed, and what is in
-quarantine, is neither counted nor touched.
+The rule is a ``Keep`` (``elaunch.checkpoint.retention.rule``): a checkpoint stays if a part of the
+rule keeps it. Whatever the rule, these stay: the newest, what is pinned (``pins``), what is being
+read at this moment (``readers``), and what the caller protects: the one that this round has resumed
+from, until the next is committed, and the one just committed. Stages and the quarantine are neither
+counted nor touched.
 
 One process of a job removes: the agent of the first node, or rank 0 where there is no agent. A
-removal that fails is told and never fails a save.
+removal that fails is logged and never fails a save.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ log = logging.getLogger("elaunch")
 def decide(
     listed: Sequence[Committed], rule: Keep, protected: Collection[str]
 ) -> list[tuple[Committed, str]]:
-    """Return what may go, from old to new, each with the reason in words. Pure.
+    """Return what may go, from old to new, each with the reason as text. Pure.
 
     Args:
         listed: the committed checkpoints, in any order.
         rule: what is to be kept; an empty rule keeps everything.
-        protected: names that stay whatever the rule says (pinned, resumed from, being read).
+        protected: names that stay whatever the rule is (pinned, resumed from, being read).
     """
     ordered = sorted(listed, key=lambda found: found.age)
     if not rule or not ordered:
@@ -55,7 +55,7 @@ def decide(
 
 
 def best_of(listed: Sequence[Committed], rule: Keep) -> Committed | None:
-    """Return the best by the rule's metric; of equals the newest; None if nobody reported it.
+    """Return the best by the rule's metric; of equals the newest; None if none has it.
 
     A value that is no number, NaN or infinite the bad way round is never the best.
     """
@@ -111,7 +111,7 @@ def make_room(storage: Storage, rule: Keep, needed: int, protected: Collection[s
 
 
 def free_bytes(place: Path | str) -> float:
-    """Return the room that is left for this user at a place, in bytes; inf where nobody knows."""
+    """Return the room that is left for this user at a place, in bytes; inf where it is unknown."""
     if isinstance(place, str):
         return math.inf
     room = os.statvfs(place)

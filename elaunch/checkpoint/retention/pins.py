@@ -1,4 +1,4 @@
-"""Pins: which checkpoints retention leaves alone, because a person said so.
+"""Pins: the checkpoints that retention leaves alone because a person has pinned them.
 
 ``DIR/.pins/step-00000120.r3`` is an empty file; the checkpoint of that name stays until it is
 unpinned. A pin says nothing about the content: what is damaged is quarantined all the same. On a
@@ -18,7 +18,7 @@ from elaunch.errors import CheckpointError
 
 
 def pinned(place: Location) -> frozenset[str]:
-    """Return the names that are pinned at a directory or URL; OSError if that cannot be told."""
+    """Return the names that are pinned at a directory or URL; OSError if they cannot be read."""
     if isinstance(place, str):
         names = Objects(place).names(layout.PINS)
     else:

@@ -41,7 +41,7 @@ def put_aside(root: Path, path: Path, reason: str) -> Path | None:
 def put_all_aside(root: Path, damaged: Iterable[tuple[Path, str]]) -> list[Path]:
     """Move checkpoints (path, reason) into the quarantine; return those that were there.
 
-    The disk is waited for once, behind the last: a power cut may put some back, or lose a reason.
+    The directories are fsynced once, after the last: a power cut may undo some, or lose a reason.
     """
     quarantine = root / layout.QUARANTINE
     quarantine.mkdir(exist_ok=True)

@@ -1,9 +1,9 @@
-"""Who reads a checkpoint says so by a lock, so that nobody deletes it meanwhile.
+"""Readers lock a checkpoint, so that no process deletes it meanwhile.
 
 A reader holds a shared ``flock`` on the checkpoint's ``COMMIT``; it goes with the process, however
-that ends. Who wants to delete asks for the exclusive one and does not wait. On a URL, and on file
-systems that have no locks, nobody is seen to read. NFS locks by byte ranges, where an exclusive
-lock needs a file that is open for writing: who may not write there deletes nothing.
+that ends. A process that deletes asks for the exclusive one and does not wait. On a URL, and on
+file systems that have no locks, no reader is seen. NFS locks by byte ranges, where an exclusive
+lock needs a file that is open for writing: a process that may not write there deletes nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def reading(place: Location) -> Iterator[None]:
     descriptor = os.open(place / layout.COMMIT, os.O_RDONLY | os.O_CLOEXEC)
     try:
         locked = _lock(descriptor, fcntl.LOCK_SH)
-        # Who deletes it has it under another name; it may have gone before it was locked.
+        # A deleter has renamed it by then; it may have gone before it was locked.
         if not locked or not os.path.lexists(place / layout.COMMIT):
             raise FileNotFoundError(errno.ENOENT, "it is being deleted", str(place))
         yield
@@ -41,7 +41,7 @@ def reading(place: Location) -> Iterator[None]:
 
 @contextlib.contextmanager
 def claimed(place: Location) -> Iterator[bool]:
-    """Tell whether nobody reads the checkpoint at ``place``; then nobody begins to in the block."""
+    """Tell whether no process reads the checkpoint at ``place``; then none begins in the block."""
     if isinstance(place, str):
         yield True
         return
@@ -72,5 +72,5 @@ def _lock(descriptor: int, kind: int) -> bool:
     except BlockingIOError:
         return False
     except OSError as error:
-        return error.errno != errno.EBADF  # there are locks, for who may write
+        return error.errno != errno.EBADF  # there are locks, for processes that may write
     return True

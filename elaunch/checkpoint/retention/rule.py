@@ -1,4 +1,4 @@
-"""The rule of what is kept. A checkpoint stays if any part of the rule that is given says so.
+"""The rule of what is kept. A checkpoint stays if any part of the rule that is given keeps it.
 
 =============  ===================================  =================================
 part           flag                                 keeps
@@ -8,7 +8,7 @@ part           flag                                 keeps
 ``best``       ``--checkpoint-keep-best M[:max]``   the best by a reported metric
 =============  ===================================  =================================
 
-Without any part everything stays. What is done by it: ``elaunch.checkpoint.retention.delete``.
+Without any part everything stays. ``elaunch.checkpoint.retention.delete`` applies it.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Keep:
         return json.dumps(found)
 
     def describe(self) -> str:
-        """Return the rule in words, as in ``the newest 3, the one with the best loss (min)``."""
+        """Return the rule as text, as in ``the newest 3, the one with the best loss (min)``."""
         parts = []
         if self.last is not None:
             parts.append(f"the newest {self.last}" if self.last > 1 else "the newest")

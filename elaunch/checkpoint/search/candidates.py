@@ -43,10 +43,10 @@ _FORMATS = {".safetensors": SAFETENSORS, ".json": JSON}
 
 @dataclass(frozen=True)
 class Candidate:
-    """Something whose name says that it is the checkpoint of a step.
+    """Something that is named as the checkpoint of a step.
 
-    ``format`` is None for a directory whose content has to tell. ``reported`` is false for a
-    directory that nobody would expect to be a checkpoint: if it is none, nothing is said.
+    ``format`` is None for a directory whose content decides. ``reported`` is false for a
+    directory that nobody would expect to be a checkpoint: if it is none, nothing is reported.
     ``picked``: the user's pattern names it, so any content will do.
     """
 
@@ -109,11 +109,11 @@ def classify(entry: Match, globbed: bool) -> Candidate | PassedOver | None:
 
 
 def _step_inside(path: Path) -> int | None:
-    """Return the step that the content of a directory tells, None where it tells none."""
+    """Return the step in the content of a directory, None where it has none."""
     try:
         names = os.listdir(path)
     except OSError:
-        return None  # nothing in its name says that it is a checkpoint
+        return None  # it is not named as a checkpoint
     if accelerate.looks_like(names):
         return accelerate.step_inside(path)
     return deepspeed.step_inside(path) if deepspeed.looks_like_tag(names) else None

@@ -1,4 +1,4 @@
-"""Where a run's checkpoints are if nobody has chosen it: beside its record."""
+"""The default place of a run's checkpoints: beside its record."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The checkpoint that somebody names by its path or URL, wherever it is and of whatever format.
+"""The checkpoint that a user names by its path or URL, wherever it is and of whatever format.
 
 ==========================================  =================================================
 at the path there is                        the checkpoint is
@@ -33,7 +33,7 @@ OTHER: Final = "other"
 _ZIP: Final = b"PK"
 _OWN_NAMES: Final = frozenset({layout.RUN, layout.STAGE, layout.QUARANTINE})
 _TOLD: Final = 3
-"""Checkpoints that an error tells what is wrong with."""
+"""Incomplete checkpoints whose problems an error lists."""
 
 
 def find_at(place: Location, content: bool = True) -> Checkpoint:

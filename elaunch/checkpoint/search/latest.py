@@ -42,7 +42,7 @@ def find_latest(
     ``glob``, relative to ``root``: only its matches count. ``run_id``: checkpoints in elaunch's
     own layout that another run wrote are passed over. Without ``content`` the files of that layout
     are not read, only their sizes compared. ``doubted`` are the names of those that are read as a
-    whole (None: all); of others only what was written to since it was sealed. A ``root`` that does
+    whole (None: all); of others only what was written to since its manifest. A ``root`` that does
     not exist has none. Raises UsageError for a pattern that leaves ``root``.
     """
     entries, passed_over = entries_below(root, glob)

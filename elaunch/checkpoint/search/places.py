@@ -1,4 +1,4 @@
-"""What a text that says where checkpoints are means; the same for a flag, a variable, a command.
+"""The meaning of a text that names where checkpoints are: in a flag, a variable, a command.
 
 ==============================  ====================================================================
 text                            is
@@ -9,7 +9,7 @@ anything else                   a directory; ``~`` is the home, a relative one s
 ==============================  ====================================================================
 
 A URL that ends with its ``://`` is refused: it is what is left of ``s3://$BUCKET/run`` where the
-variable is not set, and one bucket cannot be told from another by it.
+variable is not set, and it names no bucket.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def parse_place(text: str, start: Path | None = None) -> Location:
     """Return an absolute directory, or the text of a URL.
 
     Args:
-        text: what somebody has written; not empty.
+        text: what the user has written; not empty.
         start: where a relative directory begins; None for the current one.
 
     Raises:
-        ValueError: a URL without a bucket or a path; says so, without the text.
+        ValueError: a URL without a bucket or a path; the message leaves out the text.
     """
     url = _URL.fullmatch(text)
     if url is None:
@@ -85,7 +85,7 @@ def is_within(place: str, root: Location) -> bool:
 
 
 def broken_link(path: Path) -> str:
-    """Return in words which link on the way to a directory leads nowhere; "" if none does.
+    """Return the text about a link on the way to a directory that leads nowhere; "" if none does.
 
     Such a link is neither there nor can a directory be made in its place.
     """

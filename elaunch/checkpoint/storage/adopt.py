@@ -79,10 +79,10 @@ def seal_files(directory: Path, files: Sequence[str], most: int) -> list[FileEnt
 
 
 def move_in(source: Path, stage: Path, file: FileEntry) -> FileEntry:
-    """Move a sealed file into the stage, by copying from another file system; return its entry.
+    """Move an fsynced file into the stage, by copying from another file system; return its entry.
 
     A file where another rank has a directory, or the other way round, stays where it is: the
-    commit refuses it by what the manifests say.
+    commit refuses it by the manifests.
     """
     try:
         make_parents(stage, file.path)

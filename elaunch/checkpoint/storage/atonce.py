@@ -1,8 +1,7 @@
 """Calls that wait for storage, in threads that never hold up the end of the process.
 
-Those that write beside a training stand back behind it. The threads of concurrent.futures are
-joined when the interpreter exits: one that hangs in a file system would keep an agent from ever
-ending.
+Threads that write beside a training run at a lower priority. The threads of concurrent.futures are
+joined when the interpreter exits: one that hangs in a file system would keep an agent from ending.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Final, TypeVar
 
 NICER: Final = 10
-"""How much the threads that write lower their priority. Much more, and they would not run at all
+"""How much the threads that write lower their priority. With much more they would not run at all
 beside a training that uses every processor: what is in memory would stay there only."""
 
 _T = TypeVar("_T")

@@ -1,10 +1,10 @@
-"""From a stage whose parts are all sealed to a checkpoint that readers see, on a file system.
+"""From a stage with the manifests of all ranks to a checkpoint that readers see, on a file system.
 
 ====  ==========================================================  ================================
 step  what                                                        a kill right after it leaves
 ====  ==========================================================  ================================
 1     all manifests are there, fit together, the files' sizes     a complete stage
-      are those that were sealed
+      are those in the manifests
 2     claim: rename to ``….commit-<random>``                      a complete stage, claimed
 3     fence: is this round still the current one?                 the same
 4     manifests without the files that another rank lists too,    the same
@@ -14,11 +14,11 @@ step  what                                                        a kill right a
 7     fsync the parents                                           the checkpoint, after a power cut
 ====  ==========================================================  ================================
 
-Two may be at it at once: a chief that was frozen, and who chooses the next round's checkpoint and
-finishes what it finds. The claim is a rename, so one of them has the directory for itself; who
-comes to nothing waits for what the other makes of it. A claim is its maker's, who publishes it or
-gives it back: neither ``commit`` nor ``discard`` touches another's. ``finish`` takes claims over,
-since the round of their owners has ended.
+Two processes may commit at once: a chief that was frozen, and the one that chooses the next round's
+checkpoint and finishes what it finds. The claim is a rename, so one of them has the directory for
+itself; the other waits for the outcome. A claim belongs to its maker, which publishes it or gives
+it back: neither ``commit`` nor ``discard`` touches another's. ``finish`` takes claims over, since
+the round of their owners has ended.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def commit(
     patience: float,
     local: bool,
 ) -> Committed:
-    """Commit a stage that all ranks have sealed; see ``Storage.commit``.
+    """Commit a stage that has the manifests of all ranks; see ``Storage.commit``.
 
     ``patience``: seconds that a manifest or a file may take to be seen here. ``local``: ranks of
     other nodes have their files there.
@@ -133,8 +133,8 @@ def finish(
 ) -> list[Committed]:
     """Commit complete stages of dead rounds, clear the others; see ``Storage.finish_stages``.
 
-    ``patience``: as for ``commit``, for all stages together. That a manifest is missing proves
-    nothing, since its writer may have died: for those it is LATE_S at most.
+    ``patience``: as for ``commit``, for all stages together. The wait for a missing manifest is
+    LATE_S at most, since its writer may have died.
     """
     begun = time.monotonic()
     try:
@@ -162,7 +162,7 @@ def finish(
 
 
 def _await_sealed(path: Path, begun: float, patience: float, local: bool, stage: Stage) -> None:
-    """Wait until what other machines sealed in a stage is seen here, or the time is over."""
+    """Wait until what other machines wrote into a stage is seen here, or the time is over."""
     missing = begun + min(patience, LATE_S) - time.monotonic()
     try:
         contents = _gather(path, max(0.0, missing))
@@ -171,7 +171,7 @@ def _await_sealed(path: Path, begun: float, patience: float, local: bool, stage:
             left = begun + patience - time.monotonic()
             read_patiently(partial(_demand_size, path / file.path, file.size), max(0.0, left))
     except (FileNotFoundError, CheckpointError) as error:
-        log.debug("%s is not seen as complete: %s", path.name, error)  # finishing it will say why
+        log.debug("%s is not seen as complete: %s", path.name, error)  # finishing it logs why
 
 
 def _demand_size(path: Path, size: int) -> None:
@@ -237,11 +237,11 @@ def _gather(path: Path, patience: float) -> dict[int, bytes]:
     try:
         return read_patiently(all_there, patience)
     except FileNotFoundError:
-        return read_stage(path)  # what is there: the error will say what is not
+        return read_stage(path)  # what is there: the error names what is not
 
 
 def _check_sealed(path: Path, documents: Documents, patience: float, local: bool) -> None:
-    """Raise SaveError unless the files are there as they were sealed, by size and time."""
+    """Raise SaveError unless the files are as the manifests have them, by size and time."""
     host = socket.gethostname()
     times: dict[str, set[int | None]] = {}
     for rank, files in documents.sealed.items():
@@ -277,7 +277,7 @@ def _files_here(
 ) -> Mapping[int, Collection[FileEntry]]:
     """Return rank → the files that must be below ``path``.
 
-    ``local``: all that a rank has sealed, for ranks that have any file here that is theirs alone.
+    ``local``: all files in a rank's manifest, for ranks that have a file here that is theirs alone.
     """
     if not local:
         return documents.kept
@@ -367,7 +367,7 @@ def _existing(root: Path, stage: Stage) -> Committed | None:
 
 
 def _outcome(root: Path, stage: Stage) -> Committed:
-    """Return what another process has made of a stage that is gone from here; else SaveError."""
+    """Return the checkpoint that another process made of a stage that is gone; else SaveError."""
     deadline = time.monotonic() + _SETTLE
     path = stage_path(root, stage)
     while True:

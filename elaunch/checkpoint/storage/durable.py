@@ -12,7 +12,7 @@ function              leaves
 ====================  ==============================================================================
 
 A rename is on the disk only when the directory is fsynced after it: callers do that once for all
-files of a directory. Every OSError says which file it is about.
+files of a directory. Every OSError names its file.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def make_parents(directory: Path, relative: str) -> None:
 def sync_parents(directory: Path, relatives: Sequence[str]) -> None:
     """Put the entries of these files' directories on the disk, but for ``directory`` itself.
 
-    What is a file of another rank instead is left to the commit, which refuses it.
+    A path that another rank has made a file is left to the commit, which refuses it.
     """
     parents = {parent for relative in relatives for parent in PurePosixPath(relative).parents[:-1]}
     for parent in sorted(parents, key=lambda path: -len(path.parts)):
@@ -166,7 +166,7 @@ def read_patiently(read: Callable[[], _T], patience: float) -> _T:
 
 
 def stir(directory: Path) -> None:
-    """Change a directory, so that a cached picture of it is given up."""
+    """Change a directory, so that a cached copy of it is given up."""
     name = directory / temporary_name()
     with contextlib.suppress(OSError):
         name.touch()
@@ -174,7 +174,7 @@ def stir(directory: Path) -> None:
 
 
 def regular(path: Path) -> os.stat_result:
-    """Return what the system says of a regular file; SaveError for anything else."""
+    """Return the ``stat`` of a regular file; SaveError for anything else."""
     status = path.lstat()
     if not stat.S_ISREG(status.st_mode):
         raise SaveError(f"{path.name} is not a regular file any more")
@@ -188,7 +188,7 @@ def plain_views(pieces: Sequence[Piece]) -> list[memoryview]:
 
 
 def do_steps(steps: Iterator[int], pace: Pace | None) -> None:
-    """Do steps, which yield their bytes, at the pace of their part, if it has one."""
+    """Do steps, which yield their bytes, at the pace of their shard, if it has one."""
     if pace is not None:
         pace.run(steps)
     else:
@@ -260,7 +260,7 @@ class BackgroundChecksum:
             yield piece.nbytes
 
     def checksum(self) -> str:
-        """Return it, behind the ``with`` block."""
+        """Return the checksum; call it after the ``with`` block."""
         return f"{layout.CHECKSUM}:{self._total.hexdigest()}"
 
 

@@ -1,6 +1,6 @@
 """Plain reading of the files of a checkpoint: nothing here blocks, follows a path out, or writes.
 
-Every function raises ``CheckpointError`` for what the content says and lets ``OSError`` through;
+Every function raises ``CheckpointError`` for wrong content and lets ``OSError`` through;
 ``latest`` turns both into the reason of a passed-over checkpoint.
 """
 
@@ -110,7 +110,7 @@ def sha256_of(path: Path) -> str:
 
 
 def explain(error: OSError, path: Path) -> str:
-    """Return in words why the checkpoint at ``path`` could not be read."""
+    """Return the reason why the checkpoint at ``path`` could not be read."""
     name = error.filename if isinstance(error.filename, str) else str(error.filename or "")
     if name.startswith(f"{path}{os.sep}"):
         name = name[len(str(path)) + 1 :]

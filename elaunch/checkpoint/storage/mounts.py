@@ -1,4 +1,4 @@
-"""Which file system a directory is on: one whose clients cache, so that they see others' late?"""
+"""Whether a directory is on a file system whose clients cache and see others' writes late."""
 
 from __future__ import annotations
 

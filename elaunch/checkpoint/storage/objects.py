@@ -7,7 +7,7 @@ an OSError that names the place: a FileNotFoundError where the object is not the
 what is relied on               by
 ==============================  =================================================================
 an object is put as a whole     COMMIT and the other documents
-what was put is read and        who commits what others have put, who chooses. S3 does since 2020;
+what was put is read and        the committer, the choice of a checkpoint. S3 does it since 2020;
 listed at once, by everybody    fsspec's own cache of listings is turned off
 ==============================  =================================================================
 """

@@ -1,6 +1,6 @@
 """A storage in a directory: local, or on a file system that all nodes share.
 
-What each method leaves on the disk is in ``layout``; how a commit goes, in ``committing``.
+What each method leaves on the disk is in ``layout``; how a commit goes, in ``commit``.
 
 =====================  ============================================================================
 what is relied on      for
@@ -9,11 +9,11 @@ rename is atomic       a name means a whole file, a whole checkpoint; one of two
 rename refuses a       a committed checkpoint is never replaced
 directory with files
 fsync                  file before its rename, directory after: a power cut loses nothing committed
-flock                  one job per directory; where it does not work, a warning says so
+flock                  one job per directory; where it does not work, a warning is logged
 =====================  ============================================================================
 
-``prepare`` alone makes the directory. All that write into it demand ``run.json``, as it was when
-they first looked, and the commit does once more: what was unmounted or removed is not made anew.
+``prepare`` alone makes the directory. Every method that writes into it demands ``run.json`` as it
+was at the first look, and so does the commit: what was unmounted or removed is not made anew.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _T = TypeVar("_T")
 
 
 class PosixStorage:
-    """The storage in ``place``. ``local``: every node has a directory of its own, with its part.
+    """The storage in ``place``. ``local``: every node has a directory of its own, with its shards.
 
     ``patience``: seconds that what another machine has written may take to be seen here; None
     takes a minute on network file systems, else nothing.
@@ -103,7 +103,7 @@ class PosixStorage:
         return path
 
     def write_part(self, stage: Stage, part: Part, images: Sequence[Image]) -> bytes:
-        """Write a rank's files and seal them."""
+        """Write a rank's files and its manifest."""
         paths = [check_path(image.path) for image in images]
         check_metadata(part.metadata)
         path = self.open_stage(stage)
@@ -119,7 +119,7 @@ class PosixStorage:
     def seal(
         self, stage: Stage, part: Part, files: Sequence[str], below: Path | None = None
     ) -> bytes:
-        """Seal files that lie below the stage, or below ``below``: then they are moved into it."""
+        """Write the manifest of files in the stage, or in ``below``: those are moved into it."""
         for relative in files:
             check_path(relative)
         check_metadata(part.metadata)
@@ -167,7 +167,7 @@ class PosixStorage:
         return self._words(stage, layout.parse_mark_name)
 
     def failures(self, stage: Stage) -> dict[int, str]:
-        """Return the words of failure; none if the stage is gone."""
+        """Return the failures that ranks have reported; none if the stage is gone."""
         return self._words(stage, layout.parse_failure_name)
 
     def _words(self, stage: Stage, rank_of: Callable[[str], int | None]) -> dict[int, str]:
@@ -183,7 +183,7 @@ class PosixStorage:
     def commit(
         self, stage: Stage, fence: Callable[[], None], extra: Mapping[str, Any] | None = None
     ) -> Committed:
-        """Commit a stage that all ranks have sealed."""
+        """Commit a stage that has the manifests of all ranks."""
 
         def fenced() -> None:
             fence()
@@ -221,7 +221,7 @@ class PosixStorage:
         for name in names:
             if layout.parse_step_name(name) is None:
                 continue
-            # Removed meanwhile, or damaged: that is for verification to say.
+            # Removed meanwhile, or damaged: verification reports it.
             with contextlib.suppress(FileNotFoundError, NotADirectoryError, CheckpointError):
                 found.append(committing.read_committed(self._root / name))
         return sorted(found, key=lambda committed: committed.age)
@@ -245,7 +245,7 @@ class PosixStorage:
         trash.throw_away(self._root, Path(found.place))
 
     def verify(self, found: Committed, run_id: str | None = None, content: bool = True) -> None:
-        """Read it; an OSError says that it cannot be read now, which proves no damage."""
+        """Read it; an OSError means that it cannot be read now, which proves no damage."""
         path = Path(found.place)
         try:
             own.verify(path, run_id, content)

@@ -6,11 +6,11 @@ step of a save    who does what
 ``prepare``       one process, once per job: the directory and ``run.json``
 ``lock``          the process that decides here holds it while the job lives
 ``open_stage``    every writer: the place for its files
-``write_part``    every rank, or its agent for it: writes its files, fsyncs, seals
+``write_part``    every rank, or its agent for it: its files, fsync, its manifest
 ``seal``          the same for files that a script has written itself
-``commit``        one process, when all ranks have sealed: checks, asks the fence, COMMIT, rename
-``finish_stages`` who chooses the checkpoint of the next round: commits stages that are complete
-                  though their committer has died, clears the others
+``commit``        one process, when all manifests are there: checks, fence, COMMIT, rename
+``finish_stages`` the process that chooses the next round's checkpoint: commits stages that are
+                  complete though their committer has died, clears the others
 ================  ================================================================================
 
 A checkpoint that readers see has all its files, and they are on the disk. Nothing is ever written
@@ -36,7 +36,7 @@ class Closeable(Protocol):
         """Give the lock back; a second call does nothing."""
 
     def say_who(self, job: str) -> None:
-        """Have it say that ``job`` has it, as for ``Storage.lock``."""
+        """Write into the lock that ``job`` has it, as for ``Storage.lock``."""
 
 
 class Storage(Protocol):
@@ -59,7 +59,7 @@ class Storage(Protocol):
     def lock(self, job: str = "") -> Closeable:
         """Take the directory for this job; SaveError names who has it. No lock on URLs.
 
-        ``job`` is a word by which other agents of the same job know that it is theirs.
+        ``job`` is the incarnation id by which other agents of the same job know that it is theirs.
         """
 
     def open_stage(self, stage: Stage, rank: int | None = None) -> Path:
@@ -73,7 +73,7 @@ class Storage(Protocol):
         """
 
     def write_part(self, stage: Stage, part: Part, images: Sequence[Image]) -> bytes:
-        """Write, fsync and checksum a rank's files, then seal: returns the manifest's bytes.
+        """Write, fsync and checksum a rank's files, then its manifest; return the manifest's bytes.
 
         Raises CheckpointError for paths that cannot be, SaveError if the stage is gone.
         """
@@ -84,8 +84,8 @@ class Storage(Protocol):
         """Fsync and checksum files that were written into ``open_stage``; else as ``write_part``.
 
         ``below``: they are in this directory, wherever it is, and are moved into the stage (copied
-        from another file system). The files may not change any more. They may be the same that
-        another rank seals.
+        from another file system). The files may not change any more. Another rank may list the same
+        files.
         """
 
     def own_files(self, stage: Stage, below: Path | None = None) -> list[str]:
@@ -104,10 +104,10 @@ class Storage(Protocol):
         """Return the manifests that are there: rank → bytes."""
 
     def put_failure(self, stage: Stage, rank: int, problem: str) -> None:
-        """Leave word in the stage that the part of ``rank`` will not come."""
+        """Report in the stage that the shard of ``rank`` will not come."""
 
     def put_mark(self, stage: Stage, rank: int, mark: str) -> None:
-        """Leave a mark for who commits that the part of ``rank`` is being written still."""
+        """Leave a mark for the committer: the shard of ``rank`` is still being written."""
 
     def marks(self, stage: Stage) -> dict[int, str]:
         """Return the marks that are there, by rank; one that has changed is a sign of life."""
@@ -118,13 +118,13 @@ class Storage(Protocol):
     def commit(
         self, stage: Stage, fence: Callable[[], None], extra: Mapping[str, Any] | None = None
     ) -> Committed:
-        """Commit a stage that all ranks have sealed; one process calls it.
+        """Commit a stage that has the manifests of all ranks; one process calls it.
 
         ``fence`` raises if this round is over; it is asked right before the commit. ``extra`` goes
         into ``metadata.json`` (``metrics``, ``versions``, ``durations``, ``started``). Raises
-        SaveError: parts are missing, files or metadata contradict each other, files do not have
-        the sizes that were sealed, another checkpoint has the name. The stage then stays. If the
-        same stage was committed by another process meanwhile, that is a success.
+        SaveError: shards are missing, files or metadata contradict each other, files do not have
+        the sizes in the manifests, another checkpoint has the name. The stage then stays. If
+        another process has committed the same stage meanwhile, that is a success.
         """
 
     def discard(self, stage: Stage) -> None:
@@ -136,8 +136,8 @@ class Storage(Protocol):
         """Commit the run's complete stages, verified, and clear the others.
 
         ``run_id`` None: whichever run wrote them. ``keep``: names of stages that living processes
-        still write. ``after``: the round of this job that has just ended. What an earlier one had
-        complete was committed then: what is there of it now came too late, and is cleared.
+        still write. ``after``: the round of this job that has just ended. Stages of an earlier one
+        came too late, since what was complete was committed then: they are cleared.
         ``alone``: no other machine has written there since the last call, so nothing can be late.
         Call it only where no other process of an earlier round is left.
         """
@@ -173,7 +173,7 @@ class Storage(Protocol):
 def open_storage(place: Location, local: bool = False) -> Storage:
     """Return the storage at a directory or an fsspec URL; nothing is touched yet.
 
-    ``local``: each node has a directory of its own there, with the parts of its ranks. Raises
+    ``local``: each node has a directory of its own there, with the shards of its ranks. Raises
     UsageError for a URL when fsspec, or what it needs for that URL, is not installed.
     """
     if isinstance(place, str) and "://" in place:

@@ -9,10 +9,10 @@
       QUARANTINED                     failed verification: {"reason": …}; COMMIT is deleted then
       REMOVED                         is to go; COMMIT is deleted then, the rest follows
 
-The uuid is part of the name, so nothing is ever put over what another save has put. Two may commit
-one stage at once: both put the same COMMIT, and each a ``metadata.json`` that fits it. There is no
-lock: ``run.json`` keeps other runs away. Scripts write into a local temporary directory, and what
-they read is copied into one and verified.
+The uuid is part of the name, so no save ever overwrites what another one has put. Two processes may
+commit one stage at once: both put the same COMMIT, and each a ``metadata.json`` that fits it. There
+is no lock: ``run.json`` keeps other runs away. Scripts write into a local temporary directory, and
+what they read is copied into one and verified.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class ObjectStorage:
         return self._words(stage, layout.parse_mark_name)
 
     def failures(self, stage: Stage) -> dict[int, str]:
-        """Return the words of failure."""
+        """Return the failures that ranks have reported."""
         return self._words(stage, layout.parse_failure_name)
 
     def _words(self, stage: Stage, rank_of: Callable[[str], int | None]) -> dict[int, str]:
@@ -170,7 +170,7 @@ class ObjectStorage:
     def commit(
         self, stage: Stage, fence: Callable[[], None], extra: Mapping[str, Any] | None = None
     ) -> Committed:
-        """Commit a stage that all ranks have sealed."""
+        """Commit a stage that has the manifests of all ranks."""
         if found := self._refuse_other(stage):
             return found
         names = self._objects.names(stage.name)
@@ -212,7 +212,7 @@ class ObjectStorage:
         names = self._objects.names(stage.name)
         removed = layout.REMOVED in names
         if layout.QUARANTINED in names or (layout.COMMIT in names and not removed):
-            return []  # committed, maybe damaged: verification will say
+            return []  # committed, maybe damaged: verification finds out
         try:
             contents = {} if removed else self._manifests(stage.name, names)
             if is_foreign(contents, run_id):

@@ -1,7 +1,7 @@
 """What a commit writes, made from the manifests of all ranks: ``metadata.json`` and COMMIT.
 
 ``assemble`` refuses what cannot be committed: ranks without a manifest, manifests of different
-checkpoints or runs, no ``steps_completed``, conflicts (``merging``). ``describe`` reads
+checkpoints or runs, no ``steps_completed``, conflicts (``merge``). ``describe`` reads
 ``metadata.json`` back. Nothing here touches a file, so a commit is the same on every storage, and
 on every node where each node has its own directory.
 """
@@ -119,7 +119,7 @@ def assemble(
 
 
 def _measured(extra: Mapping[str, Any], now: float) -> dict[str, Any]:
-    """Return what the caller knows about the save, and what is said where it does not."""
+    """Return what the caller knows about the save, with defaults for the rest."""
     check_metadata(extra, "extra")
     versions = {"elaunch": __version__, "python": platform.python_version()}
     document = {"started": now, "committed": now, "durations": {}, "metrics": {}, **extra}
@@ -186,14 +186,14 @@ def describe(place: Location, name: str, document: dict[str, Any]) -> Committed:
 
 
 def _check_amounts(found: Mapping[str, Any]) -> None:
-    """Raise CheckpointError for amounts that nobody can show or compare."""
+    """Raise CheckpointError for amounts that cannot be shown or compared."""
     for key, end in (("size", 2**63), ("committed", _LAST)):
         if not 0 <= found[key] < end:
             raise CheckpointError(f"{layout.METADATA}: {key} is {shown(found[key])}")
 
 
 def choose(listed: Sequence[Committed], name_or_uuid: str, place: Location) -> Committed:
-    """Return one of ``listed`` by its name or uuid; CheckpointError says what is there."""
+    """Return one of ``listed`` by its name or uuid; CheckpointError lists what is there."""
     for committed in reversed(listed):
         if name_or_uuid in (committed.name, committed.uuid):
             return committed
@@ -205,7 +205,7 @@ def choose(listed: Sequence[Committed], name_or_uuid: str, place: Location) -> C
 def in_the_way(place: Location, name: str) -> SaveError:
     """Return the error about a save whose name a committed checkpoint has: what to do about it.
 
-    Also a later start of a run begins at round 0 again, and so may come to a name of an earlier.
+    A later start of a run begins at round 0 again, and so may come to an earlier name.
     """
     return SaveError(
         f"not committed: {name} is there already, and a committed checkpoint is never replaced."
@@ -216,7 +216,7 @@ def in_the_way(place: Location, name: str) -> SaveError:
 
 
 def check_sizes(documents: Documents, sizes: Mapping[str, int]) -> None:
-    """Raise SaveError unless the files that count have, by ``sizes``, what their ranks sealed."""
+    """Raise SaveError unless the files that count have, by ``sizes``, what their manifests list."""
     for rank, files in documents.kept.items():
         for file in files:
             if sizes.get(file.path) != file.size:

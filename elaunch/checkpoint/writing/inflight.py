@@ -1,13 +1,13 @@
-"""The books of the saves in flight: which parts have come, who waits, who has yet to be told.
+"""The saves in flight: which shards have come, which ranks wait, which failures are unreported.
 
 ::
 
-    open ──► the first part is staged ──► parts are written and sealed ──► all are ──► committing
-                   │                              │                                       │
-                   └─ a part never comes ─────────┴─ a part fails, the storage hangs ─────┴─► done
+    open ──► the first shard is staged ──► shards are written ──► all manifests ──► committing
+                   │                              │                                     │
+                   └─ a shard never comes ────────┴─ a shard fails, the storage hangs ──┴─► done
 
-Ranks may be on several nodes. The process with rank 0 learns of every seal and commits; another
-one is done with a save when the parts of its own ranks are sealed. Nothing here touches a file;
+Ranks may be on several nodes. The process with rank 0 receives every manifest and commits; another
+one is done with a save when the shards of its own ranks are written. Nothing here touches a file;
 waits have deadlines, and what is private to elaunch.checkpoint.writing.queue is called with the
 lock held.
 """
@@ -29,14 +29,14 @@ from elaunch.run.saves import SavesRecord
 from elaunch.wire.saver import Handed
 
 PART_DEADLINE_S = 600.0
-"""Seconds for all ranks to hand over their parts, after the first, or after another node has last
-said that it still writes one."""
+"""Seconds for all ranks to stage their shards, after the first, or after another node has last
+reported that it still writes one."""
 WRITE_DEADLINE_S = 1800.0
-"""Seconds without a step forward for the storage to take a part; longer is a storage that hangs."""
+"""Seconds without progress for the storage to take a shard; longer is a storage that hangs."""
 LOOK_S: Final = 1.0
-"""Seconds between two looks at these deadlines; all else wakes who waits."""
+"""Seconds between two looks at these deadlines; all else wakes the waiting threads."""
 REMEMBERED: Final = 8
-"""Saves that are over and still known, so that a late word of another node begins none anew."""
+"""Saves that are over and still known, so that a late message of another node begins none anew."""
 
 log = logging.getLogger("elaunch")
 
@@ -46,19 +46,19 @@ class Save:
     """One checkpoint on its way to the disk.
 
     Attributes:
-        stage, world_size: which one, and how many parts it has.
-        began: when the first part came, in monotonic seconds.
-        handed: the parts that were handed over in this process, by rank.
+        stage, world_size: which one, and how many shards it has.
+        began: when the first shard came, in monotonic seconds.
+        handed: the shards that were staged in this process, by rank.
         commits: whether this process commits it.
-        writing: the ranks whose parts are being written here, and how that gets on.
-        heard: when another node's saver was last heard to write the part of a rank.
-        sealed: the seals that are known, by rank, of all nodes.
+        writing: the ranks whose shards are being written here, and how that gets on.
+        heard: when another node's saver last reported that it writes the shard of a rank.
+        sealed: the manifests that are known, by rank, of all nodes.
         committing: whether the commit runs.
         adopting: whether it has yet to write other nodes' manifests into the stage.
         committed: what it has become.
         problem: why it comes to nothing.
         done: whether nothing is expected of it here any more; threads may still write.
-        stays: whether its stage is left to who chooses the next checkpoint.
+        stays: whether its stage is left to the process that chooses the next checkpoint.
     """
 
     stage: Stage
@@ -83,15 +83,15 @@ class Save:
 
     @property
     def verdict(self) -> str:
-        """What is told of a save that comes to nothing."""
+        """The message about a save that comes to nothing."""
         return f"checkpoint {self.stage.final} was not committed: {self.problem}"
 
     def lead(self) -> Handed:
-        """Return the part whose words count for the whole: that of the lowest rank here."""
+        """Return the shard whose options count for the whole: that of the lowest rank here."""
         return self.handed[min(self.handed)]
 
     def missing(self, ranks: Iterable[int]) -> list[int]:
-        """Return those of ``ranks`` whose parts have not come."""
+        """Return those of ``ranks`` whose shards have not come."""
         return [r for r in sorted(ranks) if r not in self.handed and r not in self.sealed]
 
     def stuck(self, now: float) -> str:
@@ -105,7 +105,7 @@ class Save:
         )
 
     def overdue(self, now: float) -> str:
-        """Return why nobody need wait for other ranks any longer at ``now``, or ""."""
+        """Return why other ranks are waited for no longer at ``now``, or ""."""
         late = [
             rank
             for rank in self.missing(range(self.world_size))
@@ -129,7 +129,7 @@ def named(ranks: Collection[int]) -> str:
 
 @dataclass
 class _Rank:
-    """A rank that hands over here: what it has yet to be told, and its newest checkpoint."""
+    """A rank that stages here: the failure that it has yet to raise, and its newest checkpoint."""
 
     untold: list[str] = field(default_factory=list)
     newest: Committed | None = None
@@ -152,7 +152,7 @@ class SavesInFlight:
     # ── ranks ────────────────────────────────────────────────────────────────────────────────────
 
     def join(self, rank: int) -> None:
-        """Have ``rank`` be one that hands over here, from now on."""
+        """Have ``rank`` be one that stages here, from now on."""
         with self.changed:
             self._ranks[rank] = _Rank()
             self.gone.discard(rank)
@@ -165,7 +165,7 @@ class SavesInFlight:
             return [save for save in list(self.saves.values()) if self.drop_if_hopeless(save)]
 
     def give_up(self, rank: int) -> list[Save]:
-        """Note that ``rank`` hands over no part of what it has begun; return what that ends."""
+        """Note that ``rank`` stages no shard of what it has begun; return what that ends."""
         with self.changed:
             open_ = [save for save in self.saves.values() if not save.done]
             ended = [save for save in open_ if save.missing([rank])]
@@ -185,7 +185,7 @@ class SavesInFlight:
             return ended
 
     def await_part(self, rank: int, seconds: float) -> list[tuple[Stage, str]]:
-        """Wait until no part of ``rank`` is being written; return its newest save if that failed.
+        """Wait until no shard of ``rank`` is being written; return its newest save if that failed.
 
         At most for ``seconds``.
         """
@@ -196,19 +196,19 @@ class SavesInFlight:
             return [(save.stage, save.problem) for save in own[-1:] if save.problem]
 
     def knows(self, rank: int) -> bool:
-        """Whether ``rank`` hands over here; a part of another one is a replica."""
+        """Whether ``rank`` stages here; a shard of another one is a replica."""
         return rank in self._ranks
 
     def newest(self, rank: int) -> Committed | None:
-        """Return what was committed last of what ``rank`` took part in."""
+        """Return the newest checkpoint that ``rank`` took part in."""
         with self.changed:
             own = self._ranks.get(rank)
             return None if own is None else own.newest
 
     def await_idle(self, rank: int, timeout: float | None) -> bool:
-        """Wait until no save that ``rank`` has a part in is in flight; False after ``timeout``.
+        """Wait until no save of ``rank`` is in flight; False after ``timeout``.
 
-        Raises SaveError for what the rank has yet to be told, and for a storage that hangs.
+        Raises SaveError for a failure not yet raised in the rank, and for a storage that hangs.
         """
         until = None if timeout is None else time.monotonic() + timeout
         with self.changed:
@@ -266,7 +266,7 @@ class SavesInFlight:
         return save
 
     def drop_if_hopeless(self, save: Save) -> bool:
-        """Give up a save that lacks the part of a rank which has ended; whether that is so."""
+        """Give up a save that lacks the shard of a rank which has ended; whether that is so."""
         never = [rank for rank in save.missing(self.gone) if rank < save.world_size]
         if save.done or not never:
             return False
@@ -292,7 +292,7 @@ class SavesInFlight:
             own.untold.append(save.verdict)
 
     def take_commit(self, save: Save) -> bool:
-        """Whether the caller has to commit ``save`` now: all is there, and nobody does so yet."""
+        """Whether the caller has to commit ``save`` now: all is there, and no thread does so."""
         if save.done or save.busy or not save.commits or len(save.sealed) < save.world_size:
             return False
         save.committing = True
@@ -300,7 +300,7 @@ class SavesInFlight:
         return True
 
     def note_commit(self, save: Save, done: Committed) -> None:
-        """Take down that ``save`` has become the checkpoint ``done``."""
+        """Record that ``save`` has become the checkpoint ``done``."""
         save.done, save.problem, save.committed = True, "", done
         self.count(done, time.monotonic() - save.began)
         for own in self._ranks.values():
@@ -308,7 +308,7 @@ class SavesInFlight:
                 own.newest = done
 
     def count(self, done: Committed, seconds: float) -> None:
-        """Take down that there is the checkpoint ``done``, which has taken ``seconds``."""
+        """Record the checkpoint ``done``, which has taken ``seconds``."""
         self._commits += 1
         self._seconds, self._problem = seconds, ""
         if self._last is None or self._last.age <= done.age:

@@ -1,4 +1,4 @@
-"""Manifests: what one rank says about its part of a checkpoint (the document: ``layout``).
+"""Manifests: what one rank has written of a checkpoint (the document: ``layout``).
 
 ==================  ================================================================================
 function            does
@@ -32,7 +32,7 @@ from elaunch.errors import CheckpointError
 class FileEntry:
     """A file of a manifest: ``size`` in bytes, ``checksum`` as ``sha256:<hex>``.
 
-    ``mtime_ns`` is what the file said right after it was sealed, where that is known.
+    ``mtime_ns`` is the file's time right after it was written, where that is known.
     """
 
     path: str

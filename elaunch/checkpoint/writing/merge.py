@@ -1,4 +1,4 @@
-"""What the ranks of one checkpoint say is put together: user metadata and lists of files. Pure.
+"""The union of what the ranks of one checkpoint give: user metadata and lists of files. Pure.
 
 ==============================  ====================================================================
 several ranks give              result
@@ -28,7 +28,7 @@ from elaunch.errors import SaveError
 _MOST = 10
 _WIDTH = 80
 
-# A file as merging sees it: anything that has a path and can be compared without its rank.
+# A file as it is merged: anything that has a path and can be compared without its rank.
 Content = tuple[int, str]  # size in bytes, checksum
 _T = TypeVar("_T")
 

@@ -1,8 +1,8 @@
-"""How a part gets on to the disk: behind the training, while that is fast enough, and when last.
+"""How a shard gets on to the disk: behind the training, as long as that is fast enough.
 
 A priority that was lowered cannot be raised again without a privilege. So a thread of normal
-priority stays beside those of low priority that write a part: the work is cut into steps, and where
-these come to ``ENOUGH`` bytes a second no more, the rest is done by threads that it starts. Storage
+priority stays beside those of low priority that write a shard: the work is cut into steps, and
+where these no longer come to ``ENOUGH`` bytes a second, it starts threads for the rest. Storage
 that is slower than that loses nothing by it: what waits for storage takes little of the processor.
 """
 
@@ -22,11 +22,11 @@ STEP: Final = 1 << 23
 ENOUGH: Final = 1 << 26
 """Bytes per second that a write has to make to stay behind the training."""
 LOOK_S: Final = 2.0
-"""Seconds over which that is looked at."""
+"""Seconds over which that is measured."""
 
 
 class Pace:
-    """The pace of one part; its files may be written by several threads.
+    """The pace of one shard; its files may be written by several threads.
 
     Attributes:
         moved: when its last step was done, in monotonic seconds.
@@ -44,7 +44,7 @@ class Pace:
         return self._slow.is_set()
 
     def lead(self, work: Callable[[], object]) -> None:
-        """Do ``work`` in a thread of low priority, and what that is too slow for beside it."""
+        """Do ``work`` in a thread of low priority, and the steps too slow for it beside it."""
         self._led = True
 
         def behind() -> None:

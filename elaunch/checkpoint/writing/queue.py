@@ -1,20 +1,20 @@
-"""Memory → disk → commit, in the background: what an agent does for its workers.
+"""The save queue: memory → disk → commit, in the background, as an agent does it for its workers.
 
-Without an agent threads beside the script do the same. Each part that is handed over is written and
-sealed by a thread of its own; the thread that brings the last seal commits.
+Without an agent, threads beside the script do the same. A thread of its own writes each staged
+shard and its manifest; the thread that brings the last manifest commits.
 
 ==============================  ==================================================================
 what goes wrong                 what becomes of it
 ==============================  ==================================================================
-a part never comes              the save is discarded when its rank has ended, at the end of the
-                                round, or after ``PART_DEADLINE_S`` without word of it
-the disk is full                what retention allows is removed, the part is written once more
-it is still full, or broken     the save is discarded; its ranks are told, once, by the next call
-a copy cannot be written        that is logged: the node whose part it is may have written it
+a shard never comes             the save is discarded when its rank has ended, at the end of the
+                                round, or after ``PART_DEADLINE_S`` without a sign of it
+the disk is full                what retention allows is removed, the shard is written once more
+it is still full, or broken     the save is discarded; the next call of each of its ranks raises
+a copy cannot be written        that is logged: the node whose shard it is may have written it
 the storage hangs               the save is given up; its memory stays out of use until the
                                 storage answers, and what then is written is discarded
-the round is over               nothing is committed; whoever chooses the next round's checkpoint
-                                finishes or clears the stage (``Storage.finish_stages``)
+the round is over               nothing is committed; the process that chooses the next round's
+                                checkpoint finishes or clears the stage (``finish_stages``)
 ==============================  ==================================================================
 
 A save that fails does not fail the job. All methods may be called from any thread.
@@ -43,7 +43,7 @@ from elaunch.wire.saver import Handed
 
 FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 WORD_S = 60.0
-"""Seconds between two words to other nodes that a part is being written still."""
+"""Seconds between two messages to other nodes that a shard is still being written."""
 
 log = logging.getLogger("elaunch")
 
@@ -52,25 +52,25 @@ class QueueSurroundings(Protocol):
     """What a :class:`SaveQueue` needs of the process that it is in; called from its threads."""
 
     def own_ranks(self) -> frozenset[int]:
-        """Return the ranks of the round that hand over their parts here; must not block."""
+        """Return the ranks of the round that stage their shards here; must not block."""
 
     def commits(self, handed: Handed) -> bool:
-        """Whether this process commits the save that ``handed`` is a part of."""
+        """Whether this process commits the save that ``handed`` belongs to."""
 
     def fence(self, round_number: int) -> None:
         """Raise SaveError unless ``round_number`` is still the round."""
 
     def released(self, handed: Handed) -> None:
-        """The memory in which this part lies is read no more; it may be sealed or not."""
+        """Note that the memory of this shard is read no more, whether it was written or not."""
 
     def sealed(self, handed: Handed, manifest: bytes) -> None:
-        """A part is on the disk: tell those who wait for it elsewhere; may raise SaveError."""
+        """Send a written shard's manifest to those that wait for it; may raise SaveError."""
 
     def failed(self, handed: Handed, problem: str) -> None:
-        """A part will not come: tell those who wait for it elsewhere."""
+        """Send to those that wait for a shard elsewhere that it will not come."""
 
     def writing(self, handed: Handed) -> None:
-        """A part is on its way to the disk for long: tell those who wait for it elsewhere."""
+        """Send to those that wait for a shard elsewhere that it is still being written."""
 
     def committed(self, handed: Handed, done: Committed) -> None:
         """Remove what retention lets go, now that there is a newer one."""
@@ -100,7 +100,7 @@ class SaveQueue:
         self.await_part = self._books.await_part
         self.record = self._books.record
 
-    # ── what a rank asks ─────────────────────────────────────────────────────────────────────────
+    # ── requests of a rank ───────────────────────────────────────────────────────────────────────
 
     def begin(self, rank: int, wait: bool, timeout: float | None) -> bool:
         """Wait for the save in flight; see ``Saver.begin``."""
@@ -114,10 +114,10 @@ class SaveQueue:
         return self._books.newest(rank)
 
     def stage(self, handed: Handed, memory: memoryview) -> None:
-        """Write out and seal a part that lies in ``memory``, which nobody changes meanwhile.
+        """Write the shard in ``memory``, which nobody changes meanwhile, and its manifest.
 
         Returns at once. A rank that has not joined is another node's, of which this process has a
-        copy. If the save has come to nothing already, the rank hears of it by its next call.
+        copy. If the save has come to nothing already, the rank's next call raises that.
         """
         rank, books = handed.part.rank, self._books
         with self._changed:
@@ -146,23 +146,23 @@ class SaveQueue:
         ).start()
 
     def abandon(self, rank: int, stage: Stage | None = None) -> None:
-        """Note that ``rank`` hands over nothing of the save that it has begun.
+        """Note that ``rank`` stages nothing of the save that it has begun.
 
-        ``stage``: no rank's part of that one counts; see ``Saver.abandon``.
+        ``stage``: no rank's shard of that one counts; see ``Saver.abandon``.
         """
         books = self._books
         for save in books.give_up(rank) if stage is None else books.call_off(rank, stage):
             _start(f"checkpoint {save.stage.step} end", self._end, save)
 
     def leave(self, rank: int) -> None:
-        """Note that ``rank`` has ended: what it has not handed over will not come."""
+        """Note that ``rank`` has ended: what it has not staged will not come."""
         for save in self._books.leave(rank):
             _start(f"checkpoint {save.stage.step} end", self._end, save)
 
-    # ── what other nodes say ─────────────────────────────────────────────────────────────────────
+    # ── what other nodes send ────────────────────────────────────────────────────────────────────
 
     def sealed_elsewhere(self, stage: Stage, rank: int, world_size: int, manifest: bytes) -> None:
-        """Note that another node has written and sealed the part of ``rank``."""
+        """Note that another node has written the shard of ``rank`` and its manifest."""
         with self._changed:
             save = self._books.save(stage, world_size)
             save.sealed[rank] = manifest
@@ -177,12 +177,12 @@ class SaveQueue:
             self._books.count(done, seconds)
 
     def writing_elsewhere(self, stage: Stage, rank: int, world_size: int) -> None:
-        """Note that another node still writes the part of ``rank``."""
+        """Note that another node still writes the shard of ``rank``."""
         with self._changed:
             self._books.save(stage, world_size).heard[rank] = time.monotonic()
 
     def failed_elsewhere(self, stage: Stage, problem: str) -> None:
-        """Note that a part of ``stage`` will not come from another node."""
+        """Note that a shard of ``stage`` will not come from another node."""
         with self._changed:
             save = self._books.save(stage, 0)
             self._books.drop(save, problem)
@@ -191,11 +191,11 @@ class SaveQueue:
     # ── the end of a round ───────────────────────────────────────────────────────────────────────
 
     def settle(self, until: float, patient: bool = False) -> Settled:
-        """Bring to an end what is in flight: no rank will hand over more; monotonic ``until``.
+        """Bring to an end what is in flight: no rank stages any more; monotonic ``until``.
 
-        ``patient``: wait for parts of other nodes, too. Without it they are left to who chooses the
-        next checkpoint, and so is the commit. Lost is what has no part of an own rank, and what the
-        storage has not taken by ``until``.
+        ``patient``: wait for shards of other nodes, too. Without it they are left to the process
+        that chooses the next checkpoint, and so is the commit. A save is lost if it has no shard of
+        an own rank, or if the storage has not taken it by ``until``.
         """
         with self._changed:
             self._books.gone |= self._around.own_ranks()
@@ -215,7 +215,7 @@ class SaveQueue:
         return Settled(done, tuple(f"{s.stage.final}: {s.problem}" for s in open_ if s.problem))
 
     def end_round(self) -> None:
-        """Forget the round's ranks and whatever of its saves is open still."""
+        """Forget the round's ranks and what is still open of its saves."""
         with self._changed:
             self._books.end_round()
 
@@ -226,13 +226,13 @@ class SaveQueue:
             return save is not None and not save.done
 
     def is_sealed(self, stage: Stage, rank: int) -> bool:
-        """Whether the part of ``rank`` is known to be on a disk."""
+        """Whether the shard of ``rank`` is known to be on a disk."""
         with self._changed:
             save = self._books.saves.get(stage.name)
             return save is not None and rank in save.sealed
 
     def left_sealed(self, stage: Stage, rank: int) -> bytes | None:
-        """Return the seal of ``rank`` in a save that no thread works on; None if there is none."""
+        """Return the manifest of ``rank`` in a save that no thread works on; None without one."""
         with self._changed:
             save = self._books.saves.get(stage.name)
             return None if save is None or save.busy else save.sealed.get(rank)
@@ -240,7 +240,7 @@ class SaveQueue:
     def unfinished(self) -> tuple[str, ...]:
         """Return the names of the stages that threads of this process still write into.
 
-        Not of those that are complete and being committed: that may be taken over.
+        Stages that are complete and being committed are left out: they may be taken over.
         """
         with self._changed:
             saves = self._books.saves.items()
@@ -249,7 +249,7 @@ class SaveQueue:
     # ── the threads ──────────────────────────────────────────────────────────────────────────────
 
     def _write(self, save: Save, handed: Handed, memory: memoryview) -> None:
-        """Write one part, and commit if it was the last."""
+        """Write one shard, and commit if it was the last."""
         rank, problem, manifest = handed.part.rank, "", b""
         pace = save.writing[rank]
         with self._telling(handed, pace):
@@ -282,12 +282,12 @@ class SaveQueue:
             self._clear(save)
 
     def _awaited(self, save: Save) -> bool:
-        """Whether a rank of this process has yet to hand over its part."""
+        """Whether a rank of this process has yet to stage its shard."""
         return bool(save.missing(self._around.own_ranks()))
 
     @contextmanager
     def _telling(self, handed: Handed, pace: Pace) -> Iterator[None]:
-        """Have who waits for the part elsewhere hear every WORD_S that it gets on."""
+        """Report every WORD_S, to those that wait for the shard elsewhere, that it gets on."""
         over = threading.Event()
 
         def tell() -> None:
@@ -329,7 +329,7 @@ class SaveQueue:
             try:
                 self._around.fence(save.stage.round)
             except SaveError:
-                save.stays = True  # who chooses the next checkpoint commits or clears it
+                save.stays = True  # the next choice of a checkpoint commits or clears it
                 raise
 
         given: Mapping[str, Any] = lead.extra.get("durations", {})
@@ -340,7 +340,7 @@ class SaveQueue:
             with self._changed:
                 save.adopting = False
             done = self.storage.commit(save.stage, fence, {**lead.extra, "durations": durations})
-        except Exception as error:  # as for a part
+        except Exception as error:  # as for a shard
             problem = told(error)
             save.stays = save.stays or (isinstance(error, SaveError) and error.stays)
         with self._changed:
@@ -355,13 +355,13 @@ class SaveQueue:
             self._clear(save)
 
     def _end(self, save: Save) -> None:
-        """Tell other nodes that a save comes to nothing, and remove its stage."""
+        """Send to other nodes that a save comes to nothing, and remove its stage."""
         if save.handed:
             self._around.failed(save.lead(), save.problem)
         self._clear(save)
 
     def _clear(self, save: Save) -> None:
-        """Remove the stage of a save that came to nothing, unless somebody still works on it."""
+        """Remove the stage of a save that came to nothing, unless a thread still works on it."""
         with self._changed:
             over = save.done and bool(save.problem) and not save.busy
             if not over or save.stays or not save.commits:
@@ -373,7 +373,7 @@ class SaveQueue:
 
 
 def told(error: Exception) -> str:
-    """Return an error in words for a person."""
+    """Return the text of an error for a person."""
     if isinstance(error, OSError):
         where = f" ({error.filename})" if error.filename else ""
         return f"{error.strerror or error}{where}"

@@ -1,4 +1,4 @@
-"""The flags about checkpoints; a part of the table in ``flags.py``."""
+"""The flags about checkpoints; ``table`` takes them in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a flag is: its names, its default, how its text is read, how help and errors show it."""
+"""One flag: its names, its default, how its text is read, how help and errors show it."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class Given:
 
 @dataclass(frozen=True)
 class Entrypoint:
-    """What a job file says is to be started; ``words`` is empty where it says nothing."""
+    """The entry point of a job file; ``words`` is empty where it has none."""
 
     words: tuple[str, ...] = ()
     where: str = ""

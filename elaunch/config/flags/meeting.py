@@ -1,4 +1,4 @@
-"""The flags by which the nodes of a job find each other; a part of the table in ``flags.py``."""
+"""The flags by which the nodes of a job find each other; ``table`` takes them in."""
 
 from __future__ import annotations
 

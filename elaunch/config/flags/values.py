@@ -1,8 +1,8 @@
-"""What the text of one flag means: one function per kind of value, text in, value out.
+"""The value of a flag's text: one function per kind of value, text in, value out.
 
 The same function reads a value whether it came from the command line, a variable or the job
 file. Each raises ``ValueError`` with the end of a sentence that begins with the value
-("is not a whole number"); ``config.convert`` adds the flag and where the value came from.
+("is not a whole number"); ``given.convert`` adds the flag and where the value came from.
 Nothing here looks at the machine: that is ``validate.py``.
 """
 
@@ -226,7 +226,7 @@ def nproc(raw: str) -> str:
         raise ValueError("is neither a number nor a device to count")
     if word and re.fullmatch(r"[A-Za-z_]\w{,31}", word):
         # A name that is like none of the known ones may be an accelerator that a plug-in of torch
-        # registers: whoever has imported torch will know.
+        # registers: a process that has imported torch finds out.
         if nearest(word, known, cutoff=0.7):
             raise ValueError(f"is not a device to count{did_you_mean(word, known)}")
         return word

@@ -1,7 +1,7 @@
-"""Where the agents of a job meet, and how they get in: what the rendezvous flags come to.
+"""Where the agents of a job meet, and how they get in, by the rendezvous flags.
 
-``rendezvous`` holds the settings that come of it; ``place`` decides whether the agents meet at all,
-where, and who hosts; the others read an endpoint, an address, a port, the files with secrets.
+``rendezvous`` holds the resulting settings; ``place`` decides whether the agents meet at all,
+where, and which one hosts; the others read an endpoint, an address, a port, the files with secrets.
 """
 
 __all__ = ["address", "endpoints", "ports", "rendezvous", "topology"]

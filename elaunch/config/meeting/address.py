@@ -1,4 +1,4 @@
-"""The address that a node gives to the others: its workers' store is found by it.
+"""The address that a node sends to the others: they find its workers' store by it.
 
 =====================================  ======================================================
 what is known                          the address

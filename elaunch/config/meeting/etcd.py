@@ -63,7 +63,7 @@ def etcd_access(answers: Answers, environ: Mapping[str, str], start: Path) -> Et
 
 
 def file_of(answers: Answers, flag: str, path: Path, named: str, read: Callable[[Path], _T]) -> _T:
-    """Return what ``read`` makes of a file; its complaint becomes the error for ``flag``.
+    """Return what ``read`` makes of a file; its ValueError becomes the error for ``flag``.
 
     Args:
         answers: every flag.

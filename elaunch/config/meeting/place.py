@@ -217,7 +217,7 @@ def _foreign_host(answers: Answers, host: str, nodes: int) -> str:
     """Return the remark on node 0 at an address that is not this machine's.
 
     Raises:
-        UsageError: nobody said that this is node 0: it is another node without its rank.
+        UsageError: no flag makes this node 0: it is another node without its rank.
     """
     if not answers.is_set("node-rank") and "rank" not in answers["rdzv-conf"]:
         ranks = "1" if nodes == 2 else f"from 1 to {nodes - 1}"

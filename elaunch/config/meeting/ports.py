@@ -1,4 +1,4 @@
-"""Whether a port can be listened on, and who holds it if not."""
+"""Whether a port can be listened on, and which process holds it if not."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def why_not_free(host: str, port: int) -> str | None:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError:
         found = []
-    # localhost is often 127.0.0.1 and ::1: what a stranger has on either would be met there.
+    # localhost is often 127.0.0.1 and ::1: another process on either would be connected to.
     problems = {_problem(family, str(address[0]), port) for family, *_, address in found}
     problems.discard(errno.EADDRNOTAVAIL)
     if errno.EADDRINUSE in problems:
@@ -53,7 +53,7 @@ def _reason(problem: int | None, port: int) -> str | None:
 
 
 def _holder(port: int) -> str:
-    """Return `` by PID (COMMAND)`` of who listens on the port, as far as it can be seen."""
+    """Return `` by PID (COMMAND)`` of the process that listens on the port, where it is seen."""
     pid = _holder_pid(port)
     if pid is None:
         return " by a process that this user cannot see"
@@ -63,7 +63,7 @@ def _holder(port: int) -> str:
 
 
 def may_be_agent(port: int) -> bool:
-    """Whether an elaunch agent may listen on the port: one does, or who does cannot be seen."""
+    """Whether an elaunch agent may listen on the port: one does, or the listener is not seen."""
     pid = _holder_pid(port)
     words = [] if pid is None else _command(pid)
     return not words or any(os.path.basename(word) == "elaunch" for word in words)

@@ -1,7 +1,7 @@
 """How the agents of a job meet, if they do: ``RendezvousSettings``.
 
-Where they meet and who hosts is found in meetingplace.py, how to get into etcd in etcdaccess.py,
-the keys of ``--rdzv-conf`` are in rdzvconf.py. Here it comes together, with the times:
+``place`` finds where they meet and which one hosts, ``etcd`` how to get into etcd,
+``elaunch.config.flags.rdzvconf`` reads ``--rdzv-conf``. Here it comes together, with the times:
 
 ==================  =========================================  =====================================
 time                from                                       default
@@ -72,7 +72,7 @@ _PLACE_FLAGS = frozenset(
 
 @dataclass(frozen=True)
 class RendezvousSettings:
-    """Where the agents meet, who hosts, and how long they wait; seconds as float.
+    """Where the agents meet, which one hosts, and how long they wait; seconds as float.
 
     Attributes:
         endpoints: one (host, port) for c10d and static, one or more for etcd.

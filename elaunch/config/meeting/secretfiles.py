@@ -8,7 +8,7 @@ cacert, cert               PEM with a certificate in it
 key                        PEM with a private key in it
 =========================  ==============================================================
 
-Errors are ``ValueError`` with the end of a sentence that begins with the path. What is in a file
+Errors are ``ValueError`` with the end of a sentence that begins with the path. A file's content
 is never part of one.
 """
 

@@ -1,4 +1,4 @@
-"""What torchrun's rendezvous flags come to on one node, and which hosts are this machine.
+"""Torchrun's rendezvous flags on one node, and which hosts are this machine.
 
 =============================================  ==============================================
 flags (one node)                               MASTER_ADDR and MASTER_PORT
@@ -9,7 +9,7 @@ endpoint                                       port that is free in each round
 --rdzv-endpoint H:P without a backend          exactly H and P
 =============================================  ==============================================
 
-Several nodes, and one that asks for a store, are meetingplace.py's.
+``elaunch.config.meeting.place`` handles several nodes, and one that asks for a store.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SEVERAL_ONLY = ("rdzv-secret-file", "on-join", "strict-symmetry")
 
 @dataclass(frozen=True)
 class Topology:
-    """What the rendezvous flags come to; ``infos`` are notices that lose the user nothing."""
+    """Where the workers' store is; ``infos`` are notices that lose the user nothing."""
 
     backend: str
     endpoint: str

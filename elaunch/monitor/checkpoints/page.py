@@ -15,7 +15,7 @@ NOTHING: Final = "-"
 METRICS_SHOWN: Final = 4
 FILES_SHOWN: Final = 200
 
-# The colours of ``elaunch status`` (elaunch.monitor.render) for what is said here.
+# The colours of ``elaunch status`` (elaunch.monitor.render) for the states shown here.
 _COLOURS: Final = {
     "committed": "finished",
     "complete": "finished",

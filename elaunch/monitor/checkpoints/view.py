@@ -5,7 +5,7 @@ state           is
 ==============  ====================================================================================
 committed       in elaunch's own layout; its files were not read for the list
 complete        in another format: as whole as its headers can tell
-damaged         ``reason`` says what is wrong; no round resumes from it
+damaged         ``reason`` is what is wrong; no round resumes from it
 quarantined     it failed verification and was put aside, with the reason
 unfinished      a save that goes on, or whose writers are gone
 ==============  ====================================================================================

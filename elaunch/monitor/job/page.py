@@ -87,7 +87,7 @@ def _round(plan: Plan | None) -> str:
 
 
 def _cause(view: JobView) -> Iterator[str]:
-    """Yield why the job is in its state, what differs between its nodes, who is not understood."""
+    """Yield why the job is in its state, what differs between nodes, which records are refused."""
     if view.stale:
         yield f"the store does not answer, this is what it said last: {view.stale}"
     if view.reason:
@@ -111,7 +111,7 @@ def _failure(failure: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _who_failed(failure: Mapping[str, Any]) -> str:
-    """Write which worker failed and how; another version's record may lack any of it."""
+    """Return which worker failed and how; another version's record may lack any of it."""
     code = failure.get("exitcode")
     ended = "failed"
     if isinstance(code, int):
@@ -150,7 +150,7 @@ def _facts(view: JobView) -> Iterator[tuple[str, str]]:
 
 
 def _census(view: JobView) -> str:
-    """Count the nodes of the round by state, and who is there besides."""
+    """Count the nodes of the round by state, and the other agents that are there."""
     states = Counter(node.state for node in view.nodes)
     counts = [f"{count} {state}" for state, count in states.items()]
     text = f"{len(view.nodes)}: {', '.join(counts)}" if counts else "0"
@@ -188,7 +188,7 @@ def _table(nodes: Sequence[NodeView]) -> Table:
         Column("note", elastic=True),
     )
     rows = [_row(node) for node in nodes]
-    # A column in which nobody has a value is left out.
+    # A column without any value is left out.
     shown = [i for i in range(len(columns)) if any(row[i].text != NOTHING for row in rows)]
     return Table(
         tuple(columns[i] for i in shown),

@@ -4,7 +4,7 @@
 backend     which jobs are there                 whose store it is
 ==========  ===================================  =============================================
 etcd        the run ids below the prefix         of all of them, side by side
-c10d        the one of the TCPStore              what the process that hosts it says (hello)
+c10d        the one of the TCPStore              what the process that hosts it wrote (hello)
 static      the same, at the address of node 0   the same; it may name another port
 ==========  ===================================  =============================================
 """
@@ -64,7 +64,7 @@ def open_for_reading(rendezvous: RendezvousSettings, run_id: str) -> Store:
 
 
 def look(store: Store, secret: bytes | None) -> StoredJob:
-    """Read board and roster once; ``secret`` is records.key_of the job's.
+    """Read plan and members once; ``secret`` is records.key_of the job's.
 
     Raises:
         RecordError: the plan cannot be read, or no agent's record where there is no plan: it is
@@ -74,7 +74,7 @@ def look(store: Store, secret: bytes | None) -> StoredJob:
     post, seats = _at_one_moment(store)
     plan = _plan(post, secret)
     if plan and plan.phase != "over" and any(node.name not in seats for node in plan.nodes):
-        # A TCPStore tells its readers of newcomers a moment later than its coordinator.
+        # A TCPStore shows newcomers to its readers a moment later than to its coordinator.
         threading.Event().wait(ROSTER_LAG_S)
         post, seats = _at_one_moment(store)
         plan = _plan(post, secret)
@@ -98,9 +98,9 @@ def _plan(post: Post | None, secret: bytes | None) -> Plan | None:
 
 
 def _at_one_moment(store: Store) -> tuple[Post | None, Mapping[str, Lease]]:
-    """Return board and roster as they were together, or nearly where plans follow each other.
+    """Return plan and members as they were together, or nearly where plans follow each other.
 
-    Who is in a plan was on the roster before; after it, too, unless it went or a newer plan came.
+    A node of a plan was a member before; after it, too, unless it went or a newer plan came.
     """
     post = store.latest()
     for _ in range(LOOKS):

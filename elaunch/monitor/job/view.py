@@ -1,21 +1,21 @@
-"""A whole job as its store tells it: the coordinator's plan beside the agents' roster.
+"""A whole job as its store has it: the coordinator's plan beside the members.
 
-The plan says who has which rank, the roster who is there. A node of the plan is
+The plan gives the ranks, the members are the agents that are there. A node of the plan is
 
 =========  ==========================================================================
 state      meaning
 =========  ==========================================================================
-alive      on the roster; its workers run, or are about to
+alive      a member; its workers run, or are about to
 failed     a worker of this round failed by itself there
 finished   all its workers of this round exited with 0
 ended      nothing of this round is left there
-leaving    its agent was told to go
-gone       not on the roster any more: it died or was cut off
-refused    on the roster with a record that cannot be read
-left       not on the roster any more, and the job is over
+leaving    its agent was asked to end
+gone       no member any more: it died or was cut off
+refused    a member with a record that cannot be read
+left       no member any more, and the job is over
 =========  ==========================================================================
 
-and who is on the roster and not in the round stands by as a spare, or is joining. The job itself is
+and a member that is not in the round stands by as a spare, or is joining. The job itself is
 
 ==========  =========================================================================
 state       meaning
@@ -68,7 +68,7 @@ JobState = Literal[
     "UNREADABLE",
 ]
 
-# Start-up facts of the agents from which the budget of restarts is told.
+# Start-up facts of the agents that hold the budget of restarts.
 MAX_RESTARTS_FACT: Final = "max_restarts"
 BUDGET_FACT: Final = "restart_budget"
 
@@ -78,7 +78,7 @@ _LIVE: Final = ("FORMING", "RUNNING", "ENDING")
 
 @dataclass(frozen=True)
 class PresentAgent:
-    """An agent on the roster: its record, and seconds since it was last renewed, if known."""
+    """A member: its record, and seconds since it was last renewed, if known."""
 
     record: NodeStatus
     age_s: float | None = None
@@ -89,9 +89,9 @@ class StoredJob:
     """What a store holds of one job at one moment.
 
     Attributes:
-        plan, version: the newest post on the board; None and 0 before the first.
-        roster: who is there, by name.
-        refused: entries of the roster that cannot be read: name → why.
+        plan, version: the newest plan; None and 0 before the first.
+        roster: the members by name.
+        refused: entries that cannot be read: name → why.
     """
 
     plan: Plan | None = None
@@ -109,7 +109,7 @@ class StoredJob:
 class NodeView:
     """One node; ``rank`` and ``ranks`` (first and last of its workers) only if it is in the round.
 
-    ``record`` is None where the node is not on the roster.
+    ``record`` is None where the node is no member.
     """
 
     name: str
@@ -133,7 +133,7 @@ class NodeView:
 
 @dataclass(frozen=True)
 class Restarts:
-    """Restarts of the whole job, and what is allowed; None where no agent says so."""
+    """Restarts of the whole job, and what is allowed; None where no agent reports it."""
 
     used: int
     without_progress: int
@@ -148,7 +148,7 @@ class JobView:
     Attributes:
         place: the store, as messages name it.
         nodes: of the round, by node rank; ``spares`` and ``joining``: the others.
-        refused: entries of the roster that cannot be read: (name, why).
+        refused: entries that cannot be read: (name, why).
         problem: why nothing could be read at all, or "".
         stale: why this is older than the reading, or "": the store does not answer meanwhile.
         read_at: seconds since the epoch, by the reader's clock.
@@ -191,7 +191,7 @@ class JobView:
 
     @property
     def present(self) -> int:
-        """Return how many agents are on the roster."""
+        """Return how many members there are."""
         here = sum(node.record is not None for node in self.everyone)
         return here + len(self.refused)
 
@@ -224,7 +224,7 @@ class JobView:
 
 
 def view_job(run_id: str, place: str, found: StoredJob, now: float) -> JobView:
-    """Return what a store's board and roster come to; ``now`` in seconds since the epoch."""
+    """Return the view of what a store holds; ``now`` in seconds since the epoch."""
     plan = found.plan
     nodes = tuple(_nodes(plan, found)) if plan else ()
     taken = {node.name for node in nodes}
@@ -321,7 +321,7 @@ def _end(plan: Plan) -> JobState:
 
 
 def _budget(records: Iterator[NodeStatus]) -> tuple[int | None, str | None]:
-    """Return what the agents say that the job is allowed: restarts, and of which kind."""
+    """Return the job's budget as the agents report it: restarts, and of which kind."""
     for record in records:
         allowed = record.facts.get(MAX_RESTARTS_FACT, "")
         if allowed.isdecimal():

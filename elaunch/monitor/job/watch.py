@@ -65,7 +65,7 @@ class JobReader:
         return WatchReading(job_page(view), job_document(view), _gist(view), view.live)
 
     def wait(self, seconds: float) -> None:
-        """Return after ``seconds``, or as soon as the coordinator posts a new plan."""
+        """Return after ``seconds``, or as soon as the coordinator publishes a new plan."""
         until = self._clock() + seconds
         known = self._view.version if self._view else 0
         while (left := until - self._clock()) > 0:
@@ -77,7 +77,7 @@ class JobReader:
                 if self._store.follow(known, step) is not None:
                     return
             except StoreError:
-                # The next reading meets the same and says so.
+                # The next reading meets the same and reports it.
                 pause(step)
 
     def close(self) -> None:
@@ -98,7 +98,7 @@ class JobReader:
         place = self._store.place
         found = look(self._store, self._secret)
         if self._rendezvous.backend == "etcd" and found.empty:
-            # A TCPStore says itself whose it is; etcd has the keys of a job or has none.
+            # A TCPStore names its job itself; etcd has the keys of a job or has none.
             if self._view is None:
                 raise no_such_job(self._run_id, place, run_ids(self._rendezvous))
             problem = "nothing of the job is left in the store"

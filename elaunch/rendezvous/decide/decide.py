@@ -5,15 +5,15 @@ phase      what is decided
 =========  =====================================================================================
 forming    is anybody missing, and for how long (elaunch.rendezvous.decide.formation)
 running    has a worker failed, a node gone, are all done, is the job asked to end, does a node
-           join (here, and growth)
+           join (here, and elaunch.rendezvous.decide.newcomers)
 ending     has everyone ended; may a round follow; who is in it
            (elaunch.rendezvous.decide.formation)
 over       nothing
 =========  =====================================================================================
 
-The step is a plan to post, a search for a checkpoint, or a wait; the reason is why, in words that
-the plan carries to the log of every agent, to the status page, and to the tests. A new cause of a
-new round is one arm here and one row in tests/rendezvous/test_decision.py.
+The step is a plan to publish, a search for a checkpoint, or a wait; the reason is the text that the
+plan carries to the log of every agent, to the status page, and to the tests. A new cause of a new
+round is one arm here and one row in tests/rendezvous/decide/test_decide.py.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def decide(view: View, now: float, rules: Rules) -> Decision:
     longer take it that nobody decides (elaunch.rendezvous.decide.waiting).
 
     Args:
-        view: the plan and the roster, as the coordinator has them.
+        view: the plan and the members, as the coordinator has them.
         now: the coordinator's monotonic clock.
         rules: what the user asked for.
     """
@@ -86,12 +86,12 @@ def _decide(view: View, now: float, rules: Rules) -> Decision:
 
 
 def publish(plan: Plan) -> Decision:
-    """Return the decision to post ``plan``."""
+    """Return the decision to publish ``plan``."""
     return Publish(plan), plan.reason
 
 
 def _stopped(view: View, rules: Rules) -> Plan | None:
-    """Return the job's end if all agents were told to go, or the one that hosts the store."""
+    """Return the job's end if all agents were asked to leave, or the one that hosts the store."""
     leaving = [one.record for one in view.present.values() if one.record.state == "leaving"]
     if not leaving:
         return None
@@ -177,7 +177,7 @@ def _never_began(view: View, now: float, rules: Rules) -> Plan | None:
 
 
 def _running(view: View, now: float, rules: Rules) -> Decision:
-    """Return what is done about newcomers, and which nodes are waited for to start the round."""
+    """Return what to do about newcomers, and which nodes have yet to start the round."""
     step, reason = (Wait(), "") if view.plan.asked else newcomers.decide(view, now, rules)
     idle = _idle(view)
     if not idle or not isinstance(step, Wait):

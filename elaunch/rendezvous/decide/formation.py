@@ -86,7 +86,7 @@ def _preempted(view: View) -> Decision:
 
 
 def has_ended(view: View, name: str) -> bool:
-    """Return whether a node of the plan's round says that nothing of it is left there."""
+    """Return whether a node of the plan's round reports that nothing of it is left there."""
     record = view.present[name].record
     return record.round >= view.plan.round and record.state in ("ended", "finished")
 
@@ -131,8 +131,9 @@ def _await_end(view: View, now: float, rules: Rules, late: list[Node]) -> Decisi
 def _judged(view: View, now: float, rules: Rules) -> Plan:
     """Return the plan with the cause as it looks now that all have ended.
 
-    Who loses a peer often fails before the peer is known to be lost: a failure in a round in which
-    a node was lost, too, is that node's doing. A node that had ended its part before is not.
+    A node that loses a peer often fails before the peer is known to be lost: a failure in a round
+    in which a node was lost, too, is that node's doing. A node that had ended its part before is
+    not to blame.
     """
     plan = view.plan
     if plan.cause != "failure":
@@ -190,7 +191,7 @@ def _search(view: View, rules: Rules, names: tuple[str, ...] = ()) -> Decision:
     if view.searching:
         return Wait(), reason
     if rules.checkpoint_local and not view.plan.reason:
-        # The agents that are to be asked know each other by the job's word: post it.
+        # The agents to be asked know each other by the job's incarnation id: publish it.
         return _pause(view, f"{reason} on {text.count(len(view.present))}", view.began)
     present = {name: seat.record for name, seat in view.present.items()}
     seen = (record.seen["job"] for record in present.values() if record.seen is not None)
@@ -214,13 +215,13 @@ def _over(plan: Plan, exit_code: int, reason: str) -> Decision:
 
 
 def _pause(view: View, reason: str, until: float) -> Decision:
-    """Wait until then, and have the board say why; what the verdict rests on stays in the plan."""
+    """Wait until then, with a plan that says why; what the verdict rests on stays in the plan."""
     plan = replace(view.plan, phase="forming", reason=reason, joining=(), spares=())
     return (Wait(until) if plan == view.plan else Publish(plan)), reason
 
 
 def _too_few(view: View, now: float, rules: Rules, few: Few) -> Decision:
-    """Wait for more nodes; the error after ``join_timeout`` says who is there and who went."""
+    """Wait for more nodes; the error after ``join_timeout`` names who is there and who went."""
     waiting = view.plan.phase == "forming"
     until = (view.since if waiting else now) + rules.join_timeout
     if now >= until:

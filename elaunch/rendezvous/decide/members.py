@@ -1,6 +1,6 @@
 """Which agents the next round has, or why it has none yet. Pure.
 
-A candidate is on the roster, was not told to go, and has nothing of a round before: a node of the
+A candidate is a member, was not asked to leave, and has nothing of a round before: a node of the
 plan's round has ended it (elaunch.rendezvous.decide.formation has waited for that), a newcomer is
 ready or has never had workers. A newcomer that is not ready after READY_PATIENCE seconds holds up
 nobody: it is taken only where too few would be there without it.
@@ -20,7 +20,7 @@ from elaunch.rendezvous.decide.view import FENCE, HOSTED, LastKnown, Present, Ru
 from elaunch.rendezvous.plan import NodeStatus
 
 MOST_HEARTBEAT = 3600.0
-"""Seconds of the longest ``heartbeat_timeout`` that another agent is believed."""
+"""Seconds of the longest ``heartbeat_timeout`` that is believed of another agent."""
 
 
 @dataclass(frozen=True)
@@ -165,8 +165,8 @@ def _settled(view: View, now: float, rules: Rules, number: int) -> float:
 def _fences(view: View, rules: Rules, number: int) -> float:
     """Return how long after the store was opened an agent that does not know it may have workers.
 
-    No renewal was answered since by the host of before, so every fence of its agents has passed
-    after FENCE of their ``heartbeat_timeout``. An agent that reaches this host ends its workers at
+    The earlier host has answered no renewal since, so every fence of its agents has passed after
+    FENCE of their ``heartbeat_timeout``. An agent that reaches this host ends its workers at
     once.
     """
     if view.known is not None:

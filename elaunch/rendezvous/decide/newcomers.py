@@ -63,7 +63,7 @@ def decide(view: View, now: float, rules: Rules) -> Decision:
 
 
 def _may_begin(view: View, joining: tuple[str, ...], rules: Rules, now: float) -> float | None:
-    """Return when the round may end for ``joining``; None: not before one of them says more."""
+    """Return when the round may end for ``joining``; None: not before one reports more."""
     them = [view.present[name] for name in joining]
     begin = max(one.since for one in them)
     if rules.on_join == "graceful":
@@ -76,7 +76,7 @@ def _may_begin(view: View, joining: tuple[str, ...], rules: Rules, now: float) -
 
 
 def _members(view: View) -> list[NodeStatus]:
-    """Return what the nodes of the round that runs say of themselves in it."""
+    """Return the records of the running round's nodes in that round."""
     plan = view.plan
     seats = (view.present.get(node.name) for node in plan.nodes)
     return [s.record for s in seats if s is not None and s.record.round == plan.round]

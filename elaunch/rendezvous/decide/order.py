@@ -1,7 +1,7 @@
-"""Who is in the next round, and in which order: node ranks are places in this order. Pure.
+"""The agents of the next round in their order: node ranks are places in it. Pure.
 
 1. nodes of the round before, in their old order: a survivor's rank changes as little as it can;
-2. spares, in the order in which they arrived: who has waited longest replaces first;
+2. spares, in the order in which they arrived: the one that has waited longest replaces first;
 3. newcomers, by the order that user or scheduler gave (``hint``), then by host as people count
    (node2 before node10), then by name.
 

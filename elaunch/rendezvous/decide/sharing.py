@@ -1,15 +1,15 @@
 """Whether the checkpoint directory is the same one on all nodes. Pure.
 
-Each agent, before it joins, writes an empty file there and says its name (``NodeStatus.probe``).
-The search for the checkpoint of a round, on the coordinator's node, also looks for the files of
-those who come new to the round. Who was in the round before has been looked for already.
+Each agent, before it joins, writes an empty file there and publishes its name
+(``NodeStatus.probe``). The search for the checkpoint of a round, on the coordinator's node, also
+looks for the files of the round's newcomers. Those of the round before were looked for already.
 
-=====================  =============================================================================
-not seen               what happens
-=====================  =============================================================================
+======================  ============================================================================
+not seen                what happens
+======================  ============================================================================
 before the first round  the job ends with exit code 2, on all nodes, and no worker was started
-later                  the newcomer is left out and ends (``Plan.strangers``); the job goes on
-=====================  =============================================================================
+later                   the newcomer is left out and ends (``Plan.strangers``); the job goes on
+======================  ============================================================================
 """
 
 from __future__ import annotations

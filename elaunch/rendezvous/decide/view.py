@@ -1,7 +1,7 @@
 """What a decision depends on, and what it can be.
 
-A View is one reading of the job by its coordinator: the plan and the roster, with the moments at
-which the coordinator heard of things by its own monotonic clock. No other clock plays a part.
+A View is one reading of the job by its coordinator: the plan and the members, with the moments at
+which the coordinator learnt of changes by its own monotonic clock. No other clock plays a part.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class Rules:
 
     ``settle`` is waited for more nodes at the first formation, after the last that arrived;
     ``debounce`` for more newcomers while a round runs. ``heartbeat_timeout`` is how long an agent
-    is not heard before it counts as lost, ``store_timeout`` how long it goes on without a store,
+    is silent before it counts as lost, ``store_timeout`` how long it goes on without a store,
     ``preempt_grace`` how long workers may take to save that were asked to for a newcomer,
     ``end_timeout`` what a node may need to end its workers, all graces included, ``remind`` how
-    often the coordinator says what it waits for.
+    often the coordinator publishes what it waits for.
     ``hosted_by_me``: the store is a part of this agent's process and ends with it. ``killed_in`` is
     the round in which the agent was killed that hosted it before, on this machine, -1 if that was
     in none; None: no such agent is known.
@@ -58,10 +58,10 @@ class Rules:
 
 @dataclass(frozen=True)
 class Present:
-    """One agent on the roster.
+    """One agent that is a member.
 
     ``since`` is when it arrived, ``number`` counts arrivals, ``changed`` is when its state or round
-    last changed, ``failed_at`` when its failure happened (the moment it was heard, less its age).
+    last changed, ``failed_at`` when its failure happened (when it was received, less its age).
     """
 
     record: NodeStatus
@@ -73,7 +73,7 @@ class Present:
 
 @dataclass(frozen=True)
 class Absent:
-    """A node of the plan's round that is on the roster no more; ``last`` is what it last said.
+    """A node of the plan's round that is no member any more; ``last`` is its last record.
 
     The cause is unknown to a coordinator that has taken over since.
     """
@@ -85,7 +85,7 @@ class Absent:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What the search for a checkpoint brought: a checkpoint, none, or a problem.
+    """The result of the search for a checkpoint: a checkpoint, none, or a problem.
 
     ``asked`` are the probes that were looked for (elaunch.rendezvous.decide.sharing), ``unseen``
     those of them that are not there. ``ready`` are the nodes on which the checkpoint is, where each
@@ -105,7 +105,7 @@ class SearchResult:
 class LastKnown:
     """How far the job was, by what agents saw of it in a store that is no more.
 
-    ``heartbeat`` is the longest ``heartbeat_timeout`` of those who say so.
+    ``heartbeat`` is the longest ``heartbeat_timeout`` of those that report one.
     """
 
     round: int = -1
@@ -121,21 +121,21 @@ class View:
 
     Attributes:
         me: the coordinator's own name.
-        plan: the newest on the board, or the empty one with which a job begins.
-        present: who is on the roster, but for those that belong to a job that is over.
+        plan: the newest in the store, or the empty one with which a job begins.
+        present: the members, but for those that belong to a job that is over.
         absent: nodes of the plan's round that are not.
-        began: when this coordinator took the lead.
+        began: when this coordinator became the leader.
         since: when it first saw the plan's phase.
         opened: when this agent began to open the store; agents of an earlier host of it may still
             have workers for as long as a fence takes from then on.
-        known: how far the job was, if an agent has known that a store that is no more had begun it.
-        posted: when it last posted, or took the lead.
+        known: how far the job was, if an agent knows that a store that is no more had begun it.
+        posted: when this coordinator last published, or became the leader.
         stirred: when an agent that is no node of the plan's round last came or went.
         found: the last search, if nothing has run since.
         searching: whether a search goes on.
         ran: when the plan's round began, as far as this coordinator knows.
         jitter: which part of a backoff to wait, 0.5 to 1.
-        unannounced: the plan is not on the board, and must be: the job that was there is over.
+        unannounced: the plan is not in the store, and must be: the job that was there is over.
     """
 
     me: str
@@ -160,7 +160,7 @@ class View:
 
 @dataclass(frozen=True)
 class Publish:
-    """Post this plan."""
+    """Publish this plan."""
 
     plan: Plan
 
@@ -169,9 +169,9 @@ class Publish:
 class Search:
     """Look for the newest complete checkpoint, and for the probes of newcomers.
 
-    ``present`` is what every agent on the roster says of itself, by name; ``nodes`` are the names
-    of those that the round will have, as far as that is known. ``jobs`` are the words
-    of this job's plans: a store that is lost and made anew has another.
+    ``present`` is the record of every member, by name; ``nodes`` are the names of those that the
+    round will have, as far as that is known. ``jobs`` are the incarnation ids of this job's plans:
+    a store that is lost and made anew has another.
     """
 
     present: Mapping[str, NodeStatus] = field(default_factory=dict)
@@ -182,7 +182,7 @@ class Search:
 
 @dataclass(frozen=True)
 class Wait:
-    """Do nothing before the roster changes, or before ``until`` on the coordinator's clock."""
+    """Do nothing before the members change, or before ``until`` on the coordinator's clock."""
 
     until: float | None = None
 

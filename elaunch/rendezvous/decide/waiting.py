@@ -2,7 +2,7 @@
 
 The coordinator publishes at least every ``remind`` seconds what it waits for
 (elaunch.rendezvous.decide.decide). An agent that waits and has received no plan for that long reads
-the store itself: the newest plan, and the roster.
+the store itself: the newest plan, and the members.
 
 ==============================================  ==================================================
 what it finds                                   what follows
@@ -75,7 +75,7 @@ class Waiting:
     def looked(
         self, plan: Plan | None, name: str, roster: Mapping[str, NodeStatus], now: float
     ) -> Still | Hopeless:
-        """Take what a look at the roster has shown; ``name`` is our own there."""
+        """Take what a look at ``roster`` has shown; ``name`` is our own there."""
         busy = working(plan, name, roster)
         waited = f"for {now - self.since:.0f} s"
         crowd = max(1.0, len(roster) / NODES)

@@ -1,4 +1,4 @@
-"""The server's end of the store host: starts it, hands it each round's socket, has stores dropped.
+"""The server's end of the store host: starts it, sends it each round's socket, has stores dropped.
 
 Where the server has imported torch, the host is forked at once and takes a round's store in a
 millisecond. Where it has not, the host must import torch itself, so it is started when the first
@@ -96,7 +96,7 @@ class Stores:
             self._waiting = _Waiting(message, listening, time.monotonic() + START_DELAY)
 
     def start_waiting(self) -> None:
-        """Start a host for a store that waits, if somebody has connected or the time has come."""
+        """Start a host for a store that waits, if a worker has connected or the time has come."""
         waiting = self._waiting
         if waiting is None:
             return
@@ -130,7 +130,7 @@ class Stores:
         return True
 
     def lose(self, exitcode: int) -> None:
-        """Say that the host has ended; the next round's message starts another."""
+        """Report that the host has ended; the next round's message starts another."""
         self._cut()
         self.pid = 0
         problem = f"the process that hosts the store ended with {exitcode}"
@@ -143,7 +143,7 @@ class Stores:
             os.close(self._waiting.listening)
 
     def _await_drop(self) -> None:
-        """Wait until nobody can meet the last round's store; a host that hangs is killed."""
+        """Wait until no worker can meet the last round's store; a host that hangs is killed."""
         until = time.monotonic() + DROP_DEADLINE
         while self._host is not None and self._dropping:
             left = max(0.0, until - time.monotonic())

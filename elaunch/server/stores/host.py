@@ -1,12 +1,12 @@
 """Hosts the TCPStore of each round for the workers' ``init_process_group("env://")``.
 
 One process per agent, forked from the server; it imports torch itself where the server has not. It
-gets a listening socket per round, bound by the agent, and
-drops the last round's store when the next one comes: a store that is reused over restarts still
-holds the dead group's keys, which makes the next group fail or hang (docs/torchrun.md). Workers may
-connect before the store exists; the kernel holds their connections.
+gets a listening socket per round, bound by the agent, and drops the last round's store when the
+next one comes: a store that is reused over restarts still holds the dead group's keys, which makes
+the next group fail or hang (docs/torchrun.md). Workers may connect before the store exists; the
+kernel holds their connections.
 
-It speaks over one Unix socket with the server: ``store`` with the listening socket in, perhaps
+One Unix socket joins it to the server: ``store`` with the listening socket in, perhaps
 ``store_failed`` out; ``drop`` in, ``dropped`` out: with ``--master-port`` the next round's store is
 on the same port, and no worker may meet the old one there. It ends when that socket closes.
 """

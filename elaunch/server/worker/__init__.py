@@ -1,8 +1,8 @@
-"""From a fork of the server to a script that cannot tell.
+"""From a fork of the server to a script that sees no difference.
 
 ``fork`` makes a worker of the fork: signals, files, random states, and its ``title``; ``script``
 runs the script as the interpreter itself would; ``torchfix`` mends what torch gets wrong under a
-launcher. ``job`` says what to start.
+launcher. ``job`` is what to start.
 """
 
 __all__ = ["fork", "job", "script", "title"]

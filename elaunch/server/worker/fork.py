@@ -1,4 +1,4 @@
-"""From a fork of the server to a script that cannot tell: signals, files, title, random states.
+"""From a fork of the server to a script that sees no difference: signals, files, random states.
 
 Both start methods share the first half (:func:`detach`): own session, parent-death signal, own
 stdout and stderr, signal mask. Then either the script is executed in place, or ``python -u script``
@@ -45,7 +45,7 @@ def detach(job: Job, server_pid: int, mask: Iterable[int]) -> None:
 def replace(job: Job) -> None:
     """Execute the worker's command in this process; ends with 127 or 126 where that fails."""
     command = job.command()
-    # A fork of a Python process ignores these two; Popen(restore_signals=True) hands defaults on.
+    # A fork of a Python process ignores these two; Popen(restore_signals=True) sets the defaults.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
     try:
@@ -72,8 +72,8 @@ def become(job: Job) -> None:
 def _write_stacks_when_asked() -> None:
     """Have all threads' stacks written to a file at a signal, if the agent looks for hangs.
 
-    The handler needs neither Python's lock nor the main thread's help. The variable goes: who is
-    started from here, and elaunch.init(), must not write to the same file.
+    The handler needs neither Python's lock nor the main thread's help. The variable goes: a process
+    that is started from here, and elaunch.init(), must not write to the same file.
     """
     path = os.environ.pop(env.STACKS_FILE, None)
     if path is None:

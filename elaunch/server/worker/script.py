@@ -2,8 +2,8 @@
 
 The interpreter's own rules, from CPython's ``Modules/main.c``: ``python FILE`` puts the directory
 of the file's real path first on ``sys.path``, ``python -m MODULE`` the working directory; a
-directory or a zip archive with ``__main__.py`` goes there itself. Nothing else is
-imitated: the interpreter itself shows the exceptions that leave ``__main__`` and ends the process.
+directory or a zip archive with ``__main__.py`` goes there itself. Nothing else is imitated: the
+interpreter itself shows the exceptions that leave ``__main__`` and ends the process.
 """
 
 from __future__ import annotations

@@ -16,10 +16,11 @@ The third is of the fork server alone: torch reads TORCH_DISTRIBUTED_DEBUG when 
 is read again before a store is made, so that a script may set it.
 
 The fourth ends workers that have finished. A thread of gloo's process group lets go of a collective
-after it has woken who waited for it; if the tensor is Python's, it needs the interpreter's lock,
-and an interpreter that has begun to end does not give it any more but ends the thread, which C++
-answers with ``terminate called without an active exception`` and SIGABRT. On a busy machine that
-was one finished worker in a hundred. So a worker waits for those threads before it ends.
+after it has woken the thread that waited for it; if the tensor is Python's, it needs the
+interpreter's lock. An interpreter that has begun to end does not give it any more but ends the
+thread, which C++ answers with ``terminate called without an active exception`` and SIGABRT. On a
+busy machine that was one finished worker in a hundred. So a worker waits for those threads before
+it ends.
 """
 
 from __future__ import annotations
@@ -54,11 +55,11 @@ def _settle() -> None:
         looks_at_rest = 0 if runs else looks_at_rest + 1
         if looks_at_rest == 2:
             return
-        time.sleep(0.0005)  # gives the interpreter's lock to who waits for it
+        time.sleep(0.0005)  # gives the interpreter's lock to a thread that waits for it
 
 
 def _gloo_threads() -> list[str]:
-    """Return what the system says of each thread of gloo: ``pid (name) state …``."""
+    """Return the system's line on each thread of gloo: ``pid (name) state …``."""
     found = []
     for thread in os.listdir("/proc/self/task"):
         try:

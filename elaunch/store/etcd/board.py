@@ -1,4 +1,4 @@
-"""The board in etcd: one key, whose value begins with the version of the post.
+"""The plan in etcd: one key, whose value begins with the version of the post.
 
 The version is in the value, not etcd's own count of writes, because ``clear`` writes the key once
 more, with a lease.
@@ -27,7 +27,7 @@ class EtcdPlan:
     Args:
         txns: the connection.
         keys: of the job.
-        watching: where the key is watched, once somebody waits.
+        watching: where the key is watched, once a call waits.
         news: the condition that ``watching`` notifies.
     """
 
@@ -41,7 +41,7 @@ class EtcdPlan:
         self._begin = threading.Lock()
         self._watch: Watch | None = None
         self._newest: Post | None = None
-        self._replaced = False  # the board was removed: whatever is posted next is news
+        self._replaced = False  # the plan was removed: whatever is posted next is news
         self._unsure: Post | None = None  # a post whose answer was lost
 
     def publish(self, version: int, value: bytes, lead: tuple[bytes, int]) -> bool:
@@ -94,7 +94,7 @@ class EtcdPlan:
                 self._news.wait(left)
 
     def clear(self) -> None:
-        """Have the board removed in a minute, unless somebody posts again; raises as Calls.ask."""
+        """Have the plan removed in a minute, unless one is posted again; raises as Calls.ask."""
         self._txns.expire(self._key, CLEARED_SECONDS)
 
     def _begin_to_watch(self) -> None:
@@ -123,11 +123,11 @@ class EtcdPlan:
 
 
 LONGEST_VERSION = 18
-"""Digits of a version of the board."""
+"""Digits of a version of the plan."""
 
 
 def _post(kv: Any | None) -> Post | None:
-    """Return what a key and value of etcd say; raises StoreError if that is no post."""
+    """Return the post in a key and value of etcd; raises StoreError if that is none."""
     if kv is None:
         return None
     version, _, value = kv.value.partition(b"\n")

@@ -3,7 +3,7 @@
 All calls go to one member until it fails one. Then every member is asked how it is, in parallel:
 
 =============================================  ===================================================
-they say                                       what happens
+they report                                    what happens
 =============================================  ===================================================
 one or more know a leader                      these are tried, the same member first
 most are down or know no leader                StoreUnreachable, ``nobody_decides``: an election
@@ -13,8 +13,8 @@ nobody answers usefully                        StoreUnreachable
 Connections are kept when a call on them times out: one that is slow to come about is there for the
 next call. Calls must be safe to send twice, because an answer may be lost.
 
-An etcd that was wiped, or restored from a snapshot, does not say so: its revision has gone back, or
-its cluster is another one (``RevisionHistory``). Then every call of this connection raises
+An etcd that was wiped, or restored from a snapshot, does not report it: its revision has gone back,
+or its cluster is another one (``RevisionHistory``). Then every call of this connection raises
 StoreReplaced.
 """
 
@@ -45,7 +45,7 @@ from elaunch.store.etcd.member import Member, Metadata
 Result = TypeVar("Result")
 
 PROBE_SECONDS = 0.3
-"""How long all members together have to say how they are."""
+"""How long all members together have to report how they are."""
 PASSES = 3
 """How often the members that know a leader are tried for one call."""
 
@@ -59,7 +59,7 @@ class Calls:
 
     Args:
         place: where it is.
-        loaded: what etcdload.load returned.
+        loaded: what elaunch.store.etcd.imports.load returned.
         history: of this etcd, if the agent was connected to it before.
 
     Raises:

@@ -1,16 +1,16 @@
 """The store in etcd: ``connect``, and ``run_ids`` of the jobs that are there.
 
-One store object is one agent: a connection to one member at a time (etcdcalls.py), one stream for
-all that it waits for (etcdwatch.py), one stream that keeps its lease alive (etcdrenewal.py). The
-board is in etcdboard.py, the roster in etcdroster.py, our own entry and the lead in etcdseat.py,
-the keys in etcdplace.py.
+One store object is one agent: a connection to one member at a time (``calls``), one stream for all
+that it waits for (``watch``), one stream that keeps its lease alive (``keepalive``). The plan is in
+``board``, the members in ``roster``, our own entry and leadership in ``lease``, the keys in
+``keys``.
 
 ==========================  ========================================================================
 of etcd's members           what an agent notices
 ==========================  ========================================================================
 a minority is lost          a delay of at most a second or two; the leader's loss included
 a majority is lost, or an   StoreUnreachable with ``nobody_decides``: the ports are closed, or the
-election goes on            members say themselves that they have no leader
+election goes on            members report themselves that they have no leader
 none answers                StoreUnreachable: for all we know the others go on without us
 they were wiped, or         StoreReplaced, once the next answer shows it: our entry is gone, and
 restored from a snapshot    this object is of no more use
@@ -137,7 +137,7 @@ class EtcdStore:
         return self._board.follow(after, timeout)
 
     def enrol(self, name: str, value: bytes, ttl: float) -> None:
-        """Put our own entry on the roster; see Store. ``ttl`` is rounded up to whole seconds."""
+        """Write our own entry; see Store. ``ttl`` is rounded up to whole seconds."""
         self._roster.forget()
         self._own.enrol(name, value, ttl)
 
@@ -150,7 +150,7 @@ class EtcdStore:
         self._own.renew()
 
     def withdraw(self) -> None:
-        """Take our own entry off the roster; see Store."""
+        """Remove our own entry; see Store."""
         self._own.withdraw()
         self._roster.forget()
 
@@ -159,11 +159,11 @@ class EtcdStore:
         return self._roster.entries()
 
     def changes(self, name: str, timeout: float) -> Sequence[Change]:
-        """Wait for changes of the roster; see Store."""
+        """Wait for changes of the members; see Store."""
         return self._roster.changes(name, timeout)
 
     def await_lead(self, name: str, timeout: float) -> bool:
-        """Wait until we hold the lead; see Store."""
+        """Wait until we lead; see Store."""
         return self._own.await_lead(name, timeout)
 
     def shared(self, offer: bytes = b"") -> bytes:
@@ -177,13 +177,13 @@ class EtcdStore:
         answer = txns.send([unchanged], [txns.put(key, value or offer)], [txns.get(key)])
         if answer.done:
             return value or offer
-        now = answer.found[0]  # somebody else's, or ours where the answer was lost
+        now = answer.found[0]  # another agent's, or ours where the answer was lost
         if not now:
             raise StoreUnreachable(f"{self.place} has lost what this job's agents share")
         return bytes(now[0].value)
 
     def clear(self) -> None:
-        """Have the board removed in a minute, and what all share with it. See Store.
+        """Have the plan removed in a minute, and what all share with it. See Store.
 
         All else goes with the agents' leases.
         """
@@ -191,7 +191,7 @@ class EtcdStore:
         self._txns.expire(self._shared, CLEARED_SECONDS)
 
     def close(self) -> None:
-        """Close the connections and wake who waits; see Store."""
+        """Close the connections and wake waiting calls; see Store."""
         self._calls.close()
         self._own.close()
         with self._news:

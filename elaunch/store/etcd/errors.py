@@ -11,7 +11,7 @@ tls         and we do not agree on how to encrypt, or on whom     another; Store
             to trust
 token       does not know our token: expired, or it was restarted  a new token
 denied      knows us and does not let us in                       StoreDenied
-gone        knows our lease no more                               SeatLost
+gone        knows our lease no more                               LeaseLost
 full        takes no more writes: etcd's space is used up         StoreFull
 wrong       will never do it: too large, no such call             StoreError
 ==========  ====================================================  ===============================
@@ -39,12 +39,12 @@ _DENIED = (
 _TOKEN = ("invalid auth token", "auth: revision in header is old", "auth store is old")
 _TLS = ("handshake", "unwrap failed", "security handshaker", "certificate")
 _CUT_OFF = "tcp handshaker shutdown"
-"""What gRPC says when time ran out before the other side's first frame: packets are lost."""
+"""gRPC's text when time ran out before the other side's first frame: packets are lost."""
 _WRONG = frozenset("INVALID_ARGUMENT OUT_OF_RANGE ALREADY_EXISTS".split())
 
 
 class Refusal(Exception):
-    """One member did not do what it was asked; ``text`` says why, as in "connection refused"."""
+    """One member did not do what it was asked; ``text`` is why, as in "connection refused"."""
 
     def __init__(self, kind: Kind, text: str) -> None:
         super().__init__(text)
@@ -61,7 +61,7 @@ class Outcome:
 
     @property
     def nobody_decides(self) -> bool:
-        """Whether most members are down or say that they have no leader."""
+        """Whether most members are down or report that they have no leader."""
         without = [r for r in self.refusals.values() if r.kind in ("refused", "leaderless")]
         return 2 * len(without) > self.members
 

@@ -16,7 +16,7 @@ from elaunch.store.etcd.member import EtcdStream, Member, Metadata
 
 
 class Renewal:
-    """Keeps a lease alive over a stream to whichever member answers; one call at a time."""
+    """Keeps a lease alive over a stream to any member that answers; one call at a time."""
 
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
@@ -55,7 +55,7 @@ class Renewal:
     ) -> tuple[int, int]:
         stream = self._stream
         if stream is None or stream.member is not member or not stream.idle:
-            stream = self._open(member, metadata)  # an answer that nobody asked for: it broke
+            stream = self._open(member, metadata)  # an answer without a request: it broke
         stream.send(request)
         answer = None
         try:

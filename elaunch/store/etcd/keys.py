@@ -56,7 +56,7 @@ class Keys:
 
     @property
     def board(self) -> bytes:
-        """The post of the coordinator."""
+        """The coordinator's plan."""
         return f"{self.root}board".encode()
 
     @property
@@ -71,7 +71,7 @@ class Keys:
 
     @property
     def candidates(self) -> bytes:
-        """What the keys of all begin with who lead or want to."""
+        """What the keys of all agents begin with that lead or want to."""
         return f"{self.root}lead/".encode()
 
     def agent(self, name: str) -> bytes:
@@ -79,7 +79,7 @@ class Keys:
         return self.agents + quote(name, safe="").encode()
 
     def candidate(self, name: str) -> bytes:
-        """Return the key with which one agent stands for the lead."""
+        """Return the key with which one agent is in line for leadership."""
         return self.candidates + quote(name, safe="").encode()
 
     def name_of(self, key: bytes) -> str:

@@ -1,11 +1,11 @@
-"""Our own entry on the roster in etcd: its lease, and with it our place in the line for the lead.
+"""Our own entry in etcd: its lease, and with it our place in the line for leadership.
 
-Each agent that wants the lead has a key in line, under its lease; who has the oldest one leads.
-Each waits for the one key before its own to go, so that a lead that falls free wakes one agent, not
+Each agent that wants to lead has a key in line, under its lease; the one with the oldest key leads.
+Each waits for the one key before its own to go, so that the end of a leader wakes one agent, not
 all. Once first in line, an agent stays it for as long as its key is there: a write under the
 condition that the key is the same is the write of the one that leads.
 
-A member that was frozen applies what it was sent when it wakes, long after another has done it or
+A member that was frozen applies what it was sent when it wakes, long after another has done that or
 something newer. So each write of the entry has the condition that the entry is what it replaces,
 and what was sent to enrol under a lease that nobody uses any more is stopped by revoking the lease.
 """
@@ -43,7 +43,7 @@ class _Own:
 
 
 class OwnLease:
-    """Writes our own entry, keeps it, and stands in line for the lead.
+    """Writes our own entry, keeps it, and stands in line for leadership.
 
     Args:
         txns: the connection.
@@ -135,7 +135,7 @@ class OwnLease:
         raise self._lost(own)
 
     def withdraw(self) -> None:
-        """Take our entry off the roster and ourselves out of the line."""
+        """Remove our entry, and our key from the line."""
         own, txns = self._own, self._txns
         if own is None:
             self._revoke()
@@ -144,9 +144,9 @@ class OwnLease:
         then = [txns.put(own.key, LEFT, own.lease), txns.delete(self._keys.candidate(own.name))]
         try:
             txns.send([still], then, [])
-        except LeaseLost:  # expired at this moment: it is off the roster, which is what was wanted
+        except LeaseLost:  # expired at this moment: it is gone, which is what was wanted
             pass
-        except StoreFull:  # what is removed needs no room; the others take it for lost
+        except StoreFull:  # a removal needs no room; the others take it for lost
             with suppress(LeaseLost):
                 txns.revoke(own.lease)
         self._forget(own)
@@ -217,7 +217,7 @@ class OwnLease:
         self._in_line = key, found[0].create_revision  # the first answer was lost
 
     def _await_turn(self, own: _Own, until: float) -> bool:
-        """Wait until whoever is before us in line may be gone; False: not by ``until``."""
+        """Wait until the agent before us in line may be gone; False: not by ``until``."""
         began = time.monotonic()
         with self._news:
             while not self._before_gone:
@@ -231,7 +231,7 @@ class OwnLease:
         return True
 
     def _look_ahead(self, own: _Own) -> None:
-        """Find who is before us now: nobody, and we lead, or a key to watch."""
+        """Find the key before ours now: none, and we lead, or one to watch."""
         line, txns = self._in_line, self._txns
         if line is None:
             raise self._lost(own)
@@ -256,5 +256,5 @@ class OwnLease:
             self._before_gone = True
 
     def _reread(self) -> int:
-        self._before_gone = True  # perhaps: whoever waits looks
+        self._before_gone = True  # perhaps: the waiting call looks
         return self._txns.read(self._keys.board)[1]

@@ -2,7 +2,7 @@
 
 All of gRPC's work in this process is done by one thread that runs an event loop, however many
 stores there are: gRPC's blocking interface would have a thread for each stream look ten times a
-second whether something has come. Here whoever waits sleeps until it has.
+second whether something has come. Here a waiting thread sleeps until it has.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _OPTIONS = (
 )
 _CLOSE_SECONDS = 1.0
 _COLLECT_AFTER = 1.0
-"""Seconds until whoever has closed a connection refers to it no more."""
+"""Seconds until the caller that closed a connection refers to it no more."""
 _ENDED = object()
 
 
@@ -112,7 +112,7 @@ class Member:
     """One member; the connection is opened by the first call.
 
     Args:
-        loaded: what etcdload.load returned.
+        loaded: what elaunch.store.etcd.imports.load returned.
         address: ``host:port``.
         credentials: gRPC's, for TLS; None: without.
     """
@@ -167,7 +167,7 @@ class Member:
         return getattr(self._stubs[service], name)
 
     def close(self) -> Future[None]:
-        """Begin to close the connection; whoever waits on it gets StoreClosed.
+        """Begin to close the connection; calls that wait on it get StoreClosed.
 
         The future that is returned is done when no call can be made any more.
         """

@@ -1,7 +1,7 @@
-"""The roster in etcd: a key per agent, each under the lease of its agent.
+"""The members in etcd: a key per agent, each under the lease of its agent.
 
-An entry that is withdrawn is first overwritten by ``LEFT``, under the same lease. That is how one
-that left is told from one that expired: etcd says no more than that a key is gone.
+An entry that is withdrawn is first overwritten by ``LEFT``, under the same lease. So a reader can
+distinguish it from one that expired: etcd reports no more than that a key is gone.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class EtcdRoster:
     Args:
         txns: the connection.
         keys: of the job.
-        watching: where the keys are watched, once somebody waits.
+        watching: where the keys are watched, once a call waits.
         news: the condition that ``watching`` notifies.
-        leads: tells whether this agent leads under a name; ``news`` is notified when it ceases to.
+        leads: whether this agent leads under a name; ``news`` is notified when it ceases to.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class EtcdRoster:
         self._begin = threading.Lock()
         self._reader = ""
         self._watch: Watch | None = None
-        self._known: dict[str, int] = {}  # name -> revision of what was last told of it
+        self._known: dict[str, int] = {}  # name -> revision that was last returned of it
         self._changes: list[Change] = []
 
     def entries(self) -> Mapping[str, Lease]:
@@ -60,7 +60,7 @@ class EtcdRoster:
         return {self._keys.name_of(kv.key): Lease(kv.value, ages.get(kv.lease)) for kv in seats}
 
     def changes(self, name: str, timeout: float) -> Sequence[Change]:
-        """Wait for changes; raises as Calls.ask, StoreClosed, and LeaseLost without the lead."""
+        """Wait for changes; raises as Calls.ask, StoreClosed, and LeaseLost without leadership."""
         began = time.monotonic()
         self._txns.calls.check_open()
         self._begin_to_watch(name)
@@ -95,7 +95,7 @@ class EtcdRoster:
             raise LeaseLost(f"{name} does not lead (any more)")
 
     def _begin_to_watch(self, name: str) -> None:
-        """Watch for ``name``, which leads: what was watched for a lead before is not for it."""
+        """Watch for ``name``, which leads: what was watched for an earlier leader is not for it."""
         with self._begin:
             self._check_lead(name)
             if self._reader != name:
@@ -110,7 +110,7 @@ class EtcdRoster:
             self._watch = watch
 
     def _read(self) -> int:
-        """Read all entries and note what is different from what was told."""
+        """Read all entries and note what is different from what was returned."""
         kvs, revision = self._txns.read_all(self._keys.agents)
         with self._news:
             gone = set(self._known)
@@ -144,8 +144,8 @@ class EtcdRoster:
     def _ages(self, leases: Sequence[int]) -> dict[int, float]:
         """Return for each lease how long ago it was renewed, to half a second.
 
-        etcd tells what is left of a lease in whole seconds. What does not answer in time is left
-        out: the ages are for people to look at.
+        etcd reports what is left of a lease in whole seconds. A lease without an answer in time is
+        left out: the ages are for people to look at.
         """
         calls = self._txns.calls
         member, metadata = calls.here()

@@ -1,8 +1,8 @@
 """Reads and transactions, in few words.
 
 A transaction that was sent twice, because its first answer was lost, fails its own conditions the
-second time. So whoever writes has what is there now returned in that case, and looks whether it is
-what it wanted.
+second time. So a writer has what is there now returned in that case, and looks whether it is what
+it wanted.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Transactions:
         return Txn(bool(answer.succeeded), int(answer.header.revision), found)
 
     def expire(self, key: bytes, seconds: int) -> None:
-        """Have what is at ``key`` removed in some seconds, unless somebody writes there again."""
+        """Have what is at ``key`` removed in some seconds, unless it is written again."""
         kv, _ = self.read(key)
         if kv is None or kv.lease:
             return
@@ -102,5 +102,5 @@ class Transactions:
         return int(answer.ID), int(answer.TTL)
 
     def revoke(self, lease: int) -> None:
-        """Give up a lease and all that was written under it; raises SeatLost if it is gone."""
+        """Give up a lease and all that was written under it; raises LeaseLost if it is gone."""
         self.calls.ask("Lease", "LeaseRevoke", self._rpc.LeaseRevokeRequest(ID=lease))

@@ -2,11 +2,11 @@
 
 A thread reads the stream. When it breaks, the thread opens the next one at a member that knows a
 leader, and each watch goes on from the revision after the last one that it has seen. If etcd has
-compacted that revision away, the watch's owner reads everything again and says what is different.
+compacted that revision away, the watch's owner reads everything again and reports the differences.
 
-Who waits for news does so on one condition of the store. An interruption shorter than ``PATIENCE``
-(an election takes one or two seconds) is not told to anyone; a longer one ends the wait with the
-reason.
+All calls that wait for news wait on one condition of the store. An interruption shorter than
+``PATIENCE`` (an election takes one or two seconds) is not reported; a longer one ends the wait with
+the reason.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from elaunch.store.etcd.calls import Calls
 from elaunch.store.etcd.member import EtcdStream, Metadata
 
 PATIENCE = 3.0
-"""Seconds without a stream after which those that wait are told."""
+"""Seconds without a stream after which waiting calls raise."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 0.5
 
 
 @dataclass
 class Watch:
-    """What is watched: one key, or with ``end`` all keys from ``start`` to before ``end``.
+    """One key to watch, or with ``end`` all keys from ``start`` to before ``end``.
 
     ``revision`` is the next that is wanted. ``take`` is called with etcd's events in the watching
     thread, and must not block; ``reread`` reads all again and returns the revision of that.
@@ -104,7 +104,7 @@ class Watching:
         """Raise why there is no stream, if that lasts and was found again after ``since``.
 
         Call it with the condition held. ``since`` is when the caller began to wait, on the
-        monotonic clock: one who waits again is not told before it was tried again.
+        monotonic clock: a caller that waits again gets no error before a new try.
 
         Raises:
             as Calls.ask.
@@ -133,7 +133,7 @@ class Watching:
                 self._fail(error)
 
     def _fail(self, error: StoreError) -> None:
-        """Tell who waits, and wait a moment ourselves."""
+        """End the waits with ``error``, then pause a moment."""
         now = time.monotonic()
         with self._news:
             if self._failure is None:
@@ -184,7 +184,7 @@ class Watching:
             watch.stale = False
 
     def _take(self, stream: EtcdStream, answer: Any) -> None:
-        """Do what one answer says; raises StoreError if the stream is of no use."""
+        """Act on one answer; raises StoreError if the stream is of no use."""
         with self._lock:
             if answer.created:
                 watch = self._asked.popleft()

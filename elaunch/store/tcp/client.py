@@ -2,13 +2,13 @@
 
 =================  ===============================================================================
 ``host``           the agent at the endpoint: starts torch's TCPStore on a socket that it has
-                   bound, keeps the roster (elaunch.store.tcp.host), and alone can lead
+                   bound, keeps the members (elaunch.store.tcp.host), and alone can lead
 ``connect``        every other agent, and readers; waits for the host to be there
 ``hello``          asks what is at an address
 =================  ===============================================================================
 
-Only the agent that hosts imports torch. Whoever loses the host has lost the store: nothing of it
-is kept anywhere else. Calls then raise StoreUnreachable with ``nobody_decides``, since the
+Only the agent that hosts imports torch. An agent that loses the host has lost the store: nothing of
+it is kept anywhere else. Calls then raise StoreUnreachable with ``nobody_decides``, since the
 coordinator has ended with it.
 """
 
@@ -39,7 +39,7 @@ CALL_TIMEOUT = 2.0
 PAUSES = (0.1, 1.0)
 """Seconds between two attempts to connect, growing from the one to the other."""
 SHORTEST = 0.5
-"""Seconds that even the last attempt has, so that it says what is there and not "no answer"."""
+"""Seconds that even the last attempt has, so that it reports what is there and not "no answer"."""
 FOREIGN_PATIENCE = 5.0
 """Seconds for which another job's store, or something else on the port, may be about to end."""
 
@@ -50,8 +50,8 @@ def host(
     """Host the store of the job ``run_id`` on a bound socket, which is owned from now on.
 
     Imports torch. ``timeout``: seconds for each call. ``shared``: what Store.shared is from the
-    first moment, whatever a stranger has written there. Raises StoreUnreachable if the store that
-    was started does not answer.
+    first moment, whatever an unauthenticated process has written there. Raises StoreUnreachable if
+    the store that was started does not answer.
     """
     bound = listening.getsockname()
     name, own = spot_name(bound[0], bound[1]), _reachable(listening)
@@ -79,9 +79,9 @@ def connect(
     """Connect to the store of the job ``run_id``, which another agent hosts or is about to.
 
     ``host`` is resolved anew at each attempt. Raises StoreUnreachable after ``deadline`` seconds,
-    or sooner if something else is there to stay, saying what was tried; StoreClosed when ``stop``
-    is set meanwhile. ``timeout``: seconds for each call later. ``moved`` is asked when nothing
-    listens there any more: whether the store is hosted at another address now.
+    or sooner if something else is there to stay, and names what was tried; StoreClosed when
+    ``stop`` is set meanwhile. ``timeout``: seconds for each call later. ``moved`` is called when
+    nothing listens there any more: whether the store is hosted at another address now.
     """
     began, name = time.monotonic(), spot_name(host, port)
     stopped = threading.Event() if stop is None else stop
@@ -107,7 +107,7 @@ def connect(
 
 
 def hello(host: str, port: int, deadline: float) -> dict[str, Any] | None:
-    """Return what the store at an address says of itself; None: a TCPStore, but not elaunch's.
+    """Return the hello of the store at an address; None: a TCPStore, but not elaunch's.
 
     Asks once, for ``deadline`` seconds at most. Raises StoreUnreachable.
     """
@@ -139,7 +139,7 @@ def _enter(host: str, port: int, run_id: str, until: float) -> tuple[Spot, Conne
 
 
 def _ask(host: str, port: int, until: float) -> tuple[Address, Connection, dict[str, Any] | None]:
-    """Return the first address of ``host`` where a TCPStore answers, and what it says."""
+    """Return the first address of ``host`` where a TCPStore answers, and its hello."""
     try:
         addresses = resolve(host, port, until)
     except OSError as error:
@@ -173,8 +173,8 @@ def _reachable(listening: socket.socket) -> str:
 
 def _serve(listening: int, port: int, address: str, timeout: float) -> object:
     """Start torch's store on the descriptor ``listening``."""
-    # Read when torch is loaded: else it tells on stderr of every stranger who sends it nonsense.
-    # Taken away again, so that the workers' torch does not read it.
+    # Read when torch is loaded: else it logs each process that sends it nonsense to stderr. Taken
+    # away again, so that the workers' torch does not read it.
     quiet = "TORCH_CPP_LOG_LEVEL" not in os.environ and "torch" not in sys.modules
     if quiet:
         os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
@@ -195,7 +195,7 @@ def _serve(listening: int, port: int, address: str, timeout: float) -> object:
 
 
 def _announce(spot: Spot, said: bytes, shared: bytes, until: float) -> Connection:
-    """Write what all share, then what the store says of itself, and read that back."""
+    """Write what all share, then the store's hello, and read that back."""
     connection, _ = greet(spot.address, until, hold=lambda _: None)
     first = [wire.put(f"{spot.run_id}/{SHARED}", shared)] if shared else []
     connection.send([*first, wire.put(HELLO, said), wire.get(HELLO)], until)

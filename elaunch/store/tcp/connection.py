@@ -1,11 +1,11 @@
-"""A line to the TCPStore of a job: a connection that is opened again when it breaks.
+"""A connection to the TCPStore of a job, opened again when it breaks.
 
-What the store says of itself stands under the key ``elaunch``, outside of every job, as JSON::
+The store's hello stands under the key ``elaunch``, outside of every job, as JSON::
 
     {"elaunch": 1, "run_id": "job", "boot": "9f86d081"}
 
-``boot`` is a random word of the process that hosts it. A line opens again only to the same one: a
-host that was started anew knows nothing of this job's agents, who must enrol there again.
+``boot`` is a random id of the process that hosts it. A connection opens again only to the same one:
+a host that was started anew knows nothing of this job's agents, which must enrol there again.
 
 What breaks an exchange, and what is raised as StoreUnreachable (elaunch.errors):
 
@@ -38,7 +38,7 @@ from elaunch.store.tcp.wire import Connection, ForeignAnswer
 LONGEST_NAME = 1_000
 HELLO = "elaunch"
 AGAIN = 0.02
-"""Seconds before a line that broke is opened again: a host that ends closes its port last."""
+"""Seconds before a broken connection is opened again: a host that ends closes its port last."""
 
 Answer = TypeVar("Answer")
 Address = tuple[int, tuple[Any, ...]]
@@ -64,7 +64,7 @@ _resolved: dict[tuple[str, int], list[Address]] = {}
 
 
 def resolve(host: str, port: int, until: float) -> list[Address]:
-    """Return the addresses of ``host``; OSError if it has none or nobody says so in time.
+    """Return the addresses of ``host``; OSError if it has none or none is found in time.
 
     A name that was resolved before keeps its addresses while the name service fails: an agent that
     was cut off from its network comes back without it.
@@ -114,7 +114,7 @@ def _look_up(host: str, port: int, flags: int = 0) -> list[Address]:
 def greet(
     address: Address, until: float, hold: Callable[[Connection], None]
 ) -> tuple[Connection, dict[str, Any] | None]:
-    """Connect and return what the store says of itself; None: a TCPStore without a hello.
+    """Connect and return the store's hello; None: a TCPStore without one.
 
     ``hold`` is given the connection before it blocks, to have it cut. Raises OSError and
     ForeignAnswer.
@@ -145,7 +145,7 @@ def _read_hello(raw: bytes) -> dict[str, Any] | None:
 
 
 def _is_line(value: object) -> bool:
-    """Return whether it is one line that can be printed and sent; anybody may have written it."""
+    """Return whether it is one printable line that can be sent; any process may have written it."""
     return isinstance(value, str) and len(value) <= LONGEST_NAME and value.isprintable()
 
 
@@ -161,9 +161,9 @@ class TcpConnection:
     Args:
         spot: where to.
         timeout: seconds for one exchange, and for opening.
-        closed: set by who closes the line, before :meth:`cut`.
+        closed: set by the owner before :meth:`cut`.
         connection: one that is open already.
-        moved: asked when nothing listens at the spot; whether the store is hosted elsewhere now.
+        moved: called when nothing listens at the spot; whether the store is hosted elsewhere now.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class TcpConnection:
     ) -> Answer:
         """Return what ``talk(connection, until)`` returns; it may be called again after a break.
 
-        ``patience``: seconds for others on this line to finish, if not ``timeout``. Raises
+        ``patience``: seconds for other callers to finish, if not ``timeout``. Raises
         StoreUnreachable or StoreClosed.
         """
         if not self._turn.acquire(timeout=self.timeout if patience is None else patience):
@@ -197,7 +197,7 @@ class TcpConnection:
             self._turn.release()
 
     def cut(self) -> None:
-        """Wake who talks; ``closed`` is set already, so nothing is opened again."""
+        """Wake waiting calls; ``closed`` is set already, so nothing is opened again."""
         for connection in (self._connection, self._opening):
             if connection is not None:
                 connection.cut()

@@ -1,6 +1,6 @@
-"""What the agent that hosts a TCPStore does for all: it keeps the roster and judges who is alive.
+"""What the agent that hosts a TCPStore does for all: it keeps the members and judges who is alive.
 
-TCPStore has no leases and cannot tell who is there. Keys, after ``/<run id>/``:
+TCPStore has no leases and does not know who is there. Keys, after ``/<run id>/``:
 
 =============  =========================================  ========================================
 key            written by                                 what
@@ -9,12 +9,12 @@ key            written by                                 what
                                                           <name>", a newline, the entry's value
 ``c/<name>``   the agent ``name``: ``add`` 1              its heartbeats; far below zero: gone
 ``s/<name>``   the host                                   "+" and the entry's value, for readers
-``ages``       the host, once a second and when somebody  JSON: name → seconds since its last
+``ages``       the host, once a second and when an agent  JSON: name → seconds since its last
                comes or goes                              heartbeat
-``head``       the host                                   the newest version of the board
-``b/<v>``      the host; the last 64 are kept             version ``v`` of the board
-``shared``     the host, before it says whose store this  what all agents share, if they do
-               is; else the first to offer it
+``head``       the host                                   the newest version of the plan
+``b/<v>``      the host; the last 64 are kept             version ``v`` of the plan
+``shared``     the host, before it writes its hello;      what all agents share, if they do
+               else the first to offer it
 =============  =========================================  ========================================
 
 One thread waits for notices, takes all that are there in two exchanges, and reads every counter
@@ -22,10 +22,10 @@ in one exchange twelve times per ``ttl``. An entry is gone when its counter has 
 ``ttl`` seconds by this thread's clock; that clock counts at most two reading intervals at a time,
 so that the host, after it was frozen itself, does not take everybody for dead. The counter is
 then moved far below zero by compare-and-set: a heartbeat that was under way keeps its sender
-alive, and one that comes later tells its sender that it is gone.
+alive, and one that comes later shows its sender that it is gone.
 
-Whoever reaches the port can write there. Notices that say nothing sensible are dropped; records
-are authenticated by those who read them (elaunch.rendezvous).
+Any process that reaches the port can write there. Malformed notices are dropped; records are
+authenticated by those who read them (elaunch.rendezvous).
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ AGES_EVERY = 1.0
 AGES_AT_MOST_EVERY = 0.05
 POPS = 512
 IDLE_EVERY = 5.0
-"""Seconds between two looks for connections that nobody uses."""
+"""Seconds between two looks for connections that no client uses."""
 SPARSELY = 0.1
-"""Seconds of a pause where somebody else has written what wakes the host and says nothing."""
+"""Seconds of a pause where another process has written what wakes the host and is no notice."""
 MOST_ENTRIES = 20_000
-"""Entries of the roster; notices of more are dropped."""
+"""Entries of members; notices of more are dropped."""
 NOTICE = 1024 * 1024
 """Bytes of the longest notice that is taken."""
 
@@ -68,7 +68,7 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 def is_name(name: str) -> bool:
-    """Return whether ``name`` can stand on the roster."""
+    """Return whether ``name`` can be a member's."""
     return _NAME.fullmatch(name) is not None
 
 
@@ -78,13 +78,13 @@ def put_notice(name: str, ttl: float, value: bytes) -> bytes:
 
 
 def left_notice(name: str) -> bytes:
-    """Return the notice of who leaves."""
+    """Return the notice of an agent that leaves."""
     return f"left {name}\n".encode()
 
 
 @dataclass(frozen=True)
 class AgentNotice:
-    """What an agent said; ``ttl`` is None if it leaves."""
+    """One notice of an agent; ``ttl`` is None if it leaves."""
 
     name: str
     ttl: float | None
@@ -92,7 +92,7 @@ class AgentNotice:
 
 
 def read_notice(raw: bytes) -> AgentNotice | None:
-    """Return what ``raw`` says, None if that is nothing sensible."""
+    """Return the notice in ``raw``, None if there is none."""
     head, newline, _ = raw[:128].partition(b"\n")
     if not newline or len(raw) > NOTICE:
         return None
@@ -119,7 +119,7 @@ class _Pulse:
 
 
 class MembersThread:
-    """Keeps the roster of a hosted store in a thread of its own."""
+    """Keeps the members of a hosted store in a thread of its own."""
 
     def __init__(
         self, line: TcpConnection, prefix: str, closed: threading.Event, port: int
@@ -139,20 +139,20 @@ class MembersThread:
         threading.Thread(target=self._run, name="elaunch-members", daemon=True).start()
 
     def wake(self) -> None:
-        """Wake who waits for changes; ``closed`` is set already."""
+        """Wake calls that wait for changes; ``closed`` is set already."""
         with self.changed:
             self.changed.notify_all()
 
     def knows(self, name: str) -> bool:
-        """Return whether ``name`` is or was on the roster; for who holds ``changed``."""
+        """Return whether ``name`` is or was a member; the caller holds ``changed``."""
         return self._roster.knows(name)
 
     def has(self, name: str | None) -> bool:
-        """Return whether ``name`` is on the roster; for who holds ``changed``."""
+        """Return whether ``name`` is a member; the caller holds ``changed``."""
         return name in self._pulses
 
     def begin(self, name: str) -> None:
-        """Have the first :meth:`changes` of ``name`` return all; for who holds ``changed``."""
+        """Have the first :meth:`changes` of ``name`` return all; the caller holds ``changed``."""
         self._roster.forget(self._leader)
         self._leader = name
         self.changed.notify_all()
@@ -164,7 +164,7 @@ class MembersThread:
             return {name: Lease(value, ages[name]) for name, value in self._roster.values.items()}
 
     def changes(self, name: str, timeout: float) -> Sequence[Change]:
-        """Wait for changes; the first call of each lead returns every entry."""
+        """Wait for changes; the first call of each leadership returns every entry."""
         until = time.monotonic() + timeout
         with self.changed:
             while True:
@@ -182,20 +182,20 @@ class MembersThread:
         while not self._closed.is_set():
             try:
                 self._turn()
-            except StoreUnreachable:  # the host itself was frozen; nobody else is in between
+            except StoreUnreachable:  # the host itself was frozen; nothing else is in between
                 self._closed.wait(0.1)
             except StoreClosed:
                 return
 
     def _turn(self) -> None:
-        """Wait for notices until the counters must be read; take both in, tell readers."""
+        """Wait for notices until the counters must be read; take both in, write for readers."""
         due = self._judge_at if self._ages_due is None else min(self._judge_at, self._ages_due)
         raw: list[bytes] = []
         inbox = self._prefix + "in"
         until = time.monotonic() + max(0.001, due - self._now)
         try:
             woken = self._line.exchange(lambda line, by: _drain(line, inbox, until, by, raw))
-            if woken and not raw:  # no queue has that name but a key, which somebody has set
+            if woken and not raw:  # no queue has that name but a key, set by another process
                 self._line.exchange(lambda line, by: _remove(line, inbox, by))
                 self._closed.wait(SPARSELY)
         finally:
@@ -235,7 +235,7 @@ class MembersThread:
             self._drop(name, left=True)
             return [wire.put(seat, b""), wire.put(counter, str(GONE).encode())]
         if not here and self._roster.knows(name):
-            return []  # it is gone, and learns so from its counter
+            return []  # it is gone, and learns that from its counter
         if not here and len(self._pulses) >= MOST_ENTRIES:
             return []
         if not here:
@@ -250,7 +250,7 @@ class MembersThread:
         return min(max(shortest / 12, PERIOD[0]), PERIOD[1])
 
     def _judge(self) -> list[bytes]:
-        """Read every counter and take off whose has not moved; return what readers must see."""
+        """Read every counter; remove members whose has not moved; return what readers must see."""
         names = list(self._pulses)
         keys = [f"{self._prefix}c/{name}" for name in names]
         counts = self._line.exchange(lambda line, by: _read_all(line, keys, by)) if keys else []
@@ -302,7 +302,7 @@ class MembersThread:
 def _drain(line: Connection, inbox: str, until: float, by: float, taken: list[bytes]) -> bool:
     """Wait until ``until`` for something in the inbox and take all that is there.
 
-    Returns whether something was said to be there.
+    Returns whether the host reported that something is there.
     """
     line.send([wire.wait(inbox)], by)
     if not line.awaited(until, grace=by - time.monotonic()):

@@ -1,8 +1,9 @@
-"""Hangs up on connections to a hosted TCPStore that nobody uses.
+"""Closes connections to a hosted TCPStore that no client uses.
 
 torch's store keeps every connection for ever, and each is a descriptor of the agent. An agent sends
-something twelve times a second to once in five seconds, whatever it waits for; who sends nothing
-for SILENT seconds is gone, or never was an agent. Of more than MOST the most silent ones go, too.
+something twelve times a second to once in five seconds, whatever it waits for; a client that sends
+nothing for SILENT seconds is gone, or never was an agent. Of more than MOST connections the most
+silent ones go, too.
 An agent that was frozen for so long connects again.
 """
 

@@ -1,8 +1,8 @@
 """One agent's view of the store in a TCPStore; the keys are in elaunch.store.tcp.host.
 
-An agent has two connections: one on which it waits for the board, one for what is answered at
-once; the agent that hosts has a third for the inbox. A round costs an agent four exchanges: its
-record, the wait for the post, the post, its next record.
+An agent has two connections: one on which it waits for the plan, one for what is answered at once;
+the agent that hosts has a third for the inbox. A round costs an agent four exchanges: its record,
+the wait for the post, the post, its next record.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from elaunch.store.tcp.host import (
 from elaunch.store.tcp.wire import Connection
 
 SLICE = 5.0
-"""Seconds of one wait for the board; then it is made sure that the host still answers."""
+"""Seconds of one wait for the plan; then the host is asked whether it still answers."""
 KEPT = 64
-"""Versions of the board that are kept for those who wait for one of them."""
+"""Versions of the plan that are kept for agents that wait for one of them."""
 
 
 LONGEST_AGE = 1e9
 SPARSELY = 0.2
-"""Seconds between two looks at what says that there is news where there is none."""
+"""Seconds between two looks at a key that promises news where there is none."""
 FURTHEST = 1_000_000
 """A version that is further ahead than that was not written by the host, and is passed over."""
 
@@ -86,7 +86,7 @@ class TcpStore:
         return self._spot.name
 
     def publish(self, version: int, value: bytes) -> bool:
-        """Write the next version of the board; False without the lead or with another version."""
+        """Write the next version of the plan; False without leadership or with another version."""
         head = self._prefix + "head"
         post = [
             wire.put(f"{self._prefix}b/{version}", value),
@@ -100,7 +100,7 @@ class TcpStore:
             line.send([wire.get(head)], until)
             found = _version(line.value(until))
             if self._head < found < self._head + FURTHEST:
-                self._head = found  # somebody else's: who reads it is to read ours after it
+                self._head = found  # another process's: its readers are to read ours after it
             if version != self._head + 1:
                 return False
             line.send(post, until)
@@ -111,7 +111,7 @@ class TcpStore:
         return self._calls.exchange(talk)
 
     def latest(self) -> Post | None:
-        """Return the newest post, or None; the host's own where somebody has removed that."""
+        """Return the newest post, or None; the host's own where another process has removed it."""
         found = self._calls.exchange(lambda line, until: self._newer(line, until, 0))
         own = self._posted
         return own if own and (found is None or found.version < own.version) else found
@@ -127,14 +127,14 @@ class TcpStore:
             while post is None and time.monotonic() < end:
                 come = self._waits.exchange(lambda line, by: self._await(line, by, end, after + 1))
                 post = self._waits.exchange(lambda line, by: self._newer(line, by, after))
-                if come and post is None:  # somebody else has written there: not at full speed
+                if come and post is None:  # another process has written there: not at full speed
                     self._closed.wait(min(SPARSELY, max(0.0, end - time.monotonic())))
             return post
         finally:
             self._following.release()
 
     def enrol(self, name: str, value: bytes, ttl: float) -> None:
-        """Put our entry on the roster; LeaseLost if the name is or was there already.
+        """Write our entry; LeaseLost if the name is or was there already.
 
         An earlier entry of this store is withdrawn.
         """
@@ -157,7 +157,7 @@ class TcpStore:
         self._tell([])
 
     def withdraw(self) -> None:
-        """Take our entry off the roster; nothing if there is none."""
+        """Remove our entry; nothing if there is none."""
         if self._closed.is_set():
             raise StoreClosed(f"the connection to the {self.place} was closed")
         if self._seat is None:
@@ -176,13 +176,13 @@ class TcpStore:
         return self._calls.exchange(self._read_roster)
 
     def changes(self, name: str, timeout: float) -> Sequence[Change]:
-        """Wait for changes of the roster; the first call returns every entry. Only the host can."""
+        """Wait for changes of the members; the first call returns all. Only the host can."""
         if self._saver is None:
             raise LeaseLost(f"only the agent that hosts the {self.place} can lead")
         return self._saver.changes(name, timeout)
 
     def await_lead(self, name: str, timeout: float) -> bool:
-        """Wait until we hold the lead; an agent that does not host waits ``timeout`` in vain."""
+        """Wait until we lead; an agent that does not host waits ``timeout`` in vain."""
         self._enrolled()
         end = time.monotonic() + timeout
         while self._saver is not None and not self._closed.is_set():
@@ -240,7 +240,7 @@ class TcpStore:
         return self._seat
 
     def _tell(self, notices: list[bytes]) -> None:
-        """Send notices and a heartbeat; LeaseLost if the host has taken us off the roster."""
+        """Send notices and a heartbeat; LeaseLost if the host has removed our entry."""
         name, _ = self._enrolled()
         if self._calls.exchange(lambda line, by: self._add(line, by, name, notices)) <= 0:
             raise LeaseLost(f"{name} is not on the roster any more")
@@ -291,7 +291,7 @@ def _version(raw: bytes) -> int:
 
 
 def _ages(raw: bytes) -> dict[str, float]:
-    """Read the ages of the entries; anybody who reaches the port may have written them."""
+    """Read the ages of the entries; any process that reaches the port may have written them."""
     try:
         ages = json.loads(raw or b"{}")
     except (ValueError, RecursionError):

@@ -22,9 +22,8 @@ bytes. Requests are served in the order they came in; many may be sent in one go
 
 torch's own client is not used for this, for three reasons: it waits for an answer without a
 deadline, so that a frozen host would freeze every agent; nothing can wake it; and an agent that
-only takes part in a job would import torch, which costs most of a second and 200 MB. What is
-spoken here is what torch 2.13 speaks; tests/store/test_tcp.py meets torch's client on the other
-side.
+only takes part in a job would import torch, which costs most of a second and 200 MB. The protocol
+is that of torch 2.13; tests/store/tcp meets torch's client on the other side.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ CANCEL_WAIT = b"\x0c"
 
 
 class ForeignAnswer(Exception):
-    """What answers is no TCPStore; the text says what it sent."""
+    """The other side is no TCPStore; the text has what it sent."""
 
 
 def _bytes(data: bytes) -> bytes:
@@ -80,7 +79,7 @@ def add(key: str, number: int) -> bytes:
 
 
 def wait(key: str) -> bytes:
-    """Return a request to be told when ``key`` exists; or when the queue ``key`` is not empty."""
+    """Return a request to be answered once ``key`` exists, or the queue ``key`` is not empty."""
     return b"\x06" + _U64.pack(1) + _key(key)
 
 
@@ -105,7 +104,7 @@ def pop(key: str) -> bytes:
 
 
 class Connection:
-    """One connection; one thread at a time talks over it, any thread may cut it.
+    """One connection; one thread at a time uses it, any thread may cut it.
 
     Every method raises ConnectionError when the connection is cut by either side, TimeoutError
     when its deadline ``until`` (on the monotonic clock) passes, and ForeignAnswer for an answer
@@ -173,14 +172,14 @@ class Connection:
         return True
 
     def cut(self) -> None:
-        """Wake whoever reads or connects; from any thread."""
+        """Wake the thread that reads or connects; from any thread."""
         try:
             self._sock.shutdown(socket.SHUT_RDWR)
         except OSError:
             return  # it was not connected, or not any more
 
     def close(self) -> None:
-        """Free the descriptor; only the thread that talks over it may."""
+        """Free the descriptor; only the thread that uses it may."""
         self._sock.close()
 
     def _read(self, count: int, until: float) -> bytes:

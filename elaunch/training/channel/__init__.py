@@ -2,8 +2,8 @@
 
 Meeting. Every rank puts a record into the round's store (where it listens, on which machine) and
 reads those of all; see meeting.py. Each rank listens on an abstract Unix socket and, where there
-are several nodes, on a TCP port. Who connects proves first that it knows the job's key, and is
-shown the same (handshake.py); before that nothing is unpickled and nothing kept.
+are several nodes, on a TCP port. Both ends of a connection first prove that they know the job's key
+(elaunch.wire.handshake); before that nothing is unpickled and nothing kept.
 
 Two levels. The ranks of a node are connected to its first one, the node's chief, by Unix sockets.
 The chiefs are a tree; the node of rank 0 is its root.
@@ -22,6 +22,6 @@ large, between nodes    beside the tree: around a ring of the chiefs (allgather,
                         straight to rank 0's node (gather), from and into memory files
 ======================  ===========================================================================
 
-A rank that fails or whose deadline passes tells its neighbours why, and they theirs. From then on
-the channel is of no more use, and says so with the first cause.
+A rank that fails or whose deadline passes sends its neighbours the reason, and they theirs. From
+then on every call of the channel fails, with the first cause.
 """

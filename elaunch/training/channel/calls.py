@@ -39,7 +39,7 @@ INLINE_BETWEEN_NODES: Final = 16 * 1024
 
 @dataclass(frozen=True)
 class CallPlan:
-    """Who gives and who gets in one kind of call."""
+    """Which ranks give and which get in one kind of call."""
 
     name: str
     all_give: bool
@@ -200,7 +200,7 @@ class Exchange:
         return by_node
 
     def _around(self, by_node: list[list[Region]]) -> list[RegionStream]:
-        """Hand on to the next node what is ours and what comes from the one before."""
+        """Pass on to the next node what is ours and what comes from the one before."""
         nodes, place = self._layout.nodes, self._layout.place
         count = len(nodes)
         outbound = [r for step in range(count - 1) for r in by_node[(place - step) % count]]

@@ -24,9 +24,9 @@ from elaunch.training.stores.roundstore import RoundStore
 from elaunch.wire.progress import ProgressPage
 
 ASK_S: Final = 2.0
-"""Seconds in which other ranks have to say what they do."""
+"""Seconds in which other ranks have to report what they do."""
 FIRST_WORD_S: Final = 0.5
-"""Seconds in which the rank where all entries meet is to say first who is missing."""
+"""Seconds in which the rank where all entries meet is to report first which are missing."""
 CAUSE_FIRST_S: Final = 1.0
 """Seconds that a rank waits before it fails for the loss of another."""
 _ERRORS: Final[dict[str, type[CollectiveError]]] = {
@@ -38,7 +38,7 @@ _ERRORS: Final[dict[str, type[CollectiveError]]] = {
 
 @dataclass(frozen=True)
 class Absentees:
-    """Who did not come to a call, in words and by rank."""
+    """The ranks that did not come to a call, in words and by rank."""
 
     text: str
     missing: tuple[int, ...]
@@ -67,7 +67,7 @@ class Channel:
 
     @property
     def layout(self) -> Layout:
-        """Who is where; known once it is open."""
+        """Which rank is where; known once it is open."""
         if self._mesh is None:
             raise ContextError("the channel between the ranks is not open")
         return self._mesh.layout
@@ -127,7 +127,7 @@ class Channel:
         return [answer.member.rank for answer in answers if answer.gone]
 
     def close(self) -> None:
-        """Tell the neighbours, and free everything; may be called twice, and from anywhere.
+        """Send bye to the neighbours, and free everything; may be called twice, and from anywhere.
 
         A call that another thread is in ends with ContextError, and frees everything then.
         """
@@ -196,7 +196,7 @@ class Channel:
         return self.layout.me
 
     def _expired(self, call: Call, exchange: Exchange, timeout: float) -> NoReturn:
-        """Raise for a deadline; who is missing is asked of all, if nobody has found out already."""
+        """Raise for a deadline; ask all ranks which are missing, if none has found out already."""
         assert self._mesh is not None
         if exchange.problem is not None:
             self._fail(call, "other", f"{call}: {exchange.problem}", ())
@@ -243,13 +243,13 @@ class Channel:
     def _fail(self, call: Call, error: str, text: str, missing: tuple[int, ...]) -> NoReturn:
         self._break(call, error, text, missing)
         if error == "lost":
-            # The launcher sees the end of the lost rank and ends this one, too. Who fails first is
-            # taken for the cause: let that be the rank that was.
+            # The launcher sees the end of the lost rank and ends this one, too. The rank that
+            # fails first is taken for the cause: let that be the lost one.
             threading.Event().wait(CAUSE_FIRST_S)
         raise _ERRORS.get(error, CollectiveError)(text, missing) from None
 
     def _break(self, call: Call, error: str, text: str, missing: tuple[int, ...]) -> None:
-        """Tell the neighbours why, and refuse every later call with the same."""
+        """Send the neighbours the reason, and refuse every later call with the same."""
         assert self._mesh is not None
         self._unusable = _ERRORS.get(error, CollectiveError), text, missing
         said = {"call": call, "error": error, "text": text, "missing": missing}

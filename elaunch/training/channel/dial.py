@@ -14,7 +14,7 @@ from elaunch.training.channel.members import RankRecord
 from elaunch.wire.handshake import Caller, Unauthenticated, call_up
 
 PAUSE_S: Final = 0.05
-"""Seconds before the next attempt where the other side was too busy to take us."""
+"""Seconds before the next attempt where the other side was too busy to accept."""
 
 
 class Unreached(Exception):
@@ -26,7 +26,7 @@ class Unreached(Exception):
 
 
 class Telephone:
-    """What a rank needs to call others: who it is, and the key of the context."""
+    """What a rank needs to dial others: its record, and the key of the context."""
 
     def __init__(self, me: RankRecord, key: bytes) -> None:
         self.me = me

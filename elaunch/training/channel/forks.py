@@ -1,7 +1,7 @@
 """What a process that was forked from a rank must let go of, so that it cannot be taken for it.
 
 A fork (a DataLoader's worker) has a copy of every descriptor. As long as it holds a connection's,
-the other end does not see that the rank has ended; if it used it, two processes would talk at once.
+the other end does not see that the rank has ended; if it used it, two processes would send at once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class LeftBehind(Protocol):
     """Something that a fork must not have: here the connections of a channel or of a store."""
 
     def forked(self) -> None:
-        """Close the descriptors without a word to the other ends; called in the fork."""
+        """Close the descriptors, sending nothing to the other ends; called in the fork."""
 
 
 _owners: Final[WeakSet[LeftBehind]] = WeakSet()

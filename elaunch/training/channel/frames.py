@@ -1,4 +1,4 @@
-"""What neighbours say to each other on a connection once they have proved who they are.
+"""The messages between neighbours on a connection, after the handshake.
 
 ::
 

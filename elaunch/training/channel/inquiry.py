@@ -43,7 +43,7 @@ class Answer:
 
 @dataclass
 class Activity:
-    """What this rank does, for whoever asks; written by the thread that is in a call."""
+    """What this rank does, for ranks that ask; written by the thread that is in a call."""
 
     calls: dict[str, int] = field(default_factory=lambda: {"all": 0, "local": 0})
     now: Call | None = None
@@ -66,7 +66,7 @@ class Activity:
 
 
 def ask(telephone: Telephone, members: Sequence[RankRecord], until: float) -> list[Answer]:
-    """Return what each of ``members`` says, in their order; blocks until ``until`` at most."""
+    """Return what each of ``members`` reports, in their order; blocks until ``until`` at most."""
     answers: dict[int, Answer] = {}
     todo: queue.SimpleQueue[RankRecord] = queue.SimpleQueue()
     for member in members:

@@ -29,7 +29,7 @@ READABLE: Final = select.POLLIN | select.POLLHUP | select.POLLERR | select.POLLN
 class End:
     """Why nothing more comes from a neighbour.
 
-    ``how``: it has told why its call failed (abort), has closed its context (bye), or is lost.
+    ``how``: it has sent why its call failed (abort), has closed its context (bye), or is lost.
     ``timeout``: the abort is for a deadline. ``missing``: ranks that it is about.
     """
 
@@ -98,7 +98,7 @@ class Link:
             return  # the other side was quicker
 
     def close(self) -> None:
-        """Free the descriptors; without a word."""
+        """Free the descriptors; send nothing."""
         self._sock.close()
         for frame in self.inbox:
             close_all(frame.fds)
@@ -145,7 +145,7 @@ class Link:
             self._lost(None)
 
     def _receive_rest(self) -> None:
-        """Read what came before the other side went: it may say why."""
+        """Read what came before the other side went: it may hold the reason."""
         while self.end is None:
             before = len(self.inbox)
             self._receive()

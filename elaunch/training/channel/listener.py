@@ -1,9 +1,8 @@
 """Where a rank is reached: an abstract Unix socket and, in a job of several nodes, a TCP port.
 
-One thread takes whoever comes through the handshake, hands connections of neighbours to the thread
-that is in a call, and answers the question what this rank does, also while that thread computes or
-waits. Strangers cost a few bytes each, for a few seconds; when there are too many, the oldest that
-has not proved anything goes.
+One thread does the handshakes, gives connections of neighbours to the thread that is in a call, and
+answers the question what this rank does, also while that thread computes or waits. A pending
+handshake costs a few bytes, for a few seconds; when there are too many, the oldest is dropped.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _UCRED: Final = struct.Struct("3i")
 class Listener:
     """Listens for one rank; :meth:`bind` before the meeting, :meth:`start` after it.
 
-    ``patience``: seconds in which who connects has to prove who it is.
+    ``patience``: seconds that a handshake may take.
     """
 
     def __init__(self, rank: int, size: int, patience: float = PATIENCE_S) -> None:
@@ -77,7 +76,7 @@ class Listener:
     def start(
         self, key: bytes, answer: Callable[[], dict[str, Any]], unix_only: bool = False
     ) -> None:
-        """Begin to take callers who know ``key``; ``answer()`` says what this rank does.
+        """Begin to take callers that know ``key``; ``answer()`` returns what this rank does.
 
         ``unix_only``: nobody is to come by TCP.
         """
@@ -189,7 +188,7 @@ class Listener:
             try:
                 sock.send(LENGTH.pack(len(said)) + said)
             except OSError:
-                return  # who asked is gone
+                return  # the asking rank is gone
 
 
 def _family(host: str) -> socket.AddressFamily:

@@ -5,10 +5,10 @@ key               written by  what
 ================  ==========  ======================================================================
 ``rank/<r>``      rank r      its record: host, pid, machine, where it listens (members.py)
 ``key``           rank 0      the job's key where the launcher gives none; anybody who can read the
-                              store can read it then, so it keeps jobs apart and strangers not out:
-                              ranks on one machine then talk over Unix sockets alone, of which the
-                              kernel says whose they are, and others are not sent what runs code
-``ranks``         every rank  a counter; who makes it complete sets ``all``
+                              store can read it then, so it keeps jobs apart, but nobody out:
+                              ranks on one machine then use Unix sockets alone, of which the kernel
+                              knows the owners, and others are not sent what runs code
+``ranks``         every rank  a counter; the rank that completes it sets ``all``
 ``all``           the last    all records are there
 ``outer/<r>``     rank r      its node's address for other machines, where its record says loopback
 ``expired/…``     any rank    who did not come to a call, by the first whose deadline passed
@@ -36,14 +36,14 @@ from elaunch.training.stores.roundstore import RoundStore, StoreConnection
 from elaunch.wire.handshake import session_key
 
 ANSWER_S: Final = 10.0
-"""Seconds for the store's answer to who has come, once the deadline has passed."""
+"""Seconds for the store's answer which ranks have come, once the deadline has passed."""
 
 
 @dataclass(frozen=True)
 class Met:
     """All ranks of the job, by rank, and the key of this context.
 
-    ``shared``: strangers cannot have the key, or cannot connect, so pickles are believed.
+    ``shared``: only processes of this job have the key, or can connect; pickles are trusted.
     """
 
     members: tuple[RankRecord, ...]
@@ -54,7 +54,7 @@ class Met:
 def meet(
     placement: Placement, store: RoundStore, listener: Listener, machine: str, until: float
 ) -> Met:
-    """Bind the listener, tell the others of it, and return when all ranks have come.
+    """Bind the listener, publish where it is, and return when all ranks have come.
 
     ``machine``: what tells this machine from others. All ranks call it together. Raises
     CollectiveTimeout at ``until`` (monotonic clock) that names those who have not come, and
@@ -128,7 +128,7 @@ def _listening_host(placement: Placement, addr: str) -> str | None:
         return None
     if placement.addr or not is_loopback(addr):
         return addr
-    # Who meets at a loopback address is on this machine. A host name may mean one only here.
+    # Ranks that meet at a loopback address are on this machine. A host name may mean one only here.
     host = placement.store[0] if placement.store else ""
     return addr if is_loopback(host) else ""
 

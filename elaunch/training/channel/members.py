@@ -1,4 +1,4 @@
-"""Who the ranks of a job are and how they are connected: nodes, and the tree of their chiefs."""
+"""The ranks of a job and how they are connected: nodes, and the tree of their chiefs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class RankRecord:
 
     ``machine`` is equal for ranks that can reach each other by abstract Unix sockets; ``unix`` is
     the name of the one that this rank listens on, ``addr`` and ``port`` are where it listens on
-    TCP, port 0 where it does not; ``addr_given`` says that the launcher knows the address.
+    TCP, port 0 where it does not; ``addr_given``: the launcher knows the address.
     """
 
     rank: int

@@ -20,7 +20,7 @@ from elaunch.training.channel.streams import Inflow, Outflow, RegionStream
 from elaunch.wire.handshake import LINK
 
 SETTLE_S: Final = 0.25
-"""Seconds in which another neighbour may say why one is gone."""
+"""Seconds in which another neighbour may report why one is gone."""
 PROBE_S: Final = 1.0
 """Seconds between looks whether a rank whose connection is awaited still lives."""
 
@@ -101,7 +101,7 @@ class Mesh:
         """Return when all is sent and every link of ``awaited`` has a frame; or Broken, Expired.
 
         ``concerned``: neighbours that cannot have left before that, so it is a failure if one has.
-        So it is with those that are needed, and when anyone says that this very call has failed.
+        So it is with those that are needed, and when one reports that this very call has failed.
         """
         waiting = {link for link in awaited if not link.inbox}
         while True:
@@ -131,7 +131,7 @@ class Mesh:
     def inflow(self, purpose: bytes, member: RankRecord, until: float, call: Call) -> Inflow:
         """Return the stream from ``member``, which connects when there is none yet.
 
-        Broken if anyone says meanwhile that ``call`` has failed.
+        Broken if a neighbour reports meanwhile that ``call`` has failed.
         """
         found = self._streams.get((purpose, member.rank, Inflow))
         if found is None:
@@ -153,7 +153,7 @@ class Mesh:
         return found
 
     def settle(self, seconds: float) -> End | None:
-        """Wait until a neighbour says why its call has failed; None if none does in time."""
+        """Wait until a neighbour reports why its call has failed; None if none does in time."""
         until = time.monotonic() + seconds
         while True:
             ends = [link.end for link in self.links.values() if link.end is not None]
@@ -219,7 +219,7 @@ class Mesh:
                 raise Broken(link.end)
 
     def _first_cause(self, end: End) -> End:
-        """Return ``end``, or what a neighbour says within a moment: it may know more."""
+        """Return ``end``, or what a neighbour reports within a moment: it may know more."""
         if end.how != "lost":
             return end
         return self.settle(SETTLE_S) or end

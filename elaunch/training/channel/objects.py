@@ -100,8 +100,8 @@ def unpack(data: memoryview, allowed: Names | None = None) -> Any:
     """Return the object that :func:`pack` made ``data`` of; arrays in it keep ``data`` alive.
 
     ``data`` must be writable and belong to nobody else. Without ``allowed`` the sender is a process
-    of this job, and is believed. Else it may be anybody, and what it has sent may name only these
-    and what is harmless (elaunch.training.unpickling). Raises whatever unpickling raises.
+    of this job, and is trusted. Else it may be any process, and what it has sent may name only
+    these and what is harmless (elaunch.training.unpickling). Raises whatever unpickling raises.
     """
     length, count = _HEAD.unpack_from(data)
     sizes = struct.unpack_from(f"<{count}Q", data, _HEAD.size)

@@ -1,6 +1,6 @@
 """Large objects between nodes: bytes of memory files, one after the other, on their own connection.
 
-A stream goes one way. What comes in may go out again while it comes in: so a ring of nodes hands
+A stream goes one way. Bytes may go out again while more come in: so a ring of nodes hands
 each object around, and every node sends and receives it once.
 """
 

@@ -51,7 +51,7 @@ def refuse_unless_chief(rank: int) -> None:
 
 @contextlib.contextmanager
 def store_alone(parts: CallContext, saving: Saving) -> Iterator[tuple[Path, str]]:
-    """Store what rank 0 writes in the block; no other rank has a part in it."""
+    """Store what rank 0 writes in the block; no other rank takes part."""
     if parts.known.taken is not None:
         raise parts.known.taken
     check_metadata(saving)
@@ -95,7 +95,7 @@ def store_together(parts: CallContext, saving: Saving) -> Iterator[tuple[Path, s
         _tell_others(parts, saving, stage, error)
         raise
     except BaseException:
-        discard(parts, stage, agreed=False)  # the process is about to end: that tells the others
+        discard(parts, stage, agreed=False)  # the process is about to end: the others see that
         raise
     storage = parts.storage
 

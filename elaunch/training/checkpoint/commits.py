@@ -1,10 +1,10 @@
 """``stage_path`` and ``commit``: checkpoints that other people's code writes.
 
 The files are linked into the stage, or copied where the disks differ; where they were they are
-removed when the checkpoint is committed, and not before. What cannot be removed is copied: who
-wrote to it again would change the checkpoint. Of a symbolic link the link alone is removed. Ranks
-that give the same directory, and see the same there, have one part together: the lowest of them
-lists it.
+removed when the checkpoint is committed, and not before. A file that cannot be removed is
+copied: a later write to it would change the checkpoint. Of a symbolic link the link alone is
+removed. Ranks that give the same directory, and see the same there, have one shard together: the
+lowest of them lists it.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _commit_other(parts: CallContext, source: Path, saving: Saving) -> Committed
     committed = finish(parts, saving, stage, attempt(seal))
     if leads:
         _remove(source)
-    # Who writes to the same path again must not meet its removal.
+    # A rank that writes to the same path again must not meet its removal.
     parts.distributed.barrier(saving.timeout)
     return committed
 
@@ -128,8 +128,8 @@ def _link_file(source: Path, target: Path) -> None:
 def _leads(parts: CallContext, source: Path, saving: Saving) -> bool:
     """Return whether this rank lists the files at ``source``: the lowest of those who see the same.
 
-    Ranks with one path see the same if they find what the lowest of them has put there. Who finds
-    nothing there has nothing to list.
+    Ranks with one path see the same if they find what the lowest of them has put there. A rank
+    that finds nothing there has nothing to list.
     """
     what = f"{saving.what}, looking at what was written"
     mine = (str(source), source.exists(), uuid.uuid4().hex)

@@ -66,9 +66,9 @@ class CheckpointContext:
 
     ``timeout`` is, everywhere, the seconds that each wait for the other ranks may take; None: those
     of ``elaunch.init()``. ``keep`` says which older checkpoints may go after the commit: an
-    ``elaunch.Keep``, the number of the newest that stay, or None for what the command's flags say.
+    ``elaunch.Keep``, the number of the newest that stay, or None for the command's flags.
     ``uuid`` names a checkpoint: by its uuid, its name, its path or URL, or by what ``latest()``,
-    ``list()`` or ``save()`` returned. What is only read may be anywhere; the rest is in
+    ``list()`` or ``save()`` returned. A checkpoint that is only read may be anywhere; others are in
     :attr:`directory`.
 
     Calls of all ranks raise CollectiveTimeout and PeerLost, which name the ranks that did not come;
@@ -133,7 +133,7 @@ class CheckpointContext:
         """Return a directory for other people's code to write to; then :meth:`commit` it.
 
         ALL ranks call it together. It is one directory for all ranks that share storage; each
-        checkpoint needs a new one. What is not committed is gone with the job.
+        checkpoint needs a new one. One that is not committed is gone with the job.
         """
         parts = self._opening.together(timeout)
         return commits.open_path(
@@ -175,7 +175,7 @@ class CheckpointContext:
         ALL ranks enter it together, and read on their own. Nobody deletes the checkpoint meanwhile.
 
         Args:
-            uuid: see the class; the latest without, or what --init-from says where there is none.
+            uuid: see the class; the latest without, or what --init-from names if there is none.
             timeout: see the class.
 
         Raises:
@@ -238,11 +238,11 @@ class CheckpointContext:
         when_busy: Busy = "wait",
         timeout: float | None = None,
     ) -> Committed | None:
-        """Save ``state``, each rank its part, in the format of torch.distributed.checkpoint.
+        """Save ``state``, each rank its shard, in the format of torch.distributed.checkpoint.
 
         ALL ranks call it together. It blocks until the checkpoint is committed, with
-        ``block=False`` until each rank's part is copied into memory that its agent owns: the agents
-        write it, whatever becomes of the workers. One such save is in flight at most.
+        ``block=False`` until each rank's shard is copied into memory that its agent owns: the
+        agents write it, whatever becomes of the workers. One such save is in flight at most.
 
         Args:
             state: modules (plain, DDP, FSDP, tensor parallel), their optimizers, others with
@@ -281,15 +281,15 @@ class CheckpointContext:
     ) -> Committed | None:
         """Load what :meth:`save` saved into the objects of ``state``; None if there is nothing.
 
-        ALL ranks call it together; there may be more or fewer of them than saved. What is still in
-        the memory of living agents is not read from the disk.
+        ALL ranks call it together; there may be more or fewer of them than saved. Shards that
+        living agents still have in memory are not read from the disk.
 
         Args:
             state: as for :meth:`save`.
             uuid: see the class; the latest without.
             source: path or URL of another run's checkpoint, or of a directory with some, to begin
-                from while this run has none of its own; by default what --init-from says. What is
-                returned has step 0 then: a new run begins.
+                from while this run has none of its own; by default what --init-from names.
+                The checkpoint that is returned has step 0 then: a new run begins.
             strict: refuse what is missing in the checkpoint, and what only it has.
             timeout: see the class.
 
@@ -405,7 +405,7 @@ class CheckpointContext:
         parts, wanted = self._wanted(uuid, source, timeout, "load_ddp")
         return singlefile.load_chosen(parts, wanted, state, (mode, strict))
 
-    # ── keeping ──────────────────────────────────────────────────────────────────────────────────
+    # ── retention ────────────────────────────────────────────────────────────────────────────────
 
     @_in_section
     def delete(self, uuid: Which) -> None:
@@ -480,7 +480,7 @@ class CheckpointContext:
         timeout: float | None,
         what: str,
     ) -> tuple[CallContext, restore.Wanted]:
-        """Return what a call reads, and the parts to read it with. ALL ranks call it together."""
+        """Return what a call reads, and the context to read it with. ALL ranks call it together."""
         parts = self._opening.together(timeout)
         if uuid is None:
             self._opening.ask_for_latest()

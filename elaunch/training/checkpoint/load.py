@@ -1,14 +1,14 @@
 """``load``: a checkpoint into the objects of a state, on any number of ranks.
 
 ======================  ==========================================================================
-step                    what the ranks tell each other
+step                    what the ranks send each other
 ======================  ==========================================================================
 choose                  (elaunch.training.checkpoint.restore) which checkpoint
 look                    whether each could read ``.metadata``; where it is not in memory, all open
                         the directory
-capture, compare        missing keys, sizes, what each would take: an error names them for all
+flatten, compare        missing keys, sizes, what each would take: an error names them for all
                         ranks. Nothing was changed up to here
-read                    whether each could read its part
+read                    whether each could read its share
 restore                 whether each object took what it was given
 ======================  ==========================================================================
 
@@ -95,7 +95,7 @@ def load(
 
 
 class _Loading:
-    """One load, step by step; every step ends with the word of all ranks."""
+    """One load, step by step; every step ends with one allgather."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class _Loading:
 
     def look(self) -> Metadata:
         """Return what ``.metadata`` says."""
-        # Most of what a rank reads lies in the part that it has saved itself.
+        # Most of what a rank reads lies in the shard that it has saved itself.
         self._fetch([stored.FILE], None, [image.data_file(self._parts.rank)])
 
         def work() -> bytes | memoryview:
@@ -323,7 +323,7 @@ def _overlaps(tensor: torch.Tensor) -> bool:
 
 
 def _by_rank(lists: Sequence[Sequence[str]]) -> list[str]:
-    """Return what the ranks say, once where all say it, else with the ranks."""
+    """Return what the ranks report, once where all report the same, else with the ranks."""
     ranks: dict[str, list[int]] = {}
     for rank, said in enumerate(lists):
         for one in said:
@@ -343,7 +343,7 @@ def _listed(title: str, keys: Sequence[str]) -> str:
 
 
 def _hint(unexpected: Sequence[str]) -> str:
-    """Say what kind of checkpoint it seems to be."""
+    """Return in words what kind of checkpoint it seems to be."""
     if any(_NUMBERED.search(key) for key in unexpected):
         return (
             " (it seems to hold optimizer.state_dict(), which numbers the parameters: that cannot "

@@ -1,7 +1,7 @@
 """Checkpoints where every node has a directory of its own: what the nodes have together.
 
 With ``--checkpoint-local`` a node has the files of its own ranks. Before a checkpoint is read, each
-node's first rank says which files it has whole, by their checksums; what all nodes have together
+node's first rank lists which files it has whole, by their checksums; what all nodes have together
 must be complete; then each gets what it lacks from one that has it, in pieces, checked at the end.
 (At the start of a round elaunch's agents do the same: elaunch.agent.peers.search.)
 """

@@ -3,11 +3,11 @@
 ==============  ==================================================================================
 property, call  needs
 ==============  ==================================================================================
-``place``       nothing: variables and the run id say it
+``place``       nothing: variables and the run id give it
 ``storage``       nothing, and touches nothing
 ``latest``      an agent's choice; without an agent rank 0 looks, and ALL ranks ask together
 ``alone``       rank 0: it makes the directory, and locks it where no agent has
-``together``    ALL ranks: rank 0's word on run id and round; all see the same directory
+``together``    ALL ranks: rank 0 sends run id and round; all see the same directory
 ==============  ==================================================================================
 """
 
@@ -46,7 +46,7 @@ class OpenedContext:
     """What the context gives, and what is opened of it.
 
     Attributes:
-        info: what the launcher told.
+        info: what the launcher set.
         distributed: the ranks.
         train: flushed before each commit.
         page: progress page of this rank.
@@ -96,7 +96,7 @@ class OpenedContext:
         return where.is_local(self.info, os.environ)
 
     def alone(self) -> CallContext:
-        """Return the parts on rank 0, which asks nobody."""
+        """Return the call context on rank 0, which asks no other rank."""
         self._refuse_if_closed()
         if self._parts is None:
             self._whose = self._take()
@@ -104,7 +104,7 @@ class OpenedContext:
         return self._parts
 
     def together(self, timeout: float | None) -> CallContext:
-        """Return the parts; ALL ranks call it together.
+        """Return the call context; ALL ranks call it together.
 
         Raises CheckpointError, on all ranks: the directory cannot be made, or is not the same on
         all nodes. One that belongs to another job or run can be read from.
@@ -125,7 +125,7 @@ class OpenedContext:
         return self._parts
 
     def _with_one_kind_of_saver(self, parts: CallContext, lacking: list[str]) -> CallContext:
-        """Return the parts without an agent if some rank cannot reach its own, for ``lacking``."""
+        """Return the context without agents if some rank cannot reach its own, for ``lacking``."""
         if not any(lacking):
             return parts
         rank, reason = next((rank, reason) for rank, reason in enumerate(lacking) if reason)
@@ -157,7 +157,7 @@ class OpenedContext:
         return self.known.latest()
 
     def ask_for_latest(self) -> None:
-        """Have :meth:`latest` known before a call of all ranks, where rank 0's word counts."""
+        """Have :meth:`latest` known before a call of all ranks, where rank 0 looks for it."""
         if self.by_agent:
             self.known.problem = attempt(self.latest)[1]
         else:
@@ -185,7 +185,7 @@ class OpenedContext:
         return self._whose or self._take() if acts else None
 
     def _take(self) -> Whose:
-        """Make the directory ready, lock it where no agent does, and tell whose it is."""
+        """Make the directory ready, lock it where no agent does, and return whose it is."""
         place, chosen = where.place_of(self.info, self.run_id, os.environ)
         if self.distributed.rank == 0:
             where.say(place, chosen)

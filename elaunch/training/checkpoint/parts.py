@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 SECTION: Final = "checkpoint"
 """What this rank is in, in ``elaunch status``, during every call."""
 Mode = Literal["all", "broadcast", "sequential"]
-"""Who opens the file in ``load_ddp``."""
+"""Which ranks open the file in ``load_ddp``."""
 
 
 @dataclass
@@ -36,7 +36,7 @@ class KnownCheckpoints:
             ``resumed`` it changes in calls of all ranks only, so it is the same on all of them.
         own: the newest that this rank has committed without the others.
         whole: uuids of those that were verified, or written by this job.
-        unrecalled: uuids of those that could not be had from memory: it is said once.
+        unrecalled: uuids of those that could not be had from memory: it is logged once.
         taken: why nothing can be saved here: the directory is another job's.
         problem: why this rank does not find what the round resumed from.
         staged: paths that the script was given to write to, until it commits them.
@@ -95,8 +95,8 @@ class CallContext:
     Attributes:
         distributed: the ranks; ``distributed.timeout`` is the default of every timeout.
         storage: the directory or URL, as this node sees it.
-        saver: who writes what was handed over, and who knows whether the round is still on: this
-            node's agent, else a thread of this process.
+        saver: writes what was staged, and knows whether the round is still on: this node's agent,
+            else a thread of this process.
         run_id: of the run; it stands in every checkpoint.
         reads: the run whose checkpoints count when the latest is looked for; None: any run's,
             where nobody has chosen an id.

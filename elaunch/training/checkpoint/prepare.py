@@ -1,9 +1,9 @@
-"""What a save knows before a byte is written: what this rank has, and what the others say.
+"""What a save knows before a byte is written: what this rank has, and what the others have.
 
 ===========  =====================================================================================
-``offered``  the state is captured, its values packed, digests taken; then one allgather: step,
+``offered``  the state is flattened, its values packed, digests taken; then one allgather: step,
              plan, digests of what has to be equal, slots of the values, whether the save before is
-             still in flight. While a state keeps its shape this is all that is said
+             still in flight. While a state keeps its shape this is all that is sent
 ``planned``  the plan, made by all ranks where some rank has none; an error if the digests differ
 ===========  =====================================================================================
 """
@@ -89,7 +89,7 @@ class Sharded:
 
 @dataclass(frozen=True)
 class Offer:
-    """What a rank says before anything is written."""
+    """What a rank sends before anything is written."""
 
     step: int
     metadata: Mapping[str, Any]
@@ -103,7 +103,7 @@ class Offer:
 
 @dataclass(frozen=True)
 class Ready:
-    """A state, ready to be planned."""
+    """A prepared state, to be planned."""
 
     captured: Captured
     packed: dict[str, bytes]
@@ -131,7 +131,7 @@ def check_group(distributed: DistributedContext, what: str) -> None:
 
 
 def give_up(parts: CallContext, stage: Stage | None = None) -> None:
-    """Tell this rank's saver that nothing comes of what was begun; see ``Saver.abandon``.
+    """Report to this rank's saver that nothing comes of what was begun; see ``Saver.abandon``.
 
     There is an error already that all ranks are about to raise: another one is only logged.
     """
@@ -147,9 +147,9 @@ def offered(
     saving: Saving,
     waits: bool | None,
 ) -> tuple[Ready, list[Offer]]:
-    """Make a state ready, and hear what the others have. ALL ranks call it together.
+    """Prepare a state, and receive what the others have. ALL ranks call it together.
 
-    ``waits``: whether to wait for the save in flight; None if nothing will be handed over. Where a
+    ``waits``: whether to wait for the save in flight; None if nothing will be staged. Where a
     rank is ``busy`` nothing is begun on any. Raises SaveError, on all ranks.
     """
     seconds = parts.seconds(saving.timeout)

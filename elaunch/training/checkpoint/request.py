@@ -12,7 +12,7 @@ from elaunch.training.checkpoint.parts import Saving
 
 
 def as_given(metadata: Any, keep: Keep | int | None, timeout: float | None, what: str) -> Saving:
-    """Return what the script asks for; what is wrong with the metadata is said on all ranks."""
+    """Return what the script asks for; what is wrong with the metadata is raised on all ranks."""
     step = metadata.get(layout.STEPS_COMPLETED) if isinstance(metadata, Mapping) else None
     number = step if isinstance(step, int) and not isinstance(step, bool) and step >= 0 else 0
     return Saving(number, metadata, _rule(keep), timeout, what)

@@ -1,10 +1,10 @@
 """``restore_path``: which checkpoint all ranks read, and where each finds it.
 
-Rank 0 chooses; the others take its word. What this job has not written itself, and nobody has
-verified for it, rank 0 verifies first. If the latest is gone or damaged, the newest that is whole
-takes its place, on all ranks. While the block lasts nobody deletes it: retention and ``delete`` see
-the lock of whoever reads. From a URL the first rank of each node fetches it for the others. With a
-directory per node, each node first gets what it lacks (nodecopies).
+Rank 0 chooses; the others follow. It first verifies a checkpoint that this job has neither written
+nor verified. If the latest is gone or damaged, the newest that is whole takes its place, on all
+ranks. While the block lasts nobody deletes it: retention and ``delete`` see the readers' lock. From
+a URL the first rank of each node fetches it for the others. With a directory per node, each node
+first gets what it lacks (nodecopies).
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Wanted:
 
 
 def choose(parts: CallContext, wanted: Wanted) -> tuple[CallContext, Committed | None]:
-    """Return the checkpoint to read, and the parts to read it with; None if there is none.
+    """Return the checkpoint to read, and the context to read it with; None if there is none.
 
     ALL ranks call it together. What comes from ``source`` has step 0: a run begins with it. Raises
     CheckpointError, on all of them, if they ask for different ones, or for one that is not there or
@@ -226,7 +226,7 @@ def _check_asked(what: str, asked: Sequence[str | None]) -> None:
 
 
 def _at_another_place(parts: CallContext, above: Location | None) -> CallContext:
-    """Return the parts to read what is not this run's with; nothing is written there."""
+    """Return the context to read what is not this run's with; nothing is written there."""
     known = KnownCheckpoints(taken=SaveError("another run's checkpoints are only read"))
     storage = parts.storage if above is None else open_storage(above)
     return replace(parts, storage=storage, local=False, known=known)
@@ -260,7 +260,7 @@ def is_foreign(found: Committed) -> bool:
 
 
 def not_there(what: str) -> CheckpointError:
-    """Return the error of who wants the latest checkpoint where there is none."""
+    """Return the error of a call that wants the latest checkpoint where there is none."""
     return CheckpointError(
         f"{what}: there is no checkpoint yet; ask ctx.checkpoint.latest(), which is None then"
     )

@@ -1,14 +1,14 @@
-"""``save``: a state, each rank its part, in the format of torch.distributed.checkpoint.
+"""``save``: a state, each rank its shard, in the format of torch.distributed.checkpoint.
 
 ======================  ==========================================================================
-step                    what the ranks tell each other
+step                    what the ranks send each other
 ======================  ==========================================================================
-make ready, plan        elaunch.training.checkpoint.prepare
+prepare, plan           elaunch.training.checkpoint.prepare
 block=True              (elaunch.training.checkpoint.store) files over the tensors' own memory,
-                        fsynced, sealed, committed
-block=False             each rank copies its part into memory that its agent owns; one allgather
-                        that all have; each hands its part over; one barrier, so that on the return
-                        of any rank all parts are the agents'. They write and commit
+                        fsynced, manifests written, committed
+block=False             each rank copies its shard into memory that its agent owns; one allgather
+                        that all have; each stages its shard; one barrier, so that on the return
+                        of any rank all shards are staged. The agents write and commit
 ======================  ==========================================================================
 """
 
@@ -56,7 +56,7 @@ def save(
         sharded: what it remembers.
         state: see elaunch.training.checkpoint.state.flatten.
         saving: step, metadata, what may go after the commit.
-        block: return when it is committed; else when all ranks' parts are in their agents' memory.
+        block: return when it is committed; else when all ranks' shards are in their agents' memory.
         when_busy: if a save is in flight with ``block=False``: "wait" for it, or "skip" this one.
 
     Returns:
@@ -129,7 +129,7 @@ def _write(parts: CallContext, saving: Saving, files: list[Image]) -> Committed:
 def _memory(
     parts: CallContext, sharded: Sharded, content: imaging.Content, metadata: bytes | None
 ) -> memoryview:
-    """Return memory for a part: its file, and ``.metadata`` behind it."""
+    """Return memory for a shard: its file, and ``.metadata`` behind it."""
     size = _behind(content) + len(metadata or b"")
     sharded.pinning.make_way(size)
     memory = parts.saver.memory(max(size, 1)).cast("B")
@@ -145,7 +145,7 @@ def _behind(content: imaging.Content) -> int:
 def _copied(
     parts: CallContext, sharded: Sharded, saving: Saving, stage: Stage, filled: Filled
 ) -> Handed:
-    """Copy this rank's part into the saver's memory. ALL ranks call it together."""
+    """Copy this rank's shard into the saver's memory. ALL ranks call it together."""
     started, begun = time.time(), time.monotonic()
     content, metadata = filled
     what = store.called(saving, stage)
@@ -165,7 +165,7 @@ def _copied(
 
 
 def _hand_over(parts: CallContext, sharded: Sharded, saving: Saving, handed: Handed) -> None:
-    """Give this rank's part to the saver. ALL ranks call it together."""
+    """Stage this rank's shard. ALL ranks call it together."""
     problem = attempt(lambda: parts.saver.staged(handed))[1]
     sharded.in_flight = True
     what = f"{store.called(saving, handed.stage)}, handed over"
@@ -175,7 +175,7 @@ def _hand_over(parts: CallContext, sharded: Sharded, saving: Saving, handed: Han
         give_up(parts, handed.stage)
         raise
     except CollectiveError:
-        give_up(parts)  # if all have handed over, it counts all the same
+        give_up(parts)  # if all have staged, it counts all the same
         raise
 
 

@@ -1,18 +1,18 @@
-"""One save by all ranks together: begin, each rank's part, commit.
+"""One save by all ranks together: begin, each rank's shard, commit.
 
 ================  ================================================================================
-step              what the ranks tell each other at its end
+step              what the ranks send each other at its end
 ================  ================================================================================
 ``begin``         step and metadata as each wants them; rank 0's uuid names the stage
                   whether each can write there: nobody begins where another cannot
-(the parts)       written, fsynced and sealed by each rank
-``finish``        whether each has sealed; a problem of one is an error of all
+(the shards)      written and fsynced by each rank, then its manifest
+``finish``        whether each manifest is written; a problem of one is an error of all
                   what rank 0 has committed: it asks its agent whether the round is still on (the
-                  fence), checks all parts, writes COMMIT, renames
+                  fence), checks all shards, writes COMMIT, renames
 ================  ================================================================================
 
 If anything goes wrong before the commit, rank 0 removes the stage, and nothing else has changed. A
-rank 0 that is killed leaves a stage: who chooses the next round's checkpoint clears it away, or
+rank 0 that is killed leaves a stage: the choice of the next round's checkpoint clears it away, or
 commits it if it is complete.
 """
 
@@ -47,8 +47,9 @@ def save_together(
 ) -> Committed:
     """Begin, write, commit; where a disk is full, make room and do it once more.
 
-    ALL ranks call it together. ``write(stage)`` writes and seals this rank's part and returns its
-    manifest, None if it has none; it may be called twice. ``extra`` goes into metadata.json.
+    ALL ranks call it together. ``write(stage)`` writes this rank's shard and manifest and
+    returns the manifest, None if it has none; it may be called twice. ``extra`` goes into
+    metadata.json.
 
     Raises:
         SaveError: nothing was committed; on all ranks, with the ranks and their reasons.
@@ -92,7 +93,7 @@ def finish(
     sealed: tuple[bytes | None, BaseException | None],
     extra: Mapping[str, Any] | None = None,
 ) -> Committed:
-    """Commit a stage when all ranks have sealed their parts; return what was committed.
+    """Commit a stage when all ranks' manifests are written; return what was committed.
 
     ALL ranks call it together, also one that could not: ``sealed`` is its manifest, or its problem.
     Raises as :func:`save_together`; the stage is gone then.
@@ -152,7 +153,7 @@ def _adopt(parts: CallContext, stage: Stage, sealed: list[tuple[int, bytes | Non
 
 
 def documented(parts: CallContext, stage: Stage, extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what metadata.json says beside the parts; the same on every node."""
+    """Return what metadata.json says beside the shards; the same on every node."""
     now = time.time()
     return {
         "started": now,
@@ -177,7 +178,7 @@ def commit_alone(parts: CallContext, stage: Stage, extra: Mapping[str, Any]) -> 
 
 
 def part_of(parts: CallContext, saving: Saving, writers: int | None = None) -> Part:
-    """Return what this rank's manifest says beside the files; ``writers``: ranks with a part."""
+    """Return what this rank's manifest says beside the files; ``writers``: ranks with a shard."""
     world_size = parts.distributed.size if writers is None else writers
     return Part(parts.rank, world_size, parts.run_id, dict(saving.metadata))
 
@@ -286,7 +287,7 @@ def _save_once(
 
 
 def _make_room(parts: CallContext, saving: Saving) -> bool:
-    """Have rank 0 remove what may go; tell all ranks whether anything went."""
+    """Have rank 0 remove what may go; return on all ranks whether anything went."""
     removed: list[str] = []
     needed = sum(parts.distributed.allgather(saving.size, saving.timeout))
     if parts.rank == 0 or (parts.local and parts.is_node_chief):

@@ -68,7 +68,7 @@ class Whose:
 def place_of(info: Info, run_id: str, environ: Mapping[str, str]) -> tuple[Location, bool]:
     """Return the directory or URL, and whether a person has chosen it.
 
-    Raises UsageError where there is none: no variable and no home, or a variable that says none.
+    Raises UsageError where there is none: no variable and no home, or a variable that names none.
     """
     given = environ.get(env.CHECKPOINT_DIR, "")
     if given:
@@ -86,7 +86,7 @@ def place_of(info: Info, run_id: str, environ: Mapping[str, str]) -> tuple[Locat
 
 
 def keep_of(environ: Mapping[str, str]) -> Keep:
-    """Return the rule of the flags; raises UsageError for a variable that says none."""
+    """Return the rule of the flags; raises UsageError for a variable that holds none."""
     text = environ.get(env.CHECKPOINT_KEEP, "")
     try:
         return Keep.from_json(text)
@@ -119,7 +119,7 @@ def take(storage: Storage, info: Info, run_id: str, given: bool) -> Whose:
 
     Args:
         storage: the directory, locked by the caller where no agent has it.
-        info: what the launcher told.
+        info: what the launcher set.
         run_id: the run's.
         given: a person chose the run id, or the launcher did, so that a later start has the same.
 
@@ -156,8 +156,8 @@ def lock(storage: Storage) -> Closeable:
 def newest(storage: Storage, run_id: str | None, known: KnownCheckpoints) -> Committed | None:
     """Return the newest checkpoint of a run that is whole; put damaged ones into quarantine.
 
-    One rank calls it, for all. What cannot be read just now is passed over, and stays; so does what
-    is another job's. ``run_id`` None: of any run.
+    One rank calls it, for all. One that cannot be read just now is passed over, and stays; so does
+    another job's. ``run_id`` None: of any run.
     """
     for found in reversed(storage.listed()):
         if run_id is not None and found.run_id != run_id:
@@ -192,7 +192,7 @@ def check(storage: Storage, found: Committed, known: KnownCheckpoints) -> str:
 def check_shared(
     distributed: DistributedContext, storage: Storage, local: bool, timeout: float | None
 ) -> None:
-    """Raise CheckpointError, on all ranks, unless the nodes share what they are said to share.
+    """Raise CheckpointError, on all ranks, unless the nodes share what they should share.
 
     ALL ranks call it together, when rank 0 has made the directory.
     """
@@ -213,7 +213,7 @@ def check_shared(
 
 
 def say(place: Location, given: bool) -> None:
-    """Tell a person where checkpoints go if nobody has chosen it; rank 0 does, once."""
+    """Print on stderr where checkpoints go if nobody has chosen it; rank 0 does, once."""
     if not given:
         print(
             f"elaunch: checkpoints are kept in {place} (--checkpoint-dir or {env.CHECKPOINT_DIR} "

@@ -1,7 +1,7 @@
 """TensorBoard's files, beside the rows: ``<directory>/rank-<rank>``, one for each rank.
 
 A scalar is named ``<group>/<metric>``. Numbers only: TensorBoard has no place for the rest. A round
-that goes on from an earlier step tells TensorBoard to leave out what it had from there on.
+that goes on from an earlier step has TensorBoard leave out what it had from there on.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def require() -> None:
 class BoardWriter:
     """Writes one rank's rows for TensorBoard; only the thread that writes rows calls.
 
-    What it cannot write is said once and left out: the rows themselves are in ``metrics.jsonl``.
+    What it cannot write is logged once and left out: the rows themselves are in ``metrics.jsonl``.
     """
 
     def __init__(self, directory: Path, resume_step: int | None) -> None:

@@ -1,6 +1,6 @@
 """The files in the run directory: appended under a lock, so that a node's ranks share them.
 
-A batch is whole lines in one write. What a killed writer left of a line is cut off by the next one.
+A batch is whole lines in one write. The half line of a killed writer is cut off by the next one.
 Rows that are superseded are first appended to their own file, then left out of ``metrics.jsonl``,
 which is replaced as a whole: a writer that dies between the two leaves them in both, which readers
 know (``reading``), never in none.
@@ -58,7 +58,7 @@ class MetricFiles:
                 os.close(fd)
 
     def _begin(self, told: Beginning) -> None:
-        """Note where this round began, as far as its ranks here have told, and supersede."""
+        """Note where this round began, as far as its ranks here have reported, and supersede."""
         path = self._directory / ROUNDS
         known = read_rounds(path)
         before = known.get(self._round)
@@ -84,7 +84,7 @@ class MetricFiles:
             draft.unlink(missing_ok=True)
 
     def _divide(self, rows: BinaryIO, kept: BinaryIO, begun: Beginning) -> bool:
-        """Write each row to ``kept`` or to the superseded ones; tell if there are any of these."""
+        """Write each row to ``kept`` or to the superseded ones; return whether there are any."""
         void: list[bytes] = []
         size, moved = 0, False
         for line in rows:

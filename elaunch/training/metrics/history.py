@@ -1,12 +1,12 @@
 """Which rows a later round makes void, decided purely.
 
 A round that resumed from step R does every step beyond R again: rows of earlier rounds beyond R are
-superseded. Where nothing says R, the first report tells it:
+superseded. Where R is not known, it follows from the first report:
 
 * ``training`` at step s: the round goes on from before s; all rows from s on are superseded.
 * ``validation`` at step s: it may stand at s without having done a step; all rows beyond s are.
 * any group at step s: its own rows from s on are, since this round reports them again. Another
-  group tells nothing of the rest: a script may report its settings at step 0 in every round.
+  group shows nothing of the rest: a script may report its settings at step 0 in every round.
 
 Ranks report apart from each other, so a later report may turn out to be the first.
 """
@@ -56,7 +56,7 @@ class Beginning:
 
     @cached_property
     def resumed_step(self) -> int | None:
-        """Return the last step that this round did not do; None where nothing tells."""
+        """Return the last step that this round did not do; None where it is not known."""
         told = [] if self.resume_step is None else [self.resume_step]
         if TRAINING in self.first:
             told.append(self.first[TRAINING] - 1)
@@ -65,7 +65,7 @@ class Beginning:
         return min(told, default=None)
 
     def joined(self, other: Beginning) -> Beginning:
-        """Return what two reporters of one round tell together.
+        """Return the beginning that two reporters of one round make together.
 
         It supersedes what one or the other does.
         """

@@ -90,7 +90,7 @@ class Encoder:
             other = f"metric_{other}"
         if name not in self._renamed_once:
             self._renamed_once.add(name)
-            # Rank 0 says it for all: they report under the same names.
+            # Rank 0 logs it for all: they report under the same names.
             level = logging.WARNING if self._own["rank"] == 0 else logging.INFO
             log.log(level, "metric %r is kept as %r: each row has a column %r", name, other, name)
         return other

@@ -3,10 +3,10 @@
 ``put`` appends to a bounded queue. The thread sleeps while the queue is empty; woken by the first
 row it waits GATHER_S for more and writes them at once, so that it wakes ten times a second at most.
 Only where the disk is slower than the script for so long that the queue is full does ``put`` wait,
-and says so once.
+and logs so once.
 
-What cannot be written is tried again. After RETRY_S ``put`` and ``close`` raise, with path and
-reason; the rows are kept and tried on, so that a disk that was cleaned up loses nothing.
+Rows that cannot be written are tried again. After RETRY_S ``put`` and ``close`` raise, with path
+and reason; the rows are kept and tried on, so that a disk that was cleaned up loses nothing.
 """
 
 from __future__ import annotations

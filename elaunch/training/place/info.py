@@ -1,6 +1,6 @@
-"""What the launcher told this process: run, round, nodes, slots, and what to resume from.
+"""What the launcher set for this process: run, round, nodes, slots, and what to resume from.
 
-All of it is read from the environment: nothing is asked of anybody, no rank waits for another, and
+All of it is read from the environment: no process is asked, no rank waits for another, and
 torch is not imported. It stays the same for as long as the process lives.
 
 =======================  ===========================================================
@@ -34,7 +34,7 @@ from elaunch.training.place.placement import Launcher, Placement
 
 @dataclass(frozen=True)
 class Info:
-    """What the launcher told this process; the same in one round, whenever it is asked.
+    """What the launcher set for this process; the same in one round, whenever it is asked.
 
     Attributes:
         run_id: the run's id; empty where the launcher gives none.
@@ -88,7 +88,7 @@ class Info:
 
 
 def info() -> Info:
-    """Return what the launcher told this process.
+    """Return what the launcher set for this process.
 
     Any rank may call it alone, before or without ``elaunch.init()``; it does not block.
 
@@ -167,7 +167,7 @@ def _step(environ: Mapping[str, str]) -> int | None:
 
 
 def _node_addrs(environ: Mapping[str, str], place: Placement, by_agent: bool) -> tuple[str, ...]:
-    """Return what is known of all nodes' addresses without asking anybody."""
+    """Return what is known of all nodes' addresses without asking other ranks."""
     addrs: tuple[str, ...] = ()
     if by_agent:
         addrs = tuple(a for a in environ.get("ELAUNCH_NODE_ADDRS", "").split(",") if a)

@@ -1,7 +1,7 @@
 """Where this process stands in its job, and where the job's ranks meet.
 
 Read from what the launcher set, or given as numbers, and checked; the error names the value that
-does not fit. Nothing here talks to anybody.
+does not fit. Nothing here uses the network.
 
 ==========  ===============================  ==================================================
 launcher    found by                         where the ranks meet
@@ -46,8 +46,8 @@ __all__ += ["from_mpi", "from_slurm", "from_torch"]
 class Placement:
     """Where this process stands; ``cross`` is its node among the nodes (torchrun's GROUP).
 
-    ``store`` is where the round's TCPStore is or is to be; None for one rank. ``hosts_store`` says
-    that nobody hosts it for the ranks, so that rank 0 does. ``scope`` tells this job and this round
+    ``store`` is where the round's TCPStore is or is to be; None for one rank. ``hosts_store``:
+    nobody hosts it for the ranks, so that rank 0 does. ``scope`` sets this job and this round apart
     from every other in the same store. ``addr`` is this node's own address for others, empty where
     it is not known. ``secret`` is known to the job's processes only; None where there is none.
     """
@@ -71,7 +71,7 @@ class Placement:
 def current(environ: Mapping[str, str]) -> Placement:
     """Return where the launcher that started this process put it; alone if there was none.
 
-    Torch's variables come first: who sets them by hand under another launcher means them.
+    Torch's variables come first: set by hand under another launcher, they are meant.
 
     Raises PlacementError if a launcher's variables are incomplete or contradict each other.
     """

@@ -1,7 +1,7 @@
 """One rank's part in agreeing on the call at which should_preempt() returns True on all ranks.
 
-The steps are told in elaunch.training.preempt.preempt; here are the two threads that take them. One
-waits in the round's store for another rank's notice. The other waits for a notice from wherever,
+elaunch.training.preempt.preempt describes the steps; here are the two threads that take them. One
+waits in the round's store for another rank's notice. The other waits for a notice from any source,
 and then takes the steps one after the other; the script's thread only waits for what comes out.
 """
 
@@ -25,11 +25,11 @@ from elaunch.wire.worker import Notice
 PATIENCE_S: Final = 5.0
 """Seconds that the agreement goes on without reaching the store."""
 SIGN_OFF_S: Final = 5.0
-"""Seconds in which a rank that closes says so; LOST_S where the store seems to be gone."""
+"""Seconds in which a rank that closes reports it; LOST_S where the store seems to be gone."""
 LOST_S: Final = 0.5
 DESCRIBE_S: Final = 5.0
 DESCRIBED: Final = 8
-"""Ranks of which an error tells what they did."""
+"""Ranks whose last calls an error describes."""
 JOIN_S: Final = 2.0
 
 log = logging.getLogger("elaunch")
@@ -42,7 +42,7 @@ _ADVICE: Final[dict[Stage, str]] = {
 
 @dataclass(frozen=True)
 class Heard:
-    """A notice as one rank heard it: its own calls so far, and whether its agent knows of it."""
+    """A notice as one rank received it: its own calls so far, and whether its agent knows of it."""
 
     notice: Notice
     calls: int
@@ -140,7 +140,7 @@ class Agreement:
         if self._waiting:
             self._sign_off_apart()
         else:
-            # A store that is lost ended with its host, most likely: there is nobody left to tell.
+            # A store that is lost ended with its host, most likely: no rank is left to notify.
             self._settler.join(LOST_S if self._settling.lost else SIGN_OFF_S)
         for line, thread in ((self._settling, self._settler), (self._watching, self._watcher)):
             connected = line.connected
@@ -227,7 +227,7 @@ class Agreement:
         return True
 
     def _stand(self, standing: CallCount) -> CallCount:
-        """Return what this rank says, in whichever thread: what it first wanted to."""
+        """Return the count that this rank publishes, the same from either thread: the first one."""
         with self._lock:
             if self._standing is None:
                 self._standing = standing

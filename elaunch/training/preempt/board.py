@@ -3,21 +3,21 @@
 ======================  ===================  ======================================================
 key                     written by           what
 ======================  ===================  ======================================================
-``preempt/notice``      whoever has one      JSON: ``{"reason": …, "kind": …}``; the first stays
+``preempt/notice``      any rank with one    JSON: ``{"reason": …, "kind": …}``; the first stays
 ``preempt/at/<rank>``   every rank           JSON: ``{"calls": n, "closed": …}``: how often it had
-                                             called should_preempt() when it heard of the notice, or
+                                             called should_preempt() when it received the notice, or
                                              when it closed
-``preempt/at/all``      who is last of all   JSON: ``{"call": K, "reason": …, "kind": …}``; K is one
+``preempt/at/all``      the last of all      JSON: ``{"call": K, "reason": …, "kind": …}``; K is one
                                              more than the most calls
 ``preempt/in/<rank>``   every rank           it has come to call K, or has closed
-``preempt/in/all``      who is last of all   all have: call K returns True
+``preempt/in/all``      the last of all      all have: call K returns True
 ``preempt/out/<rank>``  every rank           it has seen that, or has closed
-``preempt/out/all``     who is last of all   nobody needs these keys any more
+``preempt/out/all``     the last of all      nobody needs these keys any more
 ======================  ===================  ======================================================
 
-Who is last learns it from a counter, ``preempt/<stage>/count``. A rank whose connection broke adds
-to it again, so it may be too high; therefore who finds it high enough also looks whether all are
-there. It cannot be too low, so the last one always looks.
+The last rank learns it from a counter, ``preempt/<stage>/count``. A rank whose connection broke
+adds to it again, so it may be too high; therefore a rank that finds it high enough also looks
+whether all are there. It cannot be too low, so the last one always looks.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def agree(standings: list[CallCount], notice: Notice) -> Agreed:
 
 
 class PreemptBoard:
-    """The keys above, as one rank writes and reads them over its line.
+    """The keys above, as one rank writes and reads them over its connection.
 
     Every method raises CollectiveError when the store cannot be reached.
     """
@@ -69,7 +69,7 @@ class PreemptBoard:
         self._size = size
 
     def announce(self, notice: Notice) -> None:
-        """Let every rank know of ``notice``, if there is none yet."""
+        """Publish ``notice`` to every rank, if there is none yet."""
 
         value = _packed(asdict(notice))
         self._line.run(lambda line, until: line.compare_set(NOTICE, b"", value, until))
@@ -79,7 +79,7 @@ class PreemptBoard:
         return _notice(_fields(self._line.run(lambda line, until: line.get(NOTICE, until))))
 
     def stand(self, standing: CallCount) -> None:
-        """Say how often this rank had called; who is the last to say it also says the call."""
+        """Publish how often this rank had called; the last rank to do so publishes the call."""
 
         def complete(values: list[bytes]) -> bytes:
             agreed = agree([_standing(value) for value in values], self.notice())
@@ -88,11 +88,11 @@ class PreemptBoard:
         self._enter("at", _packed(asdict(standing)), complete)
 
     def arrive(self) -> None:
-        """Say that this rank has come to the call, or never will."""
+        """Publish that this rank has come to the call, or never will."""
         self._enter("in", b"1", lambda _: b"1")
 
     def leave(self) -> None:
-        """Say that this rank needs the store for this no more."""
+        """Publish that this rank needs the store for this no more."""
         self._enter("out", b"1", lambda _: b"1")
 
     def keep_alive(self) -> None:
@@ -109,7 +109,7 @@ class PreemptBoard:
         return Agreed(_whole(fields.get("call")), _notice(fields))
 
     def standings(self) -> list[CallCount | None]:
-        """Return by rank what it said; None for those that said nothing."""
+        """Return by rank what it published; None for those that published nothing."""
         return [_standing(value) if value else None for value in self._all_of("at")]
 
     def absent(self, stage: Stage) -> list[int]:

@@ -1,11 +1,11 @@
 """Ending at the same step on all ranks: should_preempt() and how the ranks agree on the call.
 
 While no notice is there, a call counts itself, looks at one attribute and is a heartbeat; there is
-no network. The ranks agree without stopping anybody (keys: elaunch.training.preempt.board):
+no network. The ranks agree without stopping any script (keys: elaunch.training.preempt.board):
 
 1. A notice comes to some rank: from its agent, by a signal, by request(). It is put into the
    round's store, where a thread of every rank waits for it.
-2. Every rank, when it hears of it, first marks that one is pending and then reads how many calls
+2. Every rank, when it receives it, first marks that one is pending and then reads how many calls
    its script has made, n. A call counts itself before it looks for the mark; so every call that
    did not see the mark, and so returned False, is among those n. Any later call waits for step 3.
 3. When the numbers of all ranks are in the store, the call is K, one more than the greatest of
@@ -38,7 +38,7 @@ from elaunch.wire.worker import Kind, Notice
 log = logging.getLogger("elaunch")
 
 BLAME_S: Final = 6.0
-"""Seconds before the agent ends the ranks in which those that wait say for whom; half, of less."""
+"""A wait ends so many seconds before the agent ends the ranks; half the grace, if that is less."""
 LEAST_S: Final = 0.5
 """Seconds that a rank waits for the others at least, however late it comes."""
 
@@ -105,8 +105,8 @@ class PreemptContext:
         it is always True.
 
         Args:
-            auto_ack: tell the agent that the script ends because of this, so that exit code 0
-                means "preempted, to be continued". With False the script says so itself, by
+            auto_ack: report to the agent that the script ends because of this, so that exit code 0
+                means "preempted, to be continued". With False the script does that itself, by
                 :meth:`acknowledge_preemption_signal`.
             timeout: seconds that it may wait for the other ranks; None: those of elaunch.init(). It
                 waits no longer than a few seconds less than the agent's grace, so that the error
@@ -126,7 +126,7 @@ class PreemptContext:
         return self._ask(self._calls, auto_ack, seconds)
 
     def acknowledge_preemption_signal(self) -> None:
-        """Tell the agent that the script ends because should_preempt() returned True.
+        """Report to the agent that the script ends because should_preempt() returned True.
 
         Any rank that ends for it calls it, without the others; it blocks on nothing. Needed only
         after ``should_preempt(auto_ack=False)``.
@@ -163,7 +163,7 @@ class PreemptContext:
     def on_signal(self, signum: int) -> None:
         """Ask the whole job to end when this process gets the signal ``signum``.
 
-        The handler only enqueues. What handled the signal before does so again after close().
+        The handler only enqueues. After close() the handler before it is back in place.
 
         Raises:
             ContextError: this is not the main thread, or the signal cannot be handled.
@@ -203,7 +203,7 @@ class PreemptContext:
         self._refuse_if_closed()
         self._beat()
         if os.getpid() != self._pid:
-            return False  # a fork of the rank's process: nobody tells it anything
+            return False  # a fork of the rank's process: it receives no notice
         if not self._asked and not self._is_pending_at_first():
             return False
         if not self._told:
@@ -216,7 +216,7 @@ class PreemptContext:
         self._asked = True
         if self._link is not None:
             self._link.listens()
-        # A notice may come between any two of these lines. Who brings it writes _notice first.
+        # A notice may come between any two of these lines; _take() writes _notice first.
         self._pending = None
         notice = self._notice
         if notice is not None:

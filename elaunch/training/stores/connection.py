@@ -54,7 +54,7 @@ class SteadyLine:
         """Call ``exchange(line, until)`` and return its answer.
 
         If the connection breaks meanwhile it is called again with a new one: it must bear to be
-        done twice, also in part. ``patience`` is this line's if it is None.
+        done twice, also in part. ``patience`` is this connection's if it is None.
         """
         patience = self._patience if patience is None else patience
         give_up: float | None = None

@@ -11,7 +11,7 @@ bytes                  ``\\0b`` and the bytes
 all else that is JSON  ``\\0j`` and the text
 =====================  ==========================================
 
-What a rank reads is data and runs nothing, whoever has written it.
+Values that a rank reads are data and run nothing, whoever has written them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _Ranks(Protocol):
         """Return the seconds that a call may take."""
 
     def note(self, doing: str) -> None:
-        """Say what this rank does."""
+        """Note what this rank does on its progress page."""
 
     def describe(self, ranks: Sequence[int], until: float) -> list[str]:
         """Return what other ranks do."""
@@ -74,7 +74,7 @@ class KeyStore:
     """A few small values by name; any rank may call, alone, from any thread.
 
     Keys are text. A value is what JSON takes (tuples come back as lists), or bytes, up to 8 MB, and
-    comes back as it was set. A key can be set again. What is set is gone when the round ends.
+    comes back as it was set. A key can be set again. All values are gone when the round ends.
     ``timeout`` is in seconds; None is the context's own.
 
     Every call raises CollectiveTimeout when the store does not answer in time, PeerLost when it is

@@ -5,7 +5,7 @@ contexts this rank has opened in the round before this one, in whichever of its 
 a script leaves there disturbs neither torch nor the next context, nor a script that runs after it.
 
 Where no launcher hosts the store, rank 0 does, with torch, so that ``init_process_group("env://")``
-in the same process shares it. Otherwise torch is not needed: elaunch.store.tcp.wire talks to it.
+in the same process shares it. Otherwise torch is not needed: elaunch.store.tcp reaches it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class StoreConnection:
 
     Every method blocks until ``until`` on the monotonic clock at the longest, and raises PeerLost
     when the connection is broken or cut, CollectiveTimeout when the store does not answer. After
-    either the line is of no more use.
+    either the connection is of no more use.
     """
 
     def __init__(self, connection: Connection, where: str, prefix: str, local_addr: str) -> None:
@@ -79,11 +79,11 @@ class StoreConnection:
         return self._ask(request, lambda c: c.awaited(until, GRACE_S), max(soon, until))
 
     def cut(self) -> None:
-        """Wake the thread that uses the line, for good; from any thread."""
+        """Wake the thread that uses the connection, for good; from any thread."""
         self._connection.cut()
 
     def close(self) -> None:
-        """Free the descriptor; only the thread that uses the line may."""
+        """Free the descriptor; only the thread that uses the connection may."""
         self._connection.close()
 
     def _ask(self, request: bytes, read: Callable[[Connection], Answer], until: float) -> Answer:
@@ -123,7 +123,7 @@ class RoundStore:
 
     @property
     def prefix(self) -> str:
-        """What this context's keys begin with; empty before the first line."""
+        """What this context's keys begin with; empty before the first connection."""
         return self._prefix
 
     def line(self, until: float) -> StoreConnection:
@@ -150,7 +150,7 @@ class RoundStore:
         return line
 
     def close(self) -> None:
-        """Cut every line, and host the store no longer if this rank does; may be called twice."""
+        """Cut every connection, and end the store if this rank hosts it; may be called twice."""
         self._closed = self._closed or "the context is closed"
         for line in list(self._lines):
             line.cut()

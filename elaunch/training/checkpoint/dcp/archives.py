@@ -126,7 +126,7 @@ def unpack(archive: Any, also: Names | None = None) -> Any:
 
     A value is a pickle, which may name what elaunch.training.unpickling knows to be harmless, and
     ``also``: without it what the script has named to ``torch.serialization.add_safe_globals``.
-    Raises unpickling.Refused for anything else, and what torch.load raises.
+    Raises PickleRefused for anything else, and what torch.load raises.
     """
     refuse_script(archive)
 

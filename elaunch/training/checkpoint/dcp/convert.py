@@ -62,7 +62,7 @@ def to_torch_file(
 ) -> None:
     """Write what the DCP directory holds to ``file``, which is there whole or not at all.
 
-    ``metadata`` is the checkpoint's, if it has any: it tells what an import has changed.
+    ``metadata`` is the checkpoint's, if it has any: it lists what an import has changed.
     ``trusted``: values may be of any class, and so may run anything.
 
     Raises:
@@ -298,7 +298,7 @@ def import_file(
 
 
 def _no_fence() -> None:
-    """Nobody else writes here: the lock says so."""
+    """Let every commit pass: under the lock nobody else writes here."""
 
 
 def _owner(place: Location, storage: Storage) -> str:

@@ -1,4 +1,4 @@
-"""The files of a rank's part: ``__3_0.distcp``, and ``.metadata`` on rank 0.
+"""The files of a rank's shard: ``__3_0.distcp``, and ``.metadata`` on rank 0.
 
 ::
 
@@ -7,8 +7,8 @@
     archive of a value                  the values come last: their lengths change, and move no
     …                                   tensor; each has a slot, longer than it if it was so before
 
-So where things are follows from the plan and from the lengths of the slots, and rank 0 can say it
-in ``.metadata`` for all ranks. ``.metadata`` is pickled again only when some slot has changed.
+So where things are follows from the plan and from the lengths of the slots, and rank 0 can write
+it in ``.metadata`` for all ranks. ``.metadata`` is pickled again only when some slot has changed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a checkpoint says that it holds: the ``.metadata`` of torch.distributed.checkpoint.
+"""The list of what a checkpoint holds: the ``.metadata`` of torch.distributed.checkpoint.
 
 ``.metadata`` is a pickle. It may name the classes that torch.distributed.checkpoint describes
 tensors with, types and layouts of tensors, and paths; a file that names anything else is refused.
@@ -50,7 +50,7 @@ def read(content: bytes | memoryview, place: object) -> Metadata:
 
 
 def _find(module: str, name: str) -> Any:
-    """Return what ``.metadata`` may name; raises unpickling.PickleRefused for anything else."""
+    """Return what ``.metadata`` may name; raises PickleRefused for anything else."""
     if name in unpickling.CHECKPOINT.get(module, "").split():
         return unpickling.reach(module, name)
     if (kind := unpickling.torch_kind(module, name)) is not None:

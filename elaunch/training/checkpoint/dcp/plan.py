@@ -1,7 +1,7 @@
 """Which rank writes what: torch's own planner, asked once for each shape of a state.
 
 Each rank plans for itself (``create_local_plan``), rank 0 makes one plan of all
-(``create_global_plan``) and tells each rank which of its own pieces it writes. As long as no rank's
+(``create_global_plan``) and sends each rank which of its own pieces to write. As long as no rank's
 keys, shapes or placements change, the plan stays, and a save needs none of this.
 
 Before torch plans, rank 0 leaves with the lowest rank what is that one's to write (``Share``);

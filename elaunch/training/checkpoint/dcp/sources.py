@@ -1,7 +1,7 @@
 """Where the bytes of a checkpoint come from: living agents' memory, else the files.
 
-``.metadata`` says which files a rank needs of which rank. What no memory has is read from the
-files, by ``pread`` and not through a mapping: one that ends too early is an error then, no SIGBUS.
+``.metadata`` says which files a rank needs of which rank. Files that are in no memory are read
+by ``pread`` and not through a mapping: one that ends too early is an error then, no SIGBUS.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Checksums of files while they are read, so that a flipped bit does not go unnoticed.
 
-Each file is checked by one of the ranks that read it. What that rank reads is hashed in a thread
-beside the reading, from where it was read to; what it leaves out is read by the thread itself, so
-that all of the file is hashed once, in order. The checksum is that of the manifest, SHA-256, for
+Each file is checked by one of the ranks that read it. A thread hashes what that rank reads,
+beside the reading, from where it was read to; it reads by itself what the rank leaves out, so that
+all of the file is hashed once, in order. The checksum is that of the manifest, SHA-256, for
 which processors have instructions.
 """
 
@@ -84,7 +84,7 @@ class _HashedFile:
 
 
 class Verifier:
-    """Hashes files of a directory beside who reads them; ``close`` ends its thread."""
+    """Hashes files of a directory beside their readers; ``close`` ends its thread."""
 
     def __init__(self, path: Path, expected: Mapping[str, str]) -> None:
         self._expected = expected
@@ -125,7 +125,7 @@ class Verifier:
         self._thread.join()
 
     def finish(self) -> None:
-        """Say that no more was read: what is left of the files is hashed."""
+        """Note that no more was read: what is left of the files is hashed."""
         if not self._finished:
             self._finished = True
             self._queue.put(None)

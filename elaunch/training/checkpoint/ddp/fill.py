@@ -193,7 +193,7 @@ class _Filling:
             self._own(value, new)
         elif isinstance(value, nn.Module):
             own, saved = modules.state_of(value), _unwrapped(new, value)
-            # Its own where the file lacks some, which was said to be right or is an error by now.
+            # Its own where the file lacks some: without ``strict`` check() lets that pass.
             modules.set_state(value, {name: saved.get(name, own[name]) for name in own})
         elif kinds.is_stateful(value):
             value.load_state_dict(new)

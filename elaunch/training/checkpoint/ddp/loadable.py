@@ -1,8 +1,8 @@
 """What ``torch.load(weights_only=True)`` takes, asked before a file is committed.
 
 It refuses the objects of all classes but torch's, Python's plain ones, and those that the script
-has named to ``torch.serialization.add_safe_globals``. What it would refuse at a resume is refused
-at the save, by its key.
+has named to ``torch.serialization.add_safe_globals``. A value that it would refuse at a resume is
+refused at the save, by its key.
 """
 
 from __future__ import annotations

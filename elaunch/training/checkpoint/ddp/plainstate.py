@@ -39,7 +39,7 @@ KeyPath = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Told:
-    """What a rank says of its state to the others.
+    """What a rank sends the others of its state.
 
     Attributes:
         kinds: what stands under each key, in words.
@@ -75,7 +75,7 @@ class Plain:
     size: int = 0
 
     def told(self) -> Told:
-        """Return what the other ranks get to know."""
+        """Return what is sent to the other ranks."""
         digests = [compare.digest(pickle.dumps(value)) for value in self.values.values()]
         return Told(self.kinds, tuple(self.values), b"".join(digests), self.own)
 

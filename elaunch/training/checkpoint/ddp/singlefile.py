@@ -15,8 +15,8 @@ anything else                   itself
 ==============================  ====================================================================
 
 ``optimizer.state_dict()`` in the state is refused: what is loaded goes into that dict, and not into
-the optimizer. elaunch.training.checkpoint.ddp.plainstate makes the content, and filling puts it
-back.
+the optimizer. elaunch.training.checkpoint.ddp.plainstate makes the content, and ``fill`` beside it
+puts it back.
 
 ==============  ==================================================================================
 mode of a load  who opens the file

@@ -1,7 +1,7 @@
 """The worker's end of its agent's saver (protocol: elaunch.wire.saver).
 
-Requests are made one after the other, each with a deadline. What the agent answers too late is
-passed over: its answer says to what.
+Requests are sent one after the other, each with a deadline. An answer that comes too late is
+passed over: it has the number of its request.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SLOWEST: Final = 1 << 28
 """Bytes per second that are made at least, beside the other ranks' memory."""
 RECALL_S: Final = 60.0
 AT_ONCE: Final = 64
-"""Parts that are asked for in one request: each brings a descriptor."""
+"""Shards that are asked for in one request: each brings a descriptor."""
 
 
 log = logging.getLogger("elaunch")
@@ -71,7 +71,7 @@ class AgentSaverClient:
         self._view: memoryview | None = None
 
     def connect(self, round_number: int) -> None:
-        """Connect, and be let in.
+        """Connect, and register this worker.
 
         Raises SaveError if the agent refuses this worker, OSError if it cannot be reached.
         """
@@ -135,7 +135,7 @@ class AgentSaverClient:
         return bool(answer["begun"])
 
     def staged(self, handed: Handed) -> None:
-        """Hand over what is in the memory."""
+        """Stage what is in the memory."""
         self._ask("staged", ANSWER_S, handed=handed_to_json(handed))
 
     def abandon(self, stage: Stage | None = None) -> None:
@@ -143,7 +143,7 @@ class AgentSaverClient:
         self._ask("abandon", ANSWER_S, stage=None if stage is None else asdict(stage))
 
     def share(self, wait: bool, timeout: float) -> None:
-        """Do nothing: the agents tell each other."""
+        """Do nothing: the agents report to each other."""
 
     def wait(self, timeout: float | None = None) -> Committed | None:
         """Wait until nothing is in flight; the newest that was committed."""
@@ -158,7 +158,7 @@ class AgentSaverClient:
         uuid: str = "",
         timeout: float | None = None,
     ) -> dict[int, dict[str, memoryview]]:
-        """Return the parts of a checkpoint that are in living agents' memory."""
+        """Return the shards of a checkpoint that are in living agents' memory."""
         found: dict[int, dict[str, memoryview]] = {}
         wanted, seconds = sorted(set(ranks)), RECALL_S if timeout is None else timeout
         until = time.monotonic() + seconds
@@ -183,7 +183,7 @@ class AgentSaverClient:
         return found
 
     def close(self, patient: bool = True) -> None:
-        """Wait for what is in flight, then hang up; without ``patient`` at once."""
+        """Wait for what is in flight, then disconnect; without ``patient`` at once."""
         connection = self._socket
         if connection is None or os.getpid() != self._pid:
             return
@@ -195,7 +195,7 @@ class AgentSaverClient:
             self._view = None
             connection.close()
 
-    # ── the line ─────────────────────────────────────────────────────────────────────────────────
+    # ── the connection ───────────────────────────────────────────────────────────────────────────
 
     def _ask(self, op: str, seconds: float, **fields: object) -> tuple[dict[str, Any], list[int]]:
         """Make one request; SaveError if it is refused, or not answered within ``seconds``."""
@@ -228,7 +228,7 @@ class AgentSaverClient:
         connection.settimeout(seconds)
         try:
             connection.sendall(_line(fields))
-        except OSError:  # a part may be sent: what followed would be read as its rest
+        except OSError:  # half a line may be sent: what followed would be read as its rest
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
             raise
@@ -277,7 +277,7 @@ def _close(files: list[int]) -> None:
 
 
 def _mapped(fd: int, files: Files) -> dict[str, memoryview]:
-    """Map a part and return its files; one that does not lie in one piece is copied."""
+    """Map a shard and return its files; one that does not lie in one piece is copied."""
     size = os.fstat(fd).st_size
     # Not populated: the pages are there, and a reader maps sixteen of them with each fault.
     whole = memoryview(mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ))

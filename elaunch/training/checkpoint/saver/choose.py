@@ -1,6 +1,6 @@
-"""Who writes this rank's checkpoints in the background: its agent, else a thread of its own.
+"""Chooses the writer of this rank's background saves: its agent, else threads of its own process.
 
-Under ``elaunch run`` the parts are copied into memory of the agent's, which writes them out,
+Under ``elaunch run`` the shards are copied into memory of the agent's, which writes them out,
 whatever becomes of the worker (elaunch.training.checkpoint.saver.agent). Elsewhere, and where some
 rank cannot reach its agent, the same is done by threads of this process
 (elaunch.training.checkpoint.saver.local).
@@ -61,7 +61,7 @@ def without_agent(
 ) -> Saver:
     """Return a saver that is this process itself; ``lacks``: why its agent is not, if it has one.
 
-    All ranks have one of this kind, or none has: the parts of a save have to meet. ``fence`` is
+    All ranks have one of this kind, or none has: the shards of a save have to meet. ``fence`` is
     that of an agent which can be reached all the same.
     """
     from elaunch.training.checkpoint.saver.local import LocalSaver  # not for agents' workers

@@ -1,14 +1,14 @@
 """A saver without an agent: threads of this process write, from this process's own memory.
 
-What torchrun, mpirun or a script started by itself get. A worker that is killed takes along what it
-has in flight; the stage that it leaves is cleared at the next start. Rank 0 commits:
+It serves under torchrun, under mpirun, and for a script started by itself. A worker that is killed
+loses what it has in flight; the stage that it leaves is cleared at the next start. Rank 0 commits:
 
 =====================================  =============================================================
 it learns                              from
 =====================================  =============================================================
-that another has sealed its part       its manifest in the stage
-that another still writes its part     a mark in the stage that changes
-that another's part has failed         its word in the stage, if it can write there; else the next
+that another has written its shard     its manifest in the stage
+that another still writes its shard    a mark in the stage that changes
+that another's shard has failed        its note in the stage, if it can write there; else the next
                                        call of all ranks (``share``)
 that another has ended without either  that call (PeerLost); at the end, when no call comes any
                                        more, the rank's connection
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 FIRST_LOOK_S: Final = 0.02
 LAST_LOOK_S: Final = 0.5
 ASK_S: Final = 2.0
-"""Seconds between two questions whether the ranks that lack a part still live."""
+"""Seconds between two questions whether the ranks without a manifest still live."""
 GONE_S = 30.0
 """Seconds after the end of a rank until its manifest counts as not there: caches are slow."""
 
@@ -106,7 +106,7 @@ class LocalSaver:
         return self._keeping.begin(self._rank, wait, timeout)
 
     def staged(self, handed: Handed) -> None:
-        """Hand over what is in the memory."""
+        """Stage what is in the memory."""
         if handed.local:
             raise SaveError(
                 "checkpoints on each node's own disk (--checkpoint-local) are written in the "
@@ -121,7 +121,7 @@ class LocalSaver:
         self._keeping.abandon(self._rank, stage)
 
     def share(self, wait: bool, timeout: float) -> None:
-        """Tell rank 0 of a part that has failed here."""
+        """Report to rank 0 a shard that has failed here."""
         own = self._keeping.await_part(self._rank, timeout if wait else 0.0)
         what = "save(block=False) or wait"
         for failed in agree(self._distributed, what, None, own, timeout + MARGIN_S):
@@ -143,7 +143,7 @@ class LocalSaver:
         uuid: str = "",
         timeout: float | None = None,
     ) -> dict[int, dict[str, memoryview]]:
-        """Nothing: what an earlier process had in memory is gone with it."""
+        """Return nothing: what an earlier process had in memory is gone with it."""
         return {}
 
     def close(self, patient: bool = True) -> None:
@@ -158,7 +158,7 @@ class LocalSaver:
 
 
 class _Alone:
-    """The surroundings of a process without an agent; ``keeping`` is what they surround."""
+    """The surroundings of a process without an agent; ``keeping`` is its save queue."""
 
     keeping: SaveQueue
 
@@ -189,13 +189,13 @@ class _Alone:
         """The memory is this process's own."""
 
     def sealed(self, handed: Handed, _: bytes) -> None:
-        """Look for the seals of the other ranks, on rank 0."""
+        """Look for the manifests of the other ranks, on rank 0."""
         if self._rank == 0 and handed.part.world_size > 1:
             name = f"checkpoint {handed.stage.step} seals"
             threading.Thread(target=self._watch, args=(handed,), name=name, daemon=True).start()
 
     def failed(self, handed: Handed, problem: str) -> None:
-        """Leave word for rank 0, which else would wait for the next call of all ranks."""
+        """Leave a note for rank 0, which else would wait for the next call of all ranks."""
         if self._rank == 0:
             return
         try:
@@ -221,7 +221,7 @@ class _Alone:
         return self._rank == 0 and self._retiring.for_room(handed, ())
 
     def _watch(self, handed: Handed) -> None:
-        """Tell the keeping which ranks have sealed, or failed, until all have or it is over."""
+        """Report to the save queue which ranks have a manifest, or failed, until all have."""
         stage, size, seen = handed.stage, handed.part.world_size, {0}
         until, pause = time.monotonic() + inflight.PART_DEADLINE_S, FIRST_LOOK_S
         marks: dict[int, str] = {}
@@ -249,7 +249,7 @@ class _Alone:
 
 
 def _pass(_: object) -> None:
-    """Let every round commit: nobody can say that it is over but who started it."""
+    """Let every round commit: only the process that started it knows that it is over."""
 
 
 class _Lives:

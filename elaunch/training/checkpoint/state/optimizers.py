@@ -1,7 +1,7 @@
 """Optimizers by the names of their parameters, through torch's get/set_optimizer_state_dict.
 
 ``optimizer.state_dict()`` numbers the parameters, and what is loaded under numbers into a fresh
-optimizer restores nothing, without a word. By names it is restored, resharded too. Three things
+optimizer restores nothing, without an error. By names it is restored, resharded too. Three things
 that torch's functions do are kept from happening:
 
 * a save before the first step would make that step: torch calls ``optimizer.step()`` to have a
@@ -134,7 +134,7 @@ def state_to_fill(
                 group.update({_RATE: rate} if _RATE in group else {})
             return None
     if saved is not None:
-        # None is known by its name: some other code has saved it, and the keys will tell.
+        # None is known by its name: some other code has saved it; the check of keys reports it.
         known = {name: held for name, held in state[STATE].items() if name in saved}
         state[STATE] = known or state[STATE]
     return state

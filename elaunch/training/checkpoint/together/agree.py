@@ -1,8 +1,8 @@
 """An error of one rank is an error of all: every step of a save or a load ends with one allgather.
 
-Each rank says how it went and what the others need of it. If any rank has a problem, all of them
+Each rank sends how it went and what the others need of it. If any rank has a problem, all of them
 raise, with the same text, and the ranks are still in step: the next call works. A rank that comes
-not at all is told by the allgather itself (CollectiveTimeout, PeerLost); then the ranks are
+not at all is reported by the allgather itself (CollectiveTimeout, PeerLost); then the ranks are
 connected no more.
 """
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 NAMED: Final = 8
-"""Ranks whose problems an error tells one by one."""
+"""Ranks whose problems an error names one by one."""
 
 
 @dataclass(frozen=True)
 class Word:
-    """What one rank says at the end of a step."""
+    """What one rank sends at the end of a step."""
 
     what: str
     problem: str
@@ -105,7 +105,7 @@ def tell(
 
 
 def in_words(problem: BaseException | None) -> str:
-    """Return an exception as an error of all ranks tells it; empty for None."""
+    """Return an exception as an error of all ranks words it; empty for None."""
     if problem is None:
         return ""
     if isinstance(problem, ElaunchError):

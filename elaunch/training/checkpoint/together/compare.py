@@ -1,6 +1,6 @@
-"""What has to be the same on all ranks, told by digests.
+"""What has to be the same on all ranks, compared by digests.
 
-torch.distributed.checkpoint keeps one rank's value of a key that several ranks have, and says
+torch.distributed.checkpoint keeps one rank's value of a key that several ranks have, and reports
 nothing. So each save compares: values by their pickles, and by ``==`` where those differ (two equal
 sets can have different pickles); tensors by type, shape and some dozens of elements spread over
 them, so that it costs next to nothing. ``check_same`` compares every bit.

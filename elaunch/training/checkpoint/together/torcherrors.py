@@ -1,4 +1,4 @@
-"""What is behind an error of torch: the OSError of a disk that was full, of a file that was shut.
+"""What is behind an error of torch: the OSError of a disk that was full, of a file that was closed.
 
 ``torch.save`` to an open file raises a RuntimeError about its archive ("unexpected pos 704 vs 598")
 while it handles what the file itself raised.
