@@ -8,6 +8,7 @@
 #   make bench   elaunch beside torchrun: a table, and JSON in bench-results/
 #   make bench-cluster  the same with several nodes, through a TCPStore and through etcd
 #   make bench-checkpoint  saving and resuming, beside torch.save and torch.distributed.checkpoint
+#   make size    lines, files, folders, names that mean two things
 #   make clean   remove everything that the other targets made
 #
 # PYTHON=python3.12 chooses the interpreter of the virtual environment.
@@ -21,7 +22,7 @@ SETUP := setup.cfg pyproject.toml constraints.txt scripts/setup-venv.sh
 STAMP := $(VENV)/.installed-$(shell { cat $(SETUP); pwd; $(PYTHON) -V; } 2>&1 | cksum | cut -d' ' -f1)
 PYTEST := $(BIN)/python -m pytest -n 4 --dist worksteal
 
-.PHONY: demo test trials lint check bench bench-cluster bench-checkpoint clean venv
+.PHONY: demo test trials lint check bench bench-cluster bench-checkpoint size clean venv
 
 venv: $(STAMP)
 
@@ -58,6 +59,9 @@ bench-cluster: $(STAMP)
 
 bench-checkpoint: $(STAMP)
 	$(BIN)/python scripts/bench/checkpoint.py
+
+size: $(STAMP)
+	@$(BIN)/python scripts/size.py
 
 clean:
 	rm -rf $(VENV) build dist bench-results .pytest_cache .mypy_cache .ruff_cache .hypothesis
