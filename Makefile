@@ -1,12 +1,14 @@
 # Each target sets up what it needs by itself, on a Debian machine with Python 3 and make.
 #
 #   make demo    train on real data, kill a worker in the middle, show what it cost
-#   make test    every test
+#   make test    every test but the trials
+#   make trials  the long ones: kills at random moments, launchers times sizes; 10 minutes
 #   make lint    format, lint, types
 #   make check   the same and the fast tests: about two minutes
 #   make bench   elaunch beside torchrun: a table, and JSON in bench-results/
 #   make bench-cluster  the same with several nodes, through a TCPStore and through etcd
 #   make bench-checkpoint  saving and resuming, beside torch.save and torch.distributed.checkpoint
+#   make size    lines, files, folders, names that mean two things
 #   make clean   remove everything that the other targets made
 #
 # PYTHON=python3.12 chooses the interpreter of the virtual environment.
@@ -20,7 +22,7 @@ SETUP := setup.cfg pyproject.toml constraints.txt scripts/setup-venv.sh
 STAMP := $(VENV)/.installed-$(shell { cat $(SETUP); pwd; $(PYTHON) -V; } 2>&1 | cksum | cut -d' ' -f1)
 PYTEST := $(BIN)/python -m pytest -n 4 --dist worksteal
 
-.PHONY: demo test lint check bench bench-cluster bench-checkpoint clean venv
+.PHONY: demo test trials lint check bench bench-cluster bench-checkpoint size clean venv
 
 venv: $(STAMP)
 
@@ -34,7 +36,11 @@ test: $(STAMP)
 	scripts/setup-system.sh
 	# The tests start elaunch a thousand times; where Python may not write bytecode, it is here.
 	$(BIN)/python -m compileall -q elaunch
-	$(PYTEST) --strict-machine
+	$(PYTEST) --strict-machine -m "not trial"
+
+trials: $(STAMP)
+	scripts/setup-system.sh
+	$(PYTEST) --strict-machine -m trial
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
@@ -53,6 +59,9 @@ bench-cluster: $(STAMP)
 
 bench-checkpoint: $(STAMP)
 	$(BIN)/python scripts/bench/checkpoint.py
+
+size: $(STAMP)
+	@$(BIN)/python scripts/size.py
 
 clean:
 	rm -rf $(VENV) build dist bench-results .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -40,13 +40,6 @@ RETIRED = (
 )
 """Words of a private dictionary that the code had once; docs/glossary.md has those that it has."""
 
-# Module, or "module:Class" -> why the name has a retired word all the same.
-RETIRED_NAMES: dict[str, str] = {
-    "elaunch.agent.policy.events:KeeperUsed": "the saver was called so; not renamed yet",
-    "elaunch.agent.status.record:RecordKeeper": "it keeps the run's record, and saves nothing",
-    "elaunch.training.channel.dial:Telephone": "the dialer was called so; not renamed yet",
-}
-
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
@@ -188,7 +181,7 @@ def _retired_words(name: str) -> list[str]:
 
 
 def test_no_name_has_a_retired_word() -> None:
-    """Modules, classes and functions; an exception that excuses nothing any more fails too."""
+    """Modules, classes and functions."""
     kinds = ast.ClassDef | ast.FunctionDef
     found: set[str] = set()
     for module, tree in style.modules().items():
@@ -197,4 +190,4 @@ def test_no_name_has_a_retired_word() -> None:
         for node in ast.walk(tree):
             if isinstance(node, kinds) and _retired_words(node.name):
                 found.add(f"{module}:{node.name}")
-    assert found == set(RETIRED_NAMES)
+    assert found == set()

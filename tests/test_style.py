@@ -157,6 +157,7 @@ def imports(module: str, tree: ast.Module) -> set[str]:
     return names
 
 
+@cache
 def own_imports() -> dict[str, set[str]]:
     """Return for each module the modules of the package that it imports."""
     return {name: imports(name, tree) & set(modules()) for name, tree in modules().items()}
@@ -221,7 +222,10 @@ def rooms() -> dict[str, set[str]]:
 def test_imports_go_to_the_face_of_a_room() -> None:
     """A room names in ``__all__`` what is used from outside, and nothing else."""
     faces = rooms()
-    used: dict[str, set[str]] = {name: named_in_strings(name) for name in faces}
+    named = named_in_strings()
+    used = {
+        name: {n.rpartition(".")[2] for n in named if n.startswith(f"{name}.")} for name in faces
+    }
     found = []
     for module, targets in own_imports().items():
         for target in targets:
@@ -235,15 +239,15 @@ def test_imports_go_to_the_face_of_a_room() -> None:
     report("face", found)
 
 
-def named_in_strings(package: str) -> set[str]:
-    """Return the modules of a package that the code imports by a name in a string."""
+def named_in_strings() -> set[str]:
+    """Return the modules that the code imports by a name in a string."""
     texts = (
         node.value
         for tree in modules().values()
         for node in ast.walk(tree)
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     )
-    return {text.rpartition(".")[2] for text in texts if text.rpartition(".")[0] == package}
+    return {text for text in texts if text in modules()}
 
 
 def test_folders_are_small() -> None:

@@ -55,7 +55,7 @@ from elaunch.agent.startup import Interruption, count_devices
 from elaunch.agent.status import eventlog
 from elaunch.agent.status.decisionlog import DecisionLog
 from elaunch.agent.status.eventlog import EventLog
-from elaunch.agent.status.record import RecordKeeper
+from elaunch.agent.status.record import StatusRecord
 from elaunch.agent.status.workerfacts import worker_facts
 from elaunch.agent.workers.group import RoundStart, WorkerGroup
 from elaunch.agent.workers.links import WorkerLinks
@@ -85,7 +85,7 @@ class LoopParts:
     """
 
     group: WorkerGroup
-    status_record: RecordKeeper
+    status_record: StatusRecord
     reporter: Reporter
     events: EventLog
     links: WorkerLinks

@@ -35,7 +35,7 @@ from elaunch.agent.saver.round import SaverPlan
 from elaunch.agent.saver.saver import AgentSaver
 from elaunch.agent.status.eventlog import EventLog, JobFacts
 from elaunch.agent.status.health import HealthCheck
-from elaunch.agent.status.record import RecordKeeper, shown_code
+from elaunch.agent.status.record import StatusRecord, shown_code
 from elaunch.agent.status.socket import ControlSocket
 from elaunch.agent.workers import openfiles
 from elaunch.agent.workers.group import GroupPlan, WorkerGroup
@@ -100,7 +100,7 @@ def _run(
         detached.placed(run_dir)
     log_root = run_dir.logs if settings.log_dir is None else own_log_dir
     log_dir = None if log_root is None else str(log_root)
-    status_record = RecordKeeper(
+    status_record = StatusRecord(
         settings, run_dir, log_dir, warn=lambda text: log.warning("%s", text)
     )
     place = _RunPlace(settings, run_dir, log_root, environ, detached)
@@ -127,7 +127,7 @@ class _RunPlace:
 
 
 def _run_job(
-    place: _RunPlace, status_record: RecordKeeper, inbox: Inbox, stack: contextlib.ExitStack
+    place: _RunPlace, status_record: StatusRecord, inbox: Inbox, stack: contextlib.ExitStack
 ) -> int:
     """Start the parts, then serve events to the end; ``stack`` closes what was started."""
     settings, run_dir, log_root = place.settings, place.run_dir, place.log_root
@@ -170,7 +170,7 @@ def _run_job(
 def _start_pump(
     plan: LogPlan,
     lines: ProgressLines | None,
-    status_record: RecordKeeper,
+    status_record: StatusRecord,
     stack: contextlib.ExitStack,
 ) -> LogPump:
     pump = LogPump(replace(plan, listener=lines.listener) if lines else plan)
@@ -262,7 +262,7 @@ def _own_timers(
     return {env.TIMER_FILE: str(path)}
 
 
-def _console_patience(status_record: RecordKeeper) -> float:
+def _console_patience(status_record: StatusRecord) -> float:
     """Return how long to wait at the end for a console that takes nothing (a pager, Ctrl-S).
 
     A user who stopped the job does not wait for it; the log files are complete either way.
@@ -346,7 +346,7 @@ def _logging_to(say: Callable[[str], None], level: str) -> Iterator[None]:
 class Served:
     """What the control socket serves."""
 
-    status_record: RecordKeeper
+    status_record: StatusRecord
     links: WorkerLinks
     saver: AgentSaver
     inbox: Inbox
@@ -393,7 +393,7 @@ def _start_control(run_dir: directory.RunDir, served: Served, stack: contextlib.
 
 
 def _start_health_check(
-    settings: Settings, status_record: RecordKeeper, inbox: Inbox, stack: contextlib.ExitStack
+    settings: Settings, status_record: StatusRecord, inbox: Inbox, stack: contextlib.ExitStack
 ) -> None:
     if settings.health_check_port is None:
         return

@@ -13,6 +13,7 @@ text                            moment
 from __future__ import annotations
 
 import datetime
+import math
 import re
 import time
 from collections.abc import Mapping
@@ -78,6 +79,9 @@ def _slurm_end(environ: Mapping[str, str]) -> float:
             f"needs the variable {SLURM_END}, which Slurm 22.05 and later sets in a job"
         )
     try:
-        return float(text)
+        end = float(text)
     except ValueError:
-        raise ValueError(f"needs {SLURM_END} in seconds, and it is {text!r}") from None
+        end = math.nan
+    if not math.isfinite(end):
+        raise ValueError(f"needs {SLURM_END} in seconds, and it is {text!r}")
+    return end

@@ -236,8 +236,12 @@ def _is_file(directory: str, name: str) -> bool:
 
 def handle(run: RunDir) -> str:
     """Return the run's name, unique among runs of the same id: ``<run id>.<number>``."""
-    number = re.search(r"\.\d+$", run.path.name)
-    return run.path.name if number else f"{run.path.name}.1"
+    name = run.path.name
+    try:
+        first = name == file_name(run.read_state()["run_id"])
+    except RunDirError:
+        first = re.search(r"\.\d+$", name) is None
+    return f"{name}.1" if first else name
 
 
 def run_id_of(run: RunDir) -> str:

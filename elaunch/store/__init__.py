@@ -1,1 +1,1 @@
-"""Where the agents of a job meet: one protocol, three implementations (elaunch.store.protocol)."""
+"""Where the agents of a job meet: one protocol, two implementations (elaunch.store.protocol)."""

@@ -12,7 +12,7 @@ shared      one value: the host of a TCPStore, or the first to offer it  every a
 That is all that a round needs, and each part costs an agent O(1) operations per round. Nobody
 polls: ``follow``, ``changes`` and ``await_lead`` block until there is news. Liveness is judged by
 one clock: an entry that was not renewed for ``ttl`` seconds is gone, by the clock of the store
-(etcd) or of the process that hosts it (TCPStore, memory). Two machines' clocks are never compared.
+(etcd) or of the process that hosts it (TCPStore). Two machines' clocks are never compared.
 
 Every method that talks to another machine has a deadline and raises one of
 
@@ -25,8 +25,8 @@ LeaseLost            our own entry is gone: expired or removed; enrol again unde
 ===================  ===========================================================================
 
 The methods may be called from several threads. ``close`` wakes those that block; they then raise
-StoreClosed. The implementations are elaunch.store.memory, elaunch.store.tcp.client and
-elaunch.store.etcd.client; tests/store/test_contract.py holds all of them to this text.
+StoreClosed. The implementations are elaunch.store.tcp.client and elaunch.store.etcd.client;
+tests/store/test_contract.py holds both, and a store in memory for tests, to this text.
 """
 
 from __future__ import annotations

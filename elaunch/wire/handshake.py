@@ -116,23 +116,23 @@ class PendingHandshakes:
 
     def __init__(self, patience: float) -> None:
         self._patience = patience
-        self._knocks: dict[int, PendingHandshake] = {}
+        self._pending: dict[int, PendingHandshake] = {}
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._knocks)
+        return iter(self._pending)
 
     def __len__(self) -> int:
-        return len(self._knocks)
+        return len(self._pending)
 
     def __contains__(self, fd: int) -> bool:
-        return fd in self._knocks
+        return fd in self._pending
 
     def wait_ms(self, now: float, pause: float) -> int | None:
         """Return how long to poll: until a handshake's time or ``pause`` is over; None: for ever.
 
         ``now`` and ``pause`` are on the monotonic clock, in seconds.
         """
-        times = [knock.until for knock in self._knocks.values()]
+        times = [pending.until for pending in self._pending.values()]
         if pause > now:
             times.append(pause)
         return max(1, int(1000 * (min(times) - now)) + 1) if times else None
@@ -140,46 +140,46 @@ class PendingHandshakes:
     def admit(self, sock: socket.socket, answering: Answering) -> None:
         """Take a connection; its handshake begins."""
         sock.setblocking(False)
-        if len(self._knocks) >= MOST_UNPROVED:
-            self._drop(next(iter(self._knocks)))
-        self._knocks[sock.fileno()] = PendingHandshake(
+        if len(self._pending) >= MOST_UNPROVED:
+            self._drop(next(iter(self._pending)))
+        self._pending[sock.fileno()] = PendingHandshake(
             sock, answering, time.monotonic() + self._patience
         )
 
     def hear(self, fd: int) -> tuple[socket.socket, Caller] | None:
         """Read what has come; return the connection, given away, when its handshake is complete."""
-        knock = self._knocks[fd]
+        pending = self._pending[fd]
         try:
-            data = knock.sock.recv(knock.answering.wanted)
+            data = pending.sock.recv(pending.answering.wanted)
             if not data:
                 raise Unauthenticated("hung up")
-            reply = knock.answering.feed(data)
+            reply = pending.answering.feed(data)
             if reply:
-                knock.sock.send(reply)
+                pending.sock.send(reply)
         except BlockingIOError:
             return None
         except OSError:  # Unauthenticated is one too
             self._drop(fd)
             return None
-        caller = knock.answering.caller
+        caller = pending.answering.caller
         if caller is None:
             return None
-        del self._knocks[fd]
-        return knock.sock, caller
+        del self._pending[fd]
+        return pending.sock, caller
 
     def drop_late(self) -> None:
         """Close the connections whose time is over."""
         now = time.monotonic()
-        for fd in [fd for fd, knock in self._knocks.items() if knock.until <= now]:
+        for fd in [fd for fd, pending in self._pending.items() if pending.until <= now]:
             self._drop(fd)
 
     def close(self) -> None:
         """Close all connections."""
-        for fd in list(self._knocks):
+        for fd in list(self._pending):
             self._drop(fd)
 
     def _drop(self, fd: int) -> None:
-        self._knocks.pop(fd).sock.close()
+        self._pending.pop(fd).sock.close()
 
 
 def call_up(sock: socket.socket, key: bytes, rank: int, caller: Caller, until: float) -> None:

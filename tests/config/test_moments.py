@@ -59,6 +59,8 @@ def test_what_is_no_moment(text: str, problem: str) -> None:
         ("2001-01-01", {}, "was "),
         ("slurm", {}, "needs the variable SLURM_JOB_END_TIME"),
         ("slurm", {"SLURM_JOB_END_TIME": "later"}, "needs SLURM_JOB_END_TIME in seconds"),
+        ("slurm", {"SLURM_JOB_END_TIME": "nan"}, "needs SLURM_JOB_END_TIME in seconds"),
+        ("slurm", {"SLURM_JOB_END_TIME": "inf"}, "needs SLURM_JOB_END_TIME in seconds"),
         ("slurm", {"SLURM_JOB_END_TIME": "1000"}, "was "),
     ],
 )

@@ -22,7 +22,7 @@ from tests.integration.checkpointing import JOBS, Job, Trajectory
 from tests.integration.jobs import checkpoint_fault
 from tests.launching import Launcher
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.trial, pytest.mark.timeout(600)]
 
 TRIALS = int(os.environ.get("ELAUNCH_CHECKPOINT_TRIALS", "6"))
 FIRST = int(os.environ.get("ELAUNCH_CHECKPOINT_FIRST", "0"))

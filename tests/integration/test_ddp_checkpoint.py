@@ -53,6 +53,7 @@ def kill_a_worker(elaunch: Launcher, place: Path, rank: int) -> None:
     os.kill(shown["workers"][rank]["pid"], SIGKILL)
 
 
+@pytest.mark.trial
 def test_a_killed_rank_changes_nothing(elaunch: Launcher) -> None:
     """Momentum included; the file is one for torch.load, without DDP's prefix."""
     wanted = result(start(elaunch, "elaunch", [], "undisturbed"))

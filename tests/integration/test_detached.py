@@ -13,6 +13,8 @@ import pytest
 
 from tests.launching import Launcher, wait_until
 
+pytestmark = pytest.mark.executed  # the agent in the background is a fork of the command
+
 SCRIPT = """
 import os, sys, time
 rank = os.environ["RANK"]

@@ -128,6 +128,7 @@ def assert_same(example: Example, left: Path, right: Path, scratch: Path) -> Non
         assert same, f"{name} differs"
 
 
+@pytest.mark.trial
 def test_stopped_and_started_again_under_torchrun(
     elaunch: Launcher, example: Example, reference: Path, tmp_path: Path
 ) -> None:

@@ -162,7 +162,7 @@ def test_one_rank_that_asks_alone(elaunch: Launcher) -> None:
 
 def test_one_rank_that_asks_alone_without_a_timeout(elaunch: Launcher) -> None:
     """The error that names the others comes before the agent ends the ranks."""
-    running = start(elaunch, "only=0", "patient", nproc=2, flags=["--shutdown-timeout=6"])
+    running = start(elaunch, "only=0", "patient", nproc=2, flags=["--shutdown-timeout=20"])
     preempt(elaunch)
     done = running.wait()
     assert done.returncode == 1

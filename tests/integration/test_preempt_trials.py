@@ -18,7 +18,7 @@ import pytest
 from tests.integration.jobs import SPAWN
 from tests.launching import Launcher, Running, wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.trial, pytest.mark.timeout(600)]
 
 SKEWED = Path(__file__).with_name("jobs") / "skewed.py"
 TRIALS = int(os.environ.get("ELAUNCH_PREEMPT_TRIALS", "6"))

@@ -22,7 +22,7 @@ import pytest
 from tests.integration.nodes import Build, Job
 from tests.launching import Launcher, Running, wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.trial, pytest.mark.timeout(600)]
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "elastic_ddp.py"
 TORCHRUN = Path(sys.executable).with_name("torchrun")

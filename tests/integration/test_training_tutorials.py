@@ -32,18 +32,21 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 INCREMENT, SHARDED = EXAMPLES / "increment.py", EXAMPLES / "sharded.py"
 OWN_LAUNCHER = EXAMPLES / "own_launcher.py"
 WRAP = [sys.executable, "-m", "elaunch", "wrap", "--tee=0", "--"]
+TRIAL = pytest.mark.trial
+OTHERS = ("elaunch", "torchrun", "mpirun")
 LAUNCHERS = [
     ("python", 1),
-    *((name, size) for name in ("elaunch", "torchrun", "mpirun") for size in (1, 2, 4)),
+    *((name, 2) for name in OTHERS),
+    *(pytest.param(name, size, marks=TRIAL) for name in OTHERS for size in (1, 4)),
 ]
 # With torch, a process group and its threads each of these takes seconds: not all of them.
 HEAVY = [
     ("python", 1),
-    ("elaunch", 1),
     ("elaunch", 2),
     ("torchrun", 2),
-    ("elaunch", 4),
-    ("mpirun", 4),
+    pytest.param("elaunch", 1, marks=TRIAL),
+    pytest.param("elaunch", 4, marks=TRIAL),
+    pytest.param("mpirun", 4, marks=TRIAL),
 ]
 Word = str | Path
 DEADLINE = 180.0

@@ -181,6 +181,14 @@ def test_of_runs_with_one_id_the_live_one_is_found(environ: dict[str, str]) -> N
     assert [directory.handle(run) for run in (first, second)] == ["job.1", "job.2"]
 
 
+def test_a_run_id_that_ends_as_a_handle_does(environ: dict[str, str]) -> None:
+    """Each of its runs can be named."""
+    first, second = ended(environ, "v1.0", -50), ended(environ, "v1.0", -10)
+    assert [directory.handle(run) for run in (first, second)] == ["v1.0.1", "v1.0.2"]
+    assert find("v1.0", environ) == second
+    assert [find(name, environ) for name in ("v1.0.1", "v1.0.2")] == [first, second]
+
+
 def test_of_ended_runs_with_one_id_the_newest_is_found(environ: dict[str, str]) -> None:
     first, second = ended(environ, "job", -50), ended(environ, "job", -10)
     assert find("job", environ) == second

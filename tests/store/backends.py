@@ -10,10 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from elaunch.store.memory import MemoryHub
 from elaunch.store.protocol import Store
 from elaunch.store.tcp import client
 from tests.store.etcd_backend import EtcdCluster
+from tests.store.memory import MemoryHub
 
 
 class Cluster(Protocol):

@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from elaunch.errors import LeaseLost
-from elaunch.store.memory import MemoryHub
 from elaunch.store.protocol import Change
+from tests.store.memory import MemoryHub
 
 
 class Clock:

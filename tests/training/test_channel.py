@@ -377,9 +377,9 @@ def test_who_waits_for_a_large_object_hears_that_the_call_has_failed(host: Store
         mesh = channel._mesh
         assert mesh is not None
         if rank == 1:
-            mesh._telephone.dial = unreached  # type: ignore[method-assign]
+            mesh._dialer.dial = unreached  # type: ignore[method-assign]
         elif rank == 2:  # a machine without power sends nothing any more, and no end either
-            mesh._telephone.dial = lambda *_: over.wait(PATIENCE)  # type: ignore
+            mesh._dialer.dial = lambda *_: over.wait(PATIENCE)  # type: ignore
         try:
             return channel.call("all", "allgather", blob(rank), 3.0)
         finally:

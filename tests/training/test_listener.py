@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from elaunch.training.channel import inquiry
-from elaunch.training.channel.dial import Telephone, Unreached
+from elaunch.training.channel.dial import Dialer, Unreached
 from elaunch.training.channel.listener import Listener
 from elaunch.training.channel.members import RankRecord
 from elaunch.wire.handshake import HELLO, LINK, MOST_UNPROVED
@@ -54,8 +54,8 @@ def listener() -> Iterator[Listener]:
 
 def dial(listener: Listener, machine: str, key: bytes = KEY) -> socket.socket:
     """Connect as rank 2; another ``machine`` goes by TCP."""
-    telephone = Telephone(member(2), key)
-    return telephone.dial(member(1, listener, machine), LINK, time.monotonic() + PATIENCE)
+    dialer = Dialer(member(2), key)
+    return dialer.dial(member(1, listener, machine), LINK, time.monotonic() + PATIENCE)
 
 
 WAYS = pytest.mark.parametrize("machine", ["here", "elsewhere"], ids=["unix", "tcp"])
@@ -87,15 +87,15 @@ def test_another_jobs_process_is_not_let_in(listener: Listener, machine: str) ->
 def test_it_answers_what_this_rank_does(listener: Listener, machine: str) -> None:
     """Where it is gone, that is known at once."""
     asked = member(1, listener, machine)
-    telephone = Telephone(member(2), KEY)
-    (answer,) = inquiry.ask(telephone, [asked], time.monotonic() + PATIENCE)
+    dialer = Dialer(member(2), KEY)
+    (answer,) = inquiry.ask(dialer, [asked], time.monotonic() + PATIENCE)
     assert (str(answer), answer.there, answer.calls) == (
         "rank 1 (host h, pid 7): computes",
         True,
         {"all": 3},
     )
     listener.close()
-    (answer,) = inquiry.ask(telephone, [asked], time.monotonic() + PATIENCE)
+    (answer,) = inquiry.ask(dialer, [asked], time.monotonic() + PATIENCE)
     assert answer.gone and str(answer).endswith(" has ended, or has closed its context")
 
 
@@ -142,7 +142,7 @@ def test_a_flood_of_half_open_connections_keeps_nobody_out(listener: Listener) -
         socket.create_connection(("127.0.0.1", listener.port), timeout=PATIENCE)
         for _ in range(3 * MOST_UNPROVED)
     ]
-    wait_until(lambda: len(listener._doorstep) == MOST_UNPROVED, PATIENCE)
+    wait_until(lambda: len(listener._pending) == MOST_UNPROVED, PATIENCE)
     dial(listener, "elsewhere").close()
     ours = len(flood)
     held = len(os.listdir("/proc/self/fd")) - before - ours

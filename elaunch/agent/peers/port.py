@@ -46,7 +46,7 @@ class PeersPort:
         self._door: socket.socket | None = None
         self._wake = -1
         self._closing = False
-        self._doorstep = PendingHandshakes(HANDSHAKE_S)
+        self._pending = PendingHandshakes(HANDSHAKE_S)
         self._served: set[socket.socket] = set()
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="courier", daemon=True)
@@ -81,17 +81,17 @@ class PeersPort:
             poller = select.poll()
             poller.register(self._wake, select.POLLIN)
             takes = now >= pause and len(self._served) < MOST_SERVED
-            for fd in [*self._doorstep, *([door.fileno()] if takes else [])]:
+            for fd in [*self._pending, *([door.fileno()] if takes else [])]:
                 poller.register(fd, select.POLLIN)
-            for fd, _ in poller.poll(self._doorstep.wait_ms(now, pause)):
+            for fd, _ in poller.poll(self._pending.wait_ms(now, pause)):
                 if fd == self._wake:
                     os.eventfd_read(self._wake)
                 elif fd == door.fileno() and not self._accept(door):
                     pause = time.monotonic() + PAUSE_S
-                elif fd in self._doorstep:
+                elif fd in self._pending:
                     self._hear(fd)
-            self._doorstep.drop_late()
-        self._doorstep.close()
+            self._pending.drop_late()
+        self._pending.close()
         door.close()
         with self._lock:
             wake, self._wake = self._wake, -1
@@ -113,11 +113,11 @@ class PeersPort:
         if not self.key:  # the caller tries again; the plan with the incarnation id comes soon
             sock.close()
             return True
-        self._doorstep.admit(sock, Answering(self.key, self.port))
+        self._pending.admit(sock, Answering(self.key, self.port))
         return True
 
     def _hear(self, fd: int) -> None:
-        proved = self._doorstep.hear(fd)
+        proved = self._pending.hear(fd)
         if proved is None:
             return
         sock, caller = proved

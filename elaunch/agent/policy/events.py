@@ -24,7 +24,7 @@ PreemptAcked        workers' links           a script reports that it ends becau
 PreemptAsked        control socket, timer    somebody asks that the job end, to be continued
 HangSeen            watchdog                 the workers make no progress for too long
 StacksTaken         stacks                   what the workers were doing then
-KeeperUsed          saver                   a worker has the agent write its checkpoints
+SaverUsed           saver                   a worker has the agent write its checkpoints
 SavesSettled        saver                   what the round has left in memory is on disk, or lost
 FenceAsked          saver                   answer, whether a round may still commit
 Ping                health check             answer, to show that the loop is alive
@@ -256,7 +256,7 @@ class StacksTaken:
 
 
 @dataclass(frozen=True)
-class KeeperUsed:
+class SaverUsed:
     """A worker of ``round`` leaves its checkpoints in the agent's memory (elaunch.wire.saver)."""
 
     round: int
@@ -308,7 +308,7 @@ Event = (
     | PreemptAsked
     | HangSeen
     | StacksTaken
-    | KeeperUsed
+    | SaverUsed
     | SavesSettled
     | FenceAsked
     | Ping

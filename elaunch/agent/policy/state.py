@@ -231,7 +231,7 @@ def observe(state: State, event: events.Event) -> State:
         return _observe_checkpoint(state, event)
     if isinstance(event, events.HangSeen | events.StacksTaken):
         return _observe_hang(state, event)
-    if isinstance(event, events.KeeperUsed) and event.round == state.round:
+    if isinstance(event, events.SaverUsed) and event.round == state.round:
         return replace(state, saves=True)
     if isinstance(event, events.SavesSettled) and event.round == state.round:
         return replace(state, settled=event)

@@ -1,7 +1,7 @@
 """The agent's saver of checkpoints, as its loop and its control socket see it.
 
 It costs nothing until a worker connects to it (elaunch.wire.saver): then what does the work is
-imported and made (elaunch.agent.saver.service), and KeeperUsed has the round's end wait for what is
+imported and made (elaunch.agent.saver.service), and SaverUsed has the round's end wait for what is
 in memory::
 
     control socket ──► adopt ──► a thread per worker: memory, begin, staged, wait, fence, recall
@@ -132,7 +132,7 @@ class AgentSaver:
         if problem or service is None or round_ is None:
             refuse(sock, problem or "this agent ends")
             return
-        self._plan.post(events.KeeperUsed(round_.round))
+        self._plan.post(events.SaverUsed(round_.round))
         service.adopt(sock, int(said["rank"]), int(said["local_rank"]), round_)
 
     def unfinished(self) -> tuple[str, ...]:

@@ -123,7 +123,8 @@ class RoundSurroundings:
             try:
                 peers.send_failed(node_rank, stage, handed.part.rank, problem, PEER_S)
             except SaveError as error:
-                log.warning("node %d does not know that %s failed: %s", node_rank, stage, error)
+                said = "node %d does not know that %s failed: %s"
+                log.warning(said, node_rank, stage.name, error)
 
     def writing(self, handed: Handed) -> None:
         """Report to those that commit that a shard is on its way; raises SaveError."""

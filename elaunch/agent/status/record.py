@@ -39,7 +39,7 @@ def shown_code(code: int, settings: Settings) -> int:
     return min(code, 1) if settings.exit_codes == "torchrun" else code
 
 
-class RecordKeeper:
+class StatusRecord:
     """Writes one run's record; the agent's loop is its only caller, but for :meth:`snapshot`."""
 
     def __init__(

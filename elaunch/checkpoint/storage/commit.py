@@ -145,10 +145,12 @@ def finish(
     for name in names:
         plain = layout.unclaimed(name)
         parsed = layout.parse_stage_name(plain)
-        if parsed is None or plain in keep or _read_foreign(root / layout.STAGE / name, run_id):
+        if parsed is None or plain in keep:
             continue
         stage = Stage(*parsed)
         try:
+            if _read_foreign(root / layout.STAGE / name, run_id):
+                continue
             if stage.round < after:
                 _clear(root, root / layout.STAGE / name, stage, too_late(stage, after))
                 continue
@@ -221,7 +223,7 @@ def discard(root: Path, stage: Stage) -> None:
 def _read_foreign(path: Path, run_id: str | None) -> bool:
     try:
         return is_foreign(read_stage(path), run_id)
-    except (OSError, CheckpointError):
+    except (FileNotFoundError, CheckpointError):
         return False  # it cannot be committed; what becomes of it is decided where it is read
 
 

@@ -38,11 +38,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from elaunch.errors import LeaseLost, StoreClosed, StoreUnreachable
-from elaunch.store.memory import MemoryRoster
 from elaunch.store.protocol import Change, Lease
 from elaunch.store.tcp import wire
 from elaunch.store.tcp.connection import TcpConnection
 from elaunch.store.tcp.idle import hang_up_on_silent
+from elaunch.store.tcp.roster import Roster
 from elaunch.store.tcp.wire import Connection
 
 SHARED = "shared"
@@ -126,7 +126,7 @@ class MembersThread:
     ) -> None:
         self.changed = threading.Condition()
         self._line, self._prefix, self._closed = line, prefix, closed
-        self._roster = MemoryRoster()
+        self._roster = Roster()
         self._leader = ""
         self._pulses: dict[str, _Pulse] = {}
         self._now = 0.0  # the clock that does not count what the host slept through

@@ -74,7 +74,7 @@ class TcpStore:
         self._posted: Post | None = None
         self._server = server
         hosted = server is not None
-        self._saver = (
+        self._members = (
             MembersThread(self._inbox, self._prefix, self._closed, spot.address[1][1])
             if hosted
             else None
@@ -171,31 +171,31 @@ class TcpStore:
 
     def roster(self) -> Mapping[str, Lease]:
         """Return all entries with their ages."""
-        if self._saver is not None and not self._closed.is_set():
-            return self._saver.roster()
+        if self._members is not None and not self._closed.is_set():
+            return self._members.roster()
         return self._calls.exchange(self._read_roster)
 
     def changes(self, name: str, timeout: float) -> Sequence[Change]:
         """Wait for changes of the members; the first call returns all. Only the host can."""
-        if self._saver is None:
+        if self._members is None:
             raise LeaseLost(f"only the agent that hosts the {self.place} can lead")
-        return self._saver.changes(name, timeout)
+        return self._members.changes(name, timeout)
 
     def await_lead(self, name: str, timeout: float) -> bool:
         """Wait until we lead; an agent that does not host waits ``timeout`` in vain."""
         self._enrolled()
         end = time.monotonic() + timeout
-        while self._saver is not None and not self._closed.is_set():
+        while self._members is not None and not self._closed.is_set():
             left = end - time.monotonic()
-            with self._saver.changed:
-                if self._saver.has(name):
+            with self._members.changed:
+                if self._members.has(name):
                     self._begin(name)
                     return True
-                if self._saver.knows(name):
+                if self._members.knows(name):
                     raise LeaseLost(f"{name} is not on the roster any more")
                 if left <= 0:
                     return False
-                self._saver.changed.wait(left)
+                self._members.changed.wait(left)
         if self._closed.wait(max(0.0, timeout)):
             raise StoreClosed(f"the connection to the {self.place} was closed")
         return False
@@ -217,22 +217,22 @@ class TcpStore:
     def close(self) -> None:
         """Close the connections, end the thread, and the store itself if it is hosted here."""
         self._closed.set()
-        if self._saver is not None:
-            self._saver.wake()
+        if self._members is not None:
+            self._members.wake()
         for line in (self._calls, self._waits, self._inbox):
             line.cut()
         self._server = None
 
     def _begin(self, name: str) -> None:
-        if self._lead != name and self._saver is not None:
-            self._saver.begin(name)
+        if self._lead != name and self._members is not None:
+            self._members.begin(name)
         self._lead = name
 
     def _leads(self) -> bool:
-        if self._saver is None:
+        if self._members is None:
             return False
-        with self._saver.changed:
-            return self._saver.has(self._lead)
+        with self._members.changed:
+            return self._members.has(self._lead)
 
     def _enrolled(self) -> tuple[str, float]:
         if self._seat is None:

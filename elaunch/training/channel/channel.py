@@ -12,7 +12,7 @@ from typing import Any, Final, NoReturn
 from elaunch.errors import CollectiveError, CollectiveTimeout, ContextError, PeerLost
 from elaunch.training.channel import forks, inquiry
 from elaunch.training.channel.calls import PLANS, Differs, Exchange
-from elaunch.training.channel.dial import Telephone
+from elaunch.training.channel.dial import Dialer
 from elaunch.training.channel.frames import Call, encode
 from elaunch.training.channel.inquiry import Activity, Answer
 from elaunch.training.channel.listener import Listener
@@ -59,7 +59,7 @@ class Channel:
         self._machine = machine
         self._listener = Listener(placement.rank, placement.size)
         self._mesh: Mesh | None = None
-        self._telephone: Telephone | None = None
+        self._dialer: Dialer | None = None
         self._activity = Activity()
         self._shared = False
         self._turn = threading.Lock()
@@ -83,13 +83,13 @@ class Channel:
             machine = self._machine or machine_identity()
             met = meet(self._placement, self._store, self._listener, machine, until)
             layout = lay_out(met.members, self._placement.rank)
-            self._telephone = Telephone(layout.me, met.key)
+            self._dialer = Dialer(layout.me, met.key)
             self._shared = met.shared
             by_unix = met.shared and self._placement.secret is None
             self._listener.start(
                 met.key, lambda: self._activity.told(self._page.last()), unix_only=by_unix
             )
-            mesh = Mesh(layout, self._telephone, self._listener)
+            mesh = Mesh(layout, self._dialer, self._listener)
             self._mesh = mesh
             mesh.open(until)
         except BaseException:
@@ -232,10 +232,10 @@ class Channel:
             line.close()
 
     def _ask(self, members: Sequence[RankRecord], until: float) -> list[Answer]:
-        if self._telephone is None:
+        if self._dialer is None:
             raise ContextError("the channel between the ranks is not open")
         others = [member for member in members if member != self._me]
-        answers = {a.member: a for a in inquiry.ask(self._telephone, others, until)}
+        answers = {a.member: a for a in inquiry.ask(self._dialer, others, until)}
         told = self._activity.told(self._page.last())
         answers[self._me] = Answer(self._me, str(told["text"]), there=True, calls=told["calls"])
         return [answers[member] for member in members]

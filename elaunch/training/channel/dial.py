@@ -25,7 +25,7 @@ class Unreached(Exception):
         self.ended = ended
 
 
-class Telephone:
+class Dialer:
     """What a rank needs to dial others: its record, and the key of the context."""
 
     def __init__(self, me: RankRecord, key: bytes) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from elaunch.training.channel.dial import Telephone, Unreached
+from elaunch.training.channel.dial import Dialer, Unreached
 from elaunch.training.channel.frames import Call
 from elaunch.training.channel.listener import LENGTH
 from elaunch.training.channel.members import RankRecord
@@ -65,7 +65,7 @@ class Activity:
         return {"calls": self.calls, "text": f": in {now} for {seconds:.1f} s"}
 
 
-def ask(telephone: Telephone, members: Sequence[RankRecord], until: float) -> list[Answer]:
+def ask(dialer: Dialer, members: Sequence[RankRecord], until: float) -> list[Answer]:
     """Return what each of ``members`` reports, in their order; blocks until ``until`` at most."""
     answers: dict[int, Answer] = {}
     todo: queue.SimpleQueue[RankRecord] = queue.SimpleQueue()
@@ -78,7 +78,7 @@ def ask(telephone: Telephone, members: Sequence[RankRecord], until: float) -> li
                 member = todo.get_nowait()
             except queue.Empty:
                 return
-            answers[member.rank] = _ask_one(telephone, member, until)
+            answers[member.rank] = _ask_one(dialer, member, until)
 
     threads = [
         threading.Thread(target=work, name="elaunch-ask", daemon=True)
@@ -91,9 +91,9 @@ def ask(telephone: Telephone, members: Sequence[RankRecord], until: float) -> li
     return [answers.get(m.rank, Answer(m, " does not answer")) for m in members]
 
 
-def _ask_one(telephone: Telephone, member: RankRecord, until: float) -> Answer:
+def _ask_one(dialer: Dialer, member: RankRecord, until: float) -> Answer:
     try:
-        with telephone.dial(member, ASK, until) as sock:
+        with dialer.dial(member, ASK, until) as sock:
             (length,) = LENGTH.unpack(receive(sock, LENGTH.size, until))
             said = json.loads(receive(sock, min(length, LONGEST), until))
             return Answer(member, str(said["text"]), there=True, calls=dict(said["calls"]))

@@ -39,7 +39,7 @@ class Listener:
         self._rank = rank
         self._size = size
         self._listening: list[socket.socket] = []
-        self._doorstep = PendingHandshakes(patience)
+        self._pending = PendingHandshakes(patience)
         self._accepted: dict[tuple[bytes, int], socket.socket] = {}
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -124,7 +124,7 @@ class Listener:
         """Free every descriptor; alone in a fork, where the thread is not."""
         self._thread = None
         self._lock = threading.Lock()
-        self._doorstep.close()
+        self._pending.close()
         for sock in [*self._listening, *self._accepted.values()]:
             sock.close()
         for fd in (self._stop, self._arrived):
@@ -140,16 +140,16 @@ class Listener:
             poller = select.poll()
             poller.register(self._stop, select.POLLIN)
             now = time.monotonic()
-            for fd in [*self._doorstep, *(doors if now >= pause else ())]:
+            for fd in [*self._pending, *(doors if now >= pause else ())]:
                 poller.register(fd, select.POLLIN)
-            for fd, _ in poller.poll(self._doorstep.wait_ms(now, pause)):
+            for fd, _ in poller.poll(self._pending.wait_ms(now, pause)):
                 if fd == self._stop:
                     return
                 if fd in doors and not self._accept(doors[fd]):
                     pause = time.monotonic() + PAUSE_S
-                elif fd in self._doorstep:
+                elif fd in self._pending:
                     self._hear(fd)
-            self._doorstep.drop_late()
+            self._pending.drop_late()
 
     def _accept(self, door: socket.socket) -> bool:
         try:
@@ -161,11 +161,11 @@ class Listener:
         if not _may_enter(sock):
             sock.close()
             return True
-        self._doorstep.admit(sock, Answering(self._key, self._rank))
+        self._pending.admit(sock, Answering(self._key, self._rank))
         return True
 
     def _hear(self, fd: int) -> None:
-        proved = self._doorstep.hear(fd)
+        proved = self._pending.hear(fd)
         if proved is not None:
             self._admit(*proved)
 

@@ -11,7 +11,7 @@ from typing import Final, Protocol
 
 from elaunch.errors import CollectiveTimeout, PeerLost
 from elaunch.training.channel import inquiry
-from elaunch.training.channel.dial import Telephone, Unreached
+from elaunch.training.channel.dial import Dialer, Unreached
 from elaunch.training.channel.frames import Call, Encoded
 from elaunch.training.channel.link import End, Link
 from elaunch.training.channel.listener import Listener
@@ -53,12 +53,12 @@ class Party(Protocol):
 class Mesh:
     """The connections of one rank; only the thread that is in a call uses it."""
 
-    def __init__(self, layout: Layout, telephone: Telephone, listener: Listener) -> None:
+    def __init__(self, layout: Layout, dialer: Dialer, listener: Listener) -> None:
         self.layout = layout
         self.stopped = False
         """Set by another thread, or a signal's handler, to end the call that this one is in."""
         self.links: dict[int, Link] = {}
-        self._telephone = telephone
+        self._dialer = dialer
         self._listener = listener
         self._streams: dict[tuple[bytes, int, type[RegionStream]], RegionStream] = {}
         self._poller = select.poll()
@@ -72,7 +72,7 @@ class Mesh:
         above = layout.chief or layout.parent
         try:
             if above is not None:
-                self._add(self._telephone.dial(above, LINK, until), above)
+                self._add(self._dialer.dial(above, LINK, until), above)
             for member in (*layout.local, *layout.below):
                 self._add(self._accepted(LINK, member, until), member)
         except Expired:
@@ -145,7 +145,7 @@ class Mesh:
         found = self._streams.get((purpose, member.rank, Outflow))
         if found is None:
             try:
-                sock = self._telephone.dial(member, purpose, until)
+                sock = self._dialer.dial(member, purpose, until)
             except Unreached as error:
                 raise Broken(End("lost", str(error), (member.rank,))) from None
             found = self._streams[purpose, member.rank, Outflow] = Outflow(sock, member)
@@ -204,7 +204,7 @@ class Mesh:
         return sock
 
     def _probe(self, member: RankRecord, until: float) -> None:
-        (answer,) = inquiry.ask(self._telephone, [member], until)
+        (answer,) = inquiry.ask(self._dialer, [member], until)
         if answer.gone:
             raise Broken(self._first_cause(End("lost", str(answer), (member.rank,))))
 

@@ -60,7 +60,7 @@ RUNS = (READY, started(0), started(1))
 FAILED = (*RUNS, exited(0, 7), exited(1, -15, stopped=True))
 LOOKED = (READY, chosen(None), *FAILED[1:])
 SUCCEEDED = (*RUNS, exited(0, 0), exited(1, 0))
-USED, SETTLED = events.KeeperUsed(0), events.SavesSettled(0, ("step-00000010.r0",))
+USED, SETTLED = events.SaverUsed(0), events.SavesSettled(0, ("step-00000010.r0",))
 SAVED = (READY, chosen(None), started(0), started(1), USED, *FAILED[3:])
 BROKEN = events.ServerReady("--preload nope: ModuleNotFoundError: nope", 0.0)
 THREADED = events.ServerReady(None, 0.0, unforkable="--preload x: threads")
@@ -625,7 +625,7 @@ TABLE: dict[str, Row] = {
     ),
     "a worker of the round before": (
         SAVING,
-        (*SAVED[:4], events.KeeperUsed(5), *FAILED[3:], gone()),
+        (*SAVED[:4], events.SaverUsed(5), *FAILED[3:], gone()),
         ChooseCheckpoint(),
         "",
     ),
@@ -744,7 +744,7 @@ ANY_EVENT = st.one_of(
     st.builds(gone, st.integers(0, 3)),
     st.builds(lost, CODES),
     st.builds(chosen, st.one_of(st.none(), st.integers(0, 9))),
-    st.builds(events.KeeperUsed, st.integers(0, 3)),
+    st.builds(events.SaverUsed, st.integers(0, 3)),
     st.builds(events.SavesSettled, st.integers(0, 3)),
 )
 
@@ -856,7 +856,7 @@ class PlayedServer(RuleBasedStateMachine):
     def use_keeper(self) -> None:
         """A worker leaves its checkpoints in the agent's memory."""
         self.uses = True
-        self.post(events.KeeperUsed(next(iter(self.alive.values()))))
+        self.post(events.SaverUsed(next(iter(self.alive.values()))))
 
     @precondition(lambda self: self.settling)
     @rule()

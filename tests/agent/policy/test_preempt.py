@@ -75,7 +75,7 @@ def acked(rank: int, notice: Notice = STOP) -> events.PreemptAcked:
 
 LISTEN = (listens(0), listens(1))
 DONE = (exited(0, 0), exited(1, 0))
-SAVES, SETTLED = events.KeeperUsed(0), events.SavesSettled(0)
+SAVES, SETTLED = events.SaverUsed(0), events.SavesSettled(0)
 WRITES = (*RUNS, SAVES, *DONE)
 IDLE = (Nothing(), "")
 SAVED = (acked(0), acked(1), *DONE)

@@ -189,7 +189,7 @@ def test_a_save(rig: Rig) -> None:
         1: b"00100001",
     }
     assert workers[1].recall(10, 0, [0], "another", LONG) == {}
-    assert events.KeeperUsed(0) in rig.seen
+    assert events.SaverUsed(0) in rig.seen
     record = rig.saver.record()
     assert record is not None
     assert record["step"] == 10

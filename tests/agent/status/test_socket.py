@@ -40,6 +40,7 @@ from tests.launching import wait_until
 
 STATUS = {"op": "status"}
 LONG = 60.0
+BEFORE: set[threading.Thread] = set()
 """Seconds that an answer may take on a busy machine."""
 
 
@@ -67,8 +68,15 @@ def served(
         server.close()
 
 
+@pytest.fixture(autouse=True)
+def nothing_before() -> None:
+    """Leave out of ``threads`` those that tests of other modules have left in this process."""
+    BEFORE.clear()
+    BEFORE.update(threading.enumerate())
+
+
 def threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate()]
+    return [thread.name for thread in threading.enumerate() if thread not in BEFORE]
 
 
 def connected(path: Path) -> socket.socket:

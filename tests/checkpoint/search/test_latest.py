@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from elaunch.checkpoint import layout
-from elaunch.checkpoint.search.latest import Checkpoint, Search, find_latest
+from elaunch.checkpoint.search.latest import Checkpoint, SearchOutcome, find_latest
 from elaunch.checkpoint.storage.storage import open_storage
 from elaunch.errors import UsageError
 from tests.checkpoint import makers, storages
@@ -33,19 +33,19 @@ def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return makers.saved(tmp_path_factory.mktemp("zip") / "template.pt")
 
 
-def reasons(search: Search) -> dict[str, str]:
+def reasons(search: SearchOutcome) -> dict[str, str]:
     """Return the names passed over with their reasons, in order."""
     return {over.path.name: over.reason for over in search.passed_over}
 
 
-def found(search: Search) -> str | None:
+def found(search: SearchOutcome) -> str | None:
     """Return the name of the checkpoint found."""
     return search.checkpoint.path.name if search.checkpoint else None
 
 
 def test_nothing_there(tmp_path: Path) -> None:
-    assert find_latest(tmp_path / "missing") == Search(None, ())
-    assert find_latest(tmp_path) == Search(None, ())
+    assert find_latest(tmp_path / "missing") == SearchOutcome(None, ())
+    assert find_latest(tmp_path) == SearchOutcome(None, ())
     (tmp_path / "file").touch()
     assert reasons(find_latest(tmp_path / "file")) == {"file": "Not a directory: file"}
 
@@ -55,13 +55,13 @@ def test_the_order_is_step_then_round_never_time(tmp_path: Path) -> None:
         path = makers.own(tmp_path, step, round_)
         os.utime(path, (0, 2_000_000_000 - 1000 * step - 10 * round_))
     path = tmp_path / "step-00000120.r10"
-    assert find_latest(tmp_path) == Search(Checkpoint(path, 120, "elaunch", 10), ())
+    assert find_latest(tmp_path) == SearchOutcome(Checkpoint(path, 120, "elaunch", 10), ())
 
 
 def test_numbers_are_compared_as_numbers(tmp_path: Path, template: Path) -> None:
     for name in ("step_9", "step_10", "step_0002"):
         shutil.copytree(template, tmp_path / name)
-    assert find_latest(tmp_path) == Search(Checkpoint(tmp_path / "step_10", 10, "dcp"), ())
+    assert find_latest(tmp_path) == SearchOutcome(Checkpoint(tmp_path / "step_10", 10, "dcp"), ())
 
 
 def test_newer_incomplete_ones_are_passed_over_newest_first(tmp_path: Path, template: Path) -> None:
@@ -138,8 +138,8 @@ def test_stage_quarantine_and_temporary_names_are_not_looked_at(
     (tmp_path / "step_501").symlink_to(".stage/step-00000500.r0")
     for name in (".step_500", "step_500.tmp", "tmp-checkpoint-500", "tmp_500"):
         shutil.copytree(template, tmp_path / name)
-    assert find_latest(tmp_path) == Search(None, ())
-    assert find_latest(tmp_path, glob="**/*500*") == Search(None, ())
+    assert find_latest(tmp_path) == SearchOutcome(None, ())
+    assert find_latest(tmp_path, glob="**/*500*") == SearchOutcome(None, ())
 
 
 def test_a_copy_from_a_url(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_things_that_are_no_checkpoints_are_not_mentioned(tmp_path: Path, archiv
     (tmp_path / "run.json").touch()
     shutil.copy(archive, tmp_path / "step_120.pt")
     shutil.copy(archive, tmp_path / "checkpoint_120.pth")
-    assert find_latest(tmp_path) == Search(None, ())
+    assert find_latest(tmp_path) == SearchOutcome(None, ())
 
 
 def test_directories_that_sound_like_checkpoints_are(tmp_path: Path, template: Path) -> None:
@@ -210,7 +210,7 @@ def test_a_glob_picks_directories_and_other_files(tmp_path: Path, template: Path
     path = tmp_path / "a" / "w_6.safetensors"
     assert search.checkpoint == Checkpoint(path, 6, "safetensors")
     assert found(find_latest(tmp_path, glob="a/step-*")) == "step-00000005.r0"
-    assert find_latest(tmp_path) == Search(None, ())
+    assert find_latest(tmp_path) == SearchOutcome(None, ())
     (tmp_path / "logs_9").mkdir()
     assert reasons(find_latest(tmp_path, glob="logs_*")) == {"logs_9": "it is empty"}
 
@@ -240,7 +240,7 @@ def test_links_to_other_disks_count(
     (tmp_path / "step_130").symlink_to(shutil.copytree(template, other / "plain"))
     assert find_latest(tmp_path).checkpoint == Checkpoint(tmp_path / "step_130", 130, "dcp")
     shutil.rmtree(other)
-    assert find_latest(tmp_path) == Search(None, ())
+    assert find_latest(tmp_path) == SearchOutcome(None, ())
 
 
 def test_a_root_that_is_a_link(tmp_path: Path) -> None:

@@ -38,14 +38,14 @@ KILLED = """
 import itertools, os, shutil, signal, sys
 from elaunch.checkpoint.storage.storage import open_storage
 from elaunch.checkpoint.retention.trash import throw_away
-from tests.checkpoint import depots
+from tests.checkpoint import storages
 
 def act(place, what):
     storage = open_storage(place)
     if what == "save":
-        depots.save(storage, 130)
+        storages.save(storage, 130)
     elif what == "seal":
-        depots.save_scripts_files(storage, 130)
+        storages.save_scripts_files(storage, 130)
     elif what == "finish":
         storage.finish_stages(None)
     elif what == "remove":
@@ -234,6 +234,24 @@ def test_a_chief_whose_step_was_saved_again_meanwhile(storage: PosixStorage) -> 
     check_whole(storage, storage.listed())
 
 
+def test_a_stage_that_cannot_be_read_now_is_left(
+    storage: PosixStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose it is is not known then: it may be another run's, and is not cleared."""
+    at = storages.stage(20)
+    storages.write(storage, at)
+
+    def broken(path: Path) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(commit, "read_stage", broken)
+        assert storage.finish_stages("digits", after=4) == []
+    assert (Path(storage.place) / ".stage" / at.name).is_dir()
+    assert storage.finish_stages("digits", after=4) == []
+    assert not (Path(storage.place) / ".stage" / at.name).exists()
+
+
 def test_a_claim_that_nobody_finishes(
     storage: PosixStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -319,9 +337,9 @@ def test_what_is_on_the_disk_when(storage: PosixStorage, tmp_path: Path) -> None
     programs.needed("strace")
     code = (
         "import sys; from elaunch.checkpoint.storage.storage import open_storage\n"
-        "from tests.checkpoint import depots\n"
-        "storage = open_storage(sys.argv[1]); at = depots.stage(130)\n"
-        "depots.write(storage, at, {0: {'a': b'1'}, 1: {'sub/b': b'2' * 2**21}})\n"
+        "from tests.checkpoint import storages\n"
+        "storage = open_storage(sys.argv[1]); at = storages.stage(130)\n"
+        "storages.write(storage, at, {0: {'a': b'1'}, 1: {'sub/b': b'2' * 2**21}})\n"
         "storage.commit(at, lambda: None)\n"
     )
     log = tmp_path / "strace"
@@ -469,9 +487,9 @@ def test_a_reader_while_many_writers_commit(tmp_path: Path) -> None:
     storage.prepare("digits", given=True)
     code = (
         "import sys; from elaunch.checkpoint.storage.storage import open_storage\n"
-        "from tests.checkpoint import depots\n"
+        "from tests.checkpoint import storages\n"
         "storage, writer = open_storage(sys.argv[1]), int(sys.argv[2])\n"
-        "done = [depots.save(storage, step, writer) for step in range(1, 9)]\n"
+        "done = [storages.save(storage, step, writer) for step in range(1, 9)]\n"
         "[storage.remove(found) for found in done[:4]]\n"
     )
     writers = [

@@ -18,9 +18,9 @@ from elaunch.monitor.job.watch import JobReader, jobs_reader
 from elaunch.monitor.watch import WatchReading, changes, watch
 from elaunch.rendezvous.plan import Plan
 from elaunch.rendezvous.records import RecordError, encode
-from elaunch.store.memory import MemoryHub
 from tests.launching import wait_until
 from tests.monitor.jobs import BACKENDS, Meetings, PlayedJob, record
+from tests.store.memory import MemoryHub
 
 
 @pytest.fixture(params=sorted(BACKENDS))

@@ -94,7 +94,8 @@ class AgentSaverClient:
         if not answer.get("ok"):
             connection.close()
             self._socket = None
-            raise SaveError(f"the agent writes no checkpoints for this worker: {answer['error']}")
+            why = answer.get("error", "it gives no reason")
+            raise SaveError(f"the agent writes no checkpoints for this worker: {why}")
 
     # ── Saver ───────────────────────────────────────────────────────────────────────────────────
 

@@ -19,7 +19,7 @@ import pytest
 from elaunch.checkpoint.records import Part, Stage
 from elaunch.checkpoint.storage.objects import Objects
 from elaunch.checkpoint.storage.posix import PosixStorage
-from elaunch.checkpoint.storage.storage import Place, open_storage
+from elaunch.checkpoint.storage.storage import Location, open_storage
 from elaunch.checkpoint.storage.url import ObjectStorage
 from elaunch.checkpoint.writing import inflight, queue
 from elaunch.errors import SaveError
@@ -32,7 +32,7 @@ from tests.launching import wait_until
 LONG = 60.0
 
 
-def keepers(place: Place, ranks: int = 2) -> list[LocalSaver]:
+def keepers(place: Location, ranks: int = 2) -> list[LocalSaver]:
     """Return the savers of all ranks, at one place."""
     open_storage(place).prepare("digits", given=True)
     ring = Ring(ranks)
@@ -289,7 +289,7 @@ def test_a_rank_that_writes_for_long(
     """It marks the stage all the time, so rank 0 waits longer than for one that is mute."""
     monkeypatch.setattr(inflight, "PART_DEADLINE_S", 2.0)
     monkeypatch.setattr(queue, "WORD_S", 0.1)
-    place: Place = f"memory://{uuid.uuid4().hex}" if remote else tmp_path
+    place: Location = f"memory://{uuid.uuid4().hex}" if remote else tmp_path
     both = keepers(place)
     kind = type(open_storage(place))
     write = kind.write_part

@@ -1,10 +1,8 @@
-"""The store of agents in one process: plan, members and leadership under one lock.
+"""A store in the memory of one process: what the contract of all stores is written against.
 
 ============  ====================================================================================
 MemoryHub     what one job's agents share; the clock that judges who is alive is an argument
 MemoryStore   one agent's view of it (elaunch.store.protocol)
-MemoryRoster  the entries by name, and for each reader the changes that it has not seen; the agent
-              that hosts a TCPStore keeps one too (elaunch.store.tcp.host)
 ============  ====================================================================================
 
 Nothing runs in the background. Every call first removes the entries whose time is over, and a call
@@ -23,47 +21,9 @@ from typing import Literal, TypeVar
 
 from elaunch.errors import LeaseLost, StoreClosed
 from elaunch.store.protocol import Change, Lease, Post
+from elaunch.store.tcp.roster import Roster
 
 Found = TypeVar("Found")
-
-
-class MemoryRoster:
-    """Entries by name and the changes that readers have not seen; its owner holds a lock."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, bytes] = {}
-        self._gone: set[str] = set()
-        self._unseen: dict[object, list[Change]] = {}
-
-    def knows(self, name: str) -> bool:
-        """Return whether ``name`` is or was a member."""
-        return name in self.values or name in self._gone
-
-    def put(self, name: str, value: bytes) -> None:
-        """Write an entry."""
-        self.values[name] = value
-        self._tell(Change(name, value, "put"))
-
-    def drop(self, name: str, cause: Literal["left", "expired"]) -> None:
-        """Take an entry off for good."""
-        del self.values[name]
-        self._gone.add(name)
-        self._tell(Change(name, None, cause))
-
-    def read(self, reader: object) -> list[Change]:
-        """Return what ``reader`` has not seen: at its first call, every entry that is there."""
-        everything = [Change(name, value, "put") for name, value in self.values.items()]
-        unseen = self._unseen.get(reader, everything)
-        self._unseen[reader] = []
-        return unseen
-
-    def forget(self, reader: object) -> None:
-        """Keep no more changes for ``reader``; its next call is a first one."""
-        self._unseen.pop(reader, None)
-
-    def _tell(self, change: Change) -> None:
-        for unseen in self._unseen.values():
-            unseen.append(change)
 
 
 @dataclass
@@ -84,7 +44,7 @@ class MemoryHub:
         self.changed = threading.Condition()
         self.post: Post | None = None
         self.shared = b""
-        self.roster = MemoryRoster()
+        self.roster = Roster()
         self.leases: dict[str, _MemoryLease] = {}
         self.lead: str | None = None
 
