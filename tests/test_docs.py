@@ -49,6 +49,21 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert [target for target in files if not (page.parent / target).exists()] == []
 
 
+def test_the_tests_that_pages_name_exist() -> None:
+    """Pages that promise something name the test that holds it."""
+    named = {
+        found
+        for page in PAGES
+        for found in re.findall(r"(tests/[\w/]+\.py)(?:::(\w+))?", page.read_text())
+    }
+    lost = [
+        (file, test)
+        for file, test in sorted(named)
+        if not (ROOT / file).exists() or f"def {test}" not in (ROOT / file).read_text()
+    ]
+    assert len(named) > 20 and lost == []
+
+
 def test_every_page_is_in_the_index() -> None:
     """docs/README.md names each page beside it."""
     index = (ROOT / "docs" / "README.md").read_text()

@@ -159,7 +159,7 @@ def test_a_member_is_lost(
     """
     leader = three.leader()
     victim = leader if which == "leader" else next(m for m in three.members if m is not leader)
-    ttl = 4 * LONG if (which, hurt) == ("leader", "freeze") else 3.0
+    ttl = 4 * LONG if (which, hurt) == ("leader", "freeze") else 10.0
     first = connected(three, agents, victim, ttl)
     others = [agents(three.place(), f"n{number}", ttl) for number in range(4)]
     everyone = [first, *others]
@@ -310,7 +310,7 @@ def test_what_a_finished_job_leaves_has_a_lease(
     """The board and what all share for a minute, the rest for as long as the agents' leases."""
     store = opened(one.place(), "run/1")
     assert store.shared(b"a key") == b"a key"
-    store.enrol("n0", b"here", 1.0)
+    store.enrol("n0", b"here", LONG)
     assert store.await_lead("n0", LONG)
     assert store.publish(1, b"over")
     assert client.run_ids(one.place()) == ["run/1"]
