@@ -226,20 +226,14 @@ class Launcher:
     ) -> Running:
         """Start ``elaunch ARGS`` with just these variables, on a machine if one is given."""
         argv = [sys.executable, "-m", "elaunch", *map(os.fspath, args)]
-        if self._forks and argv[3:4] == ["run"] and warm.can_start(env):
-            spaces = machine.namespaces() if machine is not None else ()
-            return self._watched(warm.WarmProcess(argv, env, cwd, spaces))
-        prefix = machine.prefix(cwd) if machine is not None else []
-        return self._watched(_executed([*prefix, *argv], env, cwd))
+        return self._begin(argv, env, cwd, machine, may_fork=argv[3:4] == ["run"])
 
     def start_around(
         self, argv: Sequence[str | os.PathLike[str]], env: Mapping[str, str] | None = None
     ) -> Running:
         """Start ``python PROGRAM ARGS``, a program of the tests that runs elaunch itself."""
         words, everything = [os.fspath(word) for word in argv], self.env | dict(env or {})
-        if self._forks and words[0] == sys.executable and warm.can_start(everything):
-            return self._watched(warm.WarmProcess(words, everything, self.directory))
-        return self._watched(_executed(words, everything, self.directory))
+        return self._begin(words, everything, self.directory, may_fork=words[0] == sys.executable)
 
     def start_command(
         self,
@@ -251,9 +245,23 @@ class Launcher:
         """Start any command (torchrun, nohup elaunch …) under the same rules."""
         words = [os.fspath(word) for word in argv]
         everything = self.env | dict(env or {})
-        return self._watched(_executed(words, everything, cwd or self.directory))
+        return self._begin(words, everything, cwd or self.directory)
 
-    def _watched(self, process: subprocess.Popen[bytes] | warm.WarmProcess) -> Running:
+    def _begin(
+        self,
+        argv: list[str],
+        env: Mapping[str, str],
+        cwd: Path,
+        machine: netns.Machine | None = None,
+        *,
+        may_fork: bool = False,
+    ) -> Running:
+        process: subprocess.Popen[bytes] | warm.WarmProcess
+        if self._forks and may_fork and warm.can_start(env):
+            process = warm.WarmProcess(argv, env, cwd, machine.namespaces() if machine else ())
+        else:
+            prefix = machine.prefix(cwd) if machine else []
+            process = _executed([*prefix, *argv], env, cwd)
         running = Running(process)
         self._running.append(running)
         return running

@@ -143,7 +143,7 @@ def report(rule: str, findings: Iterable[Finding]) -> None:
 
 def imports(module: str, tree: ast.Module) -> set[str]:
     """Return the full names that a module imports anywhere in it; own submodules are resolved."""
-    package = module if file_of(module).name == "__init__.py" else module.rpartition(".")[0]
+    package = module if is_package(module) else module.rpartition(".")[0]
     names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

@@ -7,8 +7,6 @@ real processes all the same, with the parents, arguments, variables and streams 
 
 from __future__ import annotations
 
-import array
-import json
 import os
 import select
 import signal
@@ -107,22 +105,21 @@ class _Warm:
         self, argv: Sequence[str], env: Mapping[str, str], cwd: Path, files: Sequence[int]
     ) -> int:
         """Have a command forked; return its pid once it is a child of this process."""
-        request = json.dumps({"argv": argv, "env": dict(env), "cwd": str(cwd)}).encode()
-        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))
+        request = {"argv": argv, "env": dict(env), "cwd": str(cwd)}
         with self._lock:
             if not self._ready:
                 self._receive()
                 self._ready = True
-            self._sock.sendmsg([request], [rights])
+            warmserver.send(self._sock, request, files)
             pid = self._receive()["pid"]
             self._receive()
         return int(pid)
 
     def _receive(self) -> Any:
         self._sock.settimeout(60.0)
-        data = self._sock.recv(1 << 12)
-        assert data, f"{_PROGRAM.name} has ended with {self._process.wait(10)}"
-        return json.loads(data)
+        received = warmserver.receive(self._sock)
+        assert received, f"{_PROGRAM.name} has ended with {self._process.wait(10)}"
+        return received[0]
 
 
 _warm: list[_Warm] = []

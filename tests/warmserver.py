@@ -39,6 +39,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
+from elaunch.server import loop
+
 _LARGEST: Final = 1 << 20
 _SUBREAPER, _GET_SUBREAPER = 36, 37
 _ARGUMENTS, _VARIABLES = 48, 50
@@ -76,26 +78,19 @@ def _show(first: int, texts: Iterable[str]) -> None:
         memory.write(content.ljust(end - start, b"\0"))
 
 
-def _send(sock: socket.socket, message: object, files: Sequence[int] = ()) -> None:
+def send(sock: socket.socket, message: object, files: Sequence[int] = ()) -> None:
+    """Send an object as JSON, with descriptors."""
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))] if files else []
     sock.sendmsg([json.dumps(message).encode()], rights)
 
 
-def _receive(sock: socket.socket) -> tuple[Any, list[int]] | None:
+def receive(sock: socket.socket) -> tuple[Any, list[int]] | None:
+    """Return what :func:`send` has sent, None once the other side is gone."""
     data, rights, _, _ = sock.recvmsg(_LARGEST, socket.CMSG_SPACE(16 * 4))
     files = array.array("i")
     for _, _, held in rights:
         files.frombytes(held)
     return (json.loads(data), list(files)) if data else None
-
-
-def _close_all_but(*kept: int) -> None:
-    for name in os.listdir("/proc/self/fd"):
-        if int(name) > 2 and int(name) not in kept:
-            try:
-                os.close(int(name))
-            except OSError:  # the one that listed the directory
-                continue
 
 
 def _open_streams(unbuffered: bool) -> None:
@@ -153,7 +148,6 @@ class WarmServer:
     def __init__(self, requests: socket.socket) -> None:
         self._requests = requests
         first = set(sys.modules)
-        from elaunch.server import loop
         from elaunch.server.worker import script  # noqa: F401 - as the server's program does
 
         self.program = os.path.join(os.path.dirname(loop.__file__), "__main__.py")
@@ -175,9 +169,12 @@ class WarmServer:
 
     def run(self) -> None:
         """Serve until the test process ends (then never returns); returns in a command."""
-        _send(self._requests, {"ready": os.getpid()})
+        try:
+            send(self._requests, {"ready": os.getpid()})
+        except BrokenPipeError:  # the tests ended before this process was ready
+            os._exit(0)
         while True:
-            received = _receive(self._requests)
+            received = receive(self._requests)
             if received is None:
                 os._exit(0)
             between = os.fork()
@@ -185,12 +182,12 @@ class WarmServer:
                 command = os.fork()
                 if command == 0:
                     return self._become_command(*received)
-                _send(self._requests, {"pid": command})
+                send(self._requests, {"pid": command})
                 os._exit(0)
             for fd in received[1]:
                 os.close(fd)
             os.waitpid(between, 0)
-            _send(self._requests, {"orphan": True})
+            send(self._requests, {"orphan": True})
 
     def _become_command(self, request: Any, files: list[int]) -> None:
         os.setsid()
@@ -204,10 +201,10 @@ class WarmServer:
         os.set_inheritable(ours.fileno(), False)
         if os.fork() == 0:
             ours.close()
-            _close_all_but(seeds.fileno())
+            loop._close_all_but(seeds.fileno())
             self._wait_as_seed(seeds)
             return
-        _close_all_but(ours.fileno())
+        loop._close_all_but(ours.fileno())
         _take_over(request["argv"], request["env"])
         _open_streams(unbuffered=False)
         _Hidden(self._torch)
@@ -236,7 +233,7 @@ class WarmServer:
                 _prctl(_SUBREAPER, 1)
                 try:
                     sock.send(b"fork")
-                    found = _receive(sock)
+                    found = receive(sock)
                     assert found is not None, "the seed is gone"
                     pid, seed_pid = found[0]
                     with suppress(ChildProcessError):  # a thread that waits for any was first
@@ -246,7 +243,7 @@ class WarmServer:
                 mask = [int(one) for one in signal.pthread_sigmask(signal.SIG_BLOCK, [])]
                 files = resource.getrlimit(resource.RLIMIT_NOFILE)
                 start = {"argv": argv, "env": dict(environ), "mask": mask, "files": files}
-                _send(sock, start, [int(argv[3])])
+                send(sock, start, [int(argv[3])])
                 return int(pid)
 
         return spawn
@@ -257,9 +254,9 @@ class WarmServer:
         seed = os.getpid()
         server = os.fork()
         if server != 0:
-            _send(sock, [server, seed])
+            send(sock, [server, seed])
             os._exit(0)
-        received = _receive(sock)
+        received = receive(sock)
         if received is None:
             os._exit(0)
         start, files = received
@@ -279,8 +276,7 @@ class WarmServer:
 
 if __name__ == "__main__":
     _server = WarmServer(socket.socket(fileno=int(sys.argv[1])))
-    with suppress(BrokenPipeError):  # the tests ended before this process was ready
-        _server.run()
+    _server.run()
     # Only a server comes here: a command has left by sys.exit.
     _main = types.ModuleType("__main__")
     _main.__dict__.update(__file__=_server.program)
