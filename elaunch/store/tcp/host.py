@@ -134,6 +134,7 @@ class MembersThread:
         self._judge_at = 0.0
         self._ages_at = 0.0
         self._ages_due: float | None = None
+        self._unsent: list[bytes] = []  # what readers must see and the store has not taken yet
         self._port = port
         self._idle_at = self._looked + IDLE_EVERY
         threading.Thread(target=self._run, name="elaunch-members", daemon=True).start()
@@ -203,27 +204,26 @@ class MembersThread:
                 self._idle_at = time.monotonic() + IDLE_EVERY
                 hang_up_on_silent(self._port)
             self._tick()
-            requests = self._take([notice for one in raw if (notice := read_notice(one))])
+            self._take([notice for one in raw if (notice := read_notice(one))])
         if self._now >= self._judge_at:
-            requests += self._judge()
+            self._judge()
         if self._ages_due is not None and self._now >= self._ages_due:
-            requests.append(self._ages())
-        if requests:
-            self._line.exchange(lambda line, by: line.send(requests, by))
+            self._unsent.append(self._ages())
+        if self._unsent:
+            self._line.exchange(lambda line, by: line.send(self._unsent, by))
+            self._unsent.clear()
 
     def _tick(self) -> None:
         now = time.monotonic()
         self._now += min(now - self._looked, 2 * self._period())
         self._looked = now
 
-    def _take(self, notices: Sequence[AgentNotice]) -> list[bytes]:
-        """Write notices into the roster; return what readers must see of it."""
-        requests: list[bytes] = []
+    def _take(self, notices: Sequence[AgentNotice]) -> None:
+        """Write notices into the roster, and what readers must see of it into ``_unsent``."""
         with self.changed:
             for notice in notices:
-                requests += self._take_one(notice)
+                self._unsent += self._take_one(notice)
             self.changed.notify_all()
-        return requests
 
     def _take_one(self, notice: AgentNotice) -> list[bytes]:
         name = notice.name
@@ -249,8 +249,8 @@ class MembersThread:
         shortest = min((pulse.ttl for pulse in self._pulses.values()), default=PERIOD[1] * 12)
         return min(max(shortest / 12, PERIOD[0]), PERIOD[1])
 
-    def _judge(self) -> list[bytes]:
-        """Read every counter; remove members whose has not moved; return what readers must see."""
+    def _judge(self) -> None:
+        """Read every counter and remove the members whose counter has not moved."""
         names = list(self._pulses)
         keys = [f"{self._prefix}c/{name}" for name in names]
         counts = self._line.exchange(lambda line, by: _read_all(line, keys, by)) if keys else []
@@ -271,7 +271,7 @@ class MembersThread:
         self._judge_at = min(self._now + self._period(), *dues, float("inf"))
         if self._pulses and self._now >= self._ages_at + AGES_EVERY:
             self._ages_due = self._now
-        return [wire.put(f"{self._prefix}s/{name}", b"") for name in gone]
+        self._unsent += [wire.put(f"{self._prefix}s/{name}", b"") for name in gone]
 
     def _bury(self, name: str) -> bool:
         """Move the counter below zero unless it has moved meanwhile; whether it has not."""

@@ -12,9 +12,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import cast
 
 import psutil
 import pytest
@@ -23,7 +24,8 @@ from elaunch.errors import LeaseLost, StoreClosed, StoreReplaced, StoreUnreachab
 from elaunch.store.protocol import Change, Post, Store
 from elaunch.store.tcp import client as tcp
 from elaunch.store.tcp import wire
-from elaunch.store.tcp.host import AgentNotice, read_notice
+from elaunch.store.tcp.connection import TcpConnection
+from elaunch.store.tcp.host import AgentNotice, MembersThread, put_notice, read_notice
 from tests.store.test_contract import LONG, beside, collect, read_until, until
 
 pytestmark = pytest.mark.slow
@@ -390,6 +392,51 @@ def test_a_stranger_can_disturb_but_not_stop_the_host(hosted: tuple[Store, int])
 def test_notices_are_read_with_care(raw: bytes, notice: AgentNotice | None) -> None:
     """What says nothing sensible is nothing."""
     assert read_notice(raw) == notice
+
+
+class BreakingLine:
+    """A connection of the host's: two notices are in the inbox, and the second cannot be read."""
+
+    def __init__(self) -> None:
+        self.sent: list[bytes] = []
+        self._replies = [(1, put_notice("a", 60.0, b"A"))]
+        self._broken = False
+
+    def exchange(self, talk: Callable[[BreakingLine, float], object]) -> object:
+        """Have ``talk`` use it; what breaks on the way breaks the exchange."""
+        return talk(self, time.monotonic() + LONG)
+
+    def send(self, requests: Iterable[bytes], until: float) -> None:
+        """Keep what is sent."""
+        self.sent += requests
+
+    def awaited(self, until: float, grace: float) -> bool:
+        """Report the inbox as not empty, once."""
+        if self._replies:
+            return True
+        threading.Event().wait(0.01)
+        return False
+
+    def popped(self, until: float) -> tuple[int, bytes]:
+        """Give the first notice, then break."""
+        if self._replies:
+            return self._replies.pop()
+        raise StoreUnreachable("no answer")
+
+    def value(self, until: float) -> bytes:
+        """Give the value of a counter that moves."""
+        return b"%d" % len(self.sent)
+
+
+def test_a_notice_whose_exchange_broke_midway_is_still_shown_to_readers() -> None:
+    """What was taken from the inbox before the break is written for readers after it."""
+    line, closed = BreakingLine(), threading.Event()
+    members = MembersThread(cast(TcpConnection, line), "job/", closed, 1)
+    try:
+        until(lambda: wire.put("job/s/a", b"+A") in line.sent, "readers see the entry")
+        assert members.roster()["a"].value == b"A"
+    finally:
+        closed.set()
 
 
 # ── connections, torch, limits ───────────────────────────────────────────────────────────────────
