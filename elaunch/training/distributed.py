@@ -18,7 +18,7 @@ from weakref import WeakSet
 
 from elaunch.errors import CollectiveError, ContextError, PlacementError
 from elaunch.training.place import placement as placements
-from elaunch.training.place.placement import Numbers, Placement
+from elaunch.training.place.placement import Placement
 from elaunch.training.stores.keystore import KeyStore
 from elaunch.training.stores.roundstore import RoundStore
 from elaunch.wire.progress import ProgressPage
@@ -61,7 +61,7 @@ class DistributedContext:
         rank: 0 to ``size - 1``.
         size: ranks of the job.
         local_rank: 0 to ``local_size - 1``, among the ranks of this node.
-        local_size: ranks of this node.
+        local_size: ranks of each node; a sequence of one number for each node where they differ.
         cross_rank: 0 to ``cross_size - 1``, this node among the nodes.
         cross_size: nodes of the job.
         chief_ip: address of rank 0's node; needed where there are several nodes.
@@ -77,7 +77,7 @@ class DistributedContext:
         rank: int | None = None,
         size: int | None = None,
         local_rank: int | None = None,
-        local_size: int | None = None,
+        local_size: int | Sequence[int] | None = None,
         cross_rank: int | None = None,
         cross_size: int | None = None,
         chief_ip: str | None = None,
@@ -98,7 +98,7 @@ class DistributedContext:
             raise PlacementError(
                 f"{', '.join(missing)}: give all six numbers, or none for one rank"
             )
-        self._place(placements.explicit(Numbers(**numbers), chief_ip, chief_port, os.environ))
+        self._place(placements.explicit(numbers, chief_ip, chief_port, os.environ))
 
     @classmethod
     def from_environment(cls) -> DistributedContext:

@@ -25,9 +25,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from elaunch import env
 from elaunch.errors import PlacementError
@@ -38,7 +38,7 @@ from elaunch.launchers.table import LauncherNames, first_set, number
 from elaunch.run.record import process_name
 
 Launcher = Literal["elaunch", "torchrun", "mpi", "slurm", "explicit", "alone"]
-__all__ = ["Launcher", "Numbers", "Placement", "alone", "current", "explicit"]
+__all__ = ["Launcher", "Placement", "alone", "current", "explicit"]
 __all__ += ["from_mpi", "from_slurm", "from_torch"]
 
 
@@ -128,18 +128,22 @@ def from_slurm(environ: Mapping[str, str]) -> Placement:
 
 
 def explicit(
-    numbers: Numbers, chief_ip: str | None, chief_port: int | None, environ: Mapping[str, str]
+    given: Mapping[str, Any],
+    chief_ip: str | None,
+    chief_port: int | None,
+    environ: Mapping[str, str],
 ) -> Placement:
     """Return the place that a script gives in numbers; a job of several nodes needs ``chief_ip``.
 
+    ``given`` has the six numbers by name; ``local_size`` may be a sequence of one for each node.
     Without ``chief_port`` the ranks meet in the store of the launcher that started them, or of the
     launcher that started what started them; the numbers need not be those of that launcher. Where
     there is none, ranks of one node that one process has started find a port by that.
 
-    Raises PlacementError where there is no such store, for a bad address or port, and for ranks
-    that cannot be on that node.
+    Raises PlacementError where there is no such store, for a bad address or port, and for numbers
+    that contradict each other.
     """
-    _check_in_order(numbers)
+    numbers = _by_hand(given)
     if numbers.cross_size > 1 and not chief_ip:
         raise PlacementError(
             f"chief_ip is missing: cross_size is {numbers.cross_size}, so the other nodes have to "
@@ -164,24 +168,41 @@ def explicit(
     return replace(found, scope=scope, hosts_store=found.hosts_store and not hosted)
 
 
-def _check_in_order(numbers: Numbers) -> None:
-    """Raise PlacementError unless the nodes' ranks follow each other, as far as one rank sees it.
+def _by_hand(given: Mapping[str, Any]) -> Numbers:
+    """Return the numbers that a script gives, once they fit all nodes and not only this one.
 
-    Nodes may have different numbers of ranks.
+    ``local_size`` is one number, or a sequence of one for each node. Raises PlacementError.
     """
-    first = numbers.rank - numbers.local_rank
-    last = first + numbers.local_size - 1
-    others = numbers.cross_size - 1 - numbers.cross_rank
-    before_fits = first >= numbers.cross_rank and (first > 0) == (numbers.cross_rank > 0)
-    after = numbers.size - 1 - last
-    if before_fits and after >= others and (after > 0) == (others > 0):
-        return
-    raise PlacementError(
-        f"rank is {numbers.rank}, local_rank {numbers.local_rank} and local_size "
-        f"{numbers.local_size}, so ranks {first} to {last} are on node {numbers.cross_rank} of "
-        f"{numbers.cross_size} (cross_rank, cross_size); with size {numbers.size} that leaves "
-        f"{first} ranks for {numbers.cross_rank} nodes before it and {after} for {others} behind"
-    )
+    sizes, cross_size, node = given["local_size"], given["cross_size"], given["cross_rank"]
+    if not isinstance(sizes, Sequence):
+        numbers = Numbers(**given)
+        if sizes * cross_size != numbers.size:
+            raise PlacementError(
+                f"size is {numbers.size}, but local_size {sizes} × cross_size {cross_size} is "
+                f"{sizes * cross_size}; where nodes have different numbers of ranks, give "
+                f"local_size as a list of {cross_size} numbers, one for each node"
+            )
+        return numbers
+    if len(sizes) != cross_size:
+        raise PlacementError(
+            f"local_size is {sizes!r}, {len(sizes)} numbers, but cross_size is {cross_size}: give "
+            "one number for each node"
+        )
+    mine = sizes[node] if isinstance(node, int) and 0 <= node < cross_size else 1
+    numbers = Numbers(**{**given, "local_size": mine})
+    for size in sizes:
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise PlacementError(f"local_size is {sizes!r}, and {size!r} is no number of ranks")
+    if sum(sizes) != numbers.size:
+        raise PlacementError(
+            f"local_size is {sizes!r}, together {sum(sizes)}, but size is {numbers.size}"
+        )
+    if numbers.rank != (filled := sum(sizes[:node]) + numbers.local_rank):
+        raise PlacementError(
+            f"rank is {numbers.rank}, but local_size {sizes!r} and local_rank {numbers.local_rank} "
+            f"on node {node} (cross_rank) make it {filled}"
+        )
+    return numbers
 
 
 def _explicit_port(numbers: Numbers, environ: Mapping[str, str]) -> int:

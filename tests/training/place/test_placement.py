@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from elaunch.errors import PlacementError
 from elaunch.launchers import table
+from elaunch.launchers.ranks import Numbers
 from elaunch.training.place import placement
-from elaunch.training.place.placement import Numbers
 
 TORCH = {
     "RANK": "3",
@@ -401,22 +401,28 @@ def test_inconsistent_numbers_are_named(change: dict[str, Any], named: str) -> N
         Numbers(**GOOD | change)
 
 
+def by_hand(*numbers: Any) -> dict[str, Any]:
+    """Return the six numbers by name, in the order of Numbers."""
+    names = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
+    return dict(zip(names, numbers, strict=True))
+
+
 def test_explicit_numbers() -> None:
     """Given address and port; rank 0 hosts the store."""
-    place = placement.explicit(Numbers(**GOOD), "chief", 4711, {})
+    place = placement.explicit(GOOD, "chief", 4711, {})
     assert (place.launcher, place.store, place.hosts_store) == ("explicit", ("chief", 4711), True)
     with pytest.raises(PlacementError, match="chief_ip is missing: cross_size is 2"):
-        placement.explicit(Numbers(**GOOD), None, 4711, {})
+        placement.explicit(GOOD, None, 4711, {})
     with pytest.raises(PlacementError, match="chief_port is missing"):
-        placement.explicit(Numbers(**GOOD), "chief", None, {})
+        placement.explicit(GOOD, "chief", None, {})
     with pytest.raises(PlacementError, match="chief_port is 0"):
-        placement.explicit(Numbers(1, 2, 1, 2, 0, 1), None, 0, {})
-    assert placement.explicit(Numbers(0, 1, 0, 1, 0, 1), None, None, {}).store is None
+        placement.explicit(by_hand(1, 2, 1, 2, 0, 1), None, 0, {})
+    assert placement.explicit(by_hand(0, 1, 0, 1, 0, 1), None, None, {}).store is None
 
 
 def test_explicit_numbers_on_one_node_need_no_port() -> None:
     """Whoever has started all of them names the job; with ``elaunch wrap`` between, it says who."""
-    numbers = [Numbers(rank, 2, rank, 2, 0, 1) for rank in range(2)]
+    numbers = [by_hand(rank, 2, rank, 2, 0, 1) for rank in range(2)]
     one, other = (placement.explicit(each, "127.0.0.1", None, {}).store for each in numbers)
     assert one == other and one is not None and 20000 <= one[1] < 30000
     wrapped = placement.explicit(numbers[0], None, None, {"ELAUNCH_STARTER": "1.2"}).store
@@ -428,43 +434,43 @@ def test_explicit_numbers_on_one_node_need_no_port() -> None:
 
 
 @pytest.mark.parametrize(
-    "four",
-    [
-        *((rank, rank, 2, 0) for rank in (0, 1)),
-        *((2 + rank, rank, 3, 1) for rank in (0, 1, 2)),
-        *((rank, rank, 3, 0) for rank in (0, 1, 2)),
-        (3, 0, 2, 1),
-    ],
+    ("sizes", "place"),
+    [([2, 3], place) for place in [(0, 0, 0), (1, 1, 0), (2, 0, 1), (3, 1, 1), (4, 2, 1)]]
+    + [((3, 2), place) for place in [(0, 0, 0), (2, 2, 0), (3, 0, 1), (4, 1, 1)]],
 )
-def test_explicit_numbers_of_unequal_nodes(four: tuple[int, int, int, int]) -> None:
-    """Five ranks on two nodes, 2 + 3 or 3 + 2: each rank's own numbers fit."""
-    rank, local_rank, local_size, node = four
-    numbers = Numbers(rank, 5, local_rank, local_size, node, 2)
-    assert placement.explicit(numbers, "chief", 4711, {}).rank == rank
+def test_explicit_numbers_of_unequal_nodes(sizes: list[int], place: tuple[int, int, int]) -> None:
+    """Five ranks on two nodes, 2 + 3 or 3 + 2: each rank gives the ranks of all nodes."""
+    rank, local_rank, node = place
+    found = placement.explicit(by_hand(rank, 5, local_rank, sizes, node, 2), "chief", 4711, {})
+    assert (found.rank, found.local_size) == (rank, sizes[node])
 
 
 @pytest.mark.parametrize(
     ("six_", "named"),
     [
-        ((2, 5, 0, 2, 1, 2), "ranks 2 to 3 are on node 1 of 2 .* leaves 2 ranks for 1 nodes bef"),
-        ((3, 5, 1, 2, 1, 2), "rank is 3, local_rank 1 and local_size 2, so ranks 2 to 3"),
-        ((1, 5, 0, 2, 0, 2), "ranks 1 to 2 are on node 0"),
-        ((0, 5, 0, 2, 1, 2), "ranks 0 to 1 are on node 1"),
-        ((0, 5, 1, 2, 1, 2), "ranks -1 to 0 are on node 1"),
-        ((1, 5, 0, 2, 2, 3), "ranks 1 to 2 are on node 2"),
+        ((0, 5, 0, 2, 0, 2), "size is 5, but local_size 2 × cross_size 2 is 4; .* as a list of 2"),
+        ((1, 5, 1, 2, 0, 2), "size is 5, but local_size 2 × cross_size 2 is 4"),
+        ((2, 5, 0, 2, 1, 2), "size is 5, but local_size 2 × cross_size 2 is 4"),
+        ((0, 5, 0, [2, 3, 1], 0, 2), "3 numbers, but cross_size is 2"),
+        ((0, 5, 0, [2, 2], 0, 2), r"local_size is \[2, 2\], together 4, but size is 5"),
+        ((1, 5, 0, [2, 3], 0, 2), "rank is 1, but local_size .* on node 0 .* make it 0"),
+        ((2, 5, 1, [2, 3], 1, 2), "rank is 2, but local_size .* on node 1 .* make it 3"),
+        ((0, 5, 0, [2, 3], 5, 2), "cross_rank is 5, but cross_size is 2"),
+        ((0, 5, 0, [2, 3.0], 0, 2), "3.0 is no number of ranks"),
+        ((0, 5, 0, "23", 0, 2), "local_size is '2', which is no whole number"),
     ],
 )
-def test_explicit_numbers_that_no_nodes_have(six_: tuple[int, ...], named: str) -> None:
-    """Ranks go node by node, also where the nodes are unequal."""
+def test_explicit_numbers_that_no_nodes_have(six_: tuple[Any, ...], named: str) -> None:
+    """Every rank sees it by itself, and none of them waits for the others."""
     with pytest.raises(PlacementError, match=named):
-        placement.explicit(Numbers(*six_), "chief", 4711, {})
+        placement.explicit(by_hand(*six_), "chief", 4711, {})
 
 
 @pytest.mark.parametrize("environ", [TORCH, ELAUNCH])
 def test_explicit_numbers_below_a_launcher(environ: dict[str, str]) -> None:
     """A script that starts its own workers: they meet in the store of what started the script."""
-    place = placement.explicit(Numbers(1, 2, 1, 2, 0, 1), "10.0.0.1", None, environ)
+    place = placement.explicit(by_hand(1, 2, 1, 2, 0, 1), "10.0.0.1", None, environ)
     assert (place.store, place.hosts_store) == (("node0", 1234), False)
     assert place.run_id == "job" and place.scope != placement.current(environ).scope
-    under_mpi = placement.explicit(Numbers(1, 2, 1, 2, 0, 1), None, None, open_mpi(0, 2, 0, 2))
+    under_mpi = placement.explicit(by_hand(1, 2, 1, 2, 0, 1), None, None, open_mpi(0, 2, 0, 2))
     assert under_mpi.store is not None and under_mpi.hosts_store
