@@ -5,6 +5,9 @@ random rank is SIGKILLed, 6 times in 90 s, each at a moment that is shifted at r
 save period, so that any number of steps may have to be redone. Repeat *n* uses the same moments and
 ranks for both launchers. Time counts from the first step; the score is the highest step reached at
 its end. The undisturbed run is measured once for each launcher, before its first repeat.
+
+elaunch runs twice: with ``--checkpoint-dir``, and, as torchrun does, with a script that saves and
+searches by itself and a launcher that knows nothing of it.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from job import Job
 from launchers import ELAUNCH, TORCHRUN
 
 KEY = "goodput"
+OWN = "goodput-own-saves"
 REFERENCE = "goodput-undisturbed"
 WORKERS = 2
 SAVE_PERIOD = 1.1
@@ -65,12 +69,15 @@ class Progress:
 def cases(options: Options) -> list[Case]:
     """Return the undisturbed case and the disturbed one, in this order."""
     reference = Figure(REFERENCE, "goodput: steps of the undisturbed run", "steps")
-    disturbed = Figure(KEY, "goodput under SIGKILLs", "share", Target("at_least", 0.955))
+    target = Target("at_least", 0.955)
+    disturbed = Figure(KEY, "goodput under SIGKILLs", "share", target)
+    own = Figure(OWN, "the same, the script saves by itself", "share", target)
     once = dict.fromkeys((TORCHRUN, ELAUNCH), 1)
     repeats = dict.fromkeys((TORCHRUN, ELAUNCH), options.repeats)
     return [
         Case("goodput", "undisturbed", (reference,), _undisturbed, once),
         Case("goodput", "goodput", (disturbed,), _disturbed, repeats),
+        Case("goodput", "goodput, own saves", (own,), _own_saves, {ELAUNCH: options.repeats}),
     ]
 
 
@@ -91,18 +98,30 @@ def _undisturbed(trial: Trial) -> Mapping[str, Sample]:
 
 
 def _disturbed(trial: Trial) -> Mapping[str, Sample]:
+    return {KEY: _share(trial, told=trial.is_elaunch)}
+
+
+def _own_saves(trial: Trial) -> Mapping[str, Sample]:
+    return {OWN: _share(trial, told=False)}
+
+
+def _share(trial: Trial, told: bool) -> Sample:
+    """Return the steps under kills over those of the undisturbed run."""
     reference = trial.earlier(REFERENCE)
     full = reference[0].value if reference else None
     if not full:
-        return {KEY: Sample(None, "the undisturbed run failed")}
-    steps, detail = _run(trial, kills(trial.options, trial.number))
-    return {KEY: Sample(steps / full, str(detail["ended"] or ""), detail)}
+        return Sample(None, "the undisturbed run failed")
+    steps, detail = _run(trial, kills(trial.options, trial.number), told)
+    return Sample(steps / full, str(detail["ended"] or ""), detail)
 
 
-def _run(trial: Trial, planned: Sequence[Kill]) -> tuple[int, dict[str, Any]]:
-    """Run the job for one window; return the step reached and what happened."""
+def _run(trial: Trial, planned: Sequence[Kill], told: bool = False) -> tuple[int, dict[str, Any]]:
+    """Run the job for one window; return the step reached and what happened.
+
+    ``told`` gives the launcher the directory of the checkpoints.
+    """
     with contextlib.ExitStack() as stack:
-        job = stack.enter_context(_job(trial))
+        job = stack.enter_context(_job(trial, told))
         begin = _first_step(job)
         missed = [kill.at for kill in planned if not _kill(job, begin, kill)]
         end = begin + trial.options.goodput_window
@@ -121,12 +140,12 @@ def _run(trial: Trial, planned: Sequence[Kill]) -> tuple[int, dict[str, Any]]:
     return steps, detail
 
 
-def _job(trial: Trial) -> Job:
+def _job(trial: Trial, told: bool) -> Job:
     """Return the job, not started, with checkpoints beside its other files."""
     root = trial.root / f"checkpoints-{trial.launcher.name}-{time.monotonic_ns()}"
     root.mkdir()
     flags = list(FLAGS)
-    if trial.is_elaunch:
+    if told:
         flags += ["--checkpoint-dir", str(root), "--checkpoint-glob", "step_*.pt"]
     command = trial.launcher.command("steps", WORKERS, flags, (str(root),))
     return Job(trial.root, command, trial.launcher.for_restarts)

@@ -3,7 +3,7 @@
 Each step sleeps 50 ms and reduces a gradient. Rank 0 saves by temporary file and rename, and
 appends ``<time.monotonic()> <step>`` to ``$BENCH_DIR/progress.<round>`` after each step. Each rank
 stamps ``worker`` before its first step. The checkpoint comes from ``ELAUNCH_RESUME_FROM`` where
-that is set, else from the script's own search, as scripts do under torchrun.
+that names one, else from the script's own search, as scripts do under torchrun.
 
 Argument: the directory of the checkpoints.
 """
@@ -32,9 +32,7 @@ def saves(root: Path) -> list[Path]:
 
 def load(root: Path) -> tuple[int, torch.Tensor]:
     """Return step and weights of the checkpoint to resume from, or those of a fresh start."""
-    chosen = os.environ.get("ELAUNCH_RESUME_FROM")
-    if chosen is None:
-        chosen = str(next(reversed(saves(root)), ""))
+    chosen = os.environ.get("ELAUNCH_RESUME_FROM") or str(next(reversed(saves(root)), ""))
     if not chosen:
         return 0, torch.zeros(WEIGHTS)
     state = torch.load(chosen, weights_only=True)
