@@ -12,6 +12,8 @@ import pytest
 
 from elaunch import __version__
 from elaunch.cli import execute
+from elaunch.config.flags.flag import GROUPS
+from elaunch.config.flags.table import FLAGS, USUAL
 
 
 def elaunch(*args: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -38,6 +40,15 @@ def test_version_and_help() -> None:
     done = elaunch("run", "--help")
     assert done.returncode == 0 and "--nproc-per-node" in done.stdout and not done.stderr
     assert "run" in elaunch("--help").stdout
+
+
+def test_help_is_short_and_help_all_has_every_flag() -> None:
+    """The short one names the other, and shows what most jobs need."""
+    short, long = elaunch("run", "-h").stdout, elaunch("run", "--help-all").stdout
+    assert {name for name in USUAL if f"--{name}" not in short} == set()
+    assert "--help-all" in short and "--sibling-grace" not in short
+    assert {flag.name for flag in FLAGS if f"--{flag.name}" not in long} == set()
+    assert [group for group in GROUPS if f"\n{group}:" not in long] == []
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.cli.commandline import cut
+from elaunch.cli.run import parse
 from elaunch.config import Settings, resolve
 from elaunch.errors import UsageError
 
@@ -32,9 +32,8 @@ class Job:
 
     def of(self, words: list[str], environ: Mapping[str, str]) -> Settings:
         """Return the settings of a command line in words."""
-        parts = cut(words)
-        line = {flag.name: text for flag, text in parts.flags}
-        return resolve(line, parts.command, environ, self.directory)
+        line = parse(words)
+        return resolve(line.flags, line.command, environ, self.directory)
 
     def error(self, line: str = "train.py", **environ: str) -> str:
         """Return the message of the usage error that a command line ends in."""

@@ -295,3 +295,20 @@ FLAGS = (
     *meeting.TORCHRUN,
     *(replace(flag, torchrun=False) for flag in (*_OWN, *checkpoint.OWN, *meeting.OWN)),
 )
+
+USUAL = (
+    "nnodes",
+    "nproc-per-node",
+    "module",
+    "max-restarts",
+    "hang-timeout",
+    "checkpoint-dir",
+    "log-dir",
+    "rdzv-backend",
+    "rdzv-endpoint",
+    "rdzv-id",
+    "file",
+    "detach",
+    "dry-run",
+)
+"""The flags that most jobs need no more than: ``elaunch run --help`` shows these."""

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from elaunch.cli.commandline import cut
+from elaunch.cli.run import parse
 from elaunch.config.flags.table import FLAGS
 
 Parsed = tuple[dict[str, str], str, list[str]]
@@ -46,9 +46,10 @@ def by_torchrun(parser: argparse.ArgumentParser, argv: Sequence[str]) -> Parsed 
 
 def by_elaunch(argv: Sequence[str]) -> Parsed:
     """Return what elaunch makes of a command line, in the same form."""
-    words = cut(argv)
+    words = parse(argv)
     assert not words.help
-    texts = {flag.dest: (flag, text) for flag, text in words.flags}
+    table = {flag.name: flag for flag in FLAGS}
+    texts = {table[name].dest: (table[name], text) for name, text in words.flags.items()}
     known = {flag.dest: flag.default for flag in FLAGS}
     found = {
         dest: spelt(flag.read(text))
@@ -128,8 +129,8 @@ def test_a_line_that_torchrun_takes_means_the_same(
 
 def by_elaunch_raw(argv: Sequence[str]) -> tuple[dict[str, str], str, list[str]]:
     """Return texts unread, for values that torchrun's parser does not check."""
-    words = cut(argv)
-    found = {flag.dest: text for flag, text in words.flags}
+    words = parse(argv)
+    found = {name.replace("-", "_"): text for name, text in words.flags.items()}
     return found, words.command[0], list(words.command[1:])
 
 
@@ -162,9 +163,9 @@ def test_a_flag_may_be_cut_short_while_one_is_meant(word: str, name: str | None)
     """Torchrun's flags are looked at first; both spellings of one flag are one flag."""
     if name is None:
         with pytest.raises(click.UsageError, match="ambiguous"):
-            cut([f"{word}=1", "s.py"])
+            parse([f"{word}=1", "s.py"])
     else:
-        assert [flag.name for flag, _ in cut([f"{word}=1", "s.py"]).flags] == [name]
+        assert parse([f"{word}=1", "s.py"]).flags == {name: "1"}
 
 
 WORDS = st.sampled_from(
@@ -244,19 +245,23 @@ def test_every_flag_of_torchrun_is_there_with_its_spellings_and_default(
 def test_a_wrong_flag_is_refused_with_the_nearest_name(line: str, message: str) -> None:
     """The message names what was meant."""
     with pytest.raises(click.UsageError) as error:
-        cut(line.split())
+        parse(line.split())
     assert message in error.value.format_message()
 
 
 def test_a_switch_can_be_set_off() -> None:
     """Against a variable or a job file."""
-    assert [(f.name, text) for f, text in cut(["--standalone=no", "s.py"]).flags] == [
-        ("standalone", "no")
-    ]
+    assert parse(["--standalone=no", "s.py"]).flags == {"standalone": "no"}
+    assert parse(["--standal=no", "-m=no", "s.py"]).flags == {"standalone": "no", "module": "no"}
 
 
 @pytest.mark.parametrize("line", ["-h", "--help", "--he s.py", "-m -h", "--nnodes 1 --help"])
 def test_help_is_asked_for_before_the_script(line: str) -> None:
     """Behind the script it is the script's."""
-    assert cut(line.split()).help
-    assert not cut(["s.py", *line.split()]).help
+    assert parse(line.split()).help == "--help"
+    assert not parse(["s.py", *line.split()]).help
+
+
+def test_a_value_may_be_two_dashes() -> None:
+    """Some versions of argparse lose them."""
+    assert parse(["--role=--", "s.py"]).flags == {"role": "--"}
