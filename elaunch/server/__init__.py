@@ -1,1 +1,42 @@
-"""The small process between the agent and the workers: it starts, waits for and sweeps them."""
+"""The server: the one process between an agent and its workers; it forks, waits and sweeps.
+
+Agent and server are joined by a Unix socket pair (elaunch.wire.local). A message has ``op``:
+
+==========  ==================  ==================================================================
+from        op                  fields
+==========  ==================  ==================================================================
+agent       configure           run_id, start ("fork" | "exec"), preload, later, later_delay (s),
+                                import_path, open_files (soft and hard limit of the workers),
+                                timer_file (the pipe of elaunch.server.timers, or null), temp (the
+                                run's own directory for temporary files, or null)
+agent       start               round, local_rank, mode, entrypoint, args, interpreter, env;
+                                files: its stdout and stderr
+agent       store               round (-1: before the first), host, fixed (whether all rounds have
+                                this port), hello (what other agents may read in it, or "");
+                                file: the listening socket of the store
+agent       signal              signum, group (also the workers' process groups), once (not where
+                                its sender has signalled all processes), stops (whether the
+                                workers are meant to end by it)
+agent       sweep               round, signum (0: none), grace (s), deadline (s)
+agent       fence               until: kill all workers when it has passed, unless a later comes;
+                                hold (s): stop them then, and kill them that much later
+agent       count_devices       kind, interpreter
+server      ready               pid, problem (text or null), preload_s, unforkable (why it must not
+                                be forked any more, or "")
+server      warmed              problem (text or null), seconds, settings (variables that the script
+                                sets, so that the later modules are left to the workers)
+server      started             round, local_rank, pid, at
+server      not_started         round, local_rank, problem
+server      exited              round, local_rank, pid, exitcode (negative: signal), at, stopped
+                                (whether it had a signal to end before), timer (its timer that
+                                had expired, or "")
+server      swept               round, killed (pids and names), survivors (same)
+server      store_failed        round, problem
+server      fenced              late (s): the fence has passed so long ago; all workers are killed
+server      held                on (whether all workers have been stopped, or go on)
+server      devices             count (int or null), problem
+==========  ==================  ==================================================================
+
+``at`` is ``time.monotonic()``, which all processes of one machine share. The socket is also the
+lifeline: when the agent's end closes, the server kills everything below it and ends.
+"""

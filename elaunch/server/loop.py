@@ -1,7 +1,7 @@
 """The server: one thread that forks workers, learns of their ends, and sweeps what they leave.
 
 It is the subreaper of everything that workers start and holds the agent's lifeline. It blocks in
-one ``poll`` on three things: the agent's messages (elaunch.server.protocol), the store host's, and
+one ``poll`` on three things: the agent's messages (elaunch.server), the store host's, and
 the wake-up pipe that SIGCHLD writes to. Signals that people send are blocked here and unblocked in
 each worker, so that a signal sent to a worker while it is being forked is kept, not lost.
 
@@ -24,16 +24,17 @@ import time
 from collections.abc import Sequence
 from typing import NoReturn
 
-from elaunch.server import devices, processes, protocol
-from elaunch.server.later import Later
-from elaunch.server.preload import Preloaded, preload
-from elaunch.server.stores.client import Stores
+from elaunch.server import devices, processes
+from elaunch.server.preload import Later, Preloaded, preload
+from elaunch.server.stores import Stores
 from elaunch.server.sweep import Sweep
 from elaunch.server.timers import Timers, worker_above
 from elaunch.server.worker import fork as worker
-from elaunch.server.worker.job import Job
-from elaunch.server.worker.title import set_title
+from elaunch.server.worker.fork import Job
+from elaunch.wire.local import Channel, Message
 
+MAX_FILES = 2
+"""Descriptors of one message: a worker's stdout and stderr."""
 FENCED = -2
 """The round in the answer to a sweep that the agent has not asked for."""
 
@@ -71,8 +72,7 @@ class Server:
     """Owns the workers of one agent, their store host, and the files that lead to the agent."""
 
     def __init__(self, agent: socket.socket) -> None:
-        self._agent = agent
-        self._receiver = protocol.Receiver(agent)
+        self._agent = Channel(agent, most_files=MAX_FILES)
         self._pid = os.getpid()
         self._workers: dict[int, tuple[int, int]] = {}  # pid → round, local_rank
         self._stopped: set[int] = set()  # pids of workers that were alive when sent a signal to end
@@ -113,12 +113,22 @@ class Server:
         if fd == self._wake_read:
             self._drain_wakeups()
         elif fd == self._agent.fileno():
-            received = self._receiver.receive()
-            return self._handle(*received) if received is not None else self._end()
+            return self._serve_agent()
         elif fd in self._timers.files:
             self._timers.read()
         else:
             self._stores.hear(fd)
+        return None
+
+    def _serve_agent(self) -> Job | None:
+        """Do what the agent has sent; returns a job in the worker that was forked for it."""
+        try:
+            for message, files in self._agent.drain():
+                job = self._handle(message, files)
+                if job is not None:
+                    return job
+        except EOFError:
+            self._end()
         return None
 
     def _wait(self) -> list[int]:
@@ -135,7 +145,7 @@ class Server:
         # The host's answer first: an order of the agent may wait for it, and would then take it.
         return sorted(ready, key=lambda fd: fd == self._agent.fileno())
 
-    def _handle(self, message: protocol.Message, files: list[int]) -> Job | None:
+    def _handle(self, message: Message, files: list[int]) -> Job | None:
         op = message["op"]
         if op == "start":
             return self._start(message, files)
@@ -161,7 +171,7 @@ class Server:
             raise ValueError(f"unknown message from the agent: {message}")
         return None
 
-    def _configure(self, message: protocol.Message) -> None:
+    def _configure(self, message: Message) -> None:
         self._fork_start = message["start"] == "fork"
         began = time.monotonic()
         self._open_files = tuple(message["open_files"])
@@ -170,7 +180,7 @@ class Server:
         problem = found.problem or self._timers.open(message["timer_file"])
         later = message["later"] if self._fork_start else []
         self._later.plan(later, path, message["later_delay"])
-        set_title(f"elaunch: server of {message['run_id']}")
+        processes.set_title(f"elaunch: server of {message['run_id']}")
         if problem is None and self._fork_start and message["preload"]:
             self._stores.start()
         gc.freeze()  # what is imported is never collected, so its pages stay shared with workers
@@ -188,7 +198,7 @@ class Server:
         seconds = time.monotonic() - began
         self._send({"op": "warmed", "seconds": seconds, **dataclasses.asdict(warmed)})
 
-    def _start(self, message: protocol.Message, files: Sequence[int]) -> Job | None:
+    def _start(self, message: Message, files: Sequence[int]) -> Job | None:
         fields = {key: value for key, value in message.items() if key != "op"}
         fields["args"] = tuple(fields["args"])
         job = Job(**fields, stdout=files[0], stderr=files[1])
@@ -226,10 +236,10 @@ class Server:
         os.close(self._wake_read)
         os.close(self._wake_write)
         self._timers.close()
-        self._agent.close()
+        self._agent.close_here()
         self._stores.close_in_fork()
 
-    def _signal(self, message: protocol.Message) -> None:
+    def _signal(self, message: Message) -> None:
         # This process keeps such a signal blocked: where it is pending, its sender has signalled
         # all processes of the job. It is taken here, so that the next one is known for itself.
         if message.get("once") and signal.sigtimedwait([message["signum"]], 0) is not None:
@@ -325,9 +335,9 @@ class Server:
                 self._stopped.discard(pid)
                 self._send(exited)
 
-    def _send(self, message: protocol.Message) -> None:
+    def _send(self, message: Message) -> None:
         try:
-            protocol.send(self._agent, message)
+            self._agent.send(message)
         except (BrokenPipeError, ConnectionResetError):
             self._end()
 

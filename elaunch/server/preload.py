@@ -1,22 +1,42 @@
 """Import what the workers will need, once, before they are forked.
 
-Most of it before the first fork; elaunch.server.later has the rest. The server must have one thread
-when it forks: modules that start others, native ones too, are found here and named.
+Most of it before the first fork. The server must have one thread when it forks: modules that start
+others, native ones too, are found here and named.
+
+What workers need only later (``+module`` in ``--preload``) is imported for the next round's
+workers, when the first round has run for a while: the start does not wait for it, a short job never
+pays for it, and a restart finds it there. torch itself imports ``torch._dynamo`` when the first
+optimizer is made, which costs each worker most of a second. While such an import runs the server
+reads no message; an exit in just that second is noticed up to a second late.
+
+The next round must not see other settings than the first one. A script may set variables that such
+a module reads when it is imported (``TORCH_COMPILE_DISABLE``), and in the server it would read the
+launcher's. So the running workers' variables are looked at first. If a script has changed any, a
+fork of the server imports the modules and notes what they read; nothing is imported ahead where
+that is among the changed ones, and each worker goes on to import it by itself. Modules that are not
+torch's are always tried in a fork first: the server cannot get rid of threads that they start.
 """
 
 from __future__ import annotations
 
 import gc
 import importlib
+import math
 import os
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from elaunch import env
+from elaunch.server import processes
 
 THREADS_GONE = 0.1
 """Seconds for the kernel to take a thread that has ended off its list."""
+SETTLE = 10.0
+"""Seconds for a worker to set the variables that it sets; they stand at the top of a script."""
 
 
 @dataclass(frozen=True)
@@ -97,3 +117,116 @@ def _reason(module: str, others: int) -> str:
         f"--preload {module}: it has started {what} while it was imported (OpenMP's, if it "
         "computes then), and a forked worker would wait for ever for threads that it does not have"
     )
+
+
+@dataclass(frozen=True)
+class Warmed:
+    """What became of the later modules: imported, or not because of ``problem`` or ``settings``.
+
+    ``settings`` are the variables that the script sets and that the modules read.
+    """
+
+    problem: str | None = None
+    settings: tuple[str, ...] = ()
+
+
+class Later:
+    """The modules to import later, and when; ``due`` is infinite while there is nothing to do."""
+
+    def __init__(self) -> None:
+        self._modules: list[str] = []
+        self._path: str | None = None
+        self._delay = math.inf
+        self._not_before: float | None = None
+        self._settled_at = math.inf
+        self._workers: dict[int, Mapping[str, str]] = {}  # pid → what it was started with
+
+    @property
+    def due(self) -> float:
+        """When to call :meth:`carry_out`, on the monotonic clock."""
+        if not self._modules or not self._workers or self._not_before is None:
+            return math.inf
+        return max(self._not_before, self._settled_at)
+
+    def plan(self, modules: list[str], path: str | None, delay: float) -> None:
+        """Take down what to import ``delay`` seconds after the first worker was started."""
+        self._modules, self._path, self._delay = modules, path, delay
+
+    def note_start(self, pid: int, variables: Mapping[str, str]) -> None:
+        """Note a worker that was forked from this process, and the variables it was given."""
+        if self._modules:
+            now = time.monotonic()
+            self._workers[pid] = variables
+            self._settled_at = now + min(SETTLE, self._delay)
+            if self._not_before is None:
+                self._not_before = now + self._delay
+
+    def note_end(self, pid: int) -> None:
+        """Forget a worker: nothing can be learnt from it any more."""
+        self._workers.pop(pid, None)
+
+    def carry_out(self) -> Warmed:
+        """Import the modules if the workers would not notice. Nothing is due any more."""
+        modules, self._modules = self._modules, []
+        changed: dict[str, str | None] = {}
+        ours = processes.environment_of_fork(os.getpid())
+        for pid, variables in self._workers.items():
+            found = processes.environment_of_fork(pid)
+            if found is None or ours is None:
+                names = ", ".join(modules)
+                why = f"what variables the script has set cannot be read from process {pid}"
+                return Warmed(f"--preload +{names}: {why}")
+            given = {**ours, **variables}
+            given.pop(env.STACKS_FILE, None)  # the worker takes it out before the script runs
+            changed |= {name: found.get(name) for name in _changed(given, found)}
+        self._workers.clear()
+        if changed or not all(name.partition(".")[0] == "torch" for name in modules):
+            stopped = self._try(modules, changed)
+            if stopped is not None:
+                return stopped
+        return Warmed(preload(modules, self._path).problem)
+
+    def _try(self, modules: list[str], changed: Mapping[str, str | None]) -> Warmed | None:
+        """Import the modules in a fork; return why this process must not, or None.
+
+        What they set themselves, and the worker has by them, is no setting of the script's.
+        """
+        answer = processes.ask_fork(lambda: _trial(modules, self._path))
+        if answer is None:
+            names = ",".join(f"+{name}" for name in modules)
+            return Warmed(f"--preload {names}: the process that imported it first died of it")
+        read, written, why_not = answer
+        if why_not:
+            return Warmed(why_not)
+        own = {name for name, text in written.items() if changed.get(name) == text}
+        settings = tuple(sorted((set(changed) & set(read)) - own))
+        return Warmed(settings=settings) if settings else None
+
+
+def _changed(given: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
+    return [name for name in {**given, **found} if given.get(name) != found.get(name)]
+
+
+def _trial(modules: list[str], path: str | None) -> tuple[list[str], dict[str, str], str]:
+    """Import the modules in a fork.
+
+    Returns the variables that they read, those that they set, and why that failed or must not be
+    done in the server: it would have threads, or a CUDA context.
+    """
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+    read: set[str] = set()
+    kind: Any = type(os.environ)
+    look_up = kind.__getitem__
+
+    def note(environ: Any, name: str) -> Any:
+        read.add(name)
+        return look_up(environ, name)
+
+    before = dict(os.environ)
+    kind.__getitem__ = note  # every way of reading one variable ends there
+    found = preload(modules, path)
+    kind.__getitem__ = look_up
+    written = {name: text for name, text in os.environ.items() if before.get(name) != text}
+    return sorted(read), written, found.problem or found.unforkable

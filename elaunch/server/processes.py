@@ -3,8 +3,9 @@
 A subreaper is the parent that orphans below it come back to, so whatever a worker starts, however
 it daemonises, stays a descendant of the server and can be found and killed (prctl(2)).
 
-A fork can answer a question whose answer would change this process (:func:`ask_fork`), and its
-variables can be read as they are now (:func:`environment_of_fork`).
+A process can change what ``ps`` shows of it (:func:`set_title`). A fork can answer a question whose
+answer would change this process (:func:`ask_fork`), and its variables can be read as they are now
+(:func:`environment_of_fork`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 
 MAX_PID = 1 << 22
 """The largest pid that Linux gives."""
+_ARG_START, _ARG_END = 45, 46  # fields 48 and 49, counted from the one after the name
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -232,3 +234,24 @@ def _text(memory: int, pointer: int) -> bytes:
         if not chunk:
             raise ValueError("the text leads nowhere")
     raise ValueError("no variable is that long")
+
+
+def set_title(title: str) -> None:
+    """Have ``ps`` show ``title`` for this process, cut to the room there is.
+
+    The kernel shows the memory that holds the arguments (``arg_start`` … ``arg_end`` of
+    proc_pid_stat(5)) as it is while its last byte is NUL, as the end of the last argument is. Where
+    it is not, a process has renamed itself and everything up to the first NUL is the title. The
+    process' short name (comm) stays as it is.
+    """
+    try:
+        with open("/proc/self/stat", "rb") as stat:
+            fields = stat.read().rpartition(b")")[2].split()
+        start, end = int(fields[_ARG_START]), int(fields[_ARG_END])
+        text = os.fsencode(title)[: max(0, end - start - 2)] + b"\0"
+        # By way of the file: an address that is not what it seems to be gives an error, no crash.
+        with open("/proc/self/mem", "r+b", buffering=0) as memory:
+            memory.seek(start)
+            memory.write(text.ljust(end - start, b"."))
+    except (OSError, ValueError, IndexError):  # a sandbox's /proc; the title is cosmetic
+        return

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from elaunch.server import processes
-from elaunch.server.protocol import Message
+from elaunch.wire.local import Message
 
 LOOK_AGAIN = 0.02
 """Seconds between looks while killing: a process that forks in the same moment is found then."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from elaunch.server import processes
-from elaunch.server.later import SETTLE, Later, Warmed
+from elaunch.server.preload import SETTLE, Later, Warmed
 
 
 @contextmanager

@@ -7,14 +7,15 @@ import signal
 import socket
 import time
 
-from elaunch.server import processes, protocol
+from elaunch.server import processes
 from elaunch.server.loop import Server
+from elaunch.wire.local import Channel
 
 
 def _exits_of_two_with_one_pid() -> list[bool]:
     """Return ``stopped`` of a worker that was told to end, and of a later one with its pid."""
     ours, theirs = socket.socketpair()
-    server, receiver = Server(theirs), protocol.Receiver(ours)
+    server, agent = Server(theirs), Channel(ours)
     pid = os.fork()
     if pid == 0:
         time.sleep(600)
@@ -27,7 +28,7 @@ def _exits_of_two_with_one_pid() -> list[bool]:
             pid = _same_pid(server, pid)
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
         server._reap()
-        message = receiver.receive()
+        message = agent.receive()
         assert message is not None
         stopped.append(message[0]["stopped"])
     return stopped

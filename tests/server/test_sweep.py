@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 import pytest
 
 from elaunch.server import processes
-from elaunch.server.protocol import Message
 from elaunch.server.sweep import LOOK_AGAIN, Sweep
+from elaunch.wire.local import Message
 from tests.launching import wait_until
 from tests.server.families import Life, Ready, fork, ignoring, root, sleeping
 

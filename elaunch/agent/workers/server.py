@@ -1,7 +1,7 @@
 """The agent's end of the server: starts the process, sends it messages, posts what it reports.
 
 Two threads, each in one blocking call: the reader in ``recv`` on the server's socket, the reaper
-(elaunch.agent.workers.reaper) in ``waitpid``. The messages are those of elaunch.server.protocol.
+(elaunch.agent.workers.reaper) in ``waitpid``. The messages are those of elaunch.server.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import contextlib
 import os
 import signal
 import socket
-import struct
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,8 +19,9 @@ import elaunch.server
 from elaunch.agent.policy import events
 from elaunch.agent.workers.reaper import Reaper
 from elaunch.errors import ServerError
-from elaunch.server import processes, protocol
+from elaunch.server import processes
 from elaunch.server.sweep import LOOK_AGAIN, Sweep
+from elaunch.wire.local import Channel, Message
 
 KILL_DEADLINE = 10.0
 """Seconds after SIGKILL after which a process is called a survivor and left alone."""
@@ -33,7 +33,7 @@ IMPORTS_DEADLINE = 0.2
 LATER_DELAY = 60.0
 """Seconds after the first worker was started at which the later modules are imported."""
 
-SEND_DEADLINE = 120
+SEND_DEADLINE = 120.0
 """Seconds for the server to take a message; it does not while it imports, which may be slow."""
 
 PostEvent = Callable[[events.Event], None]
@@ -63,8 +63,7 @@ class WorkerServer:
         self._plan = plan
         self._post = post
         self._reaper = reaper
-        self._sock: socket.socket | None = None
-        self._sending = threading.Lock()  # the loop sends, and the thread that renews the fence
+        self._channel: Channel | None = None
         self._pid = 0
         self._strangers: list[int] = []
         self._closing = False
@@ -92,11 +91,13 @@ class WorkerServer:
             raise ServerError(f"cannot execute {self._plan.interpreter}: {error}") from error
         finally:
             theirs.close()
-        self._sock = ours
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", SEND_DEADLINE, 0))
-        threading.Thread(target=self._read, args=(ours,), name="server-reader", daemon=True).start()
+        self._channel = channel = Channel(ours)
+        reader = threading.Thread(
+            target=self._read, args=(channel,), name="server-reader", daemon=True
+        )
+        reader.start()
         start = "fork" if self._plan.fork_start else "exec"
-        configure: protocol.Message = {"op": "configure", "run_id": self._plan.run_id}
+        configure: Message = {"op": "configure", "run_id": self._plan.run_id}
         configure |= {"start": start}
         modules = {"preload": list(self._plan.preload), "later": list(self._plan.later)}
         configure |= {"later_delay": LATER_DELAY, "temp": self._plan.temp}
@@ -104,19 +105,18 @@ class WorkerServer:
         configure |= {"import_path": self._plan.import_path, "open_files": self._plan.open_files}
         self.send({**configure, **modules})
 
-    def send(self, message: protocol.Message, files: Sequence[int] = ()) -> None:
+    def send(self, message: Message, files: Sequence[int] = ()) -> None:
         """Send one message; a server that has just died is reported by the reaper, not here.
 
         One that takes nothing is killed, so that the agent's loop does not hang on it.
         """
         self._started_any = self._started_any or message["op"] == "start"
         try:
-            with self._sending:
-                if self._sock is not None:
-                    protocol.send(self._sock, message, files)
+            if self._channel is not None:
+                self._channel.send(message, files, SEND_DEADLINE)
         except (BrokenPipeError, ConnectionResetError):
             return
-        except BlockingIOError:
+        except TimeoutError:
             self.kill()
 
     def kill(self) -> None:
@@ -129,19 +129,12 @@ class WorkerServer:
         """Cut the lifeline, wait for the server to end what is left and itself, and make sure."""
         self._closing = True
         timeout = KILL_DEADLINE if self._started_any else IMPORTS_DEADLINE
-        self._cut()
+        if self._channel is not None:
+            self._channel.close()
         if self.pid and not self._ended.wait(timeout):
             self.kill()
             self._ended.wait(KILL_DEADLINE)
         self._sweep_own(-1)
-
-    def _cut(self) -> None:
-        with self._sending:
-            if self._sock is not None:
-                # The reader's recv keeps the description open; shutdown is what the server sees.
-                self._sock.shutdown(socket.SHUT_RDWR)
-                self._sock.close()
-                self._sock = None
 
     def sweep_orphans(self, round_number: int) -> None:
         """End what a dead server left to the agent, in a thread of its own; posts TreeGone."""
@@ -152,7 +145,7 @@ class WorkerServer:
     def _sweep_orphans(self, round_number: int) -> None:
         self._post(_tree_gone(self._sweep_own(round_number)))
 
-    def _sweep_own(self, round_number: int) -> protocol.Message:
+    def _sweep_own(self, round_number: int) -> Message:
         order = {"round": round_number, "signum": 0, "grace": 0.0, "deadline": KILL_DEADLINE}
         sweep = Sweep(order, os.getpid(), lambda: self._strangers)
         pause = threading.Event()
@@ -160,10 +153,9 @@ class WorkerServer:
             pause.wait(LOOK_AGAIN)
         return sweep.outcome()
 
-    def _read(self, sock: socket.socket) -> None:
-        receiver = protocol.Receiver(sock)
+    def _read(self, channel: Channel) -> None:
         try:
-            while (received := receiver.receive()) is not None:
+            while (received := channel.receive()) is not None:
                 self._post(_event(received[0]))
         except OSError:  # closed under the read; the reaper reports the server's end
             return
@@ -174,7 +166,7 @@ class WorkerServer:
             self._post(events.ServerLost(exitcode))
 
 
-def _event(message: protocol.Message) -> events.Event:
+def _event(message: Message) -> events.Event:
     op = message["op"]
     if op == "exited":
         return events.WorkerExited(**_without_op(message))
@@ -198,11 +190,11 @@ def _event(message: protocol.Message) -> events.Event:
     return events.StoreLost(message["problem"])
 
 
-def _without_op(message: protocol.Message) -> protocol.Message:
+def _without_op(message: Message) -> Message:
     return {name: value for name, value in message.items() if name != "op"}
 
 
-def _tree_gone(message: protocol.Message) -> events.TreeGone:
+def _tree_gone(message: Message) -> events.TreeGone:
     def pairs(name: str) -> tuple[tuple[int, str], ...]:
         return tuple((pid, command) for pid, command in message[name])
 

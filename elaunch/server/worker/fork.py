@@ -14,16 +14,40 @@ import signal
 import sys
 import threading
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TextIO
 
 from elaunch import env
 from elaunch.server import processes
-from elaunch.server.worker.job import Job
-from elaunch.server.worker.title import set_title
 from elaunch.server.worker.torchfix import mend_exit, mend_stores
 
 _stacks_files: list[TextIO] = []
 """The file that the handler of env.STACKS_SIGNAL writes to."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One worker to become, and the command line that torchrun would have started for it.
+
+    The fields are those of the ``start`` message.
+    """
+
+    round: int
+    local_rank: int
+    mode: str
+    entrypoint: str
+    args: tuple[str, ...]
+    interpreter: str
+    env: dict[str, str]
+    stdout: int
+    stderr: int
+
+    def command(self) -> list[str]:
+        """Return the command line that torchrun would have started."""
+        if self.mode == "command":
+            return [self.entrypoint, *self.args]
+        module = ["-m"] if self.mode == "module" else []
+        return [self.interpreter, "-u", *module, self.entrypoint, *self.args]
 
 
 def detach(job: Job, server_pid: int, mask: Iterable[int]) -> None:
@@ -60,7 +84,7 @@ def become(job: Job) -> None:
 
     The caller then goes to the bottom of the stack and runs the script there (__main__).
     """
-    set_title(" ".join(job.command()))
+    processes.set_title(" ".join(job.command()))
     _renew_random_states()
     # A fork knows the main thread by the number that it had in the server.
     threading.main_thread()._set_native_id()  # type: ignore[attr-defined]

@@ -21,7 +21,7 @@ from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 from importlib.util import MAGIC_NUMBER
 
 from elaunch import errorrecord
-from elaunch.server.worker.job import Job
+from elaunch.server.worker.fork import Job
 
 _as_main: Callable[..., object] = vars(runpy)["_run_module_as_main"]
 """What the interpreter itself calls for ``-m``; runpy's public functions run a copy of ``__main__``

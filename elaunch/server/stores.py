@@ -1,9 +1,20 @@
-"""The server's end of the store host: starts it, sends it each round's socket, has stores dropped.
+"""The process that hosts the TCPStore of each round for the workers, and the server's end of it.
+
+One process per agent, forked from the server so that the server stays single-threaded. It gets a
+listening socket per round, bound by the agent, and drops the last round's store when the next one
+comes: a store that is reused over restarts still holds the dead group's keys, which makes the next
+group fail or hang (docs/torchrun.md). Workers may connect before the store exists; the kernel holds
+their connections.
 
 Where the server has imported torch, the host is forked at once and takes a round's store in a
 millisecond. Where it has not, the host must import torch itself, so it is started when the first
 worker connects, or a moment into the round: in parallel with the workers' own imports, and never
 for a script that ends at once.
+
+One Unix socket joins it to the server (elaunch.wire.local): ``store`` with the listening socket in,
+perhaps ``store_failed`` out; ``drop`` in, ``dropped`` out: with ``--master-port`` the next round's
+store is on the same port, and no worker may meet the old one there. It ends when that socket
+closes.
 """
 
 from __future__ import annotations
@@ -13,13 +24,15 @@ import os
 import select
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NoReturn
 
-from elaunch.server import protocol
-from elaunch.server.stores import host as storehost
-from elaunch.server.worker.title import set_title
+from elaunch.server import processes
+from elaunch.store.tcp.connection import HELLO
+from elaunch.wire.local import Channel, Message
 
 START_DELAY = 0.25
 """Seconds into a round after which a store host that must import torch itself is started."""
@@ -31,7 +44,7 @@ DROP_DEADLINE = 2.0
 class _Waiting:
     """A round's store that no host has yet."""
 
-    message: protocol.Message
+    message: Message
     listening: int
     start_at: float
 
@@ -44,12 +57,10 @@ class Stores:
         forget: closes, in a fork, what belongs to the server alone.
     """
 
-    def __init__(
-        self, send: Callable[[protocol.Message], None], forget: Callable[[], None]
-    ) -> None:
+    def __init__(self, send: Callable[[Message], None], forget: Callable[[], None]) -> None:
         self._send = send
         self._forget = forget
-        self._host: socket.socket | None = None
+        self._host: Channel | None = None
         self._dropping = False
         self._waiting: _Waiting | None = None
         self.pid = 0
@@ -80,14 +91,12 @@ class Stores:
         if pid == 0:
             ours.close()
             self._forget()
-            set_title("elaunch: store host")
-            storehost.run_forked(theirs, server_pid)
+            _run_forked(theirs, server_pid)
         theirs.close()
-        self._host, self.pid, self._dropping = ours, pid, False
+        self._host, self.pid, self._dropping = Channel(ours), pid, False
 
-    def open(self, message: protocol.Message, listening: int) -> None:
+    def open(self, message: Message, listening: int) -> None:
         """Have a round's store opened on ``listening``, which this object owns from now on."""
-        os.set_inheritable(listening, False)
         if message["fixed"]:
             self._await_drop()
         if self._tell(message, [listening]):
@@ -116,18 +125,18 @@ class Stores:
             self._waiting = None
         self._dropping = self._tell({"op": "drop"}, [])
 
-    def hear(self, fd: int) -> bool:
-        """Take one message of the host if ``fd`` is its socket; False if it is not."""
+    def hear(self, fd: int) -> None:
+        """Take what the host has sent, if ``fd`` is its socket."""
         if self._host is None or fd != self._host.fileno():
-            return False
-        received = protocol.Receiver(self._host).receive()
-        if received is None:
+            return
+        try:
+            for message, _ in self._host.drain():
+                if message["op"] == "dropped":
+                    self._dropping = False
+                else:
+                    self._send(message)
+        except EOFError:
             self._cut()
-        elif received[0]["op"] == "dropped":
-            self._dropping = False
-        else:
-            self._send(received[0])
-        return True
 
     def lose(self, exitcode: int) -> None:
         """Report that the host has ended; the next round's message starts another."""
@@ -138,7 +147,8 @@ class Stores:
 
     def close_in_fork(self) -> None:
         """Close the server's files in a process that was forked from it."""
-        self._cut()
+        if self._host is not None:
+            self._host.close_here()
         if self._waiting is not None:
             os.close(self._waiting.listening)
 
@@ -154,11 +164,11 @@ class Stores:
                 return
             self.hear(self._host.fileno())
 
-    def _tell(self, message: protocol.Message, files: list[int]) -> bool:
+    def _tell(self, message: Message, files: list[int]) -> bool:
         if self._host is None:
             return False
         try:
-            protocol.send(self._host, message, files)
+            self._host.send(message, files)
         except (BrokenPipeError, ConnectionResetError):  # its end is reported when it is reaped
             self._cut()
         return self._host is not None
@@ -167,3 +177,48 @@ class Stores:
         if self._host is not None:
             self._host.close()
             self._host = None
+
+
+def host_stores(server: Channel) -> None:
+    """Be the store host until the server closes ``server``; imports torch."""
+    stores: list[object] = []
+    while (received := server.receive()) is not None:
+        message, files = received
+        stores.clear()  # nothing of the dead round answers any more
+        if message["op"] == "drop":
+            server.send({"op": "dropped"})
+            continue
+        try:
+            stores.append(_open_store(message, files[0]))
+        except (ImportError, OSError, RuntimeError, ValueError) as error:
+            problem = f"{type(error).__name__}: {error}"
+            failed = {"op": "store_failed", "round": message["round"], "problem": problem}
+            server.send(failed)
+
+
+def _open_store(message: Message, listening: int) -> object:
+    from torch.distributed import TCPStore
+
+    with socket.socket(fileno=os.dup(listening)) as copy:
+        port = copy.getsockname()[1]
+    store = TCPStore(
+        message["host"],
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listening,
+    )
+    if message["hello"]:
+        store.set(HELLO, message["hello"])
+    return store
+
+
+def _run_forked(sock: socket.socket, server_pid: int) -> NoReturn:
+    processes.die_with_parent(server_pid)
+    processes.set_title("elaunch: store host")
+    os.setsid()
+    try:
+        host_stores(Channel(sock, most_files=1))
+    finally:
+        sys.stderr.flush()
+        os._exit(0)

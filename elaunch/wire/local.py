@@ -1,0 +1,269 @@
+"""Messages between two processes of one machine: the one wire that all of them use.
+
+A message is a line of JSON, an object, on a Unix stream socket. These fields are the wire's own:
+
+=========  =====================================================================================
+field      is
+=========  =====================================================================================
+``op``     what is asked for, or reported
+``fds``    how many descriptors belong to the message; left out where there are none. They are sent
+           with its first byte, and no process that is started here inherits them
+``n``      the number of a request, if it is to be answered; its answer has the same
+``error``  in an answer: why the request came to nothing
+=========  =====================================================================================
+
+Lines, and no length in front of them: so a command of another version than the agent's gets an
+answer that it can read. The size of a message and the number of its descriptors are bounded. A
+stream that is torn is closed: one with a message that was sent in part, that is too long, that is
+no JSON object, or that brings other descriptors than it names.
+
+The address of a Unix socket holds at most 107 bytes. A longer path is reached through a descriptor
+of its directory, by ``/proc/self/fd``.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import json
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+LONGEST: Final = 64 << 20
+"""Bytes of a message: a shard with a million files or pieces still fits."""
+MAX_ADDRESS: Final = 107
+_CHUNK: Final = 1 << 16
+
+Message = dict[str, Any]
+Received = tuple[Message, list[int]]
+
+
+class BadMessage(ConnectionError):
+    """What came is no message; nothing that follows it on the stream can be read."""
+
+
+class Channel:
+    """Owns one end of a stream, and the descriptors that came until they are returned.
+
+    Any thread may send; one at a time reads. ``longest`` bounds the messages that are read, in
+    bytes, and ``most_files`` the descriptors of one.
+    """
+
+    def __init__(self, sock: socket.socket, longest: int = LONGEST, most_files: int = 0) -> None:
+        sock.setblocking(False)
+        self.longest = longest
+        self.most_files = most_files
+        self._sock = sock
+        self._sending = threading.Lock()
+        self._unread = bytearray()
+        self._searched = 0
+        self._files: list[int] = []
+
+    def fileno(self) -> int:
+        """Return what to wait for; -1 after :meth:`close`."""
+        return self._sock.fileno()
+
+    def send(
+        self,
+        message: Mapping[str, object],
+        files: Sequence[int] = (),
+        seconds: float | None = None,
+    ) -> None:
+        """Send one message with the open files ``files``; the caller still owns (closes) them.
+
+        Raises TimeoutError when the other end has not taken it within ``seconds``, and another
+        OSError when it is gone. Nothing can be sent any more then; what came can still be read.
+        """
+        until = None if seconds is None else time.monotonic() + seconds
+        if files:
+            message = {**message, "fds": len(files)}
+        data = memoryview(json.dumps(message, separators=(",", ":")).encode() + b"\n")
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))] if files else []
+        if not self._sending.acquire(timeout=-1 if seconds is None else seconds):
+            raise TimeoutError("the message before is not taken yet")
+        try:
+            if self._sock.fileno() < 0:
+                raise BrokenPipeError("the channel is closed")
+            while data:
+                try:
+                    data = data[self._sock.sendmsg([data], rights, socket.MSG_NOSIGNAL) :]
+                    rights = []
+                except BlockingIOError:
+                    self._await(select.POLLOUT, until)
+        except OSError:
+            self._shut(socket.SHUT_WR)
+            raise
+        finally:
+            self._sending.release()
+
+    def receive(self, until: float | None = None) -> Received | None:
+        """Block for the next message and its descriptors; None when the other end has closed.
+
+        Raises TimeoutError when it is not whole at ``until`` (monotonic), and BadMessage.
+        """
+        while (received := self._next()) is None:
+            if not self._fill(until):
+                return None
+        return received
+
+    def drain(self) -> Iterator[Received]:
+        """Yield the messages that have come; EOFError follows the last one of all.
+
+        Called when :meth:`fileno` can be read from. Raises BadMessage as well.
+        """
+        try:
+            is_open = self._fill(0.0)
+        except TimeoutError:
+            is_open = True
+        while (received := self._next()) is not None:
+            yield received
+        if not is_open:
+            raise EOFError
+
+    def shutdown(self) -> None:
+        """End the stream in both directions; a thread that reads here gets its end."""
+        self._shut(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close the stream and the descriptors that nobody has asked for."""
+        self._shut(socket.SHUT_RDWR)  # wakes the threads that wait here
+        with self._sending:
+            self.close_here()
+
+    def close_here(self) -> None:
+        """Close in this process alone: the stream goes on in the one that it was forked from."""
+        self._sock.close()
+        close_files(self._files)
+
+    def _shut(self, how: int) -> None:
+        with contextlib.suppress(OSError):  # the other end is gone
+            self._sock.shutdown(how)
+
+    def _next(self) -> Received | None:
+        """Return the next message if it has come whole."""
+        end = self._unread.find(b"\n", self._searched)
+        if end < 0:
+            self._searched = len(self._unread)
+            if self._searched > self.longest:
+                raise BadMessage(f"the message is longer than {self.longest} bytes")
+            return None
+        line = bytes(self._unread[:end])
+        del self._unread[: end + 1]
+        self._searched = 0
+        message = _parsed(line)
+        count = message.pop("fds", 0)
+        if type(count) is not int or not 0 <= count <= len(self._files):
+            raise BadMessage(f"the message names {count!r} descriptors, {len(self._files)} came")
+        files, self._files = self._files[:count], self._files[count:]
+        if self._files and not self._unread:
+            close_files(files)
+            raise BadMessage("descriptors came that the message does not name")
+        return message, files
+
+    def _fill(self, until: float | None) -> bool:
+        """Take what has come, or wait for it; False at the end of the stream."""
+        if len(self._files) > self.most_files:
+            raise BadMessage(f"more than {self.most_files} descriptors came with a message")
+        room = socket.CMSG_SPACE(self.most_files * 4) if self.most_files else 0
+        while True:
+            try:
+                data, rights, flags, _ = self._sock.recvmsg(_CHUNK, room, socket.MSG_CMSG_CLOEXEC)
+                break
+            except BlockingIOError:
+                self._await(select.POLLIN, until)
+            except ConnectionResetError:
+                return False
+        for level, kind, raw in rights:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                fds = array.array("i")
+                fds.frombytes(raw[: len(raw) // fds.itemsize * fds.itemsize])
+                self._files += fds
+        if flags & socket.MSG_CTRUNC:
+            raise BadMessage(f"more than {self.most_files} descriptors came at once")
+        self._unread += data
+        return bool(data)
+
+    def _await(self, event: int, until: float | None) -> None:
+        left = None if until is None else max(0.0, until - time.monotonic()) * 1000
+        fd = self._sock.fileno()
+        if fd < 0:
+            raise ConnectionAbortedError("the channel was closed")
+        waiting = select.poll()
+        waiting.register(fd, event)
+        if not waiting.poll(left):
+            raise TimeoutError("the other end was too slow")
+
+
+def _parsed(line: bytes) -> Message:
+    try:
+        message = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise BadMessage("the message is not JSON") from error
+    if not isinstance(message, dict):
+        raise BadMessage("the message is no object")
+    return message
+
+
+def close_files(files: list[int]) -> None:
+    """Close descriptors, and forget them."""
+    while files:
+        os.close(files.pop())
+
+
+def connect(path: Path, seconds: float) -> socket.socket:
+    """Return a connection to the process that listens at ``path``.
+
+    Raises FileNotFoundError or ConnectionRefusedError when none does, and TimeoutError when it has
+    not accepted those before within ``seconds``.
+    """
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.setblocking(True)
+    # With a full backlog a non-blocking connect fails at once; the send timeout waits.
+    whole, fraction = divmod(seconds, 1.0)
+    limit = struct.pack("@ll", int(whole), int(fraction * 1e6))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+    try:
+        with short_address(path) as address:
+            connection.connect(address)
+    except OSError as error:
+        connection.close()
+        if isinstance(error, BlockingIOError):
+            raise TimeoutError(f"{path} does not answer") from None
+        raise
+    return connection
+
+
+def listen(path: Path, backlog: int) -> socket.socket:
+    """Return a socket that listens at ``path``, for processes of this user."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        # The mode of the descriptor becomes the file's, so it is never open to others.
+        os.fchmod(listener.fileno(), 0o600)
+        with short_address(path) as address:
+            listener.bind(address)
+        listener.listen(backlog)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+@contextmanager
+def short_address(path: Path) -> Iterator[str]:
+    """Give an address of the socket ``path`` that is short enough while the block runs."""
+    if len(os.fsencode(path)) <= MAX_ADDRESS:
+        yield str(path)
+        return
+    directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{directory}/{path.name}"
+    finally:
+        os.close(directory)
