@@ -6,29 +6,21 @@ search for checkpoints, the log pump) is in threads and processes that post even
 
 from __future__ import annotations
 
-import json
 import logging
 import math
-import os
 import queue
 import random
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 from elaunch import env
-from elaunch.agent.failure import errorfile
-from elaunch.agent.failure.ends import FailureReport
-from elaunch.agent.failure.report import write_launcher_file
-from elaunch.agent.failure.reporter import Reporter
 from elaunch.agent.hangs.watch import HangWatch
-from elaunch.agent.patience import bounded, telling
-from elaunch.agent.policy import decide, events, fencing, nodes
+from elaunch.agent.patience import telling
+from elaunch.agent.policy import events, fencing, turn
 from elaunch.agent.policy.actions import (
-    Action,
     Backoff,
     ChooseCheckpoint,
     EndTree,
@@ -41,23 +33,19 @@ from elaunch.agent.policy.actions import (
     ReplaceServer,
     RestartServer,
     Settle,
-    StartRound,
     StopWorkers,
     TakeStacks,
 )
 from elaunch.agent.policy.limits import known_nproc, limits_of
-from elaunch.agent.policy.state import START_S, Phase, State, follow, observe
+from elaunch.agent.policy.state import START_S, Phase, State
+from elaunch.agent.policy.turn import Round, Turn
 from elaunch.agent.resume import latest
 from elaunch.agent.resume.probe import DirectoryProbe
-from elaunch.agent.saver.round import round_of
 from elaunch.agent.saver.saver import AgentSaver
 from elaunch.agent.startup import Interruption, count_devices
-from elaunch.agent.status import eventlog
-from elaunch.agent.status.decisionlog import DecisionLog
-from elaunch.agent.status.eventlog import EventLog
+from elaunch.agent.status.decisionlog import tell_threads
 from elaunch.agent.status.record import StatusRecord
-from elaunch.agent.status.workerfacts import worker_facts
-from elaunch.agent.workers.group import RoundStart, WorkerGroup
+from elaunch.agent.workers.group import WorkerGroup
 from elaunch.agent.workers.links import WorkerLinks
 from elaunch.agent.workers.server import KILL_DEADLINE
 from elaunch.config import Settings
@@ -77,21 +65,25 @@ PASSED = events.DeadlinePassed()
 log = logging.getLogger("elaunch")
 
 
+Observer = Callable[[Turn], None]
+
+
 @dataclass(frozen=True)
 class LoopParts:
     """What the loop works with; each is started and closed by elaunch.agent.main.
 
-    ``publisher`` is there in a job of several nodes only.
+    ``early`` observers see a turn before its action is done, ``late`` ones after it, both in their
+    order. ``publisher`` is there in a job of several nodes only.
     """
 
     group: WorkerGroup
     status_record: StatusRecord
-    reporter: Reporter
-    events: EventLog
     links: WorkerLinks
     hangs: HangWatch
     saver: AgentSaver
     probing: DirectoryProbe
+    early: tuple[Observer, ...]
+    late: tuple[Observer, ...]
     publisher: StatusPublisher | None = None
 
 
@@ -104,21 +96,17 @@ class Agent:
         self._settings = settings
         self._group = parts.group
         self._status_record = parts.status_record
-        self._reporter = parts.reporter
-        self._events = parts.events
         self._links = parts.links
         self._hangs = parts.hangs
         self._saver = parts.saver
         self._probing = parts.probing
+        self._early, self._late = parts.early, parts.late
         self._publisher = parts.publisher
         self._inbox = inbox
-        self._made: FailureReport | None = None
-        self._told = False
         self._exit_code = 0
         self._deadline: float | None = None
         self._grace_until: float | None = None
         self._starting: tuple[float | None, int] = (None, -1)
-        self._decisions = DecisionLog(settings)
 
     def run(self, environ: Mapping[str, str]) -> int:
         """Start the server, then serve events until the policy finishes."""
@@ -134,7 +122,7 @@ class Agent:
         stopped = self._probing.await_answer(self._inbox)
         if stopped is not None:
             return self._stopped_early(stopped)
-        self._decisions.tell_threads(environ, nproc)
+        tell_threads(environ, nproc)
         limits = limits_of(self._settings, nproc, meets=self._publisher is not None)
         state = State(limits=limits)
         if self._publisher is not None:
@@ -149,25 +137,16 @@ class Agent:
 
     def _serve(self, state: State, event: events.Event) -> State:
         """Take one event to its end; return the state after it."""
-        state = observe(state, event)
-        action, reason = decide.decide(state, event)
-        self._tell(state, event, action, reason)
-        before, state = state, follow(state, action)
-        self._perform(before, action, reason)
-        if isinstance(action, Meet):
-            self._report(before, action)
-        if self._publisher is not None:
-            self._publisher.say(state, self._group.open_endpoint())
-        self._status_record.note(state, event, action, reason)
-        if isinstance(action, StartRound | Finish):
-            self._report(before, action)
-        elif self._publisher is not None and state.phase is Phase.MEETING:
-            self._tell_cause(self._publisher, state)
-        if isinstance(action, Finish):
-            self._exit_code = action.exit_code
-            name: eventlog.State = "FAILED" if action.exit_code else "SUCCEEDED"
-            self._events.record(name, restarts=state.restarts)
-        return state
+        taken = turn.take(state, event)
+        self._answer(taken)
+        for see in self._early:
+            see(taken)
+        self._perform(taken)
+        for see in self._late:
+            see(taken)
+        if isinstance(taken.action, Finish):
+            self._exit_code = taken.action.exit_code
+        return taken.after
 
     def _next_event(self) -> events.Event:
         try:
@@ -204,9 +183,10 @@ class Agent:
 
     # ── doing ────────────────────────────────────────────────────────────────────────────────────
 
-    def _perform(self, state: State, action: Action, reason: str) -> None:
-        if isinstance(action, StartRound):
-            self._start_round(state, action, reason)
+    def _perform(self, taken: Turn) -> None:
+        state, action = taken.before, taken.action
+        if taken.begun is not None:
+            self._start_round(state, taken.begun)
         elif isinstance(action, ChooseCheckpoint):
             if not state.searching:
                 number = (state.search + 1,)
@@ -249,24 +229,14 @@ class Agent:
             self._group.server.kill()
             self._deadline = time.monotonic() + KILL_DEADLINE
 
-    def _start_round(self, state: State, action: StartRound, reason: str) -> None:
+    def _start_round(self, state: State, begun: Round) -> None:
         # A server that was lost is replaced, and may hang in its imports as the first one may.
         self._deadline = time.monotonic() + state.limits.start_timeout
-        self._starting, self._grace_until = (self._deadline, action.round), None
-        if action.round > 0 and self._publisher is None:
-            self._reporter.keep(state)
-        plan = state.plan
-        restarts = action.round if plan is None else plan.restarts
-        why = reason if action.round > 0 else ""
-        start = RoundStart(action.round, restarts, why, action.checkpoint)
-        if plan is not None:
-            place, store = nodes.place(plan, state.name), (plan.master_addr, plan.master_port)
-            start = replace(start, place=place, store=store, job=plan.job)
-        self._links.begin(action.round)
-        self._hangs.begin(action.round, action.first_rank)
-        self._saver.begin(round_of(state, action))
-        self._group.start(start)
-        self._events.record("RENDEZVOUS", restarts=restarts, duration_ms=0.0)
+        self._starting, self._grace_until = (self._deadline, begun.round), None
+        self._links.begin(begun)
+        self._hangs.begin(begun)
+        self._saver.begin(begun)
+        self._group.start(begun)
 
     def _end_tree(self, state: State, action: EndTree) -> None:
         grace, now = action.grace, time.monotonic()
@@ -288,89 +258,15 @@ class Agent:
         found = latest.look(self._settings, self._saver.finishing)
         self._inbox.put(replace(found, number=number))
 
-    # ── reporting ────────────────────────────────────────────────────────────────────────────────
-
-    def _tell(self, state: State, event: events.Event, action: Action, reason: str) -> None:
-        self._hangs.hear(event)
+    def _answer(self, taken: Turn) -> None:
+        """Answer those who wait for the loop, and stop waiting for what has come."""
+        event = taken.event
         if isinstance(event, events.WorkerStarted):
             if self._deadline == self._starting[0]:
                 self._deadline = None
-            self._events.record("START", worker_facts(state, event), restarts=state.restarts)
-        elif isinstance(event, events.WorkerExited):
-            self._record_exit(state, event)
-        elif isinstance(event, events.HangSeen) and event == state.hang:
-            self._reporter.notice(event)
-        elif isinstance(event, events.StacksTaken) and event == state.stacks and not state.hang:
-            self._reporter.tell_stacks(event)
-        elif isinstance(event, events.TreeGone):
-            self._group.flush_logs()
-        elif isinstance(event, events.PlanSeen) and self._publisher is not None:
-            self._publisher.tell_plan(event.plan, event.name)
         elif isinstance(event, events.Ping):
             event.answer()
         elif isinstance(event, events.FenceAsked):
-            event.answer(fencing.refusal(state, event.round))
+            event.answer(fencing.refusal(taken.before, event.round))
         elif isinstance(event, events.PreemptAsked):
-            event.answer(reason)
-        self._decisions.tell(state, event, action, reason)
-
-    def _record_exit(self, state: State, event: events.WorkerExited) -> None:
-        if event == state.first:
-            self._reporter.notice(event)
-        if not self._events.writes:
-            return  # the siblings of a failed worker wait for what comes next
-        if event in state.stopped:
-            name: eventlog.State = "TERMINATED"
-        else:
-            name = "SUCCEEDED" if event.exitcode == 0 else "FAILED"
-        path = self._group.error_file(event.round, event.local_rank)
-        left = bounded(partial(errorfile.read, path), None, f"cannot read {path}")
-        self._events.record(
-            name,
-            worker_facts(state, event),
-            restarts=state.restarts,
-            raw_error=None if left is None or left.record is None else json.dumps(left.record),
-        )
-
-    def _report(self, state: State, action: Action) -> None:
-        """Report why the round that ``state`` describes has failed, here or on another node."""
-        final = isinstance(action, Finish)
-        if self._publisher is None:
-            if state.reportable:
-                self._note_report(self._reporter.report(state, "all" if final else "cause"))
-                if final and self._made is not None:
-                    write_launcher_file(self._made, os.environ)
-            return
-        if state.reportable and self._made is None:
-            made = self._reporter.report(state, "nothing")
-            self._note_report(made)
-            self._publisher.keep(made)
-        self._tell_cause(self._publisher, state, final)
-        if final:
-            self._tell_end(self._publisher, state)
-        if not isinstance(action, Meet):
-            self._made, self._told = None, False
-
-    def _tell_cause(self, publisher: StatusPublisher, state: State, final: bool = False) -> None:
-        """Print what ended the round, as soon as the plan says whose failure was the first."""
-        if not (final or nodes.is_decided(state)):
-            return
-        if publisher.failed_elsewhere(state) is not None:
-            found = publisher.tell_failure(state)
-            if found is not None:
-                self._status_record.note_job_failure(dict(found))
-        elif self._made is not None and not self._told:
-            self._reporter.show_cause(self._made)
-            self._told = True
-
-    def _tell_end(self, publisher: StatusPublisher, state: State) -> None:
-        found = publisher.failed_elsewhere(state)
-        if found is not None:
-            publisher.write_launcher_file(found, os.environ)
-        elif self._made is not None:
-            self._reporter.show_table(self._made)
-            write_launcher_file(self._made, os.environ)
-
-    def _note_report(self, made: FailureReport) -> None:
-        self._made = made
-        self._status_record.note_failure(made.to_dict())
+            event.answer(taken.reason)

@@ -26,13 +26,14 @@ from elaunch.agent.failure.reporter import Reporter, ReportPlan
 from elaunch.agent.hangs.loglines import ProgressLines
 from elaunch.agent.hangs.watch import HangPlan, HangWatch
 from elaunch.agent.logs.pump import LogPlan, LogPump
-from elaunch.agent.loop import Agent, LoopParts
+from elaunch.agent.loop import Agent, LoopParts, Observer
 from elaunch.agent.policy import events
 from elaunch.agent.policy.limits import known_nproc
 from elaunch.agent.resume.directory import DirectoryFinisher
 from elaunch.agent.resume.probe import DirectoryProbe
 from elaunch.agent.saver.round import SaverPlan
 from elaunch.agent.saver.saver import AgentSaver
+from elaunch.agent.status.decisionlog import DecisionLog
 from elaunch.agent.status.eventlog import EventLog, JobFacts
 from elaunch.agent.status.health import HealthCheck
 from elaunch.agent.status.record import StatusRecord, shown_code
@@ -150,21 +151,33 @@ def _run_job(
     _start_control(run_dir, Served(status_record, links, saver, inbox), stack)
     _start_timer(settings, inbox, stack)
     _start_health_check(settings, status_record, inbox, stack)
-    reporter = Reporter(ReportPlan(settings, run_dir, pump, group, pump.say))
-    event_log = EventLog(settings.event_log_handler, _facts(settings))
     probing = DirectoryProbe(settings, inbox.put)
     stack.callback(probing.close)
     probing.start()
     publisher = _join(group_plan, group, pump.say, stack, probing.nonce, saver)
     stack.callback(saver.close)
-    parts = LoopParts(
-        group, status_record, reporter, event_log, links, hangs, saver, probing, publisher
-    )
+    report_plan = ReportPlan(settings, run_dir, pump, group, pump.say, status_record, publisher)
+    early, late = _observers(report_plan, hangs)
+    parts = LoopParts(group, status_record, links, hangs, saver, probing, early, late, publisher)
     threading.Thread(target=directory.prune, args=(os.environ,), name="prune", daemon=True).start()
     saver.check()
     if place.detached is not None:
         place.detached.ready()
     return Agent(settings, parts, inbox).run(environ)
+
+
+def _observers(
+    plan: ReportPlan, hangs: HangWatch
+) -> tuple[tuple[Observer, ...], tuple[Observer, ...]]:
+    """Return who sees each turn of the loop before its action, and who after it."""
+    group, publisher = plan.group, plan.publisher
+    reporter, decisions = Reporter(plan), DecisionLog(plan.settings)
+    handler = plan.settings.event_log_handler
+    event_log = EventLog(handler, _facts(plan.settings), error_file=group.error_file)
+    plans: tuple[Observer, ...] = () if publisher is None else (publisher.see,)
+    status: tuple[Observer, ...] = () if publisher is None else (publisher.publish,)
+    early = (group.see, hangs.see, reporter.see, *plans, decisions.see)
+    return early, (reporter.report_on, *status, plan.status_record.see, event_log.see)
 
 
 def _start_pump(

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from elaunch.agent.policy import decide, events
+from elaunch.agent.policy import events, turn
 from elaunch.agent.policy.actions import Action, Nothing
-from elaunch.agent.policy.state import Limits, State, follow, observe
+from elaunch.agent.policy.state import Limits, State
 from elaunch.checkpoint.records import Checkpoint, SearchOutcome
 
 READY = events.ServerReady(problem=None, preload_s=0.1)
@@ -66,9 +66,8 @@ def step(state: State, event: events.Event) -> tuple[State, Action, str]:
     """Do what the agent's loop does with one event, but for acting."""
     if isinstance(event, events.CheckpointChosen) and not event.number:
         event = replace(event, number=state.search)
-    state = observe(state, event)
-    action, reason = decide.decide(state, event)
-    return follow(state, action), action, reason
+    taken = turn.take(state, event)
+    return taken.after, taken.action, taken.reason
 
 
 def play(limits: Limits, history: Iterable[events.Event]) -> tuple[State, list[Decided]]:

@@ -1,12 +1,15 @@
 """Makes a round's failure report at the two moments when its parts are at hand.
 
 What the dead workers left (last lines, error files) is kept before the next round reuses the log
-pump; the report is made, shown and written after that round was started, since it can wait and the
-workers cannot. Reports of rounds that were restarted are shown without torchrun's table.
+pump (:meth:`Reporter.see`); the report is made, shown and written after that round was started,
+since it can wait and the workers cannot (:meth:`Reporter.report_on`). Reports of rounds that were
+restarted are shown without torchrun's table. In a job of several nodes the cause is shown as soon
+as the plan says whose failure was the first.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import socket
@@ -15,50 +18,115 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING
 
 from elaunch.agent.failure import ends, memory, report
 from elaunch.agent.hangs.report import Hang, lines_of
 from elaunch.agent.logs.pump import LogPump
 from elaunch.agent.patience import bounded
-from elaunch.agent.policy import events
-from elaunch.agent.policy.state import State
-from elaunch.agent.status.record import wall_time
+from elaunch.agent.policy import events, nodes
+from elaunch.agent.policy.actions import Finish, Meet, StartRound
+from elaunch.agent.policy.state import Phase, State
+from elaunch.agent.policy.turn import Turn
+from elaunch.agent.status.record import StatusRecord, wall_time
 from elaunch.agent.workers.group import WorkerGroup
 from elaunch.config import Settings
 from elaunch.run.directory import RunDir
 
-TAIL_LINES = 400
+if TYPE_CHECKING:
+    from elaunch.agent.nodes.status import StatusPublisher
 
-Shown = Literal["all", "cause", "nothing"]
-"""How much of a report is printed: with torchrun's table, without it, or nothing of it."""
+TAIL_LINES = 400
 
 log = logging.getLogger("elaunch")
 
 
 @dataclass(frozen=True)
 class ReportPlan:
-    """What reports are made from; ``say`` prints one block of lines on stderr."""
+    """What reports are made from; ``say`` prints one block of lines on stderr.
+
+    ``publisher`` is there in a job of several nodes only.
+    """
 
     settings: Settings
     run_dir: RunDir
     pump: LogPump
     group: WorkerGroup
     say: Callable[[str], None]
+    status_record: StatusRecord
+    publisher: StatusPublisher | None = None
 
 
 class Reporter:
-    """Collects what is known of a failing round."""
+    """Collects what is known of a failing round; the agent's loop calls."""
 
     def __init__(self, plan: ReportPlan) -> None:
         self._plan = plan
+        self._made: ends.FailureReport | None = None
+        self._shown = False
         self._noticed: float | None = None
         self._oom_kills = memory.oom_kill_count()
         self._oom = False
         self._shm_free: int | None = None
         self._kept: tuple[ends.WorkerExit, ...] = ()
 
-    def notice(self, _: events.WorkerExited | events.HangSeen) -> None:
+    def see(self, turn: Turn) -> None:
+        """Take down what cannot be seen any more when the turn's action is done."""
+        state, event = turn.before, turn.event
+        if event in (state.first, state.hang):
+            self._notice()
+        elif isinstance(event, events.StacksTaken) and event == state.stacks and not state.hang:
+            self._show_stacks(event)
+        if turn.begun is not None and self._made is None:
+            self._keep(state)
+
+    def report_on(self, turn: Turn) -> None:
+        """Report why a round has failed, here or on another node, once that is known."""
+        state, publisher = turn.before, self._plan.publisher
+        final = isinstance(turn.action, Finish)
+        if isinstance(turn.action, StartRound | Finish | Meet):
+            if state.reportable and self._made is None:
+                self._made = self._make(state)
+                self._plan.status_record.note_failure(self._made.to_dict())
+                if publisher is not None:
+                    publisher.keep(self._made)
+            shown_before = self._shown
+            self._show(state, final)
+            if final:
+                self._end(state, shown_before)
+            if not isinstance(turn.action, Meet):
+                self._made, self._shown = None, False
+        elif publisher is not None and turn.after.phase is Phase.MEETING:
+            self._show(turn.after, final)
+
+    def _show(self, state: State, final: bool) -> None:
+        """Print what ended the round; on several nodes as soon as the plan says what did."""
+        publisher = self._plan.publisher
+        if publisher is not None:
+            if not (final or nodes.is_decided(state)):
+                return
+            if publisher.failed_elsewhere(state) is not None:
+                found = publisher.tell_failure(state)
+                if found is not None:
+                    self._plan.status_record.note_job_failure(dict(found))
+                return
+        if self._made is not None and not self._shown:
+            show = report.render if final else report.render_cause
+            self._plan.say(show(self._made))
+            self._shown = True
+
+    def _end(self, state: State, shown_before: bool) -> None:
+        """Write the launcher's own error file; print the table that is missing so far."""
+        publisher = self._plan.publisher
+        found = None if publisher is None else publisher.failed_elsewhere(state)
+        if publisher is not None and found is not None:
+            publisher.write_launcher_file(found, os.environ)
+        elif self._made is not None:
+            if shown_before:
+                self._plan.say(report.render_table(self._made))
+            report.write_launcher_file(self._made, os.environ)
+
+    def _notice(self) -> None:
         """Take down the state of the machine when the first failure is learned of."""
         self._noticed = time.monotonic()
         count = memory.oom_kill_count()
@@ -66,7 +134,7 @@ class Reporter:
         self._oom_kills = count
         self._shm_free = memory.shm_free()
 
-    def keep(self, state: State) -> None:
+    def _keep(self, state: State) -> None:
         """Keep what the round's workers left; the log pump forgets it when the next opens."""
         if state.reportable:
             stopped = {event.local_rank for event in state.stopped}
@@ -76,10 +144,10 @@ class Reporter:
                 self._exit(e, e.local_rank in stopped, state.first_rank) for e in everyone
             )
 
-    def report(self, state: State, shown: Shown) -> ends.FailureReport:
-        """Make, print and write the report of the failed round that ``state`` describes."""
+    def _make(self, state: State) -> ends.FailureReport:
+        """Make and write the report of the failed round that ``state`` describes."""
         if not self._kept:
-            self.keep(state)
+            self._keep(state)
         circumstances = ends.Circumstances(
             started_at=None if state.began is None else wall_time(state.began),
             local_world_size=state.limits.nproc,
@@ -98,31 +166,15 @@ class Reporter:
         made = bounded(partial(build, self._kept), None, "cannot read the workers' error files")
         made = made or build(tuple(replace(each, error_file=None) for each in self._kept))
         self._kept = ()
-        text = report.render(made)
-        self._write(state.round, made, text)
-        if shown != "nothing":
-            self._plan.say(text if shown == "all" else report.render_cause(made))
+        contents = {"json": json.dumps(made.to_dict(), indent=1), "txt": report.render(made)}
+        self._write_files(state.round, contents)
         return made
 
-    def show_cause(self, made: ends.FailureReport) -> None:
-        """Print a report without torchrun's table."""
-        self._plan.say(report.render_cause(made))
-
-    def show_table(self, made: ends.FailureReport) -> None:
-        """Print torchrun's table of a report whose cause was printed before."""
-        self._plan.say(report.render_table(made))
-
-    def tell_stacks(self, taken: events.StacksTaken) -> None:
+    def _show_stacks(self, taken: events.StacksTaken) -> None:
         """Print and write what this node's workers did when another node reported a hang."""
         text = "\n".join(lines_of(taken)) + "\n"
         self._write_files(taken.round, {"txt": text})
         self._plan.say(text)
-
-    def _write(self, round_number: int, made: ends.FailureReport, text: str) -> None:
-        import json
-
-        contents = {"json": json.dumps(made.to_dict(), indent=1), "txt": text}
-        self._write_files(round_number, contents)
 
     def _write_files(self, round_number: int, contents: Mapping[str, str]) -> None:
         for suffix, content in contents.items():

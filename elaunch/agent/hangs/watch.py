@@ -17,6 +17,7 @@ from elaunch.agent.hangs.loglines import ProgressLines
 from elaunch.agent.hangs.progress import ProgressSources, RoundProgress
 from elaunch.agent.hangs.watchdog import Watchdog
 from elaunch.agent.policy import events
+from elaunch.agent.policy.turn import Round, Turn
 from elaunch.agent.workers.group import WorkerGroup
 from elaunch.agent.workers.links import WorkerLinks
 from elaunch.config import Settings
@@ -67,15 +68,15 @@ class HangWatch:
         if self._growth is not None:
             self._growth.close()
 
-    def begin(self, round_number: int, first_rank: int) -> None:
+    def begin(self, begun: Round) -> None:
         """Watch the next round; its workers are about to start."""
-        self._progress.begin(first_rank)
+        self._progress.begin(begun.first_rank)
         if self._watchdog is not None:
-            self._watchdog.begin(round_number)
+            self._watchdog.begin(begun.round)
 
-    def hear(self, event: events.Event) -> None:
+    def see(self, turn: Turn) -> None:
         """Take down which workers live, and whether they are held."""
-        self._progress.hear(event)
+        self._progress.hear(turn.event)
 
     def _tell(self, hang: events.HangSeen) -> None:
         _, pid = self._progress.workers().get(min(hang.ranks, default=-1), (0, 0))

@@ -92,6 +92,7 @@ def join(
         open_store, agreed, lambda: records.key_of(opening.secret, settings.run_id), world
     )
     identity = replace(_identity(plan, say), courier=courier.port, rests=rests, probe=probe)
+    identity = replace(identity, port=group.open_endpoint)
     publisher = StatusPublisher(meeting, identity)
     stack.callback(publisher.leave)
     return Joined(publisher, courier, meeting)

@@ -20,6 +20,7 @@ from elaunch.agent.failure.report import render_cause
 from elaunch.agent.policy import events, nodes
 from elaunch.agent.policy.state import Phase, State
 from elaunch.agent.policy.text import failure
+from elaunch.agent.policy.turn import Turn
 from elaunch.endings import KILLED, PREEMPTED
 from elaunch.errors import HangError, ServerError, SymmetryError
 from elaunch.rendezvous import text as words
@@ -42,7 +43,8 @@ class Identity:
 
     ``say`` prints lines on stderr, ``post`` sends events to the loop; ``strict`` is
     --strict-symmetry; ``courier`` is the port for other agents; ``rests`` gets whether nothing of a
-    round is left here; ``probe`` is the name of the mark in the checkpoint directory.
+    round is left here; ``port`` binds the port of the next round's store, if it is not bound, and
+    returns it; ``probe`` is the name of the mark in the checkpoint directory.
     """
 
     host: str
@@ -56,6 +58,7 @@ class Identity:
     courier: int = 0
     probe: str = ""
     rests: Callable[[bool], object] = bool
+    port: Callable[[], int] = int
 
 
 class StatusPublisher:
@@ -78,9 +81,15 @@ class StatusPublisher:
         self._record = replace(self._record, probe=own.probe)
         self._meeting.start(self._record)
 
-    def say(self, state: State, port: int) -> None:
-        """Publish how this agent is, if that has changed."""
+    def see(self, turn: Turn) -> None:
+        """Log what a new plan says beside rounds."""
+        if isinstance(turn.event, events.PlanSeen):
+            self._tell_plan(turn.event.plan, turn.event.name)
+
+    def publish(self, turn: Turn) -> None:
+        """Publish how this agent is after the turn, if that has changed."""
         assert self._record is not None  # joined before the first event
+        state, port = turn.after, self._identity.port()
         word, round_number = nodes.own_state(state)
         self._identity.rests(word in AT_REST)
         made = self._failure(state) if round_number >= 0 else None
@@ -158,7 +167,7 @@ class StatusPublisher:
         )
         return found
 
-    def tell_plan(self, plan: Plan, name: str) -> None:
+    def _tell_plan(self, plan: Plan, name: str) -> None:
         """Log what the plan says beside rounds: differing nodes, who is waited for, standing by."""
         lines = self._differences(plan, name)
         if plan.notice:

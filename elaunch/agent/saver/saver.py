@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from elaunch.agent.patience import telling
 from elaunch.agent.policy import events
-from elaunch.agent.saver.round import SaverPlan, SaverRound
+from elaunch.agent.policy.turn import Round
+from elaunch.agent.saver.round import SaverPlan
 from elaunch.errors import ElaunchError, SaveError
 from elaunch.rendezvous.plan import Plan
 from elaunch.run.saves import SavesRecord
@@ -48,7 +49,7 @@ class AgentSaver:
         self._lock = threading.Lock()
         self._making = threading.Lock()
         self._service: SaverService | None = None
-        self._round: SaverRound | None = None
+        self._round: Round | None = None
         plan.finishing.unfinished = self.unfinished
 
     def check(self) -> None:
@@ -65,7 +66,7 @@ class AgentSaver:
 
     # ── the loop calls ───────────────────────────────────────────────────────────────────────────
 
-    def begin(self, round_: SaverRound) -> None:
+    def begin(self, round_: Round) -> None:
         """Serve the workers of this round, which are about to start, and none of any other."""
         self.finishing.round = round_.round
         if round_.plan is not None:
@@ -214,7 +215,7 @@ class AgentSaver:
         return service
 
 
-def _refusal(said: Mapping[str, Any], round_: SaverRound | None) -> str:
+def _refusal(said: Mapping[str, Any], round_: Round | None) -> str:
     numbers = [said.get(name) for name in ("round", "rank", "local_rank", "pid")]
     if any(type(number) is not int for number in numbers) or type(said.get("place")) is not str:
         return "checkpoint needs the numbers 'round', 'rank', 'local_rank', 'pid', and a 'place'"

@@ -20,10 +20,11 @@ import threading
 import time
 
 from elaunch.agent.policy import events
+from elaunch.agent.policy.turn import Round
 from elaunch.agent.saver.connection import SaverConnection
 from elaunch.agent.saver.memory import CheckpointMemory, Segment
 from elaunch.agent.saver.replicas import Replicas
-from elaunch.agent.saver.round import SaverPlan, SaverRound
+from elaunch.agent.saver.round import SaverPlan
 from elaunch.agent.saver.shards import REPLICA, Shards
 from elaunch.agent.saver.surroundings import RoundSurroundings
 from elaunch.checkpoint.storage.storage import open_storage
@@ -53,7 +54,7 @@ class SaverService:
         self._connections: dict[int, SaverConnection] = {}
         self._reading: dict[tuple[str, int], Segment] = {}
         self._pushing: set[str] = set()
-        self._round: SaverRound | None = None
+        self._round: Round | None = None
         self.world = RoundSurroundings(plan, self._storage, self._released)
         self.keeping = SaveQueue(self._storage, self.world)
         self.parts = Shards(plan, self._memory)
@@ -62,7 +63,7 @@ class SaverService:
 
     # ── rounds ───────────────────────────────────────────────────────────────────────────────────
 
-    def begin(self, round_: SaverRound) -> None:
+    def begin(self, round_: Round) -> None:
         """Serve the workers of this round."""
         with self._changed:
             self._round = self.world.round = round_
@@ -110,7 +111,7 @@ class SaverService:
 
     # ── workers ──────────────────────────────────────────────────────────────────────────────────
 
-    def adopt(self, sock: socket.socket, rank: int, local_rank: int, round_: SaverRound) -> None:
+    def adopt(self, sock: socket.socket, rank: int, local_rank: int, round_: Round) -> None:
         """Serve the worker that is connected by ``sock``, in place of an earlier connection."""
         connection = SaverConnection(sock, rank, local_rank, round_.round)
         with self._changed:
@@ -271,7 +272,7 @@ def _name(connection: SaverConnection) -> str:
     return f"worker {connection.local_rank}"
 
 
-def _worker_names(round_: SaverRound | None) -> list[str]:
+def _worker_names(round_: Round | None) -> list[str]:
     return [f"worker {k}" for k in range(0 if round_ is None else round_.nproc)]
 
 

@@ -20,8 +20,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final
 
+from elaunch.agent.policy.turn import Round
 from elaunch.agent.saver.memory import CheckpointMemory, Segment
-from elaunch.agent.saver.round import SaverPlan, SaverRound
+from elaunch.agent.saver.round import SaverPlan
 from elaunch.errors import SaveError
 from elaunch.wire.saver import Files, Handed
 
@@ -56,10 +57,10 @@ class Shards:
         self._lock = threading.Lock()
         self._fetching = threading.Lock()
         self._kept: dict[str, _Kept] = {}
-        self._round: SaverRound | None = None
-        self._before: SaverRound | None = None
+        self._round: Round | None = None
+        self._before: Round | None = None
 
-    def begin(self, round_: SaverRound) -> None:
+    def begin(self, round_: Round) -> None:
         """Note where the nodes of the new round are; what is kept stays until a save begins."""
         with self._lock:
             if self._round is not None and any(k.handed for k in self._kept.values()):

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from typing import Final
 
 from elaunch.agent.policy import events
-from elaunch.agent.saver.round import SaverPlan, SaverRound
+from elaunch.agent.policy.turn import Round
+from elaunch.agent.saver.round import SaverPlan
 from elaunch.checkpoint.records import Committed, Stage
 from elaunch.checkpoint.retention.after import Retiring
 from elaunch.checkpoint.storage.storage import Storage
@@ -44,7 +45,7 @@ class RoundSurroundings:
         self.released = released
         self.on_commit: Callable[[Stage], object] = lambda _: None
         """Called for each save that was committed here."""
-        self.round: SaverRound | None = None
+        self.round: Round | None = None
         self.ending = False
         """Whether the round's workers have ended: the committer may be gone with its node."""
         self._retiring = Retiring(storage, plan.settings.checkpoint_keep)

@@ -5,4 +5,4 @@
 the log lines and ``eventlog`` torch's events.
 """
 
-__all__ = ["decisionlog", "eventlog", "health", "record", "socket", "workerfacts"]
+__all__ = ["decisionlog", "eventlog", "health", "record", "socket"]

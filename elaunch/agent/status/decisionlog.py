@@ -10,6 +10,7 @@ from elaunch import env
 from elaunch.agent.policy import events
 from elaunch.agent.policy.actions import Action, EndTree, Finish, Meet, Nothing, StartRound
 from elaunch.agent.policy.state import State
+from elaunch.agent.policy.turn import Turn
 from elaunch.agent.resume import latest
 from elaunch.config import Settings
 
@@ -25,18 +26,9 @@ class DecisionLog:
         self._settings = settings
         self._passed_over: set[str] = set()
 
-    def tell_threads(self, environ: Mapping[str, str], nproc: int) -> None:
-        """Log how many threads a worker gets, where the user has not set it."""
-        if env.default_omp_threads(environ, nproc):
-            log.warning(
-                "%s is not set: each of the %d workers gets 1 thread, so that they do not overload "
-                "the machine; set it to tune your script",
-                env.OMP_NUM_THREADS,
-                nproc,
-            )
-
-    def tell(self, state: State, event: events.Event, action: Action, reason: str) -> None:
-        """Log what ``event`` means to a reader, then why ``action`` follows it."""
+    def see(self, turn: Turn) -> None:
+        """Log what the event means to a reader, then why the action follows it."""
+        event, reason = turn.event, turn.reason
         if isinstance(event, events.TreeGone) and event.round >= 0:
             self._tell_leftovers(event)
         elif isinstance(event, events.CheckpointChosen):
@@ -50,8 +42,8 @@ class DecisionLog:
             level = logging.INFO if "No module named 'torch'" in event.problem else logging.WARNING
             log.log(level, "the workers' TCPStore is gone: %s", event.problem)
         if reason:
-            level = logging.INFO if _is_quiet(state, event, action) else logging.WARNING
-            log.log(level, "%s%s", _round(state, action), reason)
+            level = logging.INFO if _is_quiet(turn) else logging.WARNING
+            log.log(level, "%s%s", _round(turn.before, turn.action), reason)
 
     def _tell_settled(self, event: events.SavesSettled) -> None:
         for name in event.committed:
@@ -102,6 +94,17 @@ class DecisionLog:
         log.warning("%s; workers start without one (--require-resume makes this an error)", line)
 
 
+def tell_threads(environ: Mapping[str, str], nproc: int) -> None:
+    """Log how many threads a worker gets, where the user has not set it."""
+    if env.default_omp_threads(environ, nproc):
+        log.warning(
+            "%s is not set: each of the %d workers gets 1 thread, so that they do not overload "
+            "the machine; set it to tune your script",
+            env.OMP_NUM_THREADS,
+            nproc,
+        )
+
+
 def _round(state: State, action: Action) -> str:
     """Return "round 3: "; nothing for a newcomer that has been in no round yet."""
     if not state.limits.meets or state.member:
@@ -109,10 +112,11 @@ def _round(state: State, action: Action) -> str:
     return f"round {action.round}: " if isinstance(action, StartRound) else ""
 
 
-def _is_quiet(state: State, event: events.Event, action: Action) -> bool:
+def _is_quiet(turn: Turn) -> bool:
     """Whether nothing went wrong: a job that runs as it should prints nothing of its own."""
+    state, action = turn.before, turn.action
     if isinstance(action, Nothing):
-        return isinstance(event, events.PlanSeen)
+        return isinstance(turn.event, events.PlanSeen)
     if isinstance(action, EndTree):
         told = state.failed or state.limits.meets or state.notice is not None
         return not state.alive or not told

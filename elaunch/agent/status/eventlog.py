@@ -33,12 +33,22 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, TextIO
 
+from elaunch import env
+from elaunch.agent.failure import errorfile
+from elaunch.agent.patience import bounded
+from elaunch.agent.policy import events
+from elaunch.agent.policy.actions import Finish
+from elaunch.agent.policy.state import State
+from elaunch.agent.policy.turn import Turn
 from elaunch.errors import UsageError
 
 HANDLERS = ("console", "null", "dynamic_rendezvous")
-State = Literal["RENDEZVOUS", "ASSIGN_WORKER_RANKS", "START", "SUCCEEDED", "FAILED", "TERMINATED"]
+EventState = Literal[
+    "RENDEZVOUS", "ASSIGN_WORKER_RANKS", "START", "SUCCEEDED", "FAILED", "TERMINATED"
+]
 
 
 @dataclass(frozen=True)
@@ -54,16 +64,7 @@ class JobFacts:
     group_world_size: int = 1
 
 
-@dataclass(frozen=True)
-class WorkerFacts:
-    """The worker that an event is about; ``exit_code`` is negative for a signal."""
-
-    rank: int
-    local_rank: int
-    role_rank: int
-    role_world_size: int
-    pid: int | None = None
-    exit_code: int | None = None
+Worker = events.WorkerStarted | events.WorkerExited
 
 
 class EventLog:
@@ -74,6 +75,8 @@ class EventLog:
         facts: what is the same in all events.
         stream: where ``console`` writes to; sys.stderr if None.
         clock: seconds since 1970.
+        error_file: returns the path of a worker's error record, by round and local rank; None if it
+            wrote none.
 
     Raises:
         UsageError: there is no such handler.
@@ -85,6 +88,8 @@ class EventLog:
         facts: JobFacts,
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.time,
+        *,
+        error_file: Callable[[int, int], str | None] = lambda *_: None,
     ) -> None:
         if handler not in HANDLERS:
             raise UsageError(
@@ -95,16 +100,37 @@ class EventLog:
         self._stream = (stream or sys.stderr) if handler == "console" else None
         self._clock = clock
         self._started_at = clock()
+        self._error_file = error_file
+        self._place = env.only_node("", 1)
 
-    @property
-    def writes(self) -> bool:
-        """Whether events go anywhere, so that nobody gathers their details in vain."""
-        return self._stream is not None
+    def see(self, turn: Turn) -> None:
+        """Write what the turn means to those who read torch's events."""
+        if self._stream is None:
+            return
+        event, restarts = turn.event, turn.after.restarts
+        if isinstance(event, events.WorkerStarted):
+            self.record("START", event, restarts=restarts)
+        elif isinstance(event, events.WorkerExited):
+            self._record_exit(turn.before, event)
+        if turn.begun is not None:
+            self._place = turn.begun.place
+            self.record("RENDEZVOUS", restarts=turn.begun.restarts, duration_ms=0.0)
+        elif isinstance(turn.action, Finish):
+            self.record("FAILED" if turn.action.exit_code else "SUCCEEDED", restarts=restarts)
+
+    def _record_exit(self, state: State, event: events.WorkerExited) -> None:
+        name: EventState = "SUCCEEDED" if event.exitcode == 0 else "FAILED"
+        if event in state.stopped:
+            name = "TERMINATED"
+        path = self._error_file(event.round, event.local_rank)
+        left = bounded(partial(errorfile.read, path), None, f"cannot read {path}")
+        raw = None if left is None or left.record is None else json.dumps(left.record)
+        self.record(name, event, restarts=state.restarts, raw_error=raw)
 
     def record(
         self,
-        state: State,
-        worker: WorkerFacts | None = None,
+        state: EventState,
+        worker: Worker | None = None,
         *,
         restarts: int = 0,
         duration_ms: float | None = None,
@@ -125,7 +151,7 @@ class EventLog:
         facts = self._facts
         metadata = {
             "run_id": facts.run_id,
-            "global_rank": worker.rank if worker else None,
+            "global_rank": self._place.first_rank + worker.local_rank if worker else None,
             "group_rank": facts.group_rank,
             "worker_id": str(worker.local_rank) if worker else None,
             "role": facts.role,
@@ -134,7 +160,7 @@ class EventLog:
             "total_run_time": int(now - self._started_at),
             "rdzv_backend": facts.rdzv_backend,
             "raw_error": raw_error,
-            "metadata": json.dumps(_inner(facts, worker)),
+            "metadata": json.dumps(_inner(facts, worker, self._place)),
             "agent_restarts": restarts,
             "duration_ms": duration_ms,
         }
@@ -156,15 +182,16 @@ class EventLog:
             self._stream = None
 
 
-def _inner(facts: JobFacts, worker: WorkerFacts | None) -> dict[str, object]:
+def _inner(facts: JobFacts, worker: Worker | None, place: env.NodePlace) -> dict[str, object]:
     inner: dict[str, object] = {
         "group_world_size": facts.group_world_size,
         "entry_point": facts.entry_point,
     }
     if worker:
         inner["local_rank"] = [worker.local_rank]
-        inner["role_rank"] = [worker.role_rank]
-        inner["role_world_size"] = [worker.role_world_size]
-        inner["exit_code"] = [worker.exit_code]
+        inner["role_rank"] = [place.first_role_rank + worker.local_rank]
+        inner["role_world_size"] = [place.role_world_size]
+        code = worker.exitcode if isinstance(worker, events.WorkerExited) else None
+        inner["exit_code"] = [code]
         inner["worker_pid"] = [worker.pid]
     return inner

@@ -13,8 +13,9 @@ from signal import SIGTERM
 from typing import Any
 
 from elaunch.agent.policy import events
-from elaunch.agent.policy.actions import Action, Finish, Nothing, ReplaceServer, StartRound
+from elaunch.agent.policy.actions import Action, Finish, Nothing, ReplaceServer
 from elaunch.agent.policy.state import Phase, State
+from elaunch.agent.policy.turn import Round, Turn
 from elaunch.agent.status.writer import RecordWriter
 from elaunch.checkpoint.records import Checkpoint
 from elaunch.config import Settings
@@ -74,9 +75,9 @@ class StatusRecord:
         now = {"progress": self._progress(), "saves": self._saves(), "name": self._name() or None}
         return published | {name: found for name, found in now.items() if found is not None}
 
-    def note(self, state: State, event: events.Event, action: Action, reason: str) -> None:
-        """Write down what ``event`` and ``action`` changed."""
-        record = self._record
+    def see(self, turn: Turn) -> None:
+        """Write down what the turn has changed."""
+        record, state, event, action = self._record, turn.after, turn.event, turn.action
         if isinstance(event, events.WorkerStarted) and event.round == state.round:
             self._note_start(state, event)
         elif isinstance(event, events.WorkerExited) and event.round == state.round:
@@ -87,13 +88,13 @@ class StatusRecord:
             record["history"][-1]["ended_at"] = time.time()
         if isinstance(action, ReplaceServer):
             record["start_method"] = "spawn"
-        elif isinstance(action, StartRound):
-            self._note_round(state, reason)
+        elif turn.begun is not None:
+            self._note_round(turn.begun, turn.reason)
         elif isinstance(action, Finish):
             record["exit_code"] = shown_code(action.exit_code, self._settings)
             record["ended_at"] = time.time()
         record["state"] = _state_name(state, action)
-        record["reason"] = reason or record["reason"]
+        record["reason"] = turn.reason or record["reason"]
         if isinstance(event, events.PlanSeen):
             self._note_plan(event.plan, event.name)
         record["restarts"]["used"] = state.restarts
@@ -149,21 +150,17 @@ class StatusRecord:
         record["standby"] = name in plan.spares
         record["joining"] = len(plan.joining)
 
-    def _note_round(self, state: State, reason: str) -> None:
-        record, checkpoint = self._record, state.checkpoint
-        nproc = state.limits.nproc
-        world_size = nproc if state.plan is None else state.plan.world_size
-        record["round"], record["world_size"], record["nproc_per_node"] = (
-            state.round,
-            world_size,
-            nproc,
-        )
+    def _note_round(self, begun: Round, reason: str) -> None:
+        record, checkpoint, place = self._record, begun.checkpoint, begun.place
+        record["round"], record["world_size"] = begun.round, place.world_size
+        record["nproc_per_node"] = begun.nproc
         record["workers"] = [
-            new_worker(state.first_rank + local_rank, local_rank) for local_rank in range(nproc)
+            new_worker(place.first_rank + local_rank, local_rank)
+            for local_rank in range(begun.nproc)
         ]
         record["checkpoint"] = None if checkpoint is None else _checkpoint(checkpoint)
         resumed = None if checkpoint is None else checkpoint.step
-        add_round(record, new_round(state.round, reason, resumed))
+        add_round(record, new_round(begun.round, reason, resumed))
 
     def _note_start(self, state: State, event: events.WorkerStarted) -> None:
         worker = self._record["workers"][event.local_rank]

@@ -20,34 +20,17 @@ from elaunch.agent.logs import files
 from elaunch.agent.logs.pump import LogPump
 from elaunch.agent.patience import bounded
 from elaunch.agent.policy import events
+from elaunch.agent.policy.turn import Round, Turn
 from elaunch.agent.workers import openfiles
 from elaunch.agent.workers.reaper import Reaper
 from elaunch.agent.workers.server import KILL_DEADLINE, SWEEP_OVERDUE, ServerPlan, WorkerServer
 from elaunch.agent.workers.storesocket import StoreEndpoint
-from elaunch.checkpoint.records import Checkpoint
 from elaunch.checkpoint.search.placeholder import fill_placeholders
 from elaunch.config import Settings
 from elaunch.run.directory import RunDir
 
 FLUSH_TIMEOUT = 2.0
 """Seconds for the log pump to read what dead workers left in their pipes."""
-
-
-@dataclass(frozen=True)
-class RoundStart:
-    """What differs from round to round; ``reason`` is empty in round 0.
-
-    ``place`` and ``store`` (the address and the port of the round's TCPStore) are given in a job of
-    several nodes; a node by itself is the whole job and hosts the store. ``job`` is the plan's.
-    """
-
-    round: int
-    restarts: int
-    reason: str
-    checkpoint: Checkpoint | None
-    place: env.NodePlace | None = None
-    store: tuple[str, int] | None = None
-    job: str = ""
 
 
 @dataclass(frozen=True)
@@ -177,18 +160,17 @@ class WorkerGroup:
         """
         self.server.send({"op": "fence", "until": until, "hold": hold})
 
-    def start(self, start: RoundStart) -> None:
+    def start(self, start: Round) -> None:
         """Start all workers of a round; a server that was lost is replaced first."""
         if not self.server.pid:
             self.server = self._new_server()
             self.server.start()
         settings = self._plan.settings
-        if start.place is None or start.place.node_rank == 0:
+        if start.place.node_rank == 0:
             self._host_store(start.round)
         facts = self._facts(start)
         args = fill_placeholders(settings.args, start.checkpoint or settings.init_from)
-        first = facts.place.first_rank
-        ranks = {local_rank: first + local_rank for local_rank in range(self._nproc)}
+        ranks = {local_rank: start.first_rank + local_rank for local_rank in range(self._nproc)}
         channels = self._pump.open_round(start.round, ranks)
         if self._plan.log_root is None:
             make = partial(files.make_directories, self._files_root, start.round, list(ranks))
@@ -212,11 +194,16 @@ class WorkerGroup:
             os.close(stdout)
             os.close(stderr)
 
-    def _facts(self, start: RoundStart) -> env.RoundFacts:
+    def _facts(self, start: Round) -> env.RoundFacts:
         settings = self._plan.settings
         checkpoint = start.checkpoint or settings.init_from
         directory = settings.checkpoint_dir
-        master_addr, master_port = start.store or (self._endpoint.host, self._endpoint.port)
+        place, plan = start.place, start.plan
+        master_addr, master_port = self._endpoint.host, self._endpoint.port
+        if plan is None:
+            place = env.only_node(master_addr, self._nproc)
+        else:
+            master_addr, master_port = plan.master_addr, plan.master_port
         return env.RoundFacts(
             run_id=settings.run_id,
             round=start.round,
@@ -225,7 +212,7 @@ class WorkerGroup:
             reason=start.reason,
             local_world_size=self._nproc,
             role=settings.role,
-            place=start.place or env.only_node(self._endpoint.host, self._nproc),
+            place=place,
             master_addr=master_addr,
             master_port=master_port,
             agent_socket=str(self._plan.run_dir.socket),
@@ -246,7 +233,7 @@ class WorkerGroup:
             init_from=str(settings.init_from.path) if settings.init_from else "",
         )
 
-    def _channel_key(self, start: RoundStart) -> str:
+    def _channel_key(self, start: Round) -> str:
         """Return the key by which the round's workers know each other; "" if none can be shared.
 
         Nodes share nothing that others could not read but the secret of --rdzv-secret-file, of
@@ -256,8 +243,8 @@ class WorkerGroup:
         if meeting is None:
             return self._key.hex()
         secret = self.secret
-        if secret is None and meeting.etcd.password is not None:
-            secret = start.job.encode()
+        if secret is None and meeting.etcd.password is not None and start.plan is not None:
+            secret = start.plan.job.encode()
         if not secret:
             return ""
         told = f"workers of {self._plan.settings.run_id}, round {start.round}".encode()
@@ -297,9 +284,10 @@ class WorkerGroup:
         self.server.send({**order, "grace": grace, "deadline": KILL_DEADLINE})
         return grace + SWEEP_OVERDUE
 
-    def flush_logs(self) -> None:
-        """Wait until all that the round's workers wrote is where it goes."""
-        self._pump.finish_round(FLUSH_TIMEOUT)
+    def see(self, turn: Turn) -> None:
+        """Wait, after the end of a round's tree, until all that it wrote is where it goes."""
+        if isinstance(turn.event, events.TreeGone):
+            self._pump.finish_round(FLUSH_TIMEOUT)
 
     def close(self) -> None:
         """End the server with all that is below it, and let the store's address go."""

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from elaunch.agent.policy import events
+from elaunch.agent.policy.turn import Round
 from elaunch.wire.progress import PageReader, Reading
 from elaunch.wire.worker import KINDS, Notice
 
@@ -79,10 +80,10 @@ class WorkerLinks:
         self._wake.close()
         self._woken.close()
 
-    def begin(self, round_number: int) -> None:
-        """Forget the workers of the round before: those of ``round_number`` are about to start."""
+    def begin(self, begun: Round) -> None:
+        """Forget the workers of the round before: those of the next are about to start."""
         with self._lock:
-            self._round, self._notice, self._grace_until = round_number, None, None
+            self._round, self._notice, self._grace_until = begun.round, None, None
             for link in list(self._links.values()):
                 self._drop(link)
             self._left.clear()

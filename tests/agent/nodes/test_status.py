@@ -11,8 +11,10 @@ import pytest
 
 from elaunch.agent.nodes.status import Identity, StatusPublisher
 from elaunch.agent.policy import events
+from elaunch.agent.policy.actions import Nothing
 from elaunch.agent.policy.state import Limits, State
-from elaunch.rendezvous.plan import NodeStatus, WorkerFailure
+from elaunch.agent.policy.turn import Turn
+from elaunch.rendezvous.plan import NodeStatus, Plan, WorkerFailure
 from tests.agent.histories import READY, TERM, exited, gone, play
 from tests.agent.policy.test_nodes import ENDED, ENDING, FIRST, RUNS, SECOND, seen
 
@@ -58,9 +60,18 @@ def posted() -> list[events.Event]:
 
 
 @pytest.fixture
-def publisher(meeting: Recorder, said: list[str], posted: list[events.Event]) -> StatusPublisher:
+def ports() -> list[int]:
+    """Return the ports of the round's store, the newest last."""
+    return [4000]
+
+
+@pytest.fixture
+def publisher(
+    meeting: Recorder, said: list[str], posted: list[events.Event], ports: list[int]
+) -> StatusPublisher:
     """Return one that has joined with two slots."""
     own = Identity("node1", "10.0.0.1", "x", 3, {"torch": "2.13"}, said.append, posted.append)
+    own = replace(own, port=lambda: ports[-1])
     made = StatusPublisher(meeting, own)  # type: ignore[arg-type]
     made.join(2, 4000)
     return made
@@ -69,6 +80,18 @@ def publisher(meeting: Recorder, said: list[str], posted: list[events.Event]) ->
 def state(*history: events.Event) -> State:
     """Return the state after a history."""
     return play(Limits(2, meets=True), history)[0]
+
+
+def turn_to(*history: events.Event) -> Turn:
+    """Return a turn that leaves the agent in the state after a history."""
+    after = state(*history)
+    return Turn(after, events.DeadlinePassed(), Nothing(), "", after)
+
+
+def plan_seen(plan: Plan, name: str) -> Turn:
+    """Return the turn in which a plan comes."""
+    after = state(*RUNS)
+    return Turn(after, events.PlanSeen(plan, name), Nothing(), "", after)
 
 
 def test_it_joins_with_what_it_is(publisher: StatusPublisher, meeting: Recorder) -> None:
@@ -80,12 +103,13 @@ def test_it_joins_with_what_it_is(publisher: StatusPublisher, meeting: Recorder)
 
 
 def test_it_speaks_when_something_has_changed_and_not_else(
-    publisher: StatusPublisher, meeting: Recorder
+    publisher: StatusPublisher, meeting: Recorder, ports: list[int]
 ) -> None:
     """A worker that was started changes nothing; a new port does."""
     for each in ((), (READY,), RUNS[:-1], RUNS):
-        publisher.say(state(*each), 4000)
-    publisher.say(state(*RUNS), 4001)
+        publisher.publish(turn_to(*each))
+    ports.append(4001)
+    publisher.publish(turn_to(*RUNS))
     words = [(record.state, record.round, record.port) for record in meeting.records]
     assert words == [
         ("joining", -1, 4000),
@@ -99,9 +123,9 @@ def test_a_failure_is_sent_with_its_age_and_once(
     publisher: StatusPublisher, meeting: Recorder
 ) -> None:
     """Nobody's clock is compared with another's; time alone is no news."""
-    failed = state(*RUNS, exited(1, 7, at=0.0))
-    publisher.say(failed, 4000)
-    publisher.say(failed, 4000)
+    failed = turn_to(*RUNS, exited(1, 7, at=0.0))
+    publisher.publish(failed)
+    publisher.publish(failed)
     assert len(meeting.records) == 2
     found = meeting.records[-1].failure
     assert found is not None
@@ -114,7 +138,7 @@ def test_who_leaves_says_why_and_with_which_code(
     publisher: StatusPublisher, meeting: Recorder
 ) -> None:
     """The others wait for nobody who was told to go."""
-    publisher.say(state(*RUNS, TERM), 4000)
+    publisher.publish(turn_to(*RUNS, TERM))
     record = meeting.records[-1]
     assert (record.state, record.reason, record.exit_code) == (
         "leaving",
@@ -125,7 +149,7 @@ def test_who_leaves_says_why_and_with_which_code(
 
 def test_the_loss_of_the_server_is_a_failure(publisher: StatusPublisher, meeting: Recorder) -> None:
     """It has no worker to name."""
-    publisher.say(state(*RUNS, events.ServerLost(-9)), 4000)
+    publisher.publish(turn_to(*RUNS, events.ServerLost(-9)))
     found = meeting.records[-1].failure
     assert found is not None and found["exitcode"] == 71
     assert found["text"] == "the server that starts the workers was killed by SIGKILL"
@@ -153,7 +177,7 @@ def test_notices_are_logged_once(
     monkeypatch.setattr(logging.getLogger("elaunch"), "propagate", True)
     plan = replace(FIRST, notice="node2 has another torch", spares=("cc",))
     for name in ("cc", "cc", "aa"):
-        publisher.tell_plan(plan, name)
+        publisher.see(plan_seen(plan, name))
     lines: Sequence[str] = [record.getMessage() for record in caplog.records]
     assert lines == [
         "node2 has another torch",
@@ -172,8 +196,8 @@ def test_a_newcomer_that_differs_is_told_or_refused(
     """The job goes on; with --strict-symmetry the newcomer alone ends."""
     monkeypatch.setattr(logging.getLogger("elaunch"), "propagate", True)
     plan = replace(FIRST, facts={"torch": "2.12"}, strict=strict, spares=())
-    publisher.tell_plan(plan, "aa")  # in the round: the coordinator has compared
-    publisher.tell_plan(plan, "cc")
+    publisher.see(plan_seen(plan, "aa"))  # in the round: the coordinator has compared
+    publisher.see(plan_seen(plan, "cc"))
     told = "torch is 2.12 on the job (node2) and 2.13 on here"
     if strict:
         (event,) = posted

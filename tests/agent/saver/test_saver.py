@@ -20,9 +20,10 @@ import pytest
 
 from elaunch.agent.policy import events, fencing
 from elaunch.agent.policy.state import Limits, Phase, State
+from elaunch.agent.policy.turn import Round
 from elaunch.agent.resume.directory import DirectoryFinisher
 from elaunch.agent.saver import service
-from elaunch.agent.saver.round import SaverPlan, SaverRound
+from elaunch.agent.saver.round import SaverPlan
 from elaunch.agent.saver.saver import AgentSaver
 from elaunch.agent.status.socket import ControlSocket
 from elaunch.checkpoint.records import Image, Part, Stage
@@ -97,7 +98,7 @@ class Rig:
 
     def begin(self, number: int) -> None:
         self.state = dataclasses.replace(self.state, round=number)
-        self.saver.begin(SaverRound(number, 0, 2))
+        self.saver.begin(Round(number, 2))
 
     def _loop(self) -> None:
         while True:

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from elaunch.agent.policy import events
+from elaunch.agent.policy.turn import Round
 from elaunch.agent.resume.directory import DirectoryFinisher
-from elaunch.agent.saver.round import SaverPlan, SaverRound
+from elaunch.agent.saver.round import SaverPlan
 from elaunch.agent.saver.saver import AgentSaver
 from elaunch.agent.status.socket import ControlSocket
 from elaunch.checkpoint.formats import own
@@ -68,7 +69,7 @@ class Agent:
         name = name or NODES[self.node_rank].name
         rank = plan.node_rank(name)
         assert rank is not None
-        self.saver.begin(SaverRound(plan.round, rank, 1, "", plan, name))
+        self.saver.begin(Round(plan.round, 1, plan=plan, name=name))
 
     def read_plan(self) -> Plan:
         if isinstance(self.plan, Exception):

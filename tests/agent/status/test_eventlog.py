@@ -7,14 +7,19 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from elaunch.agent.status.eventlog import EventLog, JobFacts, WorkerFacts
+from elaunch.agent.policy import events, turn
+from elaunch.agent.policy.state import Limits, State
+from elaunch.agent.status.eventlog import EventLog, JobFacts
 from elaunch.errors import UsageError
+from tests.agent.histories import READY, exited, gone, started
+from tests.agent.policy.test_nodes import FIRST, seen
 
 FACTS = JobFacts("run7", "default", "node0", "train.py", "c10d")
-WORKER = WorkerFacts(rank=3, local_rank=1, role_rank=3, role_world_size=4, pid=4001, exit_code=-9)
+WORKER = exited(1, -9)
 
 # Reads events back with torch's own class and prints them as torch writes them.
 TORCH = """
@@ -28,6 +33,47 @@ for line in sys.stdin:
 def clock() -> float:
     """Return a fixed time."""
     return 1_700_000_000.5
+
+
+def show(log: EventLog, limits: Limits, *history: events.Event) -> None:
+    """Show a log the turns of a history."""
+    state = State(limits)
+    for event in history:
+        taken = turn.take(state, event)
+        log.see(taken)
+        state = taken.after
+
+
+def written(stream: io.StringIO) -> list[dict[str, Any]]:
+    """Return the metadata of what was written."""
+    return [json.loads(line)["metadata"] for line in stream.getvalue().splitlines()]
+
+
+def test_the_events_of_a_round() -> None:
+    """Who failed, who was stopped, and the agent's own."""
+    stream = io.StringIO()
+    ends = (exited(1, 7), exited(0, -15, stopped=True), gone())
+    show(EventLog("console", FACTS, stream), Limits(2), READY, started(0), started(1), *ends)
+    found = [(each["state"], each["global_rank"]) for each in written(stream)]
+    assert found == [
+        ("RENDEZVOUS", None),
+        ("START", 0),
+        ("START", 1),
+        ("FAILED", 1),
+        ("TERMINATED", 0),
+        ("FAILED", None),
+    ]
+
+
+def test_ranks_on_the_second_node() -> None:
+    """They follow from the plan."""
+    stream = io.StringIO()
+    history = (READY, seen(FIRST), started(1))
+    show(EventLog("console", FACTS, stream), Limits(2, meets=True), *history)
+    (_, start) = written(stream)
+    inner = json.loads(start["metadata"])
+    assert (start["global_rank"], start["worker_id"]) == (4, "1")
+    assert (inner["role_rank"], inner["role_world_size"]) == ([4], [5])
 
 
 def test_lines_are_torch_events() -> None:
@@ -60,7 +106,7 @@ def test_fields() -> None:
     }
     assert metadata == {
         "run_id": "run7",
-        "global_rank": 3,
+        "global_rank": 1,
         "group_rank": 0,
         "worker_id": "1",
         "role": "default",
@@ -76,10 +122,10 @@ def test_fields() -> None:
         "group_world_size": 1,
         "entry_point": "train.py",
         "local_rank": [1],
-        "role_rank": [3],
-        "role_world_size": [4],
+        "role_rank": [1],
+        "role_world_size": [1],
         "exit_code": [-9],
-        "worker_pid": [4001],
+        "worker_pid": [1001],
     }
 
 

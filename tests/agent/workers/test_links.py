@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from elaunch.agent.policy import events
+from elaunch.agent.policy.turn import Round
 from elaunch.agent.status.socket import ControlSocket
 from elaunch.agent.workers.links import WorkerLinks, understood
 from elaunch.wire.progress import ProgressPage
@@ -32,7 +33,7 @@ class Agent:
         self.path = path
         self.control = ControlSocket(path, dict, str.upper, {"attach": self.links.adopt})
         self.control.start()
-        self.links.begin(0)
+        self.links.begin(Round(0, 2))
 
     def event(self) -> events.Event:
         """Return the next event."""
@@ -118,7 +119,7 @@ def test_a_new_round_knows_nobody(agent: Agent) -> None:
     assert old.hear() == {"op": "attached"}
     agent.links.notify(Notice("drain"))
     old.hear()
-    agent.links.begin(1)
+    agent.links.begin(Round(1, 2))
     assert old.hear() == {}
     assert agent.links.readings() == {}
     assert Worker(agent, 0).hear() == {"error": "round 0 does not run here; it is round 1"}

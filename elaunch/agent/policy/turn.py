@@ -1,0 +1,109 @@
+"""One turn of the loop, and the round that it may begin. Pure.
+
+:func:`take` makes a :class:`Turn` of an event; the loop acts on it and shows it to its observers.
+The :class:`Round` in it is made once, and passed whole to all who take part in a round: the worker
+group, the workers' links, the hang watch, the saver, the run's record and the event log.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import cached_property
+
+from elaunch import env
+from elaunch.agent.policy import decide, events, nodes
+from elaunch.agent.policy.actions import Action, StartRound
+from elaunch.agent.policy.state import State, follow, observe
+from elaunch.checkpoint.records import Checkpoint
+from elaunch.rendezvous.plan import Plan
+
+
+@dataclass(frozen=True)
+class Round:
+    """A round on this node.
+
+    Attributes:
+        round: its number.
+        nproc: how many workers this node has in it.
+        restarts: how many restarts the job has had.
+        reason: why it follows the round before; empty in round 0.
+        checkpoint: the one that it resumes from.
+        plan: of a job of several nodes; None: this node is the whole job.
+        name: of this node in the plan.
+    """
+
+    round: int
+    nproc: int
+    restarts: int = 0
+    reason: str = ""
+    checkpoint: Checkpoint | None = None
+    plan: Plan | None = None
+    name: str = ""
+
+    @cached_property
+    def place(self) -> env.NodePlace:
+        """Where this node stands; the address of one that is the whole job is left empty."""
+        if self.plan is None:
+            return env.only_node("", self.nproc)
+        return nodes.place(self.plan, self.name)
+
+    @property
+    def first_rank(self) -> int:
+        """The rank of this node's first worker."""
+        return self.place.first_rank
+
+    @property
+    def own_ranks(self) -> frozenset[int]:
+        """The ranks of this node's workers."""
+        return frozenset(range(self.first_rank, self.first_rank + self.nproc))
+
+    @property
+    def resumed(self) -> str:
+        """The name of the checkpoint that it resumes from, or ""."""
+        return "" if self.checkpoint is None else os.path.basename(str(self.checkpoint.path))
+
+    def node_of(self, rank: int) -> int:
+        """Return the node rank of the node that ``rank`` runs on."""
+        first = 0
+        for node_rank, node in enumerate(self.plan.nodes if self.plan else ()):
+            first += node.slots
+            if rank < first:
+                return node_rank
+        return 0
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One turn of the loop: an event, the decision about it, the states before and after that.
+
+    ``before`` has the event written into it already, ``after`` is where the action leads; ``begun``
+    is the round that begins, if one does.
+    """
+
+    before: State
+    event: events.Event
+    action: Action
+    reason: str
+    after: State
+    begun: Round | None = None
+
+
+def take(state: State, event: events.Event) -> Turn:
+    """Return the turn that ``event`` makes in ``state``."""
+    before = observe(state, event)
+    action, reason = decide.decide(before, event)
+    begun = _begun(before, action, reason) if isinstance(action, StartRound) else None
+    return Turn(before, event, action, reason, follow(before, action), begun)
+
+
+def _begun(state: State, action: StartRound, reason: str) -> Round:
+    return Round(
+        round=action.round,
+        nproc=state.limits.nproc,
+        restarts=action.round if state.plan is None else state.plan.restarts,
+        reason=reason if action.round > 0 else "",
+        checkpoint=action.checkpoint,
+        plan=state.plan,
+        name=state.name,
+    )
