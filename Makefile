@@ -2,7 +2,7 @@
 #
 #   make demo    train on real data, kill a worker in the middle, show what it cost
 #   make test    every test but the trials
-#   make trials  the long ones: kills at random moments, launchers times sizes; 3 minutes
+#   make trials  the long ones: kills at random moments, launchers times sizes, the other store
 #   make lint    format, lint, types
 #   make check   the same and the fast tests: about two minutes
 #   make bench   elaunch beside torchrun: a table, and JSON in bench-results/

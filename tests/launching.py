@@ -269,8 +269,11 @@ class Launcher:
     def leftovers(self) -> dict[int, str]:
         """Return the processes of this test's runs that are alive now: pid and command line."""
         marked = {pid for pid in _pids() if f"{MARKER}={self.env[MARKER]}" in _environ(pid)}
-        ours = marked | (_descendants(os.getpid()) - self._before)
+        ours = marked | self._descended()
         return {pid: line for pid in ours if (line := _command_line(pid)) is not None}
+
+    def _descended(self) -> set[int]:
+        return _descendants(os.getpid()) - self._before - warm.pids()
 
     def close(self) -> None:
         """End what still runs; fail where a command that had ended left a process behind."""
@@ -282,7 +285,7 @@ class Launcher:
         for pid in left:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        _reap(_descendants(os.getpid()) - self._before)
+        _reap(self._descended())
         assert not left, f"left behind: {left}"
 
 

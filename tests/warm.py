@@ -96,6 +96,7 @@ class _Warm:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
+        self.pid = self._process.pid
         self._sock = ours
         self._lock = threading.Lock()
         self._ready = False
@@ -123,6 +124,11 @@ class _Warm:
 
 
 _warm: list[_Warm] = []
+
+
+def pids() -> set[int]:
+    """Return the process that forks, where there is one: it is nobody's run."""
+    return {warm.pid for warm in _warm}
 
 
 def prepare(environ: Mapping[str, str]) -> None:

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import pytest
+
 from tests.cluster import Cluster, Word
 from tests.etcdnodes import Etcd
 from tests.integration.jobs import SPAWN
@@ -14,7 +16,6 @@ from tests.integration.watching import agent_lines
 from tests.launching import Running, wait_until
 
 STEPS = Path(__file__).with_name("jobs") / "steps.py"
-BACKENDS = ("etcd", "c10d")
 DEADLINE = 90.0
 """Seconds for what takes a few: the machine may be busy. A worker that waits does for longer."""
 
@@ -22,6 +23,16 @@ LOST = "(was lost: no heartbeat for 3 s|is gone: it has left, or was lost with t
 """How a node that was killed is told of; the second by who has taken over from it."""
 
 Build = Callable[[int], Cluster]
+
+
+def over(backend: str, *others: str) -> pytest.MarkDecorator:
+    """Run a test of nodes over one store, and over the others among the trials.
+
+    All stores pass the same contract suite (tests/store/test_contract.py); what a node does over
+    them is the same. The tests take one or the other in turns.
+    """
+    trials = [pytest.param(other, marks=pytest.mark.trial) for other in others]
+    return pytest.mark.parametrize("backend", [backend, *trials])
 
 
 class Job:

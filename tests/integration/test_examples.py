@@ -64,12 +64,19 @@ def read_shards(path: Path, scratch: Path) -> dict[str, Any]:
 
 
 EXAMPLES = [
-    Example("digits_ddp.py", ".pt", ("--checkpoint-glob", "step_*.pt"), read_file),
-    Example("digits_dcp.py", "", (), read_shards),
+    pytest.param(
+        Example("digits_ddp.py", ".pt", ("--checkpoint-glob", "step_*.pt"), read_file),
+        id="digits_ddp.py",
+    ),
+    pytest.param(
+        Example("digits_dcp.py", "", (), read_shards),
+        id="digits_dcp.py",
+        marks=pytest.mark.trial,
+    ),
 ]
 
 
-@pytest.fixture(scope="module", params=EXAMPLES, ids=lambda example: example.name)
+@pytest.fixture(scope="module", params=EXAMPLES)
 def example(request: pytest.FixtureRequest) -> Example:
     """Return each example in turn."""
     chosen: Example = request.param

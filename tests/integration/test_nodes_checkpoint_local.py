@@ -15,7 +15,7 @@ from elaunch.checkpoint import layout
 from elaunch.checkpoint.formats import own
 from elaunch.errors import CheckpointError
 from tests.checkpoint import makers
-from tests.integration.nodes import BACKENDS, DEADLINE, Build, Job, said, wait_until_said
+from tests.integration.nodes import DEADLINE, Build, Job, over, said, wait_until_said
 from tests.launching import Running, wait_until
 
 pytestmark = pytest.mark.slow
@@ -62,7 +62,7 @@ def assert_alike(found: list[tuple[str, str, Path]], disks: Disks, name: str, st
     assert {(step, tree) for step, tree, _ in found} == {(str(step), found[0][1])}
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@over("c10d", "etcd")
 def test_the_newest_of_all_disks_is_resumed_from(cluster: Build, backend: str) -> None:
     """40 and 50 on two nodes, nothing on a third; what is newer is foreign, or damaged."""
     job = Job(cluster, backend, 3)

@@ -10,13 +10,13 @@ import pytest
 from tests.cluster import freeze, thaw
 from tests.integration.jobs import ACT
 from tests.integration.nodes import (
-    BACKENDS,
     DEADLINE,
     LOST,
     Build,
     Job,
     end,
     first_failures,
+    over,
     rounds,
     said,
     wait_for_worker,
@@ -26,11 +26,10 @@ from tests.integration.watching import server_of
 
 pytestmark = pytest.mark.slow
 
-both_backends = pytest.mark.parametrize("backend", BACKENDS)
 STRETCHED = ["--nnodes=1:2", "--max-restarts=0"]
 
 
-@both_backends
+@over("etcd", "c10d")
 def test_one_failure_ends_the_round_on_all_nodes(cluster: Build, backend: str) -> None:
     """The others are stopped at once; all tell the same failure and end with its code."""
     job = Job(cluster, backend, 3)
@@ -63,7 +62,7 @@ def test_a_node_never_starts_its_workers(cluster: Build) -> None:
         wait_until_said(agent, r"node2 \(\S+\) did not start round 0 in \d+ s")
 
 
-@pytest.mark.parametrize("backend", ["c10d", "static"])
+@over("c10d", "static")
 def test_the_server_of_an_agent_that_waits_is_killed(cluster: Build, backend: str) -> None:
     """The job begins when the other node comes; no restart is used."""
     job = Job(cluster, backend, 2)
@@ -79,7 +78,7 @@ def test_the_server_of_an_agent_that_waits_is_killed(cluster: Build, backend: st
     assert end(job, one, two) == [0, 0]
 
 
-@both_backends
+@over("c10d", "etcd")
 def test_there_is_one_budget_for_the_job(cluster: Build, backend: str) -> None:
     """One restart: it is used up by node 1, and the failure on node 2 is the last."""
     job = Job(cluster, backend, 2)
@@ -96,7 +95,7 @@ def test_there_is_one_budget_for_the_job(cluster: Build, backend: str) -> None:
         assert any("rank 1 on node2 exited with code 7; 1 restart" in line for line in said(agent))
 
 
-@both_backends
+@over("etcd", "c10d")
 def test_a_killed_agent_is_missed_and_welcome_again(cluster: Build, backend: str) -> None:
     """The survivor goes on alone, uncounted; the next agent on that node gets its place."""
     job = Job(cluster, backend, 2)
@@ -113,7 +112,7 @@ def test_a_killed_agent_is_missed_and_welcome_again(cluster: Build, backend: str
     assert first_failures(one) == []
 
 
-@both_backends
+@over("c10d", "etcd")
 def test_a_frozen_agent_is_fenced(cluster: Build, backend: str) -> None:
     """Its workers are dead before the others' next round; it comes back when it is thawed."""
     job = Job(cluster, backend, 2)

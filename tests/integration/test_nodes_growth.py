@@ -8,12 +8,12 @@ import signal
 import pytest
 
 from tests.integration.nodes import (
-    BACKENDS,
     DEADLINE,
     LOST,
     Build,
     Job,
     end,
+    over,
     rounds,
     said,
     wait_for_worker,
@@ -22,10 +22,8 @@ from tests.integration.nodes import (
 
 pytestmark = pytest.mark.slow
 
-both_backends = pytest.mark.parametrize("backend", BACKENDS)
 
-
-@both_backends
+@over("etcd", "c10d")
 def test_a_spare_takes_over(cluster: Build, backend: str) -> None:
     """It stands by, replaces the dead node, and ends with 0; as does one that was not needed."""
     job = Job(cluster, backend, 4)
@@ -43,7 +41,7 @@ def test_a_spare_takes_over(cluster: Build, backend: str) -> None:
     assert [rounds(spare) for spare in spares] == [[(1, 2)], []]
 
 
-@both_backends
+@over("c10d", "etcd")
 def test_several_newcomers_cost_one_restart(cluster: Build, backend: str) -> None:
     """One node trains; three come; they all train in the next round."""
     job = Job(cluster, backend, 4)
@@ -77,7 +75,7 @@ def test_newcomers_may_have_to_wait(cluster: Build) -> None:
     assert rounds(one) == [(0, 1), (1, 2)]
 
 
-@both_backends
+@over("etcd", "c10d")
 def test_too_few_come(cluster: Build, backend: str) -> None:
     """The error names who is there and how many are missing."""
     job = Job(cluster, backend, 2)
@@ -90,7 +88,7 @@ def test_too_few_come(cluster: Build, backend: str) -> None:
         assert f"2 of 3 nodes after 12 s: {there}; 1 more is needed" in done.stderr
 
 
-@both_backends
+@over("c10d", "etcd")
 def test_too_few_are_left(cluster: Build, backend: str) -> None:
     """The error names who went, why, and since when."""
     job = Job(cluster, backend, 2)

@@ -8,12 +8,12 @@ import re
 import pytest
 
 from tests.integration.jobs import FORK, PROGRESS
-from tests.integration.nodes import BACKENDS, DEADLINE, Build, Job
+from tests.integration.nodes import DEADLINE, Build, Job, over
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@over("etcd", "c10d")
 def test_a_hang_ends_the_round_on_all_nodes(cluster: Build, backend: str) -> None:
     """One restart, in which it does not hang; each node shows what its own workers were doing."""
     job = Job(cluster, backend, 2)

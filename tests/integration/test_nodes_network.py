@@ -6,13 +6,13 @@ import pytest
 
 from tests.cluster import Cluster, Node
 from tests.integration.nodes import (
-    BACKENDS,
     DEADLINE,
     Build,
     Job,
     complaints,
     end,
     first_failures,
+    over,
     rounds,
     wait_for_worker,
 )
@@ -20,7 +20,6 @@ from tests.launching import Running
 
 pytestmark = pytest.mark.slow
 
-both_backends = pytest.mark.parametrize("backend", BACKENDS)
 STRETCHED = ["--nnodes=1:2", "--max-restarts=0"]
 
 
@@ -70,7 +69,7 @@ def test_a_node_comes_back_without_its_name_service(cluster: Build) -> None:
     comes_back(job, one, two)
 
 
-@both_backends
+@over("c10d", "etcd")
 def test_a_link_is_down_for_a_while(cluster: Build, backend: str) -> None:
     """Who is cut off kills its workers in time, and rejoins."""
     job = Job(cluster, backend, 2)
@@ -81,7 +80,7 @@ def test_a_link_is_down_for_a_while(cluster: Build, backend: str) -> None:
     comes_back(job, one, two)
 
 
-@pytest.mark.parametrize("backend", ["etcd", "c10d"])
+@over("etcd", "c10d")
 def test_all_packets_are_lost_for_a_while(cluster: Build, backend: str) -> None:
     """The link looks well meanwhile."""
     job = Job(cluster, backend, 2)
@@ -102,8 +101,15 @@ def from_the_store(machines: Cluster, node: Node, store: Node) -> None:
     machines.drop(store, node)
 
 
-@pytest.mark.parametrize("cut", [to_the_store, from_the_store])
-@both_backends
+@pytest.mark.parametrize(
+    ("backend", "cut"),
+    [
+        ("c10d", from_the_store),
+        ("etcd", to_the_store),
+        pytest.param("c10d", to_the_store, marks=pytest.mark.trial),
+        pytest.param("etcd", from_the_store, marks=pytest.mark.trial),
+    ],
+)
 def test_a_partition_has_one_direction(cluster: Build, backend: str, cut: object) -> None:
     """Half a connection is none."""
     job = Job(cluster, backend, 2)
@@ -115,7 +121,7 @@ def test_a_partition_has_one_direction(cluster: Build, backend: str, cut: object
     comes_back(job, one, two)
 
 
-@both_backends
+@over("etcd", "c10d")
 def test_one_packet_of_five_is_lost(cluster: Build, backend: str) -> None:
     """Nodes meet and train; with a patient timeout no restart comes of it."""
     job = Job(cluster, backend, 2)
@@ -128,7 +134,7 @@ def test_one_packet_of_five_is_lost(cluster: Build, backend: str) -> None:
     assert rounds(one) == rounds(two) == [(0, 2)]
 
 
-@both_backends
+@over("c10d", "etcd")
 def test_the_way_is_long(cluster: Build, backend: str) -> None:
     """200 ms to the other node and back: they meet, restart after a failure, and end."""
     job = Job(cluster, backend, 2)
@@ -142,7 +148,7 @@ def test_the_way_is_long(cluster: Build, backend: str) -> None:
     assert rounds(one) == rounds(two) == [(0, 2), (1, 2)]
 
 
-@both_backends
+@over("etcd", "c10d")
 def test_clocks_are_set_apart(cluster: Build, backend: str) -> None:
     """By two hours: nobody is thought dead, and failures have their order."""
     job = Job(cluster, backend, 2)

@@ -10,12 +10,12 @@ import pytest
 
 from tests.integration.jobs import ACT, FORK
 from tests.integration.nodes import (
-    BACKENDS,
     DEADLINE,
     Build,
     Job,
     complaints,
     end,
+    over,
     rounds,
     wait_for_worker,
 )
@@ -34,7 +34,7 @@ def shown(running: Running) -> dict[int, dict[str, str]]:
     return found
 
 
-@pytest.mark.parametrize("backend", ["etcd", "c10d", "static"])
+@over("etcd", "c10d", "static")
 def test_two_nodes_train(cluster: Build, backend: str) -> None:
     """With collectives over gloo; both end with 0 and have nothing to say."""
     job = Job(cluster, backend, 2)
@@ -61,7 +61,7 @@ def assert_nothing_stays(job: Job) -> None:
     assert all(kv.get("lease") for kv in found), found
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@over("c10d", "etcd")
 def test_ranks_go_node_by_node(cluster: Build, backend: str) -> None:
     """In natural order of the hosts' names, with as many ranks as a node has slots."""
     job = Job(cluster, backend, 3)
@@ -125,7 +125,7 @@ def test_over_ipv6(cluster: Build) -> None:
 SHOW = ["show=MASTER_ADDR,ELAUNCH_NODE_ADDRS"]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@over("etcd", "c10d")
 def test_a_run_id_is_used_again(cluster: Build, backend: str) -> None:
     """As a requeued job does: the next one begins with round 0."""
     job = Job(cluster, backend, 2)
@@ -154,7 +154,7 @@ def test_two_jobs_on_one_etcd(cluster: Build) -> None:
     assert all(rounds(agent) == [(0, 2)] and complaints(agent) == [] for agent in mine)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@over("c10d", "etcd")
 def test_who_has_finished_early_still_listens(cluster: Build, backend: str) -> None:
     """To a restart that another node needs, and to SIGTERM."""
     job = Job(cluster, backend, 2)

@@ -111,7 +111,7 @@ def test_mpirun_that_is_killed_leaves_nothing(elaunch: Launcher) -> None:
     wait_until(lambda: not elaunch.leftovers(), what="nothing is left")
 
 
-@pytest.mark.parametrize("nodes", [[2, 1], [2, 2]])
+@pytest.mark.parametrize("nodes", [[2, 1], pytest.param([2, 2], marks=pytest.mark.trial)])
 def test_mpirun_on_two_nodes(elaunch: Launcher, tmp_path: Path, nodes: list[int]) -> None:
     """The node's rank is derived; where rank 0 is has to be said."""
     alone = subprocess.run(["unshare", "--uts", "true"], capture_output=True)
