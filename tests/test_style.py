@@ -111,7 +111,8 @@ def modules() -> dict[str, ast.Module]:
 def file_of(module: str) -> Path:
     """Return the source file of a module."""
     path = ROOT.joinpath(*module.split("."))
-    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    room = path / "__init__.py"
+    return room if room.exists() else path.with_suffix(".py")
 
 
 def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, Function]]:
