@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
+from msgspec import structs
+
 from elaunch.monitor.job.view import JobView, NodeView
 from elaunch.monitor.snapshot import RunView, WorkerView
 from elaunch.monitor.standing import Standing
@@ -64,8 +66,8 @@ def job_document(view: JobView) -> dict[str, Any]:
         "round": plan.round if plan else None,
         "world_size": plan.world_size if plan else None,
         "restarts": asdict(view.restarts) if view.restarts else None,
-        "checkpoint": dict(plan.checkpoint) if plan and plan.checkpoint else None,
-        "failure": dict(plan.failure) if plan and plan.failure else None,
+        "checkpoint": structs.asdict(plan.checkpoint) if plan and plan.checkpoint else None,
+        "failure": structs.asdict(plan.failure) if plan and plan.failure else None,
         "notice": plan.notice if plan else None,
         "exit_code": plan.exit_code if plan else None,
         "coordinator": plan.coordinator if plan else None,

@@ -10,7 +10,8 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from elaunch.errors import StoreError, StoreReplaced, StoreUnreachable
 from elaunch.rendezvous.coordinatorstate import RETRY, Coming, CoordinatorState, Reread
@@ -22,18 +23,15 @@ CHANGES_SLICE = 2.0
 """Seconds of one wait for changes; bounds how long a coordinator goes on without leadership."""
 
 
-@dataclass(frozen=True)
-class _Changed:
+class _Changed(Struct, frozen=True):
     changes: Sequence[Change]
 
 
-@dataclass(frozen=True)
-class _Stopped:
+class _Stopped(Struct, frozen=True):
     reason: str
 
 
-@dataclass(frozen=True)
-class _Written:
+class _Written(Struct, frozen=True):
     """Another process seems to have written a plan."""
 
 

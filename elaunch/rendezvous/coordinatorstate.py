@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from typing import Literal
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from elaunch.rendezvous import records
 from elaunch.rendezvous.decide import members
@@ -39,8 +41,7 @@ RETRY = 0.2
 log = logging.getLogger("elaunch")
 
 
-@dataclass(frozen=True)
-class Coming:
+class Coming(Struct, frozen=True):
     """A plan on its way to the store, as bytes."""
 
     version: int
@@ -48,8 +49,7 @@ class Coming:
     plan: Plan
 
 
-@dataclass(frozen=True)
-class Reread:
+class Reread(Struct, frozen=True):
     """Read the plan: it is not known what has become of a post."""
 
 
@@ -276,21 +276,21 @@ class CoordinatorState:
     def _note_seen(self, record: NodeStatus) -> None:
         """Take how far an agent has seen the job, if the store may know less than it does."""
         seen, plan = members.goes_on(record, self._rules), self._plan
-        if seen is None or (seen["job"] == plan.job and "lost" not in seen):
+        if seen is None or (seen.job == plan.job and not seen.lost):
             return
         known = members.further(self._view.known, seen, record, self._rules)
-        if "lost" in seen and plan.round < 0 and int(seen["round"]) == known.round:
-            self._plan = plan = replace(plan, job=str(seen["job"]))  # it is the same job
+        if seen.lost and plan.round < 0 and seen.round == known.round:
+            self._plan = plan = replace(plan, job=seen.job)  # it is the same job
         self._view = replace(self._view, known=known, plan=plan)
 
     def _on_record(self, name: str, record: NodeStatus, now: float) -> None:
-        if record.seen is not None and record.seen["job"] == self._superseded:
+        if record.seen is not None and record.seen.job == self._superseded:
             return  # it was cut off while its job ended, and will read so
         self._note_seen(record)
         old = self._present.get(name)
         failed_at = None
         if record.failure is not None:
-            failed_at = now - float(record.failure.get("age", 0.0))
+            failed_at = now - record.failure.age
         if old is None:
             self._arrivals += 1
             self._present[name] = Present(record, now, self._arrivals, now, failed_at)

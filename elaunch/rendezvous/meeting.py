@@ -20,7 +20,8 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from elaunch.errors import StoreError, StoreUnreachable
 from elaunch.rendezvous import tasks
@@ -50,8 +51,7 @@ def random_name() -> str:
     return os.urandom(3).hex()
 
 
-@dataclass(frozen=True)
-class World:
+class World(Struct, frozen=True):
     """What a meeting needs of its agent.
 
     Attributes:

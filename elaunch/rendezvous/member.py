@@ -28,8 +28,8 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import Any
+
+from msgspec.structs import replace
 
 from elaunch.errors import (
     LeaseLost,
@@ -51,7 +51,7 @@ from elaunch.rendezvous.news import (
     StoreBack,
     StoreSilent,
 )
-from elaunch.rendezvous.plan import NodeStatus, Plan
+from elaunch.rendezvous.plan import JobSeen, NodeStatus, Plan
 from elaunch.rendezvous.tasks import (
     Effect,
     Enrol,
@@ -439,20 +439,19 @@ class MemberState:
             )
         return text
 
-    def _seen(self) -> dict[str, Any] | None:
+    def _seen(self) -> JobSeen | None:
         plan = self._furthest
         if plan is None:
             return None
-        step = None if plan.checkpoint is None else int(plan.checkpoint["step"])
-        seen = {
-            "job": plan.job,
-            "phase": plan.phase,
-            "round": plan.round,
-            "restarts": plan.restarts,
-            "without_progress": plan.without_progress,
-            "step": step,
-        }
-        return {**seen, "lost": True} if self._lost and not self._hosted else seen
+        return JobSeen(
+            job=plan.job,
+            phase=plan.phase,
+            round=plan.round,
+            restarts=plan.restarts,
+            without_progress=plan.without_progress,
+            step=None if plan.checkpoint is None else plan.checkpoint.step,
+            lost=self._lost and not self._hosted,
+        )
 
 
 def _further(old: Plan | None, new: Plan) -> Plan:

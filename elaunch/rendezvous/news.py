@@ -16,56 +16,49 @@ MeetingFailed  we cannot go on: too long without the store, or it does not let u
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from elaunch.rendezvous.plan import Plan
 
 
-@dataclass(frozen=True)
-class PlanSeen:
+class PlanSeen(Struct, frozen=True):
     """The newest plan; ``name`` is our own among the members."""
 
     plan: Plan
     name: str
 
 
-@dataclass(frozen=True)
-class CutOff:
+class CutOff(Struct, frozen=True):
     """The store has given us up, or cannot be reached for so long that it may have."""
 
     reason: str
 
 
-@dataclass(frozen=True)
-class Rejoined:
+class Rejoined(Struct, frozen=True):
     """We are a member again, as ``name``."""
 
     name: str
 
 
-@dataclass(frozen=True)
-class StillWaiting:
+class StillWaiting(Struct, frozen=True):
     """No plan was received for long: ``reason`` names what this agent waits for."""
 
     reason: str
 
 
-@dataclass(frozen=True)
-class StoreSilent:
+class StoreSilent(Struct, frozen=True):
     """The store does not answer: ``reason``."""
 
     reason: str
 
 
-@dataclass(frozen=True)
-class StoreBack:
+class StoreBack(Struct, frozen=True):
     """The store answers again, or takes writes again."""
 
     reason: str = "the store answers again"
 
 
-@dataclass(frozen=True)
-class MeetingFailed:
+class MeetingFailed(Struct, frozen=True):
     """The rendezvous is over for this agent, which ends with ``exit_code``."""
 
     exit_code: int

@@ -25,17 +25,74 @@ forming: nobody runs, agents gather. running: ``nodes`` run the round. ending: t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
 
 AgentState = Literal["joining", "ready", "running", "failed", "finished", "ended", "leaving"]
 Phase = Literal["forming", "running", "ending", "over"]
 Cause = Literal["", "failure", "lost", "left", "joined"]
 Preempted = Literal["", "stop", "resize"]
 
+_MOST = 2**53
+Line = Annotated[str, Meta(max_length=1_000)]
+"""One line; elaunch.rendezvous.records refuses control characters in it."""
+Text = Annotated[str, Meta(max_length=60_000)]
+Whole = Annotated[int, Meta(ge=-_MOST, le=_MOST)]
+Count = Annotated[int, Meta(ge=0, le=_MOST)]
+Rank = Annotated[int, Meta(ge=-1, le=_MOST)]
+"""A rank or a round; -1 before there is one."""
+Port = Annotated[int, Meta(ge=0, le=65_535)]
+Slots = Annotated[int, Meta(ge=0, le=1_000_000)]
+Code = Annotated[int, Meta(ge=0, le=255)]
+Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
+StartFacts = Annotated[Mapping[Line, Line], Meta(max_length=100)]
 
-@dataclass(frozen=True)
-class NodeStatus:
+
+class WorkerFailure(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The first worker of a node that failed, short enough to be sent to every other node.
+
+    ``rank`` is the worker's rank in the job, ``exitcode`` negative for a signal, ``text`` the
+    cause as people read it (elaunch.agent.failure.report.render_cause), at most 4,000 characters;
+    ``age`` is the seconds since then when this was written, for no clock is shared; ``summary`` is
+    what happened in one line where the exit code does not show it: a hang.
+    """
+
+    rank: Rank
+    local_rank: Rank = 0
+    host: Line = ""
+    pid: Count = 0
+    exitcode: Annotated[int, Meta(ge=-1_000_000, le=1_000_000)]
+    text: Text = ""
+    age: Seconds = 0.0
+    node: Line = ""
+    summary: Text = ""
+
+
+class PlanCheckpoint(Struct, frozen=True, forbid_unknown_fields=True):
+    """What a round resumes from.
+
+    The path is relative where every node has a directory of its own (--checkpoint-local).
+    """
+
+    path: Text
+    step: Whole
+    format: Line
+
+
+class JobSeen(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """How far an agent has seen the job; ``lost``: it has found that etcd lost its memory since."""
+
+    job: Line
+    phase: Phase
+    round: Rank
+    restarts: Count = 0
+    without_progress: Count = 0
+    step: Whole | None = None
+    lost: bool = False
+
+
+class NodeStatus(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """What one agent reports of itself.
 
     Attributes:
@@ -48,8 +105,7 @@ class NodeStatus:
             JOB_COMPLETION_INDEX), or None.
         facts: what must be the same on all nodes, name → short text (script hash, torch version).
         state, round: how it is, and in which round; -1 before the first.
-        failure: the first failure on this node in ``round``, as WorkerFailure.to_dict makes it;
-            with ``age``, the seconds since then when this record was written (no clock is shared).
+        failure: the first failure on this node in ``round``.
         reason: why it leaves, if it does.
         exit_code: what it ends with, if it leaves (128 + n for a signal).
         note: what the agent wants a reader to see (a stuck process), or "".
@@ -57,39 +113,37 @@ class NodeStatus:
         preempted: why its workers, which have ended with 0, are not done: the job was asked to end
             (``stop``) or its nodes change (``resize``); or "".
         asks: why a command asks on this node that the whole job end, to be continued; or "".
-        seen: what it last read of the job (job, phase, round, restarts, without_progress, step),
-            so that a store that has lost its memory goes on where the job was; with ``lost``, if
-            this agent has found that etcd did lose it. The Meeting writes it, and ``seq``, which
-            counts what this agent has written.
+        seen: what it last read of the job, so that a store that has lost its memory goes on where
+            the job was. The Meeting writes it, and ``seq``, which counts what this agent has
+            written.
         courier: the port on which other agents reach this one; 0: none.
         probe: the name of the file that it has written where all nodes should see it
             (elaunch.rendezvous.decide.sharing), or "".
     """
 
-    host: str
-    addr: str
-    port: int
-    slots: int
-    role: str = "default"
-    hint: int | None = None
-    facts: Mapping[str, str] = field(default_factory=dict)
+    host: Line
+    addr: Line
+    port: Port
+    slots: Slots
+    role: Line = "default"
+    hint: Count | None = None
+    facts: StartFacts = {}
     state: AgentState = "joining"
-    round: int = -1
-    failure: Mapping[str, Any] | None = None
-    reason: str = ""
-    exit_code: int | None = None
-    note: str = ""
+    round: Rank = -1
+    failure: WorkerFailure | None = None
+    reason: Text = ""
+    exit_code: Code | None = None
+    note: Text = ""
     listens: bool = False
     preempted: Preempted = ""
-    asks: str = ""
-    seen: Mapping[str, Any] | None = None
-    seq: int = 0
-    courier: int = 0
-    probe: str = ""
+    asks: Text = ""
+    seen: JobSeen | None = None
+    seq: Count = 0
+    courier: Port = 0
+    probe: Line = ""
 
 
-@dataclass(frozen=True)
-class Node:
+class Node(Struct, frozen=True):
     """One node of a round; the node's rank is its place in ``Plan.nodes``.
 
     ``courier`` is the port at ``addr`` on which its agent takes other agents' requests; 0: none.
@@ -103,8 +157,7 @@ class Node:
     courier: int = 0
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """What the coordinator has decided and published last.
 
     Attributes:
@@ -117,13 +170,12 @@ class Plan:
         spares: names of agents that stand by.
         joining: names of newcomers that the next round will have.
         master_addr, master_port: where the workers' store of ``round`` is: on ``nodes[0]``.
-        checkpoint: path, step and format of what ``round`` resumes from; None: a fresh start. The
-            path is relative where every node has a directory of its own (--checkpoint-local).
+        checkpoint: what ``round`` resumes from; None: a fresh start.
         restarts, without_progress: of the whole job: rounds that followed a failure, and those
             since a newer checkpoint was last seen. ``crashes``: rounds in a row that failed soon
             after their start (elaunch.rendezvous.decide.budget).
-        failure: the first failure of the round that ended last, of the whole job: a
-            WorkerFailure with ``rank``, ``host`` and ``node`` of the job; None without one.
+        failure: the first failure of the round that ended last, of the whole job, with its
+            ``host`` and ``node``; None without one.
         waits: what the coordinator waits for, and for how long, if that takes long; or "".
         notice: a warning for every node (they differ in their start-up facts), or "".
         facts: the start-up facts of ``nodes[0]``, for a newcomer to compare with its own.
@@ -135,29 +187,29 @@ class Plan:
         coordinator: the name of the agent that wrote this.
     """
 
-    job: str
-    round: int = -1
+    job: Line
+    round: Rank = -1
     phase: Phase = "forming"
-    reason: str = ""
+    reason: Text = ""
     cause: Cause = ""
     nodes: tuple[Node, ...] = ()
-    spares: tuple[str, ...] = ()
-    joining: tuple[str, ...] = ()
-    master_addr: str = ""
-    master_port: int = 0
-    checkpoint: Mapping[str, Any] | None = None
-    restarts: int = 0
-    without_progress: int = 0
-    crashes: int = 0
-    failure: Mapping[str, Any] | None = None
-    waits: str = ""
-    notice: str = ""
-    facts: Mapping[str, str] = field(default_factory=dict)
+    spares: tuple[Line, ...] = ()
+    joining: tuple[Line, ...] = ()
+    master_addr: Line = ""
+    master_port: Port = 0
+    checkpoint: PlanCheckpoint | None = None
+    restarts: Count = 0
+    without_progress: Count = 0
+    crashes: Count = 0
+    failure: WorkerFailure | None = None
+    waits: Text = ""
+    notice: Text = ""
+    facts: StartFacts = {}
     strict: bool = False
-    asked: str = ""
-    exit_code: int | None = None
-    strangers: tuple[str, ...] = ()
-    coordinator: str = ""
+    asked: Text = ""
+    exit_code: Code | None = None
+    strangers: tuple[Line, ...] = ()
+    coordinator: Line = ""
 
     @property
     def world_size(self) -> int:
@@ -167,27 +219,3 @@ class Plan:
     def node_rank(self, name: str) -> int | None:
         """Return the rank of the node ``name`` in this round, None if it is not in it."""
         return next((rank for rank, node in enumerate(self.nodes) if node.name == name), None)
-
-
-@dataclass(frozen=True)
-class WorkerFailure:
-    """The first worker of a node that failed, short enough to be sent to every other node.
-
-    ``rank`` is the worker's rank in the job, ``exitcode`` negative for a signal, ``text`` the
-    cause as people read it (elaunch.agent.failure.report.render_cause), at most 4,000 characters;
-    ``summary`` is what happened in one line where the exit code does not show it: a hang.
-    """
-
-    rank: int
-    local_rank: int
-    host: str
-    pid: int
-    exitcode: int
-    text: str
-    age: float = 0.0
-    node: str = ""
-    summary: str = ""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return it as JSON-able data."""
-        return dict(vars(self))

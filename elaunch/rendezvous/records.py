@@ -1,4 +1,4 @@
-"""Records of a rendezvous as bytes, and back: JSON with a schema, signed if there is a secret.
+"""Records of a rendezvous as bytes, and back: JSON, signed if there is a secret.
 
 ::
 
@@ -12,7 +12,8 @@ known by ``seq``.
 Fields that have their default value are left out. A plan's nodes are columns, joined by commas: the
 plan of 4,096 nodes stays below 200 KB and is read in about two milliseconds, by each of 4,096
 agents. Any process that reaches the store may have written a record, so all of it is checked: size,
-signature, version, each field's type and range, and no field that is not known. A record that fails
+signature, version, each field's type and range (elaunch.rendezvous.plan), and no field that is not
+known. A record that fails
 is refused with its sender named; it can disturb, it cannot run anything.
 """
 
@@ -20,32 +21,57 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import json
-from collections.abc import Mapping
-from dataclasses import MISSING, fields, replace
-from typing import Any, Final
+import re
+from typing import Annotated, Any, Final, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct, ValidationError
+from msgspec.structs import replace
 
 from elaunch.errors import StoreError
-from elaunch.rendezvous import schema
-from elaunch.rendezvous.plan import Node, NodeStatus, Plan
+from elaunch.rendezvous.plan import Line, Node, NodeStatus, Plan, Port, Slots
 
 VERSION: Final = 1
 MAX_AGENT_BYTES: Final = 64 * 1024
 MAX_PLAN_BYTES: Final = 8 * 1024 * 1024
+MOST_FREE: Final = 5_000
+"""Characters of a free text that this agent writes; three of them fit into a record."""
 SIGNATURE_BYTES: Final = 64
 """Length of a signature in hex digits; a newline follows it."""
+
+# Not by Meta(pattern=…): msgspec 0.22 corrupts memory where that is in a union with a list.
+_CONTROL: Final = re.compile("[\x00-\x1f\x7f\u2028\u2029\ud800-\udfff]")
+_FREE: Final = frozenset(
+    ("reason", "note", "asks", "asked", "waits", "notice", "text", "summary", "path")
+)
+"""Fields that may have several lines."""
+
+Fitted = TypeVar("Fitted")
 
 
 class RecordError(StoreError):
     """A record in the store is refused: names who sent it and what is wrong with it."""
 
 
-def _defaults(record: type[NodeStatus] | type[Plan]) -> dict[str, Any]:
-    return {f.name: f.default for f in fields(record) if f.default is not MISSING}
+class _Same(Struct, frozen=True, forbid_unknown_fields=True):
+    """A column in which each of ``number`` nodes has the same value."""
+
+    all: Line
+    number: Annotated[int, Meta(ge=1, le=100_000)]
 
 
-_AGENT_DEFAULTS = {**_defaults(NodeStatus), "facts": {}}
-_PLAN_DEFAULTS = {**_defaults(Plan), "facts": {}}
+_Column = str | list[str] | _Same
+
+
+class _Columns(Struct, frozen=True, forbid_unknown_fields=True):
+    """The nodes of a plan, a column for each field."""
+
+    name: _Column
+    host: _Column
+    addr: _Column
+    slots: _Column
+    role: _Column
+    courier: _Column
 
 
 # ── writing ──────────────────────────────────────────────────────────────────────────────────────
@@ -66,47 +92,40 @@ def encode(record: NodeStatus | Plan, secret: bytes | None, at: str | int) -> by
     Raises:
         RecordError: no other agent could read it: a field does not fit, or it is too large.
     """
-    plan = isinstance(record, Plan)
-    defaults = _PLAN_DEFAULTS if plan else _AGENT_DEFAULTS
-    table = schema.PLAN if plan else schema.AGENT
-    said = {
-        name: value
-        for name, value in vars(record).items()
-        if name not in defaults or value != defaults[name]
-    }
-    if isinstance(record, Plan) and record.nodes:
-        said["nodes"] = _columns(record.nodes)
-    for name, value in said.items():
-        if isinstance(value, tuple):
-            said[name] = list(value)
-        elif isinstance(value, Mapping):
-            said[name] = dict(value)
-    _check(said, table, "this agent")
-    kind = "plan" if plan else "agent"
-    body = json.dumps(
-        {"elaunch": VERSION, "kind": kind, **said}, separators=(",", ":"), ensure_ascii=False
-    ).encode()
+    nodes: dict[str, Any] = {}
+    kind, most = "agent", MAX_AGENT_BYTES
+    plain = record
+    if isinstance(record, Plan):
+        kind, most = "plan", MAX_PLAN_BYTES
+        nodes = {"nodes": _columns(record.nodes)} if record.nodes else {}
+        plain = replace(record, nodes=())
+    said = msgspec.to_builtins(plain)
+    _fitted(said, type(record), "this agent")
+    try:
+        body = msgspec.json.encode({"elaunch": VERSION, "kind": kind, **said, **nodes})
+    except UnicodeEncodeError:
+        raise _refused("this agent", "it has text that is not Unicode") from None
     raw = body if secret is None else _signature(f"{kind} {at}", body, secret) + b"\n" + body
-    _check_size(raw, MAX_PLAN_BYTES if plan else MAX_AGENT_BYTES, "this agent")
+    _check_size(raw, most, "this agent")
     return raw
 
 
 def fitting(record: NodeStatus) -> NodeStatus:
     """Return the record with its free texts made fit to be written."""
     failure = record.failure
-    if failure is not None and isinstance(failure.get("text"), str):
-        failure = {**failure, "text": _text(failure["text"])}
+    if failure is not None:
+        failure = replace(failure, text=_text(failure.text))
     return replace(record, failure=failure, reason=_text(record.reason), note=_text(record.note))
 
 
 def _text(text: str) -> str:
-    return text.encode(errors="replace").decode()[: schema.MOST_FREE]
+    return text.encode(errors="replace").decode()[:MOST_FREE]
 
 
 def _columns(nodes: tuple[Node, ...]) -> dict[str, Any]:
     """Return the nodes as one text per field; a list where a comma is part of a value."""
     columns: dict[str, Any] = {}
-    for name in _NODE_FIELDS:
+    for name in Node.__struct_fields__:
         values = [str(getattr(node, name)) for node in nodes]
         if len(set(values)) == 1 and len(values) > 1:
             columns[name] = {"all": values[0], "number": len(values)}
@@ -132,9 +151,7 @@ def decode_agent(raw: bytes, secret: bytes | None, sender: str) -> NodeStatus:
     """
     said = _read(raw, secret, sender, f"agent {sender}")
     _kind(said, "agent", sender)
-    _check(said, schema.AGENT, sender)
-    _require(said, ("host", "addr", "port", "slots"), sender)
-    return NodeStatus(**said)
+    return _fitted(said, NodeStatus, sender)
 
 
 def decode_plan(raw: bytes, secret: bytes | None, sender: str, version: int) -> Plan:
@@ -145,14 +162,8 @@ def decode_plan(raw: bytes, secret: bytes | None, sender: str, version: int) -> 
     """
     said = _read(raw, secret, sender, f"plan {version}")
     _kind(said, "plan", sender)
-    _check(said, schema.PLAN, sender)
-    _require(said, ("job",), sender)
-    if "nodes" in said:
-        said["nodes"] = _nodes(said["nodes"], sender)
-    for name in ("spares", "joining", "strangers"):
-        if name in said:
-            said[name] = tuple(said[name])
-    return Plan(**said)
+    nodes = _nodes(said.pop("nodes"), sender) if "nodes" in said else ()
+    return replace(_fitted(said, Plan, sender), nodes=nodes)
 
 
 def _read(raw: bytes, secret: bytes | None, sender: str, place: str) -> dict[str, Any]:
@@ -172,8 +183,8 @@ def _read(raw: bytes, secret: bytes | None, sender: str, place: str) -> dict[str
             "another place by who cannot sign",
         )
     try:
-        said = json.loads(body.decode())
-    except (ValueError, RecursionError) as exc:  # not UTF-8, not JSON, or nested without end
+        said = msgspec.json.decode(body)
+    except (ValueError, RecursionError) as exc:  # not JSON, a huge number, or too deep
         raise _refused(sender, f"it is not JSON ({type(exc).__name__})") from None
     if type(said) is not dict or "elaunch" not in said:
         raise _refused(sender, "it is no record of elaunch")
@@ -193,51 +204,54 @@ def _kind(said: dict[str, Any], expected: str, sender: str) -> None:
         raise _refused(sender, f"it is of the kind {_shown(kind)}, not {expected!r}")
 
 
-def _check(said: Mapping[str, Any], table: Mapping[str, schema.Kind], sender: str) -> None:
-    for name, value in said.items():
-        kind = table.get(name)
-        if kind is None:
-            raise _refused(sender, f"it has an unknown field {_shown(name)}")
-        if not kind.fits(value):
-            raise _refused(sender, f"its {name} is {_shown(value)}, not {kind.words}")
+def _fitted(said: Any, kind: type[Fitted], sender: str, part: str = "") -> Fitted:
+    """Return what was said as ``kind``, whose types and bounds it has to fit."""
+    try:
+        fitted = msgspec.convert(said, kind)
+        _check_lines(part, said, sender)
+        return fitted
+    except ValidationError as error:
+        problem, _, place = str(error).partition(" - at ")
+    problem = _clipped(ascii(problem[:1].lower() + problem[1:].replace("`", ""))[1:-1])
+    field = re.search(r"\$\.(\w+)", place)
+    if field is None or field[1] not in said:
+        raise _refused(sender, f"its {part}: {problem}" if part else problem)
+    name = f"{part}.{field[1]}" if part else field[1]
+    raise _refused(sender, f"its {name} is {_shown(said[field[1]])}: {problem}")
 
 
-def _require(said: Mapping[str, Any], names: tuple[str, ...], sender: str) -> None:
-    missing = [name for name in names if name not in said]
-    if missing:
-        raise _refused(sender, f"it has no {', '.join(missing)}")
+def _check_lines(name: str, said: Any, sender: str) -> None:
+    """Refuse control characters where one line is meant, also in keys."""
+    if isinstance(said, dict):
+        for key, value in said.items():
+            _check_lines(name or "a key", key, sender)
+            if key not in _FREE or name == "facts":
+                _check_lines(name or key, value, sender)
+    elif isinstance(said, (list, tuple)):
+        for value in said:
+            _check_lines(name, value, sender)
+    elif isinstance(said, str) and _CONTROL.search(said):
+        raise _refused(sender, f"its {name} is {_shown(said)}, not one line")
 
 
-_NODE_FIELDS: Final = tuple(f.name for f in fields(Node))
-_NODE_NUMBERS: Final = {"slots": 9_999_999, "courier": 65_535}
-"""The columns that are numbers, and their largest values."""
-
-
-def _nodes(columns: dict[str, Any], sender: str) -> tuple[Node, ...]:
-    if set(columns) != set(_NODE_FIELDS):
-        raise _refused(sender, f"its nodes have the columns {_shown(sorted(columns))}")
-    split = {name: _column(columns[name], name, sender) for name in _NODE_FIELDS}
+def _nodes(said: Any, sender: str) -> tuple[Node, ...]:
+    columns = _fitted(said, _Columns, sender, "nodes")
+    split = {name: _values(getattr(columns, name)) for name in Node.__struct_fields__}
     if len({len(values) for values in split.values()}) != 1:
         raise _refused(sender, "the columns of its nodes differ in length")
-    for name, most in _NODE_NUMBERS.items():
-        texts = split[name]
-        if not all(len(text) <= 7 and text.isascii() and text.isdigit() for text in set(texts)):
-            raise _refused(sender, f"its nodes have {name} that are no numbers")
-        split[name] = list(map(int, texts))
-        if max(split[name], default=0) > most:
-            raise _refused(sender, f"its nodes have {name} above {most}")
-    return tuple(map(Node, *(split[name] for name in _NODE_FIELDS)))
+    for name, kind in (("slots", list[Slots]), ("courier", list[Port])):
+        try:
+            split[name] = msgspec.convert(split[name], kind, strict=False)
+        except ValidationError as error:
+            problem = str(error).partition(" - at ")[0].replace("`", "")
+            raise _refused(sender, f"its nodes.{name} are no numbers: {problem}") from None
+    return tuple(map(Node, *split.values()))
 
 
-def _column(column: Any, name: str, sender: str) -> list[Any]:
-    values = column
-    if type(column) is str and not schema.CONTROL.search(column):
+def _values(column: str | list[str] | _Same) -> list[Any]:
+    if isinstance(column, str):
         return column.split(",")
-    if type(column) is dict and schema.NODES_ALL.fits(column):
-        return [column["all"]] * int(column["number"])
-    if type(values) is not list or not all(map(schema.is_short, values)):
-        raise _refused(sender, f"the column {name} of its nodes is malformed")
-    return values
+    return [column.all] * column.number if isinstance(column, _Same) else column
 
 
 def _check_size(raw: bytes, most: int, sender: str) -> None:
@@ -250,5 +264,8 @@ def _refused(sender: str, problem: str) -> RecordError:
 
 
 def _shown(value: Any) -> str:
-    text = ascii(value)
+    return _clipped(ascii(value))
+
+
+def _clipped(text: str) -> str:
     return text if len(text) <= 80 else f"{text[:77]}…"

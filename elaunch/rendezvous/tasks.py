@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from elaunch.rendezvous.news import News
 
 
-@dataclass(frozen=True)
-class Open:
+class Open(Struct, frozen=True):
     """Open the store (anew), and read the plan."""
 
 
-@dataclass(frozen=True)
-class Enrol:
+class Enrol(Struct, frozen=True):
     """Write our entry; ``seq`` is the number of the record in ``value``."""
 
     name: str
@@ -21,33 +19,28 @@ class Enrol:
     seq: int
 
 
-@dataclass(frozen=True)
-class Update:
+class Update(Struct, frozen=True):
     """Replace our entry; ``seq`` as in Enrol: a newer one may come while this one is written."""
 
     value: bytes
     seq: int
 
 
-@dataclass(frozen=True)
-class Renew:
+class Renew(Struct, frozen=True):
     """Keep our entry alive."""
 
 
-@dataclass(frozen=True)
-class Withdraw:
+class Withdraw(Struct, frozen=True):
     """Remove our entry, if it is there."""
 
 
-@dataclass(frozen=True)
-class Idle:
+class Idle(Struct, frozen=True):
     """Do nothing before ``until`` or before a new record; None: for ever."""
 
     until: float | None = None
 
 
-@dataclass(frozen=True)
-class Fence:
+class Fence(Struct, frozen=True):
     """All workers are to be killed at ``until`` unless a later one follows.
 
     With ``hold`` they are only stopped (SIGSTOP) then, and killed that many seconds later; a later

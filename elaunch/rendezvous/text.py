@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 from elaunch.endings import how_it_ended
 from elaunch.rendezvous.decide.view import Absent
+from elaunch.rendezvous.plan import WorkerFailure
 
 MOST_NAMED = 8
 
@@ -61,12 +62,12 @@ def gone(one: HasPlace, absent: Absent | None, heartbeat_timeout: float) -> str:
     return f"node {node(one)} was lost: no heartbeat for {heartbeat_timeout:g} s"
 
 
-def failure(found: Mapping[str, Any]) -> str:
+def failure(found: WorkerFailure) -> str:
     """Return "rank 3 on node2 was killed by SIGKILL"; else its agent's summary."""
-    code, host = int(found["exitcode"]), found.get("host") or "a node"
-    if int(found["rank"]) < 0 or int(found.get("local_rank", 0)) < 0:
-        said = str(found.get("text") or "").strip().partition("\n")[0]
+    code, host = found.exitcode, found.host or "a node"
+    if found.rank < 0 or found.local_rank < 0:
+        said = found.text.strip().partition("\n")[0]
         return f"{said or f'exit code {code}'} (on {host})"
-    if found.get("summary"):
-        return f"{found['summary']} (on {host})"
-    return f"rank {found['rank']} on {host} {how_it_ended(code)}"
+    if found.summary:
+        return f"{found.summary} (on {host})"
+    return f"rank {found.rank} on {host} {how_it_ended(code)}"

@@ -30,7 +30,9 @@ import sys
 import threading
 import time
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from elaunch.rendezvous.decide.view import Rules, SearchResult
 from elaunch.rendezvous.meeting import Meeting, World
@@ -81,7 +83,8 @@ def record_of(number: int) -> NodeStatus:
 def failure_of(number: int) -> WorkerFailure:
     """Return a worker's failure on the node ``number``, with a text of usual length."""
     text = "RuntimeError: CUDA error: an illegal memory access was encountered\n" * 12
-    return WorkerFailure(number * 8, 0, f"node{number}", 12345, 1, text)
+    host = f"node{number}"
+    return WorkerFailure(rank=number * 8, host=host, pid=12345, exitcode=1, text=text)
 
 
 class Crowd:
@@ -129,7 +132,7 @@ class Crowd:
     def fail(self) -> None:
         """Have the first agent here say that a worker failed."""
         number = self._task.first
-        failure = failure_of(number).to_dict()
+        failure = failure_of(number)
         failed = replace(record_of(number), state="failed", round=0, failure=failure)
         begin = time.monotonic()
         self.meetings[number].tell(failed)

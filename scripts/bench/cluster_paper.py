@@ -16,7 +16,7 @@ etcd       an event of its watch                  a transaction; an event of the
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -24,9 +24,10 @@ from typing import Any
 from cluster_agents import failure_of, record_of
 from cluster_figures import C10D, OURS, Case, Figure, Options, Trial
 from figures import Sample
+from msgspec.structs import replace
 
 from elaunch.rendezvous import records
-from elaunch.rendezvous.plan import Node, Plan
+from elaunch.rendezvous.plan import Node, Plan, PlanCheckpoint
 
 TTL = 3.0
 RENEWALS_A_SECOND = 6 / TTL
@@ -82,7 +83,7 @@ def plan_of(agents: int) -> Plan:
     """Return the plan that ends a round of so many nodes after a failure."""
     said = [record_of(number) for number in range(agents)]
     nodes = [Node(f"{n:06x}", r.host, r.addr, r.slots, r.role) for n, r in enumerate(said)]
-    checkpoint = {"path": "/shared/run/step_00120000", "step": 120000, "format": "dcp"}
+    checkpoint = PlanCheckpoint("/shared/run/step_00120000", 120000, "dcp")
     return Plan(
         "5eed1234",
         round=41,
@@ -93,7 +94,7 @@ def plan_of(agents: int) -> Plan:
         master_addr=said[0].addr,
         master_port=said[0].port,
         checkpoint=checkpoint,
-        failure=failure_of(1).to_dict(),
+        failure=failure_of(1),
         coordinator=nodes[0].name,
     )
 

@@ -18,9 +18,9 @@ import pytest
 
 from elaunch.errors import StoreUnreachable
 from elaunch.monitor.amounts import duration
-from elaunch.rendezvous import schema
 from elaunch.rendezvous.coordinatorstate import CoordinatorState
 from elaunch.rendezvous.decide.view import Rules
+from elaunch.rendezvous.plan import NodeStatus
 from elaunch.rendezvous.records import RecordError, decode_agent
 from elaunch.store.protocol import Change, Store
 from elaunch.store.tcp import client, connection
@@ -84,7 +84,7 @@ def test_a_run_id_that_is_none(run_id: str) -> None:
 @pytest.mark.parametrize("value", NONSENSE)
 def test_records_with_numbers_that_are_none(value: str) -> None:
     """They are refused in words, whichever field it is."""
-    for name in schema.AGENT:
+    for name in NodeStatus.__struct_fields__:
         raw = f'{{"elaunch":1,"kind":"agent","host":"h","{name}":{value}}}'.encode()
         with pytest.raises(RecordError, match="the record of a1 is refused"):
             decode_agent(raw, None, "a1")

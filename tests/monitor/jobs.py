@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
+
+from msgspec import structs
 
 from elaunch.config.meeting.rendezvous import RendezvousSettings
 from elaunch.rendezvous.plan import Node, NodeStatus, Plan
@@ -141,7 +142,7 @@ class PlayedJob:
 
     def post(self, **changes: Any) -> None:
         """Publish the plan with ``changes``."""
-        self.plan = replace(self.plan, **changes)
+        self.plan = structs.replace(self.plan, **changes)
         self.version += 1
         assert self.stores[0].publish(self.version, encode(self.plan, self.secret, self.version))
 

@@ -7,8 +7,10 @@ events; nothing of what they decide is.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+from msgspec import structs
 
 from elaunch.errors import LeaseLost, StoreError, StoreReplaced
 from elaunch.rendezvous import tasks
@@ -503,16 +505,19 @@ class Agent:
         if self.told_to_go:
             number = self.own_round if taking_part else -1
             code = self.exit_code
-            return replace(base, state="leaving", round=number, reason="told to", exit_code=code)
+            return structs.replace(
+                base, state="leaving", round=number, reason="told to", exit_code=code
+            )
         if not taking_part:
             at_rest = self.workers is None and self.ready
-            return replace(base, state="ready" if at_rest else "joining")
+            return structs.replace(base, state="ready" if at_rest else "joining")
         last, failure = self.last, None
         if last is not None and last.failed:
-            found = WorkerFailure(0, 0, base.host, self.number, 7, "boom", 0.0)
-            failure = found.to_dict()
+            failure = WorkerFailure(
+                rank=0, host=base.host, pid=self.number, exitcode=7, text="boom"
+            )
         if self.workers is not None:
             state = "failed" if failure else "running"
         else:
             state = "finished" if last is not None and last.finished else "ended"
-        return replace(base, state=state, round=self.own_round, failure=failure)
+        return structs.replace(base, state=state, round=self.own_round, failure=failure)

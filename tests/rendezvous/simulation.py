@@ -18,12 +18,14 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
+
+from msgspec import structs
 
 from elaunch.rendezvous import records
 from elaunch.rendezvous.decide.decide import Rules
-from elaunch.rendezvous.plan import Plan
+from elaunch.rendezvous.plan import Plan, PlanCheckpoint
 from elaunch.store.protocol import Post
 from tests.rendezvous import simhurts
 from tests.rendezvous.simagent import Agent
@@ -138,11 +140,11 @@ class Simulation:
         self._jobs += 1
         return f"job{self._jobs}", self.random.uniform(0.5, 1.0)
 
-    def checkpoint(self) -> dict[str, Any] | None:
+    def checkpoint(self) -> PlanCheckpoint | None:
         """Return the newest checkpoint."""
         if self.progress == 0:
             return None
-        return {"path": "/ck", "step": self.progress, "format": "dcp"}
+        return PlanCheckpoint("/ck", self.progress, "dcp")
 
     # ── agents and their workers ──
 
@@ -155,7 +157,7 @@ class Simulation:
             self.store.up, self.store.replaced = False, True
             self.store = self._new_store()
             killed_in = before[-1].own_round
-        rules = replace(self.setting.rules, hosted_by_me=hosting, killed_in=killed_in)
+        rules = structs.replace(self.setting.rules, hosted_by_me=hosting, killed_in=killed_in)
         agent = Agent(self, len(self.agents), host, rules, Link())
         self.agents.append(agent)
         self.note(f"a{agent.number} starts on node{host}")
@@ -269,11 +271,11 @@ class Simulation:
             said += [(change.name, change.value) for change in store.log if change.value]
         for name, value in said:
             seen = records.decode_agent(value, b"secret", name).seen
-            if seen is None or seen["phase"] == "over":
+            if seen is None or seen.phase == "over":
                 continue
-            if "lost" not in seen and (seen["job"] == plan.job or not self.setting.hosted):
+            if not seen.lost and (seen.job == plan.job or not self.setting.hosted):
                 continue
-            if plan.round <= seen["round"] or plan.restarts < seen["restarts"]:
+            if plan.round <= seen.round or plan.restarts < seen.restarts:
                 raise Broken(f"round {plan.round} of {plan.job} after {seen}")
 
     def _check_budget(self, plan: Plan) -> None:

@@ -10,7 +10,7 @@ from elaunch.rendezvous.decide.view import Rules
 from elaunch.rendezvous.member import MemberState
 from elaunch.rendezvous.news import CutOff, StoreBack, StoreSilent
 from elaunch.rendezvous.news import MeetingFailed as Failed
-from elaunch.rendezvous.plan import NodeStatus, Plan
+from elaunch.rendezvous.plan import JobSeen, NodeStatus, Plan
 from elaunch.rendezvous.tasks import Enrol, Fence, Idle, Open, Update
 from elaunch.store.protocol import Post
 
@@ -87,14 +87,7 @@ def test_another_store_in_its_place_is_joined_at_once() -> None:
     member = joined()
     plan = Plan("old", 4, "running", restarts=2)
     member.heard(Post(7, records.encode(plan, None, 7)))
-    assert rejoined(member).seen == {
-        "job": "old",
-        "phase": "running",
-        "round": 4,
-        "restarts": 2,
-        "without_progress": 0,
-        "step": None,
-    }
+    assert rejoined(member).seen == JobSeen(job="old", phase="running", round=4, restarts=2)
 
 
 def test_a_plan_without_a_round_makes_nobody_forget() -> None:
@@ -108,14 +101,14 @@ def test_a_plan_without_a_round_makes_nobody_forget() -> None:
     assert isinstance(task, Update)
     seen = records.decode_agent(task.value, None, "a1").seen
     assert seen is not None
-    assert (seen["job"], seen["round"]) == ("old", 4)
+    assert (seen.job, seen.round) == ("old", 4)
     member.heard(Post(2, records.encode(Plan("new", 5, "running"), None, 2)))
     member.tell(NodeStatus("node1", "10.0.0.1", 4000, 1, state="running", round=5))
     task = member.next(0.7)
     assert isinstance(task, Update)
     seen = records.decode_agent(task.value, None, "a1").seen
     assert seen is not None
-    assert (seen["job"], seen["round"]) == ("new", 5)
+    assert (seen.job, seen.round) == ("new", 5)
 
 
 def test_a_job_is_gone_on_with_where_etcd_has_lost_its_memory() -> None:
@@ -130,7 +123,7 @@ def test_a_job_is_gone_on_with_where_etcd_has_lost_its_memory() -> None:
     assert isinstance(task, Enrol)
     seen = records.decode_agent(task.value, None, task.name).seen
     assert seen is not None
-    assert (seen["job"], seen["round"], seen["lost"]) == ("job", 4, True)
+    assert (seen.job, seen.round, seen.lost) == ("job", 4, True)
     member.done(task, 0.6, 0.6, None)
     member.heard(Post(3, records.encode(Plan("job", 2, "running"), None, 3)))
     assert not isinstance(

@@ -4,24 +4,48 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import fields, replace
 from functools import partial
 from typing import Any, get_args
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from elaunch.rendezvous import records
-from elaunch.rendezvous.plan import AgentState, Cause, Node, NodeStatus, Phase, Plan
+from elaunch.rendezvous.plan import (
+    AgentState,
+    Cause,
+    JobSeen,
+    Node,
+    NodeStatus,
+    Phase,
+    Plan,
+    PlanCheckpoint,
+    WorkerFailure,
+)
 from elaunch.rendezvous.records import RecordError, decode_agent, decode_plan, encode, key_of
 
 SHORT = st.text(st.characters(exclude_categories=("Cs", "Cc", "Zl", "Zp")), max_size=20)
 TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=60)
 COUNT = st.integers(0, 10_000)
-FAILURE = st.fixed_dictionaries(
-    {"rank": st.integers(-1, 9999), "exitcode": st.integers(-64, 255), "text": TEXT},
-    optional={"host": SHORT, "age": st.floats(0, 1e6), "node": SHORT},
+FAILURE = st.builds(
+    WorkerFailure,
+    rank=st.integers(-1, 9999),
+    exitcode=st.integers(-64, 255),
+    text=TEXT,
+    host=SHORT,
+    age=st.floats(0, 1e6),
+    node=SHORT,
+)
+SEEN = st.builds(
+    JobSeen,
+    job=SHORT,
+    phase=st.sampled_from(get_args(Phase)),
+    round=st.integers(-1, 100),
+    restarts=COUNT,
+    step=st.none() | COUNT,
+    lost=st.booleans(),
 )
 AGENTS = st.builds(
     NodeStatus,
@@ -38,6 +62,7 @@ AGENTS = st.builds(
     reason=TEXT,
     exit_code=st.none() | st.integers(0, 255),
     note=TEXT,
+    seen=st.none() | SEEN,
     seq=COUNT,
     courier=st.integers(0, 65535),
 )
@@ -53,8 +78,7 @@ PLANS = st.builds(
     spares=st.lists(SHORT, max_size=3).map(tuple),
     joining=st.lists(SHORT, max_size=3).map(tuple),
     master_port=st.integers(0, 65535),
-    checkpoint=st.none()
-    | st.fixed_dictionaries({"path": TEXT, "step": st.integers(-5, 10**12), "format": SHORT}),
+    checkpoint=st.none() | st.builds(PlanCheckpoint, TEXT, st.integers(-5, 10**12), SHORT),
     restarts=COUNT,
     failure=st.none() | FAILURE,
     exit_code=st.none() | st.integers(0, 255),
@@ -91,7 +115,7 @@ def test_any_bytes_are_refused(raw: bytes, secret: bytes | None) -> None:
             decode(raw, secret, "a1")
 
 
-@given(st.dictionaries(st.sampled_from([f.name for f in fields(Plan)]), JSON), st.booleans())
+@given(st.dictionaries(st.sampled_from(Plan.__struct_fields__), JSON), st.booleans())
 def test_any_fields_are_read_or_refused(said: dict[str, Any], plan: bool) -> None:
     """A record of the right frame with anything in its fields."""
     raw = json.dumps({"elaunch": 1, "kind": "plan" if plan else "agent", **said}).encode()
@@ -110,21 +134,31 @@ def spoil(**said: Any) -> bytes:
 @pytest.mark.parametrize(
     ("raw", "secret", "problem"),
     [
-        (spoil(port="x"), None, "its port is 'x', not an integer from 0 to 65535"),
-        (spoil(port=True), None, "its port is True"),
+        (spoil(port="x"), None, "its port is 'x': expected int, got str"),
+        (spoil(port=True), None, "its port is True: expected int, got bool"),
+        (spoil(port=1.0), None, "its port is 1.0: expected int, got float"),
+        (spoil(port=-1), None, "its port is -1: expected int >= 0"),
         (spoil(host="a\nb"), None, "its host is 'a\\nb', not one line"),
-        (spoil(hint=-1), None, "its hint is -1"),
-        (spoil(courier="29500"), None, "its courier is '29500', not an integer from 0 to 65535"),
-        (spoil(courier=65536), None, "its courier is 65536"),
-        (spoil(courier=[29500]), None, "its courier is [29500]"),
-        (spoil(state="dead"), None, "its state is 'dead'"),
-        (spoil(extra=1), None, "it has an unknown field 'extra'"),
+        (spoil(host="x" * 1001), None, "its host is 'xxx"),
+        (spoil(hint=-1), None, "its hint is -1: expected int >= 0"),
+        (spoil(hint=10**400), None, "its hint is 1000"),
+        (spoil(courier="29500"), None, "its courier is '29500': expected int, got str"),
+        (spoil(courier=65536), None, "its courier is 65536: expected int <= 65535"),
+        (spoil(courier=[29500]), None, "its courier is [29500]: expected int, got array"),
+        (spoil(state="dead"), None, "its state is 'dead': invalid enum value 'dead'"),
+        (spoil(extra=1), None, "object contains unknown field extra"),
+        (spoil(**{"\x1b" * 90: 1}), None, "object contains unknown field \\x1b"),
         (spoil(elaunch=2), None, "it is of version 2, this agent reads 1"),
         (spoil(kind="plan"), None, "it is of the kind 'plan', not 'agent'"),
-        (spoil(failure={"rank": 1}), None, "its failure is {'rank': 1}"),
-        (spoil(facts={"a": 1}), None, "its facts is {'a': 1}"),
-        (spoil(note="\ud800"), None, "its note is"),
-        (b'{"elaunch":1,"kind":"agent","host":"h"}', None, "it has no addr, port, slots"),
+        (spoil(failure={"rank": 1}), None, "its failure is {'rank': 1}: object missing required"),
+        (spoil(failure={"rank": 1, "exitcode": 1, "x": 1}), None, "its failure is {'rank': 1, "),
+        (spoil(seen={"job": "a", "phase": "over", "round": "1"}), None, "its seen is {'job': 'a'"),
+        (spoil(facts={"a": 1}), None, "its facts is {'a': 1}: expected str, got int"),
+        (spoil(facts={"path": "a\nb"}), None, "its facts is 'a\\nb', not one line"),
+        (spoil(facts={"a\x1b": ""}), None, "its facts is 'a\\x1b', not one line"),
+        (spoil(facts={str(n): "" for n in range(101)}), None, "its facts is {'0': ''"),
+        (spoil(note="\ud800"), None, "it is not JSON (DecodeError)"),
+        (b'{"elaunch":1,"kind":"agent","host":"h"}', None, "object missing required field addr"),
         (b'{"a":1}', None, "it is no record of elaunch"),
         (b"\x80\x04K\x01.", None, "it is not JSON"),
         (spoil(note="x" * 70_000), None, "bytes, more than 65,536"),
@@ -146,13 +180,16 @@ def test_what_is_wrong_is_said(raw: bytes, secret: bytes | None, problem: str) -
 @pytest.mark.parametrize(
     ("column", "problem"),
     [
-        ("65536", "its nodes have courier above 65535"),
-        ("-1", "its nodes have courier that are no numbers"),
-        ("1" * 5000, "its nodes have courier that are no numbers"),
+        ("65536", "its nodes.courier are no numbers: Expected int <= 65535"),
+        ("-1", "its nodes.courier are no numbers: Expected int >= 0"),
+        ("1" * 5000, "its nodes.courier are no numbers: "),
+        ("\u0661", "its nodes.courier are no numbers: Expected int, got str"),
+        ("1\n", "its nodes is '1\\n', not one line"),
         ("1,2", "the columns of its nodes differ in length"),
-        (29500, "the column courier of its nodes is malformed"),
-        ([29500], "the column courier of its nodes is malformed"),
-        (None, "its nodes have the columns"),
+        (29500, "its nodes.courier is 29500: expected str | object | array, got int"),
+        ([29500], "its nodes.courier is [29500]: expected str, got int"),
+        ({"all": "1", "number": 10**9}, "its nodes.courier is {'all': '1', 'number': 1000000000}"),
+        (None, "its nodes: object missing required field courier"),
     ],
 )
 def test_what_is_wrong_with_a_port_of_a_node_is_said(column: object, problem: str) -> None:
@@ -169,7 +206,9 @@ def test_what_is_wrong_with_a_port_of_a_node_is_said(column: object, problem: st
 
 
 def test_what_nobody_could_read_is_not_written() -> None:
-    """The writer hears it, not every reader."""
+    """The writer is refused, not every reader."""
+    with pytest.raises(RecordError, match="this agent"):
+        encode(replace(AGENT, note="\ud800"), None, "a1")
     with pytest.raises(RecordError, match="this agent"):
         encode(replace(AGENT, host="a\nb"), None, "a1")
 

@@ -108,7 +108,7 @@ class Reporter:
             if publisher.failed_elsewhere(state) is not None:
                 found = publisher.tell_failure(state)
                 if found is not None:
-                    self._plan.status_record.note_job_failure(dict(found))
+                    self._plan.status_record.note_job_failure(found)
                 return
         if self._made is not None and not self._shown:
             show = report.render if final else report.render_cause

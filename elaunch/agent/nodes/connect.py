@@ -149,9 +149,9 @@ class CheckpointCheck:
     def problem(self, plan: Plan) -> str:
         """Return why the plan is refused, "" if it is not."""
         found = plan.checkpoint
-        if found is None or found["path"] == self._passed:
+        if found is None or found.path == self._passed:
             return ""
-        path = str(found["path"])
+        path = found.path
         if self._root is not None and is_within(path, self._root):
             self._passed = path
             return ""

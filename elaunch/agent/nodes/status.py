@@ -10,8 +10,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from elaunch import shown
 from elaunch.agent.failure.ends import FailureReport
@@ -117,7 +118,7 @@ class StatusPublisher:
         """Keep the cause of this node's failure as the text that other nodes will print."""
         self._text = render_cause(report)[:MAX_TEXT]
 
-    def _failure(self, state: State) -> dict[str, Any] | None:
+    def _failure(self, state: State) -> WorkerFailure | None:
         if not state.failed:
             self._text = ""
             return None
@@ -127,7 +128,7 @@ class StatusPublisher:
             local_rank = rank - state.first_rank
             pid, code = state.hang.pid, HangError.exit_code
             made = self._made(rank, local_rank, pid, code, self._text, age)
-            return {**made, "summary": state.hang.reason}
+            return replace(made, summary=state.hang.reason)
         if first is None:
             code, text = ServerError.exit_code, failure(state)
             return self._made(state.first_rank, -1, 0, code, text, 0.0)
@@ -137,31 +138,38 @@ class StatusPublisher:
 
     def _made(
         self, rank: int, local_rank: int, pid: int, code: int, text: str, age: float
-    ) -> dict[str, Any]:
-        host = self._identity.host
-        return WorkerFailure(rank, local_rank, host, pid, code, text, max(0.0, age)).to_dict()
+    ) -> WorkerFailure:
+        return WorkerFailure(
+            rank=rank,
+            local_rank=local_rank,
+            host=self._identity.host,
+            pid=pid,
+            exitcode=code,
+            text=text,
+            age=max(0.0, age),
+        )
 
     # ── printing what others have published ──────────────────────────────────────────────────────
 
-    def failed_elsewhere(self, state: State) -> Mapping[str, Any] | None:
+    def failed_elsewhere(self, state: State) -> WorkerFailure | None:
         """Return the job's first failure if the plan has one and it is another node's."""
         plan = state.plan
-        if plan is None or plan.failure is None or plan.failure.get("node") == state.member:
+        if plan is None or plan.failure is None or plan.failure.node == state.member:
             return None
         return plan.failure
 
-    def tell_failure(self, state: State) -> Mapping[str, Any] | None:
+    def tell_failure(self, state: State) -> WorkerFailure | None:
         """Print another node's failure that ended the round, once; return it if it is news."""
         found = self.failed_elsewhere(state)
         if found is None or state.plan is None:
             return None
-        if not found.get("text") and state.plan.phase in ("ending", "forming"):
+        if not found.text and state.plan.phase in ("ending", "forming"):
             return None  # its node has yet to gather what is known; the next plan has it
-        mark = (int(found.get("pid", 0)), str(found.get("node", "")))
+        mark = (found.pid, found.node)
         if mark == self._told:
             return None
         self._told = mark
-        text = str(found.get("text") or "").rstrip() or words.failure(found)
+        text = found.text.rstrip() or words.failure(found)
         self._identity.say(
             f"the first failure of the job was on another node:\n{shown.block(text)}\n"
         )
@@ -200,12 +208,10 @@ class StatusPublisher:
             return []
         return [told] if told else []
 
-    def write_launcher_file(self, found: Mapping[str, Any], environ: Mapping[str, str]) -> None:
+    def write_launcher_file(self, found: WorkerFailure, environ: Mapping[str, str]) -> None:
         """Write the launcher's own error file from another node's failure."""
-        code = int(found.get("exitcode", 1))
-        write_launcher_file(
-            environ, code or 1, None, words.failure(found), str(found.get("text", ""))
-        )
+        code = found.exitcode or 1
+        write_launcher_file(environ, code, None, words.failure(found), found.text)
 
     def leave(self) -> None:
         """Remove this agent's record; waits a bounded time for others to read the end."""
@@ -244,5 +250,5 @@ def _own_code(state: State) -> int | None:
     return None if state.interrupted is None else 128 + state.interrupted
 
 
-def _without_age(found: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    return None if found is None else {k: v for k, v in found.items() if k != "age"}
+def _without_age(found: WorkerFailure | None) -> WorkerFailure | None:
+    return None if found is None else replace(found, age=0.0)

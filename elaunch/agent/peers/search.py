@@ -36,7 +36,7 @@ from elaunch.checkpoint.nodelocal.seals import Seals, merge
 from elaunch.checkpoint.nodelocal.union import Union, unite
 from elaunch.errors import CheckpointError
 from elaunch.rendezvous.decide.view import Search, SearchResult
-from elaunch.rendezvous.plan import NodeStatus
+from elaunch.rendezvous.plan import NodeStatus, PlanCheckpoint
 
 AT_ONCE: Final = 32
 GATHER_PATIENCE: Final = 3 * PATIENCE
@@ -109,8 +109,8 @@ class LocalSearch:
             )
         if chosen is None:
             return SearchResult(ready=frozenset(targets))
-        said = {"path": str(chosen.path), "step": chosen.step, "format": chosen.format}
-        return SearchResult(said, ready=frozenset(targets))
+        found_there = PlanCheckpoint(str(chosen.path), chosen.step, chosen.format)
+        return SearchResult(found_there, ready=frozenset(targets))
 
 
 class _OneSearch:

@@ -47,7 +47,7 @@ def elsewhere(state: State, plan: Plan) -> Decision | None:
     """
     if state.taking:
         return NOTHING if state.stacks is None else None
-    if not state.limits.takes_stacks or not (plan.failure or {}).get("summary"):
+    if not state.limits.takes_stacks or plan.failure is None or not plan.failure.summary:
         return None
     return TakeStacks(), f"{plan.reason}; taking the stacks of {workers(len(state.alive))}"
 

@@ -137,12 +137,12 @@ def _checkpoint(state: State, plan: Plan) -> Checkpoint | None:
     found = plan.checkpoint
     if found is None:
         return None
-    if "://" in str(found["path"]):
-        return Checkpoint(str(found["path"]), int(found["step"]), str(found["format"]))
-    path = Path(found["path"])
+    if "://" in found.path:
+        return Checkpoint(found.path, found.step, found.format)
+    path = Path(found.path)
     if state.limits.checkpoint_root is not None:
         path = state.limits.checkpoint_root / path
-    return Checkpoint(path, int(found["step"]), str(found["format"]))
+    return Checkpoint(path, found.step, found.format)
 
 
 def on_tree_gone(state: State) -> Decision:

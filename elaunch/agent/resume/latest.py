@@ -15,6 +15,7 @@ from elaunch.checkpoint.records import Checkpoint, PassedOver, SearchOutcome
 from elaunch.config import Settings
 from elaunch.errors import CheckpointError, ElaunchError
 from elaunch.rendezvous.decide import view
+from elaunch.rendezvous.plan import PlanCheckpoint
 
 log = logging.getLogger("elaunch")
 
@@ -158,8 +159,8 @@ def for_all_nodes(
         chosen = found.search.checkpoint
         if chosen is None:
             return view.SearchResult(asked=asked.probes)
-        said = {"path": str(chosen.path), "step": chosen.step, "format": chosen.format}
-        return view.SearchResult(said, asked=asked.probes)
+        found_there = PlanCheckpoint(str(chosen.path), chosen.step, chosen.format)
+        return view.SearchResult(found_there, asked=asked.probes)
 
     return search
 

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from signal import SIGTERM
 from typing import Any
 
+from msgspec.structs import asdict
+
 from elaunch.agent.policy import events
 from elaunch.agent.policy.actions import Action, Finish, Nothing, ReplaceServer
 from elaunch.agent.policy.state import Phase, State
@@ -20,7 +22,7 @@ from elaunch.agent.status.writer import RecordWriter
 from elaunch.checkpoint.records import Checkpoint
 from elaunch.config import Settings
 from elaunch.endings import PREEMPTED, signal_name
-from elaunch.rendezvous.plan import Plan
+from elaunch.rendezvous.plan import Plan, WorkerFailure
 from elaunch.run.directory import RunDir
 from elaunch.run.first import add_round, first_record, new_round, new_worker
 from elaunch.run.record import FINAL_STATES, CheckpointRecord, ProgressRecord, Record
@@ -115,9 +117,9 @@ class StatusRecord:
         self._record["failure"] = report
         self.write()
 
-    def note_job_failure(self, failure: dict[str, Any]) -> None:
+    def note_job_failure(self, failure: WorkerFailure) -> None:
         """Put the first failure of the job, on another node, into the record."""
-        self._record["job_failure"] = failure
+        self._record["job_failure"] = asdict(failure)
         self.write()
 
     def note_exit_code(self, exit_code: int, reason: str, state: str = "FAILED") -> None:

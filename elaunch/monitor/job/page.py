@@ -7,8 +7,7 @@ and those that stand by or join. :func:`jobs_page` is one row for each job.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from elaunch.monitor.amounts import clean, duration
 from elaunch.monitor.failurelines import SHOWN_MESSAGE_LINES
@@ -25,7 +24,7 @@ from elaunch.monitor.page import (
     Title,
     restarts_text,
 )
-from elaunch.rendezvous.plan import Plan
+from elaunch.rendezvous.plan import Plan, WorkerFailure
 
 _NO_ROLES = ("default", "")
 
@@ -105,20 +104,18 @@ def _cause(view: JobView) -> Iterator[str]:
         yield f"refused {len(more)} more"
 
 
-def _failure(failure: Mapping[str, Any]) -> Iterator[str]:
-    yield _who_failed(failure)
-    yield from str(failure.get("text") or "").splitlines()[:SHOWN_MESSAGE_LINES]
+def _failure(failure: WorkerFailure) -> Iterator[str]:
+    yield _which_failed(failure)
+    yield from failure.text.splitlines()[:SHOWN_MESSAGE_LINES]
 
 
-def _who_failed(failure: Mapping[str, Any]) -> str:
-    """Return which worker failed and how; another version's record may lack any of it."""
-    code = failure.get("exitcode")
-    ended = "failed"
-    if isinstance(code, int):
-        ended = f"exited with code {code}" if code >= 0 else f"was killed by signal {-code}"
+def _which_failed(failure: WorkerFailure) -> str:
+    """Return which worker failed and how."""
+    code = failure.exitcode
+    ended = f"exited with code {code}" if code >= 0 else f"was killed by signal {-code}"
     return (
-        f"rank {failure.get('rank', '?')} (local_rank {failure.get('local_rank', '?')}, "
-        f"pid {failure.get('pid', '?')}) on {failure.get('host', '?')} {ended}"
+        f"rank {failure.rank} (local_rank {failure.local_rank}, pid {failure.pid}) "
+        f"on {failure.host or '?'} {ended}"
     )
 
 
@@ -138,7 +135,7 @@ def _facts(view: JobView) -> Iterator[tuple[str, str]]:
     if plan is None:
         return
     if plan.failure and plan.phase not in ("ending", "over"):
-        yield "last failure", _who_failed(plan.failure)
+        yield "last failure", _which_failed(plan.failure)
     if plan.round >= 0:
         yield "resumed", _resumed(plan)
     if plan.master_addr:
@@ -166,8 +163,7 @@ def _resumed(plan: Plan) -> str:
     found = plan.checkpoint
     if found is None:
         return f"round {plan.round} began without a checkpoint"
-    step, path = found.get("step", "?"), found.get("path", "?")
-    return f"round {plan.round} from step {step}: {path}"
+    return f"round {plan.round} from step {found.step}: {found.path}"
 
 
 def _bracketed(host: str) -> str:

@@ -14,8 +14,10 @@ up to BACKOFF_MOST; any other restart is at once. A lost or a joined node costs 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Final
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 BACKOFF_FIRST: Final = 0.5
 BACKOFF_MOST: Final = 30.0
@@ -24,8 +26,7 @@ LONG_ENOUGH: Final = 10.0
 of such rounds loads nobody."""
 
 
-@dataclass(frozen=True)
-class Budget:
+class Budget(Struct, frozen=True):
     """What the user allows: ``lifetime`` counts all restarts, else those without progress."""
 
     max_restarts: int = 0
@@ -33,8 +34,7 @@ class Budget:
     has_checkpoint_dir: bool = False
 
 
-@dataclass(frozen=True)
-class Spent:
+class Spent(Struct, frozen=True):
     """What the job has used: restarts in all, and those since a newer checkpoint was seen.
 
     ``crashes`` are the rounds in a row, up to the last but one, that failed at their start.
@@ -56,16 +56,14 @@ class Spent:
         return Spent(self.restarts + 1, self.without_progress + 1, crashes)
 
 
-@dataclass(frozen=True)
-class Again:
+class Again(Struct, frozen=True):
     """Another round follows, after at most ``backoff`` seconds: the caller draws the jitter."""
 
     reason: str
     backoff: float = 0.0
 
 
-@dataclass(frozen=True)
-class NoMore:
+class NoMore(Struct, frozen=True):
     """The job ends with this failure."""
 
     reason: str

@@ -19,7 +19,8 @@ round is one arm here and one row in tests/rendezvous/decide/test_decide.py.
 from __future__ import annotations
 
 import signal
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from elaunch.endings import PREEMPTED
 from elaunch.errors import StoreError

@@ -9,9 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
+from msgspec.structs import replace
 
 from elaunch.endings import PREEMPTED, exit_code
 from elaunch.errors import CheckpointError, JoinTimeoutError, StoreError, SymmetryError
@@ -20,7 +18,7 @@ from elaunch.rendezvous.decide import budget, members, sharing
 from elaunch.rendezvous.decide.facts import differences
 from elaunch.rendezvous.decide.members import Enough, Few, NeverARound
 from elaunch.rendezvous.decide.view import Decision, LastKnown, Publish, Rules, Search, View, Wait
-from elaunch.rendezvous.plan import Cause, Node, NodeStatus, Plan
+from elaunch.rendezvous.plan import Cause, Node, NodeStatus, Plan, PlanCheckpoint, WorkerFailure
 
 
 def decide(view: View, now: float, rules: Rules) -> Decision:
@@ -77,7 +75,7 @@ def _preempted(view: View) -> Decision:
     plan = view.plan
     if plan.asked and plan.cause == "failure" and plan.failure is not None:
         reason = f"{text.failure(plan.failure)}; no restart: {plan.asked}"
-        return _over(plan, exit_code(int(plan.failure["exitcode"])), reason)
+        return _over(plan, exit_code(plan.failure.exitcode), reason)
     plan = replace(plan, failure=None)
     return _over(plan, PREEMPTED, f"preempted: {plan.asked or asked(view)}; to be continued")
 
@@ -102,7 +100,7 @@ def ended_at(view: View) -> float:
     return max(times)
 
 
-def first_failure(view: View, now: float) -> dict[str, Any] | None:
+def first_failure(view: View, now: float) -> WorkerFailure | None:
     """Return the first failure of the plan's round: the one that happened longest ago."""
     plan = view.plan
     failed = []
@@ -115,7 +113,8 @@ def first_failure(view: View, now: float) -> dict[str, Any] | None:
     if not failed:
         return None
     at, _, node, found = min(failed, key=lambda one: one[:2])
-    return {**found, "host": node.host, "node": node.name, "age": round(max(0.0, now - at), 3)}
+    age = round(max(0.0, now - at), 3)
+    return replace(found, host=node.host, node=node.name, age=age)
 
 
 def _await_end(view: View, now: float, rules: Rules, late: list[Node]) -> Decision:
@@ -172,16 +171,17 @@ def _verdict(view: View, rules: Rules) -> budget.Again | Decision:
         return _over(plan, CheckpointError.exit_code, _unreadable(found.problem))
     step = _step(found.checkpoint if found else None)
     spent = spent.refilled(_step(plan.checkpoint), step)
-    failed = plan.failure or {"rank": -1, "exitcode": 1, "text": plan.reason}
+    failed = plan.failure or WorkerFailure(rank=-1, exitcode=1, text=plan.reason)
     told = budget.verdict(allowed, spent, text.failure(failed), step, _lived_long(view))
     if isinstance(told, budget.Again):
         return told
-    return _over(plan, exit_code(int(failed["exitcode"])), told.reason)
+    return _over(plan, exit_code(failed.exitcode), told.reason)
 
 
 def _lived_long(view: View) -> bool:
     """Whether the round ran long enough not to have died at its start."""
-    seat = view.present.get(str((view.plan.failure or {}).get("node")))
+    failed = view.plan.failure
+    seat = None if failed is None else view.present.get(failed.node)
     failed_at = seat.failed_at if seat else None
     return (ended_at(view) if failed_at is None else failed_at) - view.ran >= budget.LONG_ENOUGH
 
@@ -194,7 +194,7 @@ def _search(view: View, rules: Rules, names: tuple[str, ...] = ()) -> Decision:
         # The agents to be asked know each other by the job's incarnation id: publish it.
         return _pause(view, f"{reason} on {text.count(len(view.present))}", view.began)
     present = {name: seat.record for name, seat in view.present.items()}
-    seen = (record.seen["job"] for record in present.values() if record.seen is not None)
+    seen = (record.seen.job for record in present.values() if record.seen is not None)
     jobs = frozenset([view.plan.job, *seen])
     return Search(present, sharing.probes(view, names), names, jobs), reason
 
@@ -203,8 +203,8 @@ def _unreadable(problem: str) -> str:
     return f"cannot look for checkpoints: {problem}"
 
 
-def _step(checkpoint: Mapping[str, Any] | None) -> int | None:
-    return None if checkpoint is None else int(checkpoint["step"])
+def _step(checkpoint: PlanCheckpoint | None) -> int | None:
+    return None if checkpoint is None else checkpoint.step
 
 
 def _over(plan: Plan, exit_code: int, reason: str) -> Decision:

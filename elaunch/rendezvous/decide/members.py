@@ -9,22 +9,22 @@ nobody: it is taken only where too few would be there without it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from elaunch.errors import UsageError
 from elaunch.rendezvous import text as words
 from elaunch.rendezvous.decide.newcomers import READY_PATIENCE, rested
 from elaunch.rendezvous.decide.order import natural, order, static_order, waiting
 from elaunch.rendezvous.decide.view import FENCE, HOSTED, LastKnown, Present, Rules, View
-from elaunch.rendezvous.plan import NodeStatus
+from elaunch.rendezvous.plan import JobSeen, NodeStatus
 
 MOST_HEARTBEAT = 3600.0
 """Seconds of the longest ``heartbeat_timeout`` that is believed of another agent."""
 
 
-@dataclass(frozen=True)
-class Enough:
+class Enough(Struct, frozen=True):
     """These are the nodes, in order, and the spares; not before ``settled``."""
 
     names: tuple[str, ...]
@@ -32,8 +32,7 @@ class Enough:
     settled: float
 
 
-@dataclass(frozen=True)
-class Few:
+class Few(Struct, frozen=True):
     """Too few nodes are there; ``gone`` are those that the round before had.
 
     ``again`` is when to look again even if nobody comes or goes.
@@ -66,8 +65,7 @@ def _by_host(one: words.HasPlace) -> list[tuple[int, str]]:
     return natural(one.host)
 
 
-@dataclass(frozen=True)
-class NeverARound:
+class NeverARound(Struct, frozen=True):
     """These nodes can never make a round."""
 
     exit_code: int
@@ -90,16 +88,16 @@ def enough(view: View, now: float, rules: Rules) -> Enough | Few | NeverARound:
     return Enough(names, rest, _settled(view, now, rules, len(names)))
 
 
-def goes_on(record: NodeStatus, rules: Rules) -> Mapping[str, Any] | None:
+def goes_on(record: NodeStatus, rules: Rules) -> JobSeen | None:
     """Return what an agent saw of a job that has begun and is not over, None if it saw none.
 
     Only a store that ends with its host, or that has ``lost`` its memory since, can know less of
     the job than the agents do.
     """
     seen = record.seen
-    if seen is None or not (rules.hosted_by_me or "lost" in seen):
+    if seen is None or not (rules.hosted_by_me or seen.lost):
         return None
-    return None if seen["phase"] == "over" or int(seen["round"]) < 0 else seen
+    return None if seen.phase == "over" or seen.round < 0 else seen
 
 
 def is_behind(view: View) -> bool:
@@ -107,17 +105,14 @@ def is_behind(view: View) -> bool:
     return view.known is not None and view.known.round > view.plan.round
 
 
-def further(
-    known: LastKnown | None, seen: Mapping[str, Any], record: NodeStatus, rules: Rules
-) -> LastKnown:
+def further(known: LastKnown | None, seen: JobSeen, record: NodeStatus, rules: Rules) -> LastKnown:
     """Return how far the job was when what one more agent has seen of it is counted in."""
     known = known or LastKnown()
-    round_number, step = int(seen["round"]), seen.get("step")
     return LastKnown(
-        max(known.round, round_number),
-        max(known.restarts, int(seen.get("restarts", 0))),
-        max(known.without_progress, int(seen.get("without_progress", 0))),
-        step if round_number > known.round else known.step,
+        max(known.round, seen.round),
+        max(known.restarts, seen.restarts),
+        max(known.without_progress, seen.without_progress),
+        seen.step if seen.round > known.round else known.step,
         max(known.heartbeat, rules.heartbeat_timeout, _heartbeat(record)),
     )
 

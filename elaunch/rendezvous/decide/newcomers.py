@@ -15,7 +15,7 @@ a node is done      as never: the job is about to end
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from elaunch.rendezvous import text
 from elaunch.rendezvous.decide.order import order, waiting

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from elaunch.rendezvous.decide.view import Present
 
 
-@dataclass(frozen=True)
-class Applicant:
+class Applicant(Struct, frozen=True):
     """One agent that could be in the next round; ``arrival`` counts arrivals, ``spare`` waits."""
 
     name: str

@@ -15,7 +15,8 @@ later                   the newcomer is left out and ends (``Plan.strangers``); 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from elaunch.errors import UsageError
 from elaunch.rendezvous import text

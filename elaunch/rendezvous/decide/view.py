@@ -7,10 +7,11 @@ which the coordinator learnt of changes by its own monotonic clock. No other clo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
-from elaunch.rendezvous.plan import NodeStatus, Plan
+from msgspec import Struct
+
+from elaunch.rendezvous.plan import NodeStatus, Plan, PlanCheckpoint
 
 OnJoin = Literal["graceful", "now", "never"]
 
@@ -20,8 +21,7 @@ HOSTED = 3
 """The fence moves by ``heartbeat_timeout`` / HOSTED where nothing listens at a TCPStore's port."""
 
 
-@dataclass(frozen=True)
-class Rules:
+class Rules(Struct, frozen=True):
     """What the user asked for, as far as agents must agree on it; times in seconds.
 
     ``settle`` is waited for more nodes at the first formation, after the last that arrived;
@@ -56,8 +56,7 @@ class Rules:
     killed_in: int | None = None
 
 
-@dataclass(frozen=True)
-class Present:
+class Present(Struct, frozen=True):
     """One agent that is a member.
 
     ``since`` is when it arrived, ``number`` counts arrivals, ``changed`` is when its state or round
@@ -71,8 +70,7 @@ class Present:
     failed_at: float | None = None
 
 
-@dataclass(frozen=True)
-class Absent:
+class Absent(Struct, frozen=True):
     """A node of the plan's round that is no member any more; ``last`` is its last record.
 
     The cause is unknown to a coordinator that has taken over since.
@@ -83,8 +81,7 @@ class Absent:
     last: NodeStatus | None = None
 
 
-@dataclass(frozen=True)
-class SearchResult:
+class SearchResult(Struct, frozen=True):
     """The result of the search for a checkpoint: a checkpoint, none, or a problem.
 
     ``asked`` are the probes that were looked for (elaunch.rendezvous.decide.sharing), ``unseen``
@@ -93,7 +90,7 @@ class SearchResult:
     known.
     """
 
-    checkpoint: Mapping[str, Any] | None = None
+    checkpoint: PlanCheckpoint | None = None
     problem: str = ""
     asked: frozenset[str] = frozenset()
     unseen: frozenset[str] = frozenset()
@@ -101,8 +98,7 @@ class SearchResult:
     again: bool = False
 
 
-@dataclass(frozen=True)
-class LastKnown:
+class LastKnown(Struct, frozen=True):
     """How far the job was, by what agents saw of it in a store that is no more.
 
     ``heartbeat`` is the longest ``heartbeat_timeout`` of those that report one.
@@ -115,8 +111,7 @@ class LastKnown:
     heartbeat: float = 0.0
 
 
-@dataclass(frozen=True)
-class View:
+class View(Struct, frozen=True):
     """All that a decision depends on.
 
     Attributes:
@@ -158,15 +153,13 @@ class View:
 # ── what a decision can be ───────────────────────────────────────────────────────────────────────
 
 
-@dataclass(frozen=True)
-class Publish:
+class Publish(Struct, frozen=True):
     """Publish this plan."""
 
     plan: Plan
 
 
-@dataclass(frozen=True)
-class Search:
+class Search(Struct, frozen=True):
     """Look for the newest complete checkpoint, and for the probes of newcomers.
 
     ``present`` is the record of every member, by name; ``nodes`` are the names of those that the
@@ -174,14 +167,13 @@ class Search:
     a store that is lost and made anew has another.
     """
 
-    present: Mapping[str, NodeStatus] = field(default_factory=dict)
+    present: Mapping[str, NodeStatus] = {}
     probes: frozenset[str] = frozenset()
     nodes: tuple[str, ...] = ()
     jobs: frozenset[str] = frozenset()
 
 
-@dataclass(frozen=True)
-class Wait:
+class Wait(Struct, frozen=True):
     """Do nothing before the members change, or before ``until`` on the coordinator's clock."""
 
     until: float | None = None

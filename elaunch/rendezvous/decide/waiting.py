@@ -21,7 +21,8 @@ nothing, nor a lost record, nor a store that takes no writes makes an agent wait
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from elaunch.rendezvous import text as words
 from elaunch.rendezvous.decide.view import Rules
@@ -35,15 +36,13 @@ NODES = 64
 """Nodes of a job above which an agent looks the less often the more there are."""
 
 
-@dataclass(frozen=True)
-class Still:
+class Still(Struct, frozen=True):
     """The wait goes on; ``text`` names what the agent waits for."""
 
     text: str
 
 
-@dataclass(frozen=True)
-class Hopeless:
+class Hopeless(Struct, frozen=True):
     """Nobody decides; ``problem`` is why this agent ends."""
 
     problem: str

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
+from msgspec import structs
 
 from elaunch.agent.nodes.status import Identity, StatusPublisher
 from elaunch.agent.policy import events
@@ -18,7 +18,15 @@ from elaunch.rendezvous.plan import NodeStatus, Plan, WorkerFailure
 from tests.agent.histories import READY, TERM, exited, gone, play
 from tests.agent.policy.test_nodes import ENDED, ENDING, FIRST, RUNS, SECOND, seen
 
-THEIRS = WorkerFailure(0, 0, "node2", 77, -9, "rank 0 was killed\n", 0.1, "bb").to_dict()
+THEIRS = WorkerFailure(
+    rank=0,
+    host="node2",
+    pid=77,
+    exitcode=-9,
+    text="rank 0 was killed\n",
+    age=0.1,
+    node="bb",
+)
 
 
 class Recorder:
@@ -129,9 +137,9 @@ def test_a_failure_is_sent_with_its_age_and_once(
     assert len(meeting.records) == 2
     found = meeting.records[-1].failure
     assert found is not None
-    told = {name: found[name] for name in ("rank", "local_rank", "exitcode", "host", "text")}
-    assert told == {"rank": 4, "local_rank": 1, "exitcode": 7, "host": "node1", "text": ""}
-    assert found["age"] > 0
+    assert (found.rank, found.local_rank, found.exitcode) == (4, 1, 7)
+    assert (found.host, found.text) == ("node1", "")
+    assert found.age > 0
 
 
 def test_who_leaves_says_why_and_with_which_code(
@@ -151,14 +159,14 @@ def test_the_loss_of_the_server_is_a_failure(publisher: StatusPublisher, meeting
     """It has no worker to name."""
     publisher.publish(turn_to(*RUNS, events.ServerLost(-9)))
     found = meeting.records[-1].failure
-    assert found is not None and found["exitcode"] == 71
-    assert found["text"] == "the server that starts the workers was killed by SIGKILL"
+    assert found is not None and found.exitcode == 71
+    assert found.text == "the server that starts the workers was killed by SIGKILL"
 
 
 def test_another_nodes_failure_is_printed_once(publisher: StatusPublisher, said: list[str]) -> None:
     """With its cause as that node has it."""
-    there = replace(SECOND, failure=THEIRS)
-    at_rest = state(*ENDED, seen(replace(ENDING, failure=THEIRS)), gone(), seen(there))
+    there = structs.replace(SECOND, failure=THEIRS)
+    at_rest = state(*ENDED, seen(structs.replace(ENDING, failure=THEIRS)), gone(), seen(there))
     found = [publisher.tell_failure(at_rest) for _ in range(2)]
     assert (found[0], found[1]) == (THEIRS, None)
     assert said == ["the first failure of the job was on another node:\nrank 0 was killed\n"]
@@ -166,8 +174,11 @@ def test_another_nodes_failure_is_printed_once(publisher: StatusPublisher, said:
 
 def test_the_own_failure_is_not_another_nodes(publisher: StatusPublisher) -> None:
     """The report of this node tells it."""
-    mine: dict[str, Any] = {**THEIRS, "node": "aa"}
-    assert publisher.failed_elsewhere(state(*RUNS, seen(replace(ENDING, failure=mine)))) is None
+    mine = structs.replace(THEIRS, node="aa")
+    assert (
+        publisher.failed_elsewhere(state(*RUNS, seen(structs.replace(ENDING, failure=mine))))
+        is None
+    )
 
 
 def test_notices_are_logged_once(
@@ -175,7 +186,7 @@ def test_notices_are_logged_once(
 ) -> None:
     """A node that stands by, nodes that differ."""
     monkeypatch.setattr(logging.getLogger("elaunch"), "propagate", True)
-    plan = replace(FIRST, notice="node2 has another torch", spares=("cc",))
+    plan = structs.replace(FIRST, notice="node2 has another torch", spares=("cc",))
     for name in ("cc", "cc", "aa"):
         publisher.see(plan_seen(plan, name))
     lines: Sequence[str] = [record.getMessage() for record in caplog.records]
@@ -195,7 +206,7 @@ def test_a_newcomer_that_differs_is_told_or_refused(
 ) -> None:
     """The job goes on; with --strict-symmetry the newcomer alone ends."""
     monkeypatch.setattr(logging.getLogger("elaunch"), "propagate", True)
-    plan = replace(FIRST, facts={"torch": "2.12"}, strict=strict, spares=())
+    plan = structs.replace(FIRST, facts={"torch": "2.12"}, strict=strict, spares=())
     publisher.see(plan_seen(plan, "aa"))  # in the round: the coordinator has compared
     publisher.see(plan_seen(plan, "cc"))
     told = "torch is 2.12 on the job (node2) and 2.13 on here"

@@ -27,6 +27,7 @@ from elaunch.checkpoint.records import Image, Part, Stage
 from elaunch.checkpoint.storage.storage import open_storage
 from elaunch.errors import CheckpointError
 from elaunch.rendezvous.decide.view import Search, SearchResult
+from elaunch.rendezvous.plan import PlanCheckpoint
 from tests.agent.courierrig import content, local_nodes, roster
 from tests.checkpoint import makers
 from tests.checkpoint.nodelocal.test_inventory import flip
@@ -62,7 +63,7 @@ def test_the_newest_comes_to_all(tmp_path: Path) -> None:
         makers.own(roots[0], 40)
         path = makers.own(roots[1], 50)
         found = search(made)
-        assert found.checkpoint == {"path": path.name, "step": 50, "format": "elaunch"}
+        assert found.checkpoint == PlanCheckpoint(path.name, 50, "elaunch")
         assert found.ready == {"a0", "a1", "a2"}
         wanted = content(path)
         for root in roots:
@@ -91,7 +92,7 @@ def test_a_part_that_nobody_has_makes_it_the_next_older(tmp_path: Path) -> None:
         posted: list[events.Event] = []
         found = search(made, posted)
         assert found.checkpoint is not None
-        assert found.checkpoint["step"] == 40
+        assert found.checkpoint.step == 40
         assert "no node has all of it: rank1/rng.bin (on node1)" in reasons(posted)
         assert (roots[1] / "step-00000040.r0" / layout.COMMIT).exists()
 
@@ -109,7 +110,7 @@ def test_what_is_newer_and_not_good_is_never_chosen(tmp_path: Path, how: str) ->
         posted: list[events.Event] = []
         found = search(made, posted)
         assert found.checkpoint is not None
-        assert found.checkpoint["step"] == 50
+        assert found.checkpoint.step == 50
         said = {"foreign": "belongs to run another", "flipped": "model.pt", "no commit": "COMMIT"}
         assert said[how] in reasons(posted)
 
@@ -157,7 +158,7 @@ def test_what_others_wrote_is_brought_to_all(tmp_path: Path, kind: str) -> None:
             data.rename(roots[0] / "step_50" / data.name)
         found = search(made)
         assert found.checkpoint is not None
-        assert found.checkpoint["step"] == 50
+        assert found.checkpoint.step == 50
         copies = [content(root) for root in roots]
         newest = [{k: v for k, v in one.items() if k.startswith("step_50")} for one in copies]
         assert len(newest[0]) == (1 if kind == "file" else 2)
@@ -199,7 +200,7 @@ def test_a_stage_that_is_complete_is_committed(tmp_path: Path) -> None:
         (roots[1] / layout.STAGE / "gather.0123").mkdir()
         found = search(made)
         assert found.checkpoint is not None
-        assert found.checkpoint["step"] == 50
+        assert found.checkpoint.step == 50
         (one, other) = (content(root / "step-00000050.r0") for root in roots)
         assert one == other
         assert one["model.pt"] == b"weights"
@@ -224,7 +225,7 @@ def test_parts_that_were_sealed_everywhere_are_not_lost(
             storages[committed].commit(stage, lambda: None)
         found = search(made)
         assert found.checkpoint is not None
-        assert found.checkpoint["step"] == 50
+        assert found.checkpoint.step == 50
         every = [content(root / stage.final) for root in roots]
         for each in every:  # two nodes have committed, each by its own clock
             assert {each.pop(name)[:1] for name in (layout.METADATA, layout.COMMIT)} == {b"{"}
@@ -269,7 +270,7 @@ def test_where_no_sender_is_left_the_next_older_is_taken(tmp_path: Path) -> None
         posted: list[events.Event] = []
         found = search(made, posted)
         assert found.checkpoint is not None
-        assert found.checkpoint["step"] == 40
+        assert found.checkpoint.step == 40
         assert "ended in the middle of sending" in reasons(posted)
         assert not (roots[1] / "step-00000050.r0").exists()
         assert list((roots[1] / layout.STAGE).iterdir()) == []
@@ -343,7 +344,7 @@ def test_two_coordinators_take_turns(tmp_path: Path) -> None:
             thread.start()
         for thread in threads:
             thread.join(60)
-        assert [one.checkpoint and one.checkpoint["step"] for one in found] == [50, 50]
+        assert [one.checkpoint and one.checkpoint.step for one in found] == [50, 50]
         assert [content(root / path.name) for root in roots] == [content(path)] * 3
 
 

@@ -6,6 +6,7 @@ import signal
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from elaunch.agent.policy import events, nodes
 from elaunch.agent.policy import hang as hangpolicy
@@ -21,7 +22,7 @@ from elaunch.agent.policy.actions import (
     TakeStacks,
 )
 from elaunch.agent.policy.state import Limits, Phase
-from elaunch.rendezvous.plan import Node, Plan
+from elaunch.rendezvous.plan import Node, Plan, WorkerFailure
 from elaunch.wire.worker import Notice
 from tests.agent.histories import (
     DEADLINE,
@@ -206,9 +207,9 @@ def test_a_new_round_has_no_hang() -> None:
 
 HERE, THERE = Node("aa", "node1", "10.0.0.1", 2, "x"), Node("bb", "node2", "10.0.0.2", 2, "x")
 PLAN = Plan("job", 0, "running", "first start", nodes=(THERE, HERE))
-CRASH = replace(PLAN, phase="ending", cause="failure", reason="rank 0 exited with code 3")
-TOLD = {"rank": 0, "exitcode": 77, "summary": "rank 0 has made no progress"}
-OTHERS = replace(CRASH, reason="rank 0 has made no progress (on node2)", failure=TOLD)
+CRASH = structs.replace(PLAN, phase="ending", cause="failure", reason="rank 0 exited with code 3")
+TOLD = WorkerFailure(rank=0, exitcode=77, summary="rank 0 has made no progress")
+OTHERS = structs.replace(CRASH, reason="rank 0 has made no progress (on node2)", failure=TOLD)
 MEETS = replace(TWO, meets=True, takes_stacks=True)
 IN_A_JOB = (READY, events.PlanSeen(PLAN, "aa"), started(0), started(1))
 

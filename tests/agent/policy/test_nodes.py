@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import signal
-from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from elaunch.agent.policy import events
 from elaunch.agent.policy import nodes as jobpolicy
@@ -22,7 +22,7 @@ from elaunch.agent.policy.actions import (
     StopWorkers,
 )
 from elaunch.agent.policy.state import Limits
-from elaunch.rendezvous.plan import Node, Plan
+from elaunch.rendezvous.plan import Node, Plan, PlanCheckpoint
 from tests.agent.histories import (
     READY,
     TERM,
@@ -39,13 +39,13 @@ from tests.agent.histories import (
 HERE, THERE = Node("aa", "node1", "10.0.0.1", 2, "x"), Node("bb", "node2", "10.0.0.2", 3, "x")
 FORMING = Plan("job")
 FIRST = Plan("job", 0, "running", "first start", nodes=(THERE, HERE))
-ENDING = replace(FIRST, phase="ending", cause="failure", reason="rank 0 exited with code 3")
-SECOND = replace(FIRST, round=1, reason="rank 0 exited with code 3; restart 1 of 2")
-ALONE = replace(SECOND, nodes=(THERE,), reason="node node1 (10.0.0.1) was lost")
-GROWN = replace(ENDING, cause="joined", reason="node3 has joined")
-OVER = replace(FIRST, phase="over", exit_code=3, reason="rank 0 exited with code 3")
-DONE = replace(FIRST, phase="over", exit_code=0, reason="all workers ended with 0")
-CHECKPOINT = {"path": "/ck/step_40.pt", "step": 40, "format": "torch.save"}
+ENDING = structs.replace(FIRST, phase="ending", cause="failure", reason="rank 0 exited with code 3")
+SECOND = structs.replace(FIRST, round=1, reason="rank 0 exited with code 3; restart 1 of 2")
+ALONE = structs.replace(SECOND, nodes=(THERE,), reason="node node1 (10.0.0.1) was lost")
+GROWN = structs.replace(ENDING, cause="joined", reason="node3 has joined")
+OVER = structs.replace(FIRST, phase="over", exit_code=3, reason="rank 0 exited with code 3")
+DONE = structs.replace(FIRST, phase="over", exit_code=0, reason="all workers ended with 0")
+CHECKPOINT = PlanCheckpoint("/ck/step_40.pt", 40, "torch.save")
 
 TWO = Limits(2, meets=True, sibling_grace=5.0, shutdown_timeout=30.0)
 
@@ -65,7 +65,7 @@ SAVED = (*RUNS, events.SaverUsed(0), exited(1, 7), exited(0, -15, stopped=True))
 SETTLED = events.SavesSettled(0)
 GOOD = (*RUNS, exited(0, 0), exited(1, 0))
 KILLED = (exited(0, -9, stopped=True), exited(1, -9, stopped=True), gone())
-WITH_IT = replace(SECOND, nodes=(THERE, replace(HERE, name="cc")))
+WITH_IT = structs.replace(SECOND, nodes=(THERE, structs.replace(HERE, name="cc")))
 SAY = "waiting for the other nodes"
 
 TABLE: dict[str, tuple[tuple[events.Event, ...], Action, str]] = {
@@ -80,24 +80,28 @@ TABLE: dict[str, tuple[tuple[events.Event, ...], Action, str]] = {
     "agents gather": ((READY, seen(FORMING)), Nothing(), ""),
     "a round without this node": ((READY, seen(ALONE)), Nothing(), ""),
     "a checkpoint": (
-        (READY, seen(replace(FIRST, checkpoint=CHECKPOINT))),
+        (READY, seen(structs.replace(FIRST, checkpoint=CHECKPOINT))),
         StartRound(0, checkpoint(40), 3),
         "first start",
     ),
     "the same plan again": ((*RUNS, seen(FIRST)), Nothing(), ""),
     "a newcomer whose checkpoint directory is another one": (
-        (READY, seen(replace(ALONE, strangers=("zz", "aa")))),
+        (READY, seen(structs.replace(ALONE, strangers=("zz", "aa")))),
         Finish(2),
         "--checkpoint-dir of this node is not that of the job: what was written here is not seen "
         "on node2; mount the same file system here, or give --checkpoint-local on all nodes",
     ),
     "it hears so while it still imports": (
-        (seen(replace(ALONE, strangers=("aa",))), READY),
+        (seen(structs.replace(ALONE, strangers=("aa",))), READY),
         Finish(2),
         "--checkpoint-dir of this node is not that of the job: what was written here is not seen "
         "on node2; mount the same file system here, or give --checkpoint-local on all nodes",
     ),
-    "another newcomer's is": ((READY, seen(replace(ALONE, strangers=("zz",)))), Nothing(), ""),
+    "another newcomer's is": (
+        (READY, seen(structs.replace(ALONE, strangers=("zz",)))),
+        Nothing(),
+        "",
+    ),
     # ── a failure here ──
     "a worker fails here": (
         BAD,
@@ -314,7 +318,7 @@ def test_what_it_says_of_itself(name: str) -> None:
 def test_ranks_are_counted_over_unequal_nodes_and_roles() -> None:
     """Two slots, three slots, and one of another role in between."""
     nodes = (THERE, Node("cc", "node3", "10.0.0.3", 1, "y"), HERE)
-    place = jobpolicy.place(replace(FIRST, nodes=nodes), "aa")
+    place = jobpolicy.place(structs.replace(FIRST, nodes=nodes), "aa")
     assert (place.node_rank, place.nodes, place.first_rank, place.world_size) == (2, 3, 4, 6)
     assert (place.first_role_rank, place.role_world_size) == (3, 5)
     assert place.addrs == ("10.0.0.2", "10.0.0.3", "10.0.0.1")

@@ -6,6 +6,7 @@ import signal
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from elaunch.agent.policy import events, nodes, preempt
 from elaunch.agent.policy.actions import (
@@ -45,13 +46,15 @@ MANY = replace(TWO, meets=True)
 RUNS = (READY, started(0), started(1))
 HERE, THERE = Node("aa", "node1", "10.0.0.1", 2, "x"), Node("bb", "node2", "10.0.0.2", 3, "x")
 FIRST = Plan("job", 0, "running", "first start", nodes=(THERE, HERE))
-GROWS = replace(FIRST, joining=("cc",))
-LEFT = replace(FIRST, phase="ending", cause="left", reason="node node2 leaves")
-FAILED = replace(FIRST, phase="ending", cause="failure", reason="rank 0 exited with code 3")
-SECOND = replace(FIRST, round=1, reason="going on with 1 node", nodes=(HERE,))
-ASKS = replace(FIRST, asked="drain")
-SPARE = replace(FIRST, nodes=(THERE,), spares=("aa",))
-OVER = replace(FIRST, phase="over", exit_code=75, reason="preempted: drain; to be continued")
+GROWS = structs.replace(FIRST, joining=("cc",))
+LEFT = structs.replace(FIRST, phase="ending", cause="left", reason="node node2 leaves")
+FAILED = structs.replace(FIRST, phase="ending", cause="failure", reason="rank 0 exited with code 3")
+SECOND = structs.replace(FIRST, round=1, reason="going on with 1 node", nodes=(HERE,))
+ASKS = structs.replace(FIRST, asked="drain")
+SPARE = structs.replace(FIRST, nodes=(THERE,), spares=("aa",))
+OVER = structs.replace(
+    FIRST, phase="over", exit_code=75, reason="preempted: drain; to be continued"
+)
 SWEEP = EndTree(signal.SIGTERM, 5.0)
 STOP, SIGNAL, TERMED = Notice("drain"), Notice("SIGUSR1 received"), Notice("SIGTERM received")
 LEAVES, JOINS = Notice("a node leaves (SIGTERM)", "resize"), Notice("a node joins", "resize")
@@ -398,7 +401,7 @@ TABLE: dict[str, Row] = {
     ),
     "one that has taken it up is waited for": (
         MANY,
-        (READY, seen(SPARE), ASKED, seen(replace(SPARE, asked="drain")), DEADLINE),
+        (READY, seen(SPARE), ASKED, seen(structs.replace(SPARE, asked="drain")), DEADLINE),
         *IDLE,
     ),
     "asked on a node without workers": (

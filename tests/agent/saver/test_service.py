@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from elaunch.agent.policy import events
 from elaunch.agent.policy.turn import Round
@@ -237,7 +238,7 @@ def test_the_next_round_finds_parts_where_the_nodes_are_now(agents: list[Agent])
     end(*workers)
     for agent in agents:
         agent.settle()
-    second = dataclasses.replace(FIRST, round=1, nodes=NODES[::-1])
+    second = structs.replace(FIRST, round=1, nodes=NODES[::-1])
     agents[0].others[:] = [agents[1], agents[0]]
     for agent in list(agents):
         agent.begin(second)
@@ -277,7 +278,7 @@ def test_a_node_that_dies_loses_nothing_that_its_neighbour_has(
         storage = open_storage(agents[0].place)
         assert [done.name for done in storage.finish_stages("digits")] in (["step-00000010.r0"], [])
         assert names(agents) == ["step-00000010.r0"]
-        agents[0].begin(dataclasses.replace(FIRST, round=1, nodes=NODES[:1]))
+        agents[0].begin(structs.replace(FIRST, round=1, nodes=NODES[:1]))
         found = agents[0].worker(0, 1).recall(10, 0, [0, 1], "u10", LONG)
         assert bytes(found[1]["part-1"]) == b"00100001"
     finally:
@@ -347,9 +348,9 @@ def test_the_last_save_of_a_job_waits_for_the_other_node(agents: list[Agent]) ->
     ("plan", "reason"),
     [
         (StoreUnreachable("nobody answers"), "the store cannot be asked: nobody answers"),
-        (dataclasses.replace(FIRST, round=1), "the job is in round 1"),
-        (dataclasses.replace(FIRST, job="x"), "the store has another job with this run id"),
-        (dataclasses.replace(FIRST, phase="forming"), "the next round is being formed"),
+        (structs.replace(FIRST, round=1), "the job is in round 1"),
+        (structs.replace(FIRST, job="x"), "the store has another job with this run id"),
+        (structs.replace(FIRST, phase="forming"), "the next round is being formed"),
     ],
 )
 def test_the_fence_asks_the_store(agents: list[Agent], plan: Plan | Exception, reason: str) -> None:
@@ -369,7 +370,7 @@ def test_the_fence_asks_the_store(agents: list[Agent], plan: Plan | Exception, r
 @pytest.mark.parametrize("phase", ["ending", "over"])
 def test_a_round_that_ends_may_still_commit(agents: list[Agent], phase: Any) -> None:
     """What is in memory is written out before the next one is formed."""
-    agents[0].plan = dataclasses.replace(FIRST, phase=phase)
+    agents[0].plan = structs.replace(FIRST, phase=phase)
     agents[0].worker(0).fence(0)
 
 
@@ -471,7 +472,7 @@ def test_another_content_is_said(
 def test_a_copy_in_what_the_round_left_uncommitted(tmp_path: Path) -> None:
     """Who chooses the next checkpoint commits it, as the very one that the other node has."""
     agents = apart(tmp_path, checkpoint_replicas=1)
-    agents[0].plan = dataclasses.replace(FIRST, phase="forming")
+    agents[0].plan = structs.replace(FIRST, phase="forming")
     try:
         workers = [agents[0].worker(0), agents[1].worker(1)]
         save(workers, 10, local=True)

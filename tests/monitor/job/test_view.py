@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import io
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 from rich.console import Console
 
 from elaunch.monitor.document import job_document, jobs_document
@@ -22,7 +22,7 @@ from elaunch.monitor.job.view import (
 )
 from elaunch.monitor.page import Table
 from elaunch.monitor.render import plain, styled
-from elaunch.rendezvous.plan import Node, NodeStatus, Plan, WorkerFailure
+from elaunch.rendezvous.plan import Node, NodeStatus, Plan, PlanCheckpoint, WorkerFailure
 
 NOW = 1_795_000_000.0
 PLACE = "etcd at 10.0.0.1:2379"
@@ -32,7 +32,14 @@ NODES = (
 )
 PLAN = Plan("maple", 3, "running", "node3 (10.0.0.3) was lost", nodes=NODES, coordinator="aaaaaa")
 FAILURE = WorkerFailure(
-    9, 1, "node2", 4711, 7, "RuntimeError: boom\nsecond line \x1b[31m", 0.1, "bbbbbb"
+    rank=9,
+    local_rank=1,
+    host="node2",
+    pid=4711,
+    exitcode=7,
+    text="RuntimeError: boom\nsecond line \x1b[31m",
+    age=0.1,
+    node="bbbbbb",
 )
 
 
@@ -76,22 +83,30 @@ def drawn(page: Any, width: int) -> str:
 )
 def test_the_state_of_a_node(record: dict[str, Any] | None, phase: Any, state: str) -> None:
     roster = {"aaaaaa": agent(1)} | ({"bbbbbb": agent(2, **record)} if record else {})
-    assert viewed(replace(PLAN, phase=phase), **roster).nodes[1].state == state
+    assert viewed(structs.replace(PLAN, phase=phase), **roster).nodes[1].state == state
 
 
 @pytest.mark.parametrize(
     ("plan", "state", "live"),
     [
         (None, "FORMING", True),
-        (replace(PLAN, phase="forming", round=-1, nodes=()), "FORMING", True),
+        (structs.replace(PLAN, phase="forming", round=-1, nodes=()), "FORMING", True),
         (PLAN, "RUNNING", True),
-        (replace(PLAN, phase="ending", cause="failure"), "ENDING", True),
-        (replace(PLAN, phase="over", exit_code=0), "COMPLETED", False),
-        (replace(PLAN, phase="over", exit_code=7, failure=FAILURE.to_dict()), "FAILED", False),
-        (replace(PLAN, phase="over", exit_code=137, failure=FAILURE.to_dict()), "FAILED", False),
-        (replace(PLAN, phase="over", exit_code=75), "PREEMPTED", False),
-        (replace(PLAN, phase="over", exit_code=69), "FAILED", False),
-        (replace(PLAN, phase="over", exit_code=143), "STOPPED", False),
+        (structs.replace(PLAN, phase="ending", cause="failure"), "ENDING", True),
+        (structs.replace(PLAN, phase="over", exit_code=0), "COMPLETED", False),
+        (
+            structs.replace(PLAN, phase="over", exit_code=7, failure=FAILURE),
+            "FAILED",
+            False,
+        ),
+        (
+            structs.replace(PLAN, phase="over", exit_code=137, failure=FAILURE),
+            "FAILED",
+            False,
+        ),
+        (structs.replace(PLAN, phase="over", exit_code=75), "PREEMPTED", False),
+        (structs.replace(PLAN, phase="over", exit_code=69), "FAILED", False),
+        (structs.replace(PLAN, phase="over", exit_code=143), "STOPPED", False),
     ],
 )
 def test_the_state_of_the_job(plan: Plan | None, state: str, live: bool) -> None:
@@ -104,7 +119,9 @@ def test_a_job_without_agents_is_lost_unless_it_is_over() -> None:
     assert (lost.state, lost.live) == ("LOST", False)
     assert "had not ended" in lost.reason and PLAN.reason in lost.reason
     assert [node.state for node in lost.nodes] == ["gone", "gone"]
-    over = view_job("train", PLACE, StoredJob(replace(PLAN, phase="over", exit_code=0), 7), NOW)
+    over = view_job(
+        "train", PLACE, StoredJob(structs.replace(PLAN, phase="over", exit_code=0), 7), NOW
+    )
     assert (over.state, over.reason) == ("COMPLETED", PLAN.reason)
 
 
@@ -128,7 +145,7 @@ def test_ranks_follow_the_nodes_with_unequal_slots() -> None:
 
 
 def test_who_is_not_in_the_round_stands_by_or_joins_in_order() -> None:
-    plan = replace(PLAN, spares=("s2", "s1", "away"), joining=("j9",))
+    plan = structs.replace(PLAN, spares=("s2", "s1", "away"), joining=("j9",))
     view = viewed(
         plan,
         aaaaaa=agent(1),
@@ -172,18 +189,20 @@ def test_an_agent_that_came_back_is_joining_while_its_old_seat_is_gone() -> None
 def test_the_budget_is_what_the_agents_say(
     facts: dict[str, str], restarts: Restarts, text: str
 ) -> None:
-    view = viewed(replace(PLAN, restarts=2, without_progress=1), aaaaaa=agent(1, facts=facts))
+    view = viewed(
+        structs.replace(PLAN, restarts=2, without_progress=1), aaaaaa=agent(1, facts=facts)
+    )
     assert view.restarts == restarts
     assert f"restarts     {text}" in plain(job_page(view))
 
 
 def test_the_page_of_a_running_job() -> None:
-    plan = replace(
+    plan = structs.replace(
         PLAN,
         master_addr="fd00::1",
         master_port=29500,
-        checkpoint={"path": "/c/step_20", "step": 20, "format": "dcp"},
-        failure=FAILURE.to_dict(),
+        checkpoint=PlanCheckpoint("/c/step_20", 20, "dcp"),
+        failure=FAILURE,
         restarts=1,
         spares=("dddddd",),
         notice="the nodes differ in torch: 2.9 on node1, 2.8 on node2",
@@ -216,12 +235,12 @@ def test_the_page_of_a_running_job() -> None:
 
 
 def test_the_cause_of_the_end_comes_first() -> None:
-    plan = replace(
+    plan = structs.replace(
         PLAN,
         phase="over",
         exit_code=7,
         reason="rank 9 on node2 exited with code 7; no restart is left",
-        failure=FAILURE.to_dict(),
+        failure=FAILURE,
     )
     assert plain(job_page(viewed(plan, aaaaaa=agent(1, state="ended")))).splitlines()[:5] == [
         "train-3fa2c1  FAILED  exit code 7",
@@ -239,14 +258,16 @@ def test_agents_that_gather() -> None:
     assert "  nodes  0; 2 joining\n" in text
 
 
-@pytest.mark.parametrize("failure", [{}, {"rank": 1}, {"exitcode": -9, "text": None}])
-def test_a_failure_of_another_version_does_no_harm(failure: dict[str, Any]) -> None:
-    plan = replace(PLAN, phase="ending", cause="failure", failure={"x": 1, **failure})
-    assert "on ? " in plain(job_page(viewed(plan)))
+def test_a_failure_of_which_little_is_known_is_shown() -> None:
+    failure = WorkerFailure(rank=1, exitcode=-9)
+    plan = structs.replace(PLAN, phase="ending", cause="failure", failure=failure)
+    assert "rank 1 (local_rank 0, pid 0) on ? was killed by signal 9" in plain(
+        job_page(viewed(plan))
+    )
 
 
 def test_the_document_is_json_and_has_every_field_for_every_node() -> None:
-    plan = replace(PLAN, spares=("dddddd",), failure=FAILURE.to_dict())
+    plan = structs.replace(PLAN, spares=("dddddd",), failure=FAILURE)
     view = viewed(plan, aaaaaa=agent(1), dddddd=agent(4), eeeeee=agent(5, state="ready"))
     document = json.loads(json.dumps(job_document(view)))
     assert document["state"] == "RUNNING" and document["phase"] == "running"
@@ -277,7 +298,7 @@ def test_the_document_is_json_and_has_every_field_for_every_node() -> None:
 def test_several_jobs() -> None:
     other = unreadable("eval-1", PLACE, "the plan is signed, and no secret is given", NOW)
     facts = {"max_restarts": "3", "restart_budget": "progress"}
-    views = [viewed(replace(PLAN, restarts=1), aaaaaa=agent(1, facts=facts)), other]
+    views = [viewed(structs.replace(PLAN, restarts=1), aaaaaa=agent(1, facts=facts)), other]
     assert plain(jobs_page(views)).splitlines() == [
         "run           state       round  restarts  world size  nodes  reason",
         "train-3fa2c1  RUNNING         3       1/3          12      2  node3 (10.0.0.3) was lost",
@@ -293,7 +314,9 @@ def test_several_jobs() -> None:
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_nothing_is_wider_than_the_terminal(width: int) -> None:
     long = Node("aaaaaa", "gpu-node-0001.cluster.example.org", "fd00:1234:5678::abcd", 8, "trainer")
-    view = viewed(replace(PLAN, nodes=(long, NODES[1]), reason="because " * 30), aaaaaa=agent(1))
+    view = viewed(
+        structs.replace(PLAN, nodes=(long, NODES[1]), reason="because " * 30), aaaaaa=agent(1)
+    )
     for page in (job_page(view), jobs_page([view])):
         assert max(len(line) for line in drawn(page, width).splitlines()) <= width
 
@@ -310,7 +333,7 @@ def test_plain_text_has_thousands_of_nodes() -> None:
         Node(f"{i:06x}", f"node{i}", f"10.0.{i // 250}.1", 8, "default") for i in range(4096)
     )
     roster = {node.name: agent(1) for node in nodes[1:]}
-    view = view_job("big", PLACE, StoredJob(replace(PLAN, nodes=nodes), 1, roster), NOW)
+    view = view_job("big", PLACE, StoredJob(structs.replace(PLAN, nodes=nodes), 1, roster), NOW)
     page = job_page(view)
     table = next(part for part in page if isinstance(part, Table))
     assert len(table.rows) == 4096
@@ -320,7 +343,7 @@ def test_plain_text_has_thousands_of_nodes() -> None:
 def test_of_thousands_a_terminal_shows_the_unusual() -> None:
     nodes = tuple(Node(f"{i:06x}", f"node{i}", "10.0.0.1", 8, "default") for i in range(1000))
     roster = {node.name: agent(1) for node in nodes if node.host != "node700"}
-    view = view_job("big", PLACE, StoredJob(replace(PLAN, nodes=nodes), 1, roster), NOW)
+    view = view_job("big", PLACE, StoredJob(structs.replace(PLAN, nodes=nodes), 1, roster), NOW)
     lines = [line.split() for line in drawn(job_page(view), 120).splitlines()]
     assert ["700", "0002bc", "node700", "10.0.0.1", "gone", "5600-5607", "8", "-"] in lines
     assert ["and", "979", "more,", "all", "of", "them", "in", "output", "to", "a", "pipe"] in lines

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from elaunch.errors import JoinTimeoutError, SymmetryError
 from elaunch.rendezvous.decide.decide import Publish, Rules, Search, Wait, decide
 from elaunch.rendezvous.decide.view import Absent, LastKnown, Present, SearchResult, View
-from elaunch.rendezvous.plan import Node, NodeStatus, Plan
+from elaunch.rendezvous.plan import Node, NodeStatus, Plan, PlanCheckpoint, WorkerFailure
 
 TWO = Rules(2, 2, max_restarts=3, remind=1e6)
 ELASTIC = Rules(1, 3, max_restarts=3, remind=1e6)
@@ -18,7 +18,7 @@ HOSTS = Rules(1, 2, max_restarts=3, heartbeat_timeout=12.0, hosted_by_me=True, r
 OPEN = replace(TWO, remind=30.0)
 SAVING = replace(TWO, has_checkpoint_dir=True)
 LOCAL = replace(SAVING, checkpoint_local=True)
-CKPT = {"path": "step-00000040.r0", "step": 40, "format": "elaunch"}
+CKPT = PlanCheckpoint("step-00000040.r0", 40, "elaunch")
 STATIC = replace(TWO, static=True)
 NOW = 100.0
 
@@ -33,7 +33,7 @@ def seat(number: int, state: str = "ready", round: int = -1, **said: Any) -> Pre
 
 def failed(number: int, state: str = "ended", at: float = 99.0, code: int = 7) -> Present:
     """Return an agent whose worker has failed in round 0 at that time."""
-    found = {"rank": 8 * (number - 1), "local_rank": 0, "exitcode": code, "text": "boom"}
+    found = WorkerFailure(rank=8 * (number - 1), exitcode=code, text="boom")
     return seat(number, state, 0, failure=found, failed_at=at)
 
 
@@ -49,7 +49,7 @@ def node(number: int) -> Node:
 
 EMPTY = Plan("job")
 RUNNING = Plan("job", 0, "running", "first start", nodes=(node(1), node(2)))
-FAILURE = {"rank": 0, "local_rank": 0, "exitcode": 7, "text": "boom", "host": "node1", "node": "a1"}
+FAILURE = WorkerFailure(rank=0, exitcode=7, text="boom", host="node1", node="a1")
 ENDING = replace(RUNNING, phase="ending", cause="failure", reason="?", failure=FAILURE)
 LOST = replace(RUNNING, phase="ending", cause="lost", reason="node2 was lost")
 RUN1, RUN2 = seat(1, "running", 0), seat(2, "running", 0)

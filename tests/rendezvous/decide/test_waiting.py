@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from elaunch.rendezvous.decide.view import Rules
 from elaunch.rendezvous.decide.waiting import Hopeless, Still, Waiting, is_last, working
