@@ -23,7 +23,7 @@ import torch
 from elaunch.errors import CollectiveError, PeerLost
 from elaunch.training.channel import meeting
 from elaunch.training.channel.listener import Listener
-from elaunch.training.channel.members import RankRecord
+from elaunch.training.channel.meeting import RankRecord
 from tests.attacks.gadgets import runs_shell
 from tests.training.channelrig import PATIENCE, ROOT, Ranks, StoreHost, in_threads
 
@@ -62,7 +62,7 @@ def test_ranks_of_several_nodes_without_a_key_run_nothing(host: StoreHost, tmp_p
 
 
 def test_a_large_object_runs_nothing_either(host: StoreHost, tmp_path: Path) -> None:
-    """Large objects travel beside the entries. torchrun: as above."""
+    """Large objects come in pieces. torchrun: as above."""
     mark = tmp_path / "ran"
     objects = [b"x", [runs_shell(mark), b"x" * 500_000]]
     outcome = together(Ranks(host, 2, 1, True), objects, secret=None)

@@ -17,10 +17,8 @@ from elaunch.errors import (
     PeerLost,
     PlacementError,
 )
-from elaunch.training.channel.calls import INLINE
 from elaunch.training.channel.channel import Channel
-from elaunch.training.channel.dial import Unreached
-from elaunch.training.channel.members import RankRecord
+from elaunch.training.channel.link import CHUNK
 from elaunch.training.stores.roundstore import RoundStore
 from elaunch.wire.progress import ProgressPage
 from tests.training.channelrig import PATIENCE, Outcome, Ranks, StoreHost, in_threads
@@ -33,7 +31,7 @@ SHAPES = [
     pytest.param(6, 2, True, id="3 machines of 2"),
     pytest.param(5, 1, True, id="5 machines of 1"),
 ]
-LARGE = 5 * INLINE
+LARGE = 5 * CHUNK
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +50,7 @@ def blob(rank: int, size: int = LARGE) -> bytes:
 def test_every_call_gives_every_rank_what_it_promises(
     host: StoreHost, size: int, local_size: int, machines: bool, large: str
 ) -> None:
-    """Whoever's objects are large: they travel another way, and mixed ones both ways."""
+    """Whoever's objects are large: those are sent in pieces, small ones in the frame itself."""
 
     def thing(rank: int) -> bytes:
         is_large = {
@@ -95,7 +93,7 @@ def test_a_thousand_calls_in_a_row_keep_their_order(host: StoreHost, machines: b
 
 @pytest.mark.parametrize("machines", [False, True])
 def test_arrays_arrive_writable_and_as_ones_own(host: StoreHost, machines: bool) -> None:
-    """Also those of ranks of one node, which lie in one and the same memory file."""
+    """Also those that came in one frame."""
     import numpy
 
     def work(channel: Channel, rank: int) -> None:
@@ -363,30 +361,3 @@ def test_pickle_is_what_is_used(host: StoreHost) -> None:
         return pickle.dumps(found[1 - rank][0])
 
     assert len(Ranks(host, 2, 2, False).run(work).all()) == 2
-
-
-def test_who_waits_for_a_large_object_hears_that_the_call_has_failed(host: StoreHost) -> None:
-    """From any neighbour, not only from the one that it waits for, and before that has ended."""
-    over = threading.Event()
-
-    def unreached(member: RankRecord, *_: Any) -> Any:
-        raise Unreached(f"{member} does not answer", False)
-
-    def work(channel: Channel, rank: int) -> Any:
-        channel.call("all", "barrier", None, PATIENCE)
-        mesh = channel._mesh
-        assert mesh is not None
-        if rank == 1:
-            mesh._dialer.dial = unreached  # type: ignore[method-assign]
-        elif rank == 2:  # a machine without power sends nothing any more, and no end either
-            mesh._dialer.dial = lambda *_: over.wait(PATIENCE)  # type: ignore
-        try:
-            return channel.call("all", "allgather", blob(rank), 3.0)
-        finally:
-            if rank == 0:
-                over.set()
-
-    outcome = Ranks(host, 3, 1, machines=True).run(work)
-    for rank in (0, 1):
-        error = outcome.errors[rank]
-        assert isinstance(error, PeerLost) and error.missing == (2,), (rank, error)

@@ -14,11 +14,10 @@ from typing import Any
 
 import pytest
 
-from elaunch.training.channel import inquiry
-from elaunch.training.channel.dial import Dialer, Unreached
+from elaunch.training.channel.dial import Dialer, Unreached, ask
 from elaunch.training.channel.listener import Listener
-from elaunch.training.channel.members import RankRecord
-from elaunch.wire.handshake import HELLO, LINK, MOST_UNPROVED
+from elaunch.training.channel.meeting import RankRecord
+from elaunch.wire.stream import HELLO, LINK, MOST_UNPROVED
 from tests.launching import wait_until
 from tests.training.channelrig import PATIENCE
 
@@ -67,8 +66,8 @@ def test_a_neighbour_is_handed_over_with_its_rank(listener: Listener, machine: s
     with dial(listener, machine) as ours:
         ours.sendall(b"first word")
         wait_until(lambda: listener._accepted, PATIENCE)
-        assert listener.take(LINK, 3) is None
-        theirs = listener.take(LINK, 2)
+        assert listener.take(3) is None
+        theirs = listener.take(2)
         assert theirs is not None
         with theirs:
             theirs.settimeout(PATIENCE)
@@ -88,14 +87,14 @@ def test_it_answers_what_this_rank_does(listener: Listener, machine: str) -> Non
     """Where it is gone, that is known at once."""
     asked = member(1, listener, machine)
     dialer = Dialer(member(2), KEY)
-    (answer,) = inquiry.ask(dialer, [asked], time.monotonic() + PATIENCE)
+    (answer,) = ask(dialer, [asked], time.monotonic() + PATIENCE)
     assert (str(answer), answer.there, answer.calls) == (
         "rank 1 (host h, pid 7): computes",
         True,
         {"all": 3},
     )
     listener.close()
-    (answer,) = inquiry.ask(dialer, [asked], time.monotonic() + PATIENCE)
+    (answer,) = ask(dialer, [asked], time.monotonic() + PATIENCE)
     assert answer.gone and str(answer).endswith(" has ended, or has closed its context")
 
 
@@ -142,7 +141,7 @@ def test_a_flood_of_half_open_connections_keeps_nobody_out(listener: Listener) -
         socket.create_connection(("127.0.0.1", listener.port), timeout=PATIENCE)
         for _ in range(3 * MOST_UNPROVED)
     ]
-    wait_until(lambda: len(listener._pending) == MOST_UNPROVED, PATIENCE)
+    wait_until(lambda: len(listener._stream._pending) == MOST_UNPROVED, PATIENCE)
     dial(listener, "elsewhere").close()
     ours = len(flood)
     held = len(os.listdir("/proc/self/fd")) - before - ours

@@ -1,31 +1,18 @@
-"""elaunch.training.channel.objects and blobs: objects as bytes, in memory files, and back."""
+"""elaunch.training.channel.objects: objects as bytes, and back."""
 
 from __future__ import annotations
 
-import fcntl
-import gc
 import os
-import re
 import subprocess
 import sys
 import threading
-from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 import torch
 
-from elaunch.training.channel import blobs, objects
-
-
-def through_memory(obj: object) -> Any:
-    """Return what a rank of the same node gets."""
-    packed = objects.pack(obj)
-    fd = blobs.written(packed)
-    view = blobs.mapped(fd, 0, packed.size)
-    os.close(fd)
-    return objects.unpack(view)
+from elaunch.training.channel import objects
 
 
 def through_bytes(obj: object) -> Any:
@@ -35,23 +22,6 @@ def through_bytes(obj: object) -> Any:
     return objects.unpack(memoryview(bytearray(packed.joined())))
 
 
-def descriptors() -> list[int]:
-    """Return the descriptors of this process; other threads open and close theirs meanwhile."""
-    return sorted(map(int, os.listdir("/proc/self/fd")))
-
-
-def same_file(one: int, other: int) -> bool:
-    """Tell whether both are open, and on the same file."""
-    try:
-        return os.path.sameopenfile(one, other)
-    except OSError:
-        return False
-
-
-WAYS = pytest.mark.parametrize("through", [through_memory, through_bytes])
-
-
-@WAYS
 @pytest.mark.parametrize(
     "obj",
     [
@@ -63,12 +33,11 @@ WAYS = pytest.mark.parametrize("through", [through_memory, through_bytes])
     ],
     ids=["none", "nested", "bytes", "bytearray", "many"],
 )
-def test_what_pickle_takes_comes_back_equal(through: Any, obj: object) -> None:
+def test_what_pickle_takes_comes_back_equal(obj: object) -> None:
     """Small and large."""
-    assert through(obj) == obj
+    assert through_bytes(obj) == obj
 
 
-@WAYS
 @pytest.mark.parametrize(
     "array",
     [
@@ -82,14 +51,13 @@ def test_what_pickle_takes_comes_back_equal(through: Any, obj: object) -> None:
     ],
     ids=["plain", "fortran", "strided", "objects", "empty", "scalar", "record"],
 )
-def test_arrays_come_back_equal(through: Any, array: Any) -> None:
+def test_arrays_come_back_equal(array: Any) -> None:
     """Of every layout."""
-    back = through(array)
+    back = through_bytes(array)
     assert back.dtype == array.dtype and back.shape == array.shape
     assert numpy.array_equal(back, array)
 
 
-@WAYS
 @pytest.mark.parametrize(
     "tensor",
     [
@@ -110,19 +78,18 @@ def test_arrays_come_back_equal(through: Any, array: Any) -> None:
         "dense bfloat16 transposed strided complex conj bool scalar empty grad parameter sparse"
     ).split(),
 )
-def test_tensors_come_back_equal(through: Any, tensor: torch.Tensor) -> None:
+def test_tensors_come_back_equal(tensor: torch.Tensor) -> None:
     """Whether they go as a buffer or in torch's own way."""
-    back = through({"t": tensor})["t"]
+    back = through_bytes({"t": tensor})["t"]
     assert type(back) is type(tensor) and back.dtype == tensor.dtype
     assert back.requires_grad == tensor.requires_grad and back.layout == tensor.layout
     assert torch.equal(back.to_dense(), tensor.to_dense())
 
 
-@WAYS
-def test_what_comes_back_is_writable_and_ones_own(through: Any) -> None:
-    """Each receiver of one memory file has its own."""
+def test_what_comes_back_is_writable_and_ones_own() -> None:
+    """Each receiver has its own."""
     array, tensor = numpy.ones(50_000), torch.ones(50_000)
-    first, second = through([array, tensor]), through([array, tensor])
+    first, second = through_bytes([array, tensor]), through_bytes([array, tensor])
     first[0] += 1
     first[1] += 1
     for one in (array, tensor, *second):
@@ -150,53 +117,6 @@ def test_two_ways_to_one_object_stay_one() -> None:
     tensor, array = torch.ones(5000), numpy.ones(5000)
     back = through_bytes([tensor, tensor, array, array])
     assert back[0] is back[1] and back[2] is back[3]
-
-
-def test_a_memory_file_is_sealed_and_costs_no_descriptor() -> None:
-    """What many map cannot be changed, nor cut short, by any of them."""
-    packed = objects.pack(numpy.ones(50_000))
-    fd = blobs.written(packed)
-    with pytest.raises(PermissionError):
-        os.pwrite(fd, b"x", 0)
-    with pytest.raises(PermissionError):
-        os.ftruncate(fd, 0)
-    assert fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SEAL
-    kept = [blobs.mapped(fd, 0, packed.size) for _ in range(20)]
-    assert [other for other in descriptors() if same_file(other, fd)] == [fd]
-    del kept
-    os.close(fd)
-
-
-def test_memory_goes_with_the_last_array_in_it() -> None:
-    """And not before."""
-
-    def mappings() -> int:
-        return len(re.findall("elaunch-object", Path("/proc/self/maps").read_text()))
-
-    gc.collect()
-    before = mappings()
-    array, other = through_memory([numpy.ones(50_000), numpy.ones(50_000)])
-    assert mappings() > before
-    del other
-    gc.collect()
-    assert array.sum() == 50_000
-    del array
-    gc.collect()
-    assert mappings() == before
-
-
-def test_a_file_that_is_too_short_is_refused() -> None:
-    """Reading beyond its end would kill the process."""
-    fd = blobs.written(objects.pack(b"x" * 10_000))
-    with pytest.raises(ValueError, match="shorter"):
-        blobs.mapped(fd, 0, 1_000_000)
-    os.close(fd)
-
-
-def test_more_parts_than_one_system_call_takes() -> None:
-    """IOV_MAX is 1024."""
-    arrays = [numpy.full(600, number) for number in range(3000)]
-    assert all((a == b).all() for a, b in zip(through_memory(arrays), arrays, strict=True))
 
 
 def test_what_an_object_raises_is_raised() -> None:

@@ -23,23 +23,21 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from elaunch.agent.peers.messages import CHUNK, PeerConnection, Undelivered
-from elaunch.agent.peers.port import PeersPort
 from elaunch.agent.saver.peers import Received
-from elaunch.agent.workers.storesocket import LOOPBACK
+from elaunch.agent.workers.storesocket import LOOPBACK, listen_for_nodes
 from elaunch.checkpoint.records import Stage
 from elaunch.errors import CheckpointError
 from elaunch.hosts import is_loopback
 from elaunch.rendezvous.plan import Plan
-from elaunch.store.tcp import connection
-from elaunch.wire.handshake import COURIER, Caller, Unauthenticated, call_up, session_key
+from elaunch.wire import stream
 from elaunch.wire.saver import Files, Handed, handed_from_json, handed_to_json
+from elaunch.wire.stream import COURIER, Caller, Endpoint, StreamListener, session_key
 
 PATIENCE: Final = 30.0
 """Seconds without a byte or progress after which another agent counts as hung."""
 IDLE: Final = 120.0
 """Seconds that a connection may rest between two requests."""
-AGAIN: Final = 0.05
-"""Seconds before the next attempt to reach an agent that did not accept."""
+MOST_SERVED: Final = 256
 
 Handler = Callable[[PeerConnection, Mapping[str, Any]], Mapping[str, Any] | None]
 """Serves one request; returns the answer, or None if it has answered."""
@@ -55,10 +53,14 @@ class Peer:
     addr: str
     port: int
 
+    @property
+    def endpoint(self) -> Endpoint:
+        """Where it listens."""
+        return Endpoint(self.addr, self.port)
+
     def __str__(self) -> str:
         """Name it for messages."""
-        addr = f"[{self.addr}]" if ":" in self.addr else self.addr
-        return f"the agent of node {self.host} ({addr}:{self.port})"
+        return f"the agent of node {self.host} ({self.endpoint})"
 
 
 class Peers:
@@ -75,30 +77,37 @@ class Peers:
         self.host = host
         self._run_id = run_id
         self.secret = secret
-        self._port = PeersPort(host, self._serve)
+        self.port = 0
+        """The port that is published to others; 0 before :meth:`start`."""
+        self._listener = StreamListener(
+            "courier", self._admit, has_room=lambda: len(self._served) < MOST_SERVED
+        )
+        self._served: set[socket.socket] = set()
+        self._serving = threading.Lock()
         self._plan: Plan | None = None
         self._name = ""
         self._heard = threading.Condition()
         self._handlers: dict[str, Handler] = {}
         self._received: Received | None = None
 
-    @property
-    def port(self) -> int:
-        """The port that is published to others; 0 before :meth:`start`."""
-        return self._port.port
-
     def start(self) -> int:
         """Listen, and return the port; raises CheckpointError."""
         try:
-            return self._port.open()
+            listening = listen_for_nodes(self.host, 0)
         except OSError as error:
             raise CheckpointError(
                 f"cannot listen for the other nodes' agents: {error.strerror or error}"
             ) from error
+        self.port = int(listening.getsockname()[1])
+        self._listener.start([listening], self.port)
+        return self.port
 
     def close(self) -> None:
-        """Hang up on everybody."""
-        self._port.close()
+        """Stop listening and hang up on everybody; may be called twice."""
+        self._listener.close()
+        with self._serving:
+            for sock in self._served:
+                _cut(sock)
 
     def handle(self, op: str, handler: Handler) -> None:
         """Have requests ``op`` served by ``handler``, from now on."""
@@ -118,7 +127,7 @@ class Peers:
         key = session_key(self.secret or b"elaunch", f"courier {self._run_id} {plan.job}")
         with self._heard:
             self._plan, self._name = plan, name
-            self._port.key = key
+            self._listener.key = key
             self._heard.notify_all()
 
     def node(self, node_rank: int) -> Peer:
@@ -143,44 +152,27 @@ class Peers:
 
         Raises Undelivered; ``gone`` if nobody listens there any more.
         """
-        why = ""
-        while True:
-            with self._heard:
-                self._heard.wait_for(lambda: self._port.key, max(0.0, until - time.monotonic()))
-                key = self._port.key
-            if not key:
-                raise Undelivered("this agent has not heard of a plan yet")
-            try:
-                return PeerConnection(self._dial(peer, key, until), str(peer), patience)
-            except ConnectionRefusedError:
-                raise Undelivered(f"{peer} has ended: nobody listens there", True) from None
-            except Unauthenticated as error:
-                why = str(error)
-            except (ConnectionResetError, BrokenPipeError) as error:
-                why = error.strerror or str(error)
-            except OSError as error:
-                why = "no answer" if isinstance(error, TimeoutError) else str(error)
-                raise Undelivered(f"{peer} cannot be reached: {why}") from None
-            if time.monotonic() + AGAIN >= until:
-                raise Undelivered(f"{peer} does not take us: {why}")
-            threading.Event().wait(AGAIN)
+        with self._heard:
+            self._heard.wait_for(self._key, max(0.0, until - time.monotonic()))
+        if not self._key():
+            raise Undelivered("this agent has not heard of a plan yet")
+        caller = Caller(COURIER, self.port)
+        try:
+            sock = stream.dial(
+                peer.endpoint, self._key, peer.port, caller, until, key_may_change=True
+            )
+        except stream.Unreached as error:
+            texts = {
+                "refused": f"{peer} has ended: {error}",
+                "silent": f"{peer} cannot be reached: {error}",
+            }
+            text = texts.get(error.how, f"{peer} does not take us: {error}")
+            raise Undelivered(text, error.how == "refused") from None
+        return PeerConnection(sock, str(peer), patience)
 
-    def _dial(self, peer: Peer, key: bytes, until: float) -> socket.socket:
-        why = OSError(f"{peer.addr} has no address")
-        addresses = connection.resolve(peer.addr, peer.port, until)
-        for place, (family, address) in enumerate(addresses):
-            left = (until - time.monotonic()) / (len(addresses) - place)
-            sock = socket.socket(family, socket.SOCK_STREAM)
-            try:
-                sock.settimeout(max(0.001, left))
-                sock.connect(address)
-                call_up(sock, key, peer.port, Caller(COURIER, self.port), until)
-            except OSError as error:
-                sock.close()
-                why = error
-                continue
-            return sock
-        raise why
+    def _key(self) -> bytes:
+        """Return what proves that an agent is of this job; empty before the first plan."""
+        return self._listener.key
 
     def _to_node(self, node_rank: int, timeout: float) -> PeerConnection:
         return self.call(self.node(node_rank), time.monotonic() + timeout, min(timeout, PATIENCE))
@@ -246,6 +238,29 @@ class Peers:
             line.answer()
 
     # ── what others ask ──────────────────────────────────────────────────────────────────────────
+
+    def _admit(self, sock: socket.socket, caller: Caller) -> None:
+        """Serve one that has passed, in a thread of its own."""
+        if caller.purpose != COURIER:
+            sock.close()
+            return
+        sock.setblocking(True)
+        with self._serving:
+            self._served.add(sock)
+        threading.Thread(
+            target=self._attend, args=(sock,), name="courier-peer", daemon=True
+        ).start()
+
+    def _attend(self, sock: socket.socket) -> None:
+        try:
+            self._serve(sock)
+        except Exception:
+            log.exception("the courier could not serve another node's agent")
+        finally:
+            with self._serving:
+                self._served.discard(sock)
+            sock.close()
+            self._listener.poke()  # there is room for another one
 
     def _serve(self, sock: socket.socket) -> None:
         line = PeerConnection(sock, "another node's agent", IDLE)
@@ -314,6 +329,14 @@ class Peers:
         name, rank = handed.stage.final, handed.part.rank
         log.debug("this node's memory has a copy of rank %d's part of %s", rank, name)
         return {"ok": True}
+
+
+def _cut(sock: socket.socket) -> None:
+    """Wake the thread that serves this connection."""
+    try:
+        sock.shutdown(socket.SHUT_RDWR)
+    except OSError as error:
+        log.debug("a connection had ended before it was cut: %s", error)
 
 
 def _handed(line: PeerConnection, found: Mapping[str, Any]) -> Handed:

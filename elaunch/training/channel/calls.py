@@ -1,14 +1,14 @@
 """One call of all ranks: entries up to the chief and up the tree, what is needed down again.
 
-===========  ==========================  =====================  ====================================
-call         who gives                   who gets               large objects between nodes
-===========  ==========================  =====================  ====================================
-allgather    all                         all                    around the ring, from every node
-gather       all                         rank 0                 straight to rank 0's node
-broadcast    rank 0                      all                    around the ring, from rank 0's node
+===========  ==========================  =====================
+call         given by                    received by
+===========  ==========================  =====================
+allgather    all                         all
+gather       all                         rank 0
+broadcast    rank 0                      all
 barrier      nobody                      nobody
 in_turn      all, whether they failed    all
-===========  ==========================  =====================  ====================================
+===========  ==========================  =====================
 
 The ``_local`` forms are the same within the node, its chief in rank 0's place. A rank that could
 not pickle its object gives the reason instead, and every rank gets that: the call fails on all of
@@ -17,24 +17,17 @@ them, and the next one works again.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
 from elaunch.env import CHANNEL_KEY
 from elaunch.errors import CollectiveError
-from elaunch.training.channel import blobs, objects
-from elaunch.training.channel.frames import Call, Contribution, encode_entries
-from elaunch.training.channel.link import Link, close_all
-from elaunch.training.channel.members import RankRecord
+from elaunch.training.channel import objects
+from elaunch.training.channel.link import Call, Contribution, Link, encode
 from elaunch.training.channel.mesh import Mesh
-from elaunch.training.channel.streams import Region, RegionStream, Rooms
-from elaunch.training.unpickling import Names, PickleRefused
-from elaunch.wire.handshake import GATHER, RING
-
-INLINE: Final = 64 * 1024
-"""Bytes of an object that still go inside of its entry."""
-INLINE_BETWEEN_NODES: Final = 16 * 1024
+from elaunch.training.unpickling import PickleRefused
 
 
 @dataclass(frozen=True)
@@ -64,7 +57,7 @@ class Differs(Exception):
 
 
 class Exchange:
-    """One call as this rank does it; owns the descriptors that pass through it.
+    """One call as this rank does it.
 
     ``shared``: only processes of this job can have sent what comes.
     """
@@ -76,12 +69,12 @@ class Exchange:
         """Why this rank's object could not be sent."""
         self._mesh = mesh
         self._layout = mesh.layout
+        self._me = mesh.layout.me.rank
         self._plan = plan
         self._call = call
         self._until = until
         self._shared = shared
         self._everywhere = call.scope == "all" and len(self._layout.nodes) > 1
-        self._fds: set[int] = set()
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -100,64 +93,56 @@ class Exchange:
         Raises Broken, Expired and Differs where the channel is broken after it; CollectiveError
         for objects that cannot be pickled or unpickled.
         """
-        try:
-            own = self._own(obj)
-            entries = self._lead(own) if self._layout.chief is None else self._follow(own)
-            return self._objects(entries, obj)
-        finally:
-            close_all(self._fds)
+        own = self._own(obj)
+        known = self._lead(own) if self._layout.chief is None else self._follow(own)
+        return self._objects(self._wanted(known, self._me == self._root), obj)
 
     def _own(self, obj: Any) -> list[Contribution]:
-        rank = self._layout.me.rank
-        if not (self._plan.all_give or (self._plan.root_gives and rank == self._root)):
+        if not (self._plan.all_give or (self._plan.root_gives and self._me == self._root)):
             return []
         try:
-            entry = objects.attempt("its object cannot be pickled", lambda: self._entry(obj))
+            packed = objects.attempt("its object cannot be pickled", lambda: objects.pack(obj))
         except CollectiveError as error:
             self.problem = error
             text = f"{self._layout.me}: {error}".encode()
-            return [Contribution(rank, "error", len(text), text)]
-        return [entry]
+            return [Contribution(self._me, "error", len(text), (text,))]
+        return [Contribution(self._me, "object", packed.size, packed.parts)]
 
-    def _entry(self, obj: Any) -> Contribution:
-        packed = objects.pack(obj)
-        rank = self._layout.me.rank
-        if packed.size <= (INLINE_BETWEEN_NODES if self._everywhere else INLINE):
-            return Contribution(rank, "inline", packed.size, packed.joined())
-        fd = blobs.written(packed)
-        self._fds.add(fd)
-        return Contribution(rank, "blob", packed.size, fd=fd)
+    def _wanted(self, known: list[Contribution], is_root: bool) -> list[Contribution]:
+        """Return what a rank needs of the entries: those with errors alone where there are any."""
+        gets = self._plan.gets == "all" or (self._plan.gets == "root" and is_root)
+        return [e for e in known if e.form == "error"] or (known if gets else [])
 
     def _follow(self, own: list[Contribution]) -> list[Contribution]:
-        """Give the own entry to the chief, and return what comes down."""
+        """Give the own entry to the chief; return it and what comes down."""
         assert self._layout.chief is not None
-        link = self._mesh.links[self._layout.chief.rank]
-        self._mesh.send([link], encode_entries("up", self._call, own, with_fds=True))
-        self._mesh.exchange(self._call, [link], self._until, [link])
-        return self._take(link)
+        return own + self._from_above(self._layout.chief.rank, own, ())
 
     def _lead(self, own: list[Contribution]) -> list[Contribution]:
-        """Do a chief's part, and return the entries that its own rank gets."""
-        layout, mesh, call = self._layout, self._mesh, self._call
-        local = [mesh.links[member.rank] for member in layout.local]
-        below = [mesh.links[m.rank] for m in layout.below] if self._everywhere else []
-        mesh.exchange(call, [*local, *below], self._until, self._neighbours())
-        entries = own + [entry for link in (*local, *below) for entry in self._take(link)]
-        mine = {entry.rank: entry for entry in entries if entry.fd >= 0}
+        """Do a chief's part, and return the entries that it knows."""
+        layout, mesh = self._layout, self._mesh
+        members = layout.local + (layout.below if self._everywhere else ())
+        links = [mesh.links[member.rank] for member in members]
+        mesh.exchange(self._call, links, self._until, self._neighbours())
+        taken = {link: self._take(link) for link in links}
+        known = own + [entry for entries in taken.values() for entry in entries]
         if self._everywhere and layout.parent is not None:
-            entries = [mine.get(e.rank, e) for e in self._from_above(layout.parent.rank, entries)]
-        down = [e for e in entries if self._plan.gets == "all" or e.form == "error"]
-        mesh.send(below, encode_entries("down", call, down))
-        if self._everywhere and not any(e.form == "error" for e in down):
-            self._between_nodes(entries, mine)
-        mesh.send(local, encode_entries("down", call, down, with_fds=True))
-        mesh.exchange(call, [], self._until)
-        return entries if self._plan.gets == "root" else down
+            known += self._from_above(layout.parent.rank, known, self._neighbours())
+        down = self._wanted(known, is_root=False)
+        for link, entries in taken.items():
+            theirs = {entry.rank for entry in entries}
+            lacking = [entry for entry in down if entry.rank not in theirs]
+            mesh.send([link], encode("down", {"call": self._call}, lacking))
+        mesh.exchange(self._call, [], self._until)
+        return known
 
-    def _from_above(self, parent: int, entries: list[Contribution]) -> list[Contribution]:
-        link = self._mesh.links[parent]
-        self._mesh.send([link], encode_entries("up", self._call, entries))
-        self._mesh.exchange(self._call, [link], self._until, self._neighbours())
+    def _from_above(
+        self, above: int, entries: list[Contribution], concerned: Sequence[Link]
+    ) -> list[Contribution]:
+        """Send the entries up, and return what comes down."""
+        link = self._mesh.links[above]
+        self._mesh.send([link], encode("up", {"call": self._call}, entries))
+        self._mesh.exchange(self._call, [link], self._until, concerned or [link])
         return self._take(link)
 
     def _neighbours(self) -> list[Link]:
@@ -168,86 +153,29 @@ class Exchange:
 
     def _take(self, link: Link) -> list[Contribution]:
         frame = link.inbox.popleft()
-        self._fds.update(frame.fds)
         if frame.call != self._call:
             raise Differs(
                 f"the ranks call different things: {self._layout.me} calls {self._call}, "
                 f"{link.peer} calls {frame.call}"
             )
-        return list(frame.entries())
-
-    def _between_nodes(self, entries: list[Contribution], mine: dict[int, Contribution]) -> None:
-        """Move the large objects; those of other nodes have a place in a memory file then."""
-        large = [e for e in entries if e.form == "blob"]
-        straight = self._plan.gets == "root"
-        if straight and self._layout.place:
-            large = list(mine.values())
-        rooms = Rooms(e for e in large if e.rank not in mine)
-        try:
-            with rooms as regions:
-                regions |= {rank: Region(entry) for rank, entry in mine.items()}
-                by_node = self._by_node(large, regions)
-                streams = self._straight(by_node) if straight else self._around(by_node)
-                self._mesh.flow(self._call, streams, self._until)
-        finally:
-            self._fds.update(rooms.fds)
-
-    def _by_node(self, large: list[Contribution], regions: dict[int, Region]) -> list[list[Region]]:
-        place = self._layout.node_of()
-        by_node: list[list[Region]] = [[] for _ in self._layout.nodes]
-        for entry in sorted(large, key=lambda e: e.rank):
-            by_node[place[entry.rank]].append(regions[entry.rank])
-        return by_node
-
-    def _around(self, by_node: list[list[Region]]) -> list[RegionStream]:
-        """Pass on to the next node what is ours and what comes from the one before."""
-        nodes, place = self._layout.nodes, self._layout.place
-        count = len(nodes)
-        outbound = [r for step in range(count - 1) for r in by_node[(place - step) % count]]
-        inbound = [r for step in range(1, count) for r in by_node[(place - step) % count]]
-        streams: list[RegionStream] = []
-        if outbound:
-            streams.append(self._outflow(RING, nodes[(place + 1) % count][0], outbound))
-        if inbound:
-            streams.append(self._inflow(RING, nodes[(place - 1) % count][0], inbound))
-        return streams
-
-    def _straight(self, by_node: list[list[Region]]) -> list[RegionStream]:
-        """Send to the node of rank 0, or receive there from each."""
-        nodes, place = self._layout.nodes, self._layout.place
-        if place:
-            own = by_node[place]
-            return [self._outflow(GATHER, nodes[0][0], own)] if own else []
-        return [
-            self._inflow(GATHER, nodes[other][0], regions)
-            for other, regions in enumerate(by_node)
-            if other and regions
-        ]
-
-    def _outflow(self, purpose: bytes, member: RankRecord, regions: list[Region]) -> RegionStream:
-        stream = self._mesh.outflow(purpose, member, self._until)
-        stream.regions = regions
-        return stream
-
-    def _inflow(self, purpose: bytes, member: RankRecord, regions: list[Region]) -> RegionStream:
-        stream = self._mesh.inflow(purpose, member, self._until, self._call)
-        stream.regions = regions
-        return stream
+        return frame.entries
 
     def _objects(self, entries: list[Contribution], obj: Any) -> dict[int, Any]:
-        errors = [bytes(e.data).decode() for e in entries if e.form == "error"]
+        errors = [bytes(e.parts[0]).decode() for e in entries if e.form == "error"]
         if errors:
             raise CollectiveError(f"{self._call}: {'; '.join(errors)}") from self.problem
         found = {}
         allowed = None if self._shared else objects.allowed_of(obj)
         for entry in entries:
-            if entry.rank == self._layout.me.rank:
+            if entry.rank == self._me:
                 found[entry.rank] = obj
                 continue
             whose = self._layout.members[entry.rank]
             what = f"{self._call}: the object of {whose} cannot be unpickled here"
             try:
-                found[entry.rank] = objects.attempt(what, partial(_object, entry, allowed))
+                found[entry.rank] = objects.attempt(
+                    what, partial(objects.unpack, memoryview(entry.parts[0]), allowed)
+                )
             except CollectiveError as error:
                 if not isinstance(error.__cause__, PickleRefused):
                     raise
@@ -261,9 +189,3 @@ _UNSHARED: Final = (
     f"{CHANNEL_KEY}, the same 64 random hex digits, to every rank under another launcher; or name "
     "the class to torch.serialization.add_safe_globals on all ranks"
 )
-
-
-def _object(entry: Contribution, allowed: Names | None) -> Any:
-    if entry.form == "blob":
-        return objects.unpack(blobs.mapped(entry.fd, entry.offset, entry.size), allowed)
-    return objects.unpack(memoryview(bytearray(entry.data)), allowed)

@@ -10,14 +10,12 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final, NoReturn
 
 from elaunch.errors import CollectiveError, CollectiveTimeout, ContextError, PeerLost
-from elaunch.training.channel import forks, inquiry
+from elaunch.training.channel import forks
 from elaunch.training.channel.calls import PLANS, Differs, Exchange
-from elaunch.training.channel.dial import Dialer
-from elaunch.training.channel.frames import Call, encode
-from elaunch.training.channel.inquiry import Activity, Answer
+from elaunch.training.channel.dial import Activity, Answer, Dialer, ask
+from elaunch.training.channel.link import Call, encode
 from elaunch.training.channel.listener import Listener
-from elaunch.training.channel.meeting import meet
-from elaunch.training.channel.members import Layout, RankRecord, lay_out, machine_identity
+from elaunch.training.channel.meeting import Layout, RankRecord, lay_out, machine_identity, meet
 from elaunch.training.channel.mesh import Broken, Expired, Mesh
 from elaunch.training.place.placement import Placement
 from elaunch.training.stores.roundstore import RoundStore
@@ -235,7 +233,7 @@ class Channel:
         if self._dialer is None:
             raise ContextError("the channel between the ranks is not open")
         others = [member for member in members if member != self._me]
-        answers = {a.member: a for a in inquiry.ask(self._dialer, others, until)}
+        answers = {a.member: a for a in ask(self._dialer, others, until)}
         told = self._activity.told(self._page.last())
         answers[self._me] = Answer(self._me, str(told["text"]), there=True, calls=told["calls"])
         return [answers[member] for member in members]

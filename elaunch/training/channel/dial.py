@@ -1,20 +1,27 @@
-"""How one rank reaches the listener of another."""
+"""How one rank reaches the listener of another: to connect, or to ask what it does.
+
+The other rank's listener answers in a thread of its own, whatever its script is in.
+"""
 
 from __future__ import annotations
 
-import os
+import json
+import queue
 import socket
 import threading
 import time
-from typing import Final
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
 
-from elaunch.store.tcp import connection
-from elaunch.training.channel.listener import peer_uid
-from elaunch.training.channel.members import RankRecord
-from elaunch.wire.handshake import Caller, Unauthenticated, call_up
+from elaunch.training.channel.link import Call
+from elaunch.training.channel.listener import LENGTH
+from elaunch.training.channel.meeting import RankRecord
+from elaunch.wire import stream
+from elaunch.wire.stream import ASK, Caller, Endpoint, receive
 
-PAUSE_S: Final = 0.05
-"""Seconds before the next attempt where the other side was too busy to accept."""
+AT_ONCE: Final = 32
+LONGEST: Final = 65536
 
 
 class Unreached(Exception):
@@ -37,71 +44,103 @@ class Dialer:
 
         Blocks until ``until`` (monotonic clock) at the longest.
         """
-        while True:
+        where = Endpoint(host=member.addr, port=member.port)
+        if member.machine == self.me.machine:
+            where = Endpoint(unix=member.unix)
+        caller = Caller(purpose, self.me.rank)
+        try:
+            return stream.dial(where, lambda: self._key, member.rank, caller, until)
+        except stream.Unreached as error:
+            texts = {
+                "refused": f"{member} has ended, or has closed its context",
+                "stranger": f"{member} has ended: {error}",
+                "silent": f"{member} does not answer at {where}: {error}",
+                "busy": f"{member} does not take us at {where}: {error}",
+            }
+            ended = error.how in ("refused", "stranger")
+            raise Unreached(texts[error.how], ended) from None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What is known of a rank: in words, and how many calls of each scope it has entered.
+
+    ``there`` is False for one that is ``gone`` or does not answer: ``calls`` is empty then.
+    """
+
+    member: RankRecord
+    text: str
+    there: bool = False
+    gone: bool = False
+    calls: dict[str, int] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.member}{self.text}"
+
+    def lacks(self, call: Call) -> bool:
+        """Return whether the rank has not come to ``call``."""
+        return not self.there or self.calls.get(call.scope, 0) < call.number
+
+
+@dataclass
+class Activity:
+    """What this rank does, for ranks that ask; written by the thread that is in a call."""
+
+    calls: dict[str, int] = field(default_factory=lambda: {"all": 0, "local": 0})
+    now: Call | None = None
+    since: float = 0.0
+
+    def enter(self, scope: str, name: str) -> Call:
+        """Note that a call begins, and return it."""
+        self.calls[scope] += 1
+        self.since = time.monotonic()
+        self.now = Call(scope, self.calls[scope], name)
+        return self.now
+
+    def told(self, last: str) -> dict[str, Any]:
+        """Return the answer to the question; ``last``: what the progress page has."""
+        now = self.now
+        if now is None:
+            return {"calls": self.calls, "text": f": its last call was {last}"}
+        seconds = time.monotonic() - self.since
+        return {"calls": self.calls, "text": f": in {now} for {seconds:.1f} s"}
+
+
+def ask(dialer: Dialer, members: Sequence[RankRecord], until: float) -> list[Answer]:
+    """Return what each of ``members`` reports, in their order; blocks until ``until`` at most."""
+    answers: dict[int, Answer] = {}
+    todo: queue.SimpleQueue[RankRecord] = queue.SimpleQueue()
+    for member in members:
+        todo.put(member)
+
+    def work() -> None:
+        while time.monotonic() < until:
             try:
-                return self._dial_once(member, purpose, until)
-            except ConnectionRefusedError:
-                raise Unreached(f"{member} has ended, or has closed its context", True) from None
-            except Unauthenticated as error:
-                raise Unreached(f"{member} has ended: {error}", True) from None
-            except (ConnectionResetError, BrokenPipeError, BlockingIOError) as error:
-                why = error.strerror or str(error)
-            except OSError as error:
-                why = error.strerror or str(error) or "no answer"
-                raise Unreached(
-                    f"{member} does not answer at {self.where(member)}: {why}", False
-                ) from None
-            if time.monotonic() + PAUSE_S >= until:
-                raise Unreached(f"{member} does not take us at {self.where(member)}: {why}", False)
-            threading.Event().wait(PAUSE_S)
+                member = todo.get_nowait()
+            except queue.Empty:
+                return
+            answers[member.rank] = _ask_one(dialer, member, until)
 
-    def where(self, member: RankRecord) -> str:
-        """Return where ``member`` is reached, for people."""
-        if member.machine == self.me.machine:
-            return "its Unix socket"
-        return (
-            f"[{member.addr}]:{member.port}"
-            if ":" in member.addr
-            else f"{member.addr}:{member.port}"
-        )
-
-    def _dial_once(self, member: RankRecord, purpose: bytes, until: float) -> socket.socket:
-        if member.machine == self.me.machine:
-            sock = _connect_unix(member.unix, until)
-        else:
-            sock = _connect_tcp(member.addr, member.port, until)
-        try:
-            call_up(sock, self._key, member.rank, Caller(purpose, self.me.rank), until)
-        except OSError:
-            sock.close()
-            raise
-        return sock
+    threads = [
+        threading.Thread(target=work, name="elaunch-ask", daemon=True)
+        for _ in range(min(AT_ONCE, len(members)))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()) + 0.1)
+    return [answers.get(m.rank, Answer(m, " does not answer")) for m in members]
 
 
-def _connect_unix(name: str, until: float) -> socket.socket:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+def _ask_one(dialer: Dialer, member: RankRecord, until: float) -> Answer:
     try:
-        sock.settimeout(max(0.001, until - time.monotonic()))
-        sock.connect(f"\0{name}")
-        if peer_uid(sock) not in (0, os.getuid()):
-            raise Unauthenticated("another user's process listens there")
-    except OSError:
-        sock.close()
-        raise
-    return sock
-
-
-def _connect_tcp(addr: str, port: int, until: float) -> socket.socket:
-    why = OSError(f"{addr} has no address")
-    addresses = connection.resolve(addr, port, until)
-    for place, (family, address) in enumerate(addresses):
-        now = time.monotonic()
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            sock.settimeout(max(0.001, (until - now) / (len(addresses) - place)))
-            sock.connect(address)
-            return sock
-        except OSError as error:
-            sock.close()
-            why = error
-    raise why
+        with dialer.dial(member, ASK, until) as sock:
+            (length,) = LENGTH.unpack(receive(sock, LENGTH.size, until))
+            said = json.loads(receive(sock, min(length, LONGEST), until))
+            return Answer(member, str(said["text"]), there=True, calls=dict(said["calls"]))
+    except Unreached as error:
+        if error.ended:
+            return Answer(member, " has ended, or has closed its context", gone=True)
+        return Answer(member, " does not answer")
+    except (OSError, ValueError, KeyError, TypeError):
+        return Answer(member, " does not answer")

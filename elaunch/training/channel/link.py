@@ -1,4 +1,25 @@
-"""A connection between two neighbours: frames both ways, descriptors too where it is a Unix socket.
+"""The messages between two neighbours, and the connection that carries them.
+
+After the handshake a connection carries frames, both ways::
+
+    4 bytes b"eln2", u8 kind, 3 bytes nothing, u32 length of the text, u64 length of the data
+    the text: JSON
+    the data
+
+=====  ==================================  =========================================================
+kind   text                                meaning
+=====  ==================================  =========================================================
+up     {"call": …, "entries": …}           the entries of the sender, or of all ranks below it
+down   {"call": …, "entries": …}           all ranks are there; here is what you lack of theirs
+piece  none                                the next bytes of the objects of the frame before
+abort  {"call": …, "error": …, …}          the call has failed; nothing comes after it
+bye    {}                                  the sender has closed its context
+=====  ==================================  =========================================================
+
+A call is ``[scope, number, name]``, an entry ``[rank, form, size]``: form ``object`` is an object's
+bytes (objects.py), ``error`` is why this rank could not send one. The bytes of all entries follow
+each other in pieces, so that an abort need not wait for the end of a large object; where they are
+few, in the data of the frame itself.
 
 A link never waits: what cannot be sent at once is kept, what comes is made into frames; mesh.py
 waits for all links together.
@@ -6,23 +27,255 @@ waits for all links together.
 
 from __future__ import annotations
 
-import array
-import os
+import json
+import mmap
 import select
 import socket
+import struct
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Final, Literal
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, Final, Literal, NamedTuple
 
-from elaunch.training.channel.frames import NO_CALL, BadFrame, Call, Encoded, Frame, Parser
-from elaunch.training.channel.members import RankRecord
+from elaunch.training.channel.meeting import RankRecord
+from elaunch.training.channel.objects import Bytes
+from elaunch.wire.stream import keep_alive
 
+MAGIC: Final = b"eln2"
+HEAD: Final = struct.Struct("<4sB3xIQ")
+Kind = Literal["up", "down", "piece", "abort", "bye"]
+KINDS: Final[tuple[Kind, ...]] = ("up", "down", "piece", "abort", "bye")
+LONGEST_TEXT: Final = 1 << 28
+LONGEST_DATA: Final = 1 << 36
+Form = Literal["object", "error"]
 CHUNK: Final = 65536
-MOST_FDS: Final = 200
-"""Descriptors in one sendmsg; the kernel takes 253."""
-_ROOM_FOR_FDS: Final = socket.CMSG_SPACE(256 * array.array("i").itemsize)
+PIECE: Final = 1 << 20
+AT_ONCE: Final = 64
+"""Buffers that one system call gets."""
+_FLAGS: Final = socket.MSG_NOSIGNAL
 READABLE: Final = select.POLLIN | select.POLLHUP | select.POLLERR | select.POLLNVAL
+
+
+class BadFrame(Exception):
+    """What came is no frame; the connection is of no more use."""
+
+
+class Call(NamedTuple):
+    """One call of one rank: ``number`` counts those of its scope (all, or local: the node's)."""
+
+    scope: str
+    number: int
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.name} #{self.number}"
+
+
+NO_CALL: Final = Call("all", 0, "")
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """What one rank gives to a call: ``parts`` one after the other are its ``size`` bytes."""
+
+    rank: int
+    form: Form
+    size: int
+    parts: tuple[Bytes, ...]
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One message."""
+
+    kind: Kind
+    text: dict[str, Any]
+    entries: list[Contribution] = field(default_factory=list)
+
+    @property
+    def call(self) -> Call:
+        """The call that this frame belongs to."""
+        return Call(*self.text.get("call", NO_CALL))
+
+
+Encoded = list[list[memoryview]]
+"""A frame as it goes out: blocks of bytes, between which another frame may be sent."""
+
+
+def encode(kind: Kind, text: dict[str, Any], entries: Sequence[Contribution] = ()) -> Encoded:
+    """Return a frame; its bytes may be the entries' own memory."""
+    if entries:
+        text = {**text, "entries": [(entry.rank, entry.form, entry.size) for entry in entries]}
+    line = json.dumps(text).encode()
+    parts = [part for entry in entries for part in entry.parts]
+    size = sum(entry.size for entry in entries)
+    if size < CHUNK:
+        head = HEAD.pack(MAGIC, KINDS.index(kind), len(line), size)
+        return [[memoryview(b"".join((head, line, *parts)))]]
+    first = memoryview(HEAD.pack(MAGIC, KINDS.index(kind), len(line), 0) + line)
+    return [[first], *_pieces(parts)]
+
+
+def _pieces(parts: Iterable[Bytes]) -> Iterator[list[memoryview]]:
+    piece: list[memoryview] = []
+    room = PIECE
+    for part in parts:
+        rest = memoryview(part)
+        while len(rest):
+            piece.append(rest[:room])
+            room -= len(piece[-1])
+            rest = rest[len(piece[-1]) :]
+            if not room:
+                yield [_piece_head(PIECE), *piece]
+                piece, room = [], PIECE
+    if piece:
+        yield [_piece_head(PIECE - room), *piece]
+
+
+def _piece_head(size: int) -> memoryview:
+    return memoryview(HEAD.pack(MAGIC, KINDS.index("piece"), 0, size))
+
+
+class Parser:
+    """Makes frames of the bytes of one connection; every object gets memory of its own."""
+
+    def __init__(self) -> None:
+        self._received = bytearray()
+        self._frame: Frame | None = None
+        """The frame whose objects are under way; ``_room`` is where the rest of them goes."""
+        self._room: deque[memoryview] = deque()
+        self._missing = 0
+        self._left = 0
+        """Bytes of the objects that come before the next head; of that, ``_wanted`` come next."""
+        self._wanted = HEAD.size
+
+    def receive(self, sock: socket.socket) -> list[Frame] | None:
+        """Read what ``sock`` has; return the frames complete by it, None at its end.
+
+        Raises OSError, BadFrame.
+        """
+        if self._left:
+            room = islice(self._room, AT_ONCE)
+            count = sock.recvmsg_into(list(_clipped(room, self._left)))[0]
+            self._filled(count)
+        else:
+            # While objects are under way no byte of theirs, so that they are read into their place.
+            chunk = sock.recv(min(self._wanted, CHUNK) if self._frame else CHUNK)
+            count = len(chunk)
+            self._received += chunk
+        return self._parse() if count else None
+
+    def feed(self, data: Bytes) -> list[Frame]:
+        """Take what was received; return the frames complete by it; raises BadFrame."""
+        self._received += data
+        return self._parse()
+
+    def _parse(self) -> list[Frame]:
+        done: list[Frame] = []
+        while True:
+            self._place()
+            if self._frame is not None and not self._missing:
+                done.append(self._frame)
+                self._frame = None
+            if self._left or not self._begin(done):
+                return done
+
+    def _place(self) -> None:
+        """Put what was received of the objects where it belongs."""
+        while self._left and self._received:
+            count = min(self._left, len(self._room[0]), len(self._received))
+            self._room[0][:count] = self._received[:count]
+            del self._received[:count]
+            self._filled(count)
+
+    def _filled(self, count: int) -> None:
+        _advance(self._room, count)
+        self._left -= count
+        self._missing -= count
+
+    def _begin(self, done: list[Frame]) -> bool:
+        """Take the next head and text, if they are complete."""
+        length = size = 0
+        if len(self._received) >= HEAD.size:
+            magic, number, length, size = HEAD.unpack_from(self._received)
+            if magic != MAGIC or number >= len(KINDS) or length > LONGEST_TEXT:
+                raise BadFrame("what comes is no frame of elaunch")
+        whole = HEAD.size + length
+        self._wanted = whole - len(self._received)
+        if self._wanted > 0:
+            return False
+        if KINDS[number] != "piece":
+            self._open(KINDS[number], bytes(self._received[HEAD.size : whole]), done)
+        if size > self._missing:
+            raise BadFrame("a neighbour sends more bytes than it has announced")
+        del self._received[:whole]
+        self._left = size
+        return True
+
+    def _open(self, kind: Kind, line: bytes, done: list[Frame]) -> None:
+        text = _text(line)
+        sizes = [size for _, _, size in text.get("entries", ())]
+        if not sizes:
+            done.append(Frame(kind, text))
+            return
+        if self._frame is not None or sum(sizes) > LONGEST_DATA:
+            raise BadFrame("a neighbour begins a frame where none can be")
+        room = [_memory(size) for size in sizes]
+        entries = zip(text["entries"], room, strict=True)
+        self._frame = Frame(
+            kind,
+            text,
+            [Contribution(rank, form, size, (data,)) for (rank, form, size), data in entries],
+        )
+        self._room.extend(filter(len, room))
+        self._missing = sum(sizes)
+
+
+def _text(line: bytes) -> dict[str, Any]:
+    """Return a frame's text; its entries are what :func:`encode` writes, or BadFrame."""
+    try:
+        said: Any = json.loads(line)
+    except ValueError:
+        raise BadFrame("a frame's text is no JSON") from None
+    if isinstance(said, dict):
+        entries = said.get("entries", [])
+        if isinstance(entries, list) and all(map(_is_entry, entries)):
+            return said
+    raise BadFrame("a frame's text lacks fields")
+
+
+def _is_entry(row: object) -> bool:
+    match row:
+        case [int(), "object" | "error", int(size)]:
+            return size >= 0
+    return False
+
+
+def _memory(size: int) -> memoryview:
+    """Return memory for one object; that of a large one costs nothing until its bytes come."""
+    if size < CHUNK:
+        return memoryview(bytearray(size))
+    return memoryview(mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+
+
+def _clipped(buffers: Iterable[memoryview], size: int) -> Iterator[memoryview]:
+    """Yield the first ``size`` bytes of the buffers."""
+    for buffer in buffers:
+        if size <= 0:
+            return
+        yield buffer[:size]
+        size -= len(buffer)
+
+
+def _advance(buffers: deque[memoryview], count: int) -> None:
+    """Drop the first ``count`` bytes of the buffers."""
+    while count:
+        first = buffers.popleft()
+        if count < len(first):
+            buffers.appendleft(first[count:])
+            return
+        count -= len(first)
 
 
 @dataclass(frozen=True)
@@ -49,11 +302,12 @@ class Link:
         self.inbox: deque[Frame] = deque()
         self.end: End | None = None
         self._sock = sock
-        self._unix = sock.family == socket.AF_UNIX
-        self._out: deque[tuple[memoryview, tuple[int, ...]]] = deque()
-        self._heard = NO_CALL
-        self._parser = Parser(self._take)
-        if not self._unix:
+        self._out: deque[deque[memoryview]] = deque()
+        self._begun = False
+        """Whether a part of the first block is sent."""
+        self._last_call = NO_CALL
+        self._parser = Parser()
+        if sock.family != socket.AF_UNIX:
             keep_alive(sock)
 
     @property
@@ -67,53 +321,50 @@ class Link:
 
     def mask(self) -> int:
         """Return the events to poll for."""
-        if self.end is not None:
+        if self.end is not None and self.end.how != "abort":
             return 0
-        return select.POLLIN | (select.POLLOUT if self._out else 0)
+        reads = select.POLLIN if self.end is None else 0
+        return reads | (select.POLLOUT if self._out else 0)
 
     def send(self, frame: Encoded) -> None:
-        """Send what goes at once and keep the rest; the descriptors must stay open so long."""
-        parts = [memoryview(part) for part in frame.parts]
-        for start in range(0, len(frame.fds), MOST_FDS):
-            batch = frame.fds[start : start + MOST_FDS]
-            self._out.append((parts[0][:1], batch))
-            parts[0] = parts[0][1:]
-        self._out.extend((part, ()) for part in parts if len(part))
+        """Send what goes at once and keep the rest; its memory must stay as it is so long."""
+        self._out.extend(map(deque, frame))
         self._flush()
 
     def ready(self, events: int) -> None:
         """Do what the events allow."""
-        if events & select.POLLOUT:
+        if self._out:
             self._flush()
         if events & READABLE and self.end is None:
             self._receive()
 
-    def hang_up(self, last: Encoded) -> None:
-        """Send the last frame if that goes at once, and nothing more."""
+    def send_last(self, frame: Encoded) -> None:
+        """Send the last frame after the block that is under way, instead of the others."""
+        while len(self._out) > self._begun:
+            self._out.pop()
         if self.end is None or self.end.how == "abort":
-            self.send(last)
+            self.send(frame)
+
+    def hang_up(self) -> None:
+        """Send nothing more."""
+        self._out.clear()
         try:
             self._sock.shutdown(socket.SHUT_WR)
         except OSError:
             return  # the other side was quicker
 
     def close(self) -> None:
-        """Free the descriptors; send nothing."""
+        """Free the descriptor; send nothing."""
         self._sock.close()
-        for frame in self.inbox:
-            close_all(frame.fds)
-        close_all(self._parser.fds)
         self.inbox.clear()
-        self._parser.fds.clear()
 
     def _flush(self) -> None:
         try:
             while self._out:
-                data, fds = self._out[0]
-                sent = self._send(data, fds)
-                if sent < len(data):
-                    self._out[0] = (data[sent:], ())
-                else:
+                block = self._out[0]
+                _advance(block, self._sock.sendmsg(list(islice(block, AT_ONCE)), (), _FLAGS))
+                self._begun = bool(block)
+                if not block:
                     self._out.popleft()
         except BlockingIOError:
             return
@@ -122,39 +373,30 @@ class Link:
             self._receive_rest()
             self._lost(error)
 
-    def _send(self, data: memoryview, fds: tuple[int, ...]) -> int:
-        if fds:
-            rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))
-            return self._sock.sendmsg([data], [rights], socket.MSG_NOSIGNAL)
-        return self._sock.send(data, socket.MSG_NOSIGNAL)
-
-    def _receive(self) -> None:
+    def _receive(self) -> bool:
+        """Read once; return whether anything came."""
         try:
-            if self._unix:
-                chunk, fds, _, _ = receive_fds(self._sock)
-                self._parser.fds += fds
-            else:
-                chunk = self._sock.recv(CHUNK)
-            self._parser.feed(chunk)
+            frames = self._parser.receive(self._sock)
         except BlockingIOError:
-            return
+            return False
         except (OSError, BadFrame) as error:
             self._lost(error)
-            return
-        if not chunk:
+            return False
+        if frames is None:
             self._lost(None)
+            return False
+        for frame in frames:
+            self._take(frame)
+        return True
 
     def _receive_rest(self) -> None:
         """Read what came before the other side went: it may hold the reason."""
-        while self.end is None:
-            before = len(self.inbox)
-            self._receive()
-            if len(self.inbox) == before:
-                return
+        while self.end is None and self._receive():
+            continue
 
     def _take(self, frame: Frame) -> None:
         if frame.kind in ("up", "down"):
-            self._heard = frame.call
+            self._last_call = frame.call
             self.inbox.append(frame)
         elif frame.kind == "bye":
             self.end = End("bye", f"{self.peer} has closed its context{self._so_far()}", self._it)
@@ -178,35 +420,5 @@ class Link:
         return (self.peer.rank,)
 
     def _so_far(self) -> str:
-        return f"; it was last heard of in {self._heard}" if self._heard.number else ""
-
-
-def receive_fds(sock: socket.socket) -> tuple[bytes, list[int], int, object]:
-    """Receive bytes and descriptors; as socket.recv_fds, but no descriptor is ever inheritable."""
-    chunk, ancillary, flags, address = sock.recvmsg(
-        CHUNK, _ROOM_FOR_FDS, getattr(socket, "MSG_CMSG_CLOEXEC", 0x40000000)
-    )
-    fds = array.array("i")
-    for level, kind, data in ancillary:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
-    return chunk, list(fds), flags, address
-
-
-def keep_alive(sock: socket.socket) -> None:
-    """Have the kernel notice, within a minute, that the other machine is gone.
-
-    Where something is under way to it the deadline of the call has to do: TCP_USER_TIMEOUT would
-    also end the connection to a rank that computes for long and so does not read.
-    """
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 20)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 6)
-
-
-def close_all(fds: Iterable[int]) -> None:
-    """Close descriptors."""
-    for fd in fds:
-        os.close(fd)
+        last = self._last_call
+        return f"; it was last heard of in {last}" if last.number else ""

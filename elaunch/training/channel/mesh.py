@@ -10,17 +10,16 @@ from collections.abc import Collection, Iterable
 from typing import Final, Protocol
 
 from elaunch.errors import CollectiveTimeout, PeerLost
-from elaunch.training.channel import inquiry
-from elaunch.training.channel.dial import Dialer, Unreached
-from elaunch.training.channel.frames import Call, Encoded
-from elaunch.training.channel.link import End, Link
+from elaunch.training.channel.dial import Dialer, Unreached, ask
+from elaunch.training.channel.link import Call, Encoded, End, Link
 from elaunch.training.channel.listener import Listener
-from elaunch.training.channel.members import Layout, RankRecord
-from elaunch.training.channel.streams import Inflow, Outflow, RegionStream
-from elaunch.wire.handshake import LINK
+from elaunch.training.channel.meeting import Layout, RankRecord
+from elaunch.wire.stream import LINK
 
 SETTLE_S: Final = 0.25
 """Seconds in which another neighbour may report why one is gone."""
+HANG_UP_S: Final = 1.0
+"""Seconds for what is under way to neighbours when this rank hangs up."""
 PROBE_S: Final = 1.0
 """Seconds between looks whether a rank whose connection is awaited still lives."""
 
@@ -38,7 +37,7 @@ class Broken(Exception):
 
 
 class Party(Protocol):
-    """What the mesh polls: links, streams, the listener."""
+    """What the mesh polls: links and the listener."""
 
     def fileno(self) -> int:
         """Return the descriptor to poll."""
@@ -60,7 +59,6 @@ class Mesh:
         self.links: dict[int, Link] = {}
         self._dialer = dialer
         self._listener = listener
-        self._streams: dict[tuple[bytes, int, type[RegionStream]], RegionStream] = {}
         self._poller = select.poll()
         self._parties: dict[int, Party] = {}
         self._masks: dict[int, int] = {}
@@ -74,7 +72,7 @@ class Mesh:
             if above is not None:
                 self._add(self._dialer.dial(above, LINK, until), above)
             for member in (*layout.local, *layout.below):
-                self._add(self._accepted(LINK, member, until), member)
+                self._add(self._accepted(member, until), member)
         except Expired:
             late = [m for m in (*layout.local, *layout.below) if m.rank not in self.links]
             names = ", ".join(map(str, late))
@@ -114,44 +112,6 @@ class Mesh:
                 if isinstance(party, Link) and party.inbox:
                     waiting.discard(party)
 
-    def flow(self, call: Call, streams: Collection[RegionStream], until: float) -> None:
-        """Return when all regions of the streams are through; or Broken, Expired."""
-        try:
-            while not all(stream.done for stream in streams):
-                for stream in streams:
-                    self._watch(stream)
-                self._check(streams)
-                self._check_aborts(call)
-                self._poll(until)
-        finally:
-            for stream in streams:
-                stream.regions.clear()
-                self._watch(stream)
-
-    def inflow(self, purpose: bytes, member: RankRecord, until: float, call: Call) -> Inflow:
-        """Return the stream from ``member``, which connects when there is none yet.
-
-        Broken if a neighbour reports meanwhile that ``call`` has failed.
-        """
-        found = self._streams.get((purpose, member.rank, Inflow))
-        if found is None:
-            found = Inflow(self._accepted(purpose, member, until, call), member)
-            self._streams[purpose, member.rank, Inflow] = found
-        assert isinstance(found, Inflow)
-        return found
-
-    def outflow(self, purpose: bytes, member: RankRecord, until: float) -> Outflow:
-        """Return the stream to ``member``; connects when there is none yet."""
-        found = self._streams.get((purpose, member.rank, Outflow))
-        if found is None:
-            try:
-                sock = self._dialer.dial(member, purpose, until)
-            except Unreached as error:
-                raise Broken(End("lost", str(error), (member.rank,))) from None
-            found = self._streams[purpose, member.rank, Outflow] = Outflow(sock, member)
-        assert isinstance(found, Outflow)
-        return found
-
     def settle(self, seconds: float) -> End | None:
         """Wait until a neighbour reports why its call has failed; None if none does in time."""
         until = time.monotonic() + seconds
@@ -166,18 +126,23 @@ class Mesh:
                 return None
 
     def hang_up(self, last: Encoded) -> None:
-        """Send ``last`` to every neighbour that takes it at once, and nothing more ever."""
-        for link in self.links.values():
-            link.hang_up(last)
+        """Send ``last`` to every neighbour that takes it within a moment, and nothing more ever."""
+        links = self.links.values()
+        for link in links:
+            link.send_last(last)
+            self._watch(link)
+        until = time.monotonic() + HANG_UP_S
+        while any(link.sending for link in links) and time.monotonic() < until:
+            self._serve(until)
+        for link in links:
+            link.hang_up()
+            self._watch(link)
 
     def close(self) -> None:
         """Free every descriptor; may be called twice."""
         for link in self.links.values():
             link.close()
-        for stream in self._streams.values():
-            stream.close()
         self.links.clear()
-        self._streams.clear()
         self._parties.clear()
         self._masks.clear()
 
@@ -185,14 +150,10 @@ class Mesh:
         link = self.links[member.rank] = Link(sock, member)
         self._watch(link)
 
-    def _accepted(
-        self, purpose: bytes, member: RankRecord, until: float, call: Call | None = None
-    ) -> socket.socket:
+    def _accepted(self, member: RankRecord, until: float) -> socket.socket:
         """Return the connection that ``member`` makes; it is looked after while it is awaited."""
         probe = time.monotonic() + PROBE_S
-        while (sock := self._listener.take(purpose, member.rank)) is None:
-            if call is not None:
-                self._check_aborts(call)
+        while (sock := self._listener.take(member.rank)) is None:
             try:
                 self._poll(min(probe, until))
             except Expired:
@@ -204,11 +165,11 @@ class Mesh:
         return sock
 
     def _probe(self, member: RankRecord, until: float) -> None:
-        (answer,) = inquiry.ask(self._dialer, [member], until)
+        (answer,) = ask(self._dialer, [member], until)
         if answer.gone:
             raise Broken(self._first_cause(End("lost", str(answer), (member.rank,))))
 
-    def _check(self, neighbours: Iterable[Link | RegionStream]) -> None:
+    def _check(self, neighbours: Iterable[Link]) -> None:
         for neighbour in neighbours:
             if neighbour.end is not None:
                 raise Broken(self._first_cause(neighbour.end))
@@ -225,18 +186,22 @@ class Mesh:
         return self.settle(SETTLE_S) or end
 
     def _poll(self, until: float) -> list[Party]:
-        left = until - time.monotonic()
-        wait_ms = math.ceil(1000 * min(max(left, 0.0), 3600.0))
+        touched = self._serve(until)
+        if self.stopped:
+            raise Broken(End("bye", f"{self.layout.me} closed its context meanwhile", ()))
+        if not touched and time.monotonic() >= until:
+            raise Expired
+        return touched
+
+    def _serve(self, until: float) -> list[Party]:
+        """Do what the next events allow; return those that had one, none if it is too late."""
+        wait_ms = math.ceil(1000 * min(max(until - time.monotonic(), 0.0), 3600.0))
         touched = []
         for fd, events in self._poller.poll(wait_ms):
             party = self._parties[fd]
             party.ready(events)
             self._watch(party)
             touched.append(party)
-        if self.stopped:
-            raise Broken(End("bye", f"{self.layout.me} closed its context meanwhile", ()))
-        if not touched and left <= 0:
-            raise Expired
         return touched
 
     def _watch(self, party: Party) -> None:

@@ -14,8 +14,8 @@ from elaunch.agent.peers.messages import PeerConnection, Undelivered
 from elaunch.agent.peers.peers import Peer, Peers
 from elaunch.checkpoint.records import Part, Stage
 from elaunch.errors import SaveError
-from elaunch.wire.handshake import COURIER, HELLO, OPENING, REPLY, Caller, Unauthenticated, call_up
 from elaunch.wire.saver import Handed
+from elaunch.wire.stream import COURIER, HELLO, OPENING, REPLY, Caller, Unauthenticated, call_up
 from tests.agent.courierrig import HERE, couriers, tell
 
 STAGE = Stage(120, 3, "abc")
