@@ -9,6 +9,10 @@ from elaunch.monitor.amounts import duration
 from elaunch.run.record import ProgressRecord, Record, WorkerProgressRecord
 
 BY: Final[Mapping[str, str]] = {"script": "by the script"}
+NOTHING_YET: Final[Mapping[str, str]] = {
+    "script": "none is known: the script has reported nothing yet",
+    "log lines": "none is known: no line has matched --progress-regex yet",
+}
 
 
 def facts(record: Record, live: bool) -> Iterator[tuple[str, str]]:
@@ -18,7 +22,10 @@ def facts(record: Record, live: bool) -> Iterator[tuple[str, str]]:
         return
     by = BY.get(progress["source"], f"by {progress['source']}")
     how_far = ", ".join(_how_far(progress))
-    yield "progress", f"{how_far} ({by})" if how_far else f"no step is known; watched {by}"
+    text = f"{how_far} ({by})" if how_far else f"no step is known; watched {by}"
+    if all(worker["silent_s"] is None for worker in progress["workers"]) and not how_far:
+        text = NOTHING_YET.get(progress["source"], text)
+    yield "progress", text
     for text in dict.fromkeys(worker["status"] for worker in progress["workers"]):
         if text:
             yield "status", text

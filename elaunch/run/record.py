@@ -139,8 +139,8 @@ class WorkerProgressRecord(TypedDict):
 class ProgressRecord(TypedDict):
     """How far the workers of the round are, and the source of that.
 
-    ``source`` is ``script``, ``log lines``, ``checkpoints`` or ``CPU time``; ``limit_s`` is how
-    long nothing may move at present (None: not watched, or, if ``learning``, not learned yet).
+    ``source`` is ``script`` or ``log lines``; ``limit_s`` is how long nothing may move at present
+    (None: not watched, or, if ``learning``, not learned yet).
     """
 
     source: str

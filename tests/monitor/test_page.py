@@ -164,7 +164,10 @@ def test_how_far_the_workers_are(tmp_path: Path) -> None:
     [
         ("log lines", {"step": 1}, "1 step (by log lines)"),
         ("checkpoints", {"step": 400}, "400 steps (by checkpoints)"),
-        ("CPU time", {}, "no step is known; watched by CPU time"),
+        ("CPU time", {}, "no step is known; watched by CPU time"),  # of the version before
+        ("script", {}, "none is known: the script has reported nothing yet"),
+        ("script", {"silent_s": 1.0}, "no step is known; watched by the script"),
+        ("log lines", {}, "none is known: no line has matched --progress-regex yet"),
     ],
 )
 def test_which_source_is_in_use(

@@ -15,16 +15,11 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
-Source = Literal["script", "log lines", "checkpoints", "CPU time"]
+Source = Literal["script", "log lines"]
 
 LEARNED: Final = 10
 FACTOR: Final = 5.0
-LEAST: Final[Mapping[Source, float]] = {
-    "script": 30.0,
-    "log lines": 30.0,
-    "checkpoints": 30.0,
-    "CPU time": 300.0,  # it shows little: a script may well wait for a file system that long
-}
+LEAST: Final = 30.0
 
 
 @dataclass(frozen=True)
@@ -48,14 +43,15 @@ class Mark:
 class Look:
     """All living workers at one moment; ``marks`` by rank, None: nothing is seen of it.
 
-    ``least`` is what the source itself sets as the shortest limit that makes sense.
+    ``expected`` says that the source is known to show this script's progress: then a round in which
+    it shows none hangs at its start.
     """
 
     at: float
     source: Source
     marks: Mapping[int, Mark | None]
     held: bool = False
-    least: float = 0.0
+    expected: bool = True
 
 
 @dataclass(frozen=True)
@@ -92,7 +88,7 @@ class RoundHistory:
     source: Source = "script"
     at: float | None = None
     waited: float = 0.0
-    least: float = 0.0
+    expected: bool = True
     everyone: tuple[int, ...] = ()
     ranks: Mapping[int, Watched] = field(default_factory=dict)
     rhythms: Mapping[Source, Rhythm] = field(default_factory=dict)
@@ -132,7 +128,7 @@ def advance(history: RoundHistory, look: Look, longest_tick: float) -> RoundHist
     made = replace(
         history,
         at=look.at,
-        least=look.least,
+        expected=look.expected,
         everyone=tuple(sorted(look.marks)),
         ranks=ranks,
         rhythms={**history.rhythms, look.source: rhythm},
@@ -163,8 +159,8 @@ def _paused(before: Watched, mark: Mark) -> bool:
 def limit(history: RoundHistory, asked: float | Literal["auto"]) -> float | None:
     """Return the seconds that ``--hang-timeout`` comes to at present; None: not learned yet."""
     if asked != "auto":
-        return max(asked, history.least)
+        return asked
     rhythm = history.rhythms.get(history.source, Rhythm())
     if min((rhythm.pauses.get(rank, 0) for rank in history.ranks), default=0) < LEARNED:
         return None
-    return max(LEAST[history.source], FACTOR * rhythm.longest, history.least)
+    return max(LEAST, FACTOR * rhythm.longest)

@@ -6,7 +6,8 @@ a worker                            may show no progress for
 outside of a section                the limit (``--hang-timeout``)
 in a section with a timeout         until the section's deadline
 in a section without one            LENIENT times the limit
-before its first progress           LENIENT times the limit: imports, compilation, first batches
+before its first progress           LENIENT times the limit: imports, compilation, first batches;
+                                    any time where this run has not shown progress before
 while another is in a section       as long as that may last: it may be waiting for it
 of which nothing was ever seen      as long as others make progress: it does not take part
 ==================================  ==============================================================
@@ -26,8 +27,6 @@ from elaunch.agent.hangs.history import RoundHistory, Source, Watched
 LENIENT: Final = 10.0
 LATEST: Final = 1.5
 """So many times its limit late, a worker is judged also if it is not clear whether others go on."""
-SHARED: Final[tuple[Source, ...]] = ("checkpoints", "CPU time")
-"""Sources that show the round as a whole: a worker that stands still may wait for another."""
 _MADE: Final = ("made no progress", "made progress")
 _LEFT: Final = ("not left", "left")
 """What ranks have not done; what no rank has done."""
@@ -56,7 +55,7 @@ def judge(history: RoundHistory, limit: float | None) -> HangVerdict | None:
     if limit is None:
         return None
     if not history.begun:
-        return _never_begun(history, LENIENT * limit)
+        return _never_begun(history, LENIENT * limit) if history.expected else None
     late = [rank for rank, watched in history.ranks.items() if _lateness(watched, limit) > 1]
     if not late or not _is_clear(history, late, limit):
         return None
@@ -68,8 +67,6 @@ def judge(history: RoundHistory, limit: float | None) -> HangVerdict | None:
 def _is_clear(history: RoundHistory, late: Sequence[int], limit: float) -> bool:
     """Whether the others go on, or stand still as well: who stops with them is not late yet."""
     others = [watched for rank, watched in history.ranks.items() if rank not in late]
-    if history.source in SHARED:
-        return not others
     between = any(_lateness(watched, limit) >= 0.5 for watched in others)
     return not between or max(_lateness(history.ranks[r], limit) for r in late) > LATEST
 
@@ -96,8 +93,6 @@ def _overdue(watched: Watched) -> bool:
 
 def _lowest_steps(history: RoundHistory) -> list[int]:
     """Return the ranks with the fewest steps, if all stand still; [] where that is not known."""
-    if history.source in SHARED:
-        return []
     steps = {r: w.mark.step for r, w in history.ranks.items() if w.mark.step is not None}
     lowest = min(steps.values(), default=0)
     behind = [rank for rank, step in steps.items() if step == lowest]
@@ -161,10 +156,6 @@ def _where(history: RoundHistory, named: Sequence[int]) -> str:
         told.append(f"in {_sections(history, inside)}")
     if history.source == "log lines":
         told.append("no line matches --progress-regex")
-    elif history.source == "checkpoints":
-        told.append("no checkpoint was written")
-    elif history.source == "CPU time":
-        told.append("none has used the CPU")
     others = _steps(history, [rank for rank in watched if rank not in named]) if named else ""
     text = ", ".join(told)
     return f"{text}; the others are at {others}" if others else text

@@ -33,6 +33,8 @@ class ProgressLines:
         self._pattern = re.compile(pattern)
         self._lock = threading.Lock()
         self._marks: dict[int, LineMark] = {}
+        self.ever = False
+        """Whether any line of this run has matched."""
 
     def begin(self) -> None:
         """Forget the lines of the round before."""
@@ -70,6 +72,7 @@ class ProgressLines:
             before = self._marks.get(local_rank)
             count = 1 if before is None else before.count + 1
             known = step if step is not None or before is None else before.step
+            self.ever = True
             self._marks[local_rank] = LineMark(count, known, time.monotonic())
 
 

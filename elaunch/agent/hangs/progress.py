@@ -1,19 +1,18 @@
-"""How far the workers of a round are, from the first source that shows anything.
+"""How far the workers of a round are, by what their script shows of it.
 
 ============  ==================================================  =================================
 source        used when                                           a worker's progress
 ============  ==================================================  =================================
 script        the script reports something by itself: a step, a   its page (elaunch.wire.progress):
-              section, or more than SILENT heartbeats             any call of the script API
+              section, or more than SILENT heartbeats; and        any call of the script API
+              where no pattern is given
 log lines     ``--progress-regex`` is given                       a line that matches
-checkpoints   ``--checkpoint-dir`` is given, and twice in this    a checkpoint is written (by any)
-              run a new one has come
-CPU time      otherwise                                           its process tree uses the CPU
 ============  ==================================================  =================================
 
 A script that only calls ``elaunch.init()`` is not judged by what it never reports, nor are the
 ranks of one that reports on rank 0 only. Once a script has reported, its next rounds are watched by
-that from the first moment, until all have detached.
+that from the first moment, until all have detached. What a process does beyond that (its use of the
+CPU, files that it writes) is no sign of progress: a rank that hangs in a collective computes.
 """
 
 from __future__ import annotations
@@ -24,8 +23,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from elaunch.agent.hangs.checkpoints import CheckpointGrowth
-from elaunch.agent.hangs.cputime import Used, tree_seconds
 from elaunch.agent.hangs.history import Look, Mark, Source
 from elaunch.agent.hangs.loglines import LineMark, ProgressLines
 from elaunch.agent.policy import events
@@ -34,23 +31,22 @@ from elaunch.wire.progress import Reading
 
 SILENT: Final = 3
 """Heartbeats that elaunch.init() makes by itself, and a few more."""
-BETWEEN_SAVES: Final = 3.0
-"""A pause between checkpoints may be so many times the longest that was seen."""
 
 Readings = Callable[[], Mapping[int, Reading]]
 
 
 @dataclass(frozen=True)
 class ProgressSources:
-    """Where progress is read from: the workers' pages, their lines, their checkpoints.
+    """Where progress is read from: the workers' pages, their lines.
 
-    ``left`` are the last pages of workers that are not attached any more.
+    ``left`` are the last pages of workers that are not attached any more. ``alone`` says that no
+    other node takes part: then lines that match come from here, or from nowhere.
     """
 
     readings: Readings
     left: Readings
     lines: ProgressLines | None = None
-    growth: CheckpointGrowth | None = None
+    alone: bool = True
 
 
 class RoundProgress:
@@ -67,7 +63,6 @@ class RoundProgress:
         self._first_rank = 0
         self._pids: dict[int, int] = {}
         self._held = False
-        self._used: dict[int, Used] = {}
         self._source: Source | None = None
         self._speaks = False
         self._seen_pages = False
@@ -80,7 +75,7 @@ class RoundProgress:
             self._sources.lines.begin()
         with self._lock:
             self._first_rank = first_rank
-            self._pids, self._used, self._held = {}, {}, False
+            self._pids, self._held = {}, False
             self._seen_pages, self._first_beats, self._speakers = False, {}, set()
 
     def hear(self, event: events.Event) -> None:
@@ -107,13 +102,10 @@ class RoundProgress:
                 return None
             self._note(readings)
             self._source = source = self._choose(readings)
+            expected = self._expects(source, readings)
             pids, held, first = dict(self._pids), self._held, self._first_rank
-        growth = self._sources.growth
-        if growth is not None:
-            growth.wanted = source in ("checkpoints", "CPU time")
         marks = self._marks(source, pids, readings)
-        least = BETWEEN_SAVES * growth.pace.pause if growth and source == "checkpoints" else 0.0
-        return Look(now, source, {first + k: mark for k, mark in marks.items()}, held, least)
+        return Look(now, source, {first + k: mark for k, mark in marks.items()}, held, expected)
 
     def _note(self, readings: Mapping[int, Reading]) -> None:
         for local_rank, reading in readings.items():
@@ -124,12 +116,20 @@ class RoundProgress:
         self._seen_pages = self._seen_pages or bool(readings)
 
     def _choose(self, readings: Mapping[int, Reading]) -> Source:
-        growth = self._sources.growth
-        if self._speaks and (readings or not self._seen_pages):
+        if self._reports(readings) or self._sources.lines is None:
             return "script"
-        if self._sources.lines is not None:
-            return "log lines"
-        return "checkpoints" if growth is not None and growth.pace.known else "CPU time"
+        return "log lines"
+
+    def _reports(self, readings: Mapping[int, Reading]) -> bool:
+        """Whether the script has reported in this run, and has not detached from this round."""
+        return self._speaks and bool(readings or not self._seen_pages)
+
+    def _expects(self, source: Source, readings: Mapping[int, Reading]) -> bool:
+        """Whether a source that shows nothing means that there is no progress."""
+        lines = self._sources.lines
+        if source == "script" or lines is None:
+            return self._reports(readings)
+        return self._sources.alone or lines.ever
 
     def _marks(
         self, source: Source, pids: Mapping[int, int], readings: Mapping[int, Reading]
@@ -137,21 +137,8 @@ class RoundProgress:
         if source == "script":
             heard = self._speakers & readings.keys()
             return {k: _of_page(readings[k]) if k in heard else None for k in pids}
-        if source == "log lines" and self._sources.lines is not None:
-            found = self._sources.lines.marks()
-            return {k: _of_lines(found[k]) if k in found else None for k in pids}
-        if source == "checkpoints" and self._sources.growth is not None:
-            held = self._sources.growth.pace.growth
-            step = None if held is None else held.step
-            return dict.fromkeys(pids, Mark(held, True, step))
-        return {k: Mark(self._measure(k, pid)) for k, pid in pids.items()}
-
-    def _measure(self, local_rank: int, pid: int) -> int:
-        seconds, now = tree_seconds(pid), time.monotonic()
-        before = self._used.get(local_rank)
-        used = Used(0, seconds, now) if before is None else before.again(seconds, now)
-        self._used[local_rank] = used
-        return used.count
+        found = {} if self._sources.lines is None else self._sources.lines.marks()
+        return {k: _of_lines(found[k]) if k in found else None for k in pids}
 
     def record(self) -> ProgressRecord | None:
         """Return what the run's record says of progress now; None if nothing is known."""
@@ -170,10 +157,6 @@ class RoundProgress:
             source = "script" if pages else "log lines"
         now = time.monotonic()
         workers = [_worker(first, k, pages.get(k), marks.get(k), now) for k in living]
-        if source == "checkpoints" and self._sources.growth is not None:
-            held = self._sources.growth.pace.growth
-            for worker in workers:
-                worker["step"] = None if held is None else held.step
         return {"source": source, "limit_s": None, "learning": False, "workers": workers}
 
 

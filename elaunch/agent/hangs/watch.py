@@ -1,18 +1,15 @@
 """Everything of the agent that has to do with hangs, as the loop sees it.
 
-Progress is followed for ``elaunch status`` also where ``--hang-timeout`` is off; the watchdog and
-the thread that looks at checkpoints are there only with it.
+Progress is followed for ``elaunch status`` also where ``--hang-timeout`` is off; the watchdog is
+there only with it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Final
 
 from elaunch.agent.hangs import stacks
-from elaunch.agent.hangs.checkpoints import CheckpointGrowth
 from elaunch.agent.hangs.loglines import ProgressLines
 from elaunch.agent.hangs.progress import ProgressSources, RoundProgress
 from elaunch.agent.hangs.watchdog import Watchdog
@@ -22,10 +19,6 @@ from elaunch.agent.workers.group import WorkerGroup
 from elaunch.agent.workers.links import WorkerLinks
 from elaunch.config import Settings
 from elaunch.run.record import ProgressRecord
-
-GROWTH_LOOKS: Final = 10
-"""How often checkpoints are looked at within ``--hang-timeout``."""
-GROWTH_LONGEST_S: Final = 30.0
 
 
 @dataclass(frozen=True)
@@ -45,28 +38,23 @@ class HangWatch:
         settings = plan.settings
         self._post = plan.post
         self._group = group
-        self._growth = _growth(settings)
-        sources = ProgressSources(plan.links.readings, plan.links.left, plan.lines, self._growth)
+        several = settings.rendezvous is not None
+        sources = ProgressSources(plan.links.readings, plan.links.left, plan.lines, not several)
         self._progress = RoundProgress(sources, watched=settings.hang_timeout is not None)
         self._watchdog: Watchdog | None = None
         if settings.hang_timeout is not None:
-            several = settings.rendezvous is not None
             look = self._progress.look
             self._watchdog = Watchdog(settings.hang_timeout, look, self._tell, several)
 
     def start(self) -> None:
         """Begin to watch."""
-        if self._growth is not None:
-            self._growth.start()
         if self._watchdog is not None:
             self._watchdog.start()
 
     def close(self) -> None:
-        """End the threads."""
+        """End the thread."""
         if self._watchdog is not None:
             self._watchdog.close()
-        if self._growth is not None:
-            self._growth.close()
 
     def begin(self, begun: Round) -> None:
         """Watch the next round; its workers are about to start."""
@@ -98,13 +86,3 @@ class HangWatch:
             limit = self._watchdog.limit
             found["limit_s"], found["learning"] = limit.seconds, limit.learning
         return found
-
-
-def _growth(settings: Settings) -> CheckpointGrowth | None:
-    asked, root = settings.hang_timeout, settings.checkpoint_dir
-    if asked is None or not isinstance(root, Path):
-        return None
-    interval = GROWTH_LONGEST_S
-    if asked != "auto":
-        interval = min(asked / GROWTH_LOOKS, GROWTH_LONGEST_S)
-    return CheckpointGrowth(root, settings.checkpoint_glob, interval)

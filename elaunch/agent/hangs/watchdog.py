@@ -10,12 +10,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from elaunch.agent.hangs.history import Look, RoundHistory, advance, limit
-from elaunch.agent.hangs.judge import HangVerdict, judge, last_words
+from elaunch.agent.hangs.history import LEAST, Look, RoundHistory, Source, advance, limit
+from elaunch.agent.hangs.judge import LENIENT, HangVerdict, judge, last_words
 from elaunch.agent.policy import events
 
 SHARE: Final = 20
@@ -26,6 +26,13 @@ LATE_TICKS: Final = 3
 """Of a longer time between two looks no more than so many ticks count: nobody was looking."""
 YIELD_TICKS: Final = 3
 JOIN_S: Final = 2.0
+FIXES: Final[Mapping[Source, str]] = {
+    "script": "call ctx.heartbeat() of elaunch.init() in each step, or have the script print its "
+    "steps and give --progress-regex",
+    "log lines": "no line here matches --progress-regex: have each node's ranks print their steps, "
+    "or call ctx.heartbeat() of elaunch.init() in each",
+}
+"""What makes a script's progress seen."""
 
 log = logging.getLogger("elaunch")
 
@@ -63,6 +70,7 @@ class Watchdog:
         self._history = RoundHistory()
         self._round = -1
         self._told = False
+        self._shown = False
         self._several = several
         self._yielded = 0
         self._closing = threading.Event()
@@ -113,6 +121,24 @@ class Watchdog:
             self._told = found is not None
         if found is not None:
             self._post(_event(round_number, found, self.last_words()))
+        self._note_silence()
+
+    def _note_silence(self) -> None:
+        """Log once in a run that nothing is watched, since the script shows no progress."""
+        with self._lock:
+            patience = LENIENT * (LEAST if self._asked == "auto" else self._asked)
+            waited, source = self._history.waited, self._history.source
+            self._shown = self._shown or self._history.begun
+            if self._shown or self._history.expected or waited <= patience:
+                return
+            self._shown = True
+        log.warning(
+            "--hang-timeout %s watches nothing so far: in the first %.0f s of the round no worker "
+            "of this node has shown any progress; %s (docs/hangs.md)",
+            self._asked if self._asked == "auto" else f"{self._asked:g}",
+            waited,
+            FIXES[source],
+        )
 
     def _ripe(self, found: HangVerdict | None) -> HangVerdict | None:
         """Return the verdict if it is to be posted now."""

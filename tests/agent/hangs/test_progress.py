@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 
-from elaunch.agent.hangs.checkpoints import CheckpointGrowth, CheckpointPace, Growth, look
-from elaunch.agent.hangs.cputime import Used, tree_seconds
-from elaunch.agent.hangs.history import Look, Mark
+from elaunch.agent.hangs.history import Look
 from elaunch.agent.hangs.loglines import LONGEST, ProgressLines
-from elaunch.agent.hangs.progress import BETWEEN_SAVES, SILENT, ProgressSources, RoundProgress
+from elaunch.agent.hangs.progress import SILENT, ProgressSources, RoundProgress
 from elaunch.agent.policy import events
 from elaunch.wire.progress import PageReader, ProgressPage, Reading
-from tests.agent.logrig import eventually
 
 
 class Pages:
@@ -65,11 +58,11 @@ def pages() -> Iterator[Pages]:
 def progress(
     pages: Pages,
     lines: ProgressLines | None = None,
-    growth: CheckpointGrowth | None = None,
     watched: bool = True,
+    alone: bool = True,
 ) -> RoundProgress:
     """Return the progress of two workers, ranks 4 and 5, which are this process."""
-    made = RoundProgress(ProgressSources(pages.readings, pages.left, lines, growth), watched)
+    made = RoundProgress(ProgressSources(pages.readings, pages.left, lines, alone), watched)
     begin(made)
     return made
 
@@ -91,24 +84,24 @@ def seen(made: RoundProgress) -> Look:
 # ── which ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_cpu_time_is_the_last_resort(pages: Pages) -> None:
-    """Of a script that says nothing, there is nothing else."""
-    made = progress(pages)
-    found = seen(made)
-    assert found.source == "CPU time"
-    assert found.marks.keys() == {4, 5}
+def test_of_a_script_that_shows_nothing_nothing_is_expected(pages: Pages) -> None:
+    """Neither computing nor waiting says anything of progress."""
+    found = seen(progress(pages))
+    assert (found.source, found.expected) == ("script", False)
+    assert found.marks == {4: None, 5: None}
 
 
 def test_a_script_that_only_attaches_is_not_judged_by_its_silence(pages: Pages) -> None:
     """elaunch.init() makes a few heartbeats by itself."""
     made = progress(pages)
     page = pages.attach(0)
-    assert seen(made).source == "CPU time"
+    assert not seen(made).expected
     for _ in range(SILENT):
         page.beat()
-    assert seen(made).source == "CPU time"
+    assert not seen(made).expected
     page.beat()
-    assert seen(made).source == "script"
+    found = seen(made)
+    assert found.expected and found.marks[4] is not None
 
 
 @pytest.mark.parametrize("call", ["step", "progress", "status", "enter"])
@@ -133,16 +126,23 @@ def test_ranks_that_attach_and_say_nothing_are_not_judged(pages: Pages) -> None:
     assert marks[4] is not None and marks[5] is None
 
 
-def test_the_script_wins_over_lines_and_these_over_the_rest(pages: Pages, tmp_path: Path) -> None:
+def test_the_script_wins_over_lines(pages: Pages) -> None:
     """The first that is there."""
-    growth = CheckpointGrowth(tmp_path, None, 100.0)
-    growth._pace = CheckpointPace(Growth(2, 20, 0), 5.0, 2, 30.0)
-    lines = ProgressLines("step")
-    made = progress(pages, lines, growth)
+    made = progress(pages, ProgressLines("step"))
     assert seen(made).source == "log lines"
     pages.attach(0).step(1)
     assert seen(made).source == "script"
-    assert seen(progress(pages=Pages(), growth=growth)).source == "checkpoints"
+
+
+def test_lines_are_expected_where_no_other_node_may_print_them(pages: Pages) -> None:
+    """Or where they have come before."""
+    lines = ProgressLines("step")
+    assert seen(progress(pages, lines)).expected
+    made = progress(pages, lines, alone=False)
+    assert not seen(made).expected
+    lines.listener(0)(b"step 1\n")
+    begin(made)
+    assert seen(made).expected
 
 
 def test_a_script_that_has_spoken_is_the_source_of_the_next_round_from_its_start(
@@ -153,10 +153,10 @@ def test_a_script_that_has_spoken_is_the_source_of_the_next_round_from_its_start
     pages.attach(0).step(1)
     assert seen(made).source == "script"
     pages.detach(0)
-    assert seen(made).source == "CPU time"
+    assert not seen(made).expected
     begin(made)
     found = seen(made)
-    assert (found.source, found.marks) == ("script", {4: None, 5: None})
+    assert (found.expected, found.marks) == (True, {4: None, 5: None})
 
 
 def test_nothing_is_seen_where_no_worker_lives(pages: Pages) -> None:
@@ -242,94 +242,6 @@ def test_what_lines_are_to_the_judge(pages: Pages) -> None:
     assert (mark.value, mark.begun, mark.step) == (1, True, 3)
 
 
-def test_what_checkpoints_are_to_the_judge(pages: Pages, tmp_path: Path) -> None:
-    """All ranks are told of by each new one; pauses may be longer than any before."""
-    growth = CheckpointGrowth(tmp_path, None, 100.0)
-    growth._pace = CheckpointPace(Growth(2, 20, 0), 5.0, 2, 30.0)
-    found = seen(progress(pages, growth=growth))
-    assert found.marks == dict.fromkeys((4, 5), Mark(Growth(2, 20, 0), True, 20))
-    assert found.least == BETWEEN_SAVES * 30.0
-
-
-def test_checkpoints_are_looked_at_while_nothing_better_is_known(
-    pages: Pages, tmp_path: Path
-) -> None:
-    """A directory in which they come at a pace."""
-    with ExitStack() as stack:
-        growth = CheckpointGrowth(tmp_path, "step_*.pt", 0.02)
-        growth.start()
-        stack.callback(growth.close)
-        made = progress(pages, growth=growth)
-        for step in (10, 20, 30):
-            assert seen(made).source == "CPU time"
-            (tmp_path / f"step_{step}.pt").touch()
-
-            def is_seen(step: int = step) -> bool:
-                newest = growth.pace.growth
-                return newest is not None and newest.step == step
-
-            eventually(is_seen)
-        assert seen(made).source == "checkpoints"
-        pages.attach(0).step(1)
-        assert seen(made).source == "script"
-        assert not growth.wanted
-
-
-def test_what_is_in_a_directory(tmp_path: Path) -> None:
-    """Names that elaunch knows, or the user's; a file that changes is progress as well."""
-    assert look(tmp_path / "missing", None) is None
-    assert look(tmp_path, None) is None
-    (tmp_path / "checkpoint-20").mkdir()
-    (tmp_path / "notes.txt").touch()
-    found = look(tmp_path, None)
-    assert found is not None and (found.number, found.step) == (1, 20)
-    (tmp_path / "m_7.pt").touch()
-    os.utime(tmp_path / "m_7.pt", ns=(1, 1))
-    assert look(tmp_path, "m_*.pt") == Growth(1, 7, 1)
-
-
-def test_the_pace_of_checkpoints() -> None:
-    """Known after two new ones; the longest pause is kept."""
-    pace = CheckpointPace().seen(Growth(1, 10, 0), 0.0)
-    assert not pace.known
-    pace = pace.seen(Growth(1, 10, 5), 50.0)
-    assert pace.news == 0
-    pace = pace.seen(Growth(2, 20, 0), 100.0)
-    assert (pace.known, pace.pause) == (False, 0.0)
-    pace = pace.seen(Growth(3, 30, 0), 160.0).seen(Growth(2, 40, 0), 180.0)
-    assert (pace.known, pace.pause) == (True, 60.0)
-
-
-def test_cpu_time_of_a_tree() -> None:
-    """What a child uses is its parent's, also when that child has ended."""
-    code = (
-        "import subprocess, sys, time\n"
-        "busy = 'import time\\nt = time.monotonic()\\n"
-        "while time.process_time() < 0.3: pass'\n"
-        "subprocess.run([sys.executable, '-c', busy])\n"
-        "print('done', flush=True)\n"
-        "sys.stdin.read()\n"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as process:
-        assert process.stdout is not None and process.stdin is not None
-        assert process.stdout.readline() == b"done\n"
-        assert tree_seconds(process.pid) >= 0.3
-        process.stdin.close()
-    assert tree_seconds(process.pid) == 0.0
-
-
-def test_what_counts_as_use_of_the_cpu() -> None:
-    """Not a process that wakes up now and then for its own threads."""
-    used = Used(0, 10.0, 100.0)
-    assert used.again(10.02, 101.0).count == 0
-    assert used.again(10.05, 101.0).count == 1
-    assert used.again(10.5, 160.0).count == 0  # half a second in a minute
-    assert used.again(12.0, 160.0) == Used(1, 12.0, 160.0)
-    assert used.again(3.0, 101.0).again(3.1, 102.0).count == 1  # a child took its time away
-
-
 # ── the record ───────────────────────────────────────────────────────────────────────────────────
 
 
@@ -375,7 +287,7 @@ def test_what_was_said_last_is_kept(pages: Pages) -> None:
 def test_the_record_names_the_source_before_the_first_look(pages: Pages) -> None:
     """Where hangs are looked for, there is always one."""
     found = progress(pages).record()
-    assert found is not None and found["source"] == "CPU time"
+    assert found is not None and found["source"] == "script"
     lines = ProgressLines("x")
     found = progress(pages, lines, watched=False).record()
     assert found is not None and found["source"] == "log lines"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
 from collections.abc import Callable
+
+import pytest
 
 from elaunch.agent.hangs.history import Look, Mark
 from elaunch.agent.hangs.watchdog import LATE_TICKS, SHORTEST_S, YIELD_TICKS, Watchdog
@@ -120,6 +123,33 @@ def test_of_several_nodes_the_one_that_can_name_a_rank_speaks_first() -> None:
         watchdog.close()
         looks[several] = workers.looks
     assert looks[True] == looks[False] + YIELD_TICKS
+
+
+def test_a_script_that_shows_nothing_is_named_once_and_left_alone(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the first round that has lasted long enough; with what to do."""
+    monkeypatch.setattr(logging.getLogger("elaunch"), "propagate", True)
+    looks = iter(range(100_000))
+    posted: queue.SimpleQueue[events.HangSeen] = queue.SimpleQueue()
+
+    def look() -> Look:
+        return Look(next(looks) * 0.1, "script", {0: None, 1: None}, expected=False)
+
+    watchdog = Watchdog(0.5, look, posted.put)
+    watchdog.begin(0)
+    watchdog.start()
+    try:
+        eventually(lambda: bool(caplog.records))
+        watchdog.begin(1)
+        seen = next(looks)
+        eventually(lambda: next(looks) > seen + 100)
+        (line,) = (record.getMessage() for record in caplog.records)
+        assert line.startswith("--hang-timeout 0.5 watches nothing so far: in the first 5 s")
+        assert "ctx.heartbeat()" in line and "--progress-regex" in line
+        assert posted.empty()
+    finally:
+        watchdog.close()
 
 
 def test_how_often_it_looks() -> None:
