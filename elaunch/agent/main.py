@@ -43,8 +43,8 @@ from elaunch.agent.workers.group import GroupPlan, WorkerGroup
 from elaunch.agent.workers.links import WorkerLinks
 from elaunch.agent.workers.tempdir import RunTemp
 from elaunch.config import Settings
-from elaunch.config.meeting.rendezvous import SECRET_VARIABLES
-from elaunch.config.validate import NO_FILES
+from elaunch.config.checks import NO_FILES
+from elaunch.config.table import SECRET_VARIABLES
 from elaunch.errors import ElaunchError, RunDirError, UsageError
 from elaunch.run import directory, statedir
 from elaunch.server import devices, processes
@@ -211,7 +211,7 @@ def _start_links(
 def _own_addr(settings: Settings) -> str | None:
     if settings.rendezvous is None:
         return None
-    from elaunch.config.meeting.address import own_address
+    from elaunch.config.rendezvous import own_address
 
     return own_address(settings.rendezvous)
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import click
 
 from elaunch import __version__
-from elaunch.config.flags.values import did_you_mean
+from elaunch.config.values import did_you_mean
 from elaunch.endings import INTERRUPTED
 from elaunch.errors import ElaunchError
 from elaunch.shown import block

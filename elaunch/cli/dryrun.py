@@ -17,7 +17,7 @@ import click
 
 from elaunch import env
 from elaunch.config import Settings
-from elaunch.config.meeting.topology import LOOPBACK
+from elaunch.config.endpoints import LOOPBACK
 from elaunch.shown import HIDDEN, arguments
 
 _SECRET = re.compile(r"TOKEN|SECRET|PASSW|PASSPHRASE|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE", re.I)

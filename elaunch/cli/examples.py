@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from elaunch.config.flags.values import did_you_mean
+from elaunch.config.values import did_you_mean
 from elaunch.errors import UsageError
 
 DIRECTORY = Path(__file__).parents[1] / "examples"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from elaunch.cli.printing import on_terminal, show
-from elaunch.config.flags.values import did_you_mean
+from elaunch.config.values import did_you_mean
 from elaunch.errors import UsageError
 
 if TYPE_CHECKING:

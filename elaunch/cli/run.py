@@ -24,11 +24,11 @@ from typing import Any
 
 import click
 
-from elaunch.config.flags.flag import GROUPS, Flag, by_spelling
-from elaunch.config.flags.table import FLAGS, USUAL
+from elaunch.config.flag import Flag
+from elaunch.config.table import FLAGS, GROUPS, TABLE, USUAL
 from elaunch.errors import UsageError
 
-SPELLINGS = by_spelling(FLAGS)
+SPELLINGS = {spelling: flag for flag in FLAGS for spelling in flag.spellings}
 HELP, HELP_ALL = "--help", "--help-all"
 
 
@@ -144,7 +144,7 @@ def _without_value(name: str, argv: Sequence[str]) -> click.UsageError:
         after for word, after in itertools.pairwise(argv) if word == name and after[:1] == "-"
     )
     got = next((f", but {after!r} follows" for after in behind), "")
-    return click.UsageError(f"{name} needs a value: {flag.allowed or flag.metavar}{got}")
+    return click.UsageError(f"{name} needs a value: {flag.kind.allowed or flag.kind.metavar}{got}")
 
 
 class _RunCommand(click.Command):
@@ -169,13 +169,12 @@ class _RunCommand(click.Command):
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the flags that are used most, or with ``--help-all`` all of them in groups."""
         if ctx.obj != HELP_ALL:
-            table = {flag.name: flag for flag in FLAGS}
             with formatter.section("Options"):
-                formatter.write_dl([*(_help(table[name]) for name in USUAL), *_HELP_FLAGS])
+                formatter.write_dl([*(_help(TABLE[name]) for name in USUAL), *_HELP_FLAGS])
             return
-        for group in GROUPS:
+        for group, flags in GROUPS.items():
             with formatter.section(group):
-                formatter.write_dl([_help(flag) for flag in FLAGS if flag.group == group])
+                formatter.write_dl(list(map(_help, flags)))
         with formatter.section("Help"):
             formatter.write_dl(_HELP_FLAGS)
 
@@ -190,7 +189,7 @@ def _help(flag: Flag) -> tuple[str, str]:
     names = [flag.short] if flag.short else []
     names += [f"--{name}" for name in (flag.name, *flag.aliases)]
     default = f"  [{flag.default}]" if flag.default and not flag.is_switch else ""
-    return f"{', '.join(names)} {flag.metavar}".rstrip(), f"{flag.help}{default}"
+    return f"{', '.join(names)} {flag.kind.metavar}".rstrip(), f"{flag.help}{default}"
 
 
 def _start(line: Line) -> int:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import click
 
 from elaunch.cli.printing import echo_plain, on_terminal, show
-from elaunch.config.flags.meeting import OWN, TORCHRUN
+from elaunch.config.table import TABLE
 from elaunch.endings import INTERRUPTED
 from elaunch.errors import UsageError
 
@@ -34,7 +34,7 @@ PLACE_HELP = {
     "master-addr": "Node 0 of a job with the static backend, in place of an endpoint.",
     "master-port": "Its port.",
 }
-PLACE_FLAGS = tuple(flag for flag in (*TORCHRUN, *OWN) if flag.name in PLACE_HELP)
+PLACE_FLAGS = tuple(TABLE[name] for name in PLACE_HELP)
 
 Wait = Callable[[float], None]
 
@@ -43,7 +43,7 @@ def _place_options(command: Callable[..., None]) -> Callable[..., None]:
     for flag in reversed(PLACE_FLAGS):
         names = [f"--{name}" for name in (flag.name, *flag.aliases)]
         text = PLACE_HELP[flag.name]
-        command = click.option(*names, flag.dest, metavar=flag.metavar, help=text)(command)
+        command = click.option(*names, flag.dest, metavar=flag.kind.metavar, help=text)(command)
     return command
 
 
@@ -130,7 +130,7 @@ def _reader(run: str | None, everything: bool) -> tuple[Read, Wait]:
 
 def _job_reader(line: Mapping[str, str], stack: ExitStack) -> tuple[Read, Wait]:
     """Return what reads a job, or several, in the store that the flags name."""
-    from elaunch.config.meeting.rendezvous import resolve_place, resolve_run_id
+    from elaunch.config.rendezvous import resolve_place, resolve_run_id
     from elaunch.monitor.job.store import no_job, run_ids
     from elaunch.monitor.job.watch import JobReader, jobs_reader
     from elaunch.monitor.watch import pause

@@ -3,68 +3,65 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 
-from elaunch.config.flags import values
-from elaunch.config.flags.flag import OTHER, Flag
-from elaunch.config.flags.given import Given, convert
-from elaunch.config.flags.table import FLAGS
-from elaunch.config.validate import NO_FILES
+from elaunch.config import values
+from elaunch.config.checks import NO_FILES
+from elaunch.config.flag import Flag, Given, Kind, convert
+from elaunch.config.table import TABLE
 from elaunch.errors import UsageError
 
-# Those of ``elaunch run`` that mean the same here.
-SHARED = ("role", "shutdown-timeout", "log-dir", "redirects", "tee")
-# What a flag of ``elaunch run`` is here, where that differs.
-DEFAULTS = {"tee": "3"}
-HELP = {
-    "log-dir": "Where the log files of all ranks go, by rank (default: no files).",
-    "tee": "Streams that are shown with the rank before each line.",
-    "shutdown-timeout": "Time from SIGTERM to SIGKILL when a signal ends the command.",
-    "role": "Role of the ranks: ROLE_NAME and the prefix of their lines.",
-}
-OWN = (
+_SHARED = (
+    replace(TABLE["role"], help="Role of the ranks: ROLE_NAME and the prefix of their lines."),
+    replace(
+        TABLE["shutdown-timeout"],
+        help="Time from SIGTERM to SIGKILL when a signal ends the command.",
+    ),
+    replace(
+        TABLE["log-dir"],
+        help="Where the log files of all ranks go, by rank (default: no files).",
+    ),
+    TABLE["redirects"],
+    replace(
+        TABLE["tee"],
+        default="3",
+        help="Streams that are shown with the rank before each line.",
+    ),
+)
+WRAP_FLAGS = (
     Flag(
         "rank-env",
-        values.label,
+        Kind(values.label, "NAME[,NAME]", "names of variables, by comma, or a number"),
         None,
-        OTHER,
         "Variables that hold the rank, the first that is set counts; or the rank itself.",
-        "NAME[,NAME]",
-        "names of variables, by comma, or a number",
     ),
     Flag(
         "master-addr",
-        values.label,
+        Kind(values.label, "HOST", "a host name or an address"),
         None,
-        OTHER,
         "Where rank 0 is (default: MASTER_ADDR, one node, or Slurm's first host).",
-        "HOST",
-        "a host name or an address",
     ),
     Flag(
         "master-port",
-        values.whole(1, 65535),
+        Kind(values.whole(1, 65535), "PORT", "1 to 65535"),
         None,
-        OTHER,
         "Port on which rank 0 hosts the store (default: MASTER_PORT, or made of the job's id).",
-        "PORT",
-        "1 to 65535",
     ),
+    *_SHARED,
 )
-WRAP_FLAGS = (*OWN, *(flag for name in SHARED for flag in FLAGS if flag.name == name))
 
 
 def _options() -> list[click.Parameter]:
     options: list[click.Parameter] = []
     for flag in WRAP_FLAGS:
-        names = [flag.short] if flag.short else []
-        default = DEFAULTS.get(flag.name, flag.default)
-        text = HELP.get(flag.name, flag.help) + (f"  [{default}]" if default else "")
-        names += [f"--{flag.name}", flag.dest]
-        options.append(click.Option(names, type=click.UNPROCESSED, metavar=flag.metavar, help=text))
+        names = [*filter(None, [flag.short]), f"--{flag.name}", flag.dest]
+        text = flag.help + (f"  [{flag.default}]" if flag.default else "")
+        metavar = flag.kind.metavar
+        options.append(click.Option(names, type=click.UNPROCESSED, metavar=metavar, help=text))
     options.append(click.Argument(["command"], nargs=-1, type=click.UNPROCESSED))
     return options
 
@@ -76,7 +73,7 @@ def _start(command: tuple[str, ...], **given: str | None) -> int:
     read: dict[str, Any] = {}
     for flag in WRAP_FLAGS:
         text = given[flag.dest]
-        text = DEFAULTS.get(flag.name, flag.default) if text is None else text
+        text = flag.default if text is None else text
         read[flag.dest] = None if text is None else convert(flag, Given(text, "command line"))
     from elaunch.agent.wrap.plan import WrapRequest, plan
     from elaunch.agent.wrap.run import run

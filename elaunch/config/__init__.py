@@ -4,16 +4,17 @@
 ``Settings`` or to one ``UsageError``, before anything is started:
 
 ==================  ==========================================================================
-flags               the one table of flags, their values, and which source decides each
-jobfile.py          the YAML file, as texts with their lines; with hparams.py
-meeting             where the agents of a job meet: ``RendezvousSettings``; this node's address
-checkpoint.py       where checkpoints are, which are kept
-facts.py            the facts that must be equal on all nodes
-entrypoint.py       the command to start
-validate.py         checks against the machine; with modules.py, paths.py and gpus.py
-moments.py          ``--preempt-at``
-notices.py          flags that have no effect
+table.py            the one table of flags; a row and its sources: flag.py; their values: values.py,
+                    endpoints.py, rdzvconf.py
+jobfile.py          the YAML file, as texts with their lines
 settings.py         ``Settings`` and ``resolve``
+command.py          the command to start
+place.py            whether and where the agents of a job meet
+rendezvous.py       how they get in, and how long they wait: ``RendezvousSettings``
+checkpoint.py       where checkpoints are, which are kept
+checks.py           checks against each other and the machine; flags that have no effect
+files.py            files as a user names them
+facts.py            the facts that must be equal on all nodes
 ==================  ==========================================================================
 
 The three public names are imported when they are asked for: the command line needs the table of
@@ -25,8 +26,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from elaunch.config.flags.values import StreamMap
     from elaunch.config.settings import Settings, resolve
+    from elaunch.config.values import StreamMap
 
 __all__ = ["Settings", "StreamMap", "resolve"]
 

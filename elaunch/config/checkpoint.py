@@ -23,8 +23,8 @@ from elaunch.checkpoint.records import Checkpoint
 from elaunch.checkpoint.retention.rule import Keep
 from elaunch.checkpoint.search.placeholder import has_placeholder
 from elaunch.checkpoint.search.places import broken_link, parse_place
-from elaunch.config import validate
-from elaunch.config.flags.answers import Answers
+from elaunch.config import files
+from elaunch.config.flag import Answers
 from elaunch.errors import CheckpointError, UsageError
 
 _KEEPING = ("checkpoint-keep-last", "checkpoint-keep-every", "checkpoint-keep-best")
@@ -88,24 +88,28 @@ def keep(answers: Answers) -> Keep:
     return Keep(last, every, *answers["checkpoint-keep-best"])
 
 
-def remarks(answers: Answers, nodes: int) -> Iterator[str]:
-    """Yield remarks on flags that have no effect, or another one than it seems.
-
-    Args:
-        answers: what was given.
-        nodes: the largest number of nodes that the job can have.
-    """
-    if nodes == 1:
-        if answers.said("checkpoint-local") and answers["checkpoint-local"]:
-            yield "--checkpoint-local has no effect on one node: its directory is the only one"
-        if answers.said("checkpoint-replicas") and answers["checkpoint-replicas"]:
-            yield "--checkpoint-replicas has no effect on one node: no other could hold the copy"
+def remarks(answers: Answers) -> Iterator[str]:
+    """Yield a remark on retention that counts less than it seems."""
     kept = [name for name in _KEEPING if answers.said(name)]
     if kept and not answers["checkpoint-dir"]:
         yield (
             f"--{kept[0]} without --checkpoint-dir counts only what the script saves by elaunch's "
             "ctx.checkpoint, and no round resumes from that by itself"
         )
+
+
+def writable_directory(answers: Answers, flag: str, path: Path) -> None:
+    """Check that the directory of a flag can be written, or made."""
+    existing = path
+    while (why := files.problem(existing)) == "does not exist" and existing != existing.parent:
+        existing = existing.parent
+    if why:
+        raise answers.fault(flag, why)
+    if not existing.is_dir():
+        what = "is a file" if existing == path else f"is below {str(existing)!r}, which is a file"
+        raise answers.fault(flag, f"{what}, not a directory")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise answers.fault(flag, f"cannot be written: no right to write in {str(existing)!r}")
 
 
 def _directory(answers: Answers, path: Path) -> Path:
@@ -122,7 +126,7 @@ def _directory(answers: Answers, path: Path) -> Path:
         if not os.access(path, os.R_OK | os.X_OK):
             raise answers.fault("checkpoint-dir", "may not be read by this user")
         return path
-    validate.writable_directory(answers, "checkpoint-dir", path)
+    writable_directory(answers, "checkpoint-dir", path)
     return path
 
 

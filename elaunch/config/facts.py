@@ -28,7 +28,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from elaunch import __version__
-from elaunch.config import modules
+from elaunch.config import command
 from elaunch.config.settings import Settings
 from elaunch.env import HPARAMS
 from elaunch.shown import arguments
@@ -88,7 +88,7 @@ def _script_file(settings: Settings, environ: Mapping[str, str]) -> Path | None:
     if settings.mode == "module":
         if settings.interpreter != sys.executable:
             return None  # only that Python knows where its modules are
-        return modules.file_of(settings.entrypoint, modules.worker_path(start, environ))
+        return command.file_of(settings.entrypoint, command.worker_path(start, environ))
     if settings.mode == "command" and "/" not in settings.entrypoint:
         program = shutil.which(settings.entrypoint, path=environ.get("PATH"))
         return Path(program) if program else None

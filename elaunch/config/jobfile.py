@@ -14,31 +14,45 @@ searcher: {name: single, ...}          run once (Determined's); any other search
 =====================================  =========================================================
 
 Nothing is converted here: every value stays text with its line, so that the one conversion of
-``given.convert`` names the line of a wrong one. An unknown key is an error.
+``flag.convert`` names the line of a wrong one. An unknown key is an error. Only hyperparameters are
+read as values, and handed to the script as JSON:
+
+===============================  =================================================================
+in the file                      in the script
+===============================  =================================================================
+number, text, true, null         the same, by YAML's rules
+list, mapping                    list, dict
+``{type: const, val: X}``        X (Determined's spelling)
+``{type: int, minval: …}``       refused: elaunch does not search
+a date, and other kinds          its text
+===============================  =================================================================
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
-from elaunch.config import hparams, paths
-from elaunch.config.flags import checkpoint, rdzvconf, values
-from elaunch.config.flags.flag import Flag, by_key
-from elaunch.config.flags.given import Entrypoint, Given, JobFile
-from elaunch.config.flags.table import FLAGS
-from elaunch.config.meeting import endpoints
+from elaunch.config import files, values
+from elaunch.config.flag import Entrypoint, Flag, Given, JobFile
+from elaunch.config.table import FLAGS, GROUPS, TABLE
 from elaunch.errors import UsageError
 
 if TYPE_CHECKING:
-    from yaml import MappingNode, Node
+    from yaml import MappingNode, Node, ScalarNode
 
 OF_THE_LINE = ("file", "dry-run", "detach")
-KEYS = {key: flag for key, flag in by_key(FLAGS).items() if flag.name not in OF_THE_LINE}
+KEYS = {
+    key: flag
+    for flag in FLAGS
+    if flag.name not in OF_THE_LINE
+    for key in (flag.name, *flag.aliases, *flag.keys)
+}
 SECTIONS = (
     "entrypoint",
     "environment",
@@ -48,10 +62,20 @@ SECTIONS = (
     "searcher",
 )
 SEARCHER_KEYS = ("name", "metric", "max_length", "smaller_is_better", "max_time", "time_metric")
-CHECKPOINT_KEYS = {flag.name.removeprefix("checkpoint-"): flag.name for flag in checkpoint.OWN}
+CHECKPOINT_KEYS = {
+    flag.name.removeprefix("checkpoint-"): flag.name for flag in GROUPS["Checkpoints"]
+}
 BLOCK_STYLES = ("|", ">")
 LARGEST = 1 << 20
 DEEPEST = 100
+HPARAMS_BYTES: Final = 100_000
+"""Bytes of JSON: Linux takes 128 KiB in one variable."""
+HPARAMS_DEPTH: Final = 20
+HPARAMS_VALUES: Final = 10_000
+_SEARCHED: Final = ("int", "double", "log", "categorical")
+_FLOAT: Final = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
+_SPACE: Final = ("minval", "maxval", "vals")
+_PLAIN: Final = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("int", "float", "bool", "null"))
 
 
 def load(path: Path, shown: str) -> JobFile:
@@ -61,7 +85,7 @@ def load(path: Path, shown: str) -> JobFile:
         UsageError: missing, not readable, not YAML, or with a key or a type that has no meaning.
     """
     try:
-        text = paths.read_text(path, LARGEST)
+        text = files.read_text(path, LARGEST)
     except ValueError as error:
         missing = str(error) == "does not exist"
         raise UsageError(f"--file: {shown!r} {error}{_near(path) if missing else ''}") from None
@@ -168,17 +192,13 @@ class _TextReader:
         """Return the text that would follow the flag on the command line."""
         import yaml
 
-        name = flag.name
-        many = (values.words, values.signals, values.ranks, values.modules, endpoints.endpoint)
-        if isinstance(node, yaml.SequenceNode) and flag.read in many:
+        name, kind = flag.name, flag.kind
+        if isinstance(node, yaml.SequenceNode) and kind.comma:
             items = [self._scalar(each, f"an item of {name}") for each in node.value]
-            if flag.read is values.words:
-                items = [item.replace(",", ",,") for item in items]
-            return ",".join(items)
-        if isinstance(node, yaml.MappingNode) and flag.read in (rdzvconf.rdzv_conf, values.streams):
-            joint = "=" if flag.read is rdzvconf.rdzv_conf else ":"
+            return ",".join(item.replace(",", kind.comma) for item in items)
+        if isinstance(node, yaml.MappingNode) and kind.pairs:
             found = self._pairs(node, name, None)
-            return ",".join(f"{key}{joint}{self._scalar(each, key)}" for key, each in found)
+            return ",".join(f"{key}{kind.pairs}{self._scalar(each, key)}" for key, each in found)
         return self._scalar(node, name)
 
     def _read_entrypoint(self, node: Node) -> None:
@@ -232,12 +252,11 @@ class _TextReader:
 
     def _read_hyperparameters(self, node: Node) -> None:
         self._mapping(node, "hyperparameters")
-        self.hparams = Given(hparams.to_json(node, self._where), "file", self._where(node))
+        self.hparams = Given(hparams_to_json(node, self._where), "file", self._where(node))
 
     def _read_checkpoint(self, node: Node) -> None:
-        by_name = {flag.name: flag for flag in FLAGS}
         for key, value in self._pairs(node, "checkpoint", list(CHECKPOINT_KEYS)):
-            self._set(by_name[CHECKPOINT_KEYS[values.fold(key)]], value)
+            self._set(TABLE[CHECKPOINT_KEYS[values.fold(key)]], value)
 
     def _read_resources(self, node: Node) -> None:
         for _, value in self._pairs(node, "resources", ["slots_per_trial"]):
@@ -265,3 +284,81 @@ def _kind(node: Node) -> str:
     import yaml
 
     return "a list" if isinstance(node, yaml.SequenceNode) else "a mapping"
+
+
+def hparams_to_json(root: Node, where: Callable[[Node], str]) -> str:
+    """Return a mapping's values as JSON.
+
+    Raises:
+        UsageError: a value is to be searched for, a key is there twice, or it is too large or too
+            deep; with the line, as ``where`` names it.
+    """
+    text = json.dumps(_NodeReader(where).value(root, "hyperparameters", 0))
+    if len(text) > HPARAMS_BYTES:
+        raise UsageError(
+            f"{where(root)}: hyperparameters takes {len(text):,} bytes as JSON, and "
+            f"{HPARAMS_BYTES:,} fit: keep what is large in a file, and give its name"
+        )
+    return text
+
+
+class _NodeReader:
+    """Turns the nodes of one section into values; anchors may make a small file a large one."""
+
+    def __init__(self, where: Callable[[Node], str]) -> None:
+        self._where = where
+        self._count = 0
+
+    def value(self, node: Node, name: str, depth: int) -> Any:
+        """Return what ``node`` stands for; messages call it ``name``."""
+        import yaml
+
+        self._count += 1
+        if depth > HPARAMS_DEPTH or self._count > HPARAMS_VALUES:
+            limit = (
+                f"{HPARAMS_DEPTH} levels" if depth > HPARAMS_DEPTH else f"{HPARAMS_VALUES:,} values"
+            )
+            raise self._wrong(node, f"{name} has more than {limit}")
+        if isinstance(node, yaml.SequenceNode):
+            return [
+                self.value(each, f"{name}[{i}]", depth + 1) for i, each in enumerate(node.value)
+            ]
+        if isinstance(node, yaml.MappingNode):
+            return self._mapping(node, name, depth)
+        assert isinstance(node, yaml.ScalarNode)  # there are no other kinds
+        return self._scalar(node)
+
+    def _mapping(self, node: Any, name: str, depth: int) -> Any:
+        import yaml
+
+        found: dict[str, Any] = {}
+        for key, each in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise self._wrong(key, f"a key of {name} must be one value")
+            if key.value in found:
+                raise self._wrong(key, f"the key {key.value!r} is there twice in {name}")
+            found[key.value] = self.value(each, f"{name}.{key.value}", depth + 1)
+        if depth and found.get("type") == "const" and set(found) == {"type", "val"}:
+            return found["val"]
+        if depth and found.get("type") in _SEARCHED and any(word in found for word in _SPACE):
+            raise self._wrong(
+                node,
+                f"{name} is of type {found['type']!r}: elaunch does not search over "
+                "hyperparameters; give its value, and start one job for each",
+            )
+        return found
+
+    def _scalar(self, node: ScalarNode) -> Any:
+        import yaml
+
+        if node.style is None and _FLOAT.fullmatch(node.value):
+            return float(node.value)  # to PyYAML 1e-4 is text
+        if node.tag not in _PLAIN:
+            return node.value
+        try:
+            return yaml.SafeLoader("").construct_document(node)
+        except (ValueError, KeyError, yaml.YAMLError):
+            return node.value
+
+    def _wrong(self, node: Node, what: str) -> UsageError:
+        return UsageError(f"{self._where(node)}: {what}")

@@ -16,15 +16,13 @@ from typing import Any, Literal
 
 from elaunch.checkpoint.records import Checkpoint
 from elaunch.checkpoint.retention.rule import Keep
-from elaunch.config import checkpoint, entrypoint, jobfile, notices, paths, validate
-from elaunch.config.entrypoint import Command, Mode
-from elaunch.config.flags import rdzvconf, values
-from elaunch.config.flags.answers import Answers, collect, from_variables
-from elaunch.config.flags.given import JobFile
-from elaunch.config.flags.table import FLAGS
-from elaunch.config.flags.values import StreamMap
-from elaunch.config.meeting import rendezvous, topology
-from elaunch.config.meeting.rendezvous import RendezvousSettings
+from elaunch.config import checkpoint, checks, command, files, jobfile, place, rdzvconf, values
+from elaunch.config.command import Command, Mode
+from elaunch.config.flag import Answers, JobFile, collect, from_variables
+from elaunch.config.place import Topology
+from elaunch.config.rendezvous import RendezvousSettings, several_nodes
+from elaunch.config.table import TABLE
+from elaunch.config.values import StreamMap
 from elaunch.env import HPARAMS
 from elaunch.errors import UsageError
 
@@ -115,26 +113,26 @@ def resolve(
         UsageError: whatever is wrong, with flag, value, source, reason and fix.
     """
     job = _job_file(line, environ, cwd)
-    answers = collect(line, environ, job)
-    validate.refused(answers)
-    command = entrypoint.choose(words, job.entrypoint, answers)
-    start = validate.directory(answers, cwd)
-    meet, meet_notices = rendezvous.several_nodes(answers, environ, start)
-    meeting = _several(meet, meet_notices) if meet else topology.meeting(answers)
+    answers = collect(TABLE.values(), line, environ, job)
+    checks.refused(answers)
+    chosen = command.choose(words, job.entrypoint, answers)
+    start = checks.directory(answers, cwd)
+    meet, meet_notices = several_nodes(answers, environ, start)
+    meeting = _several(meet, meet_notices) if meet else place.alone(answers)
     env = _environment(job)
     workers_environ = {**environ, **env}
-    python = validate.interpreter(answers, command, start)
-    validate.command(command, start, python, workers_environ)
-    validate.preload(answers, start, python, workers_environ)
-    validate.devices(answers, workers_environ)
-    remarks = validate.hosting(answers, meet) if meet else validate.master(answers, meeting)
-    remarks += notices.collect(answers, command, meeting, environ)
+    python = command.interpreter(answers, chosen, start)
+    command.check(chosen, start, python, workers_environ)
+    command.preload(answers, start, python, workers_environ)
+    checks.devices(answers, workers_environ)
+    remarks = checks.hosting(answers, meet) if meet else checks.master(answers, meeting)
+    remarks += checks.remarks(answers, chosen, meeting, environ)
     made = {
         **_plain(answers),
-        **_named(answers, command, meet),
-        **_places(answers, command, start),
+        **_named(answers, chosen, meet),
+        **_places(answers, chosen, start),
         **_meeting(meeting),
-        "preempt_at": validate.preempt_at(answers, environ),
+        "preempt_at": checks.preempt_at(answers, environ),
     }
     return Settings(
         **made,
@@ -146,8 +144,7 @@ def resolve(
 
 
 def _job_file(line: Mapping[str, str], environ: Mapping[str, str], cwd: Path) -> JobFile:
-    flag = next(flag for flag in FLAGS if flag.name == "file")
-    variable = from_variables(flag, environ)
+    variable = from_variables(TABLE["file"], environ)
     shown = line.get("file") or (variable.text if variable else "")
     if "file" in line and not shown:
         raise UsageError("--file: '' does not name a file")
@@ -155,7 +152,7 @@ def _job_file(line: Mapping[str, str], environ: Mapping[str, str], cwd: Path) ->
         return JobFile()
     if why := values.unfit(shown):
         raise UsageError(f"--file: {shown!r} {why}")
-    return jobfile.load(paths.absolute(shown, cwd), shown)
+    return jobfile.load(files.absolute(shown, cwd), shown)
 
 
 def _plain(answers: Answers) -> dict[str, Any]:
@@ -173,7 +170,7 @@ def _plain(answers: Answers) -> dict[str, Any]:
         fields["sibling_grace"] = min(fields["sibling_grace"], fields["shutdown_timeout"])
     spawn = answers["start-method"] == "spawn"
     low, high = answers["nnodes"]
-    handle, forward = validate.signals(answers)
+    handle, forward = checks.signals(answers)
     return {
         **fields,
         "rdzv_conf": rdzvconf.without_password(answers["rdzv-conf"]),
@@ -183,15 +180,15 @@ def _plain(answers: Answers) -> dict[str, Any]:
         "preload": answers["preload"],
         "signals_to_handle": handle,
         "forward_signals": forward,
-        "preempt_signals": validate.preempt_signals(answers, (*handle, *forward)),
+        "preempt_signals": checks.preempt_signals(answers, (*handle, *forward)),
     }
 
 
-def _several(meet: RendezvousSettings, notices: list[str]) -> topology.Topology:
-    return topology.Topology(meet.backend, meet.endpoint, None, None, tuple(notices))
+def _several(meet: RendezvousSettings, notices: list[str]) -> Topology:
+    return Topology(meet.backend, meet.endpoint, None, None, tuple(notices))
 
 
-def _meeting(meeting: topology.Topology) -> dict[str, Any]:
+def _meeting(meeting: Topology) -> dict[str, Any]:
     return {
         "rdzv_backend": meeting.backend,
         "rdzv_endpoint": meeting.endpoint,
@@ -202,8 +199,8 @@ def _meeting(meeting: topology.Topology) -> dict[str, Any]:
 
 def _places(answers: Answers, command: Command, start: Path) -> dict[str, Any]:
     return {
-        "log_dir": validate.log_dir(answers, start),
-        "timer_file": validate.timer_file(answers, start),
+        "log_dir": checks.log_dir(answers, start),
+        "timer_file": checks.timer_file(answers, start),
         "checkpoint_dir": checkpoint.place(answers, start, command.args),
         "init_from": checkpoint.init_from(answers, start),
         "checkpoint_keep": checkpoint.keep(answers),

@@ -20,10 +20,9 @@ from types import FrameType
 import pytest
 
 from elaunch.cli import COMMANDS, execute
-from elaunch.config import paths
-from elaunch.config.flags.flag import Flag
-from elaunch.config.flags.table import FLAGS
-from elaunch.config.flags.variables import VARIABLES
+from elaunch.config import files
+from elaunch.config.flag import Flag
+from elaunch.config.table import FLAGS, VARIABLES
 from tests import programs
 
 CPU_SECONDS = 10.0
@@ -289,7 +288,7 @@ def test_files_that_are_no_job_file(
     place: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """Nobody writes into the FIFO, and nobody reads to the end of /dev/zero."""
-    monkeypatch.setattr(paths, "PIPE_S", 0.5)
+    monkeypatch.setattr(files, "PIPE_S", 0.5)
     path = place / "j.yaml"
     if kind == "fifo":
         os.mkfifo(path)

@@ -12,8 +12,7 @@ import pytest
 
 from elaunch import __version__
 from elaunch.cli import execute
-from elaunch.config.flags.flag import GROUPS
-from elaunch.config.flags.table import FLAGS, USUAL
+from elaunch.config.table import FLAGS, GROUPS, USUAL
 
 
 def elaunch(*args: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:

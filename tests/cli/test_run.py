@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from elaunch.cli.run import parse
-from elaunch.config.flags.table import FLAGS
+from elaunch.config.table import FLAGS
 
 Parsed = tuple[dict[str, str], str, list[str]]
 
@@ -52,7 +52,7 @@ def by_elaunch(argv: Sequence[str]) -> Parsed:
     texts = {table[name].dest: (table[name], text) for name, text in words.flags.items()}
     known = {flag.dest: flag.default for flag in FLAGS}
     found = {
-        dest: spelt(flag.read(text))
+        dest: spelt(flag.kind.read(text))
         for dest, (flag, text) in texts.items()
         if text != known[dest] or dest == "start_method"
     }

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from elaunch.checkpoint.retention.rule import Keep
+from elaunch.config import values
 from elaunch.config.facts import facts
-from elaunch.config.flags import amounts
 from tests.config.resolving import Job
 
 NODES = "--nnodes 2 --node-rank 0 --master-addr 127.0.0.1"
@@ -191,14 +191,14 @@ def test_nodes_with_directories_of_their_own_need_not_call_them_alike(job: Job) 
 )
 def test_sizes(text: str, size: int) -> None:
     """Powers of 1024 unless it ends in a bare B."""
-    assert amounts.size(text) == size
+    assert values.size(text) == size
 
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "8 G B", "GiB", "1e9", "0.1b", "٣", "1_000"])
 def test_no_sizes(text: str) -> None:
     """Refused rather than guessed."""
     with pytest.raises(ValueError, match=r"is not a size|is less than 1 byte"):
-        amounts.size(text)
+        values.size(text)
 
 
 def test_another_runs_checkpoint(job: Job) -> None:

@@ -157,7 +157,7 @@ def test_what_is_wrong_is_said_before_anything_starts(
 
 def test_more_workers_than_gpus_is_remarked_on(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job on CPUs may want that, so it starts; the number of GPUs is the mock."""
-    monkeypatch.setattr("elaunch.config.gpus.installed", lambda: 4)
+    monkeypatch.setattr("elaunch.config.checks.installed_gpus", lambda: 4)
     assert job.settings("--nproc-per-node 4 train.py").notices == ()
     (notice,) = job.settings("--nproc-per-node 8 train.py").notices
     assert "8 workers share 4 visible GPUs" in notice

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from msgspec import structs
 
-from elaunch.config.meeting.rendezvous import RendezvousSettings
+from elaunch.config.rendezvous import RendezvousSettings
 from elaunch.rendezvous.plan import Node, NodeStatus, Plan
 from elaunch.rendezvous.records import encode, key_of
 from elaunch.store.protocol import Store

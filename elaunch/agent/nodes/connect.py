@@ -24,7 +24,7 @@ from elaunch.agent.workers.group import GroupPlan, WorkerGroup
 from elaunch.checkpoint.records import Location
 from elaunch.checkpoint.search.places import is_within
 from elaunch.config.facts import facts
-from elaunch.config.meeting.rendezvous import RendezvousSettings
+from elaunch.config.rendezvous import RendezvousSettings
 from elaunch.errors import UsageError
 from elaunch.rendezvous import records
 from elaunch.rendezvous.decide.view import Search, SearchResult

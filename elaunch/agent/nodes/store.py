@@ -24,9 +24,8 @@ from typing import TYPE_CHECKING
 
 from elaunch.agent.workers.server import SWEEP_OVERDUE
 from elaunch.agent.workers.storesocket import listen_for_nodes
-from elaunch.config import Settings
-from elaunch.config.meeting import ports
-from elaunch.config.meeting.rendezvous import RendezvousSettings
+from elaunch.config import Settings, endpoints
+from elaunch.config.rendezvous import RendezvousSettings
 from elaunch.errors import StoreClosed, StoreDenied, StoreError, StoreUnreachable, UsageError
 from elaunch.hosts import is_loopback
 from elaunch.rendezvous.decide.view import Rules
@@ -156,7 +155,7 @@ class StoreOpener:
         """Refuse a port that something else has; an agent may host this job's store on it."""
         from elaunch.store.tcp import client
 
-        if ports.may_be_agent(port):
+        if endpoints.may_be_agent(port):
             return  # it may import torch just now; the store is waited for
         try:
             client.connect(host, port, self._run_id, deadline=STRANGER_PATIENCE).close()
@@ -164,7 +163,7 @@ class StoreOpener:
             raise UsageError(self._not_ours(host, port, str(error))) from None
 
     def _not_ours(self, host: str, port: int, what: str) -> str:
-        holder = ports.why_not_free(host, port) or "was in use a moment ago"
+        holder = endpoints.why_not_free(host, port) or "was in use a moment ago"
         return (
             f"--rdzv-endpoint: port {port} of {host} {holder}, and not by the store of this job "
             f"({self._run_id!r}): {what}; give another port, or use etcd, where jobs share one "

@@ -12,7 +12,7 @@ import errno
 import os
 import socket
 
-from elaunch.config.meeting import ports
+from elaunch.config import endpoints
 from elaunch.errors import UsageError
 from elaunch.hosts import is_loopback
 
@@ -60,7 +60,7 @@ class StoreEndpoint:
             reason = os.strerror(error.errno) if error.errno else str(error)
             where = f"cannot listen on {self.host} port {port}"
             if error.errno == errno.EADDRINUSE:
-                reason = f"it {ports.why_not_free(self.host, port) or reason}"
+                reason = f"it {endpoints.why_not_free(self.host, port) or reason}"
             also = " (only one agent has --node-rank 0)" if self._listen is listen_for_nodes else ""
             raise UsageError(f"{where}: {reason}{also}; choose another --master-port") from error
 

@@ -21,8 +21,8 @@ from pathlib import Path
 from elaunch import env
 from elaunch.agent.logs.files import round_directory
 from elaunch.agent.logs.plan import LogPlan
-from elaunch.config.flags.values import StreamMap, did_you_mean
-from elaunch.config.meeting import ports
+from elaunch.config import endpoints
+from elaunch.config.values import StreamMap, did_you_mean
 from elaunch.errors import PlacementError, UsageError
 from elaunch.launchers import table
 from elaunch.launchers.meetingpoint import LOOPBACK, meeting_point
@@ -185,7 +185,7 @@ def _is_hosted(environ: Mapping[str, str]) -> bool:
 
 
 def _check_port(addr: str, port: int, given: bool) -> None:
-    problem = ports.why_not_free(addr, port)
+    problem = endpoints.why_not_free(addr, port)
     if problem is None:
         return
     which = "" if given else ", which was made of the job's id,"

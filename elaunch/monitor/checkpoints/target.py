@@ -31,8 +31,8 @@ from elaunch.checkpoint.formats import dcp
 from elaunch.checkpoint.records import Location
 from elaunch.checkpoint.search.defaultplace import default_place
 from elaunch.checkpoint.search.places import parse_place, without_slash
-from elaunch.config import paths
-from elaunch.config.flags.values import did_you_mean
+from elaunch.config import files
+from elaunch.config.values import did_you_mean
 from elaunch.errors import RunDirError, UsageError
 from elaunch.monitor.checkpoints.view import ListedCheckpoint, Listing, look
 from elaunch.run import directory as rundir
@@ -56,7 +56,7 @@ def resolve(words: str, environ: Mapping[str, str]) -> Target:
     path = Path(os.path.expanduser(words))
     if os.path.isdir(path) and not os.path.isfile(path / rundir.STATE_FILE):
         return _directory(Path(os.path.abspath(path)))
-    if os.sep in words and (why := paths.problem(path)):
+    if os.sep in words and (why := files.problem(path)):
         missing = why == "does not exist"
         raise UsageError(f"there is no directory {words!r}" if missing else f"{words!r} {why}")
     if os.path.isfile(path) and os.sep in words:

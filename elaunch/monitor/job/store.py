@@ -16,7 +16,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from elaunch.config.meeting.rendezvous import RendezvousSettings
+from elaunch.config.rendezvous import RendezvousSettings
 from elaunch.errors import StoreUnreachable, UsageError
 from elaunch.monitor.job.view import PresentAgent, StoredJob
 from elaunch.rendezvous import records

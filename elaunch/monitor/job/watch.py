@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from elaunch.config.meeting.rendezvous import RendezvousSettings
+from elaunch.config.rendezvous import RendezvousSettings
 from elaunch.errors import StoreDenied, StoreError, StoreUnreachable
 from elaunch.monitor.document import job_document, jobs_document
 from elaunch.monitor.job.page import job_page, jobs_page

@@ -106,7 +106,7 @@ def is_local(info: Info, environ: Mapping[str, str]) -> bool:
     text = environ.get(env.CHECKPOINT_LOCAL, "")
     if text in ("", "1"):
         return text == "1" and info.nodes > 1
-    from elaunch.config.flags.values import switch
+    from elaunch.config.values import switch
 
     try:
         return switch(text) and info.nodes > 1

@@ -16,7 +16,7 @@ import pytest
 from elaunch.agent.nodes import connect
 from elaunch.agent.nodes.mungekey import MungeKey
 from elaunch.agent.nodes.store import StoreOpener
-from elaunch.config.meeting.rendezvous import EtcdAccess, RendezvousSettings
+from elaunch.config.rendezvous import EtcdAccess, RendezvousSettings
 from elaunch.errors import StoreDenied
 from elaunch.rendezvous import munge
 from elaunch.store.protocol import Store

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from elaunch.agent.nodes.store import StoreOpener
-from elaunch.config.meeting.rendezvous import RendezvousSettings
+from elaunch.config.rendezvous import RendezvousSettings
 from elaunch.errors import (
     StoreClosed,
     StoreDenied,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from elaunch.agent.wrap.plan import WrapPlan, WrapRequest, plan
-from elaunch.config.flags.values import StreamMap
+from elaunch.config.values import StreamMap
 from elaunch.errors import UsageError
 from elaunch.run.record import process_name
 from elaunch.training.place import placement

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.config.meeting.rendezvous import EtcdAccess, RendezvousSettings
+from elaunch.config.rendezvous import EtcdAccess, RendezvousSettings
 from elaunch.errors import StoreUnreachable, UsageError
 from elaunch.monitor.job.store import look, run_ids
 from elaunch.monitor.job.watch import JobReader, jobs_reader

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.config.meeting import address, topology
-from elaunch.config.meeting.address import own_address
-from elaunch.config.meeting.rendezvous import Backend, RendezvousSettings
+from elaunch.config import endpoints
+from elaunch.config.place import Backend
+from elaunch.config.rendezvous import RendezvousSettings, own_address
 from tests import netns, programs
 
 ROOT = Path(__file__).parents[3]
@@ -21,15 +21,15 @@ ELSEWHERE = "192.0.2.1"
 
 AT_LOCALHOST = """
 import socket
-from elaunch.config.meeting import ports, topology
-from elaunch.config.meeting.address import own_address
-from elaunch.config.meeting.rendezvous import RendezvousSettings
+from elaunch.config import endpoints
+from elaunch.config.rendezvous import own_address
+from elaunch.config.rendezvous import RendezvousSettings
 for backend in ("c10d", "static"):
     settings = RendezvousSettings(backend, (("localhost", 1),), is_host=False)
     print(backend, own_address(settings) in ("127.0.0.1", "::1"))
-print("here", topology.is_this_machine("localhost"))
+print("here", endpoints.is_this_machine("localhost"))
 with socket.create_server(("127.0.0.1", 0)) as stranger:
-    print((ports.why_not_free("localhost", stranger.getsockname()[1]) or "free")[3:9])
+    print((endpoints.why_not_free("localhost", stranger.getsockname()[1]) or "free")[3:9])
 """
 
 
@@ -55,7 +55,7 @@ def own_addresses() -> Iterator[str]:
         found = on_route_to(target, 9)
         if found and not found.startswith("127.") and found != "::1":
             yield found
-    for found in topology.addresses(socket.gethostname()):
+    for found in endpoints.addresses(socket.gethostname()):
         if not found.startswith("127.") and found != "::1":
             yield found
 
@@ -103,15 +103,15 @@ def test_etcd_at_localhost_does_not_make_a_node_a_loopback_one() -> None:
 
 def test_a_name_that_leads_to_loopback_here_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Debian's /etc/hosts gives a host's own name 127.0.1.1; the others know it as an address."""
-    known = topology.addresses
+    known = endpoints.addresses
 
     def with_debians_line(host: str) -> list[str]:
         return ["127.0.1.1"] if host in ("head", socket.gethostname()) else known(host)
 
-    monkeypatch.setattr(topology, "addresses", with_debians_line)
+    monkeypatch.setattr(endpoints, "addresses", with_debians_line)
     expected = [each for each in map(on_route_to, (ELSEWHERE, "2001:db8::1"), (9, 9)) if each]
     assert own_address(at("head", is_host=None)) == (expected[0] if expected else "head")
-    monkeypatch.setattr(address, "_EVERYWHERE", ())
+    monkeypatch.setattr(endpoints, "_EVERYWHERE", ())
     assert own_address(at("head", is_host=None)) == "head"
     assert own_address(at("head", "etcd")) == "127.0.0.1"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elaunch.config.flags import rdzvconf
+from elaunch.config import rdzvconf
 from tests.config.resolving import Job
 
 

@@ -2,19 +2,31 @@
 
 The same function reads a value whether it came from the command line, a variable or the job
 file. Each raises ``ValueError`` with the end of a sentence that begins with the value
-("is not a whole number"); ``given.convert`` adds the flag and where the value came from.
-Nothing here looks at the machine: that is ``validate.py``.
+("is not a whole number"); ``flag.convert`` adds the flag and where the value came from.
+Nothing here looks at the machine: that is ``checks.py``.
+
+A size is a number of bytes, perhaps with a unit, in any case: KiB or K is 1024, KB 1000, and so on
+for M, G and T.
+
+==============================  ==================================================================
+``--preempt-at``                moment
+==============================  ==================================================================
+``+90s`` ``+30m`` ``+3h``       so long after the start of this agent
+``2026-11-21T18:00``            a local time, or with an offset (``+01:00``, ``Z``)
+``slurm`` ``slurm-5m``          2 minutes, or so long, before the end of the Slurm job
+==============================  ==================================================================
 """
 
 from __future__ import annotations
 
+import datetime
 import math
 import re
 import signal
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Final, Literal
 
 TRUE = ("1", "true", "yes", "on", "t", "y")
 FALSE = ("0", "false", "no", "off", "f", "n")
@@ -27,6 +39,10 @@ LARGEST_WHOLE = 2**31 - 1
 MOST_SECONDS = 1e9
 MOST_NODES = 1_000_000
 MOST_WORKERS = 16_384
+_POWERS: Final = {"k": 1, "m": 2, "g": 3, "t": 4}
+_SLURM_MARGIN: Final = 120.0
+_UNITS: Final = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)([smhd]?)")
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL", "NOTSET", "WARN", "FATAL")
 
 
@@ -317,6 +333,69 @@ def log_level(raw: str) -> str:
     if word not in LOG_LEVELS:
         raise ValueError(f"is not a log level{did_you_mean(word, LOG_LEVELS)}")
     return {"WARN": "WARNING", "FATAL": "CRITICAL"}.get(word, word)
+
+
+def size(raw: str) -> int:
+    """Return a number of bytes, 1 or more; a unit may stand behind it, in any case."""
+    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(?:([kmgt])(i?b)?|b)?\s*", raw.lower())
+    if not found:
+        raise ValueError("is not a size such as 512MiB, 8GiB or 1000000000")
+    number, power, unit = found.groups()
+    factor = (1000 if unit == "b" else 1024) ** _POWERS[power] if power else 1
+    total = int(float(number) * factor) if "." in number else int(number) * factor
+    if total < 1:
+        raise ValueError("is less than 1 byte")
+    return total
+
+
+def best(raw: str) -> tuple[str, Literal["min", "max"]]:
+    """Return (metric, ``min`` or ``max``) of ``METRIC``, ``METRIC:min`` or ``METRIC:max``.
+
+    A metric whose name has a colon needs one of them: else ``loss:maximum`` would be a name.
+    """
+    name, colon, mode = raw.rpartition(":")
+    metric = name if colon else raw
+    if colon and mode not in ("min", "max"):
+        raise ValueError(f"ends with {mode!r} behind the colon, which is neither min nor max")
+    if not metric.strip():
+        raise ValueError("does not name a metric")
+    if not metric.isprintable():
+        raise ValueError("has a character in it that cannot be printed")
+    return metric, "max" if colon and mode == "max" else "min"
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A moment as given: ``after`` the start, ``at`` a time, or ``before_end`` of Slurm's job.
+
+    Exactly one is set; in seconds, ``at`` since the epoch.
+    """
+
+    after: float | None = None
+    at: float | None = None
+    before_end: float | None = None
+
+
+def moment(raw: str) -> Moment:
+    """Return the moment that a text names; ValueError ends a sentence that begins with it."""
+    word = raw.strip()
+    if word.startswith("+"):
+        return Moment(after=_duration(word[1:]))
+    if word == "slurm" or word.startswith("slurm-"):
+        return Moment(before_end=_duration(word[6:]) if word != "slurm" else _SLURM_MARGIN)
+    try:
+        found = datetime.datetime.fromisoformat(re.sub("Z$", "+00:00", word))
+    except ValueError:
+        hint = f"; did you mean '+{word}'?" if _DURATION.fullmatch(word) else ""
+        raise ValueError(f"is no moment{hint}") from None
+    return Moment(at=found.timestamp())
+
+
+def _duration(text: str) -> float:
+    match = _DURATION.fullmatch(text)
+    if match is None:
+        raise ValueError(f"has {text!r} in it, which is no duration such as 90s, 30m, 3h")
+    return float(match[1]) * _UNITS[match[2]]
 
 
 def _integer(raw: str) -> int:

@@ -1,7 +1,7 @@
 """How the agents of a job meet, if they do: ``RendezvousSettings``.
 
-``place`` finds where they meet and which one hosts, ``etcd`` how to get into etcd,
-``elaunch.config.flags.rdzvconf`` reads ``--rdzv-conf``. Here it comes together, with the times:
+``place`` finds where they meet and which one hosts, ``rdzvconf`` reads ``--rdzv-conf``. Here it
+comes together, with how to get into etcd and the times:
 
 ==================  =========================================  =====================================
 time                from                                       default
@@ -16,44 +16,47 @@ heartbeat_timeout   heartbeat_timeout, heartbeat; or           3 s
 store_timeout       store_timeout                              30 s
 read_timeout        read_timeout                               60 s, at most store_timeout
 ==================  =========================================  =====================================
+
+The password for etcd comes from ``ELAUNCH_ETCD_PASSWORD``, from ``password_file``, or from
+``password`` in a variable or a job file; on the command line it is refused, where every user of the
+machine sees it. TLS is used with ``protocol=https``, and whenever a certificate is named.
+
+The address that a node sends to the others, who find its workers' store by it:
+
+=====================================  ======================================================
+what is known                          the address
+=====================================  ======================================================
+--local-addr                           that, as it was given
+static, and this node hosts            the endpoint's host, as it was given (as under torchrun)
+a route to an endpoint                 the address that this machine has on that route
+an endpoint that is this machine by    the address of the host's name, or that of the route to
+a loopback address (Debian gives a     everywhere; or the endpoint's own name, which the other
+host's own name 127.0.1.1)             nodes know
+etcd at localhost                      the same, but for the endpoint's name
+c10d or static at localhost            the loopback address: all agents are on this machine
+=====================================  ======================================================
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
-from elaunch import env
-from elaunch.config import paths
-from elaunch.config.flags import rdzvconf
-from elaunch.config.flags.answers import Answers, collect
-from elaunch.config.flags.given import JobFile
-from elaunch.config.flags.table import FLAGS
-from elaunch.config.flags.variables import SECRET_VARIABLES
-from elaunch.config.meeting import endpoints, secretfiles, topology
-from elaunch.config.meeting import place as meetingplace
-from elaunch.config.meeting.etcd import EtcdAccess, etcd_access, file_of, refuse_shown_password
-from elaunch.config.meeting.place import C10D_PORT, ETCD_PORT, MASTER_PORT, Backend, MeetingPlace
-
-__all__ = [
-    "C10D_PORT",
-    "ETCD_PORT",
-    "MASTER_PORT",
-    "SECRET_VARIABLES",
-    "Backend",
-    "EtcdAccess",
-    "OnJoin",
-    "RendezvousSettings",
-    "resolve_place",
-    "resolve_run_id",
-    "several_nodes",
-]
+from elaunch import env, hosts
+from elaunch.config import endpoints, files, rdzvconf
+from elaunch.config import place as meetingplace
+from elaunch.config.flag import Answers, JobFile, collect
+from elaunch.config.place import Backend, MeetingPlace
+from elaunch.config.rdzvconf import PASSWORD
+from elaunch.config.table import ETCD_PASSWORD, ETCD_USER, TABLE
 
 OnJoin = Literal["graceful", "now", "never"]
+_T = TypeVar("_T")
 _CONF = "rdzv-conf"
+_SAFER = f"set the variable {ETCD_PASSWORD}, or give password_file=PATH"
 _ETCD_SHORTEST_LEASE = 2.0
 _COMMON_KEYS = frozenset(
     "join_timeout settle debounce heartbeat_timeout keep_alive_interval keep_alive_max_attempt "
@@ -64,10 +67,22 @@ _KEYS: Mapping[str, frozenset[str]] = {
     "static": _COMMON_KEYS | {"timeout", "rank"},
     "etcd": _COMMON_KEYS | rdzvconf.ETCD_KEYS | {"timeout"},
 }
-_PLACE_FLAGS = frozenset(
+_PLACE_FLAGS = (
     "rdzv-backend rdzv-endpoint rdzv-id rdzv-conf rdzv-secret-file master-addr master-port nnodes "
     "on-join strict-symmetry".split()
 )
+
+
+@dataclass(frozen=True)
+class EtcdAccess:
+    """Key prefix, user and password if any, TLS if ``cacert`` is set; paths are absolute."""
+
+    prefix: str = "/elaunch"
+    user: str | None = None
+    password: str | None = field(default=None, repr=False)
+    cacert: Path | None = None
+    cert: Path | None = None
+    key: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -79,7 +94,7 @@ class RendezvousSettings:
         is_host: True: this agent hosts the store. False: it does not. None (c10d): the endpoint is
             an address of this machine; the agent here that gets the port hosts, others are clients.
         node_hint: the rank of this node (static), or its place among newcomers, or None.
-        local_addr: the address to give to other nodes, if the user gave one; see address.py.
+        local_addr: the address to give to other nodes, if the user gave one; see ``own_address``.
         join_timeout: how long too few nodes are waited for.
         settle: how long after the last arrival MIN nodes begin without MAX.
         debounce: how long after the last arrival a round ends for newcomers.
@@ -128,7 +143,7 @@ def several_nodes(
     Raises:
         UsageError: the flags do not say where, contradict each other, or a file is not right.
     """
-    refuse_shown_password(answers)
+    _refuse_shown_password(answers)
     place = meetingplace.place(answers, environ)
     if place is None:
         return None, []
@@ -157,9 +172,8 @@ def resolve_place(
     Raises:
         UsageError: the flags do not say where, or a file is not right.
     """
-    flags = [flag for flag in FLAGS if flag.name in _PLACE_FLAGS]
-    answers = collect(line, environ, JobFile(), flags)
-    refuse_shown_password(answers)
+    answers = collect([TABLE[name] for name in _PLACE_FLAGS], line, environ, JobFile())
+    _refuse_shown_password(answers)
     meetingplace.refuse_etcd_v2(answers)
     if answers["rdzv-backend"] == "etcd":
         place = MeetingPlace("etcd", meetingplace.etcd_endpoints(answers))
@@ -174,9 +188,30 @@ def resolve_place(
 
 def resolve_run_id(line: Mapping[str, str], environ: Mapping[str, str]) -> str | None:
     """Return ``--rdzv-id`` of the line or of a variable, or None if neither gives one."""
-    flags = [flag for flag in FLAGS if flag.name == "rdzv-id"]
-    found: str | None = collect(line, environ, JobFile(), flags)["rdzv-id"]
+    found: str | None = collect([TABLE["rdzv-id"]], line, environ, JobFile())["rdzv-id"]
     return found or None
+
+
+def own_address(rendezvous: RendezvousSettings) -> str:
+    """Return the name or address at which the other nodes reach this machine.
+
+    Names of endpoints are resolved, so call it when the store was reached, not before.
+    """
+    if rendezvous.local_addr:
+        return rendezvous.local_addr
+    if rendezvous.backend == "static" and rendezvous.is_host:
+        return rendezvous.endpoints[0][0]
+    sources = [source for host, _ in rendezvous.endpoints for source in endpoints.sources(host)]
+    for source in sources:
+        if not hosts.is_loopback(source):
+            return source
+    host = rendezvous.endpoints[0][0]
+    local = hosts.is_loopback(host)
+    if local and rendezvous.backend != "etcd":
+        return sources[0] if sources else endpoints.LOOPBACK
+    for source in endpoints.own_addresses():
+        return source
+    return endpoints.LOOPBACK if local or rendezvous.backend == "etcd" else host
 
 
 def _settings(
@@ -202,7 +237,7 @@ def _settings(
         on_join=answers["on-join"],
         strict_symmetry=answers["strict-symmetry"],
         secret=_secret(answers, start),
-        etcd=etcd_access(answers, environ, start) if etcd else EtcdAccess(),
+        etcd=_etcd_access(answers, environ, start) if etcd else EtcdAccess(),
     )
 
 
@@ -227,11 +262,11 @@ def _secret(answers: Answers, start: Path) -> bytes | None:
             "rdzv-secret-file", f"and secret_file={conf!r} of --rdzv-conf differ", "give one"
         )
     if flag:
-        path = paths.absolute(flag, start)
-        return file_of(answers, "rdzv-secret-file", path, "", secretfiles.secret)
+        path = files.absolute(flag, start)
+        return _file_of(answers, "rdzv-secret-file", path, "", files.secret)
     if conf:
-        path = paths.absolute(conf, start)
-        return file_of(answers, _CONF, path, "names a secret_file that ", secretfiles.secret)
+        path = files.absolute(conf, start)
+        return _file_of(answers, _CONF, path, "names a secret_file that ", files.secret)
     return None
 
 
@@ -251,10 +286,10 @@ def _local_addr(answers: Answers) -> str | None:
         host = endpoints.host(raw)
     except ValueError as exc:
         raise answers.fault("local-addr", str(exc)) from None
-    if topology.is_this_machine(host):
+    if endpoints.is_this_machine(host):
         return host
     why = "is not an address of this machine"
-    if not topology.addresses(host):
+    if not endpoints.addresses(host):
         why = "does not resolve to an address"
     raise answers.fault("local-addr", why, "give one that this machine has (see 'ip address')")
 
@@ -274,3 +309,112 @@ def _unused_conf(answers: Answers, backend: str) -> list[str]:
         shown = ", ".join(keep_alive)
         notices.append(f"--rdzv-conf: {shown} has no effect with heartbeat_timeout")
     return notices
+
+
+def _refuse_shown_password(answers: Answers) -> None:
+    """Refuse a password on the command line, whatever the backend.
+
+    Raises:
+        UsageError: there is one.
+    """
+    if PASSWORD in answers[_CONF] and answers.given[_CONF].source == "command line":
+        why = "puts a password where every user of this machine can read it (ps)"
+        raise answers.fault(_CONF, why, _SAFER)
+
+
+def _etcd_access(answers: Answers, environ: Mapping[str, str], start: Path) -> EtcdAccess:
+    """Return how to get into etcd.
+
+    Args:
+        answers: every flag, or at least ``--rdzv-conf``.
+        environ: the launcher's environment.
+        start: where relative paths start.
+
+    Raises:
+        UsageError: a file is missing or not what it should be, or settings contradict each other.
+    """
+    user, password = _identity(answers, environ, start)
+    cacert, cert, key = _tls(answers, start)
+    return EtcdAccess(_prefix(answers), user, password, cacert, cert, key)
+
+
+def _file_of(answers: Answers, flag: str, path: Path, named: str, read: Callable[[Path], _T]) -> _T:
+    """Return what ``read`` makes of a file; its ValueError becomes the error for ``flag``.
+
+    Args:
+        answers: every flag.
+        flag: the flag that names the file.
+        path: the file.
+        named: how the message calls it: ``cert='tls/me.pem' ``, or nothing where the flag's value
+            is the path.
+        read: raises ValueError with the end of a sentence that begins with the path.
+    """
+    try:
+        return read(path)
+    except ValueError as exc:
+        raise answers.fault(flag, f"{named}{exc}", "") from None
+
+
+def _conf_file(answers: Answers, key: str, start: Path, read: Callable[[Path], _T]) -> _T | None:
+    raw = answers[_CONF].get(key)
+    if raw is None:
+        return None
+    return _file_of(answers, _CONF, files.absolute(raw, start), f"names a {key} that ", read)
+
+
+def _identity(
+    answers: Answers, environ: Mapping[str, str], start: Path
+) -> tuple[str | None, str | None]:
+    conf = answers[_CONF]
+    if PASSWORD in conf and "password_file" in conf:
+        raise answers.fault(_CONF, "has both password and password_file", "give one of them")
+    user = conf.get("user")
+    password = conf.get(PASSWORD) or _conf_file(answers, "password_file", start, files.password)
+    from_file = answers.given[_CONF].source == "file"
+    if from_file or user is None:
+        user = environ.get(ETCD_USER) or user
+    if from_file or password is None:
+        password = environ.get(ETCD_PASSWORD) or password
+    if user and not password:
+        raise answers.fault(_CONF, f"has no password for etcd's user {user!r}", _SAFER)
+    if password and not user:
+        why = "has no user for etcd's password"
+        raise answers.fault(_CONF, why, f"give user=NAME, or set the variable {ETCD_USER}")
+    return user, password
+
+
+def _tls(answers: Answers, start: Path) -> tuple[Path | None, Path | None, Path | None]:
+    conf = answers[_CONF]
+    if ("cert" in conf) != ("key" in conf):
+        there, missing = ("cert", "key") if "cert" in conf else ("key", "cert")
+        raise answers.fault(_CONF, f"has {there} without {missing}", "give both or none of them")
+    named = [name for name in ("cacert", "cert", "key") if name in conf]
+    if named and conf.get("protocol") == "http":
+        why = f"has {' and '.join(named)}, which protocol=http does not use"
+        raise answers.fault(_CONF, why, "write protocol=https")
+    if not named and conf.get("protocol") != "https":
+        return None, None, None
+    cacert = _conf_file(answers, "cacert", start, files.certificate)
+    cert = _conf_file(answers, "cert", start, files.certificate)
+    key = _conf_file(answers, "key", start, files.private_key)
+    return cacert or _system_authorities(answers), cert, key
+
+
+def _system_authorities(answers: Answers) -> Path:
+    """Return the file with the certificate authorities that this machine trusts."""
+    import ssl
+
+    found = ssl.get_default_verify_paths().cafile or ""
+    if not found:
+        why = "asks for TLS, and this machine has no list of certificate authorities"
+        raise answers.fault(_CONF, why, "give cacert=PATH")
+    return Path(found)
+
+
+def _prefix(answers: Answers) -> str:
+    raw: str = answers[_CONF].get("etcd_prefix", EtcdAccess.prefix)
+    word = raw.strip("/")
+    if not word or not word.isprintable() or " " in word:
+        why = f"has the etcd_prefix {raw!r}, which is no beginning of a key"
+        raise answers.fault(_CONF, why, "write etcd_prefix=/NAME")
+    return f"/{word}"

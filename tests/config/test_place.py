@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from elaunch.config.meeting import topology
-from elaunch.config.meeting.rendezvous import RendezvousSettings
+from elaunch.config import endpoints
+from elaunch.config.rendezvous import RendezvousSettings
 from tests.config.resolving import Job
 
 # Of the block for documentation: never an address of this machine, and nothing to resolve.
@@ -27,7 +27,7 @@ def names(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, list[str]]], N
         def look_up(host: str) -> list[str]:
             return table.get(host, [host] if host[:1].isdigit() else [])
 
-        monkeypatch.setattr(topology, "addresses", look_up)
+        monkeypatch.setattr(endpoints, "addresses", look_up)
 
     return resolve
 

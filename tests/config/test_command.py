@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.config.modules import why_not_found, why_not_runnable, worker_path
+from elaunch.config.command import why_not_found, why_not_runnable, worker_path
 
 
 @pytest.fixture

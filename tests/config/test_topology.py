@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from elaunch.config.meeting import ports
+from elaunch.config import endpoints
 from tests.config.resolving import Job
 
 PORT_IN_USE = "--master-port {port} train.py"
@@ -97,13 +97,13 @@ def test_a_port_in_use_names_its_holder(job: Job, taken: int) -> None:
 def test_a_free_port_is_free(free: int) -> None:
     """Asking leaves it free."""
     for host in ("127.0.0.1", "localhost", "192.0.2.1", "127.0.0.1"):
-        assert ports.why_not_free(host, free) is None
+        assert endpoints.why_not_free(host, free) is None
 
 
 def test_a_listener_on_another_address_is_not_in_the_way(taken: int) -> None:
     """The store listens on its own address only, or on all for a foreign one."""
-    assert ports.why_not_free("127.0.0.5", taken) is None
-    assert "is in use" in (ports.why_not_free("192.0.2.1", taken) or "")
+    assert endpoints.why_not_free("127.0.0.5", taken) is None
+    assert "is in use" in (endpoints.why_not_free("192.0.2.1", taken) or "")
 
 
 @pytest.mark.parametrize(

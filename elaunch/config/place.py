@@ -3,7 +3,7 @@
 ==========================================  =================================================
 flags                                       the agents meet
 ==========================================  =================================================
---nnodes 1, --standalone                    not at all: one node by itself (topology.py)
+--nnodes 1, --standalone                    not at all: one node by itself (``alone``)
 --nnodes 1 --rdzv-backend c10d and an       there, as several would
 endpoint on another machine; or etcd
 --nnodes N --master-addr A                  at A (port 29500), where node 0 hosts; each node has
@@ -14,6 +14,17 @@ endpoint on another machine; or etcd
 --rdzv-endpoint H1,H2,H3
 ==========================================  =================================================
 
+One node by itself has its workers' store at:
+
+=============================================  ==============================================
+flags (one node)                               MASTER_ADDR and MASTER_PORT
+=============================================  ==============================================
+none, --standalone, c10d with a local          127.0.0.1 (or --master-addr, --local-addr), a
+endpoint                                       port that is free in each round
+--master-port P                                --master-addr or 127.0.0.1, exactly P
+--rdzv-endpoint H:P without a backend          exactly H and P
+=============================================  ==============================================
+
 Nothing is connected to here. A host that does not resolve is no error: it may come up later.
 """
 
@@ -23,9 +34,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from elaunch.config.flags import values
-from elaunch.config.flags.answers import Answers
-from elaunch.config.meeting import endpoints, topology
+from elaunch.config import endpoints, values
+from elaunch.config.flag import Answers
 from elaunch.errors import UsageError
 
 Backend = Literal["c10d", "etcd", "static"]
@@ -36,6 +46,7 @@ ETCD_PORT = 2379
 MASTER_PORT = 29500
 # Schedulers number the processes of a job by these: the order of newcomers without --node-rank.
 HINT_VARIABLES = ("SLURM_PROCID", "JOB_COMPLETION_INDEX")
+_HOW_TO_BE_SEVERAL = "the only node is 0; for several nodes add --nnodes N"
 
 
 @dataclass(frozen=True)
@@ -47,6 +58,18 @@ class MeetingPlace:
     is_host: bool | None = False
     node_hint: int | None = None
     notices: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Where the workers' store is; ``infos`` are notices that lose the user nothing."""
+
+    backend: str
+    endpoint: str
+    master_addr: str | None
+    master_port: int | None
+    notices: tuple[str, ...] = ()
+    infos: tuple[str, ...] = ()
 
 
 def place(answers: Answers, environ: Mapping[str, str]) -> MeetingPlace | None:
@@ -158,7 +181,7 @@ def _host_by_conf_or_address(answers: Answers) -> bool | None:
     if said is not None:
         return values.switch(said)
     raw = answers["rdzv-endpoint"]
-    here = not raw or topology.is_this_machine(endpoints.split_all(raw)[0][0])
+    here = not raw or endpoints.is_this_machine(endpoints.split_all(raw)[0][0])
     return None if here else False
 
 
@@ -167,8 +190,8 @@ def _c10d_host(answers: Answers, host: str) -> tuple[bool | None, list[str]]:
     found = _host_by_conf_or_address(answers)
     if found is not None:
         return found, []
-    known = topology.addresses(host)
-    if all(topology.is_this_machine(each) for each in known):
+    known = endpoints.addresses(host)
+    if all(endpoints.is_this_machine(each) for each in known):
         return found, []
     return found, [
         f"--rdzv-endpoint: {host} stands for {', '.join(known)}, and only some of them are this "
@@ -210,7 +233,7 @@ def _static_rank(answers: Answers, nodes: int) -> int:
 
 
 def _leads_here(host: str) -> bool:
-    return topology.is_this_machine(host) or not topology.addresses(host)
+    return endpoints.is_this_machine(host) or not endpoints.addresses(host)
 
 
 def _foreign_host(answers: Answers, host: str, nodes: int) -> str:
@@ -285,3 +308,90 @@ def _hint(answers: Answers, environ: Mapping[str, str]) -> tuple[int | None, lis
         if text:
             notices.append(f"{name}={text!r} is no number, so it does not order the nodes")
     return None, notices
+
+
+def alone(answers: Answers) -> Topology:
+    """Decide where a job of one node by itself has its workers' store.
+
+    Raises:
+        UsageError: the flags contradict each other.
+    """
+    if answers["standalone"]:
+        return _local(answers, "with --standalone")
+    if answers["rdzv-backend"] == "c10d":
+        return _local(answers, "with --rdzv-backend c10d")
+    if answers["node-rank"] != 0:
+        raise answers.fault("node-rank", "is not a rank of one node", _HOW_TO_BE_SEVERAL)
+    if answers["rdzv-endpoint"] or answers["master-port"]:
+        return _exactly(answers)
+    return _local(answers, "")
+
+
+def _unused_with_standalone(answers: Answers) -> list[str]:
+    """Remark on a rendezvous other than the one that --standalone stands for."""
+    host, _ = endpoints.split_all(answers["rdzv-endpoint"] or "localhost")[0]
+    other = {
+        "rdzv-backend": answers["rdzv-backend"] != "c10d",
+        "rdzv-endpoint": not endpoints.is_this_machine(host),
+    }
+    return [
+        f"--{name} has no effect with --standalone"
+        for name, differs in other.items()
+        if differs and answers.said(name)
+    ]
+
+
+def _local(answers: Answers, why: str) -> Topology:
+    """Return the meeting of one node by itself: a fresh port in each round."""
+    notices = _unused(answers)
+    if why:
+        if answers["master-port"] and answers.said("master-port"):
+            notices.append(f"--master-port has no effect {why}: each round has a free port")
+        if answers["node-rank"] and answers.said("node-rank"):
+            notices.append(f"--node-rank has no effect {why}")
+    master, local = answers["master-addr"], answers["local-addr"]
+    if master and local and answers.said("local-addr"):
+        notices.append("--local-addr has no effect with --master-addr on one node")
+    infos: tuple[str, ...] = ()
+    if answers["standalone"]:
+        notices += _unused_with_standalone(answers)
+    elif answers["rdzv-endpoint"] and answers.said("rdzv-endpoint"):
+        infos = ("--rdzv-endpoint is not needed on one node: nobody else has to find it",)
+    addr = _unbracketed(master or local)
+    return Topology("c10d", "localhost:0", addr, None, tuple(notices), infos)
+
+
+def _exactly(answers: Answers) -> Topology:
+    """Return the meeting at an address and a port that were given."""
+    notices = _unused(answers)
+    if answers.said("local-addr"):
+        notices.append("--local-addr has no effect where MASTER_ADDR is given")
+    raw = answers["rdzv-endpoint"]
+    if not raw:
+        addr, port = (
+            _unbracketed(answers["master-addr"]) or endpoints.LOOPBACK,
+            answers["master-port"],
+        )
+        return Topology("static", f"{addr}:{port}", addr, port, tuple(notices))
+    host, endpoint_port = endpoints.split_all(raw)[0]
+    if endpoint_port is None:
+        raise answers.fault(
+            "rdzv-endpoint", "has no port, which the static backend needs", "write HOST:PORT"
+        )
+    for name in ("master-addr", "master-port"):
+        if answers.said(name):
+            notices.append(f"--{name} has no effect with --rdzv-endpoint")
+    return Topology("static", raw, host, endpoint_port or None, tuple(notices))
+
+
+def _unbracketed(host: str | None) -> str | None:
+    """Return an IPv6 address without the brackets that torchrun's help asks for."""
+    return host[1:-1] if host and host.startswith("[") and host.endswith("]") else host
+
+
+def _unused(answers: Answers) -> list[str]:
+    """Remark on what only several nodes use."""
+    conf = [key for key in answers["rdzv-conf"] if key != "is_host"]
+    if conf and answers.said("rdzv-conf"):
+        return [f"--rdzv-conf: {', '.join(conf)} has no effect on one node: it waits for nobody"]
+    return []

@@ -32,7 +32,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 
-from elaunch.config.flags import values
+from elaunch.config import values
 from elaunch.shown import HIDDEN
 
 PASSWORD = "password"

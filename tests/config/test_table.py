@@ -5,30 +5,29 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from elaunch.config.flags.flag import GROUPS, by_key, by_spelling
-from elaunch.config.flags.table import FLAGS
-from elaunch.config.flags.variables import VARIABLES
 from elaunch.config.jobfile import SECTIONS
+from elaunch.config.table import FLAGS, GROUPS, TABLE, USUAL
 
-DOCS = Path(__file__).parent.parent.parent.parent / "docs"
+DOCS = Path(__file__).parent.parent.parent / "docs"
 
 
 def test_names_are_used_once() -> None:
     """No two flags share a spelling, a key of a job file, or a variable."""
-    spellings = [name for flag in FLAGS for name in (*flag.spellings, flag.short) if name]
-    assert len(spellings) == len(set(spellings)) == len(by_spelling(FLAGS))
+    spellings = [name for flag in FLAGS for name in flag.spellings]
+    assert len(spellings) == len(set(spellings))
     keys = [name for flag in FLAGS for name in (flag.name, *flag.aliases, *flag.keys)]
-    assert len(keys) == len(set(keys)) == len(by_key(FLAGS))
+    assert len(keys) == len(set(keys))
     assert not set(keys) & set(SECTIONS)
-    variables = [name for flag in (*FLAGS, *VARIABLES) for name in flag.environment]
+    variables = [name for flag in TABLE.values() for name in flag.environment]
     assert len(variables) == len(set(variables))
 
 
 def test_every_flag_is_shown_in_help_and_explains_its_values() -> None:
-    """A group that the help knows, a sentence, and what is allowed."""
+    """A sentence, and what is allowed."""
+    assert set(USUAL) < {flag.name for flags in GROUPS.values() for flag in flags}
     for flag in FLAGS:
-        assert flag.group in GROUPS and flag.help.endswith("."), flag.name
-        assert flag.is_switch or flag.metavar, flag.name
+        assert flag.help.endswith("."), flag.name
+        assert flag.is_switch or flag.kind.metavar, flag.name
 
 
 def test_every_flag_is_in_the_document() -> None:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.config.meeting.etcd import EtcdAccess
-from elaunch.config.meeting.rendezvous import SECRET_VARIABLES
-from tests.config.meeting.test_secretfiles import CERTIFICATE, KEY
+from elaunch.config.rendezvous import EtcdAccess
+from elaunch.config.table import SECRET_VARIABLES
 from tests.config.resolving import Job
+from tests.config.test_files import CERTIFICATE, KEY
 
 LINE = "--nnodes 2 --rdzv-backend etcd --rdzv-endpoint h1,h2 --rdzv-id 7"
 

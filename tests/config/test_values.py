@@ -6,9 +6,9 @@ import signal
 
 import pytest
 
-from elaunch.config.flags import values
-from elaunch.config.flags.table import FLAGS
-from elaunch.config.flags.values import StreamMap
+from elaunch.config import values
+from elaunch.config.table import FLAGS
+from elaunch.config.values import StreamMap
 
 BY_NAME = {flag.name: flag for flag in FLAGS}
 
@@ -62,7 +62,7 @@ GOOD = [
 @pytest.mark.parametrize(("name", "text", "value"), GOOD)
 def test_a_good_value_is_read(name: str, text: str, value: object) -> None:
     """Torchrun's forms, and what elaunch takes beyond them."""
-    assert BY_NAME[name].read(text) == value
+    assert BY_NAME[name].kind.read(text) == value
 
 
 BAD = [
@@ -131,7 +131,7 @@ BAD = [
 def test_a_bad_value_is_refused_with_its_reason(name: str, text: str, reason: str) -> None:
     """The reason continues a sentence that begins with the value."""
     with pytest.raises(ValueError) as error:
-        BY_NAME[name].read(text)
+        BY_NAME[name].kind.read(text)
     assert reason in str(error.value)
 
 
@@ -154,4 +154,4 @@ def test_every_default_is_a_value_of_its_flag() -> None:
     """A default goes through the same reader as what a user writes."""
     for flag in FLAGS:
         if flag.default is not None:
-            flag.read(flag.default)
+            flag.kind.read(flag.default)

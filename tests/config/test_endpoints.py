@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elaunch.config.meeting import endpoints
+from elaunch.config import endpoints
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from elaunch.config.moments import Moment, moment, resolved
+from elaunch.config.checks import resolved
+from elaunch.config.values import Moment, moment
 
 FAR = 4_102_444_800  # the year 2100
 

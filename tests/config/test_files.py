@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.config.meeting import secretfiles
+from elaunch.config import files
 
 
 def private(path: Path, content: bytes, mode: int = 0o600) -> Path:
@@ -32,7 +32,7 @@ def test_a_secret_is_the_bytes_without_the_last_newline(
     tmp_path: Path, content: bytes, secret: bytes, mode: int
 ) -> None:
     """As an editor or echo leaves them."""
-    assert secretfiles.secret(private(tmp_path / "s", content, mode)) == secret
+    assert files.secret(private(tmp_path / "s", content, mode)) == secret
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o620, 0o602, 0o604])
@@ -40,7 +40,7 @@ def test_a_file_of_others_is_refused_with_its_mode(tmp_path: Path, mode: int) ->
     """And with what to do."""
     path = private(tmp_path / "s", b"abc", mode)
     with pytest.raises(ValueError) as error:
-        secretfiles.secret(path)
+        files.secret(path)
     assert f"has mode 0{mode:o}" in str(error.value)
     assert f"chmod 600 {path}" in str(error.value) and "abc" not in str(error.value)
 
@@ -59,18 +59,18 @@ def test_what_is_no_secret(tmp_path: Path) -> None:
     }
     for path, reason in cases.items():
         with pytest.raises(ValueError) as error:
-            secretfiles.secret(path)
+            files.secret(path)
         assert reason in str(error.value)
     with pytest.raises(ValueError, match="is not a text in UTF-8"):
-        secretfiles.password(private(tmp_path / "bytes", b"\xff\xfe"))
-    assert secretfiles.password(private(tmp_path / "word", "é,=\n".encode())) == "é,="
+        files.password(private(tmp_path / "bytes", b"\xff\xfe"))
+    assert files.password(private(tmp_path / "word", "é,=\n".encode())) == "é,="
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
 def test_a_file_that_may_not_be_read(tmp_path: Path) -> None:
     """With the system's word."""
     with pytest.raises(ValueError, match="cannot be read: Permission denied"):
-        secretfiles.secret(private(tmp_path / "s", b"abc", 0))
+        files.secret(private(tmp_path / "s", b"abc", 0))
 
 
 CERTIFICATE = b"-----BEGIN CERTIFICATE-----\nAA==\n-----END CERTIFICATE-----\n"
@@ -83,14 +83,14 @@ def test_certificates_and_keys_are_told_apart(tmp_path: Path) -> None:
     key = private(tmp_path / "k.pem", KEY)
     both = private(tmp_path / "both.pem", KEY + CERTIFICATE)
     der = private(tmp_path / "c.der", b"\x30\x82")
-    assert secretfiles.certificate(certificate) == certificate
-    assert secretfiles.private_key(key) == key
-    assert secretfiles.certificate(both) == secretfiles.private_key(both) == both
+    assert files.certificate(certificate) == certificate
+    assert files.private_key(key) == key
+    assert files.certificate(both) == files.private_key(both) == both
     with pytest.raises(ValueError, match="has no certificate in it"):
-        secretfiles.certificate(key)
+        files.certificate(key)
     with pytest.raises(ValueError, match="has no private key in it"):
-        secretfiles.private_key(certificate)
+        files.private_key(certificate)
     with pytest.raises(ValueError, match="is not a file in PEM format"):
-        secretfiles.certificate(der)
+        files.certificate(der)
     with pytest.raises(ValueError, match="does not exist"):
-        secretfiles.certificate(tmp_path / "none")
+        files.certificate(tmp_path / "none")

@@ -1,30 +1,35 @@
-"""Checks of the settings against the machine, before anything is started.
+"""Checks that need several settings or the machine, before anything is started; and remarks.
 
-Every function here checks one part of the settings and raises ``UsageError`` with the flag, the
-value, the reason and the fix; or returns, perhaps with notices. Checks that need torch (how many
-GPUs there are) are left to the agent.
+A check raises ``UsageError`` with the flag, the value, the reason and the fix; or returns, perhaps
+with notices. Checks that need torch (how many GPUs there are) are left to the agent; those of
+checkpoints are in ``checkpoint.py``, those of the command in ``command.py``.
+
+Remarks are about flags that have no effect: one line each, so that nothing is silently ignored.
+Only what stands on the command line or in the job file is remarked on; a variable that a cluster
+sets for every job is not. Remarks that cost the user nothing appear with ``LOGLEVEL=INFO``.
 """
 
 from __future__ import annotations
 
+import math
 import os
-import shutil
 import signal
 import stat
-import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Final
 
 from elaunch import env
-from elaunch.config import gpus, modules, moments, paths
-from elaunch.config.entrypoint import Command
-from elaunch.config.flags import values
-from elaunch.config.flags.answers import Answers
-from elaunch.config.meeting import ports, topology
-from elaunch.config.meeting.rendezvous import RendezvousSettings
-from elaunch.errors import UsageError
+from elaunch.config import checkpoint, endpoints, files, table, values
+from elaunch.config.command import Command
+from elaunch.config.flag import Answers
+from elaunch.config.place import Topology
+from elaunch.config.rendezvous import RendezvousSettings
+from elaunch.config.values import Moment
 
 NO_FILES = "/dev/null"
+SLURM_END: Final = "SLURM_JOB_END_TIME"
 DEFAULT_LOGS_SPECS = "default"
 """Torch's own entry point in torchrun.logs_specs: the log files that there are without the flag."""
 
@@ -33,9 +38,9 @@ def directory(answers: Answers, cwd: Path) -> Path:
     """Return the directory that relative paths start from: --workdir, or the current one."""
     if not answers["workdir"]:
         return cwd
-    path = paths.absolute(answers["workdir"], cwd)
-    if why := paths.problem(path):
-        raise answers.fault("workdir", why + near_file(path))
+    path = files.absolute(answers["workdir"], cwd)
+    if why := files.problem(path):
+        raise answers.fault("workdir", why + files.near_file(path))
     if not path.is_dir():
         raise answers.fault("workdir", "is not a directory")
     if not os.access(path, os.X_OK):
@@ -43,108 +48,13 @@ def directory(answers: Answers, cwd: Path) -> Path:
     return path
 
 
-def command(found: Command, start: Path, interpreter: str, environ: Mapping[str, str]) -> None:
-    """Check that the script, the module or the program can be started."""
-    if found.mode == "module":
-        _module(found, start, interpreter, environ)
-    elif found.mode == "command":
-        _program(found, start, environ)
-    else:
-        _script(found, start)
-
-
-def _script(found: Command, start: Path) -> None:
-    if found.entrypoint == "-":
-        raise UsageError("script '-': several workers cannot read one stdin; save it to a file")
-    path = start / found.entrypoint
-    if why := paths.problem(path):
-        raise UsageError(f"script {found.shown} {why}{_script_hint(found, path)}")
-    if path.is_dir():
-        if not os.path.isfile(path / "__main__.py"):
-            raise UsageError(
-                f"script {found.shown} is a directory without a __main__.py; name a file in it"
-            )
-        path = path / "__main__.py"
-    if not os.access(path, os.R_OK):
-        raise UsageError(f"script {found.shown} may not be read by this user")
-
-
-def _script_hint(found: Command, path: Path) -> str:
-    if found.entrypoint.startswith("-"):
-        return "; flags come before the script"
-    near = near_file(path)
-    if not near and shutil.which(found.entrypoint):
-        return "; to start a program that is not a Python script, use --no-python"
-    if not near and "/" not in found.entrypoint and not found.entrypoint.endswith(".py"):
-        return "; to start a module by its name, use -m"
-    return near
-
-
-def near_file(path: Path) -> str:
-    """Return a "did you mean" with the most similar name in the path's directory."""
-    try:
-        return values.did_you_mean(path.name, os.listdir(path.parent))
-    except (FileNotFoundError, NotADirectoryError):
-        return f": there is no directory {str(path.parent)!r}"
-    except OSError:
-        return ""
-
-
-def _module(found: Command, start: Path, interpreter: str, environ: Mapping[str, str]) -> None:
-    if interpreter != sys.executable:
-        return  # another Python has other modules, and only it knows them
-    why = modules.why_not_runnable(found.entrypoint, modules.worker_path(start, environ))
-    if why:
-        raise UsageError(f"--module: {found.shown} {why}")
-
-
-def _program(found: Command, start: Path, environ: Mapping[str, str]) -> None:
-    name = found.entrypoint
-    if "/" not in name:
-        if not shutil.which(name, path=environ.get("PATH")):
-            hint = near_file(start / name) if os.path.isfile(start / name) else ""
-            hint = f"; for the file in {str(start)!r} write './{name}'" if hint else ""
-            raise UsageError(f"--no-python: the program {found.shown} is not on PATH{hint}")
-        return
-    path = start / name
-    if why := paths.problem(path):
-        raise UsageError(f"--no-python: {found.shown} {why}{near_file(path)}")
-    if path.is_dir() or not os.access(path, os.X_OK):
-        raise UsageError(
-            f"--no-python: {found.shown} cannot be executed; make it executable (chmod +x), "
-            "or leave --no-python out for a Python script"
-        )
-
-
-def interpreter(answers: Answers, found: Command, start: Path) -> str:
-    """Return the Python of the workers: the job file's, PYTHON_EXEC, or the agent's own."""
-    name = found.interpreter or answers["interpreter"]
-    if not name:
-        return sys.executable
-    path = shutil.which(str(start / name) if "/" in name else name)
-    if path is None:
-        origin = "entrypoint" if found.interpreter else "PYTHON_EXEC"
-        raise UsageError(f"{origin}: {name!r} is not a program that can be executed")
-    return path
-
-
-def preload(answers: Answers, start: Path, python: str, environ: Mapping[str, str]) -> None:
-    """Check that the modules which the user wants in the fork server exist."""
-    if not answers.is_set("preload") or python != sys.executable:
-        return
-    for name in answers["preload"]:
-        why = modules.why_not_found(name.removeprefix("+"), modules.worker_path(start, environ))
-        if why:
-            raise answers.fault("preload", f"names {name}, which {why}")
-
-
 def log_dir(answers: Answers, start: Path) -> str | None:
     """Return the absolute log directory; None for the run directory, /dev/null for no files."""
     raw = answers["log-dir"]
     if not raw or raw == NO_FILES:
         return raw or None
-    path = paths.absolute(raw, start)
-    writable_directory(answers, "log-dir", path)
+    path = files.absolute(raw, start)
+    checkpoint.writable_directory(answers, "log-dir", path)
     return str(path)
 
 
@@ -152,11 +62,11 @@ def timer_file(answers: Answers, start: Path) -> Path | None:
     """Return the absolute path of the timers' named pipe; None where elaunch chooses it."""
     if not answers["file-timer"] or not answers["timer-file"]:
         return None
-    path = paths.absolute(answers["timer-file"], start)
+    path = files.absolute(answers["timer-file"], start)
     try:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:
-        writable_directory(answers, "timer-file", path.parent)
+        checkpoint.writable_directory(answers, "timer-file", path.parent)
         if not path.parent.is_dir():
             raise answers.fault("timer-file", "is in a directory that does not exist") from None
         return path
@@ -177,20 +87,6 @@ def _has_reader(pipe: Path) -> bool:
     except OSError:
         return False
     return True
-
-
-def writable_directory(answers: Answers, flag: str, path: Path) -> None:
-    """Check that the directory of a flag can be written, or made."""
-    existing = path
-    while (why := paths.problem(existing)) == "does not exist" and existing != existing.parent:
-        existing = existing.parent
-    if why:
-        raise answers.fault(flag, why)
-    if not existing.is_dir():
-        what = "is a file" if existing == path else f"is below {str(existing)!r}, which is a file"
-        raise answers.fault(flag, f"{what}, not a directory")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise answers.fault(flag, f"cannot be written: no right to write in {str(existing)!r}")
 
 
 def signals(answers: Answers) -> tuple[tuple[signal.Signals, ...], tuple[signal.Signals, ...]]:
@@ -243,7 +139,7 @@ def preempt_at(answers: Answers, environ: Mapping[str, str]) -> float | None:
     if given is None:
         return None
     try:
-        return moments.resolved(given, environ)
+        return resolved(given, environ)
     except ValueError as error:
         raise answers.fault("preempt-at", str(error)) from None
 
@@ -253,7 +149,7 @@ def devices(answers: Answers, environ: Mapping[str, str]) -> None:
     nproc = answers["nproc-per-node"]
     if answers["virtual-local-rank"] and nproc.isdigit():
         named = environ.get(env.VISIBLE_DEVICES)
-        count = gpus.installed() if named is None else len(env.named_devices(named))
+        count = installed_gpus() if named is None else len(env.named_devices(named))
         known = named is not None or count > 0
         if known and count < int(nproc):
             what = "this machine" if named is None else f"CUDA_VISIBLE_DEVICES={named!r}"
@@ -270,24 +166,24 @@ def devices(answers: Answers, environ: Mapping[str, str]) -> None:
         )
 
 
-def master(answers: Answers, meeting: topology.Topology) -> list[str]:
+def master(answers: Answers, meeting: Topology) -> list[str]:
     """Check that the workers' store can be where it was asked to be; return notices."""
     notices = []
     addr = meeting.master_addr
     flag = "rdzv-endpoint" if meeting.backend == "static" else "master-addr"
     if not (meeting.backend == "static" and answers["rdzv-endpoint"]):
         flag = "master-addr" if answers["master-addr"] else "local-addr"
-    if addr and addr != topology.LOOPBACK:
-        found = topology.addresses(addr)
+    if addr and addr != endpoints.LOOPBACK:
+        found = endpoints.addresses(addr)
         if not found:
             raise answers.fault(flag, "does not resolve to an address", "name this machine")
-        if not topology.is_this_machine(addr):
+        if not endpoints.is_this_machine(addr):
             notices.append(
                 f"--{flag}: {addr} is not an address of this machine; workers reach their store "
                 "only if it leads back here"
             )
     if meeting.master_port:
-        why = ports.why_not_free(addr or topology.LOOPBACK, meeting.master_port)
+        why = endpoints.why_not_free(addr or endpoints.LOOPBACK, meeting.master_port)
         if why:
             flag = "rdzv-endpoint" if answers["rdzv-endpoint"] else "master-port"
             what = f"port {meeting.master_port} {why}" if flag == "rdzv-endpoint" else why
@@ -305,7 +201,7 @@ def hosting(answers: Answers, meet: RendezvousSettings) -> list[str]:
     """
     host, port = meet.endpoints[0]
     if meet.backend == "static" and meet.is_host:
-        why = ports.why_not_free(host, port)
+        why = endpoints.why_not_free(host, port)
         if why:
             flag = "rdzv-endpoint" if answers["rdzv-endpoint"] else "master-port"
             raise answers.fault(
@@ -324,3 +220,127 @@ def refused(answers: Answers) -> None:
             "leave it out, or say 'default', and use --log-dir, --redirects, --tee and "
             "--duplicate-stdout-filters",
         )
+
+
+def resolved(given: Moment, environ: Mapping[str, str]) -> float:
+    """Return the moment in seconds since the epoch; ValueError if it is unknown or is over."""
+    now = time.time()
+    if given.after is not None:
+        return now + given.after
+    at = given.at if given.before_end is None else _slurm_end(environ) - given.before_end
+    assert at is not None  # one of the three is set
+    if at <= now:
+        raise ValueError(f"was {now - at:.0f} s ago")
+    return at
+
+
+def _slurm_end(environ: Mapping[str, str]) -> float:
+    text = environ.get(SLURM_END, "")
+    if not text:
+        raise ValueError(
+            f"needs the variable {SLURM_END}, which Slurm 22.05 and later sets in a job"
+        )
+    try:
+        end = float(text)
+    except ValueError:
+        end = math.nan
+    if not math.isfinite(end):
+        raise ValueError(f"needs {SLURM_END} in seconds, and it is {text!r}")
+    return end
+
+
+def remarks(
+    answers: Answers, command: Command, meeting: Topology, environ: Mapping[str, str]
+) -> list[str]:
+    """Return the remarks on these settings."""
+    found = [*_idle(answers, command), *_ranks(answers), *meeting.notices]
+    if answers["log-dir"] == NO_FILES and answers["tee"] and answers.said("tee"):
+        # The agent logs the same about --redirects and the filters, for the ranks that it starts.
+        found.append(f"--tee writes to the console only with --log-dir {NO_FILES}")
+    found += checkpoint.remarks(answers)
+    found += _gpus(answers, environ)
+    found += _unknown_variables(environ)
+    if answers["log-level"] in ("DEBUG", "INFO"):
+        found += meeting.infos
+    return found
+
+
+def _idle(answers: Answers, command: Command) -> Iterator[str]:
+    """Yield a remark on each flag that the table says has no effect here."""
+    holds = {
+        table.ALWAYS: True,
+        table.ON_ONE_NODE: answers["nnodes"][1] == 1,
+        table.WITH_PROGRAM: command.mode == "command",
+        table.WITH_RUN_PATH: answers["run-path"],
+        table.WITH_SPAWN: answers["start-method"] == "spawn",
+        table.WITHOUT_RESTARTS: not answers["max-restarts"],
+    }
+    for flag in table.FLAGS:
+        when = next((when for when in flag.idle if holds[when]), None)
+        if when is not None and answers.said(flag.name) and answers[flag.name]:
+            shown = f"--{flag.name} has no effect {when}".rstrip()
+            yield f"{shown}: {flag.idle[when]}" if flag.idle[when] else shown
+
+
+def _gpus(answers: Answers, environ: Mapping[str, str]) -> Iterator[str]:
+    """Remark on workers that outnumber the GPUs; on CPUs (gloo) that is legitimate."""
+    count, nproc = _visible_gpus(environ), answers["nproc-per-node"]
+    if count and nproc.isdigit() and int(nproc) > count:
+        yield (
+            f"--nproc-per-node {nproc}: {nproc} workers share {count} visible GPU"
+            f"{'s' * (count > 1)}; a script that takes cuda:LOCAL_RANK fails. For a job on CPUs "
+            "set CUDA_VISIBLE_DEVICES= (empty)"
+        )
+
+
+def _ranks(answers: Answers) -> Iterator[str]:
+    """Remark on local ranks that this job does not have."""
+    if not answers["nproc-per-node"].isdigit():
+        return
+    nproc = int(answers["nproc-per-node"])
+    named = {
+        "redirects": answers["redirects"].ranks,
+        "tee": answers["tee"].ranks,
+        "local-ranks-filter": answers["local-ranks-filter"] or (),
+    }
+    for name, ranks in named.items():
+        absent = sorted(rank for rank in ranks if rank >= nproc)
+        if absent:
+            shown = ", ".join(map(str, absent))
+            yield f"--{name} names local rank {shown}, but the ranks go from 0 to {nproc - 1}"
+
+
+def _unknown_variables(environ: Mapping[str, str]) -> list[str]:
+    """Return a notice for each ELAUNCH_ or PET_ variable that is nearly the name of a flag's."""
+    known = {name for flag in table.TABLE.values() for name in flag.environment}
+    known |= {table.ETCD_USER, table.ETCD_PASSWORD, env.CHECKPOINT_KEEP}
+    notices = []
+    for name in sorted(environ):
+        if name in known or not name.startswith(("ELAUNCH_", "PET_")):
+            continue
+        near = values.nearest(name, known, cutoff=0.9)
+        if near:
+            notices.append(f"the variable {name} has no effect; did you mean {near}?")
+    return notices
+
+
+def _visible_gpus(environ: Mapping[str, str]) -> int:
+    """Return how many GPUs workers would see; 0 where there is none or no driver."""
+    there = installed_gpus()
+    named = environ.get(env.VISIBLE_DEVICES)
+    return there if named is None else min(there, len(env.named_devices(named)))
+
+
+def installed_gpus() -> int:
+    """Return how many GPUs the NVIDIA driver shows to this process, without torch.
+
+    The driver's own list, or the device files where a container hides it. ``--nproc-per-node gpu``
+    counts by torch instead, in a process of its own (elaunch.server.devices).
+    """
+    try:
+        listed = len(os.listdir("/proc/driver/nvidia/gpus"))
+    except OSError:  # no driver, or a container that hides this directory
+        listed = 0
+    return listed or sum(
+        name[6:].isdigit() for name in os.listdir("/dev") if name.startswith("nvidia")
+    )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.config.meeting.rendezvous import RendezvousSettings, resolve_place, resolve_run_id
+from elaunch.config.rendezvous import RendezvousSettings, resolve_place, resolve_run_id
 from elaunch.errors import UsageError
 from tests.config.resolving import Job
 
