@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from elaunch.training.channel.dial import Dialer, Unreached, ask
+from elaunch.training.channel.dial import Dialer, ask
 from elaunch.training.channel.listener import Listener
 from elaunch.training.channel.meeting import RankRecord
-from elaunch.wire.stream import HELLO, LINK, MOST_UNPROVED
+from elaunch.wire.stream import HELLO, LINK, MOST_UNPROVED, Unreached
 from tests.launching import wait_until
 from tests.training.channelrig import PATIENCE
 

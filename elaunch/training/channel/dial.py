@@ -18,18 +18,10 @@ from elaunch.training.channel.link import Call
 from elaunch.training.channel.listener import LENGTH
 from elaunch.training.channel.meeting import RankRecord
 from elaunch.wire import stream
-from elaunch.wire.stream import ASK, Caller, Endpoint, receive
+from elaunch.wire.stream import ASK, Caller, Endpoint, Unreached, receive
 
 AT_ONCE: Final = 32
 LONGEST: Final = 65536
-
-
-class Unreached(Exception):
-    """A rank could not be reached; ``ended``: nobody listens there any more."""
-
-    def __init__(self, text: str, ended: bool) -> None:
-        super().__init__(text)
-        self.ended = ended
 
 
 class Dialer:
@@ -50,15 +42,14 @@ class Dialer:
         caller = Caller(purpose, self.me.rank)
         try:
             return stream.dial(where, lambda: self._key, member.rank, caller, until)
-        except stream.Unreached as error:
+        except Unreached as error:
             texts = {
                 "refused": f"{member} has ended, or has closed its context",
                 "stranger": f"{member} has ended: {error}",
                 "silent": f"{member} does not answer at {where}: {error}",
                 "busy": f"{member} does not take us at {where}: {error}",
             }
-            ended = error.how in ("refused", "stranger")
-            raise Unreached(texts[error.how], ended) from None
+            raise Unreached(error.how, texts[error.how]) from None
 
 
 @dataclass(frozen=True)
@@ -139,7 +130,7 @@ def _ask_one(dialer: Dialer, member: RankRecord, until: float) -> Answer:
             said = json.loads(receive(sock, min(length, LONGEST), until))
             return Answer(member, str(said["text"]), there=True, calls=dict(said["calls"]))
     except Unreached as error:
-        if error.ended:
+        if error.how in ("refused", "stranger"):
             return Answer(member, " has ended, or has closed its context", gone=True)
         return Answer(member, " does not answer")
     except (OSError, ValueError, KeyError, TypeError):

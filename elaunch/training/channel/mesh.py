@@ -10,11 +10,11 @@ from collections.abc import Collection, Iterable
 from typing import Final, Protocol
 
 from elaunch.errors import CollectiveTimeout, PeerLost
-from elaunch.training.channel.dial import Dialer, Unreached, ask
+from elaunch.training.channel.dial import Dialer, ask
 from elaunch.training.channel.link import Call, Encoded, End, Link
 from elaunch.training.channel.listener import Listener
 from elaunch.training.channel.meeting import Layout, RankRecord
-from elaunch.wire.stream import LINK
+from elaunch.wire.stream import LINK, Unreached
 
 SETTLE_S: Final = 0.25
 """Seconds in which another neighbour may report why one is gone."""

@@ -1,7 +1,7 @@
 """Ending at the same step on all ranks.
 
-``preempt`` is ``should_preempt()``; ``agreement`` is one rank's part in agreeing on the call at
-which it returns True, ``board`` what the ranks write to the round's store for that.
+``preempt`` is ``should_preempt()``; ``agreement`` is one rank's part in agreeing, over the round's
+store, on the call at which it returns True.
 """
 
 __all__ = ["preempt"]

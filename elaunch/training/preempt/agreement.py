@@ -1,27 +1,49 @@
 """One rank's part in agreeing on the call at which should_preempt() returns True on all ranks.
 
-elaunch.training.preempt.preempt describes the steps; here are the two threads that take them. One
-waits in the round's store for another rank's notice. The other waits for a notice from any source,
-and then takes the steps one after the other; the script's thread only waits for what comes out.
+elaunch.training.preempt.preempt describes the steps; the ranks take them over the round's store:
+
+======================  ===================  ======================================================
+key                     written by           what
+======================  ===================  ======================================================
+``preempt/notice``      any rank with one    JSON: ``{"reason": …, "kind": …}``; the first stays
+``preempt/at/<rank>``   every rank           JSON: ``{"calls": n, "closed": …}``: how often it had
+                                             called should_preempt() when it received the notice, or
+                                             when it closed
+``preempt/at/all``      the last of all      JSON: ``{"call": K, "reason": …, "kind": …}``; K is one
+                                             more than the most calls
+``preempt/in/<rank>``   every rank           it has come to call K, or has closed
+``preempt/in/all``      the last of all      all have: call K returns True
+======================  ===================  ======================================================
+
+The last rank learns it from a counter, ``preempt/<stage>/count``. A rank whose connection broke
+adds to it again, so it may be too high; therefore a rank that finds it high enough also looks
+whether all are there. It cannot be too low, so the last one always looks.
+
+Two threads do that. One waits in the store for the notice and then takes the steps, one after the
+other; the script's thread only waits for what comes out. The other passes on the first notice that
+comes to this rank: to its agent, and to the store.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import asdict, dataclass
+from typing import Any, Final, Literal
 
-from elaunch.errors import CollectiveError, CollectiveTimeout
+from elaunch.errors import CollectiveError, CollectiveTimeout, PeerLost
 from elaunch.training.distributed import DistributedContext
-from elaunch.training.preempt.board import NOTICE, Agreed, CallCount, PreemptBoard, Stage, agree
-from elaunch.training.stores.connection import SLICE_S, SteadyLine
-from elaunch.wire.worker import Notice
+from elaunch.training.stores.connection import SteadyLine
+from elaunch.training.stores.roundstore import StoreConnection
+from elaunch.wire.worker import KINDS, Notice
 
+NOTICE: Final = "preempt/notice"
+Stage = Literal["at", "in"]
 PATIENCE_S: Final = 5.0
 """Seconds that the agreement goes on without reaching the store."""
 SIGN_OFF_S: Final = 5.0
@@ -42,18 +64,38 @@ _ADVICE: Final[dict[Stage, str]] = {
 
 @dataclass(frozen=True)
 class Heard:
-    """A notice as one rank received it: its own calls so far, and whether its agent knows of it."""
+    """A notice as one rank received it.
+
+    ``calls`` are its own so far; ``agent_knows``: its agent has it; ``published``: the store has.
+    """
 
     notice: Notice
     calls: int
     agent_knows: bool
+    published: bool
+
+
+@dataclass(frozen=True)
+class CallCount:
+    """How often one rank had called should_preempt(), and whether it will call it no more."""
+
+    calls: int
+    closed: bool
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """The call at which should_preempt() returns True on every rank, and why."""
+
+    call: int
+    notice: Notice
 
 
 class Agreement:
     """The two threads of one rank, from :meth:`start` to :meth:`close`.
 
-    ``on_notice`` is called with a notice of another rank, ``tell_agent`` with one that the agent
-    does not know of yet; both in these threads.
+    ``on_notice`` is called with a notice that is in the store, ``tell_agent`` with one that the
+    agent does not know of yet; both in these threads.
     """
 
     def __init__(
@@ -65,31 +107,32 @@ class Agreement:
         self.agreed: Agreed | None = None
         self.failure: CollectiveError | None = None
         self._distributed = distributed
+        self._size = distributed.size
         self._on_notice = on_notice
         self._tell_agent = tell_agent
+        self._heard: Heard | None = None
         self._inbox: queue.SimpleQueue[Heard | None] = queue.SimpleQueue()
         self._decided = threading.Event()
         self._arriving = threading.Event()
         self._met = threading.Event()
-        self._hosts = distributed.placement.hosts_store and distributed.rank == 0
-        # What one thread writes and the other reads:
-        self._pending = self._waiting = self._closing = False
-        self._calls = 0
+        self._closing = self._all_came = False
         self._lock = threading.Lock()
-        self._standing: CallCount | None = None
-        self._settling = SteadyLine(distributed.round_store, PATIENCE_S)
+        self._count: CallCount | None = None
+        self._announcing = SteadyLine(distributed.round_store, PATIENCE_S)
         self._watching = SteadyLine(distributed.round_store, math.inf)
-        self._settler = _thread(self._settle, "elaunch-preempt")
+        self._announcer = _thread(self._announce, "elaunch-preempt")
         self._watcher = _thread(self._watch, "elaunch-preempt-watch")
 
     def start(self) -> None:
         """Start the threads."""
-        self._settler.start()
-        if self._distributed.size > 1:
+        self._announcer.start()
+        if self._size > 1:
             self._watcher.start()
 
     def hear(self, heard: Heard) -> None:
-        """Take a notice; the first one counts. Only enqueues: for signal handlers too."""
+        """Take a notice; the first one counts. Blocks on nothing: for signal handlers too."""
+        if self._heard is None:
+            self._heard = heard
         self._inbox.put(heard)
 
     def decide(self, until: float) -> bool:
@@ -102,11 +145,11 @@ class Agreement:
         return self._met.wait(max(0.0, until - time.monotonic()))
 
     def late(self, stage: Stage, call: int, timeout: float) -> CollectiveError:
-        """Return the error that says who did not come to ``stage`` within ``timeout`` seconds."""
+        """Return the error for a stage that lasts ``timeout`` s: it names the ranks that lack."""
         line = SteadyLine(self._distributed.round_store, patience=0.0)
         try:
-            board = self._board(line)
-            missing, standings = board.absent(stage), board.standings()
+            board = PreemptBoard(line, self._distributed)
+            missing, counts = board.absent(stage), board.counts()
         except CollectiveError as error:
             return CollectiveTimeout(
                 f"should_preempt(#{call}): no agreement for {timeout:g} s, and who is missing "
@@ -118,12 +161,12 @@ class Agreement:
             return CollectiveTimeout(
                 f"should_preempt(#{call}): all ranks came, but later than within {timeout:g} s"
             )
-        told = missing[:DESCRIBED]
-        did = self._distributed.describe(told, time.monotonic() + DESCRIBE_S)
-        more = f"; and {len(missing) - len(told)} more" if len(missing) > len(told) else ""
+        named = missing[:DESCRIBED]
+        did = self._distributed.describe(named, time.monotonic() + DESCRIBE_S)
+        more = f"; and {len(missing) - len(named)} more" if len(missing) > len(named) else ""
         return CollectiveTimeout(
             f"{_blame(stage, call, missing)} for {timeout:g} s; last call by them: "
-            f"{'; '.join(did)}{more}{_counts(told, standings)}. {_ADVICE[stage]}",
+            f"{'; '.join(did)}{more}{_counts(named, counts)}. {_ADVICE[stage]}",
             tuple(missing),
         )
 
@@ -133,122 +176,163 @@ class Agreement:
         ``calls``: how often the script has called should_preempt(). Blocks for as long as the store
         takes to answer, for some seconds at the most.
         """
-        self._calls = calls
         self._closing = True
         self._inbox.put(None)
         self._arriving.set()
-        if self._waiting:
-            self._sign_off_apart()
-        else:
-            # A store that is lost ended with its host, most likely: no rank is left to notify.
-            self._settler.join(LOST_S if self._settling.lost else SIGN_OFF_S)
-        for line, thread in ((self._settling, self._settler), (self._watching, self._watcher)):
-            connected = line.connected
-            line.cut()
-            if connected:  # else it tries to connect: it ends by itself when it knows
-                thread.join(JOIN_S)
+        # A store that is lost ended with its host, most likely: no rank is left to notify.
+        self._announcer.join(LOST_S if self._announcing.lost else SIGN_OFF_S)
+        self._announcing.cut()
+        lost, connected = self._watching.lost, self._watching.connected
+        self._watching.cut()
+        if connected:  # else it tries to connect: it ends by itself when it knows
+            self._watcher.join(JOIN_S)
+        if self._size > 1 and not self._all_came:
+            self._sign_off(calls, LOST_S if lost else SIGN_OFF_S)
         self._decided.set()
         self._met.set()
 
-    def _board(self, line: SteadyLine) -> PreemptBoard:
-        return PreemptBoard(line, self._distributed.rank, self._distributed.size)
+    def _announce(self) -> None:
+        """Pass on the first notice."""
+        heard = self._inbox.get()
+        if heard is None:
+            return
+        if not heard.agent_knows:
+            self._tell_agent(heard.notice)
+        if self._size == 1:
+            self.agreed = Agreed(heard.calls + 1, heard.notice)
+            self._decided.set()
+            self._met.set()
+        elif not heard.published:
+            try:
+                PreemptBoard(self._announcing, self._distributed).announce(heard.notice)
+            except CollectiveError as error:
+                self._fail(error)
+            finally:
+                self._announcing.close()
 
     def _watch(self) -> None:
+        board = PreemptBoard(self._watching, self._distributed)
         try:
-            board = self._board(self._watching)
-            if self._watching.await_key(NOTICE, math.inf):
-                self._on_notice(board.notice())
+            self._watching.await_key(NOTICE, math.inf)
+            self._on_notice(board.notice())
+            self._watching.patience = PATIENCE_S
+            if self._heard is not None:  # it is not closed meanwhile
+                self._come_to_call(self._heard, board)
         except CollectiveError as error:
-            log.debug("no notices are looked for in the round's store any more: %s", error)
+            self._fail(error)
         finally:
             self._watching.close()
 
-    def _settle(self) -> None:
-        heard = self._next()
-        board = self._board(self._settling)
-        try:
-            if heard is not None:
-                self._come_to_call(heard, board)
-            elif self._distributed.size > 1:
-                self._sign_off(board)
-        except CollectiveError as error:
-            self.failure = error
-        finally:
-            self._settling.close()
-            self._decided.set()
-            self._met.set()
-
-    def _next(self) -> Heard | None:
-        """Wait for a notice, or None for the end; the connection is ready all the while."""
-        if self._distributed.size == 1:
-            return self._inbox.get()
-        board = self._board(self._settling)
-        while True:
-            try:
-                board.keep_alive()
-            except CollectiveError as error:
-                log.debug("the round's store does not answer: %s", error)
-            try:
-                return self._inbox.get(timeout=SLICE_S)
-            except queue.Empty:
-                continue
-
     def _come_to_call(self, heard: Heard, board: PreemptBoard) -> None:
-        if not heard.agent_knows:
-            self._tell_agent(heard.notice)
-        if self._distributed.size == 1:
-            self.agreed = agree([CallCount(heard.calls, False)], heard.notice)
-            return
-        self._pending = True
-        board.announce(heard.notice)
-        board.stand(self._stand(CallCount(heard.calls, closed=False)))
-        if self._all_have_come(board, "at"):
-            self.agreed = board.agreed()
-            self._decided.set()
-            self._arriving.wait()
-        if not self._closing:
-            board.arrive()
-        if self._closing or not self._all_have_come(board, "in"):
-            self._sign_off(board)
-            return
-        self._met.set()
-        board.leave()
-        if self._hosts:
-            board.complete("out", math.inf)
-
-    def _all_have_come(self, board: PreemptBoard, stage: Stage) -> bool:
-        """Wait for all ranks; False if this one closes: then others may wait for it."""
-        self._waiting = True
-        # close() writes _closing and then reads _waiting: one of the two sees the other's.
+        board.stand(self._first_count(CallCount(heard.calls, closed=False)))
+        board.complete("at", math.inf)
+        self.agreed = board.agreed()
+        self._decided.set()
+        self._arriving.wait()
         if self._closing:
-            return False
-        board.complete(stage, math.inf)
-        self._waiting = False
-        return True
+            return
+        if not board.arrive():
+            board.complete("in", math.inf)
+        self._all_came = True
+        self._met.set()
 
-    def _stand(self, standing: CallCount) -> CallCount:
+    def _fail(self, error: CollectiveError) -> None:
+        log.debug("this rank agrees on nothing any more: %s", error)
+        self.failure = error
+        self._decided.set()
+        self._met.set()
+
+    def _first_count(self, count: CallCount) -> CallCount:
         """Return the count that this rank publishes, the same from either thread: the first one."""
         with self._lock:
-            if self._standing is None:
-                self._standing = standing
-            return self._standing
+            if self._count is None:
+                self._count = count
+            return self._count
 
-    def _sign_off(self, board: PreemptBoard) -> None:
-        board.stand(self._stand(CallCount(self._calls, closed=True)))
-        board.arrive()
-        board.leave()
-        if self._hosts and self._pending:
-            board.complete("out", time.monotonic() + SIGN_OFF_S)
-
-    def _sign_off_apart(self) -> None:
-        """Do it while the other thread waits for all ranks, this one included."""
-        line = SteadyLine(self._distributed.round_store, 0.0, SIGN_OFF_S)
+    def _sign_off(self, calls: int, seconds: float) -> None:
+        line = SteadyLine(self._distributed.round_store, 0.0, seconds)
         try:
-            self._sign_off(self._board(line))
+            board = PreemptBoard(line, self._distributed)
+            board.stand(self._first_count(CallCount(calls, closed=True)))
+            board.arrive()
+            if self._distributed.placement.hosts_store and self._heard is not None:
+                board.complete("in", time.monotonic() + seconds)
         except CollectiveError as error:
             log.debug("the other ranks were not told that this one has ended: %s", error)
         finally:
             line.close()
+
+
+class PreemptBoard:
+    """The keys above, as one rank writes and reads them over its connection.
+
+    Every method raises CollectiveError when the store cannot be reached.
+    """
+
+    def __init__(self, line: SteadyLine, distributed: DistributedContext) -> None:
+        self._line = line
+        self._rank = distributed.rank
+        self._size = distributed.size
+
+    def announce(self, notice: Notice) -> None:
+        """Publish ``notice`` to every rank, if there is none yet."""
+        value = _packed(asdict(notice))
+        self._line.run(lambda line, until: line.compare_set(NOTICE, b"", value, until))
+
+    def notice(self) -> Notice:
+        """Return the notice that there is."""
+        return _notice(_fields(self._line.run(lambda line, until: line.get(NOTICE, until))))
+
+    def stand(self, count: CallCount) -> None:
+        """Publish how often this rank had called; the last rank to do so publishes the call."""
+
+        def complete(values: list[bytes]) -> bytes:
+            call = 1 + max(_count(value).calls for value in values)
+            return _packed({"call": call, **asdict(self.notice())})
+
+        self._enter("at", _packed(asdict(count)), complete)
+
+    def arrive(self) -> bool:
+        """Publish that this rank has come to the call, or never will; return whether all have."""
+        return self._enter("in", b"1", lambda _: b"1")
+
+    def complete(self, stage: Stage, until: float) -> bool:
+        """Wait until all ranks have come to ``stage``, at the longest until ``until``."""
+        return self._line.await_key(f"preempt/{stage}/all", until)
+
+    def agreed(self) -> Agreed:
+        """Return what was agreed on; for when stage "at" is complete."""
+        fields = _fields(self._line.run(lambda line, until: line.get("preempt/at/all", until)))
+        return Agreed(_whole(fields.get("call")), _notice(fields))
+
+    def counts(self) -> list[CallCount | None]:
+        """Return by rank what it published; None for those that published nothing."""
+        return [_count(value) if value else None for value in self._all_of("at")]
+
+    def absent(self, stage: Stage) -> list[int]:
+        """Return the ranks that have not come to ``stage``."""
+        return [rank for rank, value in enumerate(self._all_of(stage)) if not value]
+
+    def _enter(self, stage: Stage, value: bytes, complete: Callable[[list[bytes]], bytes]) -> bool:
+        """Come to a stage; the last rank completes it. Return whether this one was the last."""
+
+        def exchange(line: StoreConnection, until: float) -> int:
+            line.put(f"preempt/{stage}/{self._rank}", value, until)
+            return line.add(f"preempt/{stage}/count", 1, until)
+
+        if self._line.run(exchange) < self._size:
+            return False
+        values = self._all_of(stage)
+        if not all(values):
+            return False  # the count is too high; the last one is yet to come
+        outcome = complete(values)
+        key = f"preempt/{stage}/all"
+        self._line.run(lambda line, until: line.compare_set(key, b"", outcome, until))
+        return True
+
+    def _all_of(self, stage: Stage) -> list[bytes]:
+        keys = [f"preempt/{stage}/{rank}" for rank in range(self._size)]
+        return self._line.run(lambda line, until: line.multi_get(keys, until))
 
 
 def _thread(run: Callable[[], None], name: str) -> threading.Thread:
@@ -261,7 +345,35 @@ def _blame(stage: Stage, call: int, missing: list[int]) -> str:
     return f"ranks {missing} have not called should_preempt(#{call})"
 
 
-def _counts(missing: list[int], standings: list[CallCount | None]) -> str:
-    known = [(rank, standings[rank]) for rank in missing]
-    said = [f"rank {rank} was at #{s.calls}" for rank, s in known if s is not None]
-    return f"; when the notice came, {', '.join(said)}" if said else ""
+def _counts(missing: list[int], counts: list[CallCount | None]) -> str:
+    known = [(rank, counts[rank]) for rank in missing]
+    texts = [f"rank {rank} was at #{c.calls}" for rank, c in known if c is not None]
+    return f"; when the notice came, {', '.join(texts)}" if texts else ""
+
+
+def _packed(fields: dict[str, Any]) -> bytes:
+    return json.dumps(fields, separators=(",", ":")).encode()
+
+
+def _fields(raw: bytes) -> dict[str, Any]:
+    try:
+        fields = json.loads(raw) if raw else {}
+    except (ValueError, RecursionError):
+        fields = {}
+    return fields if isinstance(fields, dict) else {}
+
+
+def _notice(fields: dict[str, Any]) -> Notice:
+    kind = fields.get("kind")
+    return Notice(str(fields.get("reason", "")), kind if kind in KINDS else "stop")
+
+
+def _count(raw: bytes) -> CallCount:
+    fields = _fields(raw)
+    return CallCount(_whole(fields.get("calls")), fields.get("closed") is True)
+
+
+def _whole(number: object) -> int:
+    if type(number) is not int or number < 0:
+        raise PeerLost(f"the round's store holds something that no rank wrote: {number!r}")
+    return number

@@ -1,7 +1,7 @@
 """Ending at the same step on all ranks: should_preempt() and how the ranks agree on the call.
 
 While no notice is there, a call counts itself, looks at one attribute and is a heartbeat; there is
-no network. The ranks agree without stopping any script (keys: elaunch.training.preempt.board):
+no network. The ranks agree without stopping any script (keys: elaunch.training.preempt.agreement):
 
 1. A notice comes to some rank: from its agent, by a signal, by request(). It is put into the
    round's store, where a thread of every rank waits for it.
@@ -252,16 +252,16 @@ class PreemptContext:
 
     # In any thread:
 
-    def _take(self, notice: Notice, agent_knows: bool) -> None:
+    def _take(self, notice: Notice, *, agent_knows: bool, published: bool = False) -> None:
         if self._closed:
             return
         if self._notice is None:
             self._notice = notice
         self._pending = self._notice
-        self._agreement.hear(Heard(notice, self._calls, agent_knows))
+        self._agreement.hear(Heard(notice, self._calls, agent_knows, published))
 
     def _foreign(self, notice: Notice) -> None:
-        self._take(notice, agent_knows=False)
+        self._take(notice, agent_knows=False, published=True)
 
     def _tell_agent(self, notice: Notice) -> None:
         if self._link is not None:

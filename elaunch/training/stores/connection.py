@@ -30,15 +30,17 @@ class SteadyLine:
 
     Every method raises CollectiveError when the store could not be reached for ``patience`` seconds
     after it was lost (0: does not try again; math.inf: never gives up), and soon after :meth:`cut`.
-    ``opening``: seconds that one attempt to connect may take; OPEN_S if None.
+    ``seconds`` are those that one attempt to connect may take, and one exchange; OPEN_S and
+    ANSWER_S if None.
     """
 
-    def __init__(self, store: RoundStore, patience: float, opening: float | None = None) -> None:
+    def __init__(self, store: RoundStore, patience: float, seconds: float | None = None) -> None:
         self.lost = False
         """Whether the last attempt to use it failed."""
+        self.patience = patience
         self._store = store
-        self._patience = patience
-        self._opening = OPEN_S if opening is None else opening
+        self._opening = OPEN_S if seconds is None else seconds
+        self._answer = ANSWER_S if seconds is None else seconds
         self._line: StoreConnection | None = None
         self._lock = threading.Lock()
         self._cut = threading.Event()
@@ -48,24 +50,21 @@ class SteadyLine:
         """Whether there is a connection, as far as is known."""
         return self._line is not None
 
-    def run(
-        self, exchange: Callable[[StoreConnection, float], Answer], patience: float | None = None
-    ) -> Answer:
+    def run(self, exchange: Callable[[StoreConnection, float], Answer]) -> Answer:
         """Call ``exchange(line, until)`` and return its answer.
 
         If the connection breaks meanwhile it is called again with a new one: it must bear to be
-        done twice, also in part. ``patience`` is this connection's if it is None.
+        done twice, also in part.
         """
-        patience = self._patience if patience is None else patience
         give_up: float | None = None
         while True:
             try:
-                return exchange(self._opened(give_up), time.monotonic() + ANSWER_S)
+                return exchange(self._opened(give_up), time.monotonic() + self._answer)
             except CollectiveError:
                 self.close()
                 self.lost = True
                 now = time.monotonic()
-                give_up = now + patience if give_up is None else give_up
+                give_up = now + self.patience if give_up is None else give_up
                 if self._cut.is_set() or now >= give_up:
                     raise
                 self._cut.wait(AGAIN_S)

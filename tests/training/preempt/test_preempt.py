@@ -500,7 +500,6 @@ def test_connections_that_a_firewall_forgot_are_opened_again(
     """Without a word: neither an end nor a reset arrives, only silence."""
     monkeypatch.setattr(connection, "SLICE_S", 0.2)
     monkeypatch.setattr(connection, "ANSWER_S", 0.5)
-    monkeypatch.setattr(agreement, "SLICE_S", 0.2)
     monkeypatch.setattr(roundstore, "GRACE_S", 0.5)
     relay = Relay(store)
     with ranks(2, relay.port, scope) as opened:
