@@ -64,7 +64,7 @@ BROAD_EXCEPTS: dict[str, str] = {
     "served",
     "elaunch.agent.logs.pump:LogPump._run": "top of a thread: logged with what it means for "
     "the job",
-    "elaunch.agent.saver.connection:SaverConnection._run": "top of a thread: logged, the worker is "
+    "elaunch.agent.saver.saver:AgentSaver.serve": "top of a thread: logged, the worker is "
     "hung up on",
     "elaunch.checkpoint.writing.queue:SaveQueue._commit": "top of a thread: the save fails with it",
     "elaunch.checkpoint.writing.queue:SaveQueue._write": "top of a thread: the save fails with it",

@@ -145,10 +145,10 @@ def _run_job(
     group_plan = GroupPlan(settings, run_dir, log_root, environ, inbox.put, own_addr, temp)
     group = WorkerGroup(group_plan, pump)
     stack.callback(group.close)
-    links, hangs = _start_links(settings, lines, inbox, group, stack)
     saver = AgentSaver(SaverPlan(settings, inbox.put, DirectoryFinisher(settings)))
+    links, hangs = _start_links(settings, lines, inbox, group, saver, stack)
     status_record.follow(hangs.record, saver.record, links.name)
-    _start_control(run_dir, Served(status_record, links, saver, inbox), stack)
+    _start_control(run_dir, Served(status_record, links, inbox), stack)
     _start_timer(settings, inbox, stack)
     _start_health_check(settings, status_record, inbox, stack)
     probing = DirectoryProbe(settings, inbox.put)
@@ -197,9 +197,10 @@ def _start_links(
     lines: ProgressLines | None,
     inbox: Inbox,
     group: WorkerGroup,
+    saver: AgentSaver,
     stack: contextlib.ExitStack,
 ) -> tuple[WorkerLinks, HangWatch]:
-    links = WorkerLinks(inbox.put)
+    links = WorkerLinks(inbox.put, saver.serve)
     links.start()
     stack.callback(links.close)
     hangs = HangWatch(HangPlan(settings, links, lines, inbox.put), group)
@@ -361,7 +362,6 @@ class Served:
 
     status_record: StatusRecord
     links: WorkerLinks
-    saver: AgentSaver
     inbox: Inbox
 
     def preempt(self, reason: str) -> str:
@@ -395,7 +395,7 @@ def _start_control(run_dir: directory.RunDir, served: Served, stack: contextlib.
         run_dir.socket,
         served.status_record.snapshot,
         served.preempt,
-        {"attach": served.links.adopt, "checkpoint": served.saver.adopt},
+        served.links.adopt,
     )
     try:
         control.start()

@@ -1,4 +1,4 @@
-"""The worker's end of the link to its agent (protocol: elaunch.wire.worker).
+"""The worker's end of its one connection to its agent (protocol: elaunch.wire.worker).
 
 A script never fails for the sake of its agent: where none answers, where it refuses, or when it is
 gone, that is logged once and the script goes on without. A link that broke is not opened again: an
@@ -7,25 +7,21 @@ agent that is gone takes its workers with it.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
 import os
-import socket
-import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from elaunch.training.place.placement import Placement
 from elaunch.wire import worker
-from elaunch.wire.control import short_address
+from elaunch.wire.local import LONGEST, Channel, Message, Received, Requester, connect
 from elaunch.wire.progress import ProgressPage
+from elaunch.wire.saver import AT_ONCE
 
 SEND_TIMEOUT_S: Final = 2.0
 JOIN_S: Final = 2.0
-LONGEST_LINE: Final = 64 * 1024
 
 log = logging.getLogger("elaunch")
 
@@ -35,8 +31,9 @@ class AgentLink:
 
     ``on_notice``, to be set before start, is called with (reason, kind, grace) in the link's thread
     when the agent asks for the job's end; it must return at once. All methods may be called from
-    any thread and raise nothing; they block only if the agent is frozen, and then for a few
-    seconds.
+    any thread, and raise nothing but :meth:`ask`; they block only if the agent is frozen, and then
+    for a few seconds. ``problem`` is why there is no agent any more, or ""; ``refusal`` is the
+    agent's own reason, where it has refused this worker.
     """
 
     def __init__(
@@ -45,14 +42,18 @@ class AgentLink:
         self.on_notice: Callable[[str, worker.Kind, float | None], None] | None = None
         self._path = socket_path
         self._page = page
-        self._said: dict[str, object] = {
+        self._first: Message = {
+            "op": "worker",
+            "wire": worker.WIRE,
             "round": placement.round,
             "local_rank": placement.local_rank,
         }
         if name is not None:
-            self._said["name"] = name
-        self._lock = threading.Lock()
-        self._socket: socket.socket | None = None
+            self._first["name"] = name
+        self.problem = ""
+        self.refusal = ""
+        self._channel: Channel | None = None
+        self._requester: Requester | None = None
         self._pid = 0
         self._ended = False
         self._thread = threading.Thread(target=self._read, name="elaunch-agent", daemon=True)
@@ -60,18 +61,14 @@ class AgentLink:
     def start(self) -> None:
         """Connect, send the progress page, and listen in a thread of its own."""
         self._pid = os.getpid()
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            _limit_sends(connection)
-            with short_address(self._path) as address:
-                connection.connect(address)
-            line = _line({"op": "attach", **self._said, "pid": self._pid})
-            socket.send_fds(connection, [line], [self._page.fd])
+            channel = Channel(connect(self._path, SEND_TIMEOUT_S), LONGEST, AT_ONCE)
         except OSError as error:
-            connection.close()
-            self._give_up(f"cannot be reached at {self._path} ({error.strerror or error})")
+            why = error.strerror or error
+            self._give_up(f"cannot be reached at {self._path} ({why})", f"{self._path}: {why}")
             return
-        self._socket = connection
+        self._channel, self._requester = channel, Requester(channel)
+        self._send(self._first, [self._page.fd])
         self._thread.start()
 
     def listens(self) -> None:
@@ -89,78 +86,69 @@ class AgentLink:
         """
         self._send({"op": "ack", "reason": reason, "kind": kind})
 
+    def ask(self, op: str, seconds: float, **fields: object) -> Received:
+        """Return the agent's answer to a request, and its descriptors, which are the caller's.
+
+        Raises TimeoutError if there is none within ``seconds``, and another OSError if the agent is
+        gone, or this process was forked from the worker.
+        """
+        requester = self._requester
+        if requester is None or self._ended or os.getpid() != self._pid:
+            raise ConnectionError(self.problem or "the context is closed")
+        try:
+            return requester.ask({"op": op, **fields}, seconds)
+        except ConnectionError:
+            self._thread.join(JOIN_S)  # it reads why the agent has hung up
+            raise
+
     def close(self) -> None:
         """Detach and end the thread; in a forked process it does nothing."""
-        if self._socket is None or os.getpid() != self._pid:
+        if self._channel is None or os.getpid() != self._pid:
             return
         self._send({"op": "detach"})
         self._ended = True
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+        self._channel.shutdown()
         if threading.current_thread() is not self._thread:
             self._thread.join(JOIN_S)
 
-    def _send(self, fields: dict[str, object]) -> None:
-        connection = self._socket
-        if connection is None or self._ended or os.getpid() != self._pid:
+    def _send(self, fields: Message, files: Sequence[int] = ()) -> None:
+        channel = self._channel
+        if channel is None or self._ended or os.getpid() != self._pid:
             return
         try:
-            with self._lock:
-                connection.sendall(_line(fields))
+            channel.send(fields, files, SEND_TIMEOUT_S)
         except OSError as error:
-            # BlockingIOError is what SO_SNDTIMEO ends with. A line may be half sent: no more.
-            frozen = isinstance(error, BlockingIOError)
+            frozen = isinstance(error, TimeoutError)
             self._give_up("does not read any more" if frozen else f"has gone ({error.strerror})")
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+            channel.shutdown()
 
     def _read(self) -> None:
-        connection = self._socket
-        if connection is None:
+        channel, requester = self._channel, self._requester
+        if channel is None or requester is None:
             return
-        received = b""
         try:
-            while chunk := connection.recv(4096):
-                *lines, received = (received + chunk).split(b"\n")
-                for line in lines:
-                    self._take(line)
-                if len(received) > LONGEST_LINE:
-                    break
+            requester.read(self._take)
             self._give_up("has closed the connection")
         except OSError as error:
-            self._give_up(f"has gone ({error.strerror})")
+            self._give_up(f"has gone ({error.strerror or error})")
         finally:
-            with self._lock:
-                connection.close()
+            channel.close()
 
-    def _take(self, line: bytes) -> None:
-        try:
-            said: Any = json.loads(line)
-        except (ValueError, RecursionError):
-            log.debug("the agent sent something else than JSON: %r", line[:100])
-            return
-        if not isinstance(said, dict):
-            return
-        if "error" in said:
-            self._give_up(f"refuses this worker: {said['error']}")
-        elif said.get("op") == "preempt" and self.on_notice is not None:
-            reason, kind, grace = said.get("reason", ""), said.get("kind"), said.get("grace")
+    def _take(self, message: Message) -> None:
+        if "error" in message:
+            self.refusal = str(message["error"])
+            self._give_up(f"refuses this worker: {self.refusal}")
+        elif message.get("op") == "preempt" and self.on_notice is not None:
+            reason, kind, grace = (
+                message.get("reason", ""),
+                message.get("kind"),
+                message.get("grace"),
+            )
             seconds = float(grace) if isinstance(grace, int | float) else None
             self.on_notice(str(reason), kind if kind in worker.KINDS else "stop", seconds)
 
-    def _give_up(self, why: str) -> None:
+    def _give_up(self, why: str, problem: str = "") -> None:
         if self._ended:
             return
-        self._ended = True
+        self._ended, self.problem = True, problem or f"it {why}"
         log.warning("this node's agent %s; the script goes on without it", why)
-
-
-def _line(fields: dict[str, object]) -> bytes:
-    return json.dumps(fields, separators=(",", ":")).encode() + b"\n"
-
-
-def _limit_sends(connection: socket.socket) -> None:
-    # Not settimeout: the thread that reads waits for as long as it takes. It bounds connect too.
-    seconds, fraction = divmod(SEND_TIMEOUT_S, 1.0)
-    limit = struct.pack("@ll", int(seconds), int(fraction * 1e6))
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)

@@ -152,7 +152,7 @@ class Context:
         placement = self.distributed.placement
         self._page = ProgressPage()
         self._stack.callback(self._page.close)
-        link = self._link(options.name if placement.local_rank == 0 else None)
+        self._agent = link = self._link(options.name if placement.local_rank == 0 else None)
         self._stack.callback(self._leave)
         self.distributed.open(self._page, options.timeout)
         self.directory = self._own_directory(options)
@@ -245,6 +245,7 @@ class Context:
                     run_id,
                     given,
                     self._note_saves,
+                    self._agent,
                 )
             )
             self._stack.callback(self._close_checkpoint, self._checkpoint)

@@ -27,13 +27,15 @@ import array
 import contextlib
 import json
 import os
+import queue
 import select
 import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -41,6 +43,10 @@ LONGEST: Final = 64 << 20
 """Bytes of a message: a shard with a million files or pieces still fits."""
 MAX_ADDRESS: Final = 107
 _CHUNK: Final = 1 << 16
+_LONGEST_POLL: Final = (1 << 31) - 1
+"""Milliseconds that poll(2) can wait; more is for ever."""
+_MOST_WAITING: Final = 16
+"""Requests of one process that are not answered yet."""
 
 Message = dict[str, Any]
 Received = tuple[Message, list[int]]
@@ -193,6 +199,7 @@ class Channel:
 
     def _await(self, event: int, until: float | None) -> None:
         left = None if until is None else max(0.0, until - time.monotonic()) * 1000
+        left = None if left is None or left > _LONGEST_POLL else left
         fd = self._sock.fileno()
         if fd < 0:
             raise ConnectionAbortedError("the channel was closed")
@@ -200,6 +207,116 @@ class Channel:
         waiting.register(fd, event)
         if not waiting.poll(left):
             raise TimeoutError("the other end was too slow")
+
+
+@dataclass
+class _Call:
+    answered: threading.Event = field(default_factory=threading.Event)
+    answer: Received | None = None
+
+
+class Requester:
+    """Numbered requests on a channel that one thread reads (:meth:`read`); any thread may ask."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._lock = threading.Lock()
+        self._number = 0
+        self._calls: dict[int, _Call] = {}
+        self._ended = False
+
+    def ask(self, request: Mapping[str, object], seconds: float) -> Received:
+        """Return the answer to ``request`` and its descriptors, which the caller owns.
+
+        Raises TimeoutError when there is none within ``seconds``; one that comes later is passed
+        over. Raises another OSError when the other end is gone.
+        """
+        until = time.monotonic() + seconds
+        call = _Call()
+        with self._lock:
+            if self._ended:
+                raise ConnectionError("it has hung up")
+            self._number += 1
+            number, self._calls[self._number] = self._number, call
+        try:
+            self._channel.send({**request, "n": number}, (), seconds)
+            left = until - time.monotonic()
+            came = call.answered.wait(min(max(0.0, left), threading.TIMEOUT_MAX))
+        finally:
+            with self._lock:
+                del self._calls[number]
+        if call.answer is not None:
+            return call.answer
+        raise ConnectionError("it has hung up") if came else TimeoutError("no answer has come")
+
+    def read(self, take: Callable[[Message], object]) -> None:
+        """Read until the other end closes: answers for those who have asked, all else to ``take``.
+
+        Raises what :meth:`Channel.receive` does.
+        """
+        try:
+            while (received := self._channel.receive()) is not None:
+                if "n" in received[0]:
+                    self._deliver(received)
+                else:
+                    close_files(received[1])
+                    take(received[0])
+        finally:
+            with self._lock:
+                self._ended = True
+                for call in self._calls.values():
+                    call.answered.set()
+
+    def _deliver(self, received: Received) -> None:
+        number = received[0]["n"]
+        with self._lock:
+            call = self._calls.get(number) if type(number) is int else None
+            if call is not None and call.answer is None:
+                call.answer = received
+                call.answered.set()
+                return
+        close_files(received[1])
+
+
+class Requests:
+    """The numbered requests of one process in the order in which they came, to be answered.
+
+    One thread puts them here and another answers them, so that no request waits for those that take
+    long but the process's own.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._waiting: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+
+    def put(self, request: Message) -> None:
+        """Add one; BadMessage where too many wait."""
+        if self._waiting.qsize() >= _MOST_WAITING:
+            raise BadMessage(f"more than {_MOST_WAITING} requests wait for an answer")
+        self._waiting.put(request)
+
+    def end(self) -> None:
+        """No more requests come."""
+        self._waiting.put(None)
+
+    def next(self) -> Message | None:
+        """Block for the next one; None behind the last."""
+        return self._waiting.get()
+
+    def answer(
+        self,
+        request: Message,
+        fields: Mapping[str, object],
+        files: Sequence[int] = (),
+        seconds: float | None = None,
+    ) -> None:
+        """Answer a request; ``ok`` is false where ``fields`` has an error. Raises as ``send``."""
+        answer = {"n": request["n"], "ok": "error" not in fields, **fields}
+        self._channel.send(answer, files, seconds)
+
+    def hang_up(self) -> None:
+        """End the stream; the requests that have come stay."""
+        self._channel.shutdown()
 
 
 def _parsed(line: bytes) -> Message:

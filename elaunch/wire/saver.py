@@ -1,15 +1,13 @@
 """The messages between a worker and its agent about checkpoints that the agent writes.
 
-The worker connects to ``ELAUNCH_AGENT_SOCKET`` for this alone and stays. Lines of JSON go both
-ways, one answer for each request, in order; ``n`` counts the requests, and the answer repeats it,
-so that a worker that gave up waiting for one knows it when it comes. Descriptors travel beside the
-line (SCM_RIGHTS).
+They are numbered requests on the worker's one connection (elaunch.wire.worker): one answer for
+each, in order; ``n``, the number, is left out here.
 
 from the worker:
 
 =============================================  ====================================================
-``{"op": "checkpoint", "round": r, "rank": g,  first line; the connection is the saver's from here
-"local_rank": k, "pid": p, "place": d}``       ``d``: the directory or URL of the checkpoints
+``{"op": "checkpoint", "round": r, "rank": g,  first request; ``d``: the directory or URL of the
+"local_rank": k, "place": d}``                 checkpoints
 ``{"op": "memory", "size": s}``                wants at least ``s`` bytes; the answer brings the
                                                memory's descriptor. It belongs to the agent: it
                                                outlives the worker, however that ends
@@ -32,16 +30,16 @@ from the worker:
 from the agent:
 
 =============================================  ====================================================
-``{"n": n, "ok": true, …}``                    done
+``{"ok": true, …}``                            done
 ``… "size": s``                                to ``memory``: how large the descriptor beside it is
 ``… "begun": b``                               to ``begin``: false if a save is in flight
 ``… "committed": {…} | null``                  to ``wait``, ``begin`` and ``staged``: the newest
                                                checkpoint that this connection's saves have become
 ``… "parts": [{"rank": g, "files": […]}]``     to ``recall``: one descriptor per shard beside it
-``{"n": n, "error": "…", "kind": "save"}``     that save, or one before it, came to nothing: sent
-                                               once. ``kind`` "timeout": the wait was too long;
-                                               "request": the agent cannot make sense of it
-``{"error": "…"}``                             it refuses the connection, and closes
+``… "error": "…", "kind": "save"``             not done: that save, or one before it, came to
+                                               nothing; sent once. ``kind`` "timeout": the wait was
+                                               too long; "request": the agent cannot make sense of
+                                               it; "refused": it does not serve this worker
 =============================================  ====================================================
 
 A shard is written in the background, with the file names and the manifest of
@@ -62,8 +60,8 @@ from elaunch.errors import CheckpointError
 if TYPE_CHECKING:
     from elaunch.checkpoint.records import Committed, Part, Stage
 
-LONGEST_LINE: Final = 64 << 20
-"""Bytes of one line: a shard with a million files or pieces still fits."""
+AT_ONCE: Final = 64
+"""Shards that are asked for in one ``recall``: each brings a descriptor."""
 ANSWER_S: Final = 30.0
 """Seconds for the agent to answer what it need not wait for."""
 MARGIN_S: Final = 5.0

@@ -1,31 +1,36 @@
-"""The messages between a worker and its agent over the agent's Unix socket.
+"""The messages between a worker and its agent: one connection, for all that they send each other.
 
-The worker connects to ``ELAUNCH_AGENT_SOCKET`` and stays; lines of JSON go both ways.
+The worker connects to ``ELAUNCH_AGENT_SOCKET`` and stays (elaunch.wire.local).
 
 from the worker:
 
 ==========================================================  =====================================
-``{"op": "attach", "round": r, "local_rank": k, "pid": p}``  first line, with the descriptor of its
-                                                            progress page (elaunch.wire.progress);
-                                                            with ``"name"`` the run gets that name
+``{"op": "worker", "wire": 2, "round": r,                   first message, with the descriptor of
+"local_rank": k}``                                          its progress page
+                                                            (elaunch.wire.progress); with
+                                                            ``"name"`` the run gets that name
 ``{"op": "listens"}``                                       the script asks should_preempt()
 ``{"op": "heard", "reason": …, "kind": …}``                 it knows of a notice (from another node)
 ``{"op": "ack", "reason": …, "kind": …}``                   the script knows that it is to end, and
                                                             will: exit code 0 now means "preempted"
 ``{"op": "detach"}``                                        the context is closed
+``{"op": …, "n": n, …}``                                    a request about checkpoints
+                                                            (elaunch.wire.saver), answered in order
 ==========================================================  =====================================
 
 from the agent:
 
 ==========================================================  =====================================
-``{"op": "attached"}``                                      answer to ``attach``
+``{"op": "attached"}``                                      answer to ``worker``
 ``{"op": "preempt", "reason": …, "kind": …}``               a notice: save, and end with 0; with
                                                             ``"grace"`` within so many seconds
+``{"n": n, "ok": …, …}``                                    the answer to request ``n``
 ``{"error": …}``                                            it refuses, and closes
 ==========================================================  =====================================
 
 ``kind`` is ``stop`` (the job is to end, resumable) or ``resize`` (a node joins or leaves; the job
-goes on without delay).
+goes on without delay). ``wire`` is the version of these messages and of those about checkpoints: an
+agent refuses a worker of another one.
 """
 
 from __future__ import annotations
@@ -35,6 +40,7 @@ from typing import Final, Literal, get_args
 
 Kind = Literal["stop", "resize"]
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
+WIRE: Final = 2
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
 import socket
+import time
 from pathlib import Path
-from typing import Any
+
+from elaunch.wire.local import Channel, Message, close_files
 
 SECONDS = 60.0
 
@@ -21,39 +21,33 @@ class Agent:
         self.listener.bind(str(path))
         self.listener.listen()
         self.worker: socket.socket | None = None
+        self.channel: Channel | None = None
         self.fds: list[int] = []
-        self._lines = b""
 
-    def accept(self) -> dict[str, Any]:
-        """Take the worker in and return its first line."""
+    def accept(self) -> Message:
+        """Take the worker in and return its first message."""
         self.worker, _ = self.listener.accept()
-        self.worker.settimeout(SECONDS)
-        data, self.fds, _, _ = socket.recv_fds(self.worker, 4096, 4)
-        self._lines += data
-        return self.hear()
+        self.channel = Channel(self.worker, most_files=4)
+        received = self.channel.receive(time.monotonic() + SECONDS)
+        assert received is not None
+        self.fds = received[1]
+        return received[0]
 
-    def hear(self) -> dict[str, Any]:
-        """Return the worker's next line; {} at the end."""
-        assert self.worker is not None
-        while b"\n" not in self._lines:
-            chunk = self.worker.recv(4096)
-            if not chunk:
-                return {}
-            self._lines += chunk
-        line, _, self._lines = self._lines.partition(b"\n")
-        said: dict[str, Any] = json.loads(line)
-        return said
+    def hear(self) -> Message:
+        """Return the worker's next message; {} at the end."""
+        assert self.channel is not None
+        received = self.channel.receive(time.monotonic() + SECONDS)
+        return {} if received is None else received[0]
 
-    def say(self, *lines: object) -> None:
-        """Send lines in one go."""
-        assert self.worker is not None
-        self.worker.sendall(b"".join(json.dumps(line).encode() + b"\n" for line in lines))
+    def say(self, *messages: Message) -> None:
+        """Send messages."""
+        assert self.channel is not None
+        for message in messages:
+            self.channel.send(message, (), SECONDS)
 
     def end(self) -> None:
         """Die: all descriptors are closed."""
-        for fd in self.fds:
-            os.close(fd)
-        self.fds = []
-        if self.worker is not None:
-            self.worker.close()
+        close_files(self.fds)
+        if self.channel is not None:
+            self.channel.close()
         self.listener.close()

@@ -16,7 +16,9 @@ import pytest
 
 from elaunch.training.agentlink import AgentLink
 from elaunch.training.place.placement import Placement
+from elaunch.wire.local import LONGEST, Received, close_files
 from elaunch.wire.progress import PageReader, ProgressPage
+from elaunch.wire.worker import WIRE
 from tests.launching import wait_until
 from tests.training.agentend import Agent
 
@@ -66,7 +68,7 @@ def threads() -> list[str]:
 def test_it_attaches_with_its_page(agent: Agent, link: AgentLink, page: ProgressPage) -> None:
     """The agent reads there what the worker writes from then on."""
     link.start()
-    assert agent.accept() == {"op": "attach", "round": 3, "local_rank": 1, "pid": os.getpid()}
+    assert agent.accept() == {"op": "worker", "wire": WIRE, "round": 3, "local_rank": 1}
     reader = PageReader(os.dup(agent.fds[0]))
     page.note("allgather #3")
     assert reader.read().doing == "allgather #3"
@@ -102,11 +104,13 @@ def test_notices_are_handed_on(agent: Agent, link: AgentLink, notices: Notices) 
     agent.say(
         {"op": "attached"},
         {"op": "preempt", "reason": "Slurm's time limit", "kind": "stop", "grace": 30.0},
-        ["no", "object"],
         {"op": "of a later version"},
+        {"ok": True, "n": 77},
+        {"ok": True, "n": "x"},
     )
     assert agent.worker is not None
-    agent.worker.sendall(b'no JSON\n{"op": "preempt", "rea')
+    agent.worker.setblocking(True)
+    agent.worker.sendall(b'{"op": "preempt", "rea')
     wait_until(lambda: len(notices) == 1, SECONDS)
     agent.worker.sendall('son": "größer", "kind": "resize"}\n'.encode())
     agent.say({"op": "preempt", "reason": "odd", "kind": "of a later version", "grace": "long"})
@@ -121,6 +125,7 @@ def test_notices_are_handed_on(agent: Agent, link: AgentLink, notices: Notices) 
 ACK_AND_DIE = """
 import os, sys
 from pathlib import Path
+from elaunch.wire.local import LONGEST, Received, close_files
 from elaunch.wire.progress import ProgressPage
 from elaunch.training.agentlink import AgentLink
 from elaunch.training.place.placement import Placement
@@ -135,7 +140,7 @@ os._exit(0)
 def test_an_ack_arrives_even_if_the_script_ends_at_once(agent: Agent) -> None:
     """It decides whether exit code 0 means preempted or completed."""
     subprocess.run([sys.executable, "-c", ACK_AND_DIE, str(agent.path)], check=True, timeout=60)
-    assert agent.accept()["op"] == "attach"
+    assert agent.accept()["op"] == "worker"
     assert agent.hear() == {"op": "ack", "reason": "why", "kind": "stop"}
     assert agent.hear() == {}
 
@@ -193,6 +198,7 @@ def test_a_refusal_is_no_error(
     go_on(link)
     (line,) = warned(caplog)
     assert "round 3 is over" in line
+    assert link.refusal == "round 3 is over"
 
 
 @pytest.mark.slow
@@ -214,10 +220,76 @@ def test_lines_without_end_are_given_up(agent: Agent, link: AgentLink) -> None:
     link.start()
     agent.accept()
     assert agent.worker is not None
+    agent.worker.setblocking(True)
     with pytest.raises((BrokenPipeError, ConnectionResetError)):
-        while True:
+        for _ in range(LONGEST // 65536 + 100):
             agent.worker.sendall(b"x" * 65536)
     wait_until(lambda: threads() == [], SECONDS)
+
+
+@pytest.mark.parametrize("line", [b"no JSON", b'["no", "object"]', b'{"fds": 1}'])
+def test_what_is_no_message_is_given_up(
+    agent: Agent, link: AgentLink, caplog: pytest.LogCaptureFixture, line: bytes
+) -> None:
+    """What answers is no agent of this version."""
+    link.start()
+    agent.accept()
+    assert agent.worker is not None
+    agent.worker.sendall(line + b"\n")
+    wait_until(lambda: threads() == [], SECONDS)
+    (warning,) = warned(caplog)
+    assert "agent has gone (the message" in warning
+
+
+def test_requests_are_answered_whatever_their_order(agent: Agent, link: AgentLink) -> None:
+    """Several threads may ask; what nobody waits for any more is passed over, its files closed."""
+    link.start()
+    agent.accept()
+    with pytest.raises(TimeoutError):
+        link.ask("begin", 0.05)
+    answers: dict[str, Received] = {}
+
+    def ask(op: str) -> None:
+        answers[op] = link.ask(op, SECONDS)
+
+    asking = [threading.Thread(target=ask, args=(op,)) for op in ("wait", "memory")]
+    for thread in asking:
+        thread.start()
+    asked = {message["op"]: message["n"] for message in (agent.hear() for _ in range(3))}
+    before = len(os.listdir("/proc/self/fd"))
+    assert agent.channel is not None
+    agent.channel.send({"n": asked["begin"], "ok": True}, [0, 0])
+    agent.channel.send({"n": asked["memory"], "ok": True}, [0])
+    agent.say({"n": asked["wait"], "ok": False})
+    for thread in asking:
+        thread.join(SECONDS)
+    message, files = answers["memory"]
+    assert (message["ok"], len(files), answers["wait"][0]["ok"]) == (True, 1, False)
+    close_files(files)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_request_ends_with_the_agent(agent: Agent, link: AgentLink) -> None:
+    """It does not wait for its deadline; no later one is sent."""
+    link.start()
+    agent.accept()
+    ended: list[str] = []
+
+    def ask() -> None:
+        try:
+            link.ask("wait", 100 * SECONDS)
+        except ConnectionError as error:
+            ended.append(str(error))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    agent.hear()
+    agent.end()
+    asking.join(SECONDS)
+    assert ended == ["it has hung up"]
+    wait_until(lambda: link.problem != "", SECONDS)
+    with pytest.raises(ConnectionError, match="it has closed the connection"):
+        link.ask("wait", SECONDS)
 
 
 def test_a_path_that_is_too_long_for_an_address(tmp_path: Path, page: ProgressPage) -> None:
@@ -229,7 +301,7 @@ def test_a_path_that_is_too_long_for_an_address(tmp_path: Path, page: ProgressPa
     os.rename(short, deep / "agent.sock")
     link = AgentLink(deep / "agent.sock", page, PLACE)
     link.start()
-    assert agent.accept()["op"] == "attach"
+    assert agent.accept()["op"] == "worker"
     link.close()
     agent.end()
 

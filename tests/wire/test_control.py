@@ -37,8 +37,8 @@ def answering(path: Path, answer: bytes) -> Iterator[None]:
     [
         (b"", "hung up without an answer"),
         (b'{"state": "RUN', "hung up without an answer"),
-        (b"\xff\xff\n", "something else than JSON"),
-        (b"[1]\n", "refused"),
+        (b"\xff\xff\n", "cannot be understood: the message is not JSON"),
+        (b"[1]\n", "cannot be understood: the message is no object"),
         (b'{"error": "no"}\n', "refused: {'error': 'no'}"),
     ],
 )

@@ -1,18 +1,12 @@
-"""One worker's connection to its agent's saver: reads its requests, answers them in order.
+"""What one worker asks of its agent's saver, request by request (elaunch.wire.saver).
 
-What was sent is done, also where the worker has ended meanwhile: the lines before the end of the
-connection are read to the last whole one.
+What was sent is done, also where the worker has ended meanwhile.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
-import socket
-import struct
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 from elaunch.agent.saver.memory import Segment
@@ -21,8 +15,8 @@ from elaunch.agent.saver.surroundings import RoundSurroundings
 from elaunch.checkpoint.records import Stage
 from elaunch.checkpoint.writing.queue import SaveQueue
 from elaunch.errors import CheckpointError
+from elaunch.wire.local import Message, Requests
 from elaunch.wire.saver import (
-    LONGEST_LINE,
     Handed,
     committed_from_json,
     committed_to_json,
@@ -30,8 +24,7 @@ from elaunch.wire.saver import (
     handed_from_json,
 )
 
-CHUNK: Final = 1 << 18
-SEND_S: Final = 10
+SEND_S: Final = 10.0
 """Seconds for the worker to take an answer."""
 
 log = logging.getLogger("elaunch")
@@ -45,9 +38,6 @@ class SaverRequests(Protocol):
     keeping: SaveQueue
     parts: Shards
     world: RoundSurroundings
-
-    def admit(self, connection: SaverConnection) -> None:
-        """Let the worker in; CheckpointError says why not."""
 
     def left(self, connection: SaverConnection) -> None:
         """Note that the connection has ended."""
@@ -63,96 +53,32 @@ class SaverRequests(Protocol):
 
 
 class SaverConnection:
-    """Serves one worker in a thread of its own, until it hangs up."""
+    """One worker that the saver has let in, in the thread that answers its requests."""
 
-    def __init__(self, sock: socket.socket, rank: int, local_rank: int, round_: int) -> None:
+    def __init__(self, requests: Requests, rank: int, local_rank: int, round_: int) -> None:
         self.rank = rank
         self.local_rank = local_rank
         self.round = round_
         self.begun = False
-        self._sock = sock
-
-    def start(self, service: SaverRequests) -> None:
-        """Begin to serve."""
-        self._sock.setblocking(True)
-        limit = struct.pack("@ll", SEND_S, 0)
-        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-        name = f"saver rank {self.rank}"
-        threading.Thread(target=self._run, args=(service,), name=name, daemon=True).start()
+        self._requests = requests
 
     def close(self) -> None:
-        """Hang up; the thread ends when it has done what it is at."""
-        try:
-            self._sock.shutdown(socket.SHUT_RDWR)
-        except OSError as error:
-            log.debug("rank %d had hung up: %s", self.rank, error)
+        """Hang up; what has come is still done."""
+        self._requests.hang_up()
 
-    def _run(self, service: SaverRequests) -> None:
-        try:
-            if self._greet(service):
-                self._read(service)
-        except Exception:
-            log.exception("the saver cannot serve rank %d any more", self.rank)
-        finally:
-            self._sock.close()
-            service.left(self)
-
-    def _greet(self, service: SaverRequests) -> bool:
-        try:
-            service.admit(self)
-        except (CheckpointError, OSError) as error:
-            self._send({"error": str(error)})
-            return False
-        self._send({"ok": True})
-        return True
-
-    def _read(self, service: SaverRequests) -> None:
-        unread = bytearray()
-        while True:
-            try:
-                chunk = self._sock.recv(CHUNK)
-            except OSError as error:  # what had come was read before the kernel says this
-                log.debug("rank %d: %s", self.rank, error)
-                return
-            if not chunk:
-                return
-            searched = len(unread)
-            unread += chunk
-            while (end := unread.find(b"\n", searched)) >= 0:
-                line, searched = bytes(unread[:end]), 0
-                del unread[: end + 1]
-                self._serve(service, line)
-            if len(unread) > LONGEST_LINE:
-                log.warning("rank %d sent a line of more than %d bytes", self.rank, LONGEST_LINE)
-                return
-
-    def _serve(self, service: SaverRequests, line: bytes) -> None:
-        number, files = None, list[int]()
+    def serve(self, service: SaverRequests, request: Message) -> None:
+        """Do what is asked, and answer it."""
+        files: Sequence[int] = ()
         answer: Mapping[str, Any]
         try:
-            said = json.loads(line)
-            number = said["n"]
-            serve = _SERVED[said["op"]]
-            answer, files = serve(self, service, said)
+            answer, files = _SERVED[request["op"]](self, service, request)
         except CheckpointError as error:
             answer = {"error": str(error), "kind": "save"}
         except TimeoutError as error:
             answer = {"error": str(error), "kind": "timeout"}
-        except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        except (OSError, ValueError, LookupError, TypeError) as error:
             answer = {"error": f"{type(error).__name__}: {error}", "kind": "request"}
-        self._send({"n": number, "ok": "error" not in answer, **answer}, files)
-
-    def _send(self, fields: Mapping[str, Any], files: list[int] | None = None) -> None:
-        line = json.dumps(fields, separators=(",", ":")).encode() + b"\n"
-        try:
-            sent = socket.send_fds(self._sock, [line], files or [])
-            self._sock.sendall(line[sent:])
-        except OSError as error:
-            # It has ended, or a part of the answer is sent: what followed it would be read as its
-            # rest. What else the worker has sent is still to be read.
-            log.debug("rank %d does not read its answers: %s", self.rank, error)
-            with contextlib.suppress(OSError):
-                self._sock.shutdown(socket.SHUT_WR)
+        reply(self._requests, request, answer, files)
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────
 
@@ -205,6 +131,16 @@ class SaverConnection:
 
     def _newest(self, service: SaverRequests, fields: dict[str, Any]) -> Answer:
         return {**fields, "committed": committed_to_json(service.keeping.newest(self.rank))}, []
+
+
+def reply(
+    requests: Requests, request: Message, answer: Mapping[str, Any], files: Sequence[int] = ()
+) -> None:
+    """Answer a request; a worker that is gone, or does not read, has nothing of it."""
+    try:
+        requests.answer(request, answer, files, SEND_S)
+    except OSError as error:  # what else the worker has sent is still to be done
+        log.debug("an answer is not read: %s", error)
 
 
 _SERVED: Final[

@@ -1,10 +1,10 @@
-"""The agent's saver of checkpoints, as its loop and its control socket see it.
+"""The agent's saver of checkpoints, as its loop and its workers' links see it.
 
-It costs nothing until a worker connects to it (elaunch.wire.saver): then what does the work is
+It costs nothing until a worker asks for it (elaunch.wire.saver): then what does the work is
 imported and made (elaunch.agent.saver.service), and SaverUsed has the round's end wait for what is
 in memory::
 
-    control socket ──► adopt ──► a thread per worker: memory, begin, staged, wait, fence, recall
+    a thread per worker ──► serve: checkpoint, memory, begin, staged, wait, fence, recall
     loop ──► begin(round) … settle(seconds) ──► SavesSettled ──► begin(round + 1) … close
 """
 
@@ -12,13 +12,11 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from elaunch.agent.patience import telling
 from elaunch.agent.policy import events
@@ -27,8 +25,10 @@ from elaunch.agent.saver.round import SaverPlan
 from elaunch.errors import ElaunchError, SaveError
 from elaunch.rendezvous.plan import Plan
 from elaunch.run.saves import SavesRecord
+from elaunch.wire.local import Message, Requests
 
 if TYPE_CHECKING:
+    from elaunch.agent.saver.connection import SaverConnection
     from elaunch.agent.saver.peers import SaverPeers
     from elaunch.agent.saver.service import SaverService
     from elaunch.checkpoint.records import Stage
@@ -108,33 +108,22 @@ class AgentSaver:
 
     # ── others call ──────────────────────────────────────────────────────────────────────────────
 
-    def adopt(self, sock: socket.socket, said: Mapping[str, Any], files: list[int]) -> str:
-        """Take over the connection of a worker; return why not, or "". ``files`` are closed."""
-        for fd in files:
-            os.close(fd)
-        with self._lock:
-            problem, made = _refusal(said, self._round), self._service is not None
-        if problem:
-            refuse(sock, problem)
-        elif made:
-            self._serve(sock, said)
-        else:  # the imports may take long, and whoever asks for the run's status is not to wait
-            threading.Thread(
-                target=self._serve, args=(sock, said), name="saver begins", daemon=True
-            ).start()
-        return problem
-
-    def _serve(self, sock: socket.socket, said: Mapping[str, Any]) -> None:
-        """Serve a worker whose message is in order, if its round is still the one."""
-        problem = self._make(str(said["place"]))
-        with self._lock:
-            service, round_ = self._service, self._round
-            problem = problem or _refusal(said, round_)
-        if problem or service is None or round_ is None:
-            refuse(sock, problem or "this agent ends")
-            return
-        self._plan.post(events.SaverUsed(round_.round))
-        service.adopt(sock, int(said["rank"]), int(said["local_rank"]), round_)
+    def serve(self, requests: Requests) -> None:
+        """Answer a worker's requests until it is gone; in a thread of that worker's own."""
+        connection: SaverConnection | None = None
+        service: SaverService | None = None
+        try:
+            while (request := requests.next()) is not None:
+                if service is not None and connection is not None:
+                    connection.serve(service, request)
+                else:
+                    service, connection = self._let_in(requests, request)
+        except Exception:
+            log.exception("the saver cannot serve a worker any more")
+        finally:
+            requests.hang_up()
+            if service is not None and connection is not None:
+                service.left(connection)
 
     def unfinished(self) -> tuple[str, ...]:
         """Return the names of the stages that this agent still writes into; any thread may ask."""
@@ -186,22 +175,49 @@ class AgentSaver:
             raise SaveError("no worker of this node has saved anything")
         return service
 
-    def _make(self, place: str) -> str:
-        """Make the service for checkpoints at ``place``; return why it cannot be, or "".
+    def _let_in(
+        self, requests: Requests, request: Message
+    ) -> tuple[SaverService, SaverConnection] | tuple[None, None]:
+        """Answer a worker's first request; with what serves it from then on, if it is let in."""
+        from elaunch.agent.saver.connection import reply  # jobs without saves do without
+
+        try:
+            service, round_ = self._admitted(request)
+            self._plan.post(events.SaverUsed(round_.round))
+            rank, local_rank = int(request["rank"]), int(request["local_rank"])
+            connection = service.let_in(requests, rank, local_rank, round_)
+        except (ElaunchError, OSError, ImportError) as error:
+            reply(requests, request, {"error": str(error), "kind": "refused"})
+            return None, None
+        reply(requests, request, {})
+        return service, connection
+
+    def _admitted(self, request: Message) -> tuple[SaverService, Round]:
+        """Return the service, made if need be, for a worker of the round that runs."""
+        with self._lock:
+            problem = _refusal(request, self._round)
+        if problem:
+            raise SaveError(problem)
+        service = self._make(str(request["place"]))
+        with self._lock:
+            problem, round_ = _refusal(request, self._round), self._round
+        if problem or round_ is None:
+            raise SaveError(problem)
+        return service, round_
+
+    def _make(self, place: str) -> SaverService:
+        """Return the service for checkpoints at ``place``; SaveError if it is for other ones.
 
         The lock, which the loop takes as well, is held only while the service is put in place.
         """
         with self._making:
-            service = self._service
-            if service is None:
-                try:
-                    service = self._begin_service(place)
-                except (ElaunchError, OSError, ImportError) as error:
-                    return str(error)
+            service = self._service or self._begin_service(place)
         known = str(service.keeping.storage.place)
         if known != place:
-            return f"this run's checkpoints are at {known}, not at {place}: a run has one directory"
-        return ""
+            raise SaveError(
+                f"this run's checkpoints are at {known}, not at {place}: a run has one directory"
+            )
+        return service
 
     def _begin_service(self, place: str) -> SaverService:
         from elaunch.agent.saver.service import SaverService  # jobs without saves do without
@@ -215,25 +231,17 @@ class AgentSaver:
         return service
 
 
-def _refusal(said: Mapping[str, Any], round_: Round | None) -> str:
-    numbers = [said.get(name) for name in ("round", "rank", "local_rank", "pid")]
-    if any(type(number) is not int for number in numbers) or type(said.get("place")) is not str:
-        return "checkpoint needs the numbers 'round', 'rank', 'local_rank', 'pid', and a 'place'"
+def _refusal(request: Message, round_: Round | None) -> str:
+    if request.get("op") != "checkpoint":
+        return "a worker names the place of its checkpoints before all else"
+    numbers = [request.get(name) for name in ("round", "rank", "local_rank")]
+    if any(type(number) is not int for number in numbers) or type(request.get("place")) is not str:
+        return "checkpoint needs the numbers 'round', 'rank', 'local_rank', and a 'place'"
     if round_ is None:
         return "no round runs here"
-    if said["round"] != round_.round:
-        return f"round {said['round']} is over: round {round_.round} runs here"
-    local_rank = said["local_rank"]
-    if not 0 <= local_rank < round_.nproc or said["rank"] != round_.first_rank + local_rank:
-        return f"rank {said['rank']} with local rank {local_rank} is not of this node"
+    if request["round"] != round_.round:
+        return f"round {request['round']} is over: round {round_.round} runs here"
+    local_rank = request["local_rank"]
+    if not 0 <= local_rank < round_.nproc or request["rank"] != round_.first_rank + local_rank:
+        return f"rank {request['rank']} with local rank {local_rank} is not of this node"
     return ""
-
-
-def refuse(sock: socket.socket, problem: str) -> None:
-    """Send the worker that connected why it is not served, and hang up."""
-    try:
-        sock.settimeout(1.0)
-        sock.sendall(json.dumps({"error": problem}).encode() + b"\n")
-    except OSError as error:
-        log.debug("a worker did not wait for the reason: %s", error)
-    sock.close()

@@ -3,7 +3,7 @@
 =================  ===============================================================================
 object             what it owns
 =================  ===============================================================================
-SaverConnection    one a worker: the connection, and the thread that answers it
+SaverConnection    one a worker: what it has begun, and how it is answered
 CheckpointMemory   the memfds, within --checkpoint-memory
 Shards             what lies in them, and what other nodes have
 SaveQueue          the saves in flight, and the threads that write and commit
@@ -15,7 +15,6 @@ RoundSurroundings  the fence, messages to other nodes, retention
 from __future__ import annotations
 
 import logging
-import socket
 import threading
 import time
 
@@ -30,6 +29,7 @@ from elaunch.agent.saver.surroundings import RoundSurroundings
 from elaunch.checkpoint.storage.storage import open_storage
 from elaunch.checkpoint.writing.queue import SaveQueue, Settled
 from elaunch.errors import CheckpointError, SaveError
+from elaunch.wire.local import Requests
 from elaunch.wire.saver import Handed
 
 PUSH_S = 300.0
@@ -111,19 +111,28 @@ class SaverService:
 
     # ── workers ──────────────────────────────────────────────────────────────────────────────────
 
-    def adopt(self, sock: socket.socket, rank: int, local_rank: int, round_: Round) -> None:
-        """Serve the worker that is connected by ``sock``, in place of an earlier connection."""
-        connection = SaverConnection(sock, rank, local_rank, round_.round)
+    def let_in(
+        self, requests: Requests, rank: int, local_rank: int, round_: Round
+    ) -> SaverConnection:
+        """Serve a worker of ``round_``, in place of one with its rank before.
+
+        Makes the directory this job's own when its rank 0 comes; SaveError if it is another's.
+        """
+        connection = SaverConnection(requests, rank, local_rank, round_.round)
         with self._changed:
             old = self._connections.get(rank)
             self._connections[rank] = connection
         self.keeping.join(rank)
         if old is not None:
             old.close()
-        connection.start(self)
+        try:
+            self._lock(connection)
+        except (CheckpointError, OSError):
+            self.left(connection)
+            raise
+        return connection
 
-    def admit(self, connection: SaverConnection) -> None:
-        """Make the directory this job's own when its rank 0 comes; SaveError if it is another's."""
+    def _lock(self, connection: SaverConnection) -> None:
         alone = self._plan.settings.checkpoint_local and connection.local_rank == 0
         if connection.rank == 0 or alone:
             self._plan.finishing.lock(self._storage)

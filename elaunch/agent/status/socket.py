@@ -4,14 +4,12 @@ One thread serves one client after the other, so it costs the agent nothing whil
 client can disturb the agent: each is dropped when its request has not come within 1 s, is longer
 than 64 KiB, or when it has not read the answer 2 s after that was ready. A client that has hung up
 meanwhile gets nothing done: it has reported so to its user. Only the agent's own user and root are
-served. A worker that attaches (elaunch.wire.worker), or that has its checkpoints written
-(elaunch.wire.saver), stays: its connection is passed on.
+served. A worker that attaches (elaunch.wire.worker) stays: its connection is passed on.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import select
@@ -24,11 +22,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from elaunch.errors import RunDirError
-from elaunch.wire.control import short_address
+from elaunch.wire.local import BadMessage, Channel, Message, Received, close_files, listen
 
 MAX_REQUEST: Final = 64 * 1024
 MAX_REASON: Final = 500
 MAX_FILES: Final = 1
+"""Descriptors beside a request: a worker's progress page."""
+BACKLOG: Final = 16
 REQUEST_DEADLINE_S: Final = 1.0
 CLIENT_DEADLINE_S: Final = 2.0
 # How long close() waits for the thread: it is woken at once, unless the snapshot itself blocks.
@@ -37,7 +37,7 @@ JOIN_S: Final = 2.0
 ACCEPT_PAUSE_S: Final = 0.5
 
 Preempt = Callable[[str], str]
-Attach = Callable[[socket.socket, Mapping[str, Any], list[int]], object]
+Attach = Callable[[Channel, Message, list[int]], object]
 
 _UCRED = struct.Struct("iII")
 
@@ -52,8 +52,7 @@ class ControlSocket:
         snapshot: returns a record that nobody changes any more.
         preempt: asks, for the reason given, that the job end and be continued; returns what is done
             about it.
-        adopters: by ``op``, who takes a worker's connection, its message and its descriptors, for
-            good.
+        attach: takes a worker's connection, its message and its descriptors, for good.
     """
 
     def __init__(
@@ -61,29 +60,23 @@ class ControlSocket:
         path: Path,
         snapshot: Callable[[], Mapping[str, object]],
         preempt: Preempt | None = None,
-        adopters: Mapping[str, Attach] | None = None,
+        attach: Attach | None = None,
     ) -> None:
         self._path = path
         self._snapshot = snapshot
         self._preempt = preempt
-        self._adopters = adopters or {}
+        self._attach = attach
         self._listener: socket.socket | None = None
-        self._client: socket.socket | None = None
+        self._client: Channel | None = None
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="control", daemon=True)
 
     def start(self) -> None:
         """Listen and serve; raise RunDirError where the file system can hold no socket."""
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            # The mode of the descriptor becomes the file's, so it is never open to others.
-            os.fchmod(listener.fileno(), 0o600)
-            with short_address(self._path) as address:
-                listener.bind(address)
-            listener.listen(16)
+            listener = listen(self._path, BACKLOG)
         except OSError as exc:
-            listener.close()
             raise RunDirError(f"cannot listen at {self._path}: {exc.strerror}") from exc
         self._listener = listener
         self._thread.start()
@@ -98,9 +91,9 @@ class ControlSocket:
             self._path.unlink()
         # Shutting down wakes the thread from accept and recv; closing alone would not.
         listener.shutdown(socket.SHUT_RDWR)
-        with self._lock, contextlib.suppress(OSError):
+        with self._lock:
             if self._client is not None:
-                self._client.shutdown(socket.SHUT_RDWR)
+                self._client.shutdown()
         self._thread.join(JOIN_S)
         listener.close()
 
@@ -113,12 +106,13 @@ class ControlSocket:
                 if not self._closing.wait(ACCEPT_PAUSE_S):
                     log.warning("the control socket cannot accept: %s", exc)
                 continue
+            channel = Channel(client, MAX_REQUEST, MAX_FILES)
             with self._lock:
-                self._client = client
+                self._client = channel
+            stays = False
             try:
                 # close() may have looked for a client just before this one was known.
-                if not self._closing.is_set():
-                    self._answer(client)
+                stays = not self._closing.is_set() and self._answer(client, channel)
             except OSError as exc:
                 log.debug("a client of the control socket was dropped: %s", exc)
             except Exception:
@@ -126,26 +120,35 @@ class ControlSocket:
             finally:
                 with self._lock:
                     self._client = None
-                client.close()  # of a worker's, a duplicate stays
+                if not stays:
+                    channel.close()
 
-    def _answer(self, client: socket.socket) -> None:
+    def _answer(self, client: socket.socket, channel: Channel) -> bool:
+        """Answer the one request of a client; whether it stays, being a worker's."""
         connected = time.monotonic()
         uid = peer_uid(client)
         if not may_ask(uid, os.geteuid()):
             raise PermissionError(f"user {uid} may not ask")
-        request, files = _read_request(client, connected + REQUEST_DEADLINE_S)
-        fields = _fields(request)
-        adopt = self._adopters.get(str(fields.get("op")))
-        if adopt is not None:
-            adopt(client.dup(), fields, files)
-            return
-        for fd in files:
-            os.close(fd)
+        try:
+            request, files = self._request(channel, connected + REQUEST_DEADLINE_S)
+        except BadMessage as error:
+            channel.send({"error": f"the request cannot be understood: {error}"}, (), 0.0)
+            return False
+        if self._attach is not None and request.get("op") == "worker":
+            self._attach(channel, request, files)
+            return True
+        close_files(files)
         if _has_hung_up(client):
             raise ConnectionError("it hung up before its request was done")
-        answer = self._reply(fields)
-        client.settimeout(CLIENT_DEADLINE_S)
-        client.sendall(json.dumps(answer, separators=(",", ":")).encode() + b"\n")
+        channel.send(self._reply(request), (), CLIENT_DEADLINE_S)
+        return False
+
+    @staticmethod
+    def _request(channel: Channel, until: float) -> Received:
+        received = channel.receive(until)
+        if received is None:
+            raise ConnectionError("it hung up before its request was whole")
+        return received
 
     def _reply(self, fields: Mapping[str, Any]) -> Mapping[str, object]:
         op = fields.get("op")
@@ -156,17 +159,7 @@ class ControlSocket:
             if not isinstance(reason, str) or not reason.strip() or len(reason) > MAX_REASON:
                 return {"error": f"'reason' must be a text of 1 to {MAX_REASON} characters"}
             return {"done": self._preempt(" ".join(reason.split()))}
-        if "error" in fields:
-            return fields
-        return {"error": f"unknown op {op!r}, known: 'status', 'preempt', 'attach', 'checkpoint'"}
-
-
-def _fields(request: bytes) -> Mapping[str, Any]:
-    try:
-        fields = json.loads(request)
-    except (ValueError, RecursionError):
-        return {"error": "the request is not JSON"}
-    return fields if isinstance(fields, dict) else {}
+        return {"error": f"unknown op {op!r}, known: 'status', 'preempt', 'worker'"}
 
 
 def peer_uid(client: socket.socket) -> int:
@@ -181,35 +174,8 @@ def may_ask(uid: int, own_uid: int) -> bool:
     return uid in (own_uid, 0)
 
 
-def _read_request(client: socket.socket, deadline: float) -> tuple[bytes, list[int]]:
-    """Return the first line that the client sends, and the descriptors that came with it."""
-    line, files = bytearray(), list[int]()
-    try:
-        while b"\n" not in line:
-            client.settimeout(_left(deadline))
-            chunk, more, _, _ = socket.recv_fds(client, MAX_REQUEST, MAX_FILES)
-            files += more
-            if not chunk:
-                raise ConnectionError("it hung up before its request was whole")
-            line += chunk
-            if len(line) > MAX_REQUEST:
-                raise ConnectionError(f"its request is longer than {MAX_REQUEST} bytes")
-    except OSError:
-        for fd in files:
-            os.close(fd)
-        raise
-    return bytes(line.partition(b"\n")[0]), files
-
-
 def _has_hung_up(client: socket.socket) -> bool:
     """Return whether nobody can read an answer; one that has only ended its sending still does."""
     poll = select.poll()
     poll.register(client, 0)
     return any(happened & select.POLLHUP for _, happened in poll.poll(0))
-
-
-def _left(deadline: float) -> float:
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise TimeoutError("it was too slow")
-    return left

@@ -1,57 +1,64 @@
-"""The agent's end of its workers' links (elaunch.wire.worker): who is attached, what they are sent.
+"""The agent's end of its workers' connections (elaunch.wire.worker): one for each worker.
 
-The control socket hands a connection over when a worker attaches. One thread reads all of them and
-posts what they send; it also notices who has gone. A notice is sent to every worker that is
-attached, and to those of the same round that attach later. A worker that does not take its few
-bytes, or sends what is no message, is dropped: it loses its link, nothing else.
+The control socket hands a connection over when a worker attaches. One thread reads all of them: it
+posts what workers report, and notices which of them are gone. A worker's numbered requests, which
+may take long, are answered by a thread of that worker's own (elaunch.agent.saver.saver), which is
+started with the first of them; so no report waits for a save. A notice is sent to every worker that
+is attached, and to those of the same round that attach later. A worker that does not take its few
+bytes, or sends what is no message, is dropped: it loses its connection, nothing else.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
-import os
 import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Final
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
 
 from elaunch.agent.policy import events
 from elaunch.agent.policy.turn import Round
+from elaunch.wire.local import LONGEST, Channel, Message, Requests, close_files
 from elaunch.wire.progress import PageReader, Reading
-from elaunch.wire.worker import KINDS, Notice
+from elaunch.wire.worker import KINDS, WIRE, Notice
 
-LONGEST_LINE: Final = 64 * 1024
 LONGEST_NAME: Final = 200
 JOIN_S: Final = 2.0
+NOTICE_S: Final = 0.5
+"""Seconds for a worker to take a notice: its buffer is full, or another answer is on its way."""
 
 log = logging.getLogger("elaunch")
 
-Message = Mapping[str, Any]
+Serve = Callable[[Requests], None]
 
 
 @dataclass
 class _Link:
     """One attached worker."""
 
-    sock: socket.socket
+    channel: Channel
     round: int
     local_rank: int
     page: PageReader
-    unread: bytearray = field(default_factory=bytearray)
+    requests: Requests | None = None
 
 
 class WorkerLinks:
-    """Owns the links of the workers of the round that runs, from :meth:`start` to :meth:`close`."""
+    """Owns the links of the workers of the round that runs, from :meth:`start` to :meth:`close`.
 
-    def __init__(self, post: Callable[[events.Event], None]) -> None:
+    ``serve`` answers a worker's requests to their end, in a thread of that worker's own.
+    """
+
+    def __init__(self, post: Callable[[events.Event], None], serve: Serve) -> None:
         self._post = post
+        self._serve = serve
         self._lock = threading.Lock()
         self._links: dict[int, _Link] = {}
+        self._new: list[_Link] = []
         self._left: dict[int, Reading] = {}
         self._round = -1
         self._notice: Notice | None = None
@@ -69,7 +76,9 @@ class WorkerLinks:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread and drop all workers."""
+        """End the thread and drop all workers; idempotent."""
+        if self._closing:
+            return
         self._closing = True
         self._wake.send(b"\0")
         self._thread.join(JOIN_S)
@@ -88,26 +97,30 @@ class WorkerLinks:
                 self._drop(link)
             self._left.clear()
 
-    def adopt(self, sock: socket.socket, said: Message, files: list[int]) -> str:
+    def adopt(self, channel: Channel, said: Message, files: list[int]) -> str:
         """Take over the connection of a worker that attaches; return why not, or "".
 
-        Both ``sock`` and ``files`` belong to the links from now on.
+        Both ``channel`` and ``files`` belong to the links from now on.
         """
-        problem = self._attach(sock, said, files)
+        problem = self._attach(channel, said, files)
         if problem:
-            for fd in files:
-                os.close(fd)
+            close_files(files)
             with contextlib.suppress(OSError):
-                _send(sock, {"error": problem})
-            sock.close()
+                channel.send({"error": problem}, (), 0.0)
+            channel.close()
         return problem
 
-    def _attach(self, sock: socket.socket, said: Message, files: list[int]) -> str:
+    def _attach(self, channel: Channel, said: Message, files: list[int]) -> str:
         round_number, local_rank = said.get("round"), said.get("local_rank")
+        if said.get("wire") != WIRE:
+            return (
+                f"it sends messages of version {said.get('wire')}, and the agent those of version "
+                f"{WIRE}: run one version of elaunch"
+            )
         if type(round_number) is not int or type(local_rank) is not int or local_rank < 0:
-            return "attach needs the numbers 'round' and 'local_rank'"
+            return "worker needs the numbers 'round' and 'local_rank'"
         if len(files) != 1:
-            return "attach needs the descriptor of a progress page"
+            return "worker needs the descriptor of a progress page"
         with self._lock:
             if round_number != self._round:
                 return f"round {round_number} does not run here; it is round {self._round}"
@@ -115,13 +128,13 @@ class WorkerLinks:
                 page = PageReader(files[0])
             except (OSError, ValueError) as error:
                 return f"the descriptor is no progress page: {error}"
-            link = _Link(sock, round_number, local_rank, page)
-            old = self._links.pop(local_rank, None)
-            if old is not None:
-                self._drop(old)
-            sock.setblocking(False)
+            files.clear()  # it is the page's
+            channel.longest, channel.most_files = LONGEST, 0
+            link = _Link(channel, round_number, local_rank, page)
+            if local_rank in self._links:
+                self._drop(self._links[local_rank])
             self._links[local_rank] = link
-            self._selector.register(sock, selectors.EVENT_READ, link)
+            self._new.append(link)
             self._tell(link, {"op": "attached"})
             if said.get("name"):
                 self._name = str(said["name"])[:LONGEST_NAME]
@@ -160,69 +173,84 @@ class WorkerLinks:
 
     def _tell(self, link: _Link, message: Message) -> None:
         try:
-            _send(link.sock, message)
+            link.channel.send(message, (), NOTICE_S)
         except OSError as error:
             log.debug("worker %d does not take a message: %s", link.local_rank, error)
             self._drop(link)
 
     def _drop(self, link: _Link) -> None:
         """Close a link; the page goes with it. The lock is held."""
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(link.sock)
-        link.sock.close()
+        if self._links.get(link.local_rank) is not link:
+            return
+        del self._links[link.local_rank]
+        with contextlib.suppress(KeyError):  # it is new
+            self._selector.unregister(link.channel)
+        if link.requests is not None:
+            link.requests.end()
+        link.channel.close()
         with contextlib.suppress(OSError):
             self._left[link.local_rank] = link.page.read()
         link.page.close()
-        if self._links.get(link.local_rank) is link:
-            del self._links[link.local_rank]
 
     # ── the thread ───────────────────────────────────────────────────────────────────────────────
 
     def _run(self) -> None:
         while not self._closing:
             for key, _ in self._selector.select():
-                self._drain() if key.data is None else self._read(key.data)
+                self._let_in() if key.data is None else self._read(key.data)
 
-    def _drain(self) -> None:
-        """Take what has woken the thread."""
+    def _let_in(self) -> None:
+        """Take what has woken the thread, and read what new links have sent with their first."""
         with contextlib.suppress(BlockingIOError):
             self._woken.recv(4096)
+        with self._lock:
+            new, self._new = self._new, []
+            new = [link for link in new if self._links.get(link.local_rank) is link]
+            for link in new:
+                self._selector.register(link.channel, selectors.EVENT_READ, link)
+        for link in new:
+            self._read(link)
 
     def _read(self, link: _Link) -> None:
         try:
-            chunk = link.sock.recv(4096)
-        except BlockingIOError:
-            return
-        except OSError:
-            chunk = b""
-        link.unread += chunk
-        *lines, rest = bytes(link.unread).split(b"\n")
-        link.unread[:] = rest
-        for line in lines:
-            self._hear(link, line)
-        if not chunk or len(rest) > LONGEST_LINE:
+            for message, _ in link.channel.drain():
+                self._take(link, message)
+        except (EOFError, OSError) as error:
+            log.debug("worker %d is dropped: %s", link.local_rank, error)
             with self._lock:
                 self._drop(link)
 
-    def _hear(self, link: _Link, line: bytes) -> None:
-        event = understood(line, link.round, link.local_rank)
+    def _take(self, link: _Link, message: Message) -> None:
+        if "n" in message:
+            self._request(link, message)
+            return
+        event = understood(message, link.round, link.local_rank)
         if isinstance(event, str):
-            log.debug("worker %d says what is no message: %s", link.local_rank, event)
+            log.debug("worker %d sends what cannot be understood: %s", link.local_rank, event)
         elif event is not None:
             self._post(event)
 
+    def _request(self, link: _Link, message: Message) -> None:
+        with self._lock:
+            if self._links.get(link.local_rank) is not link:
+                return  # nobody would end what is begun here
+            requests = link.requests
+            if requests is None:
+                requests = link.requests = Requests(link.channel)
+                name = f"requests {link.local_rank}"
+                threading.Thread(
+                    target=self._serve, args=(requests,), name=name, daemon=True
+                ).start()
+        requests.put(message)
 
-def understood(line: bytes, round_number: int, local_rank: int) -> events.Event | str | None:
-    """Return the event that a worker's line means, None if none, or what is wrong with it."""
-    try:
-        said = json.loads(line)
-    except (ValueError, RecursionError):
-        return "not JSON"
-    op = said.get("op") if isinstance(said, dict) else None
+
+def understood(message: Message, round_number: int, local_rank: int) -> events.Event | str | None:
+    """Return the event that a worker's message means, None if none, or what is wrong with it."""
+    op = message.get("op")
     if op == "listens":
         return events.WorkerListens(round_number, local_rank)
     if op in ("heard", "ack"):
-        kind, reason = said.get("kind"), said.get("reason")
+        kind, reason = message.get("kind"), message.get("reason")
         if kind not in KINDS or not isinstance(reason, str):
             return f"{op} without reason and kind"
         notice = Notice(reason[:1000], kind)
@@ -237,10 +265,3 @@ def _preempt(notice: Notice, until: float | None) -> Message:
     if until is None:
         return message
     return {**message, "grace": round(max(0.0, until - time.monotonic()), 3)}
-
-
-def _send(sock: socket.socket, message: Message) -> None:
-    """Send a line without waiting; a worker that has no room for it is not there any more."""
-    line = json.dumps(message).encode() + b"\n"
-    if sock.send(line, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL) != len(line):
-        raise BrokenPipeError("its buffer is full")

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from elaunch.run.saves import SavesRecord
+    from elaunch.training.agentlink import AgentLink
     from elaunch.training.distributed import DistributedContext
     from elaunch.training.place.info import Info
     from elaunch.training.train import TrainContext
@@ -53,6 +54,7 @@ class OpenedContext:
         run_id: of the run.
         given: the run id is the same when the job is started again.
         noted: gets what was saved so far after each commit, where no agent keeps the run's record.
+        link: to this node's agent, if there is one.
     """
 
     info: Info
@@ -62,6 +64,7 @@ class OpenedContext:
     run_id: str
     given: bool
     noted: Callable[[SavesRecord], None] | None = None
+    link: AgentLink | None = None
     known: KnownCheckpoints = field(default_factory=KnownCheckpoints)
     _storage: Storage | None = None
     _whose: Whose | None = None
@@ -213,7 +216,9 @@ class OpenedContext:
     def _made(self, whose: Whose) -> CallContext:
         from elaunch.training.checkpoint.saver.choose import open_saver
 
-        saver = open_saver(self.distributed, self.storage, whose.round, self.noted)
+        saver = open_saver(
+            self.distributed, self.storage, whose.round, link=self.link, noted=self.noted
+        )
         self._stack.callback(lambda: saver.close(self._patient))
         return CallContext(
             distributed=self.distributed,

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import queue
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -26,14 +24,16 @@ from elaunch.agent.saver import service
 from elaunch.agent.saver.round import SaverPlan
 from elaunch.agent.saver.saver import AgentSaver
 from elaunch.agent.status.socket import ControlSocket
+from elaunch.agent.workers.links import WorkerLinks
 from elaunch.checkpoint.records import Image, Part, Stage
 from elaunch.checkpoint.storage.storage import open_storage
 from elaunch.config import resolve
 from elaunch.errors import SaveError
 from elaunch.training.checkpoint.saver.agent import AgentSaverClient
 from elaunch.training.checkpoint.saver.choose import open_saver
-from elaunch.wire.control import ask, short_address
+from elaunch.wire.control import ask
 from elaunch.wire.saver import Handed
+from tests.agent.saver.workerend import client, end, linked
 from tests.launching import wait_until
 
 LONG = 60.0
@@ -45,10 +45,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from elaunch.checkpoint.records import Part, Stage
 from elaunch.wire.saver import Handed, handed_to_json
-from elaunch.training.checkpoint.saver.agent import AgentSaverClient
+from tests.agent.saver.workerend import client
 
 socket, place, rank, when = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]
-saver = AgentSaverClient(socket, SimpleNamespace(rank=rank, local_rank=rank), place)
+saver = client(socket, rank, rank, place, 0)
 saver.connect(0)
 if when == "connected":
     os.kill(os.getpid(), signal.SIGKILL)
@@ -62,10 +62,10 @@ part = Part(rank, 2, "digits", {"steps_completed": 10})
 handed = Handed(Stage(10, 0, "u"), part, ((f"part-{rank}", ((0, 8),)),))
 if when == "sent":
     line = json.dumps({"op": "staged", "n": 99, "handed": handed_to_json(handed)})
-    saver._socket.sendall(line.encode() + b"\\n")
+    saver._link._channel._sock.send(line.encode() + b"\\n")
     os.kill(os.getpid(), signal.SIGKILL)
 if when == "torn":
-    saver._socket.sendall(b'{"op": "staged", "n": 99, "handed": {"sta')
+    saver._link._channel._sock.send(b'{"op": "staged", "n": 99, "handed": {"sta')
     os.kill(os.getpid(), signal.SIGKILL)
 saver.staged(handed)
 os.kill(os.getpid(), signal.SIGKILL)
@@ -91,14 +91,18 @@ class Rig:
         self.state = State(Limits(2), phase=Phase.RUNNING)
         self.finishing = DirectoryFinisher(self.settings)
         self.saver = AgentSaver(SaverPlan(self.settings, self.inbox.put, self.finishing))
-        self.control = ControlSocket(self.socket, dict, adopters={"checkpoint": self.saver.adopt})
+        self.links = WorkerLinks(self.inbox.put, self.saver.serve)
+        self.links.start()
+        self.control = ControlSocket(self.socket, dict, attach=self.links.adopt)
         self.control.start()
         self.begin(0)
         threading.Thread(target=self._loop, daemon=True).start()
 
     def begin(self, number: int) -> None:
         self.state = dataclasses.replace(self.state, round=number)
-        self.saver.begin(Round(number, 2))
+        round_ = Round(number, 2)
+        self.links.begin(round_)
+        self.saver.begin(round_)
 
     def _loop(self) -> None:
         while True:
@@ -108,18 +112,9 @@ class Rig:
             self.seen.append(event)
 
     def worker(self, rank: int, number: int = 0) -> AgentSaverClient:
-        place: Any = SimpleNamespace(rank=rank, local_rank=rank)
-        saver = AgentSaverClient(self.socket, place, str(self.place))
+        saver = client(self.socket, rank, rank, str(self.place), number)
         saver.connect(number)
         return saver
-
-    @staticmethod
-    def end(*workers: AgentSaverClient) -> None:
-        """Have the workers' connections end, as when they are killed."""
-        for worker in workers:
-            connection, worker._socket = worker._socket, None
-            assert connection is not None
-            connection.close()
 
     def settle(self, seconds: float = LONG) -> events.SavesSettled:
         self.saver.settle(seconds)
@@ -144,6 +139,7 @@ class Rig:
 
     def close(self) -> None:
         self.control.close()
+        self.links.close()
         self.saver.close()
 
 
@@ -173,7 +169,7 @@ def save(workers: list[AgentSaverClient], step: int, number: int = 0) -> None:
 def test_nothing_is_made_before_a_worker_connects(rig: Rig) -> None:
     """A job that saves nothing has no thread of the saver's, and its end waits for nothing."""
     assert rig.saver.record() is None
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("saver")]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("requests")]
     assert rig.settle() == events.SavesSettled(0)
 
 
@@ -284,7 +280,7 @@ def test_the_next_round_has_the_same_memory(rig: Rig) -> None:
     """Nothing is made or touched anew; what was there goes when a save begins."""
     workers = [rig.worker(0), rig.worker(1)]
     save(workers, 10)
-    rig.end(*workers)
+    end(*workers)
     assert rig.settle().lost == ()
     assert rig.names == ["step-00000010.r0"]
     rig.begin(1)
@@ -305,7 +301,7 @@ def test_a_worker_of_a_round_that_is_over(rig: Rig) -> None:
     rig.begin(1)
     with pytest.raises(SaveError, match=r"round 0 is over: round 1 runs here|agent is gone"):
         late.staged(handed(10, 0))
-    with pytest.raises(SaveError, match=r"round 0 is over: round 1 runs here"):
+    with pytest.raises(SaveError, match="round 0 does not run here; it is round 1"):
         rig.worker(0, 0)
     current = rig.worker(1, 1)
     current.fence(1)
@@ -336,14 +332,14 @@ def test_a_part_that_cannot_be(rig: Rig) -> None:
 def test_who_is_not_let_in(rig: Rig) -> None:
     """A rank of another node, another directory, a request that is none."""
     rig.worker(1)
-    place: Any = SimpleNamespace(rank=7, local_rank=1)
     with pytest.raises(SaveError, match="rank 7 with local rank 1 is not of this node"):
-        AgentSaverClient(rig.socket, place, str(rig.place)).connect(0)
-    place = SimpleNamespace(rank=0, local_rank=0)
+        client(rig.socket, 7, 1, str(rig.place), 0).connect(0)
     with pytest.raises(SaveError, match="a run has one directory"):
-        AgentSaverClient(rig.socket, place, "/elsewhere").connect(0)
+        client(rig.socket, 0, 0, "/elsewhere", 0).connect(0)
     with pytest.raises(SaveError, match="needs the numbers"):
-        AgentSaverClient(rig.socket, SimpleNamespace(rank="x", local_rank=0), "/").connect(0)  # type: ignore[arg-type]
+        client(rig.socket, "x", 0, "/", 0).connect(0)
+    with pytest.raises(SaveError, match="round 3 does not run here; it is round 0"):
+        client(rig.socket, 0, 0, str(rig.place), 3).connect(3)
 
 
 def test_a_part_that_cannot_be_handed_over(rig: Rig) -> None:
@@ -370,10 +366,12 @@ def test_an_agent_that_refuses_the_round_is_no_agent_that_is_gone(
     monkeypatch.setenv("ELAUNCH_AGENT_SOCKET", str(rig.socket))
     place = SimpleNamespace(rank=1, local_rank=1, launcher="elaunch")
     rank: Any = SimpleNamespace(rank=1, placement=place)
-    saver = open_saver(rank, rig.storage, 0)
+    saver = open_saver(rank, rig.storage, 0, link=linked(rig.socket, 1, 0))
     assert isinstance(saver, AgentSaverClient) and saver.lacks == ""
     with pytest.raises(SaveError, match="round 7 is over: round 0 runs here"):
-        open_saver(rank, rig.storage, 7)
+        open_saver(rank, rig.storage, 7, link=linked(rig.socket, 1, 0))
+    with pytest.raises(SaveError, match="round 7 does not run here; it is round 0"):
+        open_saver(rank, rig.storage, 7, link=linked(rig.socket, 1, 7))
 
 
 def test_two_jobs_in_one_directory(rig: Rig, tmp_path: Path) -> None:
@@ -401,7 +399,7 @@ def test_a_directory_that_is_not_the_flags(tmp_path: Path) -> None:
             rig.worker(0)
         assert rig.names == []
         held.close()
-        rig.end(rig.worker(1))
+        end(rig.worker(1))
         assert rig.names == []
         rig.worker(0)
         assert rig.names == ["step-00000010.r0"]
@@ -411,21 +409,15 @@ def test_a_directory_that_is_not_the_flags(tmp_path: Path) -> None:
 
 def test_requests_that_are_none(rig: Rig) -> None:
     """Each gets its error; the next one is served."""
-    said: list[dict[str, Any]] = []
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.settimeout(LONG)
-        with short_address(rig.socket) as address:
-            connection.connect(address)
-        hello = {"op": "checkpoint", "round": 0, "rank": 1, "local_rank": 1, "pid": 1}
-        lines = [json.dumps({**hello, "place": str(rig.place)}), "nonsense", "[]", '{"n": 1}']
-        lines += ['{"op": "dance", "n": 2}', '{"op": "memory", "n": 3, "size": "x"}']
-        lines += ['{"op": "staged", "n": 4, "handed": {}}', '{"op": "abandon", "n": 5}']
-        connection.sendall("".join(line + "\n" for line in lines[:1]).encode())
-        reader = connection.makefile("rb")
-        said.append(json.loads(reader.readline()))
-        connection.sendall("".join(line + "\n" for line in lines[1:]).encode())
-        said += [json.loads(reader.readline()) for _ in lines[1:]]
-    assert [bool(answer.get("ok")) for answer in said] == [True, *[False] * 6, True]
+    link = linked(rig.socket, 1, 0)
+    said = [link.ask("memory", LONG, size=8)[0]]
+    first = {"round": 0, "rank": 1, "local_rank": 1, "place": str(rig.place)}
+    said.append(link.ask("checkpoint", LONG, **first)[0])
+    requests: list[dict[str, Any]] = [{"op": "dance"}, {"op": []}, {"op": "memory", "size": "x"}]
+    requests += [{"op": "staged", "handed": {}}, {"op": "abandon"}]
+    said += [link.ask(seconds=LONG, **request)[0] for request in requests]
+    assert [answer["ok"] for answer in said] == [False, True, *[False] * 4, True]
+    link.close()
 
 
 def test_an_answer_that_comes_too_late_is_passed_over(rig: Rig) -> None:
@@ -457,7 +449,7 @@ def test_storage_that_hangs_does_not_hold_up_the_end(
     try:
         workers = [rig.worker(0), rig.worker(1)]
         save(workers, 10)
-        rig.end(*workers)
+        end(*workers)
         settled = rig.settle(0.2)
         assert settled.lost == ("step-00000010.r0: the storage has not taken it in time",)
         assert rig.finishing.unfinished() == ("step-00000010.r0.u10",)
@@ -547,5 +539,5 @@ def test_the_first_worker_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.Mo
     for each in connecting:
         each.join(LONG)
     assert len(workers) == 2
-    rig.end(*workers)
+    end(*workers)
     rig.settle()

@@ -9,7 +9,6 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +20,7 @@ from elaunch.agent.resume.directory import DirectoryFinisher
 from elaunch.agent.saver.round import SaverPlan
 from elaunch.agent.saver.saver import AgentSaver
 from elaunch.agent.status.socket import ControlSocket
+from elaunch.agent.workers.links import WorkerLinks
 from elaunch.checkpoint.formats import own
 from elaunch.checkpoint.records import Part, Stage
 from elaunch.checkpoint.storage.posix import PosixStorage
@@ -31,6 +31,7 @@ from elaunch.errors import SaveError, StoreUnreachable
 from elaunch.rendezvous.plan import Node, Plan
 from elaunch.training.checkpoint.saver.agent import AgentSaverClient
 from elaunch.wire.saver import Files, Handed
+from tests.agent.saver.workerend import client, end
 from tests.launching import wait_until
 
 LONG = 60.0
@@ -59,9 +60,9 @@ class Agent:
         self.finishing = DirectoryFinisher(settings)
         self.saver = AgentSaver(SaverPlan(settings, self.seen.append, self.finishing))
         self.saver.meet(self.read_plan, self)
-        self.control = ControlSocket(
-            self.home / "agent.sock", dict, adopters={"checkpoint": self.saver.adopt}
-        )
+        self.links = WorkerLinks(self.seen.append, self.saver.serve)
+        self.links.start()
+        self.control = ControlSocket(self.home / "agent.sock", dict, attach=self.links.adopt)
         self.control.start()
         self.begin(FIRST)
 
@@ -70,7 +71,9 @@ class Agent:
         name = name or NODES[self.node_rank].name
         rank = plan.node_rank(name)
         assert rank is not None
-        self.saver.begin(Round(plan.round, 1, plan=plan, name=name))
+        round_ = Round(plan.round, 1, plan=plan, name=name)
+        self.links.begin(round_)
+        self.saver.begin(round_)
 
     def read_plan(self) -> Plan:
         if isinstance(self.plan, Exception):
@@ -78,8 +81,7 @@ class Agent:
         return self.plan
 
     def worker(self, rank: int, number: int = 0) -> AgentSaverClient:
-        place: Any = SimpleNamespace(rank=rank, local_rank=0)
-        saver = AgentSaverClient(self.home / "agent.sock", place, str(self.place))
+        saver = client(self.home / "agent.sock", rank, 0, str(self.place), number)
         saver.connect(number)
         return saver
 
@@ -94,6 +96,7 @@ class Agent:
 
     def close(self) -> None:
         self.control.close()
+        self.links.close()
         self.saver.close()
 
     # ── Peers ──
@@ -171,14 +174,6 @@ def save(workers: list[AgentSaverClient], step: int, local: bool = False) -> Non
     for rank, worker in enumerate(workers):
         worker.memory(8)[:8] = b"%04d%04d" % (step, rank)
         worker.staged(handed(step, rank, local=local))
-
-
-def end(*workers: AgentSaverClient) -> None:
-    """Have the workers' connections end, as when they are killed."""
-    for worker in workers:
-        connection, worker._socket = worker._socket, None
-        assert connection is not None
-        connection.close()
 
 
 def names(agents: list[Agent]) -> list[str]:

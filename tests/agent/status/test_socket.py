@@ -35,7 +35,7 @@ from elaunch.agent.status.socket import (
 from elaunch.cli.preempt import ANSWER_S
 from elaunch.errors import RunDirError
 from elaunch.wire.control import ask as ask_agent
-from elaunch.wire.control import short_address
+from elaunch.wire.local import short_address
 from tests.launching import wait_until
 
 STATUS = {"op": "status"}
@@ -286,7 +286,7 @@ def test_a_loop_that_is_busy_has_accepted(tmp_path: Path) -> None:
     inbox: queue.SimpleQueue[events.Event] = queue.SimpleQueue()
     status_record: Any = SimpleNamespace(snapshot=lambda: {"exit_code": code[0]})
     code: list[int | None] = [None]
-    busy = main.Served(status_record=status_record, links=None, saver=None, inbox=inbox)  # type: ignore[arg-type]
+    busy = main.Served(status_record=status_record, links=None, inbox=inbox)  # type: ignore[arg-type]
     assert control.CLIENT_DEADLINE_S != main.LOOP_PATIENCE < ANSWER_S
     server = ControlSocket(tmp_path / "sock", dict, busy.preempt)
     server.start()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +18,9 @@ from elaunch.agent.policy import events
 from elaunch.agent.policy.turn import Round
 from elaunch.agent.status.socket import ControlSocket
 from elaunch.agent.workers.links import WorkerLinks, understood
+from elaunch.wire.local import LONGEST, Message, Requests
 from elaunch.wire.progress import ProgressPage
-from elaunch.wire.worker import Notice
+from elaunch.wire.worker import WIRE, Notice
 from tests.launching import wait_until
 
 SECONDS = 30.0
@@ -28,12 +31,23 @@ class Agent:
 
     def __init__(self, path: Path) -> None:
         self.posted: queue.SimpleQueue[events.Event] = queue.SimpleQueue()
-        self.links = WorkerLinks(self.posted.put)
+        self.asked: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self.answering = threading.Event()
+        self.links = WorkerLinks(self.posted.put, self.serve)
         self.links.start()
         self.path = path
-        self.control = ControlSocket(path, dict, str.upper, {"attach": self.links.adopt})
+        self.control = ControlSocket(path, dict, str.upper, self.links.adopt)
         self.control.start()
         self.links.begin(Round(0, 2))
+
+    def serve(self, requests: Requests) -> None:
+        """Answer what a worker asks, when the test has it so."""
+        while (request := requests.next()) is not None:
+            assert self.answering.wait(SECONDS)
+            with contextlib.suppress(BrokenPipeError):
+                requests.answer(request, {"op": request["op"]}, (), SECONDS)
+            self.asked.put(request)
+        self.asked.put(None)
 
     def event(self) -> events.Event:
         """Return the next event."""
@@ -52,12 +66,12 @@ def agent(tmp_path: Path) -> Iterator[Agent]:
 class Worker:
     """A worker's end, by hand."""
 
-    def __init__(self, agent: Agent, local_rank: int = 0, round: int = 0) -> None:
+    def __init__(self, agent: Agent, local_rank: int = 0, round: int = 0, wire: int = WIRE) -> None:
         self.page = ProgressPage()
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.sock.settimeout(SECONDS)
         self.sock.connect(str(agent.path))
-        said = {"op": "attach", "round": round, "local_rank": local_rank, "pid": os.getpid()}
+        said = {"op": "worker", "wire": wire, "round": round, "local_rank": local_rank, "fds": 1}
         socket.send_fds(self.sock, [json.dumps(said).encode() + b"\n"], [self.page.fd])
         self._lines = self.sock.makefile("rb")
 
@@ -147,9 +161,7 @@ def test_one_that_attaches_again_replaces_the_first(agent: Agent) -> None:
     assert agent.links.readings()[0].step == 7
 
 
-@pytest.mark.parametrize(
-    "line", [b"", b"{", b"[1]", b'{"op": "ack"}', b'{"op": "dance"}', b"\xff" * 100]
-)
+@pytest.mark.parametrize("line", [b"{}", b'{"op": "ack"}', b'{"op": "dance"}', b'{"op": [1]}'])
 def test_nonsense_is_no_event(agent: Agent, line: bytes) -> None:
     """And what is said after it counts."""
     worker = Worker(agent)
@@ -158,12 +170,65 @@ def test_nonsense_is_no_event(agent: Agent, line: bytes) -> None:
     assert agent.event() == events.WorkerListens(0, 0)
 
 
+@pytest.mark.parametrize("line", [b"", b"{", b"[1]", b"\xff" * 100, b'{"fds": 1}'])
+def test_what_is_no_message_ends_the_connection(agent: Agent, line: bytes) -> None:
+    """Nothing that follows it is taken for a message."""
+    worker = Worker(agent)
+    assert worker.hear() == {"op": "attached"}
+    worker.say(line + b'\n{"op": "listens"}')
+    assert worker.hear() == {}
+    assert agent.links.readings() == {}
+    assert agent.posted.empty()
+
+
+def test_a_worker_of_another_version_is_refused(agent: Agent) -> None:
+    """With a sentence, and so is one from before there were versions."""
+    assert str(Worker(agent, wire=7).hear()["error"]).endswith("run one version of elaunch")
+    for old in (b'{"op": "attach", "round": 0}\n', b'{"op": "checkpoint", "round": 0}\n'):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+            sock.settimeout(SECONDS)
+            sock.connect(str(agent.path))
+            sock.sendall(old)
+            assert "unknown op" in json.loads(sock.recv(4096))["error"]
+
+
+def test_a_request_that_takes_long_holds_up_no_report(agent: Agent) -> None:
+    """Its requests are done in order, also those that were sent before its end."""
+    worker = Worker(agent, 0)
+    assert worker.hear() == {"op": "attached"}
+    worker.say(b'{"op": "wait", "n": 1}\n{"op": "begin", "n": 2}\n{"op": "listens"}')
+    assert agent.event() == events.WorkerListens(0, 0)
+    worker.sock.shutdown(socket.SHUT_WR)
+    agent.answering.set()
+    asked = [agent.asked.get(timeout=SECONDS) for _ in range(3)]
+    assert [request and request["op"] for request in asked] == ["wait", "begin", None]
+
+
+def test_answers_have_their_numbers(agent: Agent) -> None:
+    """A notice may come between them."""
+    worker = Worker(agent, 0)
+    assert worker.hear() == {"op": "attached"}
+    agent.answering.set()
+    worker.say(b'{"op": "wait", "n": 7}')
+    assert worker.hear() == {"n": 7, "ok": True, "op": "wait"}
+
+
+def test_one_that_asks_without_end_is_dropped(agent: Agent) -> None:
+    """No memory is kept for it."""
+    worker = Worker(agent)
+    assert worker.hear() == {"op": "attached"}
+    worker.say(b"\n".join(b'{"op": "wait", "n": 1}' for _ in range(100)))
+    assert worker.hear() == {}
+    assert agent.links.readings() == {}
+    agent.answering.set()
+
+
 def test_one_that_talks_without_end_is_dropped(agent: Agent) -> None:
     """No memory is kept for it."""
     worker = Worker(agent)
     assert worker.hear() == {"op": "attached"}
     with pytest.raises(OSError):
-        for _ in range(1000):
+        for _ in range(LONGEST // 65536 + 100):
             worker.sock.sendall(bytes(65536))
     wait_until(lambda: agent.links.readings() == {})
 
@@ -185,15 +250,14 @@ def test_a_page_is_needed(agent: Agent) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock, open(os.devnull) as other:
         sock.settimeout(SECONDS)
         sock.connect(str(agent.path))
-        said = b'{"op": "attach", "round": 0, "local_rank": 0, "pid": 1}\n'
-        socket.send_fds(sock, [said], [other.fileno()])
+        said = {"op": "worker", "wire": WIRE, "round": 0, "local_rank": 0, "fds": 1}
+        socket.send_fds(sock, [json.dumps(said).encode() + b"\n"], [other.fileno()])
         assert b"no progress page" in sock.recv(4096)
 
 
 def test_understood_words() -> None:
-    """What is wrong with a line is said."""
-    assert understood(b"nonsense", 0, 0) == "not JSON"
-    assert understood(b'{"op": "x"}', 0, 0) == "unknown op 'x'"
-    assert understood(b'{"op": "ack", "reason": 1, "kind": "stop"}', 0, 0) == (
+    """What is wrong with a message is said."""
+    assert understood({"op": "x"}, 0, 0) == "unknown op 'x'"
+    assert understood({"op": "ack", "reason": 1, "kind": "stop"}, 0, 0) == (
         "ack without reason and kind"
     )

@@ -33,7 +33,7 @@ with elaunch.init(announce=False) as ctx:
     if ranks.rank == 0:
         storage.prepare(info.run_id, given=True)
     ranks.barrier()
-    saver = open_saver(ranks, storage, info.round)
+    saver = open_saver(ranks, storage, info.round, link=ctx._agent)
     begin = info.resume_step or 0
     if info.resume_from is not None:
         found = storage.find(info.resume_from.name)

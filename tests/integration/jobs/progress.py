@@ -22,18 +22,17 @@ say=TEXT           print a line
 """
 
 import ctypes
-import json
 import os
 import re
 import signal
-import socket
 import sys
 import threading
 import time
 from pathlib import Path
 
-from elaunch.wire.control import short_address
+from elaunch.wire.local import Channel, connect
 from elaunch.wire.progress import ProgressPage
+from elaunch.wire.worker import WIRE
 
 RANK, ROUND = int(os.environ["RANK"]), int(os.environ["ELAUNCH_ROUND"])
 SIZE = int(os.environ["WORLD_SIZE"])
@@ -47,14 +46,11 @@ class Worker:
         self.done = 0
 
     def attach(self):
-        self.link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        with short_address(Path(os.environ["ELAUNCH_AGENT_SOCKET"])) as address:
-            self.link.connect(address)
-        said = {"op": "attach", "round": ROUND, "pid": os.getpid()}
-        said["local_rank"] = int(os.environ["LOCAL_RANK"])
-        line = json.dumps(said).encode() + b"\n"
-        socket.send_fds(self.link, [line], [self.page.fd])
-        assert json.loads(self.link.recv(4096).splitlines()[0]) == {"op": "attached"}
+        self.link = Channel(connect(Path(os.environ["ELAUNCH_AGENT_SOCKET"]), 60.0))
+        first = {"op": "worker", "wire": WIRE, "round": ROUND}
+        first["local_rank"] = int(os.environ["LOCAL_RANK"])
+        self.link.send(first, [self.page.fd])
+        assert self.link.receive() == ({"op": "attached"}, [])
 
     def steps(self, value):
         number, _, seconds = value.partition(",")

@@ -57,7 +57,7 @@ def test_one_rank_cannot_reach_its_agent(start: Callable[..., Job]) -> None:
     script = """
 from elaunch.training.checkpoint.saver import choose as saver
 asked = []
-def opened(distributed, storage, number, noted):
+def opened(distributed, storage, number, *, link, noted):
     if rank == 1:
         return saver.without_agent(distributed, storage, "/x.sock: No such file")
     return saver.without_agent(distributed, storage, fence=asked.append)  # stands for an agent's
@@ -104,7 +104,7 @@ def test_a_refusal_of_one_agent_is_an_error_of_all(start: Callable[..., Job]) ->
     """No rank goes on, and waits for the others, where one is refused."""
     script = """
 from elaunch.training.checkpoint.saver import choose as saver
-def opened(distributed, storage, number, noted):
+def opened(distributed, storage, number, *, link, noted):
     if rank == 1:
         raise SaveError("round 0 is over")
     return saver.without_agent(distributed, storage)

@@ -1,32 +1,27 @@
 """The worker's end of its agent's saver (protocol: elaunch.wire.saver).
 
-Requests are sent one after the other, each with a deadline. An answer that comes too late is
-passed over: it has the number of its request.
+They are requests on the worker's one connection to its agent, each with a deadline.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
 import mmap
 import os
-import socket
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import asdict
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from elaunch.errors import SaveError
 from elaunch.training.checkpoint.saver.pages import release, touch
 from elaunch.training.place.placement import Placement
-from elaunch.wire.control import short_address
+from elaunch.wire.local import Received, close_files
 from elaunch.wire.saver import (
     ANSWER_S,
+    AT_ONCE,
     CLOSE_S,
-    LONGEST_LINE,
     MARGIN_S,
     Files,
     Handed,
@@ -38,6 +33,7 @@ from elaunch.wire.saver import (
 
 if TYPE_CHECKING:
     from elaunch.checkpoint.records import Committed, Stage
+    from elaunch.training.agentlink import AgentLink
 
 ADMIT_S: Final = 300.0
 """Seconds for the agent to bring to an end what earlier rounds left in the directory."""
@@ -46,56 +42,47 @@ MEMORY_S: Final = 120.0
 SLOWEST: Final = 1 << 28
 """Bytes per second that are made at least, beside the other ranks' memory."""
 RECALL_S: Final = 60.0
-AT_ONCE: Final = 64
-"""Shards that are asked for in one request: each brings a descriptor."""
-
 
 log = logging.getLogger("elaunch")
 
 
 class AgentSaverClient:
-    """A connection to this node's agent, from :meth:`connect` to :meth:`close`; see ``Saver``."""
+    """The agent's saver for a rank, from :meth:`connect` to :meth:`close`; see ``Saver``."""
 
     lacks = ""
 
-    def __init__(self, path: Path, placement: Placement, place: str) -> None:
-        self._path = path
+    def __init__(self, link: AgentLink, placement: Placement, place: str) -> None:
+        self._link = link
         self._placement = placement
         self._place = place
         self._asking = threading.Lock()
-        self._socket: socket.socket | None = None
-        self._pid = 0
-        self._number = 0
-        self._unread = bytearray()
-        self._files: list[int] = []
+        self._pid = os.getpid()
+        self._connected = False
         self._view: memoryview | None = None
 
     def connect(self, round_number: int) -> None:
-        """Connect, and register this worker.
+        """Have the agent serve this rank.
 
         Raises SaveError if the agent refuses this worker, OSError if it cannot be reached.
         """
-        self._pid = os.getpid()
         found = self._placement
-        line = {"op": "checkpoint", "round": round_number, "rank": found.rank}
-        line |= {"local_rank": found.local_rank, "pid": self._pid, "place": self._place}
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            connection.settimeout(ANSWER_S)
-            with short_address(self._path) as address:
-                connection.connect(address)
-            self._socket = connection
-            connection.sendall(_line(line))
-            answer = self._receive(time.monotonic() + ADMIT_S)
+            answer, _ = self._link.ask(
+                "checkpoint",
+                ADMIT_S,
+                round=round_number,
+                rank=found.rank,
+                local_rank=found.local_rank,
+                place=self._place,
+            )
         except OSError:
-            connection.close()
-            self._socket = None
-            raise
+            if not self._link.refusal:
+                raise
+            answer = {"error": self._link.refusal}
         if not answer.get("ok"):
-            connection.close()
-            self._socket = None
             why = answer.get("error", "it gives no reason")
             raise SaveError(f"the agent writes no checkpoints for this worker: {why}")
+        self._connected = True
 
     # ── Saver ───────────────────────────────────────────────────────────────────────────────────
 
@@ -124,7 +111,7 @@ class AgentSaverClient:
         except (OSError, ValueError) as error:
             raise SaveError(f"the agent's memory cannot be mapped: {error}") from error
         finally:
-            _close(files)
+            close_files(files)
         touch(mapping)
         self._view = memoryview(mapping)
         return self._view
@@ -180,85 +167,37 @@ class AgentSaverClient:
             except (OSError, ValueError, TypeError) as error:
                 raise SaveError(f"the agent's memory cannot be mapped: {error}") from error
             finally:
-                _close(files)
+                close_files(files)
         return found
 
     def close(self, patient: bool = True) -> None:
-        """Wait for what is in flight, then disconnect; without ``patient`` at once."""
-        connection = self._socket
-        if connection is None or os.getpid() != self._pid:
+        """Wait for what is in flight; without ``patient`` do not."""
+        if not self._connected or os.getpid() != self._pid:
             return
         try:
             if patient:
                 self._ask("wait", CLOSE_S + MARGIN_S, timeout=CLOSE_S)
         finally:
-            self._socket = None
+            self._connected = False
             self._view = None
-            connection.close()
 
-    # ── the connection ───────────────────────────────────────────────────────────────────────────
-
-    def _ask(self, op: str, seconds: float, **fields: object) -> tuple[dict[str, Any], list[int]]:
+    def _ask(self, op: str, seconds: float, **fields: object) -> Received:
         """Make one request; SaveError if it is refused, or not answered within ``seconds``."""
         if os.getpid() != self._pid:
             raise SaveError(
                 "a process forked from the worker cannot save: the worker itself has to"
             )
+        if not self._connected:
+            raise SaveError("this node's agent is gone, or its saver was closed")
         with self._asking:
-            if self._socket is None:
-                raise SaveError("this node's agent is gone, or its saver was closed")
-            self._number += 1
-            until = time.monotonic() + seconds
             try:
-                self._send({"op": op, "n": self._number, **fields}, seconds)
-                answer = self._receive(until)
-                while answer.get("n") != self._number and "n" in answer:
-                    _close(self._take_files())  # it answers what nobody waits for any more
-                    answer = self._receive(until)
+                answer, files = self._link.ask(op, seconds, **fields)
             except OSError as error:
                 raise SaveError(_gone(error)) from error
-            files = self._take_files()
         if not answer.get("ok"):
-            _close(files)
+            close_files(files)
             raise SaveError(str(answer.get("error")))
         return answer, files
-
-    def _send(self, fields: Mapping[str, object], seconds: float) -> None:
-        connection = self._socket
-        assert connection is not None  # asked by the caller
-        connection.settimeout(seconds)
-        try:
-            connection.sendall(_line(fields))
-        except OSError:  # half a line may be sent: what followed would be read as its rest
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-            raise
-
-    def _receive(self, until: float) -> dict[str, Any]:
-        connection = self._socket
-        assert connection is not None  # asked by the callers
-        while b"\n" not in self._unread:
-            connection.settimeout(max(0.01, until - time.monotonic()))
-            chunk, files, _, _ = socket.recv_fds(connection, 1 << 16, 256)
-            self._files += files
-            if not chunk or len(self._unread) > LONGEST_LINE:
-                raise ConnectionError("it has hung up")
-            self._unread += chunk
-        line, _, rest = self._unread.partition(b"\n")
-        self._unread = bytearray(rest)
-        try:
-            said = json.loads(line)
-        except ValueError as error:
-            raise ConnectionError(f"it answered something else than JSON: {error}") from error
-        return said if isinstance(said, dict) else {}
-
-    def _take_files(self) -> list[int]:
-        files, self._files = self._files, []
-        return files
-
-
-def _line(fields: Mapping[str, object]) -> bytes:
-    return json.dumps(fields, separators=(",", ":")).encode() + b"\n"
 
 
 def _limit(timeout: float | None) -> float:
@@ -269,12 +208,6 @@ def _gone(error: OSError) -> str:
     if isinstance(error, TimeoutError):
         return "this node's agent does not answer: it is frozen, or the storage it waits for is"
     return f"this node's agent is gone: {error.strerror or error}"
-
-
-def _close(files: list[int]) -> None:
-    for fd in files:
-        os.close(fd)
-    files.clear()
 
 
 def _mapped(fd: int, files: Files) -> dict[str, memoryview]:

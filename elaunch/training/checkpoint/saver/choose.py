@@ -8,9 +8,7 @@ rank cannot reach its agent, the same is done by threads of this process
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from elaunch.env import AGENT_SOCKET
@@ -19,6 +17,7 @@ from elaunch.wire.saver import Saver
 if TYPE_CHECKING:
     from elaunch.checkpoint.storage.storage import Storage
     from elaunch.run.saves import SavesRecord
+    from elaunch.training.agentlink import AgentLink
     from elaunch.training.distributed import DistributedContext
 
 
@@ -26,9 +25,11 @@ def open_saver(
     distributed: DistributedContext,
     storage: Storage,
     round_number: int,
+    *,
+    link: AgentLink | None,
     noted: Callable[[SavesRecord], None] | None = None,
 ) -> Saver:
-    """Return this rank's saver; any rank may call it alone.
+    """Return this rank's saver; any rank may call it alone. ``link`` is that to its agent.
 
     ``round_number`` is that of the names of the checkpoints that are written now. An agent that
     cannot be reached at all is no reason for a script to fail: what is returned ``lacks`` it then,
@@ -39,16 +40,15 @@ def open_saver(
     placement = distributed.placement
     if placement.launcher != "elaunch":
         return without_agent(distributed, storage, noted=noted)
-    path = os.environ.get(AGENT_SOCKET)
-    if not path:
+    if link is None:
         return without_agent(distributed, storage, f"{AGENT_SOCKET} is not set")
     from elaunch.training.checkpoint.saver.agent import AgentSaverClient
 
-    saver = AgentSaverClient(Path(path), placement, str(storage.place))
+    saver = AgentSaverClient(link, placement, str(storage.place))
     try:
         saver.connect(round_number)
     except OSError as error:
-        return without_agent(distributed, storage, f"{path}: {error.strerror or error}")
+        return without_agent(distributed, storage, link.problem or str(error))
     return saver
 
 

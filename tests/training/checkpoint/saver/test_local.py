@@ -23,9 +23,11 @@ from elaunch.checkpoint.storage.storage import Location, open_storage
 from elaunch.checkpoint.storage.url import ObjectStorage
 from elaunch.checkpoint.writing import inflight, queue
 from elaunch.errors import SaveError
+from elaunch.training.agentlink import AgentLink
 from elaunch.training.checkpoint.saver import local
 from elaunch.training.checkpoint.saver.choose import open_saver
 from elaunch.training.checkpoint.saver.local import LocalSaver
+from elaunch.wire.progress import ProgressPage
 from elaunch.wire.saver import Handed
 from tests.launching import wait_until
 
@@ -36,7 +38,8 @@ def keepers(place: Location, ranks: int = 2) -> list[LocalSaver]:
     """Return the savers of all ranks, at one place."""
     open_storage(place).prepare("digits", given=True)
     ring = Ring(ranks)
-    made = [open_saver(Rank(rank, ring), open_storage(place), 0) for rank in range(ranks)]  # type: ignore[arg-type]
+    each: list[Any] = [Rank(rank, ring) for rank in range(ranks)]
+    made = [open_saver(rank, open_storage(place), 0, link=None) for rank in each]
     assert all(isinstance(saver, LocalSaver) for saver in made)
     return made  # type: ignore[return-value]
 
@@ -60,7 +63,9 @@ class Rank:
 
     @property
     def placement(self) -> Any:
-        return SimpleNamespace(launcher=self.launcher, rank=self.rank, local_rank=self.rank)
+        return SimpleNamespace(
+            launcher=self.launcher, round=0, rank=self.rank, local_rank=self.rank
+        )
 
     def allgather(self, said: Any, _: float) -> list[Any]:
         self.ring.said[self.rank] = said
@@ -197,22 +202,26 @@ def test_a_rank_that_ended_before_its_part_was_there(
         both[0].close()
 
 
-def test_an_agent_that_cannot_be_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_agent_that_cannot_be_reached(tmp_path: Path) -> None:
     """No socket, nobody behind it, no variable: this process writes, and says what it lacks."""
     rank: Any = Rank(0, Ring(1), "elaunch")
     dead = tmp_path / "dead.sock"
     with socket.socket(socket.AF_UNIX) as closed:
         closed.bind(str(dead))
+    page = ProgressPage()
     for path, words in (
-        (str(tmp_path / "none.sock"), "none.sock: No such file"),
-        (str(dead), "dead.sock: Connection refused"),
-        ("", "ELAUNCH_AGENT_SOCKET is not set"),
+        (tmp_path / "none.sock", "none.sock: No such file"),
+        (dead, "dead.sock: Connection refused"),
+        (None, "ELAUNCH_AGENT_SOCKET is not set"),
     ):
-        monkeypatch.setenv("ELAUNCH_AGENT_SOCKET", path)
-        saver = open_saver(rank, open_storage(tmp_path), 0)
+        link = None if path is None else AgentLink(path, page, rank.placement)
+        if link is not None:
+            link.start()
+        saver = open_saver(rank, open_storage(tmp_path), 0, link=link)
         assert isinstance(saver, LocalSaver)
         assert words in saver.lacks
         saver.fence(0)
+    page.close()
 
 
 def test_a_rank_that_never_hands_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
