@@ -34,6 +34,8 @@ RETIRED = (
     "keeping",
     "knock",
     "narrator",
+    "roster",
+    "seat",
     "spokesman",
     "telephone",
     "wording",

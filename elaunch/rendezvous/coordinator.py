@@ -71,7 +71,7 @@ class Coordinator:
             StoreError: the store cannot be read, or its plan cannot.
         """
         self._state.begin(self._store.latest(), self._clock(), opened, known)
-        reader = threading.Thread(target=self._read_changes, name="roster", daemon=True)
+        reader = threading.Thread(target=self._read_changes, name="members", daemon=True)
         reader.start()
         try:
             return self._loop()
@@ -119,9 +119,9 @@ class Coordinator:
         try:
             post = self._store.latest()
         except StoreUnreachable:
-            self._state.on_no_board(self._clock())
+            self._state.on_no_plan(self._clock())
         else:
-            self._state.on_board(post, self._clock())
+            self._state.on_plan(post, self._clock())
 
     def _hear(self, timeout: float | None) -> str | None:
         """Wait for news and write down all that are there."""

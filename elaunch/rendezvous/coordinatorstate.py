@@ -85,7 +85,7 @@ class CoordinatorState:
         self._refused: set[str] = set()
         self._told_at = 10
         self._arrivals = 0
-        self._roster_known = False
+        self._members_known = False
         self._doubt: Coming | None = None
         self._refusal = self._again = False
         self._reread_at = 0.0
@@ -157,8 +157,8 @@ class CoordinatorState:
                 self._refuse(change.name, exc)
                 continue
             self._on_record(change.name, record, now)
-        if not self._roster_known:
-            self._roster_known = True
+        if not self._members_known:
+            self._members_known = True
             self._note_absent(now)
 
     def _refuse(self, name: str, problem: records.RecordError) -> None:
@@ -181,13 +181,13 @@ class CoordinatorState:
 
     def step(self, now: float) -> tuple[Coming | Reread | Search | Wait, str]:
         """Return what to do now, and why."""
-        if not self._roster_known:
-            return Wait(), "reading the roster"
+        if not self._members_known:
+            return Wait(), "reading the members"
         if self._again:
-            return Reread(), "reading the board"
+            return Reread(), "reading the plan"
         if self._doubt is not None:
             wait = now < self._reread_at
-            return (Wait(self._reread_at) if wait else Reread()), "reading the board"
+            return (Wait(self._reread_at) if wait else Reread()), "reading the plan"
         step, reason = decide(self._view, now, self._rules)
         if isinstance(step, Search):
             self._view = replace(self._view, searching=True)
@@ -209,16 +209,16 @@ class CoordinatorState:
         """Take that another process seems to have written a plan."""
         self._again = self._doubt is None
 
-    def on_no_board(self, now: float) -> None:
+    def on_no_plan(self, now: float) -> None:
         """Take that the plan could not be read."""
         self._reread_at = now + RETRY
 
-    def on_board(self, post: Post | None, now: float) -> None:
+    def on_plan(self, post: Post | None, now: float) -> None:
         """Take the plan as it is after a post of ours may have failed, and believe it."""
         coming, self._doubt, self._again = self._doubt, None, False
         version = 0 if post is None else post.version
         if self._refusal and coming is not None and version == coming.version - 1:
-            self.ended = "the lead is lost"
+            self.ended = "the leadership is lost"
         elif post is None or version < self._version:
             self._version = version  # the plan was cleared or lost: begin to count anew
         elif version > self._version:
@@ -256,7 +256,7 @@ class CoordinatorState:
             self._members = frozenset(node.name for node in plan.nodes)
             for name in set(self._absent) - self._members:
                 del self._absent[name]
-            if self._roster_known:
+            if self._members_known:
                 self._note_absent(now)
 
     def _note_absent(self, now: float) -> None:
@@ -264,13 +264,13 @@ class CoordinatorState:
             self._absent[name] = Absent("unknown", now)
 
     def _on_gone(self, name: str, cause: Literal["left", "expired"], now: float) -> None:
-        seat = self._present.pop(name, None)
+        present = self._present.pop(name, None)
         if name == self.me:
-            self.ended = "its entry on the roster is gone"
+            self.ended = "its lease is gone"
         if name in self._members:
-            last = seat.record if seat else None
+            last = present.record if present else None
             self._absent.setdefault(name, Absent(cause, now, last))
-        elif seat is not None:
+        elif present is not None:
             self._view = replace(self._view, stirred=now)
 
     def _note_seen(self, record: NodeStatus) -> None:

@@ -5,7 +5,7 @@ thread         its one blocking call
 =============  ====================================================================================
 entry          enrol, update, renew, withdraw: what elaunch.rendezvous.member asks for next
 follower       ``store.follow``: the newest plan
-coordinator    ``store.await_lead``, and then elaunch.rendezvous.coordinator for as long as it leads
+coordinator    ``store.await_leadership``, then elaunch.rendezvous.coordinator while it leads
 =============  ====================================================================================
 
 The threads post news (elaunch.rendezvous.news) and change nothing of the agent's. ``tell`` never
@@ -189,7 +189,9 @@ class Meeting:
         if store is None or self._knows_the_end():
             return False
         try:
-            return self._member.ends_the_job({n: seat.value for n, seat in store.roster().items()})
+            return self._member.ends_the_job(
+                {n: lease.value for n, lease in store.members().items()}
+            )
         except StoreError as exc:
             log.debug("this agent leaves without knowing who stays: %s", exc)
             return False
@@ -273,7 +275,7 @@ class Meeting:
             if not isinstance(effect, Fence):
                 self._world.post(effect)
 
-    def _seated(self) -> tuple[Store, str] | None:
+    def _enrolled(self) -> tuple[Store, str] | None:
         """Wait until we are a member; None when this meeting is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or (self._store and self._member.name))
@@ -284,10 +286,10 @@ class Meeting:
     def _follow(self) -> None:
         member = self._member
         while True:
-            seated = self._seated()
-            if seated is None:
+            enrolled = self._enrolled()
+            if enrolled is None:
                 return
-            store, _ = seated
+            store, _ = enrolled
             try:
                 post = self._next_post(store)
                 if post is None and self._look_due():
@@ -325,23 +327,23 @@ class Meeting:
     def _look(self, store: Store) -> None:
         """Read the store because nothing was received for long; raises StoreError."""
         post = store.latest()
-        roster = {name: seat.value for name, seat in store.roster().items()}
+        members = {name: lease.value for name, lease in store.members().items()}
         with self._changed:
             if store is not self._store:
                 return
             if post is not None:
                 self._post(self._member.heard(post))
-            self._post(self._member.looked(roster, self._world.clock()))
+            self._post(self._member.looked(members, self._world.clock()))
             self._changed.notify_all()
 
     def _lead(self) -> None:
         while True:
-            seated = self._seated()
-            if seated is None:
+            enrolled = self._enrolled()
+            if enrolled is None:
                 return
-            store, name = seated
+            store, name = enrolled
             try:
-                if store.await_lead(name, SLICE):
+                if store.await_leadership(name, SLICE):
                     self._coordinate(store, name)
             except RecordError as exc:
                 self._world.post(MeetingFailed(exc.exit_code, str(exc)))

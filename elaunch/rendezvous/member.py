@@ -254,9 +254,9 @@ class MemberState:
             self._waiting.restart(now)
         return self._waiting.due(now)
 
-    def looked(self, roster: Mapping[str, bytes], now: float) -> list[Effect]:
+    def looked(self, members: Mapping[str, bytes], now: float) -> list[Effect]:
         """Take the members as they are, and return what follows for an agent that waits."""
-        known = self._decoded(roster)
+        known = self._decoded(members)
         if not self.look_due(now):
             return []
         found = self._waiting.looked(self.plan, self.name, known, now)
@@ -267,13 +267,13 @@ class MemberState:
             found.problem + (last if self._problem_at >= self._waiting.since else "")
         )
 
-    def ends_the_job(self, roster: Mapping[str, bytes]) -> bool:
+    def ends_the_job(self, members: Mapping[str, bytes]) -> bool:
         """Return whether this agent is to end the job before it leaves, by the members."""
-        return bool(self.name) and is_last(self.plan, self.name, self._decoded(roster))
+        return bool(self.name) and is_last(self.plan, self.name, self._decoded(members))
 
-    def _decoded(self, roster: Mapping[str, bytes]) -> dict[str, NodeStatus]:
+    def _decoded(self, members: Mapping[str, bytes]) -> dict[str, NodeStatus]:
         known: dict[str, NodeStatus] = {}
-        for name, value in roster.items():
+        for name, value in members.items():
             with contextlib.suppress(records.RecordError):  # the coordinator names its sender
                 known[name] = records.decode_agent(value, self.secret, name)
         return known

@@ -10,9 +10,9 @@ shared      one value: the host of a TCPStore, or the first to offer it  every a
 ==========  ===========================================================  ===========================
 
 That is all that a round needs, and each part costs an agent O(1) operations per round. Nobody
-polls: ``follow``, ``changes`` and ``await_lead`` block until there is news. Liveness is judged by
-one clock: an entry that was not renewed for ``ttl`` seconds is gone, by the clock of the store
-(etcd) or of the process that hosts it (TCPStore). Two machines' clocks are never compared.
+polls: ``follow``, ``changes`` and ``await_leadership`` block until there is news. Liveness is
+judged by one clock: an entry that was not renewed for ``ttl`` seconds is gone, by the clock of the
+store (etcd) or of the process that hosts it (TCPStore). Two machines' clocks are never compared.
 
 Every method that talks to another machine has a deadline and raises one of
 
@@ -105,7 +105,7 @@ class Store(Protocol):
     def withdraw(self) -> None:
         """Remove our own entry; nothing if there is none."""
 
-    def roster(self) -> Mapping[str, Lease]:
+    def members(self) -> Mapping[str, Lease]:
         """Return all entries; for readers and for a coordinator that begins."""
 
     def changes(self, name: str, timeout: float) -> Sequence[Change]:
@@ -117,7 +117,7 @@ class Store(Protocol):
 
     # ── leadership ───────────────────────────────────────────────────────────────────────────────
 
-    def await_lead(self, name: str, timeout: float) -> bool:
+    def await_leadership(self, name: str, timeout: float) -> bool:
         """Wait until we lead, or for ``timeout`` seconds; True when we lead.
 
         Leadership is lost with our entry, and given up by ``withdraw``.

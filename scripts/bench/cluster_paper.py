@@ -145,7 +145,7 @@ def _etcd(agents: int, word: bytes, plan: bytes) -> tuple[Cost, Cost]:
     write = rpc.TxnRequest(compare=[still], success=[txns.put(key, word, lease)])
     answered = rpc.TxnResponse(header=header, succeeded=True)
     told = framed(write) + framed(answered) + event(key, word)
-    post = event(keys.board, b"123\n" + plan)
+    post = event(keys.plan, b"123\n" + plan)
     in_round = Cost(agents * (PLANS + WORDS * 2) + PLANS, agents * (PLANS * post + WORDS * told))
 
     renewal = framed(rpc.LeaseKeepAliveRequest(ID=lease))

@@ -60,7 +60,7 @@ def finish(root: Path | str, run_id: str | None) -> None:
     open_storage(root, local=True).finish_stages(run_id)
 
 
-def roster(made: list[Peers]) -> dict[str, NodeStatus]:
+def members(made: list[Peers]) -> dict[str, NodeStatus]:
     """Return what the agents say of themselves between two rounds."""
     return {
         f"a{number}": NodeStatus(f"node{number}", HERE, 0, 1, state="ready", courier=courier.port)

@@ -38,14 +38,14 @@ class Stranger:
         self._connection.send(requests, time.monotonic() + DEADLINE)
 
     def version(self) -> int:
-        """Return the newest version of the board, 0 without one."""
+        """Return the newest version of the plan, 0 without one."""
         return int(self.get("head") or 0)
 
     def is_above(self, version: int) -> bool:
         """Return whether a newer version than that was posted."""
         return self.version() > version
 
-    def board(self) -> tuple[int, bytes]:
+    def plan(self) -> tuple[int, bytes]:
         """Return the newest plan and its version; waits until there is one."""
         until = time.monotonic() + DEADLINE
         while time.monotonic() < until:
@@ -59,7 +59,7 @@ class Stranger:
         """Wait for a plan with these fields; return it, unsigned, and its version."""
         until = time.monotonic() + DEADLINE
         while time.monotonic() < until:
-            version, value = self.board()
+            version, value = self.plan()
             plan = body(value)
             if all(plan.get(name) == value for name, value in wanted.items()):
                 return version, plan
@@ -67,7 +67,7 @@ class Stranger:
         raise TimeoutError(f"no plan has {wanted}: {plan}")
 
     def post(self, version: int, value: bytes) -> None:
-        """Write a version of the board."""
+        """Write a version of the plan."""
         self.put(f"b/{version}", value)
         self.put("head", str(version).encode())
 

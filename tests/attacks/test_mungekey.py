@@ -88,7 +88,7 @@ def test_agents_of_srun_share_a_key(elaunch: Launcher, job: Job, port: int, daem
     with stranger(port, "job") as other:
         assert other.get("shared").startswith(b"MUNGE:")
         version, plan = other.await_plan(phase="running")
-        assert not other.board()[1].startswith(b"{")
+        assert not other.plan()[1].startswith(b"{")
         over = plan | {"phase": "over", "exit_code": 9, "reason": "a stranger says so"}
         other.post(version + 1, json.dumps(over).encode())
         wait_until(partial(other.is_above, version + 1), 30.0, "it is answered")
@@ -113,7 +113,7 @@ def test_what_srun_starts_is_known_by_its_variables(
     with stranger(port, "job") as other:
         other.await_plan(phase="running")
         assert other.get("shared").startswith(b"MUNGE:")
-        assert not other.board()[1].startswith(b"{")
+        assert not other.plan()[1].startswith(b"{")
     assert job.end(step) == [0]
     assert len(set(re.findall("^.*key=(.+)$", step.output(), re.M))) == 1
     assert OPEN not in step.output("stderr")

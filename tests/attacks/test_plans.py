@@ -87,7 +87,7 @@ def test_a_replayed_record_does_not_keep_a_job(
     agents = pair(elaunch, port, tmp_path, secret)
     with stranger(port, "job") as other:
         version, _ = other.await_plan(phase="running")
-        old = other.board()[1]
+        old = other.plan()[1]
         other.post(version + ahead, old)
         if ahead < 10:
             wait_until(partial(other.is_above, version + ahead), 30.0, "it is answered")
@@ -105,7 +105,7 @@ def test_a_record_over_the_end_of_a_job_does_not_hide_it(
     agents = pair(elaunch, port, tmp_path, secret)
     with stranger(port, "job") as other:
         version, plan = other.await_plan(phase="running")
-        for value in (b"{}", b"", other.board()[1]):
+        for value in (b"{}", b"", other.plan()[1]):
             other.post(version + 1, value)
             wait_until(partial(other.is_above, version + 1), 30.0, "it is answered")
             version, newest = other.await_plan(phase="running")

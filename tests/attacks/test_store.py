@@ -25,7 +25,7 @@ from elaunch.rendezvous.records import RecordError, decode_agent
 from elaunch.store.protocol import Change, Store
 from elaunch.store.tcp import client, connection
 from elaunch.store.tcp import store as tcpstore
-from elaunch.store.tcp.idle import hang_up_on_silent
+from elaunch.store.tcp.host import hang_up_on_silent
 from tests.attacks.stranger import Stranger, stranger
 from tests.attacks.test_plans import job
 from tests.launching import Launcher, wait_until
@@ -100,7 +100,7 @@ def test_a_key_in_the_place_of_the_inbox(hosted: tuple[Store, Stranger]) -> None
     other.put("in", b"x")
     wait_until(lambda: other.get("in") == b"", 20.0, "it is removed")
     store.enrol("aa", b"a record", 60.0)
-    wait_until(lambda: set(store.roster()) == {"aa"}, 20.0, "notices are read")
+    wait_until(lambda: set(store.members()) == {"aa"}, 20.0, "notices are read")
 
 
 def test_it_costs_little_to_be_disturbed_like_that(hosted: tuple[Store, Stranger]) -> None:
@@ -155,7 +155,7 @@ def test_silent_connections_are_ended(hosted: tuple[Store, Stranger], port: int)
             assert sock.recv(1) == b""
         assert other.get("nothing") == b""
     store.enrol("aa", b"a record", 60.0)
-    wait_until(lambda: set(store.roster()) == {"aa"}, 20.0, "the host goes on")
+    wait_until(lambda: set(store.members()) == {"aa"}, 20.0, "the host goes on")
 
 
 def test_no_more_connections_than_there_is_room_for(

@@ -1,4 +1,4 @@
-"""Jobs that are played in real stores: agents on the roster, and a coordinator that posts plans."""
+"""Jobs that are played in real stores: members, and a coordinator that posts plans."""
 
 from __future__ import annotations
 
@@ -133,9 +133,9 @@ class PlayedJob:
             store.enrol(name, encode(record(number), key_of(secret, run_id), name), TTL)
             self.stores.append(store)
             members.append(Node(name, f"node{number}", f"10.0.0.{number}", 2, "default"))
-        assert self.stores[0].await_lead(members[0].name, 60.0)
+        assert self.stores[0].await_leadership(members[0].name, 60.0)
         # A TCPStore's readers learn of who comes a moment later than its host.
-        wait_until(lambda: len(self.stores[0].roster()) == nodes, what="all are on the roster")
+        wait_until(lambda: len(self.stores[0].members()) == nodes, what="all are members")
         self.version = 0
         self.plan = Plan("maple", coordinator=members[0].name)
         self.post(phase="running", round=0, reason="all nodes are there", nodes=tuple(members))

@@ -196,10 +196,10 @@ class Agent:
                 self.member.note_problem(value, self.sim.engine.now)
                 self.later(PAUSE, self._follow)
                 return
-            post, roster = value
+            post, members = value
             if client is self.client:
                 effects = self.member.heard(post) if post is not None else []
-                self._take(effects + self.member.looked(roster, self.sim.engine.now))
+                self._take(effects + self.member.looked(members, self.sim.engine.now))
             self._follow()
 
         client.call(read, lambda value: self.later(0.0, lambda: answered(value)))
@@ -241,7 +241,7 @@ class Agent:
         store, offset = client.store, client.offset
 
         def ready() -> Any:
-            if store.lead != state.me:
+            if store.leader != state.me:
                 raise LeaseLost(f"{state.me} does not lead")
             if offset == 0:
                 from elaunch.store.protocol import Change
@@ -306,9 +306,9 @@ class Agent:
 
             def read(value: Any) -> None:
                 if isinstance(value, StoreError):
-                    state.on_no_board(self.sim.engine.now)
+                    state.on_no_plan(self.sim.engine.now)
                 else:
-                    state.on_board(value, self.sim.engine.now)
+                    state.on_plan(value, self.sim.engine.now)
 
             client.call(lambda: client.store.post, on(read))
         elif isinstance(step, Search):
@@ -348,7 +348,7 @@ class Agent:
             self.say()
 
     def go(self, code: int) -> None:
-        """End: stop the workers, leave the roster, and then the process."""
+        """End: stop the workers, cease to be a member, and then the process."""
         self.exit_code = code
         if self.told_to_go:
             return
@@ -406,10 +406,10 @@ class Agent:
             last = not isinstance(value, StoreError) and self.member.ends_the_job(value)
             self._await_end(5.0 if last else 0.0)
 
-        def roster() -> dict[str, bytes]:
+        def members() -> dict[str, bytes]:
             return {name: entry.value for name, entry in entries.items()}
 
-        self.client.call(roster, lambda value: self.later(0.0, lambda: looked(value)))
+        self.client.call(members, lambda value: self.later(0.0, lambda: looked(value)))
 
     def _await_end(self, seconds: float) -> None:
         """Withdraw when the job is over, or that many seconds later."""
@@ -477,13 +477,13 @@ class Agent:
 
     @property
     def waits(self) -> bool:
-        """Whether this agent is on the roster, has no workers, and waits for others."""
+        """Whether this agent is a member, has no workers, and waits for others."""
         on = self.alive and not self.frozen and bool(self.member.name) and self.ready
         over = self.plan is not None and self.plan.phase == "over"
         return on and self.workers is None and not self.told_to_go and not over
 
     def say(self) -> None:
-        """Put on the roster how this agent is."""
+        """Publish how this agent is."""
         record = self._record()
         old = getattr(self, "_said", None)
         if record != old:

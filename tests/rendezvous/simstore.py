@@ -71,11 +71,11 @@ class Saved:
 
     post: Post | None
     entries: dict[str, _Entry]
-    lead: str | None
+    leader: str | None
 
 
 class SimStore:
-    """Board, roster and lead; operations happen at one moment each."""
+    """Plan, members and leadership; operations happen at one moment each."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -93,7 +93,7 @@ class SimStore:
         self.entries: dict[str, _Entry] = {}
         self.known: set[str] = set()
         self.log: list[Change] = []
-        self.lead: str | None = None
+        self.leader: str | None = None
         self.may_lead: Callable[[str], bool] = lambda name: True
         self.on_publish: Callable[[Post], None] = lambda post: None
         self._waits: list[Callable[[], bool]] = []
@@ -107,7 +107,7 @@ class SimStore:
                 self._drop(name, "expired")
 
     def enrol(self, name: str, value: bytes, ttl: float) -> None:
-        """Put an entry on the roster."""
+        """Write an entry."""
         self._check_room()
         if name in self.known:
             raise LeaseLost(f"{name} is or was there")
@@ -140,7 +140,7 @@ class SimStore:
         """Write the next version, if ``name`` leads."""
         self._check_room()
         newest = 0 if self.post is None else self.post.version
-        if self.lead is None or self.lead != name or version != newest + 1:
+        if self.leader is None or self.leader != name or version != newest + 1:
             return False
         self.post = Post(version, value)
         self.on_publish(self.post)
@@ -149,15 +149,15 @@ class SimStore:
     def entry(self, name: str | None) -> _Entry:
         """Return an entry that is there."""
         if name is None or name not in self.entries:
-            raise LeaseLost(f"{name} is not on the roster")
+            raise LeaseLost(f"{name} is no member")
         return self.entries[name]
 
     def take_lead(self, name: str) -> bool:
-        """Take the lead if it is free."""
+        """Take the leadership if it is free."""
         self.entry(name)
-        if self.lead is None and self.may_lead(name):
-            self.lead = name
-        return self.lead == name
+        if self.leader is None and self.may_lead(name):
+            self.leader = name
+        return self.leader == name
 
     def _check_room(self) -> None:
         if self.full:
@@ -166,8 +166,8 @@ class SimStore:
     def _drop(self, name: str, cause: Any) -> None:
         del self.entries[name]
         self.log.append(Change(name, None, cause))
-        if self.lead == name:
-            self.lead = None
+        if self.leader == name:
+            self.leader = None
 
     # ── those that wait ──
 
@@ -200,7 +200,7 @@ class SimStore:
         """Begin anew with nothing, or with what was saved; nobody who waits hears of it."""
         self.times_lost += 1
         saved = saved or Saved(None, {}, None)
-        self.post, self.entries, self.lead = saved.post, dict(saved.entries), saved.lead
+        self.post, self.entries, self.leader = saved.post, dict(saved.entries), saved.leader
         self.known = set(self.entries)
         self.log = [Change(name, entry.value, "put") for name, entry in self.entries.items()]
         self._waits = []
@@ -208,7 +208,7 @@ class SimStore:
     def save(self) -> Saved:
         """Return what is here now."""
         entries = {name: replace(entry) for name, entry in self.entries.items()}
-        return Saved(self.post, entries, self.lead)
+        return Saved(self.post, entries, self.leader)
 
     def restore(self) -> None:
         """Have a leader again; the leases are as long again as they were."""

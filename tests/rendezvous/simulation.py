@@ -216,7 +216,7 @@ class Simulation:
         if agent.rules.hosted_by_me and agent.client.store is self.store:
             self.store.up = False
 
-    # ── the board ──
+    # ── the plan ──
 
     def _new_store(self) -> SimStore:
         store = SimStore(self.engine)
@@ -254,7 +254,7 @@ class Simulation:
         self.plans.append(plan)
 
     def on_lost(self) -> None:
-        """Take what is on the board for all that was ever posted: nobody else remembers."""
+        """Take what is on the plan for all that was ever posted: nobody else remembers."""
         post = self.store.post
         self.plans = (
             []

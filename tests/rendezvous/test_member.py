@@ -18,7 +18,7 @@ RECORD = NodeStatus("node1", "10.0.0.1", 4000, 1)
 
 
 def joined() -> MemberState:
-    """Return a member that is on the roster as ``a0``."""
+    """Return a member that is a member as ``a0``."""
     names = (f"a{number}" for number in itertools.count())
     member = MemberState(Rules(1, 2), None, lambda: next(names), 0.0)
     member.tell(RECORD)
@@ -112,7 +112,7 @@ def test_a_plan_without_a_round_makes_nobody_forget() -> None:
 
 
 def test_a_job_is_gone_on_with_where_etcd_has_lost_its_memory() -> None:
-    """The board may be older, or that of a job before; what was seen says that it is known."""
+    """The plan may be older, or that of a job before; what was seen says that it is known."""
     member = joined()
     member.heard(Post(7, records.encode(Plan("job", 4, "running"), None, 7)))
     member.done(member.next(0.6), 0.6, 0.6, StoreReplaced("its revision is 3 and was 9"))

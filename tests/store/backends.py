@@ -20,8 +20,9 @@ class Cluster(Protocol):
     """A place where agents meet.
 
     ``ttl``: the shortest, in seconds, that entries can have there. ``hand_over``: another agent can
-    take the lead; else the first store that was opened leads or nobody does. ``several_jobs``: jobs
-    with other run ids can meet at the same place. ``close`` closes every store that was opened.
+    take the leadership; else the first store that was opened leads or nobody does.
+    ``several_jobs``: jobs with other run ids can meet at the same place.
+    ``close`` closes every store that was opened.
     """
 
     ttl: float

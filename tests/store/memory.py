@@ -21,7 +21,7 @@ from typing import Literal, TypeVar
 
 from elaunch.errors import LeaseLost, StoreClosed
 from elaunch.store.protocol import Change, Lease, Post
-from elaunch.store.tcp.roster import Roster
+from elaunch.store.tcp.host import MemberEntries
 
 Found = TypeVar("Found")
 
@@ -44,9 +44,9 @@ class MemoryHub:
         self.changed = threading.Condition()
         self.post: Post | None = None
         self.shared = b""
-        self.roster = Roster()
+        self.members = MemberEntries()
         self.leases: dict[str, _MemoryLease] = {}
-        self.lead: str | None = None
+        self.leader: str | None = None
 
     def store(self) -> MemoryStore:
         """Return the store of one more agent."""
@@ -73,9 +73,9 @@ class MemoryHub:
     def drop(self, name: str, cause: Literal["left", "expired"]) -> None:
         """Remove an entry, and its leadership with it."""
         del self.leases[name]
-        self.roster.drop(name, cause)
-        if self.lead == name:
-            self.lead = None
+        self.members.drop(name, cause)
+        if self.leader == name:
+            self.leader = None
         self.changed.notify_all()
 
 
@@ -98,7 +98,7 @@ class MemoryStore:
         with hub.changed:
             self._look()
             newest = 0 if hub.post is None else hub.post.version
-            if hub.lead is None or hub.lead != self._name or version != newest + 1:
+            if hub.leader is None or hub.leader != self._name or version != newest + 1:
                 return False
             hub.post = Post(version, value)
             hub.changed.notify_all()
@@ -128,26 +128,26 @@ class MemoryStore:
         with hub.changed:
             self.withdraw()
             now = self._look()
-            if hub.roster.knows(name):
-                raise LeaseLost(f"the name {name} is or was on the roster already")
+            if hub.members.knows(name):
+                raise LeaseLost(f"the name {name} is or was a member's already")
             self._name = name
             hub.leases[name] = _MemoryLease(ttl, now)
-            hub.roster.put(name, value)
+            hub.members.put(name, value)
             hub.changed.notify_all()
 
     def update(self, value: bytes) -> None:
         """Replace the value of our entry; LeaseLost if it is gone."""
         hub = self._hub
         with hub.changed:
-            name, lease = self._seat()
+            name, lease = self._enrolled()
             lease.renewed = hub.clock()
-            hub.roster.put(name, value)
+            hub.members.put(name, value)
             hub.changed.notify_all()
 
     def renew(self) -> None:
         """Keep our entry for another ``ttl`` seconds; LeaseLost if it is gone."""
         with self._hub.changed:
-            _, lease = self._seat()
+            _, lease = self._enrolled()
             lease.renewed = self._hub.clock()
 
     def withdraw(self) -> None:
@@ -159,36 +159,36 @@ class MemoryStore:
                 hub.drop(self._name, "left")
             self._name = None
 
-    def roster(self) -> Mapping[str, Lease]:
+    def members(self) -> Mapping[str, Lease]:
         """Return all entries with their ages."""
         hub = self._hub
         with hub.changed:
             now = self._look()
             ages = {name: now - lease.renewed for name, lease in hub.leases.items()}
-            return {name: Lease(value, ages[name]) for name, value in hub.roster.values.items()}
+            return {name: Lease(value, ages[name]) for name, value in hub.members.values.items()}
 
     def changes(self, name: str, timeout: float) -> Sequence[Change]:
         """Wait for changes of the members; the first call returns every entry."""
         hub = self._hub
 
         def read() -> Sequence[Change] | None:
-            if hub.lead != name or self._name != name:
+            if hub.leader != name or self._name != name:
                 raise LeaseLost(f"{name} does not lead (any more)")
-            return hub.roster.read(self) or None
+            return hub.members.read(self) or None
 
         return self._await(read, timeout) or []
 
-    def await_lead(self, name: str, timeout: float) -> bool:
+    def await_leadership(self, name: str, timeout: float) -> bool:
         """Wait until we lead; LeaseLost if our entry ``name`` is gone."""
         hub = self._hub
 
         def taken() -> bool | None:
-            if self._seat()[0] != name:
-                raise LeaseLost(f"{name} is not this store's entry on the roster")
-            if hub.lead is None:
-                hub.roster.forget(self)  # of an earlier leadership
-                hub.lead = name
-            return hub.lead == name or None
+            if self._enrolled()[0] != name:
+                raise LeaseLost(f"{name} is not this store's entry")
+            if hub.leader is None:
+                hub.members.forget(self)  # of an earlier leadership
+                hub.leader = name
+            return hub.leader == name or None
 
         return self._await(taken, timeout) is not None
 
@@ -206,7 +206,7 @@ class MemoryStore:
         """Wake waiting calls; our entry stays until it expires, as if this agent had died."""
         with self._hub.changed:
             self._closed = True
-            self._hub.roster.forget(self)
+            self._hub.members.forget(self)
             self._hub.changed.notify_all()
 
     def _look(self) -> float:
@@ -215,10 +215,10 @@ class MemoryStore:
             raise StoreClosed("the store was closed")
         return self._hub.expire()
 
-    def _seat(self) -> tuple[str, _MemoryLease]:
+    def _enrolled(self) -> tuple[str, _MemoryLease]:
         self._look()
         if self._name is None or self._name not in self._hub.leases:
-            raise LeaseLost(f"{self._name or 'this agent'} is not on the roster (any more)")
+            raise LeaseLost(f"{self._name or 'this agent'} is no member (any more)")
         return self._name, self._hub.leases[self._name]
 
     def _await(self, ready: Callable[[], Found | None], timeout: float) -> Found | None:

@@ -21,10 +21,10 @@ PATIENT = 4.0
 
 
 def leader(cluster: Cluster, name: str = "first") -> Store:
-    """Return the store of an agent that holds the lead."""
+    """Return the store of an agent that holds the leadership."""
     store = cluster.open()
     store.enrol(name, b"leader", LONG)
-    assert store.await_lead(name, LONG)
+    assert store.await_leadership(name, LONG)
     return store
 
 
@@ -64,7 +64,7 @@ def beside(call: Callable[[], object]) -> Callable[[], object]:
     return lambda: future.result(LONG)
 
 
-# ── the board ────────────────────────────────────────────────────────────────────────────────────
+# ── the plan ────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_versions_count_from_one(cluster: Cluster) -> None:
@@ -87,7 +87,7 @@ def test_another_version_is_refused(cluster: Cluster, version: int) -> None:
 
 
 def test_only_who_leads_publishes(cluster: Cluster) -> None:
-    """Neither another agent, nor one that is on no roster, nor one that has left."""
+    """Neither another agent, nor one that is no member, nor one that has left."""
     first, second, third = leader(cluster), cluster.open(), cluster.open()
     second.enrol("second", b"", LONG)
     assert not second.publish(1, b"no")
@@ -118,7 +118,7 @@ def test_follow_returns_none_at_its_timeout(cluster: Cluster) -> None:
 
 
 def test_follow_returns_the_newest(cluster: Cluster) -> None:
-    """However far behind the reader is; a reader that is ahead of the board waits."""
+    """However far behind the reader is; a reader that is ahead of the plan waits."""
     first, second = leader(cluster), cluster.open()
     for version in range(1, 101):
         assert first.publish(version, b"%d" % version)
@@ -147,7 +147,7 @@ def test_every_post_reaches_who_follows_in_order(cluster: Cluster) -> None:
 
 
 def test_values_are_bytes_of_any_kind_and_size(cluster: Cluster) -> None:
-    """200 KB on the board, every byte on the roster."""
+    """200 KB on the plan, every byte in an entry."""
     every = bytes(range(256))
     first, second = leader(cluster), cluster.open()
     big = every * 800
@@ -160,7 +160,7 @@ def test_values_are_bytes_of_any_kind_and_size(cluster: Cluster) -> None:
     assert collect(first, 1) == [Change("second", b"\n\0" + every, "put")]
 
 
-# ── the roster ───────────────────────────────────────────────────────────────────────────────────
+# ── the members ───────────────────────────────────────────────────────────────────────────────────
 
 
 def test_the_first_changes_are_all_who_are_there(cluster: Cluster) -> None:
@@ -169,7 +169,7 @@ def test_the_first_changes_are_all_who_are_there(cluster: Cluster) -> None:
     first = others[0]
     for number, other in enumerate(others):
         other.enrol(f"a{number}", b"%d" % number, LONG)
-    assert first.await_lead("a0", LONG)
+    assert first.await_leadership("a0", LONG)
     found = {change.name: change.value for change in collect(first, 3, "a0")}
     assert found == {"a0": b"0", "a1": b"1", "a2": b"2"}
     assert list(first.changes("a0", 0.2)) == []
@@ -198,25 +198,25 @@ def test_a_change_ends_the_wait(cluster: Cluster) -> None:
     assert wait() == [Change("second", b"here", "put")]
 
 
-def test_the_roster_shows_who_is_there(cluster: Cluster) -> None:
-    """To an agent, to the leader, and to a reader that is on no roster itself."""
+def test_the_members_shows_who_is_there(cluster: Cluster) -> None:
+    """To an agent, to the leader, and to a reader that is no member itself."""
     first, second, reader = leader(cluster), cluster.open(), cluster.open()
     second.enrol("second", b"one", LONG)
     second.update(b"two")
     for store in (first, second, reader):
-        until(lambda store=store: len(store.roster()) == 2, "both are there")  # type: ignore[misc]
-        until(lambda store=store: store.roster()["second"].value == b"two", "the newest value")  # type: ignore[misc]
+        until(lambda store=store: len(store.members()) == 2, "both are there")  # type: ignore[misc]
+        until(lambda store=store: store.members()["second"].value == b"two", "the newest value")  # type: ignore[misc]
     second.withdraw()
     for store in (first, second, reader):
-        until(lambda store=store: list(store.roster()) == ["first"], "it has left")  # type: ignore[misc]
+        until(lambda store=store: list(store.members()) == ["first"], "it has left")  # type: ignore[misc]
 
 
 def test_ages_are_of_the_last_renewal(cluster: Cluster) -> None:
     """Where they are known, they are small for who renews and never beyond the ttl."""
     first = leader(cluster)
-    until(lambda: "first" in first.roster(), "it is there")
+    until(lambda: "first" in first.members(), "it is there")
     first.renew()
-    age = first.roster()["first"].age
+    age = first.members()["first"].age
     assert age is None or 0 <= age <= LONG
 
 
@@ -240,10 +240,10 @@ def test_who_does_not_renew_expires(cluster: Cluster) -> None:
     while time.monotonic() < began + 1.3 * PATIENT:
         renew_and_read()
     assert [change for change in changes if change.cause != "put"] == [expired]
-    assert sorted(first.roster()) == ["first", "third"]
+    assert sorted(first.members()) == ["first", "third"]
 
 
-def test_who_has_expired_has_lost_its_seat(cluster: Cluster) -> None:
+def test_an_agent_that_has_expired_has_lost_its_lease(cluster: Cluster) -> None:
     """It cannot come back by renewing or updating; withdrawing is no error; a new name works."""
     first, second = leader(cluster), cluster.open()
     second.enrol("second", b"", cluster.ttl)
@@ -259,50 +259,50 @@ def test_who_has_expired_has_lost_its_seat(cluster: Cluster) -> None:
     second.renew()
 
 
-def test_who_is_on_no_roster_has_no_seat(cluster: Cluster) -> None:
+def test_an_agent_without_a_lease_is_no_member(cluster: Cluster) -> None:
     """Nothing can be renewed, updated or led; withdrawing is no error."""
     store = cluster.open()
     store.withdraw()
-    for call in (store.renew, lambda: store.update(b""), lambda: store.await_lead("x", 0.1)):
+    for call in (store.renew, lambda: store.update(b""), lambda: store.await_leadership("x", 0.1)):
         with pytest.raises(LeaseLost):
             call()
 
 
 def test_a_name_is_given_once(cluster: Cluster) -> None:
-    """A name that is on the roster is refused, and its entry stays as it is."""
+    """A name that is a member is refused, and its entry stays as it is."""
     first, second, third = leader(cluster), cluster.open(), cluster.open()
     second.enrol("same", b"mine", LONG)
     with pytest.raises(LeaseLost):
         third.enrol("same", b"theirs", LONG)
-    until(lambda: len(first.roster()) == 2, "both are there")
-    assert first.roster()["same"].value == b"mine"
+    until(lambda: len(first.members()) == 2, "both are there")
+    assert first.members()["same"].value == b"mine"
     second.renew()
 
 
-# ── the lead ─────────────────────────────────────────────────────────────────────────────────────
+# ── leadership ────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_one_agent_leads(cluster: Cluster) -> None:
     """It may ask again; another one waits for its whole timeout."""
     first, second = leader(cluster), cluster.open()
-    assert first.await_lead("first", 0.0)
+    assert first.await_leadership("first", 0.0)
     second.enrol("second", b"", LONG)
     began = time.monotonic()
-    assert not second.await_lead("second", 0.3)
+    assert not second.await_leadership("second", 0.3)
     assert time.monotonic() - began >= 0.3
 
 
 @pytest.mark.parametrize("way", ["withdraws", "expires"])
-def test_the_lead_goes_on(cluster: Cluster, way: str) -> None:
+def test_the_leadership_goes_on(cluster: Cluster, way: str) -> None:
     """Another agent takes it when the leader is gone; it sees everything; the old one is out."""
     if not cluster.hand_over:
         pytest.skip("only the agent that hosts this store can lead")
     first, second = cluster.open(), cluster.open()
     first.enrol("first", b"1", LONG if way == "withdraws" else PATIENT)
-    assert first.await_lead("first", LONG)
+    assert first.await_leadership("first", LONG)
     assert first.publish(1, b"old")
     second.enrol("second", b"2", LONG)
-    wait = beside(lambda: second.await_lead("second", LONG))
+    wait = beside(lambda: second.await_leadership("second", LONG))
     if way == "withdraws":
         first.withdraw()
     assert wait() is True
@@ -313,10 +313,10 @@ def test_the_lead_goes_on(cluster: Cluster, way: str) -> None:
 
 
 def test_who_leads_again_reads_everything_again(cluster: Cluster) -> None:
-    """Whoever still waits for what its lead before has missed takes nothing of it away."""
+    """Whoever still waits for what its leadership before has missed takes nothing of it away."""
     first, second = cluster.open(), cluster.open()
     first.enrol("first", b"1", PATIENT)
-    assert first.await_lead("first", LONG)
+    assert first.await_leadership("first", LONG)
     second.enrol("second", b"2", LONG)
     collect(first, 2)
 
@@ -326,14 +326,14 @@ def test_who_leads_again_reads_everything_again(cluster: Cluster) -> None:
             first.changes("first", 0.05)
 
     before = beside(read)
-    until(lambda: "first" in second.roster(), "it is there")
-    until(lambda: "first" not in second.roster(), "it has expired")
+    until(lambda: "first" in second.members(), "it is there")
+    until(lambda: "first" not in second.members(), "it has expired")
     with pytest.raises(LeaseLost):
         first.renew()
     first.withdraw()
     first.enrol("again", b"3", LONG)
     threading.Event().wait(0.3)  # it calls again meanwhile, unless it has ended
-    assert first.await_lead("again", LONG)
+    assert first.await_leadership("again", LONG)
     changes = collect(first, 2, "again")
     assert {change.name for change in changes if change.value is not None} == {"again", "second"}
     with pytest.raises(LeaseLost):
@@ -380,7 +380,7 @@ def test_several_threads_share_a_store(cluster: Cluster) -> None:
 
 BLOCKING: dict[str, Callable[[Store, Store], object]] = {
     "follow": lambda first, second: second.follow(0, 3 * LONG),
-    "await_lead": lambda first, second: second.await_lead("second", 3 * LONG),
+    "await_leadership": lambda first, second: second.await_leadership("second", 3 * LONG),
     "changes": lambda first, second: [first.changes("first", 3 * LONG) for _ in range(9)],
 }
 
@@ -404,25 +404,25 @@ def test_close_wakes_who_waits(cluster: Cluster, method: str) -> None:
     closed.close()
     with pytest.raises(StoreClosed):
         wait()
-    for call in (closed.latest, closed.roster, lambda: closed.follow(0, 0.0)):
+    for call in (closed.latest, closed.members, lambda: closed.follow(0, 0.0)):
         with pytest.raises(StoreClosed):
             call()
     closed.close()
 
 
 def test_jobs_do_not_mix(cluster: Cluster) -> None:
-    """Two run ids at one place: neither board nor roster nor lead are shared."""
+    """Two run ids at one place: neither plan nor members nor leadership are shared."""
     if not cluster.several_jobs:
         pytest.skip("this store holds one job")
     one, two = cluster.open("one"), cluster.open("two")
     for store in (one, two):
         store.enrol("same", b"", LONG)
-        assert store.await_lead("same", LONG)
+        assert store.await_leadership("same", LONG)
     assert one.publish(1, b"one")
     assert two.latest() is None
     assert [change.name for change in two.changes("same", LONG)] == ["same"]
     one.withdraw()
-    assert list(two.roster()) == ["same"]
+    assert list(two.members()) == ["same"]
 
 
 def test_what_is_cleared_may_still_be_read(cluster: Cluster) -> None:

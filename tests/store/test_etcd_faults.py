@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 
 from elaunch.errors import StoreClosed, StoreFull, StoreReplaced, StoreUnreachable
-from elaunch.store.etcd import client
-from elaunch.store.etcd import member as etcdmember
+from elaunch.store.etcd import client, connection
 from elaunch.store.etcd.client import EtcdStore
 from elaunch.store.etcd.history import RevisionHistory
 from elaunch.store.etcd.keys import EtcdPlace
@@ -113,10 +112,10 @@ def test_a_write_that_is_applied_late_replaces_nothing_newer(
         frozen.thaw()
         until_handled(frozen)
         reader = opened(cluster.place())
-        assert [seat.value for seat in reader.roster().values()] == [b"finished, 8"] * AGENTS
+        assert [lease.value for lease in reader.members().values()] == [b"finished, 8"] * AGENTS
         for store in stores:
             store.update(b"again")
-        assert [seat.value for seat in reader.roster().values()] == [b"again"] * AGENTS
+        assert [lease.value for lease in reader.members().values()] == [b"again"] * AGENTS
 
 
 def test_an_entry_that_is_written_late_is_taken_back(
@@ -146,7 +145,7 @@ def test_an_entry_that_is_written_late_is_taken_back(
     for store in stores:
         until(lambda store=store: store.withdraw() is None, "it is out of reach")  # type: ignore[misc]
     until_handled(member)
-    assert dict(stores[0].roster()) == {}
+    assert dict(stores[0].members()) == {}
 
 
 # ── what it forgets ──────────────────────────────────────────────────────────────────────────────
@@ -160,7 +159,7 @@ def test_an_etcd_that_has_lost_its_memory_is_another_store(
     first, second = opened(one.place()), opened(one.place())
     first.enrol("first", b"", 60.0)
     second.enrol("second", b"", 60.0)
-    assert first.await_lead("first", LONG)
+    assert first.await_leadership("first", LONG)
     assert first.publish(1, b"one")
     assert second.follow(0, LONG) == Post(1, b"one")
     one.save(tmp_path / "snapshot")
@@ -170,7 +169,7 @@ def test_an_etcd_that_has_lost_its_memory_is_another_store(
         waits = [
             pool.submit(until_replaced, lambda: first.changes("first", 60.0)),
             pool.submit(until_replaced, lambda: second.follow(3, 60.0)),
-            pool.submit(until_replaced, lambda: second.await_lead("second", 60.0)),
+            pool.submit(until_replaced, lambda: second.await_leadership("second", 60.0)),
         ]
         history = RevisionHistory()
         opened(one.place(), history).close()
@@ -208,7 +207,7 @@ def test_a_member_that_is_behind_has_lost_nothing(
         behind = next(member for member in cluster.members if member is not leader)
         store = opened(cluster.place())
         store.enrol("first", b"", 60.0)
-        assert store.await_lead("first", LONG)
+        assert store.await_leadership("first", LONG)
         assert store.follow(0, 0.0) is None
         for number in range(4):
             other = next(member for member in cluster.members if member is not behind)
@@ -228,25 +227,25 @@ def test_a_member_that_is_behind_has_lost_nothing(
 
 
 def test_an_etcd_that_is_full_says_so(tmp_path: Path, opened: Callable[..., EtcdStore]) -> None:
-    """Entries live on, no write is done, whoever leaves is off the roster; then all works again."""
+    """Entries live on, no write is done, an agent that leaves is gone; then all works again."""
     quota = ["--quota-backend-bytes", "200000"]
     with serve(tmp_path / "etcd", options=quota) as cluster:
         first, second = opened(cluster.place()), opened(cluster.place())
         first.enrol("first", b"ready", 60.0)
         second.enrol("second", b"ready", 60.0)
-        assert first.await_lead("first", LONG)
+        assert first.await_leadership("first", LONG)
         cluster.fill()
         for call in (
             lambda: first.update(b"failed"),
             lambda: first.publish(1, b"plan"),
-            lambda: second.await_lead("second", LONG),
+            lambda: second.await_leadership("second", LONG),
             lambda: opened(cluster.place()).enrol("third", b"", 60.0),
         ):
             with pytest.raises(StoreFull, match=r"takes no more writes \(.*NOSPACE\): free space"):
                 call()
         first.renew()
         second.withdraw()
-        assert {name: seat.value for name, seat in first.roster().items()} == {"first": b"ready"}
+        assert {name: lease.value for name, lease in first.members().items()} == {"first": b"ready"}
         cluster.drain()
         first.update(b"failed")
         assert first.publish(1, b"plan")
@@ -262,7 +261,7 @@ def test_closing_waits_for_nobody(one: Cluster, opened: Callable[..., EtcdStore]
     """The thread of the connections may be held up, by a machine that swaps for example."""
     store = opened(one.place())
     store.enrol("n0", b"", 60.0)
-    etcdmember._the_loop().soon(time.sleep, 3.0)
+    connection._the_loop().soon(time.sleep, 3.0)
     store.close()
     with pytest.raises(StoreClosed):
         store.renew()

@@ -27,11 +27,11 @@ def test_time_passes_by_the_clock_that_is_handed_in() -> None:
     first, second = hub.store(), hub.store()
     first.enrol("a", b"A", 3.0)
     second.enrol("b", b"B", 2.0)
-    assert first.await_lead("a", 0.0)
+    assert first.await_leadership("a", 0.0)
     assert len(first.changes("a", 0.0)) == 2
     clock.now += 1.999
     first.renew()
-    assert second.roster()["b"].age == pytest.approx(1.999)
+    assert second.members()["b"].age == pytest.approx(1.999)
     clock.now += 0.001
     assert first.changes("a", 0.0) == [Change("b", None, "expired")]
     with pytest.raises(LeaseLost):
@@ -46,7 +46,7 @@ def test_who_expires_together_goes_by_who_was_due_first() -> None:
         hub.store().enrol(name, b"", ttl)
     reader = hub.store()
     reader.enrol("reader", b"", 99.0)
-    assert reader.await_lead("reader", 0.0)
+    assert reader.await_leadership("reader", 0.0)
     reader.changes("reader", 0.0)
     clock.now += 10
     assert [change.name for change in reader.changes("reader", 0.0)] == ["early", "middle", "late"]
@@ -82,7 +82,7 @@ def test_enrolling_again_withdraws_the_earlier_entry() -> None:
     hub = MemoryHub()
     store = hub.store()
     store.enrol("a", b"", 3.0)
-    assert store.await_lead("a", 0.0)
+    assert store.await_leadership("a", 0.0)
     store.enrol("b", b"", 3.0)
-    assert list(store.roster()) == ["b"]
+    assert list(store.members()) == ["b"]
     assert not store.publish(1, b"")

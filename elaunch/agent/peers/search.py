@@ -94,7 +94,7 @@ class LocalSearch:
         for name in targets:
             if name in before and name in search.unreached:
                 raise CheckpointError(
-                    f"--checkpoint-local: {search.unreached[name]}; it is on the roster all the "
+                    f"--checkpoint-local: {search.unreached[name]}; it is a member all the "
                     "time: is there a firewall between the nodes?"
                 )
         if search.unreached:

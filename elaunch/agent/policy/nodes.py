@@ -245,7 +245,7 @@ def _on_failed(state: State, event: events.MeetingFailed) -> Decision:
 
 
 def _on_rejoined(_: State, event: events.Rejoined) -> Decision:
-    return Nothing(), f"on the roster again, as {event.name}"
+    return Nothing(), f"a member again, as {event.name}"
 
 
 def _on_waiting(state: State, event: events.StillWaiting) -> Decision:

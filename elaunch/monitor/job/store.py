@@ -27,7 +27,7 @@ from elaunch.store.protocol import Lease, Post, Store
 
 OPEN_TIMEOUT_S: Final = 5.0
 LOOKS: Final = 3
-ROSTER_LAG_S: Final = 0.3
+MEMBERS_LAG_S: Final = 0.3
 
 
 def run_ids(rendezvous: RendezvousSettings) -> tuple[str, ...]:
@@ -71,24 +71,24 @@ def look(store: Store, secret: bytes | None) -> StoredJob:
             malformed, of another version, or signed with another secret.
         StoreError: the store does not answer.
     """
-    post, seats = _at_one_moment(store)
+    post, leases = _at_one_moment(store)
     plan = _plan(post, secret)
-    if plan and plan.phase != "over" and any(node.name not in seats for node in plan.nodes):
+    if plan and plan.phase != "over" and any(node.name not in leases for node in plan.nodes):
         # A TCPStore shows newcomers to its readers a moment later than to its coordinator.
-        threading.Event().wait(ROSTER_LAG_S)
-        post, seats = _at_one_moment(store)
+        threading.Event().wait(MEMBERS_LAG_S)
+        post, leases = _at_one_moment(store)
         plan = _plan(post, secret)
-    roster: dict[str, PresentAgent] = {}
+    members: dict[str, PresentAgent] = {}
     refused: dict[str, RecordError] = {}
-    for name, seat in seats.items():
+    for name, lease in leases.items():
         try:
-            roster[name] = PresentAgent(records.decode_agent(seat.value, secret, name), seat.age)
+            members[name] = PresentAgent(records.decode_agent(lease.value, secret, name), lease.age)
         except RecordError as exc:
             refused[name] = exc
-    if refused and not roster and plan is None:
+    if refused and not members and plan is None:
         raise next(iter(refused.values()))
     problems = {name: str(problem) for name, problem in refused.items()}
-    return StoredJob(plan, post.version if post else 0, roster, problems)
+    return StoredJob(plan, post.version if post else 0, members, problems)
 
 
 def _plan(post: Post | None, secret: bytes | None) -> Plan | None:
@@ -104,12 +104,12 @@ def _at_one_moment(store: Store) -> tuple[Post | None, Mapping[str, Lease]]:
     """
     post = store.latest()
     for _ in range(LOOKS):
-        seats = store.roster()
+        leases = store.members()
         newer = store.latest()
         if newer == post:
             break
         post = newer
-    return post, seats
+    return post, leases
 
 
 def no_such_job(run_id: str, place: str, ids: Sequence[str]) -> UsageError:

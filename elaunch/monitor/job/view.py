@@ -90,19 +90,19 @@ class StoredJob:
 
     Attributes:
         plan, version: the newest plan; None and 0 before the first.
-        roster: the members by name.
+        members: the members by name.
         refused: entries that cannot be read: name → why.
     """
 
     plan: Plan | None = None
     version: int = 0
-    roster: Mapping[str, PresentAgent] = field(default_factory=dict)
+    members: Mapping[str, PresentAgent] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def empty(self) -> bool:
         """Whether there is nothing: no such job, or its last traces are gone."""
-        return self.plan is None and not self.roster and not self.refused
+        return self.plan is None and not self.members and not self.refused
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,7 @@ def view_job(run_id: str, place: str, found: StoredJob, now: float) -> JobView:
     plan = found.plan
     nodes = tuple(_nodes(plan, found)) if plan else ()
     taken = {node.name for node in nodes}
-    others = {name: present for name, present in found.roster.items() if name not in taken}
+    others = {name: present for name, present in found.members.items() if name not in taken}
     spares = [name for name in (plan.spares if plan else ()) if name in others]
     newcomers = _in_order(others.keys() - set(spares), others, plan)
     return JobView(
@@ -253,7 +253,7 @@ def unreadable(run_id: str, place: str, problem: str, now: float) -> JobView:
 def _nodes(plan: Plan, found: StoredJob) -> Iterator[NodeView]:
     first = 0
     for rank, node in enumerate(plan.nodes):
-        present = found.roster.get(node.name)
+        present = found.members.get(node.name)
         yield NodeView(
             node.name,
             node.host,

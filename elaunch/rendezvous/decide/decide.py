@@ -122,16 +122,16 @@ def _ended(view: View, now: float, rules: Rules) -> Plan | None:
     plan = view.plan
     lost, left, stopped, finished = [], [], [], 0
     for node in plan.nodes:
-        seat, absent = view.present.get(node.name), view.absent.get(node.name)
-        record = seat.record if seat else (absent.last if absent else None)
+        member, absent = view.present.get(node.name), view.absent.get(node.name)
+        record = member.record if member else (absent.last if absent else None)
         of_round = record is not None and record.round == plan.round
         if record is not None and of_round and record.state == "finished":
             finished += 1  # what it had to do is done, whether it is still there or not
-        elif seat is None:
+        elif member is None:
             lost.append((node, absent))
-        elif seat.record.state == "leaving":
-            left.append(seat.record)
-        elif of_round and seat.record.state == "ended" and seat.record.failure is None:
+        elif member.record.state == "leaving":
+            left.append(member.record)
+        elif of_round and member.record.state == "ended" and member.record.failure is None:
             stopped.append(node)
     if finished == len(plan.nodes):
         preempted = _preempted(view)

@@ -105,11 +105,11 @@ def first_failure(view: View, now: float) -> WorkerFailure | None:
     plan = view.plan
     failed = []
     for rank, node in enumerate(plan.nodes):
-        seat = view.present.get(node.name)
-        if seat is None or seat.record.round != plan.round or seat.record.failure is None:
+        member = view.present.get(node.name)
+        if member is None or member.record.round != plan.round or member.record.failure is None:
             continue
-        if seat.failed_at is not None:
-            failed.append((seat.failed_at, rank, node, seat.record.failure))
+        if member.failed_at is not None:
+            failed.append((member.failed_at, rank, node, member.record.failure))
     if not failed:
         return None
     at, _, node, found = min(failed, key=lambda one: one[:2])
@@ -181,8 +181,8 @@ def _verdict(view: View, rules: Rules) -> budget.Again | Decision:
 def _lived_long(view: View) -> bool:
     """Whether the round ran long enough not to have died at its start."""
     failed = view.plan.failure
-    seat = None if failed is None else view.present.get(failed.node)
-    failed_at = seat.failed_at if seat else None
+    member = None if failed is None else view.present.get(failed.node)
+    failed_at = member.failed_at if member else None
     return (ended_at(view) if failed_at is None else failed_at) - view.ran >= budget.LONG_ENOUGH
 
 
@@ -193,7 +193,7 @@ def _search(view: View, rules: Rules, names: tuple[str, ...] = ()) -> Decision:
     if rules.checkpoint_local and not view.plan.reason:
         # The agents to be asked know each other by the job's incarnation id: publish it.
         return _pause(view, f"{reason} on {text.count(len(view.present))}", view.began)
-    present = {name: seat.record for name, seat in view.present.items()}
+    present = {name: member.record for name, member in view.present.items()}
     seen = (record.seen.job for record in present.values() if record.seen is not None)
     jobs = frozenset([view.plan.job, *seen])
     return Search(present, sharing.probes(view, names), names, jobs), reason

@@ -78,8 +78,8 @@ def _may_begin(view: View, joining: tuple[str, ...], rules: Rules, now: float) -
 def _members(view: View) -> list[NodeStatus]:
     """Return the records of the running round's nodes in that round."""
     plan = view.plan
-    seats = (view.present.get(node.name) for node in plan.nodes)
-    return [s.record for s in seats if s is not None and s.record.round == plan.round]
+    known = (view.present.get(node.name) for node in plan.nodes)
+    return [s.record for s in known if s is not None and s.record.round == plan.round]
 
 
 def _nearly_done(view: View) -> bool:

@@ -72,12 +72,12 @@ class Waiting:
         return now >= self._look_at
 
     def looked(
-        self, plan: Plan | None, name: str, roster: Mapping[str, NodeStatus], now: float
+        self, plan: Plan | None, name: str, members: Mapping[str, NodeStatus], now: float
     ) -> Still | Hopeless:
-        """Take what a look at ``roster`` has shown; ``name`` is our own there."""
-        busy = working(plan, name, roster)
+        """Take what a look at ``members`` has shown; ``name`` is our own there."""
+        busy = working(plan, name, members)
         waited = f"for {now - self.since:.0f} s"
-        crowd = max(1.0, len(roster) / NODES)
+        crowd = max(1.0, len(members) / NODES)
         if busy and plan is not None:
             self._nobody_since = None
             self._pause = min(2 * self._pause, LONGEST * self._remind)
@@ -92,13 +92,13 @@ class Waiting:
         return Hopeless(f"{what}, {waited}; giving up")
 
 
-def working(plan: Plan | None, name: str, roster: Mapping[str, NodeStatus]) -> list[Node]:
+def working(plan: Plan | None, name: str, members: Mapping[str, NodeStatus]) -> list[Node]:
     """Return the other nodes of the running round that are there and have not ended their part."""
     if plan is None or plan.phase != "running":
         return []
     busy = []
     for node in plan.nodes:
-        record = roster.get(node.name)
+        record = members.get(node.name)
         if record is None or node.name == name:
             continue
         if record.round < plan.round or record.state not in RESTING:
@@ -106,7 +106,7 @@ def working(plan: Plan | None, name: str, roster: Mapping[str, NodeStatus]) -> l
     return busy
 
 
-def is_last(plan: Plan | None, name: str, roster: Mapping[str, NodeStatus]) -> bool:
+def is_last(plan: Plan | None, name: str, members: Mapping[str, NodeStatus]) -> bool:
     """Return whether an agent that leaves has to wait until it leads, and ends the job.
 
     So it is while no other agent stays. Each publishes that it leaves before it looks: of agents
@@ -114,7 +114,7 @@ def is_last(plan: Plan | None, name: str, roster: Mapping[str, NodeStatus]) -> b
     """
     if plan is not None and plan.phase == "over":
         return False
-    return all(key == name or record.state == "leaving" for key, record in roster.items())
+    return all(key == name or record.state == "leaving" for key, record in members.items())
 
 
 def _unsaid(plan: Plan | None) -> str:

@@ -37,10 +37,10 @@ from elaunch.errors import (
     StoreUnreachable,
 )
 from elaunch.store.etcd import errors
+from elaunch.store.etcd.connection import Member, Metadata
 from elaunch.store.etcd.errors import Outcome, Refusal
 from elaunch.store.etcd.history import RevisionHistory
 from elaunch.store.etcd.keys import EtcdPlace
-from elaunch.store.etcd.member import Member, Metadata
 
 Result = TypeVar("Result")
 

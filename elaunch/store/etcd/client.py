@@ -1,9 +1,8 @@
 """The store in etcd: ``connect``, and ``run_ids`` of the jobs that are there.
 
 One store object is one agent: a connection to one member at a time (``calls``), one stream for all
-that it waits for (``watch``), one stream that keeps its lease alive (``keepalive``). The plan is in
-``board``, the members in ``roster``, our own entry and leadership in ``lease``, the keys in
-``keys``.
+that it waits for (``watch``), one stream that keeps its lease alive. The plan is in ``plan``, the
+members in ``members``, our own entry, its lease and leadership in ``lease``, the keys in ``keys``.
 
 ==========================  ========================================================================
 of etcd's members           what an agent notices
@@ -25,12 +24,12 @@ from collections.abc import Mapping, Sequence
 
 from elaunch.errors import StoreDenied, StoreReplaced, StoreUnreachable
 from elaunch.store.etcd import imports
-from elaunch.store.etcd.board import CLEARED_SECONDS, EtcdPlan
 from elaunch.store.etcd.calls import Calls
 from elaunch.store.etcd.history import RevisionHistory
 from elaunch.store.etcd.keys import EtcdPlace, every_job, keys_of, run_id_of
 from elaunch.store.etcd.lease import OwnLease
-from elaunch.store.etcd.roster import EtcdRoster
+from elaunch.store.etcd.members import EtcdMembers
+from elaunch.store.etcd.plan import CLEARED_SECONDS, EtcdPlan
 from elaunch.store.etcd.txn import Transactions
 from elaunch.store.etcd.watch import Watching
 from elaunch.store.protocol import Change, Lease, Post, Store
@@ -109,9 +108,9 @@ class EtcdStore:
         self._txns, self._shared = txns, keys.shared
         self._watching = Watching(calls, self._news)
         calls.moved = self._watching.move
-        self._board = EtcdPlan(txns, keys, self._watching, self._news)
+        self._plan = EtcdPlan(txns, keys, self._watching, self._news)
         self._own = OwnLease(txns, keys, self._watching, self._news)
-        self._roster = EtcdRoster(txns, keys, self._watching, self._news, leads=self._own.leads)
+        self._members = EtcdMembers(txns, keys, self._watching, self._news, leads=self._own.leads)
 
     @property
     def place(self) -> str:
@@ -125,20 +124,20 @@ class EtcdStore:
 
     def publish(self, version: int, value: bytes) -> bool:
         """Write ``value`` as ``version``; see Store."""
-        lead = self._own.lead
-        return lead is not None and self._board.publish(version, value, lead)
+        leadership = self._own.leadership
+        return leadership is not None and self._plan.publish(version, value, leadership)
 
     def latest(self) -> Post | None:
         """Return the newest post; see Store."""
-        return self._board.latest()
+        return self._plan.latest()
 
     def follow(self, after: int, timeout: float) -> Post | None:
         """Wait for a post newer than ``after``; see Store."""
-        return self._board.follow(after, timeout)
+        return self._plan.follow(after, timeout)
 
     def enrol(self, name: str, value: bytes, ttl: float) -> None:
         """Write our own entry; see Store. ``ttl`` is rounded up to whole seconds."""
-        self._roster.forget()
+        self._members.forget()
         self._own.enrol(name, value, ttl)
 
     def update(self, value: bytes) -> None:
@@ -152,19 +151,19 @@ class EtcdStore:
     def withdraw(self) -> None:
         """Remove our own entry; see Store."""
         self._own.withdraw()
-        self._roster.forget()
+        self._members.forget()
 
-    def roster(self) -> Mapping[str, Lease]:
+    def members(self) -> Mapping[str, Lease]:
         """Return all entries; see Store."""
-        return self._roster.entries()
+        return self._members.entries()
 
     def changes(self, name: str, timeout: float) -> Sequence[Change]:
         """Wait for changes of the members; see Store."""
-        return self._roster.changes(name, timeout)
+        return self._members.changes(name, timeout)
 
-    def await_lead(self, name: str, timeout: float) -> bool:
+    def await_leadership(self, name: str, timeout: float) -> bool:
         """Wait until we lead; see Store."""
-        return self._own.await_lead(name, timeout)
+        return self._own.await_leadership(name, timeout)
 
     def shared(self, offer: bytes = b"") -> bytes:
         """Return the value that all share, or write it; see Store."""
@@ -187,7 +186,7 @@ class EtcdStore:
 
         All else goes with the agents' leases.
         """
-        self._board.clear()
+        self._plan.clear()
         self._txns.expire(self._shared, CLEARED_SECONDS)
 
     def close(self) -> None:

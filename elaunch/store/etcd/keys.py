@@ -4,7 +4,7 @@
 key                                     value                       lives
 ======================================  ==========================  ================================
 ``<prefix>/<run id>/board``             version, newline, the post  until a minute after ``clear``
-``<prefix>/<run id>/shared``            what all agents share       as long as the board
+``<prefix>/<run id>/shared``            what all agents share       as long as the plan
 ``<prefix>/<run id>/agents/<name>``     the agent's record          as long as the agent's lease
 ``<prefix>/<run id>/lead/<name>``       empty                       as long as the agent's lease
 ======================================  ==========================  ================================
@@ -55,7 +55,7 @@ class Keys:
     root: str
 
     @property
-    def board(self) -> bytes:
+    def plan(self) -> bytes:
         """The coordinator's plan."""
         return f"{self.root}board".encode()
 

@@ -22,7 +22,7 @@ from typing import Any
 from elaunch.errors import StoreClosed, StoreDenied, StoreError, StoreReplaced, StoreUnreachable
 from elaunch.store.etcd import errors
 from elaunch.store.etcd.calls import Calls
-from elaunch.store.etcd.member import EtcdStream, Metadata
+from elaunch.store.etcd.connection import EtcdStream, Metadata
 
 PATIENCE = 3.0
 """Seconds without a stream after which waiting calls raise."""

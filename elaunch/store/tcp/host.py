@@ -24,6 +24,11 @@ so that the host, after it was frozen itself, does not take everybody for dead. 
 then moved far below zero by compare-and-set: a heartbeat that was under way keeps its sender
 alive, and one that comes later shows its sender that it is gone.
 
+torch's store keeps every connection for ever, and each is a descriptor of the agent. An agent sends
+something twelve times a second to once in five seconds, whatever it waits for; a client that sends
+nothing for SILENT seconds is gone, or never was an agent, and its connection is ended. Of more than
+MOST connections the most silent ones go, too. An agent that was frozen for so long connects again.
+
 Any process that reaches the port can write there. Malformed notices are dropped; records are
 authenticated by those who read them (elaunch.rendezvous).
 """
@@ -31,18 +36,20 @@ authenticated by those who read them (elaunch.rendezvous).
 from __future__ import annotations
 
 import json
+import os
 import re
+import socket
+import struct
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from elaunch.errors import LeaseLost, StoreClosed, StoreUnreachable
 from elaunch.store.protocol import Change, Lease
 from elaunch.store.tcp import wire
 from elaunch.store.tcp.connection import TcpConnection
-from elaunch.store.tcp.idle import hang_up_on_silent
-from elaunch.store.tcp.roster import Roster
 from elaunch.store.tcp.wire import Connection
 
 SHARED = "shared"
@@ -57,6 +64,12 @@ AGES_AT_MOST_EVERY = 0.05
 POPS = 512
 IDLE_EVERY = 5.0
 """Seconds between two looks for connections that no client uses."""
+SILENT = 30.0
+"""Seconds without a byte after which a connection is ended."""
+MOST = 8192
+"""Connections that a host keeps."""
+_LAST_DATA_RECEIVED = 52
+"""Where tcp_info has the milliseconds since the last byte, or since the connection was made."""
 SPARSELY = 0.1
 """Seconds of a pause where another process has written what wakes the host and is no notice."""
 MOST_ENTRIES = 20_000
@@ -118,6 +131,45 @@ class _Pulse:
     count: bytes = b""
 
 
+class MemberEntries:
+    """Entries by name and the changes that readers have not seen; its owner holds a lock."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self._gone: set[str] = set()
+        self._unseen: dict[object, list[Change]] = {}
+
+    def knows(self, name: str) -> bool:
+        """Return whether ``name`` is or was a member."""
+        return name in self.values or name in self._gone
+
+    def put(self, name: str, value: bytes) -> None:
+        """Write an entry."""
+        self.values[name] = value
+        self._tell(Change(name, value, "put"))
+
+    def drop(self, name: str, cause: Literal["left", "expired"]) -> None:
+        """Take an entry off for good."""
+        del self.values[name]
+        self._gone.add(name)
+        self._tell(Change(name, None, cause))
+
+    def read(self, reader: object) -> list[Change]:
+        """Return what ``reader`` has not seen: at its first call, every entry that is there."""
+        everything = [Change(name, value, "put") for name, value in self.values.items()]
+        unseen = self._unseen.get(reader, everything)
+        self._unseen[reader] = []
+        return unseen
+
+    def forget(self, reader: object) -> None:
+        """Keep no more changes for ``reader``; its next call is a first one."""
+        self._unseen.pop(reader, None)
+
+    def _tell(self, change: Change) -> None:
+        for unseen in self._unseen.values():
+            unseen.append(change)
+
+
 class MembersThread:
     """Keeps the members of a hosted store in a thread of its own."""
 
@@ -126,7 +178,7 @@ class MembersThread:
     ) -> None:
         self.changed = threading.Condition()
         self._line, self._prefix, self._closed = line, prefix, closed
-        self._roster = Roster()
+        self._entries = MemberEntries()
         self._leader = ""
         self._pulses: dict[str, _Pulse] = {}
         self._now = 0.0  # the clock that does not count what the host slept through
@@ -146,7 +198,7 @@ class MembersThread:
 
     def knows(self, name: str) -> bool:
         """Return whether ``name`` is or was a member; the caller holds ``changed``."""
-        return self._roster.knows(name)
+        return self._entries.knows(name)
 
     def has(self, name: str | None) -> bool:
         """Return whether ``name`` is a member; the caller holds ``changed``."""
@@ -154,15 +206,15 @@ class MembersThread:
 
     def begin(self, name: str) -> None:
         """Have the first :meth:`changes` of ``name`` return all; the caller holds ``changed``."""
-        self._roster.forget(self._leader)
+        self._entries.forget(self._leader)
         self._leader = name
         self.changed.notify_all()
 
-    def roster(self) -> Mapping[str, Lease]:
+    def leases(self) -> Mapping[str, Lease]:
         """Return all entries."""
         with self.changed:
             ages = {name: self._now - pulse.moved for name, pulse in self._pulses.items()}
-            return {name: Lease(value, ages[name]) for name, value in self._roster.values.items()}
+            return {name: Lease(value, ages[name]) for name, value in self._entries.values.items()}
 
     def changes(self, name: str, timeout: float) -> Sequence[Change]:
         """Wait for changes; the first call of each leadership returns every entry."""
@@ -173,7 +225,7 @@ class MembersThread:
                     raise StoreClosed("the store was closed")
                 if self._leader != name or name not in self._pulses:
                     raise LeaseLost(f"{name} does not lead (any more)")
-                found = self._roster.read(name)
+                found = self._entries.read(name)
                 left = until - time.monotonic()
                 if found or left <= 0:
                     return found
@@ -219,7 +271,7 @@ class MembersThread:
         self._looked = now
 
     def _take(self, notices: Sequence[AgentNotice]) -> None:
-        """Write notices into the roster, and what readers must see of it into ``_unsent``."""
+        """Write notices into the table, and what readers must see of it into ``_unsent``."""
         with self.changed:
             for notice in notices:
                 self._unsent += self._take_one(notice)
@@ -227,14 +279,14 @@ class MembersThread:
 
     def _take_one(self, notice: AgentNotice) -> list[bytes]:
         name = notice.name
-        seat, counter = f"{self._prefix}s/{name}", f"{self._prefix}c/{name}"
+        entry, counter = f"{self._prefix}s/{name}", f"{self._prefix}c/{name}"
         here = name in self._pulses
         if notice.ttl is None:
             if not here:
                 return []
             self._drop(name, left=True)
-            return [wire.put(seat, b""), wire.put(counter, str(GONE).encode())]
-        if not here and self._roster.knows(name):
+            return [wire.put(entry, b""), wire.put(counter, str(GONE).encode())]
+        if not here and self._entries.knows(name):
             return []  # it is gone, and learns that from its counter
         if not here and len(self._pulses) >= MOST_ENTRIES:
             return []
@@ -242,8 +294,8 @@ class MembersThread:
             self._pulses[name] = _Pulse(notice.ttl, self._now)
             self._judge_at = min(self._judge_at, self._now + self._period())
             self._plan_ages()
-        self._roster.put(name, notice.value)
-        return [wire.put(seat, b"+" + notice.value)]
+        self._entries.put(name, notice.value)
+        return [wire.put(entry, b"+" + notice.value)]
 
     def _period(self) -> float:
         shortest = min((pulse.ttl for pulse in self._pulses.values()), default=PERIOD[1] * 12)
@@ -286,7 +338,7 @@ class MembersThread:
 
     def _drop(self, name: str, left: bool) -> None:
         del self._pulses[name]
-        self._roster.drop(name, "left" if left else "expired")
+        self._entries.drop(name, "left" if left else "expired")
         self._plan_ages()
 
     def _plan_ages(self) -> None:
@@ -328,3 +380,51 @@ def _remove(line: Connection, key: str, by: float) -> int:
 def _read_all(line: Connection, keys: list[str], by: float) -> list[bytes]:
     line.send([wire.multi_get(keys)], by)
     return [line.value(by) for _ in keys]
+
+
+# ── connections that no client uses ──────────────────────────────────────────────────────────────
+
+
+def hang_up_on_silent(port: int, silent: float = SILENT, most: int = MOST) -> int:
+    """End the connections to ``port`` of this process that are silent; return how many."""
+    quiet: list[tuple[float, int]] = []
+    for name in os.listdir("/proc/self/fd"):
+        seconds = _silence(int(name), port)
+        if seconds is not None:
+            quiet.append((seconds, int(name)))
+    quiet.sort(reverse=True)
+    over = max(0, len(quiet) - most)
+    late = [fd for place, (seconds, fd) in enumerate(quiet) if place < over or seconds >= silent]
+    return sum(_hang_up(fd, port) for fd in late)
+
+
+def _silence(descriptor: int, port: int) -> float | None:
+    """Return for how long nothing came over an accepted connection; None for anything else."""
+    try:
+        if not os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:"):
+            return None
+        with socket.socket(fileno=os.dup(descriptor)) as sock:
+            if not _is_accepted(sock, port):
+                return None
+            info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
+    except OSError:  # closed meanwhile
+        return None
+    return float(struct.unpack_from("=I", info, _LAST_DATA_RECEIVED)[0]) / 1000
+
+
+def _is_accepted(sock: socket.socket, port: int) -> bool:
+    if sock.family not in (socket.AF_INET, socket.AF_INET6) or sock.type != socket.SOCK_STREAM:
+        return False
+    return bool(sock.getsockname()[1] == port and sock.getpeername())
+
+
+def _hang_up(descriptor: int, port: int) -> bool:
+    """Shut the connection down: its owner sees the end of it, and closes the descriptor."""
+    try:
+        with socket.socket(fileno=os.dup(descriptor)) as sock:
+            if not _is_accepted(sock, port):  # another one has the number by now
+                return False
+            sock.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        return False
+    return True

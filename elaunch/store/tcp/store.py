@@ -68,8 +68,8 @@ class TcpStore:
         self._inbox = TcpConnection(spot, timeout, self._closed)
         self._prefix = f"{spot.run_id}/"
         self._following = threading.Lock()
-        self._seat: tuple[str, float] | None = None
-        self._lead: str | None = None
+        self._lease: tuple[str, float] | None = None
+        self._leads_as: str | None = None
         self._head = self._known = 0
         self._posted: Post | None = None
         self._server = server
@@ -139,12 +139,12 @@ class TcpStore:
         An earlier entry of this store is withdrawn.
         """
         if not is_name(name) or not TTL[0] <= ttl <= TTL[1]:
-            raise ValueError(f"{name!r} with a ttl of {ttl:g} s cannot stand on the roster")
+            raise ValueError(f"{name!r} with a ttl of {ttl:g} s cannot be enrolled")
         notice = _fitting(put_notice(name, ttl, value))
         self.withdraw()
         if self._calls.exchange(lambda line, until: self._add(line, until, name, [])) != 1:
-            raise LeaseLost(f"the name {name} is or was on the roster already")
-        self._seat = (name, ttl)
+            raise LeaseLost(f"the name {name} is or was a member's already")
+        self._lease = (name, ttl)
         self._tell([notice])
 
     def update(self, value: bytes) -> None:
@@ -160,20 +160,20 @@ class TcpStore:
         """Remove our entry; nothing if there is none."""
         if self._closed.is_set():
             raise StoreClosed(f"the connection to the {self.place} was closed")
-        if self._seat is None:
+        if self._lease is None:
             return
         try:
-            self._tell([left_notice(self._seat[0])])
+            self._tell([left_notice(self._lease[0])])
         except LeaseLost:
             return
         finally:
-            self._seat = self._lead = None
+            self._lease = self._leads_as = None
 
-    def roster(self) -> Mapping[str, Lease]:
+    def members(self) -> Mapping[str, Lease]:
         """Return all entries with their ages."""
         if self._members is not None and not self._closed.is_set():
-            return self._members.roster()
-        return self._calls.exchange(self._read_roster)
+            return self._members.leases()
+        return self._calls.exchange(self._read_members)
 
     def changes(self, name: str, timeout: float) -> Sequence[Change]:
         """Wait for changes of the members; the first call returns all. Only the host can."""
@@ -181,7 +181,7 @@ class TcpStore:
             raise LeaseLost(f"only the agent that hosts the {self.place} can lead")
         return self._members.changes(name, timeout)
 
-    def await_lead(self, name: str, timeout: float) -> bool:
+    def await_leadership(self, name: str, timeout: float) -> bool:
         """Wait until we lead; an agent that does not host waits ``timeout`` in vain."""
         self._enrolled()
         end = time.monotonic() + timeout
@@ -192,7 +192,7 @@ class TcpStore:
                     self._begin(name)
                     return True
                 if self._members.knows(name):
-                    raise LeaseLost(f"{name} is not on the roster any more")
+                    raise LeaseLost(f"{name} is no member any more")
                 if left <= 0:
                     return False
                 self._members.changed.wait(left)
@@ -224,26 +224,26 @@ class TcpStore:
         self._server = None
 
     def _begin(self, name: str) -> None:
-        if self._lead != name and self._members is not None:
+        if self._leads_as != name and self._members is not None:
             self._members.begin(name)
-        self._lead = name
+        self._leads_as = name
 
     def _leads(self) -> bool:
         if self._members is None:
             return False
         with self._members.changed:
-            return self._members.has(self._lead)
+            return self._members.has(self._leads_as)
 
     def _enrolled(self) -> tuple[str, float]:
-        if self._seat is None:
-            raise LeaseLost("this agent is not on the roster")
-        return self._seat
+        if self._lease is None:
+            raise LeaseLost("this agent is no member")
+        return self._lease
 
     def _tell(self, notices: list[bytes]) -> None:
         """Send notices and a heartbeat; LeaseLost if the host has removed our entry."""
         name, _ = self._enrolled()
         if self._calls.exchange(lambda line, by: self._add(line, by, name, notices)) <= 0:
-            raise LeaseLost(f"{name} is not on the roster any more")
+            raise LeaseLost(f"{name} is no member any more")
 
     def _add(self, line: Connection, until: float, name: str, notices: list[bytes]) -> int:
         requests = [wire.push(self._prefix + "in", notice) for notice in notices]
@@ -267,21 +267,21 @@ class TcpStore:
         line.send([wire.wait(f"{self._prefix}b/{version}")], by)
         return line.awaited(min(end, time.monotonic() + SLICE), self._timeout)
 
-    def _read_roster(self, line: Connection, until: float) -> dict[str, Lease]:
+    def _read_members(self, line: Connection, until: float) -> dict[str, Lease]:
         line.send([wire.get(self._prefix + "ages")], until)
         ages = _ages(line.value(until))
         if not ages:
             return {}
         line.send([wire.multi_get([f"{self._prefix}s/{name}" for name in ages])], until)
         values = [line.value(until) for _ in ages]
-        seats = zip(ages.items(), values, strict=True)
-        return {name: Lease(value[1:], age) for (name, age), value in seats if value}
+        entries = zip(ages.items(), values, strict=True)
+        return {name: Lease(value[1:], age) for (name, age), value in entries if value}
 
 
 def _fitting(notice: bytes) -> bytes:
     if len(notice) > NOTICE:
         raise ValueError(
-            f"an entry of {len(notice)} bytes is more than the roster takes ({NOTICE})"
+            f"an entry of {len(notice)} bytes is more than an entry may have ({NOTICE})"
         )
     return notice
 

@@ -89,7 +89,7 @@ def test_the_first_on_a_machine_hosts_and_the_second_is_its_client(
     stack.callback(stores[1].close)
     assert (one.hosts, two.hosts) == (True, False)
     stores[1].enrol("aa", b"a record", 60.0)
-    wait_until(lambda: set(stores[0].roster()) == {"aa"})
+    wait_until(lambda: set(stores[0].members()) == {"aa"})
 
 
 def test_an_open_store_is_said_to_be_open(
@@ -199,20 +199,20 @@ def test_a_static_host_that_is_started_again_is_found_at_its_new_port(
 
     first, store = host()
     client = opening(meeting(free_port, backend="static", is_host=False), stack)
-    seat = client.open()
-    stack.callback(seat.close)
-    seat.enrol("aa", b"a record", 60.0)
+    entry = client.open()
+    stack.callback(entry.close)
+    entry.enrol("aa", b"a record", 60.0)
     store.close()
     first.close()
     with pytest.raises(StoreUnreachable) as caught:
-        seat.renew()
+        entry.renew()
     assert caught.value.nobody_decides
     second, store = host()
     stack.callback(second.close)
     stack.callback(store.close)
     with pytest.raises(StoreReplaced, match="started anew at another port"):
-        seat.renew()
+        entry.renew()
     again = client.open()
     stack.callback(again.close)
     again.enrol("ab", b"a record", 60.0)
-    wait_until(lambda: "ab" in store.roster())
+    wait_until(lambda: "ab" in store.members())

@@ -28,7 +28,7 @@ from elaunch.checkpoint.storage.storage import open_storage
 from elaunch.errors import CheckpointError
 from elaunch.rendezvous.decide.view import Search, SearchResult
 from elaunch.rendezvous.plan import PlanCheckpoint
-from tests.agent.courierrig import content, local_nodes, roster
+from tests.agent.courierrig import content, local_nodes, members
 from tests.checkpoint import makers
 from tests.checkpoint.nodelocal.test_inventory import flip
 
@@ -38,7 +38,7 @@ REACH = 0.5
 def search(made: list[Peers], posted: list[events.Event] | None = None) -> SearchResult:
     """Return what a coordinator among them finds."""
     post = (posted if posted is not None else []).append
-    return LocalSearch(made[0], REACH, post)(Search(roster(made)))
+    return LocalSearch(made[0], REACH, post)(Search(members(made)))
 
 
 def reasons(posted: list[events.Event]) -> str:
@@ -313,12 +313,12 @@ def test_an_agent_that_is_not_reached_is_waited_for_once(tmp_path: Path) -> None
     with local_nodes(tmp_path, 3) as (made, _, roots):
         makers.own(roots[0], 50)
         made[2].close()
-        asked = Search(roster(made), nodes=("a0", "a1", "a2"))
+        asked = Search(members(made), nodes=("a0", "a1", "a2"))
         finder = LocalSearch(made[0], 0.1, lambda _: None)
         assert finder(asked) == SearchResult(again=True)
         with pytest.raises(CheckpointError, match=r"agent of node node2.*firewall"):
             finder(asked)
-        spare = Search(roster(made), nodes=("a0", "a1"))
+        spare = Search(members(made), nodes=("a0", "a1"))
         finder = LocalSearch(made[0], 0.1, lambda _: None)
         assert finder(spare) == SearchResult(again=True)
         assert finder(spare).ready == {"a0", "a1"}

@@ -195,7 +195,7 @@ TABLE: dict[str, tuple[tuple[events.Event, ...], Action, str]] = {
     "cut off": ((*RUNS, CUT), EndTree(), f"cut off: {CUT.reason}; killing 2 workers"),
     "cut off at rest": ((READY, CUT), Nothing(), f"cut off: {CUT.reason}"),
     "no plan counts while cut off": ((READY, CUT, seen(FIRST)), Nothing(), ""),
-    "on the roster again": ((READY, CUT, BACK), Nothing(), "on the roster again, as cc"),
+    "on the members again": ((READY, CUT, BACK), Nothing(), "a member again, as cc"),
     "as a newcomer": (
         (*RUNS, CUT, *KILLED, BACK, seen(WITH_IT, "cc")),
         StartRound(1, None, 3),
@@ -309,7 +309,7 @@ OWN: dict[str, tuple[tuple[events.Event, ...], tuple[str, int]]] = {
 
 @pytest.mark.parametrize("name", OWN)
 def test_what_it_says_of_itself(name: str) -> None:
-    """State and round of its record on the roster."""
+    """State and round of its record on the members."""
     history, said = OWN[name]
     state, _ = play(TWO, history)
     assert jobpolicy.own_state(state) == said

@@ -1,4 +1,4 @@
-"""elaunch.monitor.job.view, jobpage and the document of a job: plan and roster become a view."""
+"""elaunch.monitor.job.view, jobpage and the document of a job: plan and members become a view."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ FAILURE = WorkerFailure(
 
 
 def agent(number: int, **changes: Any) -> PresentAgent:
-    """Return an agent on the roster, renewed 0.4 s ago, in round 3 unless said otherwise."""
+    """Return a member, renewed 0.4 s ago, in round 3 unless said otherwise."""
     age = changes.pop("age", 0.4)
     changes = {"slots": 8, "state": "running", "round": 3} | changes
     return PresentAgent(NodeStatus(f"node{number}", f"10.0.0.{number}", 40000, **changes), age)
 
 
-def viewed(plan: Plan | None = PLAN, **roster: PresentAgent) -> JobView:
-    """Return the view of a plan and a roster; without any, both nodes of the plan run."""
-    there = roster or {"aaaaaa": agent(1), "bbbbbb": agent(2, slots=4)}
+def viewed(plan: Plan | None = PLAN, **members: PresentAgent) -> JobView:
+    """Return the view of a plan and members; without any, both nodes of the plan run."""
+    there = members or {"aaaaaa": agent(1), "bbbbbb": agent(2, slots=4)}
     return view_job("train-3fa2c1", PLACE, StoredJob(plan, 7, there), NOW)
 
 
@@ -82,8 +82,8 @@ def drawn(page: Any, width: int) -> str:
     ],
 )
 def test_the_state_of_a_node(record: dict[str, Any] | None, phase: Any, state: str) -> None:
-    roster = {"aaaaaa": agent(1)} | ({"bbbbbb": agent(2, **record)} if record else {})
-    assert viewed(structs.replace(PLAN, phase=phase), **roster).nodes[1].state == state
+    members = {"aaaaaa": agent(1)} | ({"bbbbbb": agent(2, **record)} if record else {})
+    assert viewed(structs.replace(PLAN, phase=phase), **members).nodes[1].state == state
 
 
 @pytest.mark.parametrize(
@@ -332,8 +332,8 @@ def test_plain_text_has_thousands_of_nodes() -> None:
     nodes = tuple(
         Node(f"{i:06x}", f"node{i}", f"10.0.{i // 250}.1", 8, "default") for i in range(4096)
     )
-    roster = {node.name: agent(1) for node in nodes[1:]}
-    view = view_job("big", PLACE, StoredJob(structs.replace(PLAN, nodes=nodes), 1, roster), NOW)
+    members = {node.name: agent(1) for node in nodes[1:]}
+    view = view_job("big", PLACE, StoredJob(structs.replace(PLAN, nodes=nodes), 1, members), NOW)
     page = job_page(view)
     table = next(part for part in page if isinstance(part, Table))
     assert len(table.rows) == 4096
@@ -342,8 +342,8 @@ def test_plain_text_has_thousands_of_nodes() -> None:
 
 def test_of_thousands_a_terminal_shows_the_unusual() -> None:
     nodes = tuple(Node(f"{i:06x}", f"node{i}", "10.0.0.1", 8, "default") for i in range(1000))
-    roster = {node.name: agent(1) for node in nodes if node.host != "node700"}
-    view = view_job("big", PLACE, StoredJob(structs.replace(PLAN, nodes=nodes), 1, roster), NOW)
+    members = {node.name: agent(1) for node in nodes if node.host != "node700"}
+    view = view_job("big", PLACE, StoredJob(structs.replace(PLAN, nodes=nodes), 1, members), NOW)
     lines = [line.split() for line in drawn(job_page(view), 120).splitlines()]
     assert ["700", "0002bc", "node700", "10.0.0.1", "gone", "5600-5607", "8", "-"] in lines
     assert ["and", "979", "more,", "all", "of", "them", "in", "output", "to", "a", "pipe"] in lines

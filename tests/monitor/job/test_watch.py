@@ -71,10 +71,10 @@ def test_agents_that_gather_have_no_plan_yet(meetings: Meetings) -> None:
 
 def test_reading_changes_nothing(meetings: Meetings) -> None:
     with PlayedJob(meetings, "train-1", nodes=2) as job:
-        before = (job.stores[0].latest(), set(job.stores[0].roster()))
+        before = (job.stores[0].latest(), set(job.stores[0].members()))
         for _ in range(3):
             reading(meetings)
-        assert (job.stores[0].latest(), set(job.stores[0].roster())) == before
+        assert (job.stores[0].latest(), set(job.stores[0].members())) == before
 
 
 def test_the_store_knows_its_jobs(meetings: Meetings) -> None:
@@ -148,7 +148,7 @@ def test_one_agent_that_is_refused_does_not_hide_the_others() -> None:
         good.enrol("aaaaaa", encode(record(1), b"right", "aaaaaa"), 60.0)
         bad.enrol("bbbbbb", b"{}", 60.0)
         found = look(good, b"right")
-        assert (set(found.roster), set(found.refused)) == ({"aaaaaa"}, {"bbbbbb"})
+        assert (set(found.members), set(found.refused)) == ({"aaaaaa"}, {"bbbbbb"})
         assert "bbbbbb" in found.refused["bbbbbb"]
 
 
@@ -162,7 +162,7 @@ def test_without_a_plan_and_with_none_readable_the_refusal_is_the_answer() -> No
 def test_a_plan_that_is_refused_is_the_answer() -> None:
     with closing(MemoryHub().store()) as store:
         store.enrol("aaaaaa", encode(record(1), None, "aaaaaa"), 60.0)
-        assert store.await_lead("aaaaaa", 10.0)
+        assert store.await_leadership("aaaaaa", 10.0)
         assert store.publish(1, encode(Plan("maple"), b"other", 1))
         with pytest.raises(RecordError, match="the coordinator"):
             look(store, None)

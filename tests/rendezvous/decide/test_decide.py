@@ -1,4 +1,4 @@
-"""The decision table: a plan, a roster and a time; the step and its reason."""
+"""The decision table: a plan, members and a time; the step and its reason."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STATIC = replace(TWO, static=True)
 NOW = 100.0
 
 
-def seat(number: int, state: str = "ready", round: int = -1, **said: Any) -> Present:
+def member(number: int, state: str = "ready", round: int = -1, **said: Any) -> Present:
     """Return agent ``number``, which came 50 s ago unless ``since`` says otherwise."""
     since, failed_at = said.pop("since", 50.0), said.pop("failed_at", None)
     record = NodeStatus(f"node{number}", f"10.0.0.{number}", 4000 + number, 8)
@@ -34,12 +34,12 @@ def seat(number: int, state: str = "ready", round: int = -1, **said: Any) -> Pre
 def failed(number: int, state: str = "ended", at: float = 99.0, code: int = 7) -> Present:
     """Return an agent whose worker has failed in round 0 at that time."""
     found = WorkerFailure(rank=8 * (number - 1), exitcode=code, text="boom")
-    return seat(number, state, 0, failure=found, failed_at=at)
+    return member(number, state, 0, failure=found, failed_at=at)
 
 
 def saved(number: int, why: str) -> Present:
     """Return an agent whose workers have saved and ended in round 0, because they were asked."""
-    return seat(number, "finished", 0, preempted=why, reason="a node joins")
+    return member(number, "finished", 0, preempted=why, reason="a node joins")
 
 
 def node(number: int) -> Node:
@@ -52,9 +52,9 @@ RUNNING = Plan("job", 0, "running", "first start", nodes=(node(1), node(2)))
 FAILURE = WorkerFailure(rank=0, exitcode=7, text="boom", host="node1", node="a1")
 ENDING = replace(RUNNING, phase="ending", cause="failure", reason="?", failure=FAILURE)
 LOST = replace(RUNNING, phase="ending", cause="lost", reason="node2 was lost")
-RUN1, RUN2 = seat(1, "running", 0), seat(2, "running", 0)
-END1, END2 = seat(1, "ended", 0), seat(2, "ended", 0)
-LISTENS1, LISTENS2 = seat(1, "running", 0, listens=True), seat(2, "running", 0, listens=True)
+RUN1, RUN2 = member(1, "running", 0), member(2, "running", 0)
+END1, END2 = member(1, "ended", 0), member(2, "ended", 0)
+LISTENS1, LISTENS2 = member(1, "running", 0, listens=True), member(2, "running", 0, listens=True)
 GROWS = replace(RUNNING, joining=("a3",))
 GONE2 = {"a2": Absent("expired", 99.0, RUN2.record)}
 
@@ -64,33 +64,33 @@ TABLE: dict[str, Row] = {
     "all are there": (
         TWO,
         EMPTY,
-        [seat(2, "joining"), seat(1)],
+        [member(2, "joining"), member(1)],
         {"stirred": 100.0},
         "running//0/None a1 a2",
         "first start: 2 nodes, 16 workers",
     ),
     "enough, and one may come": (
-        *(ELASTIC, EMPTY, [seat(1)], {"stirred": 99.0}),
+        *(ELASTIC, EMPTY, [member(1)], {"stirred": 99.0}),
         *("wait 101", "waiting for more nodes"),
     ),
     "enough, and none came": (
-        *(ELASTIC, EMPTY, [seat(1)], {"stirred": 98.0}),
+        *(ELASTIC, EMPTY, [member(1)], {"stirred": 98.0}),
         *("running//0/None a1", "first start: 1 node, 8 workers"),
     ),
     "a new host waits out the fences of those it cannot know": (
-        *(HOSTS, EMPTY, [seat(1)], {"opened": 97.0, "stirred": 97.0}),
+        *(HOSTS, EMPTY, [member(1)], {"opened": 97.0, "stirred": 97.0}),
         *("wait 107", "waiting for more nodes"),
     ),
     "unless all are there, and nobody knows of a round": (
-        *(HOSTS, EMPTY, [seat(1), seat(2)], {"opened": 96.0, "stirred": 99.9}),
+        *(HOSTS, EMPTY, [member(1), member(2)], {"opened": 96.0, "stirred": 99.9}),
         *("running//0/None a1 a2", "first start: 2 nodes, 16 workers"),
     ),
     "a host that was killed here had agents": (
-        *(replace(HOSTS, killed_in=4), EMPTY, [seat(1), seat(2)], {"opened": 96.0}),
+        *(replace(HOSTS, killed_in=4), EMPTY, [member(1), member(2)], {"opened": 96.0}),
         *("wait 108", "waiting for more nodes"),
     ),
     "and none of them has come back": (
-        *(replace(HOSTS, killed_in=4), EMPTY, [seat(1), seat(2)], {"opened": 88.0}),
+        *(replace(HOSTS, killed_in=4), EMPTY, [member(1), member(2)], {"opened": 88.0}),
         "running//0/None a1 a2; the last run with this run id was killed here in round 4 and none "
         "of its agents is left: rounds and restarts are counted from 0 again",
         "first start: 2 nodes, 16 workers",
@@ -99,45 +99,45 @@ TABLE: dict[str, Row] = {
         *(
             HOSTS,
             EMPTY,
-            [seat(1), seat(2)],
+            [member(1), member(2)],
             {"opened": 80.0, "known": LastKnown(4, heartbeat=30.0)},
         ),
         *("wait 110", "waiting for more nodes"),
     ),
     "the job goes on in the next round, with its budget": (
-        *(HOSTS, EMPTY, [seat(1)], {"opened": 88.0, "known": LastKnown(4, 2, 1, 40, 12.0)}),
+        *(HOSTS, EMPTY, [member(1)], {"opened": 88.0, "known": LastKnown(4, 2, 1, 40, 12.0)}),
         *("running//5/None a1 r2", "the store lost its memory; going on with 1 node, 8 workers"),
     ),
-    "too few, told on the board": (
-        *(TWO, EMPTY, [seat(1)], {"since": 90.0, "posted": 90.0}),
+    "too few, told on the plan": (
+        *(TWO, EMPTY, [member(1)], {"since": 90.0, "posted": 90.0}),
         *("forming//-1/None", "1 of 2 nodes: node1 (10.0.0.1); 1 more is needed"),
     ),
     "too few for too long": (
-        *(replace(TWO, min_nodes=3, max_nodes=4), EMPTY, [seat(1), seat(2)], {"since": -500.0}),
+        *(replace(TWO, min_nodes=3, max_nodes=4), EMPTY, [member(1), member(2)], {"since": -500.0}),
         f"over//-1/{JoinTimeoutError.exit_code}",
         "2 of at least 3 nodes after 600 s: node1 (10.0.0.1), node2 (10.0.0.2); 1 more is needed",
     ),
     "checkpoints are looked for first": (
-        *(SAVING, EMPTY, [seat(1), seat(2)], {}, "search", "looking for the newest checkpoint"),
+        *(SAVING, EMPTY, [member(1), member(2)], {}, "search", "looking for the newest checkpoint"),
     ),
     "and cannot be": (
-        *(SAVING, EMPTY, [seat(1), seat(2)], {"found": SearchResult(problem="/ck: no")}),
+        *(SAVING, EMPTY, [member(1), member(2)], {"found": SearchResult(problem="/ck: no")}),
         *("over//-1/74", "cannot look for checkpoints: /ck: no"),
     ),
     "and the files of those who come": (
-        *(SAVING, EMPTY, [seat(1, probe="p1"), seat(2, probe="p2")], {"found": SearchResult()}),
+        *(SAVING, EMPTY, [member(1, probe="p1"), member(2, probe="p2")], {"found": SearchResult()}),
         *("search", "looking for the newest checkpoint"),
     ),
     "which are all seen": (
-        *(SAVING, EMPTY, [seat(1, probe="p1"), seat(2, probe="p2")]),
+        *(SAVING, EMPTY, [member(1, probe="p1"), member(2, probe="p2")]),
         {"found": SearchResult(asked=frozenset({"p1", "p2"}))},
         *("running//0/None a1 a2", "first start: 2 nodes, 16 workers, from the start"),
     ),
     "one is not seen": (
         *(SAVING, EMPTY),
         [
-            seat(1, probe="p1", facts={"checkpoint_dir": "/ck"}),
-            seat(2, probe="p2", facts={"checkpoint_dir": "/ck"}),
+            member(1, probe="p1", facts={"checkpoint_dir": "/ck"}),
+            member(2, probe="p2", facts={"checkpoint_dir": "/ck"}),
         ],
         {"found": SearchResult(asked=frozenset({"p1", "p2"}), unseen=frozenset({"p2"}))},
         "over//-1/2",
@@ -146,7 +146,7 @@ TABLE: dict[str, Row] = {
         "them, or give --checkpoint-local if each node is to keep its own checkpoints",
     ),
     "who was in the round before is not looked for again": (
-        *(SAVING, LOST, [seat(1, "ended", 0, probe="p1"), seat(2, "ended", 0, probe="p2")]),
+        *(SAVING, LOST, [member(1, "ended", 0, probe="p1"), member(2, "ended", 0, probe="p2")]),
         {"found": SearchResult()},
         *(
             "running//1/None a1 a2",
@@ -154,33 +154,33 @@ TABLE: dict[str, Row] = {
         ),
     ),
     "a newcomer is looked for": (
-        *(SAVING, LOST, [seat(1, "ended", 0, probe="p1"), seat(3, probe="p3")]),
+        *(SAVING, LOST, [member(1, "ended", 0, probe="p1"), member(3, probe="p3")]),
         {"absent": GONE2, "found": SearchResult()},
         *("search", "looking for the newest checkpoint"),
     ),
     "a newcomer with another directory is left out": (
         *(replace(ELASTIC, has_checkpoint_dir=True), LOST),
-        [seat(1, "ended", 0, probe="p1"), seat(3, probe="p3")],
+        [member(1, "ended", 0, probe="p1"), member(3, probe="p3")],
         {"absent": GONE2, "found": SearchResult(asked=frozenset({"p3"}), unseen=frozenset({"p3"}))},
         "running//1/None a1 !a3",
         "node2 was lost; going on with 1 node, 8 workers, from the start",
     ),
     "and waited for no more": (
-        *(ELASTIC, replace(RUNNING, strangers=("a3",)), [RUN1, RUN2, seat(3)], {}),
+        *(ELASTIC, replace(RUNNING, strangers=("a3",)), [RUN1, RUN2, member(3)], {}),
         *("wait None", ""),
     ),
     "the nodes differ": (
         *(replace(TWO, strict_symmetry=True), EMPTY),
-        *([seat(1, facts={"torch": "2.1"}), seat(2, facts={"torch": "2.2"})], {}),
+        *([member(1, facts={"torch": "2.1"}), member(2, facts={"torch": "2.2"})], {}),
         f"over//-1/{SymmetryError.exit_code}",
         "the nodes differ: torch is 2.1 on node1 and 2.2 on node2 (--strict-symmetry)",
     ),
     "static: by rank": (
-        *(STATIC, EMPTY, [seat(1, hint=1), seat(2, hint=0)], {}),
+        *(STATIC, EMPTY, [member(1, hint=1), member(2, hint=0)], {}),
         *("running//0/None a2 a1", "first start: 2 nodes, 16 workers"),
     ),
     "static: a rank twice": (
-        *(STATIC, EMPTY, [seat(1, hint=1), seat(2, hint=1)], {}),
+        *(STATIC, EMPTY, [member(1, hint=1), member(2, hint=1)], {}),
         "over//-1/2",
         "--node-rank 1 is given twice: to node1 (10.0.0.1) and to node2 (10.0.0.2)",
     ),
@@ -199,27 +199,27 @@ TABLE: dict[str, Row] = {
         "node node2 (10.0.0.2) was lost: no heartbeat for 3 s",
     ),
     "workers that can save are not stopped for a newcomer": (
-        *(ELASTIC, RUNNING, [LISTENS1, LISTENS2, seat(3)], {"stirred": 50.0}),
+        *(ELASTIC, RUNNING, [LISTENS1, LISTENS2, member(3)], {"stirred": 50.0}),
         *("running//0/None a1 a2 +a3", "first start"),
     ),
     "nor before it is ready": (
-        *(ELASTIC, RUNNING, [LISTENS1, LISTENS2, seat(3, "joining", since=99.0)], {}),
+        *(ELASTIC, RUNNING, [LISTENS1, LISTENS2, member(3, "joining", since=99.0)], {}),
         *("wait 109", ""),
     ),
     "they have their time": (
-        *(ELASTIC, GROWS, [LISTENS1, LISTENS2, seat(3)], {"posted": 80.0}),
+        *(ELASTIC, GROWS, [LISTENS1, LISTENS2, member(3)], {"posted": 80.0}),
         *("wait 110", ""),
     ),
     "and no more than that": (
-        *(ELASTIC, GROWS, [LISTENS1, LISTENS2, seat(3)], {"posted": 70.0}),
+        *(ELASTIC, GROWS, [LISTENS1, LISTENS2, member(3)], {"posted": 70.0}),
         *("ending/joined/0/None a1 a2 +a3", "node node3 (10.0.0.3) joins"),
     ),
     "one has saved": (
-        *(ELASTIC, GROWS, [saved(1, "resize"), LISTENS2, seat(3)], {"posted": 80.0}),
+        *(ELASTIC, GROWS, [saved(1, "resize"), LISTENS2, member(3)], {"posted": 80.0}),
         *("wait 110", ""),
     ),
     "all have saved for a newcomer": (
-        *(ELASTIC, GROWS, [saved(1, "resize"), saved(2, "resize"), seat(3)], {}),
+        *(ELASTIC, GROWS, [saved(1, "resize"), saved(2, "resize"), member(3)], {}),
         *("ending/joined/0/None a1 a2 +a3", "a node joins; the workers have saved"),
     ),
     "all have saved, and are to stop": (
@@ -227,19 +227,23 @@ TABLE: dict[str, Row] = {
         *("over//0/75 a1 a2", "preempted: a node joins; to be continued"),
     ),
     "the job is asked to end where no worker runs": (
-        *(ELASTIC, RUNNING, [RUN1, seat(2, "finished", 0, asks="drain")], {}),
+        *(ELASTIC, RUNNING, [RUN1, member(2, "finished", 0, asks="drain")], {}),
         *("running//0/None a1 a2", "the job is asked to end: drain"),
     ),
     "a spare is asked": (
-        *(TWO, RUNNING, [RUN1, RUN2, seat(3, asks="drain")], {}),
+        *(TWO, RUNNING, [RUN1, RUN2, member(3, asks="drain")], {}),
         *("running//0/None a1 a2", "the job is asked to end: drain"),
     ),
     "nobody joins a job that is asked to end": (
-        *(ELASTIC, replace(RUNNING, asked="drain"), [RUN1, RUN2, seat(3)], {}),
+        *(ELASTIC, replace(RUNNING, asked="drain"), [RUN1, RUN2, member(3)], {}),
         *("wait None", ""),
     ),
     "all nodes are done before they are told": (
-        *(TWO, replace(RUNNING, asked="drain"), [seat(1, "finished", 0), seat(2, "finished", 0)]),
+        *(
+            TWO,
+            replace(RUNNING, asked="drain"),
+            [member(1, "finished", 0), member(2, "finished", 0)],
+        ),
         *({}, "over//0/0 a1 a2", "all workers ended with 0"),
     ),
     "a node is lost when the job is asked to end": (
@@ -251,34 +255,34 @@ TABLE: dict[str, Row] = {
         *("over/failure/0/7 a1 a2", "rank 0 on node1 exited with code 7; no restart: drain"),
     ),
     "a failure before it": (
-        *(TWO, ENDING, [failed(1), seat(2, "ended", 0, asks="drain")], {}),
+        *(TWO, ENDING, [failed(1), member(2, "ended", 0, asks="drain")], {}),
         *("over/failure/0/75 a1 a2", "preempted: drain; to be continued"),
     ),
     "a failure before it, with no restart left": (
-        *(replace(TWO, max_restarts=0), ENDING, [failed(1), seat(2, "ended", 0, asks="drain")]),
+        *(replace(TWO, max_restarts=0), ENDING, [failed(1), member(2, "ended", 0, asks="drain")]),
         *({}, "over/failure/0/7 a1 a2", "rank 0 on node1 exited with code 7; --max-restarts is 0"),
     ),
     "which is not the end before all have ended": (
-        *(TWO, ENDING, [failed(1), seat(2, "running", 0, asks="drain")], {"since": 95.0}),
+        *(TWO, ENDING, [failed(1), member(2, "running", 0, asks="drain")], {"since": 95.0}),
         *("wait 695", "waiting for node2 (10.0.0.2) to end round 0"),
     ),
     "asked before the first round": (
-        *(TWO, EMPTY, [seat(1, asks="drain")], {}),
+        *(TWO, EMPTY, [member(1, asks="drain")], {}),
         *("over//-1/75", "preempted: drain; to be continued"),
     ),
     "a node is told to leave": (
-        *(TWO, RUNNING, [RUN1, seat(2, "leaving", 0, reason="stopped by SIGTERM")], {}),
+        *(TWO, RUNNING, [RUN1, member(2, "leaving", 0, reason="stopped by SIGTERM")], {}),
         *("ending/left/0/None a1 a2", "node node2 (10.0.0.2) leaves: stopped by SIGTERM"),
     ),
     "the host of the store is told to": (
         *(replace(TWO, hosted_by_me=True), RUNNING),
-        *([seat(1, "leaving", 0, reason="stopped by SIGTERM", exit_code=143), RUN2], {}),
+        *([member(1, "leaving", 0, reason="stopped by SIGTERM", exit_code=143), RUN2], {}),
         "over//0/143 a1 a2",
         "node node1 (10.0.0.1) leaves (stopped by SIGTERM) and the store, which it hosts, goes "
         "with it; etcd (--rdzv-backend etcd) survives the loss of any node",
     ),
     "all are told to": (
-        *(TWO, RUNNING, [seat(1, "leaving", 0, reason="SIGINT", exit_code=130)], {}),
+        *(TWO, RUNNING, [member(1, "leaving", 0, reason="SIGINT", exit_code=130)], {}),
         *("over//0/130 a1 a2", "SIGINT"),
     ),
     "workers were fenced": (
@@ -286,44 +290,44 @@ TABLE: dict[str, Row] = {
         "node node2 (10.0.0.2) was cut off from the store; the workers there are dead",
     ),
     "all are done": (
-        *(TWO, RUNNING, [seat(1, "finished", 0), seat(2, "finished", 0)], {}),
+        *(TWO, RUNNING, [member(1, "finished", 0), member(2, "finished", 0)], {}),
         *("over//0/0 a1 a2", "all workers ended with 0"),
     ),
     "all are done, and one is gone": (
-        *(TWO, RUNNING, [seat(1, "finished", 0)]),
-        {"absent": {"a2": Absent("expired", 99.0, seat(2, "finished", 0).record)}},
+        *(TWO, RUNNING, [member(1, "finished", 0)]),
+        {"absent": {"a2": Absent("expired", 99.0, member(2, "finished", 0).record)}},
         *("over//0/0 a1 a2", "all workers ended with 0"),
     ),
     "a newcomer is not ready": (
-        *(ELASTIC, RUNNING, [RUN1, RUN2, seat(3, "joining", since=99.9)], {"stirred": 99.9}),
+        *(ELASTIC, RUNNING, [RUN1, RUN2, member(3, "joining", since=99.9)], {"stirred": 99.9}),
         *("wait 100.4", ""),
     ),
     "a newcomer is": (
-        *(ELASTIC, RUNNING, [RUN1, RUN2, seat(3, since=99.0)], {"stirred": 99.0}),
+        *(ELASTIC, RUNNING, [RUN1, RUN2, member(3, since=99.0)], {"stirred": 99.0}),
         *("ending/joined/0/None a1 a2 +a3", "node node3 (10.0.0.3) joins"),
     ),
     "one who never gets ready": (
-        *(ELASTIC, RUNNING, [RUN1, RUN2, seat(3, "joining")], {}),
+        *(ELASTIC, RUNNING, [RUN1, RUN2, member(3, "joining")], {}),
         *("running//0/None a1 a2 +a3", "first start"),
     ),
     "no room: a spare": (
-        *(TWO, RUNNING, [RUN1, RUN2, seat(3)], {}, "running//0/None a1 a2", "first start"),
+        *(TWO, RUNNING, [RUN1, RUN2, member(3)], {}, "running//0/None a1 a2", "first start"),
     ),
     "never: announced": (
-        *(replace(ELASTIC, on_join="never"), RUNNING, [RUN1, RUN2, seat(3)], {}),
+        *(replace(ELASTIC, on_join="never"), RUNNING, [RUN1, RUN2, member(3)], {}),
         *("running//0/None a1 a2 +a3", "first start"),
     ),
     # ── each node has a checkpoint directory of its own ──
     "first, the agents hear by which word they know each other": (
-        *(LOCAL, EMPTY, [seat(1), seat(2)], {}, "forming//-1/None"),
+        *(LOCAL, EMPTY, [member(1), member(2)], {}, "forming//-1/None"),
         "looking for the newest checkpoint on 2 nodes",
     ),
     "then they are asked": (
-        *(LOCAL, replace(EMPTY, reason="looking"), [seat(1), seat(2)], {}),
+        *(LOCAL, replace(EMPTY, reason="looking"), [member(1), member(2)], {}),
         *("search", "looking for the newest checkpoint"),
     ),
     "again, if one was not reached": (
-        *(LOCAL, replace(EMPTY, reason="looking"), [seat(1), seat(2)]),
+        *(LOCAL, replace(EMPTY, reason="looking"), [member(1), member(2)]),
         *({"found": SearchResult(again=True)}, "search", "looking for the newest checkpoint"),
     ),
     "also where the restarts are counted by what is found": (
@@ -331,12 +335,12 @@ TABLE: dict[str, Row] = {
         *("search", "looking for the newest checkpoint"),
     ),
     "and where one has come since": (
-        *(LOCAL, LOST, [END1, seat(3)]),
+        *(LOCAL, LOST, [END1, member(3)]),
         {"absent": GONE2, "found": SearchResult(CKPT, ready=frozenset({"a1"}))},
         *("search", "looking for the newest checkpoint"),
     ),
     "the checkpoint is on all nodes": (
-        *(LOCAL, LOST, [END1, seat(3)]),
+        *(LOCAL, LOST, [END1, member(3)]),
         {"absent": GONE2, "found": SearchResult(CKPT, ready=frozenset({"a1", "a2", "a3"}))},
         "running//1/None a1 a3",
         "node2 was lost; going on with 2 nodes, 16 workers, from step 40",
@@ -345,7 +349,7 @@ TABLE: dict[str, Row] = {
         *(
             LOCAL,
             LOST,
-            [END1, seat(3)],
+            [END1, member(3)],
             {"absent": GONE2, "found": SearchResult(problem="node2: full")},
         ),
         *("over/lost/0/74 a1 a2", "cannot look for checkpoints: node2: full"),
@@ -360,7 +364,7 @@ TABLE: dict[str, Row] = {
         *("over/failure/0/69 a1 a2", "node2 (10.0.0.2) did not end round 0 in 600 s"),
     ),
     "one has not heard of the round": (
-        *(TWO, ENDING, [failed(1), seat(2)], {"since": 90.0}, "wait 690"),
+        *(TWO, ENDING, [failed(1), member(2)], {"since": 90.0}, "wait 690"),
         "waiting for node2 (10.0.0.2) to end round 0",
     ),
     "restart": (
@@ -381,16 +385,16 @@ TABLE: dict[str, Row] = {
         *("running//1/None a1", "rank 0 on node1 exited with code 7; restart 1 of 3"),
     ),
     "the spare that has waited longest, whoever came to this coordinator first": (
-        *(TWO, replace(LOST, spares=("a4", "a3")), [END1, seat(3), seat(4)], {"absent": GONE2}),
+        *(TWO, replace(LOST, spares=("a4", "a3")), [END1, member(3), member(4)], {"absent": GONE2}),
         "running//1/None a1 a4",
         "node2 was lost; going on with 2 nodes, 16 workers",
     ),
     "spares keep their order": (
-        *(TWO, replace(RUNNING, spares=("a4", "a3")), [RUN1, RUN2, seat(3), seat(4)], {}),
+        *(TWO, replace(RUNNING, spares=("a4", "a3")), [RUN1, RUN2, member(3), member(4)], {}),
         *("wait None", ""),
     ),
     "a spare takes over": (
-        *(TWO, replace(LOST, spares=("a3",)), [END1, seat(3), seat(4)], {"absent": GONE2}),
+        *(TWO, replace(LOST, spares=("a3",)), [END1, member(3), member(4)], {"absent": GONE2}),
         *("running//1/None a1 a3", "node2 was lost; going on with 2 nodes, 16 workers"),
     ),
     "too few are left": (
@@ -408,7 +412,7 @@ TABLE: dict[str, Row] = {
         "waiting for node2 (10.0.0.2) to end round 0",
     ),
     "a search that takes long": (
-        *(replace(OPEN, has_checkpoint_dir=True), EMPTY, [seat(1), seat(2)]),
+        *(replace(OPEN, has_checkpoint_dir=True), EMPTY, [member(1), member(2)]),
         {"since": 60.0, "posted": 60.0, "searching": True},
         "forming//-1/None looking for the newest checkpoint, for 30 s",
         "looking for the newest checkpoint",
@@ -418,16 +422,16 @@ TABLE: dict[str, Row] = {
         *("running//1/None a1 a2", "node2 was lost; going on with 2 nodes, 16 workers"),
     ),
     "a node has not started its part": (
-        *(OPEN, RUNNING, [RUN1, seat(2, "joining")], {"since": 95.0, "posted": 95.0}),
+        *(OPEN, RUNNING, [RUN1, member(2, "joining")], {"since": 95.0, "posted": 95.0}),
         *("wait 125", "waiting for node2 (10.0.0.2) to start round 0"),
     ),
     "which is published": (
-        *(OPEN, RUNNING, [RUN1, seat(2, "joining")], {"since": 50.0, "posted": 50.0}),
+        *(OPEN, RUNNING, [RUN1, member(2, "joining")], {"since": 50.0, "posted": 50.0}),
         "running//0/None a1 a2 waiting for node2 (10.0.0.2) to start round 0, for 30 s",
         "waiting for node2 (10.0.0.2) to start round 0",
     ),
     "and has not for too long": (
-        *(OPEN, RUNNING, [RUN1, seat(2, "joining")], {"since": -500.0, "posted": 95.0}),
+        *(OPEN, RUNNING, [RUN1, member(2, "joining")], {"since": -500.0, "posted": 95.0}),
         *("over//0/69 a1 a2", "node2 (10.0.0.2) did not start round 0 in 600 s"),
     ),
     "over": (TWO, replace(RUNNING, phase="over", reason="done"), [RUN1], {}, "wait None", "done"),
@@ -461,8 +465,8 @@ def told(step: Publish | Search | Wait) -> str:
 
 
 def test_a_search_knows_whom_the_round_will_have() -> None:
-    """By node rank, and what all on the roster say of themselves."""
-    there = {"a2": seat(2), "a1": seat(1), "a3": seat(3)}
+    """By node rank, and what all members say of themselves."""
+    there = {"a2": member(2), "a1": member(1), "a3": member(3)}
     plan = replace(EMPTY, reason="looking")
     step, _ = decide(View("a1", plan, there, {}), NOW, LOCAL)
     assert isinstance(step, Search)

@@ -39,19 +39,19 @@ def record(number: int, state: AgentState, round: int = 3) -> NodeStatus:
 )
 def test_who_works(plan: Plan | None, other: NodeStatus | None, expected: list[str]) -> None:
     """Another node of the round that runs, until its record ends its part of it."""
-    roster = {"a1": record(1, "finished"), **({"a2": other} if other else {})}
-    assert [node.host for node in working(plan, "a1", roster)] == expected
+    members = {"a1": record(1, "finished"), **({"a2": other} if other else {})}
+    assert [node.host for node in working(plan, "a1", members)] == expected
 
 
 def test_a_wait_for_a_node_that_works_may_last() -> None:
     """A line now and then, less often each time; no end."""
     waiting, now, looks = Waiting(RULES, 0.0), 0.0, []
-    roster = {"a1": record(1, "finished"), "a2": record(2, "running")}
+    members = {"a1": record(1, "finished"), "a2": record(2, "running")}
     while now < 7200.0:
         now += 1.0
         if waiting.due(now):
             looks.append(now)
-            found = waiting.looked(RUNNING, "a1", roster, now)
+            found = waiting.looked(RUNNING, "a1", members, now)
             assert found == Still(f"waiting for {now:.0f} s for node node2 (10.0.0.2) in round 3")
     assert looks[:5] == [30.0, 90.0, 210.0, 450.0, 930.0]
     assert max(b - a for a, b in itertools.pairwise(looks)) == 600.0
@@ -68,13 +68,13 @@ def test_a_wait_for_a_node_that_works_may_last() -> None:
 def test_nobody_decides(plan: Plan | None, said: str) -> None:
     """The wait ends ``store_timeout`` + 2 ``remind`` after the first look that shows it."""
     waiting, now = Waiting(RULES, 0.0), 0.0
-    roster = {"a1": record(1, "finished"), "a2": record(2, "finished")}
+    members = {"a1": record(1, "finished"), "a2": record(2, "finished")}
     for now in (30.0, 60.0, 90.0):
         assert not waiting.due(now - 0.1)
         assert waiting.due(now)
         expected = Still(f"waiting for {now:.0f} s: {said}")
-        assert waiting.looked(plan, "a1", roster, now) == expected
-    found = waiting.looked(plan, "a1", roster, 120.0)
+        assert waiting.looked(plan, "a1", members, now) == expected
+    found = waiting.looked(plan, "a1", members, 120.0)
     assert found == Hopeless(f"{said}, for 120 s; giving up")
 
 
@@ -90,10 +90,10 @@ def test_what_is_received_begins_the_wait_anew() -> None:
 
 
 def test_many_agents_look_less_often() -> None:
-    """A roster of N records is read by each of N agents."""
+    """A members of N records is read by each of N agents."""
     waiting = Waiting(RULES, 0.0)
-    roster = {f"a{n}": record(n, "running") for n in range(640)}
-    waiting.looked(RUNNING, "a1", roster, 30.0)
+    members = {f"a{n}": record(n, "running") for n in range(640)}
+    waiting.looked(RUNNING, "a1", members, 30.0)
     assert not waiting.due(30.0 + 599.0)
     assert waiting.due(30.0 + 600.0)
 
@@ -111,5 +111,5 @@ def test_many_agents_look_less_often() -> None:
 )
 def test_who_leaves_last(plan: Plan | None, others: list[NodeStatus], expected: bool) -> None:
     """Nobody stays who could end the job."""
-    roster = {"a1": record(1, "leaving"), **{one.host: one for one in others}}
-    assert is_last(plan, "a1", roster) == expected
+    members = {"a1": record(1, "leaving"), **{one.host: one for one in others}}
+    assert is_last(plan, "a1", members) == expected

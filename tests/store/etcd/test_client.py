@@ -132,7 +132,7 @@ def took(cluster: Cluster, put: object, member: Member) -> bool:
 def connected(
     cluster: Cluster, agents: Callable[..., Agent], member: Member, ttl: float = 3.0
 ) -> Agent:
-    """Return an agent that talks to ``member``, and knows the others."""
+    """Return an agent that talks to ``connection``, and knows the others."""
     for number in range(100):
         agent = agents(cluster.place(), f"at{number}", ttl)
         if cluster.member_at(agent.store.member) is member:
@@ -151,7 +151,7 @@ def connected(
 def test_a_member_is_lost(
     three: Cluster, agents: Callable[..., Agent], hurt: str, which: str
 ) -> None:
-    """No seat is lost, and everything goes on, for who was connected to it and who was not.
+    """No lease is lost, and everything goes on, for who was connected to it and who was not.
 
     A leader that was frozen for longer than a lease still revokes what ran out by its own clock, in
     etcd before 3.4.29 and 3.5.11 (etcd-io/etcd#15247). So the leases are longer then, and that they
@@ -163,7 +163,7 @@ def test_a_member_is_lost(
     first = connected(three, agents, victim, ttl)
     others = [agents(three.place(), f"n{number}", ttl) for number in range(4)]
     everyone = [first, *others]
-    assert first.store.await_lead(first.name, LONG)
+    assert first.store.await_leadership(first.name, LONG)
     assert first.store.publish(1, b"before")
     assert [a.store.follow(0, LONG) for a in everyone] == [Post(1, b"before")] * 5
     names = {change.name for change in first.store.changes(first.name, LONG)}
@@ -208,9 +208,9 @@ def test_most_members_are_lost(three: Cluster, agents: Callable[..., Agent]) -> 
 
 @pytest.mark.slow
 def test_etcd_is_down_and_comes_back(one: Cluster, agents: Callable[..., Agent]) -> None:
-    """All refuse: nobody decides. On the same port again, the same seat and watches go on."""
+    """All refuse: nobody decides. On the same port again, the same lease and watches go on."""
     first, second = agents(one.place(), "first"), agents(one.place(), "second")
-    assert first.store.await_lead("first", LONG)
+    assert first.store.await_leadership("first", LONG)
     assert first.store.publish(1, b"one")
     assert second.store.follow(0, LONG) == Post(1, b"one")
     assert len(first.store.changes("first", LONG)) >= 1
@@ -230,7 +230,7 @@ def test_etcd_is_down_and_comes_back(one: Cluster, agents: Callable[..., Agent])
 
 
 def all_renew(agents: Sequence[Agent]) -> None:
-    """Wait until each agent has renewed its seat once more; none may have lost it."""
+    """Wait until each agent has renewed its lease once more; none may have lost it."""
     renewed = [a.renewed for a in agents]
     retry(lambda: all(a.lost or a.renewed > n for a, n in zip(agents, renewed, strict=True)))
     assert [a.lost for a in agents] == [None] * len(agents)
@@ -261,16 +261,16 @@ def test_what_was_missed_is_compacted_away(
     )
     leaves.enrol("leaves", b"", LONG)
     reader.enrol("reader", b"", 2 * LONG)
-    assert reader.await_lead("reader", LONG)
+    assert reader.await_leadership("reader", LONG)
     assert reader.publish(1, b"1")
     assert reader.follow(0, LONG) == Post(1, b"1")
     found = {change.name for change in reader.changes("reader", LONG)}
     assert found == {"stays", "leaves", "reader"}
     frozen.freeze()
     other = next(m for m in three.members if m is not frozen)
-    board = keys_of("/elaunch", "job").board
+    plan = keys_of("/elaunch", "job").plan
     for version in range(2, 6):
-        put = imports.load().rpc.PutRequest(key=board, value=b"%d\n%d" % (version, version))
+        put = imports.load().rpc.PutRequest(key=plan, value=b"%d\n%d" % (version, version))
         retry(functools.partial(took, three, put, other))
     retry(lambda: stays.store.update(b"new") is None)
     leaves.withdraw()
@@ -307,11 +307,11 @@ def test_nobody_is_there() -> None:
 def test_what_a_finished_job_leaves_has_a_lease(
     one: Cluster, opened: Callable[..., EtcdStore]
 ) -> None:
-    """The board and what all share for a minute, the rest for as long as the agents' leases."""
+    """The plan and what all share for a minute, the rest for as long as the agents' leases."""
     store = opened(one.place(), "run/1")
     assert store.shared(b"a key") == b"a key"
     store.enrol("n0", b"here", LONG)
-    assert store.await_lead("n0", LONG)
+    assert store.await_leadership("n0", LONG)
     assert store.publish(1, b"over")
     assert client.run_ids(one.place()) == ["run/1"]
     store.clear()
@@ -332,39 +332,39 @@ def test_a_job_with_the_same_run_id_goes_on(one: Cluster, opened: Callable[..., 
     store = opened(one.place())
     assert store.shared(b"a key") == b"a key"
     store.enrol("n0", b"", 5.0)
-    assert store.await_lead("n0", LONG)
+    assert store.await_leadership("n0", LONG)
     assert store.publish(1, b"over")
     store.clear()
     assert store.publish(2, b"new")
     rpc = imports.load().rpc
     assert opened(one.place()).shared(b"another") == b"a key"
     keys = keys_of("/elaunch", "job")
-    for key in (keys.board, keys.shared):
+    for key in (keys.plan, keys.shared):
         assert one.call("KV", "Range", rpc.RangeRequest(key=key)).kvs[0].lease == 0
 
 
 def test_a_board_that_was_removed_begins_anew(
     one: Cluster, opened: Callable[..., EtcdStore]
 ) -> None:
-    """Who has seen version 2 of the old board is told of version 1 of the next."""
+    """Who has seen version 2 of the old plan is told of version 1 of the next."""
     store = opened(one.place())
     store.enrol("n0", b"", 5.0)
-    assert store.await_lead("n0", LONG)
+    assert store.await_leadership("n0", LONG)
     assert store.publish(1, b"") and store.publish(2, b"old")
     assert store.follow(1, LONG) == Post(2, b"old")
     rpc = imports.load().rpc
-    key = keys_of("/elaunch", "job").board
+    key = keys_of("/elaunch", "job").plan
     one.call("KV", "DeleteRange", rpc.DeleteRangeRequest(key=key))
     assert store.publish(1, b"new")
     assert store.follow(2, LONG) == Post(1, b"new")
     assert store.follow(1, 0.0) is None
 
 
-def test_a_seat_that_was_removed_is_lost(one: Cluster, opened: Callable[..., EtcdStore]) -> None:
-    """By an operator, say; whoever waits for the lead with it is told."""
+def test_a_lease_that_was_removed_is_lost(one: Cluster, opened: Callable[..., EtcdStore]) -> None:
+    """By an operator, say; whoever waits for the leadership with it is told."""
     first, second = opened(one.place()), opened(one.place())
     first.enrol("first", b"", LONG)
-    assert first.await_lead("first", LONG)
+    assert first.await_leadership("first", LONG)
     second.enrol("second", b"", LONG)
     rpc = imports.load().rpc
     one.call("KV", "DeleteRange", rpc.DeleteRangeRequest(key=b"/", range_end=b"0"))
@@ -372,7 +372,7 @@ def test_a_seat_that_was_removed_is_lost(one: Cluster, opened: Callable[..., Etc
         with pytest.raises(LeaseLost):
             store.update(b"")
     with pytest.raises(LeaseLost):
-        second.await_lead("second", LONG)
+        second.await_leadership("second", LONG)
     assert not first.publish(1, b"")
 
 
@@ -380,7 +380,7 @@ def test_what_is_too_large_is_refused(one: Cluster, opened: Callable[..., EtcdSt
     """At once, and not as an etcd that is out of reach."""
     store = opened(one.place())
     store.enrol("n0", b"", LONG)
-    assert store.await_lead("n0", LONG)
+    assert store.await_leadership("n0", LONG)
     for size in (1 << 21, 1 << 23):
         with pytest.raises(StoreError, match="larg") as caught:
             store.publish(1, bytes(size))
@@ -436,7 +436,7 @@ def test_users_and_passwords(tmp_path: Path, opened: Callable[..., EtcdStore]) -
             assert "s3cret" not in str(caught.value) and "wr0ng" not in str(caught.value)
         store, other = opened(mine), opened(mine)
         store.enrol("n0", b"", LONG)
-        assert store.await_lead("n0", LONG)
+        assert store.await_leadership("n0", LONG)
         assert store.follow(0, 0.1) is None
         threading.Event().wait(2.5)  # tokens that nobody uses expire meanwhile
         assert store.publish(1, b"after the token")
@@ -577,9 +577,9 @@ def test_nobody_decides_if_most_members_say_so(kinds: list[str], nobody: bool) -
 def test_run_ids_and_names_are_safe_in_keys(run_id: str) -> None:
     """Whatever is in them, they come back and begin no other key."""
     keys = keys_of("/elaunch", run_id)
-    assert run_id_of("/elaunch", keys.board) == run_id
+    assert run_id_of("/elaunch", keys.plan) == run_id
     assert keys.name_of(keys.agent(run_id)) == run_id
-    assert keys.board.count(b"/") == 3 and keys.agent(run_id).count(b"/") == 4
+    assert keys.plan.count(b"/") == 3 and keys.agent(run_id).count(b"/") == 4
 
 
 def test_addresses_of_ipv6_have_brackets() -> None:

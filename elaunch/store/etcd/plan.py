@@ -35,7 +35,7 @@ class EtcdPlan:
         self, txns: Transactions, keys: Keys, watching: Watching, news: threading.Condition
     ) -> None:
         self._txns = txns
-        self._key = keys.board
+        self._key = keys.plan
         self._watching = watching
         self._news = news
         self._begin = threading.Lock()
@@ -44,12 +44,12 @@ class EtcdPlan:
         self._replaced = False  # the plan was removed: whatever is posted next is news
         self._unsure: Post | None = None  # a post whose answer was lost
 
-    def publish(self, version: int, value: bytes, lead: tuple[bytes, int]) -> bool:
+    def publish(self, version: int, value: bytes, leadership: tuple[bytes, int]) -> bool:
         """Write a post if it is the next one and we lead; raises as Calls.ask.
 
         Args:
             version, value: the post.
-            lead: the key that we lead with, and its create revision.
+            leadership: the key that we lead with, and its create revision.
         """
         post = Post(version, value)
         kv, _ = self._txns.read(self._key)
@@ -60,17 +60,17 @@ class EtcdPlan:
         self._unsure = post
         modified = kv.mod_revision if kv is not None else 0
         answer = txns.send(
-            [txns.modified(self._key, modified), txns.created(*lead)],
+            [txns.modified(self._key, modified), txns.created(*leadership)],
             [txns.put(self._key, b"%d\n%b" % (version, value))],
-            [txns.get(self._key), txns.get(lead[0])],
+            [txns.get(self._key), txns.get(leadership[0])],
         )
         self._unsure = None
         if answer.done:
             return True
         # Perhaps it was done, and the answer was lost. If we still lead, nobody else has written.
-        boards, leads = answer.found
-        leading = bool(leads) and leads[0].create_revision == lead[1]
-        return leading and bool(boards) and _post(boards[0]) == post
+        plans, leaders = answer.found
+        leading = bool(leaders) and leaders[0].create_revision == leadership[1]
+        return leading and bool(plans) and _post(plans[0]) == post
 
     def latest(self) -> Post | None:
         """Return the newest post; raises as Calls.ask."""

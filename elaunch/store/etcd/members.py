@@ -21,7 +21,7 @@ LEFT = b"\0left"
 _AGES_AT_ONCE = 64
 
 
-class EtcdRoster:
+class EtcdMembers:
     """Reads the entries of all agents and waits for their changes.
 
     Args:
@@ -55,9 +55,9 @@ class EtcdRoster:
     def entries(self) -> Mapping[str, Lease]:
         """Return every entry with its age, as far as it is to be had; raises as Calls.ask."""
         kvs, _ = self._txns.read_all(self._keys.agents)
-        seats = [kv for kv in kvs if kv.value != LEFT]
-        ages = self._ages([kv.lease for kv in seats])
-        return {self._keys.name_of(kv.key): Lease(kv.value, ages.get(kv.lease)) for kv in seats}
+        entries = [kv for kv in kvs if kv.value != LEFT]
+        ages = self._ages([kv.lease for kv in entries])
+        return {self._keys.name_of(kv.key): Lease(kv.value, ages.get(kv.lease)) for kv in entries}
 
     def changes(self, name: str, timeout: float) -> Sequence[Change]:
         """Wait for changes; raises as Calls.ask, StoreClosed, and LeaseLost without leadership."""
@@ -66,7 +66,7 @@ class EtcdRoster:
         self._begin_to_watch(name)
         with self._news:
             while True:
-                self._check_lead(name)
+                self._check_leads(name)
                 if self._changes:
                     break
                 self._watching.check(began)
@@ -90,14 +90,14 @@ class EtcdRoster:
         with self._news:
             self._known, self._changes = {}, []
 
-    def _check_lead(self, name: str) -> None:
+    def _check_leads(self, name: str) -> None:
         if not self._leads(name):
             raise LeaseLost(f"{name} does not lead (any more)")
 
     def _begin_to_watch(self, name: str) -> None:
         """Watch for ``name``, which leads: what was watched for an earlier leader is not for it."""
         with self._begin:
-            self._check_lead(name)
+            self._check_leads(name)
             if self._reader != name:
                 self._forget()
             if self._watch is not None:
