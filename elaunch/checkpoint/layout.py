@@ -22,7 +22,7 @@
     manifest   {"schema": 1, "rank": 0, "world_size": 2, "step": 120, "round": 3,
                 "run_id": "digits", "uuid": "…", "host": "a", "pid": 4711,
                 "metadata": {"steps_completed": 120, …},
-                "files": [{"path": "model.pt", "size": 4096, "checksum": "sha256:<hex>"}]}
+                "files": [{"path": "model.pt", "size": 4096, "checksum": "crc32c:<hex>"}]}
     metadata   {"schema": 1, "step": 120, "round": 3, "run_id": "digits", "uuid": "…",
                 "world_size": 2, "metadata": {…merged…}, "metrics": {"loss": 0.5},
                 "versions": {"elaunch": "0.1.0", "python": "3.11.7"}, "started": …,
@@ -63,7 +63,7 @@ METADATA_SUM = "metadata"  # the key of COMMIT that has the checksum of metadata
 METADATA = "metadata.json"
 QUARANTINED = "QUARANTINED"
 REMOVED = "REMOVED"
-CHECKSUM = "sha256"
+CHECKSUM = "sha256"  # of documents; of files: see elaunch.checkpoint.storage.checksums
 TEMPORARY = ".tmp-elaunch-"  # what a file is called until it is whole; never a user's name
 MARK = f"{TEMPORARY}writing-"  # in a stage, of a rank: its shard is on its way; changes
 PRIVATE = ".rank-"  # directory of one rank inside a stage

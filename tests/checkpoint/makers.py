@@ -5,7 +5,6 @@ What needs torch imports it inside the function; a test module that only needs t
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import subprocess
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from elaunch.checkpoint import layout
+from elaunch.checkpoint.storage.checksums import checksum_of
 
 # Two ranks on the CPU: FSDP2 shards a model, DCP saves model and optimizer.
 FSDP2_SCRIPT = """
@@ -62,7 +62,7 @@ def own(
         for name, content in files.items():
             (path / name).parent.mkdir(parents=True, exist_ok=True)
             (path / name).write_bytes(content)
-            checksum = f"sha256:{hashlib.sha256(content).hexdigest()}"
+            checksum = checksum_of(path / name)
             entries.append({"path": name, "size": len(content), "checksum": checksum})
         manifest = {"schema": 1, "rank": rank, "host": "here", "files": entries}
         write_json(path / layout.manifest_name(rank), manifest)

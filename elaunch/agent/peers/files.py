@@ -16,7 +16,7 @@ from typing import Final
 
 from elaunch.agent.peers.messages import PeerConnection, Undelivered
 from elaunch.agent.peers.peers import Peer, Peers
-from elaunch.checkpoint import layout
+from elaunch.checkpoint.storage.checksums import begin
 from elaunch.checkpoint.writing.manifests import FileEntry
 from elaunch.errors import CheckpointError
 
@@ -90,11 +90,17 @@ class NodeSources:
         size = int(line.ask(asked).get("size", -1))
         if size != entry.size:
             raise Undelivered(f"{line.who}: {entry.path} has {size:,} bytes now")
+        total = begin(entry.checksum)
         with open(target, "wb") as file:
-            checksum = line.receive_to(file, size, self._progress)
+
+            def take(piece: memoryview) -> None:
+                total.update(piece)
+                file.write(piece)
+
+            line.receive_to(take, size, self._progress)
             file.flush()
             os.fsync(file.fileno())
-        if f"{layout.CHECKSUM}:{checksum}" != entry.checksum:
+        if total.text() != entry.checksum:
             raise Undelivered(f"{line.who}: {entry.path} is another file now")
 
     def _hang_up(self, place: int, error: Undelivered) -> None:

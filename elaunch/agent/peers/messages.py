@@ -50,7 +50,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 
 from elaunch.errors import SaveError
 
@@ -90,8 +90,6 @@ class PeerConnection:
         self.patience = patience
         self._sock = sock
         self._progress = 0
-        self._came = b""
-        """SHA-256 of the bytes that came last."""
         self._told_busy = 0.0
         sock.settimeout(patience)
         _watch(sock)
@@ -213,8 +211,10 @@ class PeerConnection:
         if at != memory.nbytes:
             raise Undelivered(f"{self.who} sends {at:,} of {memory.nbytes:,} bytes")
 
-    def receive_to(self, file: BinaryIO, size: int, progress: Callable[[int], object]) -> str:
-        """Write the ``size`` bytes that come to ``file`` and return their SHA-256 in hex.
+    def receive_to(
+        self, write: Callable[[memoryview], object], size: int, progress: Callable[[int], object]
+    ) -> None:
+        """Give the ``size`` bytes that come to ``write``, piece by piece.
 
         Needs CHUNK bytes of memory. Raises Undelivered as :meth:`receive_into`, and OSError.
         """
@@ -227,12 +227,11 @@ class PeerConnection:
             return buffer[:length]
 
         for view in self._frames(place):
-            file.write(view)
+            write(view)
             written += view.nbytes
             progress(view.nbytes)
         if written != size:
             raise Undelivered(f"{self.who} sends {written:,} of {size:,} bytes")
-        return self._came.hex()
 
     def _frames(self, place: Callable[[int], memoryview]) -> Iterator[memoryview]:
         total = hashlib.sha256()
@@ -249,8 +248,7 @@ class PeerConnection:
             self._exactly(view)
             total.update(view)
             yield view
-        self._came = total.digest()
-        if bytes(self._exactly(bytearray(len(self._came)))) != self._came:
+        if bytes(self._exactly(bytearray(total.digest_size))) != total.digest():
             raise Undelivered(f"what {self.who} sent was changed on the way")
 
     def _exactly(self, into: bytearray | memoryview) -> bytearray | memoryview:

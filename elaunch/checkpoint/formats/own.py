@@ -17,6 +17,7 @@ from typing import Any
 
 from elaunch.checkpoint import layout
 from elaunch.checkpoint.storage.atonce import at_once
+from elaunch.checkpoint.storage.checksums import differs
 from elaunch.checkpoint.storage.files import (
     JSON_LIMIT,
     inside,
@@ -24,7 +25,6 @@ from elaunch.checkpoint.storage.files import (
     parse_json,
     read_limited,
     regular_size,
-    sha256_of,
     shown,
     whole_number,
 )
@@ -34,7 +34,7 @@ from elaunch.errors import CheckpointError
 FORMAT = "elaunch"
 
 MANIFESTS_LIMIT = 2**30  # bytes of all manifests together
-_READERS = 4  # files that are read at once; hashing one takes one core
+_READERS = 4  # files that are read at once
 
 
 def verify(path: Path, run_id: str | None, content: bool = True, doubted: bool = True) -> None:
@@ -182,5 +182,5 @@ def _is_as_sealed(path: Path, file: FileEntry) -> bool:
 
 
 def _check_content(path: Path, file: FileEntry) -> None:
-    if f"{layout.CHECKSUM}:{sha256_of(path / file.path)}" != file.checksum:
+    if differs(path / file.path, file.checksum):
         raise CheckpointError(f"bad checksum: {file.path}")

@@ -17,7 +17,6 @@ torch.save, safetensors      complete by itself               complete; CRCs of 
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -37,11 +36,11 @@ from elaunch.checkpoint.search.candidates import (
     entries_below,
 )
 from elaunch.checkpoint.search.latest import verify_candidate
+from elaunch.checkpoint.storage.checksums import checksum_of, differs
 from elaunch.checkpoint.storage.files import (
     JSON_LIMIT,
     explain,
     inside,
-    open_regular,
     parse_json,
     read_json,
     read_limited,
@@ -52,7 +51,6 @@ from elaunch.errors import CheckpointError
 
 MOST_KEPT: Final = 50
 """Checkpoints that a node lists: its newest ones."""
-_CHUNK: Final = 2**20
 
 Progress = Callable[[int], object]
 """Is called with the number of bytes read since the last call."""
@@ -189,7 +187,7 @@ def _look_own(path: Path, kept: Kept, progress: Progress) -> Looked:
         try:
             file = inside(path, entry.path, "a manifest")
             whole = regular_size(file) == entry.size
-            whole = whole and sha256(file, progress) == entry.checksum
+            whole = whole and not differs(file, entry.checksum, progress)
         except FileNotFoundError:
             problem = problem or f"missing: {entry.path}"
             continue
@@ -265,14 +263,4 @@ def _regular(path: Path) -> Iterator[str]:
 
 def _hashed(file: Path, name: str, progress: Progress) -> FileEntry:
     size = regular_size(file)
-    return FileEntry(name, size, sha256(file, progress))
-
-
-def sha256(path: Path, progress: Progress) -> str:
-    """Return a file's checksum as manifests have it; ``progress`` is called for each piece."""
-    total = hashlib.sha256()
-    with open_regular(path) as file:
-        while chunk := file.read(_CHUNK):
-            total.update(chunk)
-            progress(len(chunk))
-    return f"{layout.CHECKSUM}:{total.hexdigest()}"
+    return FileEntry(name, size, checksum_of(file, progress))

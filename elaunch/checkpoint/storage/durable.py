@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import os
 import secrets
 import stat
@@ -31,14 +30,13 @@ from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
 from elaunch.checkpoint import layout
+from elaunch.checkpoint.storage.checksums import BLOCK, Checksum, begin
 from elaunch.checkpoint.storage.files import open_regular
 from elaunch.checkpoint.writing.manifests import FileEntry
 from elaunch.checkpoint.writing.pace import STEP, Pace
 from elaunch.errors import SaveError
 
 _PIECES = 512  # per call of writev; the system takes 1024 at most
-_INLINE = 2**20  # bytes; a smaller file is hashed without a thread
-_CHUNK = 2**20
 _PAUSE = 0.05  # seconds between two looks at what another machine has written
 _NO_SUCH_CALL = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)  # CIFS and some FUSE: directories
 _NOT_YET = (errno.ENOENT, errno.ESTALE)
@@ -68,16 +66,16 @@ def write_file(
 ) -> FileEntry:
     """Write a file below ``directory``, whose parents are there, and return its entry.
 
-    The checksum is computed in a second thread while the data are on their way to the disk.
+    The checksum is computed of what is just about to be written.
     """
     path = directory / relative
-    views = plain_views(pieces)
+    total = begin()
     temporary = path.with_name(temporary_name())
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
-            with naming(path), BackgroundChecksum(views, pace) as total:
-                do_steps(_writes(descriptor, views), pace)
+            with naming(path):
+                do_steps(_writes(descriptor, plain_views(pieces), total), pace)
                 os.fsync(descriptor)
             status = os.fstat(descriptor)
         finally:
@@ -87,7 +85,7 @@ def write_file(
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise
-    return FileEntry(relative, status.st_size, total.checksum(), status.st_mtime_ns)
+    return FileEntry(relative, status.st_size, total.text(), status.st_mtime_ns)
 
 
 def write_document(path: Path, content: bytes) -> None:
@@ -101,16 +99,15 @@ def seal_file(directory: Path, relative: str) -> FileEntry:
     with open_regular(path) as file, naming(path):
         before = os.fstat(file.fileno())
         with _Sync(file.fileno()):
-            total = hashlib.sha256()
-            while chunk := file.read(_CHUNK):
+            total = begin()
+            while chunk := file.read(BLOCK):
                 total.update(chunk)
         after = os.fstat(file.fileno())
     if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
         raise SaveError(
             f"{relative} was changed while it was sealed: what writes it must be done before"
         )
-    checksum = f"{layout.CHECKSUM}:{total.hexdigest()}"
-    return FileEntry(relative, after.st_size, checksum, after.st_mtime_ns)
+    return FileEntry(relative, after.st_size, total.text(), after.st_mtime_ns)
 
 
 def sync_directory(path: Path) -> None:
@@ -203,11 +200,15 @@ def portions(views: Sequence[memoryview]) -> Iterator[memoryview]:
             yield view[start : start + STEP]
 
 
-def _writes(descriptor: int, views: Sequence[memoryview]) -> Iterator[int]:
-    """Write pieces, so many in one call that there are not more than about STEP bytes."""
+def _writes(descriptor: int, views: Sequence[memoryview], total: Checksum) -> Iterator[int]:
+    """Write pieces, so many in one call that there are not more than about STEP bytes.
+
+    Each is added to ``total`` right before.
+    """
     batch: list[memoryview] = []
     size = 0
     for piece in portions(views):
+        total.update(piece)
         batch.append(piece)
         size += piece.nbytes
         if size >= STEP or len(batch) == _PIECES:
@@ -224,44 +225,6 @@ def _write(descriptor: int, batch: list[memoryview]) -> None:
             written -= batch.pop(0).nbytes
         if written:
             batch[0] = batch[0][written:]
-
-
-class BackgroundChecksum:
-    """The checksum of pieces of memory, computed beside the ``with`` block."""
-
-    def __init__(self, views: Sequence[memoryview], pace: Pace | None = None) -> None:
-        self._views = views
-        self._pace = pace
-        self._total = hashlib.sha256()
-        self._thread: threading.Thread | None = None
-        self._unwanted = False
-
-    def __enter__(self) -> BackgroundChecksum:
-        if sum(view.nbytes for view in self._views) < _INLINE:
-            self._run()
-        else:
-            self._thread = threading.Thread(target=self._run, name="checksum", daemon=True)
-            self._thread.start()
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._unwanted = exc_info[0] is not None
-        if self._thread is not None:
-            self._thread.join()
-
-    def _run(self) -> None:
-        do_steps(self._sums(), self._pace)
-
-    def _sums(self) -> Iterator[int]:
-        for piece in portions(self._views):
-            if self._unwanted:
-                return
-            self._total.update(piece)
-            yield piece.nbytes
-
-    def checksum(self) -> str:
-        """Return the checksum; call it after the ``with`` block."""
-        return f"{layout.CHECKSUM}:{self._total.hexdigest()}"
 
 
 class _Sync:

@@ -6,7 +6,6 @@ Every function raises ``CheckpointError`` for wrong content and lets ``OSError``
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import reprlib
@@ -17,7 +16,6 @@ from typing import Any, BinaryIO
 from elaunch.errors import CheckpointError
 
 JSON_LIMIT = 256 * 2**20  # bytes; a safetensors index of the largest models has a few MiB
-_CHUNK = 2**20
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 100
 
@@ -98,15 +96,6 @@ def whole_number(document: dict[str, Any], key: str, name: str) -> int:
 def shown(value: object) -> str:
     """Return what a file holds as Python writes it, cut to one line of a message."""
     return _SHORT.repr(value)
-
-
-def sha256_of(path: Path) -> str:
-    """Return the hexadecimal SHA-256 of a file's content, read in pieces."""
-    total = hashlib.sha256()
-    with open_regular(path) as file:
-        while chunk := file.read(_CHUNK):
-            total.update(chunk)
-    return total.hexdigest()
 
 
 def explain(error: OSError, path: Path) -> str:

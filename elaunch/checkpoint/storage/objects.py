@@ -15,16 +15,15 @@ listed at once, by everybody    fsspec's own cache of listings is turned off
 from __future__ import annotations
 
 import errno
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from elaunch.checkpoint import layout
 from elaunch.checkpoint.records import Image
 from elaunch.checkpoint.search.places import BUCKETS, without_slash
-from elaunch.checkpoint.storage.durable import BackgroundChecksum, do_steps, plain_views, portions
+from elaunch.checkpoint.storage.checksums import begin
+from elaunch.checkpoint.storage.durable import do_steps, plain_views, portions
 from elaunch.checkpoint.writing.manifests import FileEntry
 from elaunch.errors import UsageError
 
@@ -108,15 +107,21 @@ class Objects:
             _with_parents(system, [full], lambda: system.pipe_file(full, content))
 
     def write(self, path: str, image: Image) -> FileEntry:
-        """Put an image below ``path``; the checksum is computed beside."""
-        views = plain_views(image.pieces)
+        """Put an image below ``path``."""
+        total = begin()
+
+        def steps(file: Any) -> Iterator[int]:
+            for piece in portions(plain_views(image.pieces)):
+                total.update(piece)
+                file.write(piece)
+                yield piece.nbytes
+
         with (
             self._at(f"{path}/{image.path}") as (system, full),
-            BackgroundChecksum(views, image.pace) as total,
             _with_parents(system, [full], lambda: system.open(full, "wb")) as file,
         ):
-            do_steps((file.write(piece) and piece.nbytes for piece in portions(views)), image.pace)
-        return FileEntry(image.path, image.size, total.checksum())
+            do_steps(steps(file), image.pace)
+        return FileEntry(image.path, image.size, total.text())
 
     def upload(self, path: str, local: Path, files: Sequence[str]) -> None:
         """Put files that are below a local directory, several at once where the driver can."""
@@ -132,13 +137,13 @@ class Objects:
         with self._at(path) as (system, full):
             system.get([f"{full}/{file}" for file in files], [str(local / f) for f in files])
 
-    def checksum(self, path: str) -> str:
-        """Return the checksum of an object, read in pieces."""
-        total = hashlib.sha256()
+    def differs(self, path: str, checksum: str) -> bool:
+        """Return whether an object, read in pieces, has another checksum."""
+        total = begin(checksum)
         with self._at(path) as (system, full), system.open(full, "rb") as file:
             while chunk := file.read(_CHUNK):
                 total.update(chunk)
-        return f"{layout.CHECKSUM}:{total.hexdigest()}"
+        return total.text() != checksum
 
     def delete(self, path: str) -> None:
         """Delete an object, or all below a path; nothing if it is not there."""

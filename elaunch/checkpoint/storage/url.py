@@ -231,7 +231,7 @@ class ObjectStorage:
         self._refuse_other(stage)
         documents = assemble(stage, contents, {}, time.time())
         for file in chain(*documents.kept.values()):
-            if self._objects.checksum(f"{stage.name}/{file.path}") != file.checksum:
+            if self._objects.differs(f"{stage.name}/{file.path}", file.checksum):
                 raise SaveError(f"bad checksum: {file.path}")
         return self._publish(stage, documents)
 
@@ -287,7 +287,7 @@ class ObjectStorage:
                 raise CheckpointError(
                     f"{word}: {file.path} has {size} bytes, its manifest wants {file.size}"
                 )
-            if content and self._objects.checksum(f"{name}/{file.path}") != file.checksum:
+            if content and self._objects.differs(f"{name}/{file.path}", file.checksum):
                 raise CheckpointError(f"bad checksum: {file.path}")
 
     def quarantine(self, found: Committed | Location, reason: str) -> None:

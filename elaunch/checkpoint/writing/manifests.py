@@ -24,13 +24,14 @@ from typing import Any
 
 from elaunch.checkpoint import layout
 from elaunch.checkpoint.records import Part, Stage
+from elaunch.checkpoint.storage.checksums import is_known
 from elaunch.checkpoint.storage.files import inside, parse_json, shown, whole_number
 from elaunch.errors import CheckpointError
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A file of a manifest: ``size`` in bytes, ``checksum`` as ``sha256:<hex>``.
+    """A file of a manifest: ``size`` in bytes, ``checksum`` (elaunch.checkpoint.storage.checksums).
 
     ``mtime_ns`` is the file's time right after it was written, where that is known.
     """
@@ -178,7 +179,7 @@ def _entry(file: object, name: str) -> FileEntry:
         raise CheckpointError(f"{name}: {shown(file)} describes no file")
     path, checksum, mtime = (file.get(key) for key in ("path", "checksum", "mtime_ns"))
     inside(Path(), path, name)
-    if not isinstance(checksum, str) or not checksum.startswith(f"{layout.CHECKSUM}:"):
+    if not isinstance(checksum, str) or not is_known(checksum):
         raise CheckpointError(f"{name}: {path} has the unknown checksum {shown(checksum)}")
     known = mtime if isinstance(mtime, int) else None
     return FileEntry(str(path), whole_number(file, "size", name), checksum, known)

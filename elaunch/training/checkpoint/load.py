@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,12 +34,11 @@ from elaunch.checkpoint.storage.storage import Committed
 from elaunch.errors import CheckpointError, DamageError
 from elaunch.training import unpickling
 from elaunch.training.checkpoint import restore as restoring
-from elaunch.training.checkpoint.dcp import image, sources, verify
+from elaunch.training.checkpoint.dcp import image, sources
 from elaunch.training.checkpoint.dcp import metadata as stored
 from elaunch.training.checkpoint.dcp import read as reading
 from elaunch.training.checkpoint.dcp.metadata import Stored
-from elaunch.training.checkpoint.dcp.sources import Source
-from elaunch.training.checkpoint.dcp.verify import Verifier
+from elaunch.training.checkpoint.dcp.sources import MemoryDamage, Source
 from elaunch.training.checkpoint.parts import CallContext
 from elaunch.training.checkpoint.prepare import check_group
 from elaunch.training.checkpoint.state import flatten, tensors
@@ -50,6 +50,8 @@ WHAT: Final = "load"
 _NUMBERED: Final = re.compile(r"\.state\.[0-9]+\.[a-z_]+$")
 _TOLD: Final = 12
 """Keys of one kind that an error names."""
+
+log = logging.getLogger("elaunch")
 
 
 @dataclass(frozen=True)
@@ -82,10 +84,15 @@ def load(
     """
 
     def use(there: CallContext, found: Committed) -> None:
+        try:
+            load_from(there, found, recalls=True)
+        except MemoryDamage as damage:
+            log.warning("%s is read from the files, not from memory: %s", found.name, damage)
+            load_from(there, found, recalls=False)
+
+    def load_from(there: CallContext, found: Committed, recalls: bool) -> None:
         with contextlib.ExitStack() as stack:
-            source = Source(found.place)
-            stack.callback(source.close)
-            loading = _Loading(there, found, source, stack, wanted.timeout)
+            loading = _Loading(there, found, stack, wanted.timeout, recalls=recalls)
             metadata = loading.look()
             captured, reads = loading.compare(state, metadata, strict)
             loading.read(captured, reads)
@@ -101,15 +108,20 @@ class _Loading:
         self,
         parts: CallContext,
         found: Committed,
-        source: Source,
         stack: contextlib.ExitStack,
         timeout: float | None,
+        *,
+        recalls: bool,
     ) -> None:
         self._parts = parts
         self._found = found
-        self._source = source
         self._stack = stack
         self._timeout = timeout
+        self._recalls = recalls
+        # A copy of what is at a URL was compared when it was fetched.
+        is_sealed = isinstance(found.place, Path) and not restoring.is_foreign(found)
+        self._source = Source(found.place, Path(found.place) if is_sealed else None)
+        stack.callback(self._source.close)
 
     def look(self) -> Metadata:
         """Return what ``.metadata`` says."""
@@ -118,13 +130,15 @@ class _Loading:
 
         def work() -> bytes | memoryview:
             check_group(self._parts.distributed, WHAT)
-            return self._source.whole(stored.FILE)
+            content = self._source.whole(stored.FILE)
+            self._source.finish()
+            return content
 
         content, problem = guarded(work, WHAT)
         metadata = None
         if content is not None:
             metadata, problem = guarded(lambda: stored.read(content, self._found.place), WHAT)
-        self._refuse_damage(self._damage_of(content), problem)
+        self._refuse_damage(problem)
         assert metadata is not None
         return metadata
 
@@ -147,7 +161,7 @@ class _Loading:
         values = [leaf.key for leaf in leaves if not leaf.is_tensor]
         wanted = {leaf.key: _target(leaf) for leaf in leaves if leaf.is_tensor}
         reads, problem = guarded(lambda: reading.plan(metadata, wanted, values), WHAT)
-        self._verify(self._fetch([] if reads is None else reads.files, problem))
+        self._fetch([] if reads is None else reads.files, problem)
         assert reads is not None
         for leaf in leaves:
             if leaf.is_tensor and wanted[leaf.key] is not leaf.value:
@@ -168,11 +182,12 @@ class _Loading:
 
         with torch.no_grad():
             problem = guarded(work, WHAT)[1]
-        verifier, damage = self._source.verifier, ""
-        if verifier is not None:
-            told, unread = guarded(verifier.damage, WHAT)
-            damage, problem = told or "", problem or unread
-        self._refuse_damage(damage, problem)
+        damage = guarded(self._source.finish, WHAT)[1]
+        if damage is problem:
+            damage = None
+        if problem is not None and isinstance(damage, DamageError):  # what has come of it is less
+            damage = type(damage)(f"{damage} ({problem})")
+        self._refuse_damage(problem if damage is None else damage)
 
     def restore(self, captured: Captured) -> None:
         """Give the objects what was loaded for them."""
@@ -185,53 +200,28 @@ class _Loading:
 
     def _fetch(
         self, names: Iterable[str], problem: Exception | None, more: Iterable[str] = ()
-    ) -> list[frozenset[str]]:
+    ) -> None:
         """Have files in memory, or the directory open: on all ranks where one needs it.
 
-        Returns what each rank will read from files. ``problem`` is this rank's, from before;
-        ``more`` are files that will be wanted, maybe.
+        ``problem`` is this rank's, from before; ``more`` are files that will be wanted, maybe.
         """
         wanted = [name for name in names if self._source.lacks([name])]
-        if problem is None:
+        if problem is None and self._recalls:
             asked = [*wanted, *more]
             self._source.hold(sources.recall(self._parts, self._found, asked, self._timeout))
-        lacking = frozenset(name for name in wanted if self._source.lacks([name]))
-        everyone: list[frozenset[str]] = self._agree(problem, lacking)
-        if any(everyone) and self._source.path is None:
+        if any(self._agree(problem, self._source.lacks(wanted))) and self._source.path is None:
             opened = restoring.opened(self._parts, self._found, self._timeout, WHAT)
             self._source.path = self._stack.enter_context(opened)
-        return everyone
 
-    @property
-    def _is_sealed(self) -> bool:
-        """Whether there are checksums that nobody has compared yet; a copy of a URL's is whole."""
-        return not (restoring.is_foreign(self._found) or isinstance(self._parts.storage.place, str))
-
-    def _verify(self, everyone: Sequence[frozenset[str]]) -> None:
-        """Have this rank check its share of the files, while they are read."""
-        distributed, path = self._parts.distributed, self._source.path
-        verifier, problem = None, None
-        if path is not None and self._is_sealed:
-            nodes = distributed.allgather(distributed.cross_rank) if self._parts.local else None
-            names = _share(everyone, self._parts.rank, nodes)
-            verifier, problem = guarded(lambda: _verifier(path, names), WHAT)
-        self._source.verifier = verifier
-        self._refuse_damage(_told_by(problem), problem)
-
-    def _damage_of(self, content: bytes | memoryview | None) -> str:
-        """Return what is wrong with ``.metadata`` as it was read; "" if nothing is known."""
-        path = self._source.path
-        if content is None or path is None or not self._is_sealed:
-            return ""
-        damage, problem = guarded(lambda: verify.damage_of(path, stored.FILE, content, 0), WHAT)
-        return damage or _told_by(problem)
-
-    def _refuse_damage(self, damage: str, problem: BaseException | None) -> None:
+    def _refuse_damage(self, problem: BaseException | None) -> None:
         """Raise, on all ranks, DamageError if one has found damage; else what a rank ran into."""
-        own = f"{damage} ({problem})" if damage and problem is not None else damage
-        told: list[str] = self._agree(None, own)
-        if found := next(filter(None, told), ""):
-            raise DamageError(found) from problem
+        told = str(problem) if isinstance(problem, DamageError) else ""
+        everyone: list[tuple[str, bool]]
+        everyone = self._agree(None, (told, isinstance(problem, MemoryDamage)))
+        found = sorted((in_memory, text) for text, in_memory in everyone if text)
+        if found:  # of files first: there is nothing else that they could be read from
+            in_memory, text = found[0]
+            raise (MemoryDamage if in_memory else DamageError)(text) from problem
         self._agree(problem)
 
     def _check(
@@ -259,36 +249,6 @@ class _Loading:
         what = f"{WHAT} {self._found.name}"
         distributed = self._parts.distributed
         return agree(distributed, what, problem, payload, self._timeout, CheckpointError)
-
-
-def _share(
-    everyone: Sequence[frozenset[str]], rank: int, nodes: Sequence[int] | None
-) -> frozenset[str]:
-    """Return the files that a rank checks, of those that it reads: each is checked by one rank.
-
-    ``everyone``: what each rank reads; ``nodes``: each rank's, where each has files of its own.
-    """
-    share = set()
-    for name in everyone[rank]:
-        readers = [
-            other
-            for other, names in enumerate(everyone)
-            if name in names and (nodes is None or nodes[other] == nodes[rank])
-        ]
-        if readers[(sources.writer_of(name) or 0) % len(readers)] == rank:
-            share.add(name)
-    return frozenset(share)
-
-
-def _told_by(problem: BaseException | None) -> str:
-    """Return why manifests are damaged; "" if they cannot be read just now, or are not."""
-    return str(problem) if isinstance(problem, CheckpointError) else ""
-
-
-def _verifier(path: Path, names: frozenset[str]) -> Verifier | None:
-    writers = {name: sources.writer_of(name) or 0 for name in names}
-    expected = verify.checksums(path, names, writers)
-    return Verifier(path, expected) if expected else None
 
 
 def _fit(captured: Captured, own: Stored, taken: frozenset[str]) -> _Fit:

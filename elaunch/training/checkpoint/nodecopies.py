@@ -8,7 +8,6 @@ must be complete; then each gets what it lacks from one that has it, in pieces, 
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -20,6 +19,7 @@ from elaunch.checkpoint import layout
 from elaunch.checkpoint.formats import own
 from elaunch.checkpoint.nodelocal.inventory import Kept, Looked, list_kept, look
 from elaunch.checkpoint.nodelocal.union import Union, WholeFile, unite
+from elaunch.checkpoint.storage.checksums import begin
 from elaunch.checkpoint.storage.durable import (
     make_parents,
     sync_directory,
@@ -155,7 +155,7 @@ class _Writer:
         path = inside(checkpoint, held.entry.path, "a manifest")
         self._path = checkpoint / _aside(path.name) if held.entry.path in _PAIR else path
         self._entry = held.entry
-        self._total = hashlib.sha256()
+        self._total = begin(held.entry.checksum)
         checkpoint.mkdir(exist_ok=True)
         make_parents(checkpoint, held.entry.path)
         self._temporary = self._path.with_name(temporary_name())
@@ -177,7 +177,7 @@ class _Writer:
         """Put the file in its place; CheckpointError if it is not what it should be."""
         self._file.flush()
         os.fsync(self._file.fileno())
-        if f"{layout.CHECKSUM}:{self._total.hexdigest()}" != self._entry.checksum:
+        if self._total.text() != self._entry.checksum:
             raise CheckpointError(f"{self._entry.path} did not arrive as it was sent")
         os.replace(self._temporary, self._path)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import random
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from elaunch.checkpoint.storage import durable
+from elaunch.checkpoint.storage.checksums import checksum_of
 from elaunch.errors import CheckpointError, SaveError
 
 
@@ -28,14 +28,14 @@ def test_short_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     entry = durable.write_file(tmp_path, "a", pieces)
     content = b"".join(pieces)
     assert (tmp_path / "a").read_bytes() == content
-    assert entry.checksum == f"sha256:{hashlib.sha256(content).hexdigest()}"
+    assert entry.checksum == checksum_of(tmp_path / "a")
     assert entry.size == len(content)
 
 
 def test_large_pieces_have_the_same_checksum(tmp_path: Path) -> None:
     pieces = [os.urandom(20 * 2**20), b"", os.urandom(3)]
     entry = durable.write_file(tmp_path, "a", [memoryview(piece) for piece in pieces])
-    assert entry.checksum == f"sha256:{hashlib.sha256(b''.join(pieces)).hexdigest()}"
+    assert entry.checksum == checksum_of(tmp_path / "a")
     assert durable.seal_file(tmp_path, "a") == entry
     assert entry.mtime_ns == (tmp_path / "a").stat().st_mtime_ns
 

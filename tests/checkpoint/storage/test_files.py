@@ -14,7 +14,6 @@ from elaunch.checkpoint.storage.files import (
     open_regular,
     read_json,
     regular_size,
-    sha256_of,
     whole_number,
 )
 from elaunch.errors import CheckpointError
@@ -22,7 +21,7 @@ from elaunch.errors import CheckpointError
 
 def test_a_fifo_is_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "step_1.pt")
-    for read in (open_regular, regular_size, read_json, sha256_of):
+    for read in (open_regular, regular_size, read_json):
         with pytest.raises(CheckpointError, match=r"not a regular file: step_1\.pt"):
             read(tmp_path / "step_1.pt")
 
@@ -67,14 +66,6 @@ def test_whole_numbers(value: object) -> None:
     with pytest.raises(CheckpointError, match=r"a\.json: step is"):
         whole_number({"step": value}, "step", "a.json")
     assert whole_number({"step": 0}, "step", "a.json") == 0
-
-
-def test_checksum_of_more_than_one_piece(tmp_path: Path) -> None:
-    import hashlib
-
-    content = os.urandom(3 * 2**20 + 5)
-    (tmp_path / "a").write_bytes(content)
-    assert sha256_of(tmp_path / "a") == hashlib.sha256(content).hexdigest()
 
 
 def test_reasons_for_what_the_system_says(tmp_path: Path) -> None:

@@ -264,8 +264,8 @@ def damage(place: Path, how: str) -> None:
     [
         ("short", "__1_0.distcp is truncated"),
         ("gone", "__1_0.distcp is missing"),
-        ("garbled", "__1_0.distcp is damaged: model."),
-        ("metadata", ".metadata is damaged"),
+        ("garbled", "bad checksum: __1_0.distcp"),
+        ("metadata", "bad checksum: .metadata"),
         ("foreign", "bad checksum: .metadata"),
     ],
 )

@@ -2,40 +2,53 @@
 
 ``.metadata`` says which files a rank needs of which rank. Files that are in no memory are read
 by ``pread`` and not through a mapping: one that ends too early is an error then, no SIGBUS.
+What is read is compared with the checksums in the manifests, block by block, from memory too.
 """
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+from elaunch.checkpoint.storage.checksums import BLOCK
 from elaunch.checkpoint.storage.storage import Committed
-from elaunch.errors import CheckpointError, SaveError
+from elaunch.errors import CheckpointError, DamageError, SaveError
 from elaunch.training.checkpoint.dcp import metadata
-from elaunch.training.checkpoint.dcp.verify import Verifier
+from elaunch.training.checkpoint.dcp.verify import Manifests, Verifier
 from elaunch.training.checkpoint.parts import CallContext
 from elaunch.training.checkpoint.restore import is_foreign
 from elaunch.training.checkpoint.saver import pages
 
 _DATA: Final = re.compile(r"__([0-9]+)_[0-9]+\.distcp")
-_LONGEST_READ: Final = 1 << 30
 
 log = logging.getLogger("elaunch")
 
 
-class Source:
-    """The files of one checkpoint, by name; ``place`` is how errors call it."""
+class MemoryDamage(DamageError):
+    """What is in an agent's memory is not what the manifests say; the files may well be."""
 
-    def __init__(self, place: object) -> None:
+
+class Source:
+    """The files of one checkpoint, by name; ``place`` is how errors call it.
+
+    ``manifests``: the directory with the manifests that all content has to fit; None: there are
+    none, or they were compared before.
+    """
+
+    def __init__(self, place: object, manifests: Path | None = None) -> None:
         self.place = place
         self.path: Path | None = None
-        self.verifier: Verifier | None = None
         self._held: dict[str, memoryview] = {}
         self._open: dict[str, int] = {}
+        self._verifier: Verifier | None = None
+        if manifests is not None:
+            found = Manifests(manifests, writer_of)
+            self._verifier = Verifier(found, self._some, self._damaged)
 
     def hold(self, files: Mapping[str, memoryview]) -> None:
         """Take these files from memory, whose mappings are this source's from here on."""
@@ -48,28 +61,23 @@ class Source:
     def read_into(self, name: str, at: int, target: memoryview) -> None:
         """Fill ``target`` from offset ``at`` of a file.
 
-        Raises CheckpointError if the file ends before, OSError if it cannot be read.
+        Raises CheckpointError if the file ends before, OSError if it cannot be read, DamageError
+        if it is not what its manifest says.
         """
-        size = target.nbytes
-        held = self._held.get(name)
-        if held is not None:
-            if at + size > held.nbytes:
-                raise self._too_short(name, held.nbytes, at + size)
-            target[:] = held[at : at + size]
-            return
-        descriptor, done = self._descriptor(name), 0
-        while done < size:
-            count = os.preadv(descriptor, [target[done : done + _LONGEST_READ]], at + done)
+        end = at + target.nbytes
+        while at < end:
+            piece = target[: BLOCK - at % BLOCK]
+            count = self._fill(name, at, piece)
             if not count:
-                raise self._too_short(name, at + done, at + size)
-            done += count
-        if self.verifier is not None:
-            self.verifier.saw(name, at, target)
+                raise self._too_short(name, at, end)
+            self._check(name, at, piece[:count])
+            at, target = at + count, target[count:]
 
     def read(self, name: str, at: int, size: int) -> bytes | memoryview:
         """Return ``size`` bytes from offset ``at`` of a file; errors as in :meth:`read_into`."""
         held = self._held.get(name)
         if held is not None and at + size <= held.nbytes:
+            self._check(name, at, held[at : at + size])
             return held[at : at + size]
         content = bytearray(size)
         self.read_into(name, at, memoryview(content))
@@ -77,20 +85,54 @@ class Source:
 
     def whole(self, name: str) -> bytes | memoryview:
         """Return all of a file."""
-        if name in self._held:
-            return self._held[name]
-        return self.read(name, 0, os.fstat(self._descriptor(name)).st_size)
+        return self.read(name, 0, self.size(name))
+
+    def size(self, name: str) -> int:
+        """Return the size of a file."""
+        held = self._held.get(name)
+        return os.fstat(self._descriptor(name)).st_size if held is None else held.nbytes
+
+    def finish(self) -> None:
+        """Check what was read of blocks that were not read as a whole; raises as read_into."""
+        if self._verifier is not None:
+            self._verifier.finish()
 
     def close(self) -> None:
         """Close the files, and let the memory go."""
-        if self.verifier is not None:
-            self.verifier.close()
         for descriptor in self._open.values():
             os.close(descriptor)
         self._open.clear()
         held = list(self._held.values())
         self._held.clear()
         pages.unmap(held)
+
+    def _fill(self, name: str, at: int, target: memoryview) -> int:
+        """Read into ``target``; return how many bytes came, 0 at the file's end."""
+        held = self._held.get(name)
+        if held is None:
+            return os.preadv(self._descriptor(name), [target], at)
+        found = held[at : at + target.nbytes]
+        target[: found.nbytes] = found
+        return found.nbytes
+
+    def _some(self, name: str, at: int, size: int) -> memoryview | bytes:
+        """Return up to ``size`` bytes, unchecked; fewer at the file's end."""
+        held = self._held.get(name)
+        if held is not None:
+            return held[at : at + size]
+        pieces = []
+        while size and (piece := os.pread(self._descriptor(name), size, at)):
+            pieces.append(piece)
+            at, size = at + len(piece), size - len(piece)
+        return b"".join(pieces)
+
+    def _check(self, name: str, at: int, piece: memoryview) -> None:
+        if self._verifier is not None:
+            self._verifier.saw(name, at, piece)
+
+    def _damaged(self, name: str) -> DamageError:
+        kind = MemoryDamage if name in self._held else DamageError
+        return kind(f"bad checksum: {name}")
 
     def _descriptor(self, name: str) -> int:
         if name not in self._open:
@@ -136,3 +178,37 @@ def recall(
             parts.known.unrecalled.add(found.uuid)
         return {}
     return {name: view for files in held.values() for name, view in files.items()}
+
+
+class SourceFile(io.RawIOBase):
+    """A file of a :class:`Source` as Python's files are, for what reads no other."""
+
+    def __init__(self, source: Source, name: str) -> None:
+        self._source = source
+        self._name = name
+        self._at = 0
+        self._size = source.size(name)
+
+    def readable(self) -> bool:
+        """It is."""
+        return True
+
+    def seekable(self) -> bool:
+        """It is."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill a buffer as far as the file goes; raises as :meth:`Source.read_into`."""
+        view = memoryview(buffer).cast("B")[: max(0, self._size - self._at)]
+        self._source.read_into(self._name, self._at, view)
+        self._at += view.nbytes
+        return view.nbytes
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Go to another place of the file."""
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
+        return self._at
+
+    def tell(self) -> int:
+        """Return the place in the file."""
+        return self._at

@@ -1,172 +1,168 @@
 """Checksums of files while they are read, so that a flipped bit does not go unnoticed.
 
-Each file is checked by one of the ranks that read it. A thread hashes what that rank reads,
-beside the reading, from where it was read to; it reads by itself what the rank leaves out, so that
-all of the file is hashed once, in order. The checksum is that of the manifest, SHA-256, for
-which processors have instructions.
+Each rank checks what it reads itself: right after a piece was read, while it lies in the caches of
+the processor, its CRC is taken. A checksum is that of a block of a file (elaunch.checkpoint.storage
+.checksums): of a block that is read in part the rest is read, too, and no other block. A file with
+one checksum for the whole is read as a whole when its first piece is.
 """
 
 from __future__ import annotations
 
-import hashlib
+import logging
 import os
-import queue
-import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
 from elaunch.checkpoint import layout
-from elaunch.checkpoint.storage.files import read_json, sha256_of
+from elaunch.checkpoint.storage.checksums import BLOCK, CRC32C, DIGITS, Extend, begin, crc32c
+from elaunch.checkpoint.storage.files import read_json
 from elaunch.checkpoint.writing import manifests
+from elaunch.errors import CheckpointError, DamageError
 
-_AHEAD: Final = 2
-"""Pieces that wait for the thread; what was read for another device is kept so long."""
-_SMALL: Final = 1 << 16
-"""Bytes; a smaller piece is read again, together with what is around it."""
-_CHUNK: Final = 1 << 20
+Read = Callable[[str, int, int], memoryview | bytes]
+"""Reads of a file, from an offset, so many bytes; fewer at its end."""
+_START: Final = len(CRC32C) + 1
+
+log = logging.getLogger("elaunch")
 
 
-def checksums(path: Path, names: Iterable[str], writers: Mapping[str, int]) -> dict[str, str]:
-    """Return the checksums of files of a checkpoint, as the manifests have them.
+class Manifests:
+    """The checksums of the files of the checkpoint at ``path``, as its manifests have them.
 
-    ``writers`` are the ranks in whose manifests they probably are. Raises CheckpointError for a
-    manifest that cannot be read.
+    ``writer_of`` returns the rank in whose manifest a file probably is.
     """
-    wanted, found = set(names), dict[str, str]()
-    likely = sorted({writers[name] for name in wanted if name in writers})
-    first = [layout.manifest_name(rank) for rank in likely]
-    others = (name for name in sorted(os.listdir(path)) if name not in first)
-    for name in (*first, *others):
-        if wanted <= found.keys():
-            break
-        if layout.parse_manifest_name(name) is None or not (path / name).is_file():
-            continue
-        for entry in manifests.entries(read_json(path / name), name):
-            found[entry.path] = entry.checksum
-    return {name: found[name] for name in wanted & found.keys()}
 
+    def __init__(self, path: Path, writer_of: Callable[[str], int | None]) -> None:
+        self._path = path
+        self._writer_of = writer_of
+        self._unread: list[str] | None = None
+        self._found: dict[str, str] = {}
 
-class _HashedFile:
-    """How far a file is hashed."""
+    def checksum(self, name: str) -> str:
+        """Return the checksum of a file; "" for one that no manifest has.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.end = 0
-        self.total = hashlib.sha256()
-        self._descriptor = -1
-
-    def add(self, at: int, view: memoryview) -> None:
-        """Hash what was read from offset ``at``, and before it what was left out."""
-        self.read_until(at)
-        if at <= self.end < at + view.nbytes:
-            self.total.update(view[self.end - at :])
-            self.end = at + view.nbytes
-
-    def read_until(self, end: int | None) -> None:
-        """Hash what is not yet hashed before ``end``; None: to the end of the file."""
-        if self._descriptor < 0:
-            self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        while end is None or self.end < end:
-            size = _CHUNK if end is None else min(_CHUNK, end - self.end)
-            chunk = os.pread(self._descriptor, size, self.end)
-            if not chunk:
-                return
-            self.total.update(chunk)
-            self.end += len(chunk)
-
-    def close(self) -> None:
-        """Close it."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        Raises DamageError for a manifest that cannot be read, OSError for storage that fails.
+        """
+        if name in self._found:
+            return self._found[name]
+        if self._unread is None:
+            try:
+                names = sorted(os.listdir(self._path))
+            except FileNotFoundError:
+                # A shard may be in memory before a network file system shows what was committed.
+                log.debug("%s is not there yet: what is read is not compared", self._path)
+                names = []
+            self._unread = [one for one in names if layout.parse_manifest_name(one) is not None]
+        likely = layout.manifest_name(self._writer_of(name) or 0)
+        for manifest in sorted(self._unread, key=lambda one: one != likely):
+            self._unread.remove(manifest)
+            try:
+                document = read_json(self._path / manifest)
+                entries = manifests.entries(document, manifest)
+            except CheckpointError as error:
+                raise DamageError(str(error)) from None
+            self._found.update({entry.path: entry.checksum for entry in entries})
+            if name in self._found:
+                break
+        return self._found.setdefault(name, "")
 
 
 class Verifier:
-    """Hashes files of a directory beside their readers; ``close`` ends its thread."""
+    """Checks what is read of some files.
 
-    def __init__(self, path: Path, expected: Mapping[str, str]) -> None:
-        self._expected = expected
-        self._files = {name: _HashedFile(path / name) for name in expected}
-        self._queue: queue.Queue[tuple[str, int, memoryview] | None] = queue.Queue(_AHEAD)
-        self._problem: OSError | None = None
-        self._unwanted = self._finished = False
-        self._thread = threading.Thread(target=self._run, name="checksums", daemon=True)
-        self._thread.start()
+    ``read`` gets what a block lacks; ``damaged`` makes the error about a file whose content is not
+    what its manifest says.
+    """
+
+    def __init__(
+        self, manifests: Manifests, read: Read, damaged: Callable[[str], DamageError]
+    ) -> None:
+        self._manifests = manifests
+        self.read = read
+        self._damaged = damaged
+        self._found: DamageError | None = None
+        self._files: dict[str, _CheckedFile | None] = {}
 
     def saw(self, name: str, at: int, view: memoryview) -> None:
-        """Have hashed what was read from a file; it may not change before :meth:`damage`."""
-        if name in self._files and view.nbytes >= _SMALL:
-            self._queue.put((name, at, view))
+        """Check what was read from offset ``at`` of a file, as far as whole blocks were.
 
-    def damage(self) -> str:
-        """Return which file is not what its manifest says, with all files read; "" if none is.
-
-        Raises OSError for a file that cannot be read.
+        Raises what ``damaged`` makes, and as :meth:`Manifests.checksum`.
         """
-        self.finish()
-        self._thread.join()
-        if self._problem is not None:
-            raise self._problem
-        for name, checksum in self._expected.items():
-            file = self._files[name]
-            if f"{layout.CHECKSUM}:{file.total.hexdigest()}" == checksum:
-                continue
-            # Two keys may be one tensor here, which then changed while it was hashed.
-            if f"{layout.CHECKSUM}:{sha256_of(file.path)}" != checksum:
-                return f"bad checksum: {name}"
-        return ""
-
-    def close(self) -> None:
-        """Hash no more."""
-        self._unwanted = True
-        self.finish()
-        self._thread.join()
+        if name not in self._files:
+            self._files[name] = self._begin(name)
+        file = self._files[name]
+        if file is not None:
+            file.saw(at, view)
 
     def finish(self) -> None:
-        """Note that no more was read: what is left of the files is hashed."""
-        if not self._finished:
-            self._finished = True
-            self._queue.put(None)
+        """Check the blocks that were read in part; raises what :meth:`saw` has raised once more."""
+        if self._found is not None:  # the reader may have made something else of it
+            raise self._found
+        for file in self._files.values():
+            if file is not None:
+                file.finish()
 
-    def _run(self) -> None:
-        while (piece := self._queue.get()) is not None:
-            self._hash(piece)
-        for name, file in self._files.items():
-            self._hash((name, -1, memoryview(b"")))
-            file.close()
+    def damaged(self, name: str) -> DamageError:
+        """Return the error about a file, and note it."""
+        self._found = self._damaged(name)
+        return self._found
 
-    def _hash(self, piece: tuple[str, int, memoryview]) -> None:
-        name, at, view = piece
-        if self._unwanted or self._problem is not None:
-            return
-        try:
-            if at < 0:
-                self._files[name].read_until(None)
-            else:
-                self._files[name].add(at, view)
-        except OSError as error:
-            self._problem = error
-
-
-def damage_of(path: Path, name: str, content: bytes | memoryview, writer: int) -> str:
-    """Return what is wrong with a small file that was read as a whole; "" if nothing is."""
-    expected = checksums(path, [name], {name: writer})
-    if name in expected and layout.checksum(bytes(content)) != expected[name]:
-        return f"bad checksum: {name}"
-    return ""
+    def _begin(self, name: str) -> _CheckedFile | None:
+        """Return a file whose blocks are checked; None if it was as a whole, or cannot be."""
+        expected = self._manifests.checksum(name)
+        if not expected:
+            return None
+        if expected.startswith(f"{CRC32C}:"):
+            extend = crc32c()
+            return None if extend is None else _CheckedFile(self, name, expected, extend)
+        total, at = begin(expected), 0
+        while piece := self.read(name, at, BLOCK):
+            total.update(piece)
+            at += len(piece)
+        if total.text() != expected:
+            raise self.damaged(name)
+        return None
 
 
-@contextmanager
-def beside(path: Path, names: Sequence[str]) -> Iterator[Verifier]:
-    """Read and hash files of rank 0 beside the ``with`` block, in which somebody else reads them.
+class _CheckedFile:
+    """How far one block of a file is checked, the one that was read from last."""
 
-    Raises CheckpointError for a manifest that cannot be read.
-    """
-    verifier = Verifier(path, checksums(path, names, dict.fromkeys(names, 0)))
-    try:
-        verifier.finish()
-        yield verifier
-    finally:
-        verifier.close()
+    def __init__(self, verifier: Verifier, name: str, expected: str, extend: Extend) -> None:
+        self._verifier = verifier
+        self._name = name
+        self._expected = expected
+        self._extend = extend
+        self._block = -1
+        self._end = self._crc = 0
+
+    def saw(self, at: int, view: memoryview) -> None:
+        """See :meth:`Verifier.saw`; pieces may come in any order."""
+        while view.nbytes:
+            block = at // BLOCK
+            if block != self._block or at < self._end:
+                self.finish()
+                self._block, self._end, self._crc = block, block * BLOCK, 0
+            if self._end < at:
+                self._add(self._verifier.read(self._name, self._end, at - self._end))
+            piece = view[: (block + 1) * BLOCK - at]
+            self._add(piece)
+            at, view = at + piece.nbytes, view[piece.nbytes :]
+            if at == (block + 1) * BLOCK:
+                self._compare()
+
+    def finish(self) -> None:
+        """Read what the block still lacks, and compare it."""
+        if self._block >= 0:
+            left = (self._block + 1) * BLOCK - self._end
+            self._add(self._verifier.read(self._name, self._end, left))
+            self._compare()
+
+    def _add(self, data: memoryview | bytes) -> None:
+        self._crc = self._extend(self._crc, data)
+        self._end += len(data)
+
+    def _compare(self) -> None:
+        start, self._block = _START + self._block * DIGITS, -1
+        if self._expected[start : start + DIGITS] != f"{self._crc:08x}":
+            raise self._verifier.damaged(self._name)

@@ -40,7 +40,7 @@ import torch
 from elaunch.checkpoint.storage.storage import Committed, Stage
 from elaunch.errors import CheckpointError, ContextError, DamageError
 from elaunch.training.checkpoint import restore
-from elaunch.training.checkpoint.dcp import verify
+from elaunch.training.checkpoint.dcp.sources import Source, SourceFile
 from elaunch.training.checkpoint.ddp import fill, loadable, plainstate
 from elaunch.training.checkpoint.parts import CallContext, Mode, Saving
 from elaunch.training.checkpoint.store import part_of, save_together
@@ -149,14 +149,15 @@ def _read(
         path = place if place.is_file() else place / FILE
         loaded: Any = None
         problem: Exception | None = None
-        damage = ""
         for turn in range(parts.distributed.size if mode == "sequential" else 1):
             reads = mode == "all" or turn == parts.rank
             if reads:
-                is_checked = _is_checked(parts, found, path)
-                (loaded, problem), damage = _loaded(path, is_checked)
+                loaded, problem = guarded(
+                    lambda: _load(path, _manifests(found, path)), "torch.load"
+                )
             if mode == "sequential":
                 parts.distributed.barrier(timeout)
+        damage = str(problem) if isinstance(problem, DamageError) else ""
         told = agree(parts.distributed, what, None, damage, timeout, CheckpointError)
         if bad := next(filter(None, told), ""):
             raise DamageError(bad) from problem
@@ -164,30 +165,37 @@ def _read(
     return parts.distributed.broadcast(loaded, timeout) if mode == "broadcast" else loaded
 
 
-def _is_checked(parts: CallContext, found: Committed, path: Path) -> bool:
-    """Tell whether this rank compares the file's checksum: one of each node does."""
-    local = not (restore.is_foreign(found) or isinstance(parts.storage.place, str))
-    return local and parts.is_node_chief and path.name == FILE
+def _manifests(found: Committed, path: Path) -> Path | None:
+    """Return where the manifests are that the file has to fit; None: it has none to fit."""
+    # A copy of what is at a URL was compared when it was fetched.
+    sealed = isinstance(found.place, Path) and path.name == FILE and not restore.is_foreign(found)
+    return path.parent if sealed else None
 
 
-def _loaded(path: Path, is_checked: bool) -> tuple[tuple[Any, None] | tuple[None, Exception], str]:
-    """Return what :func:`guarded` makes of the file's content, and whether the file is damaged."""
-    if not is_checked:
-        return guarded(lambda: _load(path), "torch.load"), ""
-    with verify.beside(path.parent, [path.name]) as verifier:
-        done = guarded(lambda: _load(path), "torch.load")
-        damage, problem = guarded(verifier.damage, "reading")
-    return (done if problem is None or done[1] else (None, problem)), damage or ""
-
-
-def _load(path: Path) -> Any:
+def _load(path: Path, manifests: Path | None) -> Any:
+    """Return the file's content; raises DamageError where it is not what its manifest says."""
+    source = Source(path.parent, manifests)
+    source.path = path.parent
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
+        loaded, problem = guarded(lambda: _unpickle(source, path), "torch.load")
+        source.finish()
+    finally:
+        source.close()
+    if problem is not None:
+        raise problem
+    return loaded
+
+
+def _unpickle(source: Source, path: Path) -> Any:
+    try:
+        file = SourceFile(source, path.name)
+    except CheckpointError:
         raise CheckpointError(
             f"{path} is not there: save_ddp() did not write this checkpoint; load() and "
             "restore_path() read others"
         ) from None
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path} holds objects that are not loaded without being trusted: "

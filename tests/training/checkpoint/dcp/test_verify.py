@@ -1,7 +1,8 @@
-"""A flipped bit in what this job has sealed: found while it is read, by one of the ranks."""
+"""A flipped bit in what this job has sealed: found while it is read, by the rank that reads it."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from pathlib import Path
@@ -10,8 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from elaunch.checkpoint import layout
+from elaunch.checkpoint.records import Part, Stage
+from elaunch.checkpoint.storage.checksums import BLOCK, checksum_of
+from elaunch.checkpoint.writing.manifests import FileEntry, seal
+from elaunch.errors import DamageError
 from elaunch.training.checkpoint.context import CheckpointContext
-from elaunch.training.checkpoint.dcp.verify import Verifier
+from elaunch.training.checkpoint.dcp.sources import MemoryDamage, Source, SourceFile
 from tests.training.checkpoint.ddprig import Ranks
 from tests.training.checkpoint.groups import Raised, in_group
 from tests.training.checkpoint.models import bits, plain
@@ -30,53 +36,110 @@ def flip(path: Path, at: int) -> None:
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
-# ── hashing beside the reading ───────────────────────────────────────────────────────────────────
+# ── pieces ───────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize(
-    "pieces",
-    [
-        [(0, 300), (300, 600)],
-        [(100, 300), (500, 600)],
-        [(300, 600), (0, 300)],
-        [(0, 10), (10, 20)],
-        [],
-        [(0, 300), (200, 500), (100, 400)],
-    ],
-    ids=["all", "with gaps", "backwards", "small ones", "nothing", "twice"],
-)
-@pytest.mark.parametrize("flipped", [None, 0, 250 * KIB, 599 * KIB + 5])
-def test_all_of_a_file_is_hashed(
-    tmp_path: Path, pieces: list[tuple[int, int]], flipped: int | None
-) -> None:
-    """Whatever is read of it, in whatever order."""
-    path, content = tmp_path / "file", os.urandom(600 * KIB)
-    path.write_bytes(content)
-    if flipped is not None:
-        flip(path, flipped)
-    verifier = Verifier(tmp_path, {"file": f"sha256:{hashlib.sha256(content).hexdigest()}"})
-    found = path.read_bytes()
-    for start, end in pieces:
-        verifier.saw("file", start * KIB, memoryview(found[start * KIB : end * KIB]))
-    verifier.saw("another", 0, memoryview(found))
-    assert verifier.damage() == ("" if flipped is None else "bad checksum: file")
-    verifier.close()
+SIZE = 2400 * KIB
 
 
-def test_memory_that_changes_while_it_is_hashed(tmp_path: Path) -> None:
-    """Is not taken for damage of the file: that is read once more."""
-    content = os.urandom(200 * KIB)
+@pytest.fixture
+def content(tmp_path: Path) -> bytes:
+    """Write a file of three blocks, of 1024, 1024 and 352 KiB, and its manifest."""
+    content = os.urandom(SIZE)
     (tmp_path / "file").write_bytes(content)
-    verifier = Verifier(tmp_path, {"file": f"sha256:{hashlib.sha256(content).hexdigest()}"})
-    verifier.saw("file", 0, memoryview(bytes(200 * KIB)))
-    assert verifier.damage() == ""
+    sealed(tmp_path, checksum_of(tmp_path / "file"))
+    return content
 
 
-def test_a_file_that_is_gone(tmp_path: Path) -> None:
-    """Is no damage: it cannot be read just now."""
-    verifier = Verifier(tmp_path, {"file": "sha256:0"})
-    with pytest.raises(FileNotFoundError):
-        verifier.damage()
+def sealed(path: Path, checksum: str) -> None:
+    """Write the manifest of the file."""
+    entry = FileEntry("file", SIZE, checksum)
+    part = Part(0, 1, "run", {}, "here", 1)
+    (path / layout.manifest_name(0)).write_bytes(seal(Stage(1, 0, "u"), part, [entry]))
+
+
+PIECES = [
+    [(0, 300), (300, 2400)],
+    [(100, 1100), (1500, 2100)],
+    [(1300, 2400), (0, 1300)],
+    [(0, 10), (1200, 1201)],
+    [],
+    [(0, 1100), (200, 1200), (100, 2400)],
+]
+IDS = ["all", "with gaps", "backwards", "small ones", "nothing", "twice"]
+
+
+@pytest.mark.parametrize("held", [False, True], ids=["from the file", "from memory"])
+@pytest.mark.parametrize("pieces", PIECES, ids=IDS)
+@pytest.mark.parametrize("flipped", [None, 0, 1450 * KIB, SIZE - 1])
+def test_what_is_read_is_compared(
+    tmp_path: Path, content: bytes, pieces: list[tuple[int, int]], flipped: int | None, held: bool
+) -> None:
+    """All of each block of which something is read, in whatever order."""
+    if flipped is not None:
+        flip(tmp_path / "file", flipped)
+    source = Source("here", tmp_path)
+    source.path = tmp_path
+    if held:
+        source.hold({"file": memoryview((tmp_path / "file").read_bytes())})
+    target = memoryview(bytearray(SIZE))
+    touched = {at // 1024 for start, end in pieces for at in range(start, end)}
+    damaged = flipped is not None and flipped // BLOCK in touched
+    says = pytest.raises(MemoryDamage if held else DamageError, match="bad checksum: file")
+    with says if damaged else contextlib.nullcontext():
+        for number, (start, end) in enumerate(pieces):
+            if number % 2:
+                assert len(source.read("file", start * KIB, (end - start) * KIB))
+            else:
+                source.read_into("file", start * KIB, target[start * KIB : end * KIB])
+        source.finish()
+    source.close()
+
+
+@pytest.mark.parametrize("flipped", [False, True])
+def test_a_checksum_for_the_whole(tmp_path: Path, content: bytes, flipped: bool) -> None:
+    """Of the version before: all of the file is read with its first byte."""
+    sealed(tmp_path, f"sha256:{hashlib.sha256(content).hexdigest()}")
+    if flipped:
+        flip(tmp_path / "file", SIZE - 1)
+    source = Source("here", tmp_path)
+    source.path = tmp_path
+    with pytest.raises(DamageError) if flipped else contextlib.nullcontext():
+        assert source.read("file", 0, 1) == content[:1]
+    source.close()
+
+
+def test_what_no_manifest_has(tmp_path: Path) -> None:
+    """Is read as it is; so is what is in memory before the directory is seen here."""
+    (tmp_path / "another").write_bytes(b"some")
+    source = Source("here", tmp_path)
+    source.path = tmp_path
+    assert source.read("another", 0, 4) == b"some"
+    source.close()
+    unseen = Source("here", tmp_path / "not yet")
+    unseen.hold({"file": memoryview(b"more")})
+    assert unseen.read("file", 0, 4) == b"more"
+
+
+def test_a_damaged_manifest(tmp_path: Path, content: bytes) -> None:
+    """Is damage as well."""
+    (tmp_path / layout.manifest_name(0)).write_bytes(b"{")
+    source = Source("here", tmp_path)
+    source.path = tmp_path
+    with pytest.raises(DamageError, match=r"manifest\.rank-00000\.json is not valid JSON"):
+        source.read("file", 0, 1)
+    source.close()
+
+
+def test_as_a_file(tmp_path: Path, content: bytes) -> None:
+    """As Python's own are."""
+    source = Source("here", tmp_path)
+    source.path = tmp_path
+    file = SourceFile(source, "file")
+    assert file.seek(-5, os.SEEK_END) == SIZE - 5 and file.read() == content[-5:]
+    assert file.seek(10) == 10 and file.read(7) == content[10:17] and file.tell() == 17
+    assert file.seek(SIZE + 1) and file.read(1) == b""
+    source.close()
 
 
 # ── the loads ────────────────────────────────────────────────────────────────────────────────────
@@ -156,10 +219,42 @@ def saved(ctx: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 3])
 def test_on_another_number_of_ranks(tmp_path: Path, size: int) -> None:
-    """Each file is looked at by one of those that read it."""
+    """Each looks at what it reads."""
     assert in_group(saved, 2, tmp_path) == [None, None]
     assert in_group(other_world, size, tmp_path, "") == [(2, [2.0])] * size
     assert in_group(other_world, size, tmp_path, "__1_0.distcp") == [(1, [1.0])] * size
+
+
+def from_memory(ctx: Any) -> Any:
+    """Save; load out of a memory in which a bit is flipped."""
+    ctx.checkpoint.save(state(1), 1)
+    newest, rank = ctx.checkpoint.latest(), ctx.distributed.rank
+    recalled = []
+
+    def recall(_step: int, _round: int, ranks: Any, *_: Any) -> Any:
+        held: dict[int, dict[str, memoryview]] = {}
+        for one in ranks:
+            names = [f"__{one}_0.distcp", *([".metadata"] if one == 0 else [])]
+            content = {name: bytearray(Path(newest.place, name).read_bytes()) for name in names}
+            if one == 1:
+                content[names[0]][len(content[names[0]]) // 2] ^= 16
+            held[one] = {name: memoryview(content[name]) for name in names}
+        recalled.append(sorted(held))
+        return held
+
+    ctx.checkpoint._opening.together(None).saver.recall = recall
+    own = state(7)
+    found = ctx.checkpoint.load(own)
+    told = bits(own["model"].state_dict()), own["big"].unique().tolist(), own["step"]
+    assert recalled, rank
+    return told, found.step, len(ctx.checkpoint.list())
+
+
+def test_memory_that_has_changed(tmp_path: Path) -> None:
+    """The files are read instead, on all ranks, and stay where they are."""
+    said = in_group(from_memory, 2, tmp_path)
+    assert said[0] == said[1] and not isinstance(said[0], Raised), said[0]
+    assert said[0] == ((bits(plain(1).state_dict()), [1.0], 1), 1, 1)
 
 
 @pytest.mark.parametrize("mode", ["all", "broadcast", "sequential"])
