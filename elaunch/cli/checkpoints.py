@@ -30,11 +30,11 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, cast
 import click
 
 from elaunch import shown
-from elaunch.cli.printing import show as print_page
 from elaunch.errors import CheckpointError, UsageError
+from elaunch.monitor.page import show as print_page
 
 if TYPE_CHECKING:
-    from elaunch.monitor.checkpoints.view import ListedCheckpoint, Listing
+    from elaunch.monitor.checkpointview import ListedCheckpoint, Listing
 
 P = ParamSpec("P")
 
@@ -60,7 +60,7 @@ def _opened(
 
     @wraps(function)
     def command(where: str, *args: P.args, **kwargs: P.kwargs) -> int:
-        from elaunch.monitor.checkpoints.target import listing, resolve
+        from elaunch.monitor.checkpointtarget import listing, resolve
 
         try:
             target = resolve(where, os.environ)
@@ -92,8 +92,7 @@ def ls(there: Listing, _: str, as_json: bool) -> int | None:
 
     The files are not read: `verify` does that.
     """
-    from elaunch.monitor.checkpoints.page import list_page
-    from elaunch.monitor.checkpoints.view import document
+    from elaunch.monitor.checkpointview import document, list_page
 
     if isinstance(there.place, Path) and not there.place.is_dir():
         raise UsageError(f"there is no directory {str(there.place)!r}: nothing was saved yet")
@@ -111,9 +110,8 @@ def ls(there: Listing, _: str, as_json: bool) -> int | None:
 @_opened
 def show(there: Listing, pointed: str, name: str | None, as_json: bool) -> int | None:
     """Say all about one checkpoint: who wrote it, its metadata, metrics and files."""
-    from elaunch.monitor.checkpoints.page import show_page
-    from elaunch.monitor.checkpoints.target import pick
-    from elaunch.monitor.checkpoints.view import entry_document
+    from elaunch.monitor.checkpointtarget import pick
+    from elaunch.monitor.checkpointview import entry_document, show_page
 
     entry = pick(there, name or pointed or "latest")
     files = _files(entry)
@@ -135,9 +133,8 @@ def verify(there: Listing, pointed: str, names: tuple[str, ...], as_json: bool) 
     In elaunch's own layout a missing file, a truncation and a flipped bit are found. Other formats
     have no checksums: what their headers tell is compared.
     """
-    from elaunch.monitor.checkpoints.page import verdict_page
-    from elaunch.monitor.checkpoints.target import choose
-    from elaunch.monitor.checkpoints.view import problem_of
+    from elaunch.monitor.checkpointtarget import choose
+    from elaunch.monitor.checkpointview import problem_of, verdict_page
 
     asked = names or ((pointed,) if pointed else ())
     entries = choose(there, asked) if asked else list(there.entries)
@@ -168,7 +165,7 @@ def rm(there: Listing, _: str, names: tuple[str, ...], force: bool) -> int | Non
     --force.
     """
     from elaunch.checkpoint.retention import pins, readers
-    from elaunch.monitor.checkpoints.target import choose
+    from elaunch.monitor.checkpointtarget import choose
 
     entries = choose(there, names)
     for entry in entries:
@@ -232,7 +229,7 @@ def unpin(there: Listing, _: str, names: tuple[str, ...]) -> int | None:
 
 def _set_pins(there: Listing, names: tuple[str, ...], on: bool) -> None:
     from elaunch.checkpoint.retention import pins
-    from elaunch.monitor.checkpoints.target import choose
+    from elaunch.monitor.checkpointtarget import choose
 
     for entry in choose(there, names):
         if entry.found is None:
@@ -260,8 +257,8 @@ def export(
     for all of it.
     """
     from elaunch.checkpoint.retention import readers
-    from elaunch.monitor.checkpoints.target import pick
-    from elaunch.monitor.checkpoints.view import problem_of
+    from elaunch.monitor.checkpointtarget import pick
+    from elaunch.monitor.checkpointview import problem_of
     from elaunch.training.checkpoint.dcp.convert import to_torch_file
 
     entry = pick(there, name)

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from elaunch.cli.printing import on_terminal, show
 from elaunch.config.values import did_you_mean
 from elaunch.errors import UsageError
+from elaunch.monitor.page import on_terminal, show
 
 if TYPE_CHECKING:
     from elaunch.monitor.page import Page
@@ -120,8 +120,8 @@ def _csv_value(value: object) -> object:
 
 
 def _page(rows: Sequence[StoredRow], everything: bool) -> Page:
-    from elaunch.monitor.amounts import clean
     from elaunch.monitor.page import Cell, Column, Paragraph, Table
+    from elaunch.text import clean
 
     shown = rows[-TERMINAL_ROWS:] if on_terminal() else rows
     names = _names(shown, everything)
@@ -141,7 +141,7 @@ def _page(rows: Sequence[StoredRow], everything: bool) -> Page:
 
 
 def _text(name: str, value: object) -> str:
-    from elaunch.monitor.amounts import date
+    from elaunch.text import date
 
     if value is None:
         return "-"

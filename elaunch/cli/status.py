@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from elaunch.cli.printing import echo_plain, on_terminal, show
 from elaunch.config.table import TABLE
 from elaunch.endings import INTERRUPTED
 from elaunch.errors import UsageError
+from elaunch.monitor.page import echo_plain, on_terminal, show
 
 if TYPE_CHECKING:
     from elaunch.monitor.watch import Read, WatchReading
@@ -131,8 +131,7 @@ def _reader(run: str | None, everything: bool) -> tuple[Read, Wait]:
 def _job_reader(line: Mapping[str, str], stack: ExitStack) -> tuple[Read, Wait]:
     """Return what reads a job, or several, in the store that the flags name."""
     from elaunch.config.rendezvous import resolve_place, resolve_run_id
-    from elaunch.monitor.job.store import no_job, run_ids
-    from elaunch.monitor.job.watch import JobReader, jobs_reader
+    from elaunch.monitor.jobreader import JobReader, jobs_reader, no_job, run_ids
     from elaunch.monitor.watch import pause
 
     try:
@@ -175,7 +174,7 @@ def _follow_on_terminal(readings: Iterator[WatchReading]) -> None:
     from rich.console import Console, Group
     from rich.live import Live
 
-    from elaunch.monitor.render import styled
+    from elaunch.monitor.page import styled
 
     console = Console()
     with Live(console=console, auto_refresh=False) as live:

@@ -10,7 +10,7 @@ import os
 import re
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -127,19 +127,22 @@ def resolve(
     checks.devices(answers, workers_environ)
     remarks = checks.hosting(answers, meet) if meet else checks.master(answers, meeting)
     remarks += checks.remarks(answers, chosen, meeting, environ)
-    made = {
-        **_plain(answers),
-        **_named(answers, chosen, meet),
-        **_places(answers, chosen, start),
-        **_meeting(meeting),
-        "preempt_at": checks.preempt_at(answers, environ),
-    }
     return Settings(
-        **made,
-        rendezvous=meet,
-        interpreter=python,
-        env=env,
-        notices=(*job.notices, *remarks),
+        **{
+            **_plain(answers),
+            **_derived(answers),
+            **_named(answers, chosen, meet),
+            **_places(answers, chosen, start),
+            "rdzv_backend": meeting.backend,
+            "rdzv_endpoint": meeting.endpoint,
+            "master_addr": meeting.master_addr,
+            "master_port": meeting.master_port,
+            "preempt_at": checks.preempt_at(answers, environ),
+            "rendezvous": meet,
+            "interpreter": python,
+            "env": env,
+            "notices": (*job.notices, *remarks),
+        }
     )
 
 
@@ -156,28 +159,24 @@ def _job_file(line: Mapping[str, str], environ: Mapping[str, str], cwd: Path) ->
 
 
 def _plain(answers: Answers) -> dict[str, Any]:
-    """Return the fields that are the converted values as they are."""
-    names = (
-        "nproc-per-node standalone node-rank local-addr max-restarts restart-budget "
-        "monitor-interval role redirects tee local-ranks-filter duplicate-stdout-filters "
-        "duplicate-stderr-filters logs-specs numa-binding event-log-handler health-check-port "
-        "file-timer shutdown-timeout sibling-grace virtual-local-rank exit-codes dry-run detach "
-        "log-level checkpoint-glob require-resume checkpoint-local checkpoint-replicas "
-        "checkpoint-memory hang-timeout progress-regex tmp"
-    ).split()
-    fields = {name.replace("-", "_"): answers[name] for name in names}
+    """Return the converted value of each flag of which ``Settings`` has a field."""
+    names = {field.name: field.name.replace("_", "-") for field in fields(Settings)}
+    return {name: answers[flag] for name, flag in names.items() if flag in answers.flags}
+
+
+def _derived(answers: Answers) -> dict[str, Any]:
+    """Return the fields that are made of one or two flags."""
+    grace, spawn = answers["sibling-grace"], answers["start-method"] == "spawn"
     if not answers.is_set("sibling-grace"):
-        fields["sibling_grace"] = min(fields["sibling_grace"], fields["shutdown_timeout"])
-    spawn = answers["start-method"] == "spawn"
+        grace = min(grace, answers["shutdown-timeout"])
     low, high = answers["nnodes"]
     handle, forward = checks.signals(answers)
     return {
-        **fields,
+        "sibling_grace": grace,
         "rdzv_conf": rdzvconf.without_password(answers["rdzv-conf"]),
         "min_nodes": low,
         "max_nodes": high,
         "start_method": "spawn" if spawn else "forkserver",
-        "preload": answers["preload"],
         "signals_to_handle": handle,
         "forward_signals": forward,
         "preempt_signals": checks.preempt_signals(answers, (*handle, *forward)),
@@ -186,15 +185,6 @@ def _plain(answers: Answers) -> dict[str, Any]:
 
 def _several(meet: RendezvousSettings, notices: list[str]) -> Topology:
     return Topology(meet.backend, meet.endpoint, None, None, tuple(notices))
-
-
-def _meeting(meeting: Topology) -> dict[str, Any]:
-    return {
-        "rdzv_backend": meeting.backend,
-        "rdzv_endpoint": meeting.endpoint,
-        "master_addr": meeting.master_addr,
-        "master_port": meeting.master_port,
-    }
 
 
 def _places(answers: Answers, command: Command, start: Path) -> dict[str, Any]:

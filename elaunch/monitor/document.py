@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from msgspec import structs
 
-from elaunch.monitor.job.view import JobView, NodeView
+from elaunch.monitor.jobview import JobView, NodeView
 from elaunch.monitor.snapshot import RunView, WorkerView
 from elaunch.monitor.standing import Standing
 from elaunch.run.record import SCHEMA

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elaunch.monitor.document import list_document, run_document
-from elaunch.monitor.page import Page, list_page, run_page
-from elaunch.monitor.snapshot import RunView, take
+from elaunch.monitor.page import Page
+from elaunch.monitor.runpage import list_page, run_page
+from elaunch.monitor.snapshot import Measurement, RunView, take
 from elaunch.monitor.standing import overview
-from elaunch.monitor.usage import Measurement
 from elaunch.run.directory import RunDir
 
 

@@ -17,7 +17,6 @@ from contextlib import ExitStack, closing
 import pytest
 
 from elaunch.errors import StoreUnreachable
-from elaunch.monitor.amounts import duration
 from elaunch.rendezvous.coordinatorstate import CoordinatorState
 from elaunch.rendezvous.decide.view import Rules
 from elaunch.rendezvous.plan import NodeStatus
@@ -26,6 +25,7 @@ from elaunch.store.protocol import Change, Store
 from elaunch.store.tcp import client, connection
 from elaunch.store.tcp import store as tcpstore
 from elaunch.store.tcp.host import hang_up_on_silent
+from elaunch.text import duration
 from tests.attacks.stranger import Stranger, stranger
 from tests.attacks.test_plans import job
 from tests.launching import Launcher, wait_until

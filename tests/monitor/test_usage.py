@@ -1,4 +1,4 @@
-"""elaunch.monitor.usage: real processes that spin, sleep and have children."""
+"""elaunch.monitor.snapshot: real processes that spin, sleep and have children."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from elaunch.monitor.usage import Measurement, measure, usage
+from elaunch.monitor.snapshot import Measurement, measure, usage
 from tests.launching import wait_until
 
 PARENT = """

@@ -32,7 +32,7 @@ from elaunch.agent.status.socket import (
     may_ask,
     peer_uid,
 )
-from elaunch.cli.preempt import ANSWER_S
+from elaunch.cli.stop import ANSWER_S
 from elaunch.errors import RunDirError
 from elaunch.wire.control import ask as ask_agent
 from elaunch.wire.local import short_address

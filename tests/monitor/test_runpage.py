@@ -1,4 +1,4 @@
-"""elaunch.monitor.page and render: what is shown for one run and for several."""
+"""elaunch.monitor.page and runpage: what is shown for one run and for several."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from typing import Any, cast
 import pytest
 from rich.console import Console
 
-from elaunch.monitor.page import Table, list_page, run_page
-from elaunch.monitor.render import plain, styled
-from elaunch.monitor.snapshot import LatestCheckpoint, RunView, WorkerView
+from elaunch.monitor.page import Table, plain, styled
+from elaunch.monitor.runpage import list_page, run_page
+from elaunch.monitor.snapshot import LatestCheckpoint, RunView, Usage, WorkerView
 from elaunch.monitor.standing import AgentState, Standing
-from elaunch.monitor.usage import Usage
 from elaunch.run.directory import RunDir
 from elaunch.run.record import Record
 from tests.monitor.played_agent import new_record

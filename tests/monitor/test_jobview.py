@@ -1,4 +1,4 @@
-"""elaunch.monitor.job.view, jobpage and the document of a job: plan and members become a view."""
+"""elaunch.monitor.jobview, jobpage and the document of a job: plan and members become a view."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from msgspec import structs
 from rich.console import Console
 
 from elaunch.monitor.document import job_document, jobs_document
-from elaunch.monitor.job.page import job_page, jobs_page
-from elaunch.monitor.job.view import (
+from elaunch.monitor.jobpage import job_page, jobs_page
+from elaunch.monitor.jobview import (
     JobView,
     PresentAgent,
     Restarts,
@@ -20,8 +20,7 @@ from elaunch.monitor.job.view import (
     unreadable,
     view_job,
 )
-from elaunch.monitor.page import Table
-from elaunch.monitor.render import plain, styled
+from elaunch.monitor.page import Table, plain, styled
 from elaunch.rendezvous.plan import Node, NodeStatus, Plan, PlanCheckpoint, WorkerFailure
 
 NOW = 1_795_000_000.0

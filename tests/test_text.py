@@ -1,4 +1,4 @@
-"""elaunch.monitor.amounts: how amounts are written."""
+"""elaunch.text: how amounts are written."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from elaunch.monitor.amounts import clean, date, duration, memory, moment
+from elaunch.text import clean, date, duration, memory, moment
 
 
 @pytest.mark.parametrize(

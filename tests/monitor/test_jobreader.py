@@ -1,4 +1,4 @@
-"""elaunch.monitor.job.store and jobwatch: whole jobs read from real stores."""
+"""elaunch.monitor.jobreader: whole jobs read from real stores."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ import pytest
 
 from elaunch.config.rendezvous import EtcdAccess, RendezvousSettings
 from elaunch.errors import StoreUnreachable, UsageError
-from elaunch.monitor.job.store import look, run_ids
-from elaunch.monitor.job.watch import JobReader, jobs_reader
+from elaunch.monitor.jobreader import JobReader, jobs_reader, look, run_ids
 from elaunch.monitor.watch import WatchReading, changes, watch
 from elaunch.rendezvous.plan import Plan
 from elaunch.rendezvous.records import RecordError, encode

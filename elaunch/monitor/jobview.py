@@ -31,7 +31,7 @@ LOST        not over, and no agent is there any more
 UNREADABLE  (in a list) nothing that this version or this secret can read
 ==========  =========================================================================
 
-Nothing here reads a store: see elaunch.monitor.job.store.
+Nothing here reads a store: see elaunch.monitor.jobreader.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from elaunch.checkpoint.search.places import parse_place, without_slash
 from elaunch.config import files
 from elaunch.config.values import did_you_mean
 from elaunch.errors import RunDirError, UsageError
-from elaunch.monitor.checkpoints.view import ListedCheckpoint, Listing, look
+from elaunch.monitor.checkpointview import ListedCheckpoint, Listing, look
 from elaunch.run import directory as rundir
 
 LATEST = "latest"

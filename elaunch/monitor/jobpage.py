@@ -9,22 +9,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from elaunch.monitor.amounts import clean, duration
-from elaunch.monitor.failurelines import SHOWN_MESSAGE_LINES
-from elaunch.monitor.job.view import JobView, NodeView
-from elaunch.monitor.page import (
-    NOTHING,
-    Cell,
-    Column,
-    Fields,
-    Page,
-    Paragraph,
-    Part,
-    Table,
-    Title,
-    restarts_text,
-)
+from elaunch.monitor.jobview import JobView, NodeView
+from elaunch.monitor.page import Cell, Column, Fields, Page, Paragraph, Part, Table, Title
+from elaunch.monitor.runpage import NOTHING, SHOWN_MESSAGE_LINES, restarts_text
 from elaunch.rendezvous.plan import Plan, WorkerFailure
+from elaunch.text import clean, duration
 
 _NO_ROLES = ("default", "")
 

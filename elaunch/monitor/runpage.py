@@ -1,0 +1,400 @@
+"""What ``elaunch status`` shows, as plain data: parts in the order in which they are read.
+
+:func:`run_page` puts the state and its cause first, then how far it got, the workers and the
+rounds, and last where it came from. :func:`list_page` is one row for each run.
+Below the state of a run that has failed stands its failure report in a few lines.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from elaunch.monitor.page import Cell, Column, Fields, Page, Paragraph, Part, Table, Title
+from elaunch.monitor.snapshot import RunView, WorkerView
+from elaunch.monitor.standing import Standing
+from elaunch.run.directory import handle
+from elaunch.run.record import ProgressRecord, Record, RoundRecord, WorkerProgressRecord
+from elaunch.run.saves import SavesRecord
+from elaunch.text import clean, date, duration, memory, moment
+
+NOTHING: Final = "-"
+SHOWN_MESSAGE_LINES: Final = 5
+BY: Final[Mapping[str, str]] = {"script": "by the script"}
+NOTHING_YET: Final[Mapping[str, str]] = {
+    "script": "none is known: the script has reported nothing yet",
+    "log lines": "none is known: no line has matched --progress-regex yet",
+}
+SHOWN_ROUNDS: Final = 10
+SHOWN_NODES: Final = 8
+
+_AGENT_NOTES: Final = {
+    "silent": "agent does not answer",
+    "stopped": "agent is suspended by a signal; `kill -CONT {pid}` resumes it",
+    "elsewhere": "on {host}; not checked from here",
+}
+_LIST_NOTES: Final = {
+    "silent": " (no answer)",
+    "stopped": " (suspended)",
+    "elsewhere": " (elsewhere)",
+}
+
+
+def run_page(view: RunView) -> Page:
+    """Return the page of one run."""
+    parts: list[Part] = [_title(view.standing, view.record)]
+    if cause := tuple(_cause(view)):
+        parts.append(Paragraph(cause))
+    parts.append(Fields(tuple((name, clean(value)) for name, value in _progress(view))))
+    if view.workers:
+        parts.append(_workers(view.workers, _by_rank(view.record, view.standing.live)))
+    if len(view.record["history"]) > 1:
+        parts.append(_history(view.record["history"], view.standing))
+    parts.append(Fields(tuple((name, clean(value)) for name, value in _origin(view))))
+    return tuple(parts)
+
+
+def list_page(standings: Sequence[Standing], everything: bool) -> Page:
+    """Return the page of several runs; with ``everything`` none was left out."""
+    if not standings:
+        if everything:
+            return (Paragraph(("No run is recorded.",)),)
+        return (Paragraph(("No run of this user is recorded on this machine.",)),)
+    columns = (
+        Column("run", elastic=True),
+        Column("state", elastic=True),
+        Column("round", right=True),
+        Column("restarts", right=True),
+        Column("world size", right=True),
+        Column("started"),
+        Column("ended", spare=True),
+        Column("duration", right=True),
+        Column("name", elastic=True, spare=True),
+        Column("script", spare=True),
+    )
+    ids = Counter(_run_id(standing) for standing in standings)
+    return (Table(columns, tuple(_list_row(standing, ids) for standing in standings)),)
+
+
+def _list_row(standing: Standing, ids: Mapping[str, int]) -> tuple[Cell, ...]:
+    run_id, record = _run_id(standing), standing.record
+    name = Cell(clean(run_id if ids[run_id] == 1 else handle(standing.run)))
+    note = _LIST_NOTES.get(standing.agent, "")
+    state = Cell(f"{standing.state}{note}", standing.state)
+    if record is None:
+        return (name, state, *(Cell(NOTHING) for _ in range(8)))
+    restarts = record["restarts"]
+    lasted, ended = standing.duration_s, record["ended_at"]
+    return (
+        name,
+        state,
+        Cell(str(record["round"])),
+        Cell(f"{restarts['used']}/{restarts['max']}"),
+        Cell(_or_nothing(record["world_size"])),
+        Cell(moment(record["started_at"], standing.taken_at)),
+        Cell(NOTHING if ended is None else moment(ended, standing.taken_at)),
+        Cell(NOTHING if lasted is None else duration(lasted)),
+        Cell(clean(record["name"])),
+        Cell(clean(os.path.basename(record["entrypoint"]))),
+    )
+
+
+def _run_id(standing: Standing) -> str:
+    return standing.run.path.name if standing.record is None else standing.record["run_id"]
+
+
+def _title(standing: Standing, record: Record) -> Title:
+    notes = []
+    if template := _AGENT_NOTES.get(standing.agent):
+        notes.append(f"({template.format(**record['agent'])})")
+    if standing.live and standing.duration_s is not None:
+        notes.append(f"for {duration(standing.duration_s)}")
+    elif record["exit_code"] is not None:
+        notes.append(f"exit code {record['exit_code']}")
+    return Title(clean(record["run_id"]), Cell(standing.state, standing.state), " ".join(notes))
+
+
+def _cause(view: RunView) -> Iterator[str]:
+    """Yield why the run is in its state; of a failure also the failed worker's report."""
+    if view.standing.reason:
+        yield clean(view.standing.reason)
+    failure = view.record["failure"]
+    # An earlier round's failure stays in the record.
+    current = failure is not None and failure.get("round") == view.record["round"]
+    if failure and current and view.standing.state == "FAILED":
+        yield from (clean(line) for line in failure_lines(failure))
+    elif view.standing.state == "FAILED":
+        # The first failure of the job was on another node, whose agent has the report.
+        text = str((view.record.get("job_failure") or {}).get("text") or "")
+        yield from (clean(line) for line in text.splitlines()[:SHOWN_MESSAGE_LINES])
+
+
+def _progress(view: RunView) -> Iterator[tuple[str, str]]:
+    record, standing = view.record, view.standing
+    yield "name", record["name"]
+    if standing.live:
+        yield "started", date(record["started_at"])
+    elif standing.duration_s is not None:
+        yield "started", f"{date(record['started_at'])}, lasted {duration(standing.duration_s)}"
+    else:
+        yield "started", f"{date(record['started_at'])}; when it ended is not known"
+    if record["ended_at"] is not None and not standing.live:
+        yield "ended", date(record["ended_at"])
+    yield "round", str(record["round"])
+    used = record["restarts"]
+    yield (
+        "restarts",
+        restarts_text(used["used"], used["without_progress"], used["max"], used["budget"]),
+    )
+    yield "world size", f"{_or_nothing(record['world_size'])}, {record['start_method']}"
+    yield from _place_among_nodes(record)
+    yield from _progress_facts(record, standing.live)
+    yield from _checkpoint_facts(view)
+    yield from _save_facts(record, view.standing)
+    if record["log_dir"]:
+        yield "logs", record["log_dir"]
+    report = standing.run.report(record["round"], "txt")
+    if record["failure"] and report.exists():
+        yield "report", str(report)
+
+
+def _place_among_nodes(record: Record) -> Iterator[tuple[str, str]]:
+    """Yield where this machine stands in a job of several; nothing for a job of one node."""
+    # Optional fields: a record of one node, or of an earlier version, has none of them.
+    nodes = record.get("nodes")
+    if not nodes:
+        return
+    if record.get("standby"):
+        yield "node", "stands by as a spare"
+    elif (rank := record.get("node_rank")) is not None:
+        yield "node", f"{rank} of {len(nodes)}"
+    shown = [f"{node['host']} ({node['addr']})" for node in nodes[:SHOWN_NODES]]
+    more = f", and {len(nodes) - SHOWN_NODES} more" if len(nodes) > SHOWN_NODES else ""
+    yield "nodes", ", ".join(shown) + more
+    if joining := record.get("joining"):
+        yield "joining", f"{joining} more, with the next round"
+
+
+def _origin(view: RunView) -> Iterator[tuple[str, str]]:
+    record, agent = view.record, view.record["agent"]
+    yield "command", shlex.join(_command(record))
+    yield "cwd", record["cwd"]
+    saver = "script" if "launcher" in record else "agent"
+    yield saver, f"pid {agent['pid']} on {agent['host']}, user {agent['user']}"
+    yield "record", str(view.standing.run.path)
+
+
+def _checkpoint_facts(view: RunView) -> Iterator[tuple[str, str]]:
+    record = view.record
+    if record["checkpoint_dir"] is None:
+        return
+    if view.latest is not None:
+        found = view.latest
+        age = duration(found.age_s)
+        yield "checkpoint", f"step {found.step}, {age} old ({found.format}): {found.path}"
+    elif view.latest_note is None:
+        yield "checkpoint", f"none yet in {record['checkpoint_dir']}"
+    if view.latest_note is not None:
+        yield ("" if view.latest else "checkpoint"), view.latest_note
+    used = record["checkpoint"]
+    if used is not None:
+        yield "resumed", f"round {record['round']} from step {used['step']}: {used['path']}"
+    else:
+        yield "resumed", f"round {record['round']} began without a checkpoint"
+
+
+def restarts_text(used: int, without: int, allowed: int | None, budget: str | None) -> str:
+    """Write restarts so far, those ``without`` progress, and how many are ``allowed`` if known."""
+    limit = "" if allowed is None else f" ({allowed} allowed)"
+    if budget == "lifetime":
+        return f"{used}{limit}"
+    return f"{used}, of them {without} since the last progress{limit}"
+
+
+def _command(record: Record) -> list[str]:
+    if "launcher" in record:
+        return record["argv"]
+    # argv[0] is a path of the installation, or of __main__.py.
+    return ["elaunch", *record["argv"][1:]]
+
+
+def _workers(workers: Sequence[WorkerView], progress: Mapping[int, WorkerProgressRecord]) -> Table:
+    columns = (
+        Column("rank", right=True),
+        Column("local_rank", right=True),
+        Column("pid", right=True),
+        Column("state"),
+        Column("CPU %", right=True),
+        Column("RSS", right=True),
+        Column("tree RSS", right=True),
+        Column("threads", right=True),
+        Column("exit"),
+        Column("step", right=True),
+        Column("last", elastic=True),
+    )
+    ordered = sorted(workers, key=lambda worker: worker.record["rank"])
+    rows = [_worker_row(worker, progress.get(worker.record["rank"])) for worker in ordered]
+    # A column without any value is left out: no usage after the end, no exit before it.
+    shown = [i for i in range(len(columns)) if i < 4 or any(r[i].text != NOTHING for r in rows)]
+    return Table(
+        tuple(columns[i] for i in shown), tuple(tuple(row[i] for i in shown) for row in rows)
+    )
+
+
+def _worker_row(worker: WorkerView, progress: WorkerProgressRecord | None) -> tuple[Cell, ...]:
+    record, used = worker.record, worker.usage
+    return (
+        Cell(str(record["rank"])),
+        Cell(str(record["local_rank"])),
+        Cell(_or_nothing(record["pid"])),
+        Cell(clean(worker.state), worker.state),
+        Cell(f"{used.cpu_percent:.0f}" if used else NOTHING),
+        Cell(memory(used.rss) if used else NOTHING),
+        Cell(memory(used.tree_rss) if used else NOTHING),
+        Cell(str(used.threads) if used else NOTHING),
+        Cell(clean(record["exit"] or NOTHING)),
+        Cell(_step_text(progress) or NOTHING),
+        Cell(clean(_doing_text(progress)) or NOTHING),
+    )
+
+
+def _history(history: Sequence[RoundRecord], standing: Standing) -> Table:
+    columns = (
+        Column("round", right=True),
+        Column("started"),
+        Column("lasted", right=True),
+        Column("recovery", right=True),
+        Column("from step", right=True),
+        Column("reason", elastic=True),
+    )
+    rows = tuple(_round_row(entry, standing) for entry in history[-SHOWN_ROUNDS:])
+    return Table(columns, rows)
+
+
+def _round_row(entry: RoundRecord, standing: Standing) -> tuple[Cell, ...]:
+    until = entry["ended_at"]
+    if until is None and standing.live:
+        until = standing.taken_at
+    lasted = NOTHING if until is None else duration(max(0.0, until - entry["started_at"]))
+    recovery = entry["recovery_s"]
+    return (
+        Cell(str(entry["round"])),
+        Cell(moment(entry["started_at"], standing.taken_at)),
+        Cell(lasted),
+        Cell(NOTHING if recovery is None else f"{recovery:.3f} s"),
+        Cell(_or_nothing(entry["resumed_step"])),
+        Cell(clean(entry["reason"] or NOTHING)),
+    )
+
+
+def _or_nothing(value: object) -> str:
+    return NOTHING if value is None else str(value)
+
+
+def failure_lines(failure: Mapping[str, Any]) -> Iterator[str]:
+    """Yield which worker failed and its report; of a hang, where the workers were."""
+    # The report has a schema of its own: what is missing in it is left out here.
+    if failure.get("hang"):
+        yield from _hang(failure["hang"])
+        return
+    first = failure.get("first") or {}
+    if {"rank", "local_rank", "pid", "ended"} <= first.keys():
+        when = f"in round {failure.get('round')}"
+        if (seconds := failure.get("seconds_into_round")) is not None:
+            when = f"{duration(seconds)} into round {failure.get('round')}"
+        yield (
+            f"rank {first['rank']} (local_rank {first['local_rank']}, pid {first['pid']}) "
+            f"on {failure.get('host')} {first['ended']}, {when}"
+        )
+    for key in ("message", "explanation"):
+        yield from str(first.get(key) or "").splitlines()[:SHOWN_MESSAGE_LINES]
+
+
+def _hang(hang: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the innermost frame of each group of workers, the smallest group first."""
+    for group in (hang.get("stacks") or [])[:SHOWN_MESSAGE_LINES]:
+        if group.get("main") and group.get("ranks"):
+            ranks = ",".join(map(str, group["ranks"]))
+            yield f"rank{'s' * (len(group['ranks']) > 1)} {ranks}: {group['main'][0]}"
+
+
+def _progress_facts(record: Record, live: bool) -> Iterator[tuple[str, str]]:
+    """Yield names and values: how far, by which source, the script's own status, the limit."""
+    progress = record.get("progress")
+    if progress is None:
+        return
+    by = BY.get(progress["source"], f"by {progress['source']}")
+    how_far = ", ".join(_how_far(progress))
+    text = f"{how_far} ({by})" if how_far else f"no step is known; watched {by}"
+    if all(worker["silent_s"] is None for worker in progress["workers"]) and not how_far:
+        text = NOTHING_YET.get(progress["source"], text)
+    yield "progress", text
+    for text in dict.fromkeys(worker["status"] for worker in progress["workers"]):
+        if text:
+            yield "status", text
+    if live and progress["learning"]:
+        yield "hang timeout", "auto: the run's own pauses are not known yet"
+    elif live and progress["limit_s"] is not None:
+        yield "hang timeout", duration(progress["limit_s"])
+
+
+def _how_far(progress: ProgressRecord) -> Iterator[str]:
+    steps = sorted({s for worker in progress["workers"] if (s := worker["step"]) is not None})
+    if steps == [1]:
+        yield "1 step"
+    elif steps:
+        yield f"{steps[0]} steps" if len(steps) == 1 else f"{steps[0]} to {steps[-1]} steps"
+    shares = [worker["progress"] for worker in progress["workers"]]
+    known = [share for share in shares if share is not None]
+    if known:
+        yield f"{100 * min(known):.0f} %"
+
+
+def _by_rank(record: Record, live: bool) -> dict[int, WorkerProgressRecord]:
+    """Return what is known of each worker, by its rank; of an ended run not how long ago it was."""
+    progress = record.get("progress")
+    if progress is None:
+        return {}
+    workers: list[WorkerProgressRecord] = progress["workers"]
+    if not live:
+        workers = [{**worker, "silent_s": None} for worker in workers]
+    return {worker["rank"]: worker for worker in workers}
+
+
+def _step_text(worker: WorkerProgressRecord | None) -> str:
+    """Return a worker's step, or nothing."""
+    return "" if worker is None or worker["step"] is None else str(worker["step"])
+
+
+def _doing_text(worker: WorkerProgressRecord | None) -> str:
+    """Return "in section eval, allgather #3, 12 s ago", or nothing where nothing is known."""
+    if worker is None or worker["silent_s"] is None:
+        return ""
+    parts = [f"in section {worker['section']}"] if worker["section"] else []
+    parts += [worker["doing"]] if worker["doing"] else []
+    return ", ".join([*parts, f"{duration(worker['silent_s'])} ago"])
+
+
+def _save_facts(record: Record, standing: Standing) -> Iterator[tuple[str, str]]:
+    """Yield names and values: the newest commit, what is on its way, what came to nothing."""
+    saves = record.get("saves")
+    if saves is None:
+        return
+    # The agent of rank 0's node counts for the job.
+    nothing = "counted on node 0" if record.get("node_rank") else "none yet"
+    yield "saves", ", ".join(_saves(saves, standing)) or nothing
+    if saves["problem"]:
+        yield "", saves["problem"]
+
+
+def _saves(saves: SavesRecord, standing: Standing) -> Iterator[str]:
+    if saves["step"] is not None and saves["committed_at"] is not None:
+        age = duration(max(0.0, standing.taken_at - saves["committed_at"]))
+        yield f"step {saves['step']} committed {age} ago, in {duration(saves['seconds'])}"
+        if commits := saves.get("commits"):
+            yield f"{commits} in all"
+    if saves["saving"] is not None:
+        yield f"step {saves['saving']} is being written" if standing.live else "one was unfinished"
