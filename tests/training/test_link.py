@@ -83,15 +83,13 @@ def test_what_comes_is_writable_and_ones_own() -> None:
         b"GET / HTTP/1.1\r\nHost: x\r\n",
         bytes(64),
         b"eln2\xff" + bytes(30),
-        link.HEAD.pack(b"eln2", 0, 2, 0) + b"[]",
-        link.HEAD.pack(b"eln2", 0, 2, 0) + b"{x",
-        link.HEAD.pack(b"eln2", 0, 2, 1) + b"{}",
-        link.HEAD.pack(b"eln2", 2, 0, 100),
-        *(
-            link.HEAD.pack(b"eln2", 0, len(text), 0) + text
-            for text in (b'{"entries": 5}', b'{"entries": [[0, "object", -1]]}')
-        ),
-        link.HEAD.pack(b"eln2", 0, 37, 0) + b'{"entries": [[0, "object", 1' + 8 * b"0" + b"]]}",
+        link.HEAD.pack(b"eln2", 0, 2) + b"[]",
+        link.HEAD.pack(b"eln2", 0, 2) + b"{x",
+        link.HEAD.pack(b"eln2", 0, 1 << 30),
+        link.HEAD.pack(b"eln2", 2, 100),
+        joined(encode("up", {"entries": 5})),
+        joined(encode("up", {"entries": [[0, "object", -1]]})),
+        joined(encode("up", {"entries": [[0, "object", 1 << 40]]})),
     ],
 )
 def test_garbage_is_no_frame(garbage: bytes) -> None:
@@ -106,9 +104,8 @@ def test_what_is_announced_costs_no_memory_before_it_comes() -> None:
     def resident() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
-    text = b'{"entries": [[0, "object", 1000000000]]}'
     parser, before = Parser(), resident()
-    assert parser.feed(link.HEAD.pack(b"eln2", 0, len(text), 0) + text) == []
+    assert parser.feed(joined(encode("up", {"entries": [[0, "object", 1_000_000_000]]}))) == []
     assert resident() - before < 100_000_000
 
 

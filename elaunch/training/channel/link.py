@@ -1,13 +1,10 @@
 """The messages between two neighbours, and the connection that carries them.
 
-After the handshake a connection carries frames, both ways::
-
-    4 bytes b"eln2", u8 kind, 3 bytes nothing, u32 length of the text, u64 length of the data
-    the text: JSON
-    the data
+After the handshake a connection carries frames, both ways: 4 bytes b"eln2", u8 kind, 3 bytes
+nothing, u32 length, and so many bytes. Those of a piece are bytes of objects, all others are JSON:
 
 =====  ==================================  =========================================================
-kind   text                                meaning
+kind   JSON                                meaning
 =====  ==================================  =========================================================
 up     {"call": …, "entries": …}           the entries of the sender, or of all ranks below it
 down   {"call": …, "entries": …}           all ranks are there; here is what you lack of theirs
@@ -18,8 +15,8 @@ bye    {}                                  the sender has closed its context
 
 A call is ``[scope, number, name]``, an entry ``[rank, form, size]``: form ``object`` is an object's
 bytes (objects.py), ``error`` is why this rank could not send one. The bytes of all entries follow
-each other in pieces, so that an abort need not wait for the end of a large object; where they are
-few, in the data of the frame itself.
+their frame in pieces; between two of them an abort may come, which so need not wait for the end of
+a large object.
 
 A link never waits: what cannot be sent at once is kept, what comes is made into frames; mesh.py
 waits for all links together.
@@ -35,7 +32,7 @@ import struct
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, Final, Literal, NamedTuple
 
 from elaunch.training.channel.meeting import RankRecord
@@ -43,7 +40,7 @@ from elaunch.training.channel.objects import Bytes
 from elaunch.wire.stream import keep_alive
 
 MAGIC: Final = b"eln2"
-HEAD: Final = struct.Struct("<4sB3xIQ")
+HEAD: Final = struct.Struct("<4sB3xI")
 Kind = Literal["up", "down", "piece", "abort", "bye"]
 KINDS: Final[tuple[Kind, ...]] = ("up", "down", "piece", "abort", "bye")
 LONGEST_TEXT: Final = 1 << 28
@@ -108,13 +105,11 @@ def encode(kind: Kind, text: dict[str, Any], entries: Sequence[Contribution] = (
     if entries:
         text = {**text, "entries": [(entry.rank, entry.form, entry.size) for entry in entries]}
     line = json.dumps(text).encode()
-    parts = [part for entry in entries for part in entry.parts]
-    size = sum(entry.size for entry in entries)
-    if size < CHUNK:
-        head = HEAD.pack(MAGIC, KINDS.index(kind), len(line), size)
-        return [[memoryview(b"".join((head, line, *parts)))]]
-    first = memoryview(HEAD.pack(MAGIC, KINDS.index(kind), len(line), 0) + line)
-    return [[first], *_pieces(parts)]
+    parts = (part for entry in entries for part in entry.parts)
+    blocks = [[_head(kind, len(line)), memoryview(line)], *_pieces(parts)]
+    if sum(entry.size for entry in entries) < CHUNK:
+        return [[memoryview(b"".join(chain(*blocks)))]]
+    return blocks
 
 
 def _pieces(parts: Iterable[Bytes]) -> Iterator[list[memoryview]]:
@@ -127,14 +122,14 @@ def _pieces(parts: Iterable[Bytes]) -> Iterator[list[memoryview]]:
             room -= len(piece[-1])
             rest = rest[len(piece[-1]) :]
             if not room:
-                yield [_piece_head(PIECE), *piece]
+                yield [_head("piece", PIECE), *piece]
                 piece, room = [], PIECE
     if piece:
-        yield [_piece_head(PIECE - room), *piece]
+        yield [_head("piece", PIECE - room), *piece]
 
 
-def _piece_head(size: int) -> memoryview:
-    return memoryview(HEAD.pack(MAGIC, KINDS.index("piece"), 0, size))
+def _head(kind: Kind, length: int) -> memoryview:
+    return memoryview(HEAD.pack(MAGIC, KINDS.index(kind), length))
 
 
 class Parser:
@@ -195,22 +190,26 @@ class Parser:
         self._missing -= count
 
     def _begin(self, done: list[Frame]) -> bool:
-        """Take the next head and text, if they are complete."""
-        length = size = 0
+        """Take the next head, and what follows it but for a piece, if that is complete."""
+        whole, kind = HEAD.size, None
         if len(self._received) >= HEAD.size:
-            magic, number, length, size = HEAD.unpack_from(self._received)
+            magic, number, length = HEAD.unpack_from(self._received)
             if magic != MAGIC or number >= len(KINDS) or length > LONGEST_TEXT:
                 raise BadFrame("what comes is no frame of elaunch")
-        whole = HEAD.size + length
+            kind = KINDS[number]
+            if kind == "piece":
+                if length > self._missing:
+                    raise BadFrame("a neighbour sends more bytes than it has announced")
+                self._left = length
+            else:
+                whole += length
         self._wanted = whole - len(self._received)
-        if self._wanted > 0:
+        if self._wanted > 0 or kind is None:
             return False
-        if KINDS[number] != "piece":
-            self._open(KINDS[number], bytes(self._received[HEAD.size : whole]), done)
-        if size > self._missing:
-            raise BadFrame("a neighbour sends more bytes than it has announced")
+        line = bytes(self._received[HEAD.size : whole])
         del self._received[:whole]
-        self._left = size
+        if kind != "piece":
+            self._open(kind, line, done)
         return True
 
     def _open(self, kind: Kind, line: bytes, done: list[Frame]) -> None:
