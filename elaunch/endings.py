@@ -1,8 +1,9 @@
-"""How a process ended, in words and as an exit code; exit codes are negative for a signal."""
+"""How a process ended: as a record, in words, as an exit code; negative codes are for a signal."""
 
 from __future__ import annotations
 
 import signal
+from dataclasses import dataclass
 
 PREEMPTED = 75
 """Exit code of a run that was asked to end, and whose workers acknowledged it and ended with 0: not
@@ -26,6 +27,45 @@ def how_it_ended(exitcode: int) -> str:
     if exitcode < 0:
         return f"was killed by {signal_name(-exitcode)}"
     return f"exited with code {exitcode}"
+
+
+@dataclass(frozen=True)
+class Exit:
+    """How one worker ended: made by the server, which waited for it, and passed on as it is.
+
+    It is a message to the agent, an event of its loop, the failure in its state, and what report,
+    record and event log are made from.
+
+    Attributes:
+        round: the worker's round.
+        rank: in the job.
+        local_rank: on its node.
+        pid: of its process.
+        exitcode: negative for a signal.
+        at: when its wait returned, in seconds of the machine's monotonic clock.
+        stopped: whether the server had been asked to end the workers, and had not yet seen this
+            one's end: "it died" and "we ended it" are different facts.
+        timer: which timer of torch.distributed.elastic.timer had expired before; empty: none.
+    """
+
+    round: int
+    rank: int
+    local_rank: int
+    pid: int
+    exitcode: int
+    at: float
+    stopped: bool = False
+    timer: str = ""
+
+    @property
+    def how(self) -> str:
+        """Return "exited with code 7" or "was killed by SIGKILL"."""
+        return how_it_ended(self.exitcode)
+
+    @property
+    def text(self) -> str:
+        """Return "rank 1 exited with code 7" or "rank 1 was killed by SIGKILL"."""
+        return f"rank {self.rank} {self.how}"
 
 
 def exit_code(exitcode: int) -> int:

@@ -9,7 +9,7 @@ agent       configure           run_id, start ("fork" | "exec"), preload, later,
                                 import_path, open_files (soft and hard limit of the workers),
                                 timer_file (the pipe of elaunch.server.timers, or null), temp (the
                                 run's own directory for temporary files, or null)
-agent       start               round, local_rank, mode, entrypoint, args, interpreter, env;
+agent       start               round, rank, local_rank, mode, entrypoint, args, interpreter, env;
                                 files: its stdout and stderr
 agent       store               round (-1: before the first), host, fixed (whether all rounds have
                                 this port), hello (what other agents may read in it, or "");
@@ -27,9 +27,7 @@ server      warmed              problem (text or null), seconds, settings (varia
                                 sets, so that the later modules are left to the workers)
 server      started             round, local_rank, pid, at
 server      not_started         round, local_rank, problem
-server      exited              round, local_rank, pid, exitcode (negative: signal), at, stopped
-                                (whether it had a signal to end before), timer (its timer that
-                                had expired, or "")
+server      exited              the fields of elaunch.endings.Exit
 server      swept               round, killed (pids and names), survivors (same)
 server      store_failed        round, problem
 server      fenced              late (s): the fence has passed so long ago; all workers are killed

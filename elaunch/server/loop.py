@@ -24,6 +24,7 @@ import time
 from collections.abc import Sequence
 from typing import NoReturn
 
+from elaunch.endings import Exit
 from elaunch.server import devices, processes
 from elaunch.server.preload import Later, Preloaded, preload
 from elaunch.server.stores import Stores
@@ -74,7 +75,7 @@ class Server:
     def __init__(self, agent: socket.socket) -> None:
         self._agent = Channel(agent, most_files=MAX_FILES)
         self._pid = os.getpid()
-        self._workers: dict[int, tuple[int, int]] = {}  # pid → round, local_rank
+        self._workers: dict[int, Job] = {}  # by pid
         self._stopped: set[int] = set()  # pids of workers that were alive when sent a signal to end
         self._sweep: Sweep | None = None
         self._stores = Stores(self._send, self._forget)
@@ -213,7 +214,7 @@ class Server:
             return self._in_worker(job)
         for fd in files:
             os.close(fd)
-        self._workers[pid] = (job.round, job.local_rank)
+        self._workers[pid] = job
         if job.mode != "command":
             self._later.note_start(pid, job.env)
         started = {"op": "started", "round": job.round, "local_rank": job.local_rank, "pid": pid}
@@ -326,14 +327,23 @@ class Server:
             if pid == self._stores.pid:
                 self._stores.lose(os.waitstatus_to_exitcode(status))
             elif pid in self._workers:
-                round_number, local_rank = self._workers.pop(pid)
                 self._later.note_end(pid)
-                code = os.waitstatus_to_exitcode(status)
-                exited = {"op": "exited", "round": round_number, "local_rank": local_rank}
-                exited |= {"pid": pid, "exitcode": code, "at": time.monotonic()}
-                exited |= {"stopped": pid in self._stopped, "timer": self._expired.pop(pid, "")}
-                self._stopped.discard(pid)
-                self._send(exited)
+                found = self._exit(pid, os.waitstatus_to_exitcode(status))
+                self._send({"op": "exited", **dataclasses.asdict(found)})
+
+    def _exit(self, pid: int, exitcode: int) -> Exit:
+        job, stopped = self._workers.pop(pid), pid in self._stopped
+        self._stopped.discard(pid)
+        return Exit(
+            round=job.round,
+            rank=job.rank,
+            local_rank=job.local_rank,
+            pid=pid,
+            exitcode=exitcode,
+            at=time.monotonic(),
+            stopped=stopped,
+            timer=self._expired.pop(pid, ""),
+        )
 
     def _send(self, message: Message) -> None:
         try:

@@ -6,7 +6,9 @@ import signal
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from elaunch.agent.failure.ends import Failure
 from elaunch.agent.policy import events, turn
 from elaunch.agent.policy.actions import Action, Nothing
 from elaunch.agent.policy.state import Limits, State
@@ -34,9 +36,20 @@ def started(rank: int, round: int = 0, at: float = 0.0) -> events.WorkerStarted:
 
 def exited(
     rank: int, code: int, round: int = 0, at: float = 1.0, stopped: bool = False
-) -> events.WorkerExited:
+) -> events.Exit:
     """Return the end of a worker; ``stopped``: it had been told to end."""
-    return events.WorkerExited(round, rank, 1000 + rank, code, at, stopped)
+    return events.Exit(round, rank, rank, 1000 + rank, code, at, stopped)
+
+
+def left(rank: int, exitcode: int, at: float = 0.0, **known: Any) -> Failure:
+    """Return a worker's end at ``at``, in seconds since 1970, with what it left behind."""
+    local_rank = known.pop("local_rank", rank)
+    return Failure(events.Exit(0, rank, local_rank, 4000 + rank, exitcode, at), at, **known)
+
+
+def changed(failure: Failure, **facts: Any) -> Failure:
+    """Return a worker's end that differs in these facts of its exit."""
+    return replace(failure, exit=replace(failure.exit, **facts))
 
 
 def gone(round: int = 0) -> events.TreeGone:
@@ -66,6 +79,8 @@ def step(state: State, event: events.Event) -> tuple[State, Action, str]:
     """Do what the agent's loop does with one event, but for acting."""
     if isinstance(event, events.CheckpointChosen) and not event.number:
         event = replace(event, number=state.search)
+    if isinstance(event, events.Exit):
+        event = replace(event, rank=state.first_rank + event.local_rank)
     taken = turn.take(state, event)
     return taken.after, taken.action, taken.reason
 

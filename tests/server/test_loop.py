@@ -9,7 +9,12 @@ import time
 
 from elaunch.server import processes
 from elaunch.server.loop import Server
+from elaunch.server.worker.fork import Job
 from elaunch.wire.local import Channel
+
+
+def _job(round: int) -> Job:
+    return Job(round, 0, 0, "script", "", (), "", {}, -1, -1)
 
 
 def _exits_of_two_with_one_pid() -> list[bool]:
@@ -19,7 +24,7 @@ def _exits_of_two_with_one_pid() -> list[bool]:
     pid = os.fork()
     if pid == 0:
         time.sleep(600)
-    server._workers[pid] = (0, 0)
+    server._workers[pid] = _job(0)
     server._note_stop()
     os.kill(pid, signal.SIGKILL)
     stopped = []
@@ -39,7 +44,7 @@ def _same_pid(server: Server, old: int) -> int:
     pid = os.fork()
     if pid == 0:
         os._exit(1)
-    server._workers[pid] = (1, 0)
+    server._workers[pid] = _job(1)
     server._stopped = {pid if one == old else one for one in server._stopped}
     return pid
 

@@ -15,44 +15,20 @@ programs (docs/failure-report.md), :func:`summary` the one line that becomes a r
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from elaunch.agent.failure import errorfile, explain, tracebacks
 from elaunch.agent.failure.errorfile import ErrorFile
 from elaunch.agent.failure.explain import Explanation
-from elaunch.agent.failure.table import signal_name
 from elaunch.agent.hangs.report import Hang
-from elaunch.endings import exit_code, how_it_ended
+from elaunch.endings import Exit, exit_code
 from elaunch.errors import HangError
 
 MAX_MESSAGE = 4000
 SCHEMA = 1
-
-
-@dataclass(frozen=True)
-class WorkerExit:
-    """How one worker ended.
-
-    ``exitcode`` is negative for a signal, ``at`` in seconds since 1970, ``tail`` the last lines of
-    its stderr (a few hundred, so that a whole traceback fits), ``stopped_by_us`` says that elaunch
-    had signalled it before, ``oom_kill`` that the cgroup's count of OOM kills grew meanwhile,
-    ``timer`` which timer of torch.distributed.elastic.timer had expired.
-    """
-
-    rank: int
-    local_rank: int
-    pid: int
-    exitcode: int
-    at: float
-    stopped_by_us: bool = False
-    error_file: str | None = None
-    stdout_path: str | None = None
-    stderr_path: str | None = None
-    tail: tuple[str, ...] = ()
-    oom_kill: bool = False
-    timer: str = ""
 
 
 @dataclass(frozen=True)
@@ -73,15 +49,64 @@ class Circumstances:
 
 @dataclass(frozen=True)
 class Failure:
-    """One worker's end with what it left behind: error file, or traceback in its stderr."""
+    """One worker's end with what it left behind.
 
-    exit: WorkerExit
-    error: ErrorFile | None
-    message: str
-    traceback: tuple[str, ...]
-    traceback_from: str
-    ms_after_first: float
+    At first there is what goes away with the round; :func:`build` adds what its error file and its
+    stderr say.
+
+    Attributes:
+        exit: how it ended.
+        at: when, in seconds since 1970.
+        stopped: whether it ended after elaunch had signalled it.
+        error_file, stdout_path, stderr_path: of its files, where it has some.
+        tail: the last lines of its stderr (a few hundred, so that a whole traceback fits).
+        oom_kill: whether the cgroup's count of OOM kills grew meanwhile.
+        error: its error file.
+        message: the line that names its exception.
+        traceback: from its error file or its stderr, which ``traceback_from`` says.
+        ms_after_first: milliseconds since the first failure.
+        explanation: its cause as far as it is known.
+    """
+
+    exit: Exit
+    at: float
+    stopped: bool = False
+    error_file: str | None = None
+    stdout_path: str | None = None
+    stderr_path: str | None = None
+    tail: tuple[str, ...] = ()
+    oom_kill: bool = False
+    error: ErrorFile | None = None
+    message: str = ""
+    traceback: tuple[str, ...] = ()
+    traceback_from: str = ""
+    ms_after_first: float = 0.0
     explanation: Explanation = field(default_factory=Explanation)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as JSON-able data, a worker of docs/failure-report.md."""
+        end, error = self.exit, self.error
+        return {
+            "rank": end.rank,
+            "local_rank": end.local_rank,
+            "pid": end.pid,
+            "exitcode": end.exitcode,
+            "at": self.at,
+            "stopped_by_us": self.stopped,
+            "error_file": error.path if error else None,
+            "stdout_path": self.stdout_path,
+            "stderr_path": self.stderr_path,
+            "oom_kill": self.oom_kill,
+            "timer": end.timer,
+            "ended": end.how,
+            "signal": signal_name(end.exitcode),
+            "ms_after_first": self.ms_after_first,
+            "error_file_problem": error.problem or None if error else None,
+            "message": self.message or None,
+            "traceback": "\n".join(self.traceback) or None,
+            "traceback_from": self.traceback_from or None,
+            "explanation": self.explanation.text or None,
+        }
 
 
 @dataclass(frozen=True)
@@ -120,9 +145,9 @@ class FailureReport:
             "explanation": self.first.explanation.text or None,
             "likely_victim": self.first.explanation.victim,
             "hang": self.hang.to_dict() if self.hang else None,
-            "first": _worker_dict(self.first),
-            "victims": [_worker_dict(failure) for failure in self.victims],
-            "stopped": [_worker_dict(failure) for failure in self.stopped],
+            "first": self.first.to_dict(),
+            "victims": [failure.to_dict() for failure in self.victims],
+            "stopped": [failure.to_dict() for failure in self.stopped],
         }
 
 
@@ -130,7 +155,7 @@ def build(
     name: str,
     host: str,
     round: int,
-    exits: Sequence[WorkerExit],
+    ends: Sequence[Failure],
     first: int,
     circumstances: Circumstances = Circumstances(),
 ) -> FailureReport:
@@ -140,26 +165,26 @@ def build(
         name: the script's name, as in torchrun's title.
         host: this node's name.
         round: the round that failed.
-        exits: the ends of all its workers on this node, in the order noticed.
-        first: local_rank of the one that failed first; it is in ``exits``.
+        ends: of all its workers on this node, in the order noticed, with what they left.
+        first: local_rank of the one that failed first; it is in ``ends``.
         circumstances: what is known of the round besides; the hang, if it was one.
     """
-    by_rank = {end.local_rank: end for end in exits}
+    began_at = next(end.at for end in ends if end.exit.local_rank == first)
     failures = {
-        end.local_rank: _failure(end, end.at - by_rank[first].at, circumstances)
-        for end in exits
-        if end.exitcode != 0 or end.stopped_by_us or end.local_rank == first
+        end.exit.local_rank: _examined(end, end.at - began_at, circumstances)
+        for end in ends
+        if end.exit.exitcode != 0 or end.stopped or end.exit.local_rank == first
     }
     cause = failures.pop(first)
     began, hang = circumstances.started_at, circumstances.hang
-    failed_at = cause.exit.at if hang is None else hang.at
+    failed_at = cause.at if hang is None else hang.at
     return FailureReport(
         name=name,
         host=host,
         round=round,
         first=cause,
-        victims=tuple(f for f in failures.values() if not f.exit.stopped_by_us),
-        stopped=tuple(f for f in failures.values() if f.exit.stopped_by_us),
+        victims=tuple(f for f in failures.values() if not f.stopped),
+        stopped=tuple(f for f in failures.values() if f.stopped),
         seconds_into_round=None if began is None else max(0.0, failed_at - began),
         noticed_monotonic=circumstances.noticed_monotonic,
         hang=hang,
@@ -170,36 +195,34 @@ def summary(report: FailureReport) -> str:
     """Return one line like ``rank 1 exited with code 7``, for the log and as a restart's reason."""
     if report.hang is not None:
         return report.hang.reason
-    return f"rank {report.first.exit.rank} {ended(report.first.exit)}"
+    return report.first.exit.text
 
 
-def _failure(end: WorkerExit, seconds_after: float, known: Circumstances) -> Failure:
-    error = errorfile.read(end.error_file)
+def _examined(left: Failure, seconds_after: float, known: Circumstances) -> Failure:
+    """Return ``left`` with what its error file and its stderr say."""
+    end, error = left.exit, errorfile.read(left.error_file)
     if error and error.callstack:
         lines, origin = error.callstack.rstrip("\n").split("\n"), "error file"
     else:
-        lines, origin = list(tracebacks.pick(end.tail, end.exitcode)), "stderr"
+        lines, origin = list(tracebacks.pick(left.tail, end.exitcode)), "stderr"
     message = error.message if error else ""
     message = message or (tracebacks.message_of(lines) if end.exitcode else "")
-    facts = explain.WorkerEnd(
-        exitcode=end.exitcode,
-        text="\n".join([message, *lines]),
-        rank=end.rank,
-        local_rank=end.local_rank,
+    source = left.error_file if origin == "error file" else left.stderr_path
+    explanation = explain.explain(
+        end,
+        "\n".join([message, *lines]),
+        oom_kill=left.oom_kill,
         local_world_size=known.local_world_size,
-        oom_kill=end.oom_kill,
-        timer=end.timer,
         shm_free=known.shm_free,
     )
-    source = end.error_file if origin == "error file" else end.stderr_path
-    return Failure(
-        exit=end,
+    return replace(
+        left,
         error=error,
         message=message[:MAX_MESSAGE],
         traceback=tracebacks.cap(lines, source or "its output"),
         traceback_from=origin if lines else "",
         ms_after_first=_milliseconds(seconds_after),
-        explanation=Explanation() if end.stopped_by_us else explain.explain(facts),
+        explanation=Explanation() if left.stopped else explanation,
     )
 
 
@@ -208,22 +231,9 @@ def _milliseconds(seconds: float) -> float:
     return max(0.0, round(seconds * 1000, 1))
 
 
-def ended(end: WorkerExit) -> str:
-    """Return how a worker ended, like ``was killed by SIGKILL``."""
-    return how_it_ended(end.exitcode)
-
-
-def _worker_dict(failure: Failure) -> dict[str, Any]:
-    end, error = failure.exit, failure.error
-    facts = {name: value for name, value in vars(end).items() if name != "tail"}
-    return facts | {
-        "ended": ended(end),
-        "signal": signal_name(end.exitcode),
-        "ms_after_first": failure.ms_after_first,
-        "error_file": error.path if error else None,
-        "error_file_problem": error.problem or None if error else None,
-        "message": failure.message or None,
-        "traceback": "\n".join(failure.traceback) or None,
-        "traceback_from": failure.traceback_from or None,
-        "explanation": failure.explanation.text or None,
-    }
+def signal_name(exitcode: int) -> str | None:
+    """Return the name of the signal that ``exitcode`` (negative for one) means, or None."""
+    try:
+        return signal.Signals(-exitcode).name if exitcode < 0 else None
+    except ValueError:
+        return None

@@ -12,24 +12,7 @@ import re
 import signal
 from dataclasses import dataclass
 
-
-@dataclass(frozen=True)
-class WorkerEnd:
-    """What is known of one ended worker.
-
-    ``exitcode`` is negative for a signal; ``shm_free`` is the free space of /dev/shm in bytes, if
-    known; ``oom_kill`` says that the kernel's count of processes killed for memory has grown;
-    ``timer`` names its timer that had expired.
-    """
-
-    exitcode: int
-    text: str = ""
-    rank: int = 0
-    local_rank: int = 0
-    local_world_size: int | None = None
-    oom_kill: bool = False
-    shm_free: int | None = None
-    timer: str = ""
+from elaunch.endings import Exit
 
 
 @dataclass(frozen=True)
@@ -189,57 +172,71 @@ _SHM_LOW = 64 << 20
 _TEXT_COUNTS = frozenset({1, 2, -signal.SIGABRT, -signal.SIGBUS})
 
 
-def explain(facts: WorkerEnd) -> Explanation:
-    """Return the cause of a worker's end as far as it is known, with the fix."""
-    number = -facts.exitcode
-    if facts.timer:
+def explain(
+    end: Exit,
+    text: str = "",
+    *,
+    oom_kill: bool = False,
+    local_world_size: int | None = None,
+    shm_free: int | None = None,
+) -> Explanation:
+    """Return the cause of a worker's end as far as it is known, with the fix.
+
+    Args:
+        end: how it ended.
+        text: what it printed of that.
+        oom_kill: whether the kernel's count of processes killed for memory has grown.
+        local_world_size: how many workers the node has.
+        shm_free: the free space of /dev/shm in bytes, if known.
+    """
+    number = -end.exitcode
+    if end.timer:
         return Explanation(
-            f"Its timer {facts.timer} had expired (torch.distributed.elastic.timer), and so it was "
+            f"Its timer {end.timer} had expired (torch.distributed.elastic.timer), and so it was "
             "ended: the section took longer than timer.expires(after=…) allows."
         )
-    if number == signal.SIGKILL and facts.oom_kill:
+    if number == signal.SIGKILL and oom_kill:
         return Explanation(f"Out of memory: the kernel killed it. {_OOM_FIX}")
-    found = _by_text(facts) if facts.exitcode in _TEXT_COUNTS else None
+    found = _by_text(end, text, local_world_size) if end.exitcode in _TEXT_COUNTS else None
     if found:
         return found
     if number > 0:
-        return Explanation(_by_signal(number, facts))
-    return Explanation(_by_code(facts))
+        return Explanation(_by_signal(number, text, shm_free))
+    return Explanation(_by_code(end.exitcode, text, oom_kill, shm_free))
 
 
-def _by_text(facts: WorkerEnd) -> Explanation | None:
+def _by_text(end: Exit, text: str, local_world_size: int | None) -> Explanation | None:
     for known in _TEXTS:
-        match = re.search(known.pattern, facts.text, re.MULTILINE)
+        match = re.search(known.pattern, text, re.MULTILINE)
         if match:
-            words = {"ordinal": _ordinal(facts), **match.groupdict()}
+            words = {"ordinal": _ordinal(end, local_world_size), **match.groupdict()}
             return Explanation(known.text.format(**words), known.victim)
     return None
 
 
-def _ordinal(facts: WorkerEnd) -> str:
-    size = facts.local_world_size
-    if size is None or facts.rank < size:
+def _ordinal(end: Exit, size: int | None) -> str:
+    if size is None or end.rank < size:
         return ""
     return (
-        f" RANK is {facts.rank} here, but this node's workers are 0 to {size - 1}; "
-        f"this one's LOCAL_RANK is {facts.local_rank}."
+        f" RANK is {end.rank} here, but this node's workers are 0 to {size - 1}; "
+        f"this one's LOCAL_RANK is {end.local_rank}."
     )
 
 
-def _by_signal(number: int, facts: WorkerEnd) -> str:
+def _by_signal(number: int, printed: str, shm_free: int | None) -> str:
     try:
         name = signal.Signals(number).name
     except ValueError:
         return ""
     text = _SIGNALS.get(name, "")
-    if name == "SIGBUS" and facts.shm_free is not None:
-        return f"{text} {_shm_state(facts.shm_free)}"
-    if name == "SIGABRT" and "ProcessGroupNCCL" in facts.text:
+    if name == "SIGBUS" and shm_free is not None:
+        return f"{text} {_shm_state(shm_free)}"
+    if name == "SIGABRT" and "ProcessGroupNCCL" in printed:
         return (
             "The NCCL watchdog ended it after a failed or timed-out collective; the rank that did "
             "not take part is the cause, see its log."
         )
-    if "Fatal Python error" in facts.text:
+    if "Fatal Python error" in printed:
         return text.replace(_NATIVE, "").rstrip()
     return text
 
@@ -250,8 +247,7 @@ def _shm_state(free: int) -> str:
     return f"/dev/shm has {free >> 20} MiB free now, after its end."
 
 
-def _by_code(facts: WorkerEnd) -> str:
-    code = facts.exitcode
+def _by_code(code: int, text: str, oom_kill: bool, shm_free: int | None) -> str:
     if code in _CODES:
         return _CODES[code]
     try:
@@ -260,10 +256,10 @@ def _by_code(facts: WorkerEnd) -> str:
         return ""
     if not name:
         return ""
-    if name == "SIGKILL" and facts.oom_kill:
+    if name == "SIGKILL" and oom_kill:
         cause = f"Out of memory: the kernel killed a process of it. {_OOM_FIX}"
     else:
-        cause = _by_signal(code - 128, facts)
+        cause = _by_signal(code - 128, text, shm_free)
     return (
         f"{code} is 128 + {code - 128}: a process it had started ended by {name}. {cause}".rstrip()
     )

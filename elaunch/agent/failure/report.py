@@ -12,7 +12,27 @@
       rank 0 (local_rank 0, pid 4710) exited with code 1, 35 ms later
     Stopped by elaunch: rank 2 (SIGTERM), rank 3 (SIGKILL)
 
-    <elaunch.agent.failure.table>
+    torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+    ============================================================
+    train.py FAILED
+    ------------------------------------------------------------
+    Failures:
+    [1]:
+      time      : 2026-11-20_18:06:55
+      host      : node0
+      rank      : 0 (local_rank: 0)
+      exitcode  : -15 (pid: 14824)  (SIGTERM)
+      error_file: <N/A>
+      traceback : Signal 15 (SIGTERM) received by PID 14824
+    ------------------------------------------------------------
+    Root Cause (first observed failure):
+    [0]:
+      …
+    ============================================================
+
+The table is torchrun's character for character, since schedulers and log parsers read it: what
+``ChildFailedError.format_msg`` of torch 2.13 writes, below the line with which Python begins to
+print that exception. A row's number is its place in the order of ranks.
 
 The report is made by :func:`build` (elaunch.agent.failure.ends).
 """
@@ -21,46 +41,19 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from datetime import datetime
 
 from elaunch.agent.failure import errorfile, tracebacks
-from elaunch.agent.failure.ends import (
-    Circumstances,
-    Failure,
-    FailureReport,
-    WorkerExit,
-    build,
-    ended,
-    summary,
-)
-from elaunch.agent.failure.table import (
-    HEADING,
-    NO_TRACEBACK,
-    NOT_AVAILABLE,
-    FailedWorker,
-    failure_table,
-    signal_message,
-    signal_name,
-)
+from elaunch.agent.failure.ends import Failure, FailureReport, signal_name, summary
 from elaunch.agent.hangs import report as hangreport
 from elaunch.agent.hangs.report import Hang, source_text
-from elaunch.endings import exit_code
-
-__all__ = [
-    "Circumstances",
-    "Failure",
-    "FailureReport",
-    "WorkerExit",
-    "build",
-    "exit_code",
-    "render",
-    "render_cause",
-    "render_table",
-    "summary",
-    "write_launcher_file",
-]
+from elaunch.endings import Exit
 
 WIDTH = 100
+HEADING = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: "
+NOT_AVAILABLE = "<N/A>"
+NO_TRACEBACK = "To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html"
+MAX_RULE = 60
 
 
 def write_launcher_file(report: FailureReport, environ: Mapping[str, str]) -> bool:
@@ -92,7 +85,7 @@ def render_cause(report: FailureReport) -> str:
     return tracebacks.printable("\n\n".join(part for part in parts if part)) + "\n"
 
 
-def _identity(end: WorkerExit) -> str:
+def _identity(end: Exit) -> str:
     return f"rank {end.rank} (local_rank {end.local_rank}, pid {end.pid})"
 
 
@@ -121,26 +114,26 @@ def _cause(report: FailureReport) -> Iterator[str]:
     if report.hang is not None:
         yield from _hang(report, report.hang, when.lstrip(", "))
         return
-    yield f"{_identity(end)} on host {report.host} {ended(end)}{when}"
+    yield f"{_identity(end)} on host {report.host} {end.how}{when}"
     explanations = [first.explanation.text, _likelier(report)]
     yield from (line for text in explanations for line in _wrap(text))
     if first.error and first.error.problem:
         yield from _wrap(f"{first.error.problem} ({first.error.path})")
     yield from _evidence(first)
-    logs = [path for path in (end.stderr_path, end.stdout_path) if path]
+    logs = [path for path in (first.stderr_path, first.stdout_path) if path]
     if logs:
         yield "Its log: " + " and ".join(dict.fromkeys(logs))
 
 
 def _hang(report: FailureReport, hang: Hang, when: str) -> Iterator[str]:
     """Yield who stands still, for how long, and what all were doing."""
-    end = report.first.exit
+    first, end = report.first, report.first.exit
     yield from _wrap(hang.reason)
     only = hang.ranks == (end.rank,)
     who = f"local_rank {end.local_rank}, pid {end.pid}, " if only else ""
     yield f"({who}on host {report.host}, {when}; known by {source_text(hang.source)})"
     yield from hangreport.lines(hang)
-    logs = [path for path in (end.stderr_path, end.stdout_path) if path and only]
+    logs = [path for path in (first.stderr_path, first.stdout_path) if path and only]
     if logs:
         yield "Its log: " + " and ".join(dict.fromkeys(logs))
 
@@ -170,7 +163,7 @@ def _likelier(report: FailureReport) -> str:
     if other is None:
         return ""
     said = f": {_first_line(other.message)}" if other.message else ""
-    return f"The likelier cause is rank {other.exit.rank}, which {ended(other.exit)}{said}"
+    return f"The likelier cause is rank {other.exit.rank}, which {other.exit.how}{said}"
 
 
 def _others(report: FailureReport) -> Iterator[str]:
@@ -178,7 +171,7 @@ def _others(report: FailureReport) -> Iterator[str]:
         yield "Failed by themselves afterwards:"
     for failure in report.victims:
         after = f"{failure.ms_after_first:.0f} ms later"
-        yield f"  {_identity(failure.exit)} {ended(failure.exit)}, {after}"
+        yield f"  {_identity(failure.exit)} {failure.exit.how}, {after}"
         if failure.message:
             yield f"    {_first_line(failure.message, WIDTH - 4)}"
         if failure.error and failure.error.problem:
@@ -189,35 +182,55 @@ def _others(report: FailureReport) -> Iterator[str]:
         yield from _wrap(text, indent="  ")
 
 
-def _how_stopped(end: WorkerExit) -> str:
+def _how_stopped(end: Exit) -> str:
     if end.exitcode < 0:
         return signal_name(end.exitcode) or f"signal {-end.exitcode}"
     return f"exit code {end.exitcode}"
 
 
 def _table(report: FailureReport) -> str:
+    """Return torchrun's table with the line above it."""
     others = [f for f in (*report.victims, *report.stopped) if f.exit.exitcode != 0]
-    rows = [_row(failure, report.host) for failure in (report.first, *others)]
-    if report.hang is not None:
-        rows[0] = replace(rows[0], traceback=f"{report.hang.reason} (stopped by elaunch)")
-    return f"{HEADING}\n{failure_table(report.name, rows, report.first.exit.rank)}"
+    ordered = sorted((report.first, *others), key=lambda failure: failure.exit.rank)
+    blocks = {f.exit.rank: _block(number, f, report) for number, f in enumerate(ordered)}
+    longest = max(len(line) for block in blocks.values() for line in block.split("\n"))
+    title = f"{report.name} FAILED"
+    width = min(max(longest, len(title)), MAX_RULE)
+    root = blocks.pop(report.first.exit.rank)
+    parts = [
+        HEADING,
+        "=" * width,
+        title,
+        "-" * width,
+        "Failures:",
+        *(blocks.values() or ["  <NO_OTHER_FAILURES>"]),
+        "-" * width,
+        "Root Cause (first observed failure):",
+        root,
+        "=" * width,
+    ]
+    return "\n".join(parts)
 
 
-def _row(failure: Failure, host: str) -> FailedWorker:
-    end, error = failure.exit, failure.error
+def _block(number: int, failure: Failure, report: FailureReport) -> str:
+    end, name = failure.exit, signal_name(failure.exit.exitcode)
+    time = datetime.fromtimestamp(int(failure.at)).isoformat(sep="_")
     text = _table_text(failure)
-    if end.stopped_by_us:
+    if report.hang is not None and failure is report.first:
+        text = f"{report.hang.reason} (stopped by elaunch)"
+    elif failure.stopped:
         text = f"{text} (stopped by elaunch)"
-    return FailedWorker(
-        rank=end.rank,
-        local_rank=end.local_rank,
-        pid=end.pid,
-        exitcode=end.exitcode,
-        at=end.at,
-        host=host,
-        error_file=error.path if error else NOT_AVAILABLE,
-        traceback=text,
-    )
+    # The space after the pid's bracket is torch's, with a signal's name after it or without.
+    lines = [
+        f"[{number}]:",
+        f"  time      : {time}",
+        f"  host      : {report.host}",
+        f"  rank      : {end.rank} (local_rank: {end.local_rank})",
+        f"  exitcode  : {end.exitcode} (pid: {end.pid}) " + (f" ({name})" if name else ""),
+        f"  error_file: {failure.error.path if failure.error else NOT_AVAILABLE}",
+        "  traceback : " + text.replace("\n", "\n  "),
+    ]
+    return "\n".join(lines)
 
 
 def _table_text(failure: Failure) -> str:
@@ -230,7 +243,8 @@ def _table_text(failure: Failure) -> str:
     if error and error.message:
         return error.message
     if end.exitcode < 0:
-        return signal_message(end.pid, end.exitcode)
+        name = signal_name(end.exitcode) or NOT_AVAILABLE
+        return f"Signal {-end.exitcode} ({name}) received by PID {end.pid}"
     if failure.message:
-        return f"{_first_line(failure.message)} (see {end.stderr_path or 'its output above'})"
+        return f"{_first_line(failure.message)} (see {failure.stderr_path or 'its output above'})"
     return NO_TRACEBACK

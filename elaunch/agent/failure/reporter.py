@@ -31,6 +31,7 @@ from elaunch.agent.policy.turn import Turn
 from elaunch.agent.status.record import StatusRecord, wall_time
 from elaunch.agent.workers.group import WorkerGroup
 from elaunch.config import Settings
+from elaunch.endings import Exit
 from elaunch.run.directory import RunDir
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class Reporter:
         self._oom_kills = memory.oom_kill_count()
         self._oom = False
         self._shm_free: int | None = None
-        self._kept: tuple[ends.WorkerExit, ...] = ()
+        self._kept: tuple[ends.Failure, ...] = ()
 
     def see(self, turn: Turn) -> None:
         """Take down what cannot be seen any more when the turn's action is done."""
@@ -137,12 +138,9 @@ class Reporter:
     def _keep(self, state: State) -> None:
         """Keep what the round's workers left; the log pump forgets it when the next opens."""
         if state.reportable:
-            stopped = {event.local_rank for event in state.stopped}
             first = () if state.first is None else (state.first,)
             everyone = (*first, *state.later, *state.stopped)
-            self._kept = tuple(
-                self._exit(e, e.local_rank in stopped, state.first_rank) for e in everyone
-            )
+            self._kept = tuple(self._left(end, end in state.stopped) for end in everyone)
 
     def _make(self, state: State) -> ends.FailureReport:
         """Make and write the report of the failed round that ``state`` describes."""
@@ -159,7 +157,7 @@ class Reporter:
         host = socket.gethostname()
         first = _first(state)
 
-        def build(kept: tuple[ends.WorkerExit, ...]) -> ends.FailureReport:
+        def build(kept: tuple[ends.Failure, ...]) -> ends.FailureReport:
             words = settings.entrypoint, host, state.round
             return ends.build(*words, kept, first, circumstances)
 
@@ -181,22 +179,17 @@ class Reporter:
             path = self._plan.run_dir.report(round_number, suffix)
             bounded(partial(_write_private, path, content), None, f"cannot write {path}")
 
-    def _exit(self, event: events.WorkerExited, stopped: bool, first_rank: int) -> ends.WorkerExit:
-        rank = event.local_rank
-        stdout, stderr = self._plan.pump.paths(rank)
-        return ends.WorkerExit(
-            rank=first_rank + rank,
-            local_rank=rank,
-            pid=event.pid,
-            exitcode=event.exitcode,
-            at=wall_time(event.at),
-            stopped_by_us=stopped,
-            error_file=self._plan.group.error_file(event.round, rank),
+    def _left(self, end: Exit, stopped: bool) -> ends.Failure:
+        stdout, stderr = self._plan.pump.paths(end.local_rank)
+        return ends.Failure(
+            exit=end,
+            at=wall_time(end.at),
+            stopped=stopped,
+            error_file=self._plan.group.error_file(end.round, end.local_rank),
             stdout_path=None if stdout is None else str(stdout),
             stderr_path=None if stderr is None else str(stderr),
-            tail=tuple(self._plan.pump.tail(rank, "stderr", TAIL_LINES)),
-            oom_kill=self._oom and event.exitcode in (-9, 128 + 9) and not stopped,
-            timer=event.timer,
+            tail=tuple(self._plan.pump.tail(end.local_rank, "stderr", TAIL_LINES)),
+            oom_kill=self._oom and end.exitcode in (-9, 128 + 9) and not stopped,
         )
 
 

@@ -83,7 +83,7 @@ class RoundProgress:
         with self._lock:
             if isinstance(event, events.WorkerStarted):
                 self._pids[event.local_rank] = event.pid
-            elif isinstance(event, events.WorkerExited):
+            elif isinstance(event, events.Exit):
                 self._pids.pop(event.local_rank, None)
             elif isinstance(event, events.WorkersHeld):
                 self._held = event.on

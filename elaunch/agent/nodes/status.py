@@ -133,8 +133,7 @@ class StatusPublisher:
             code, text = ServerError.exit_code, failure(state)
             return self._made(state.first_rank, -1, 0, code, text, 0.0)
         age = time.monotonic() - first.at
-        rank = state.first_rank + first.local_rank
-        return self._made(rank, first.local_rank, first.pid, first.exitcode, self._text, age)
+        return self._made(first.rank, first.local_rank, first.pid, first.exitcode, self._text, age)
 
     def _made(
         self, rank: int, local_rank: int, pid: int, code: int, text: str, age: float

@@ -31,7 +31,7 @@ from elaunch.agent.policy.actions import (
     StopWorkers,
 )
 from elaunch.agent.policy.state import Phase, State
-from elaunch.agent.policy.text import LOST, ended, failure, failure_code, server_ended, workers
+from elaunch.agent.policy.text import LOST, failure, failure_code, server_ended, workers
 from elaunch.errors import CheckpointError, ServerError, UsageError
 from elaunch.rendezvous.decide.budget import NoMore, hopeless, verdict, why_no_more
 
@@ -67,7 +67,7 @@ def _on_ready(state: State, event: events.ServerReady) -> Decision:
     return StartRound(0, None), "first start"
 
 
-def _on_exit(state: State, event: events.WorkerExited) -> Decision:
+def _on_exit(state: State, event: events.Exit) -> Decision:
     if event.round != state.round or state.alive:
         if state.phase is Phase.RUNNING and event == state.first:
             return _stop_siblings(state, event)
@@ -79,7 +79,7 @@ def _on_exit(state: State, event: events.WorkerExited) -> Decision:
         reason = f"{what}; ending what they left, if anything"
         return EndTree(signal.SIGTERM, state.limits.sibling_grace), reason
     if state.phase is Phase.RUNNING:
-        return EndTree(), f"{ended(event, state.first_rank)}; no other worker is left"
+        return EndTree(), f"{event.text}; no other worker is left"
     if state.phase is Phase.STOPPING and state.interrupted is not None and not state.failed:
         return EndTree(signal.SIGTERM, state.limits.shutdown_timeout), "all workers have ended"
     if state.phase is Phase.STOPPING:
@@ -87,12 +87,10 @@ def _on_exit(state: State, event: events.WorkerExited) -> Decision:
     return NOTHING
 
 
-def _stop_siblings(state: State, event: events.WorkerExited) -> Decision:
+def _stop_siblings(state: State, event: events.Exit) -> Decision:
     others = len(state.alive)
     grace = state.limits.sibling_grace
-    reason = (
-        f"{ended(event, state.first_rank)}; stopping the other {workers(others)}, grace {grace:g} s"
-    )
+    reason = f"{event.text}; stopping the other {workers(others)}, grace {grace:g} s"
     return StopWorkers(signal.SIGTERM, grace), reason
 
 
@@ -294,7 +292,7 @@ def _finish(state: State) -> Decision:
 _ARMS: dict[type, Callable[[State, Any], Decision]] = {
     events.ServerReady: _on_ready,
     events.WorkerNotStarted: _on_not_started,
-    events.WorkerExited: _on_exit,
+    events.Exit: _on_exit,
     events.TreeGone: _on_tree_gone,
     events.SavesSettled: _on_settled,
     events.CheckpointChosen: _on_checkpoint,

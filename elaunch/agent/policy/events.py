@@ -7,7 +7,7 @@ ServerReady         server reader            the server has imported what it sho
 ServerWarmed        server reader            the server has imported what was to be imported later
 WorkerStarted       server reader            a worker was forked
 WorkerNotStarted    server reader            a worker could not be forked
-WorkerExited        server reader            a worker's wait returned
+Exit                server reader            a worker's wait returned
 TreeGone            server reader            nothing of the round is left, but for the survivors
 StoreLost           server reader            the round's TCPStore could not be hosted any longer
 DevicesCounted      server reader            the answer to ``count_devices``
@@ -41,6 +41,7 @@ from dataclasses import dataclass, field
 
 from elaunch.agent.hangs.stackdump import StackGroup
 from elaunch.checkpoint.records import SearchOutcome
+from elaunch.endings import Exit as Exit
 from elaunch.errors import CheckpointError
 from elaunch.rendezvous.news import CutOff as CutOff
 from elaunch.rendezvous.news import MeetingFailed as MeetingFailed
@@ -96,24 +97,6 @@ class WorkerNotStarted:
 
 
 @dataclass(frozen=True)
-class WorkerExited:
-    """A worker ended; ``exitcode`` is negative for a signal, ``at`` is monotonic seconds.
-
-    ``stopped`` says that the server had been asked to end the workers, and had not yet seen this
-    one's end: "it died" and "we ended it" are different facts. ``timer`` names the worker's timer
-    of torch.distributed.elastic.timer that had expired before, if one had.
-    """
-
-    round: int
-    local_rank: int
-    pid: int
-    exitcode: int
-    at: float
-    stopped: bool = False
-    timer: str = ""
-
-
-@dataclass(frozen=True)
 class TreeGone:
     """All of ``round`` has ended; ``killed`` had outlived the workers, ``survivors`` cannot die."""
 
@@ -147,7 +130,7 @@ class DevicesCounted:
 
 @dataclass(frozen=True)
 class ServerLost:
-    """The server ended although nobody asked it to; ``exitcode`` as in WorkerExited."""
+    """The server ended although nobody asked it to; ``exitcode`` as in Exit."""
 
     exitcode: int
 
@@ -291,7 +274,7 @@ Event = (
     | ServerWarmed
     | WorkerStarted
     | WorkerNotStarted
-    | WorkerExited
+    | Exit
     | TreeGone
     | StoreLost
     | DevicesCounted

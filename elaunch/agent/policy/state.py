@@ -125,9 +125,9 @@ class State:
     phase: Phase = Phase.STARTING
     round: int = 0
     alive: frozenset[int] = frozenset()
-    first: events.WorkerExited | None = None
-    later: tuple[events.WorkerExited, ...] = ()
-    stopped: tuple[events.WorkerExited, ...] = ()
+    first: events.Exit | None = None
+    later: tuple[events.Exit, ...] = ()
+    stopped: tuple[events.Exit, ...] = ()
     succeeded: frozenset[int] = frozenset()
     interrupted: signal.Signals | None = None
     sigints: int = 0
@@ -216,7 +216,7 @@ def observe(state: State, event: events.Event) -> State:
     """Return ``state`` with ``event`` written into it."""
     if isinstance(event, events.WorkerStarted):
         return replace(state, began=event.at if state.began is None else state.began)
-    if isinstance(event, events.WorkerExited):
+    if isinstance(event, events.Exit):
         return _observe_exit(state, event)
     if isinstance(event, events.SignalReceived):
         return _observe_signal(state, event.signum)
@@ -287,7 +287,7 @@ def _observe_checkpoint(state: State, event: events.CheckpointChosen) -> State:
     return replace(state, chosen=chosen, searching=False, found=event)
 
 
-def _observe_exit(state: State, event: events.WorkerExited) -> State:
+def _observe_exit(state: State, event: events.Exit) -> State:
     if event.round != state.round or event.local_rank not in state.alive:
         return state
     state = replace(state, alive=state.alive - {event.local_rank})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from elaunch.agent.policy import events
 from elaunch.agent.policy.state import State
 from elaunch.endings import exit_code, how_it_ended
 from elaunch.errors import HangError, ServerError
@@ -10,17 +9,12 @@ from elaunch.errors import HangError, ServerError
 LOST = "all workers ended with 0, but their last checkpoint was in memory only, and is lost"
 
 
-def ended(event: events.WorkerExited, first_rank: int = 0) -> str:
-    """Return "rank 1 exited with code 7" or "rank 1 was killed by SIGKILL"."""
-    return f"rank {first_rank + event.local_rank} {how_it_ended(event.exitcode)}"
-
-
 def failure(state: State) -> str:
     """Return what ended the round on this node."""
     if state.hang is not None and state.hung:
         return state.hang.reason
     if state.first is not None:
-        return ended(state.first, state.first_rank)
+        return state.first.text
     return server_ended(state.server_lost or 0)
 
 

@@ -64,7 +64,7 @@ class JobFacts:
     group_world_size: int = 1
 
 
-Worker = events.WorkerStarted | events.WorkerExited
+Worker = events.WorkerStarted | events.Exit
 
 
 class EventLog:
@@ -110,7 +110,7 @@ class EventLog:
         event, restarts = turn.event, turn.after.restarts
         if isinstance(event, events.WorkerStarted):
             self.record("START", event, restarts=restarts)
-        elif isinstance(event, events.WorkerExited):
+        elif isinstance(event, events.Exit):
             self._record_exit(turn.before, event)
         if turn.begun is not None:
             self._place = turn.begun.place
@@ -118,7 +118,7 @@ class EventLog:
         elif isinstance(turn.action, Finish):
             self.record("FAILED" if turn.action.exit_code else "SUCCEEDED", restarts=restarts)
 
-    def _record_exit(self, state: State, event: events.WorkerExited) -> None:
+    def _record_exit(self, state: State, event: events.Exit) -> None:
         name: EventState = "SUCCEEDED" if event.exitcode == 0 else "FAILED"
         if event in state.stopped:
             name = "TERMINATED"
@@ -191,7 +191,7 @@ def _inner(facts: JobFacts, worker: Worker | None, place: env.NodePlace) -> dict
         inner["local_rank"] = [worker.local_rank]
         inner["role_rank"] = [place.first_role_rank + worker.local_rank]
         inner["role_world_size"] = [place.role_world_size]
-        code = worker.exitcode if isinstance(worker, events.WorkerExited) else None
+        code = worker.exitcode if isinstance(worker, events.Exit) else None
         inner["exit_code"] = [code]
         inner["worker_pid"] = [worker.pid]
     return inner

@@ -82,7 +82,7 @@ class StatusRecord:
         record, state, event, action = self._record, turn.after, turn.event, turn.action
         if isinstance(event, events.WorkerStarted) and event.round == state.round:
             self._note_start(state, event)
-        elif isinstance(event, events.WorkerExited) and event.round == state.round:
+        elif isinstance(event, events.Exit) and event.round == state.round:
             self._note_exit(state, event)
         elif isinstance(event, events.HangSeen) and event == state.hang:
             self._failed_at = event.at
@@ -110,7 +110,7 @@ class StatusRecord:
             return True
         if isinstance(event, events.WorkerStarted):
             return all(worker["pid"] for worker in self._record["workers"])
-        return isinstance(event, events.WorkerExited) and self._record["state"] == "RUNNING"
+        return isinstance(event, events.Exit) and self._record["state"] == "RUNNING"
 
     def note_failure(self, report: dict[str, Any]) -> None:
         """Put a failure report into the record; the next round does not remove it."""
@@ -173,7 +173,7 @@ class StatusRecord:
             self._record["history"][-1]["recovery_s"] = event.at - self._failed_at
             self._failed_at = None
 
-    def _note_exit(self, state: State, event: events.WorkerExited) -> None:
+    def _note_exit(self, state: State, event: events.Exit) -> None:
         if event == state.first:
             self._failed_at = event.at
         code = event.exitcode

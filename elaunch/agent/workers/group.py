@@ -183,6 +183,7 @@ class WorkerGroup:
             job = {
                 "op": "start",
                 "round": start.round,
+                "rank": ranks[local_rank],
                 "local_rank": local_rank,
                 "mode": settings.mode,
                 "entrypoint": settings.entrypoint,

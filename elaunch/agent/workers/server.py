@@ -169,7 +169,7 @@ class WorkerServer:
 def _event(message: Message) -> events.Event:
     op = message["op"]
     if op == "exited":
-        return events.WorkerExited(**_without_op(message))
+        return events.Exit(**_without_op(message))
     if op == "started":
         return events.WorkerStarted(**_without_op(message))
     if op == "not_started":

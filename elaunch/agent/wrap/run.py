@@ -100,7 +100,7 @@ class Wrapper:
         self._inbox = inbox
         self._server = server
         self._pump = pump
-        self._exited: events.WorkerExited | None = None
+        self._exited: events.Exit | None = None
         self._told_at = math.inf
         self._deadline = math.inf
         self._held: deque[tuple[float, Signals]] = deque()
@@ -122,6 +122,7 @@ class Wrapper:
         job = {
             "op": "start",
             "round": plan.round,
+            "rank": rank,
             "local_rank": rank,
             "mode": "command",
             "entrypoint": plan.command[0],
@@ -154,7 +155,7 @@ class Wrapper:
             self._on_signal(signal.SIGTERM)
         elif isinstance(event, events.WorkerNotStarted):
             raise ServerError(f"{self._who()} cannot be started: {event.problem}")
-        elif isinstance(event, events.WorkerExited):
+        elif isinstance(event, events.Exit):
             self._exited = event
             well = event.exitcode == 0 or self._told_at < math.inf
             self._sweep(signal.SIGTERM if well else None, LEFT_GRACE if well else 0.0)

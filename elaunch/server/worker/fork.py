@@ -33,6 +33,7 @@ class Job:
     """
 
     round: int
+    rank: int
     local_rank: int
     mode: str
     entrypoint: str

@@ -8,21 +8,21 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.agent.failure.ends import Circumstances, WorkerExit, build, summary
+from elaunch.agent.failure.ends import Circumstances, Failure, build, summary
 from elaunch.endings import exit_code
+from tests.agent.histories import left
 
 TRACEBACK = ("Traceback (most recent call last):", '  File "t.py", line 1, in f', "ValueError: b")
 
 
-def end(rank: int, exitcode: int, at: float = 0.0, stopped: bool = False) -> WorkerExit:
+def end(rank: int, exitcode: int, at: float = 0.0, stopped: bool = False) -> Failure:
     """Make one worker's end; ``at`` counts from the round's start."""
-    return WorkerExit(
-        rank=rank,
+    return left(
+        rank,
+        exitcode,
+        17e8 + at,
         local_rank=rank % 4,
-        pid=4000 + rank,
-        exitcode=exitcode,
-        at=17e8 + at,
-        stopped_by_us=stopped,
+        stopped=stopped,
         stdout_path=f"/logs/{rank}/stdout.log",
         stderr_path=f"/logs/{rank}/stderr.log",
     )

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import re
 import signal
+from typing import Any
 
 import pytest
 
-from elaunch.agent.failure.explain import WorkerEnd, explain
+from elaunch.agent.failure import explain as causes
+from elaunch.agent.failure.explain import Explanation
+from tests.agent.histories import changed, left
 
 GIB = 1 << 30
+
+
+def explain(exitcode: int, text: str = "", **known: Any) -> Explanation:
+    """Return the cause of the end of a worker with ``exitcode``."""
+    facts = {name: known.pop(name) for name in ("rank", "local_rank", "timer") if name in known}
+    return causes.explain(changed(left(0, exitcode), **facts).exit, text, **known)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +51,7 @@ GIB = 1 << 30
 )
 def test_texts(text: str, expected: str) -> None:
     """After exit code 1 what was printed tells the cause."""
-    found = explain(WorkerEnd(exitcode=1, text=f"Traceback …\n{text}"))
+    found = explain(1, text=f"Traceback …\n{text}")
     assert expected in found.text
     assert not found.victim
 
@@ -61,7 +70,7 @@ def test_texts(text: str, expected: str) -> None:
 )
 def test_victims(text: str) -> None:
     """These errors come from the end of somebody else."""
-    assert explain(WorkerEnd(exitcode=1, text=text)).victim
+    assert explain(1, text=text).victim
 
 
 @pytest.mark.parametrize(
@@ -83,40 +92,33 @@ def test_victims(text: str) -> None:
 def test_signals(name: str, expected: str) -> None:
     """By signal, and by the exit code 128+n that a shell makes of it."""
     number = signal.Signals[name]
-    assert expected in explain(WorkerEnd(exitcode=-number)).text
-    shell = explain(WorkerEnd(exitcode=128 + number)).text
+    assert expected in explain(-number).text
+    shell = explain(128 + number).text
     assert shell.startswith(f"{128 + number} is 128 + {int(number)}: ")
     assert name in shell and expected in shell
 
 
 def test_oom_kill_is_told_from_other_kills() -> None:
     """Only the cgroup's count makes it a fact."""
-    assert explain(WorkerEnd(-9, oom_kill=True)).text.startswith(
-        "Out of memory: the kernel killed it"
-    )
-    assert "Out of memory" in explain(WorkerEnd(137, oom_kill=True)).text
-    assert "Out of memory" not in explain(WorkerEnd(-9, text="CUDA out of memory")).text
-    assert "Out of memory" not in explain(WorkerEnd(-11, oom_kill=True)).text
+    assert explain(-9, oom_kill=True).text.startswith("Out of memory: the kernel killed it")
+    assert "Out of memory" in explain(137, oom_kill=True).text
+    assert "Out of memory" not in explain(-9, text="CUDA out of memory").text
+    assert "Out of memory" not in explain(-11, oom_kill=True).text
 
 
 def test_bus_error_tells_the_state_of_shared_memory() -> None:
     """Full, or not full any more now that the process is gone."""
-    assert (
-        "2 MiB left. Give it more (docker run --shm-size"
-        in explain(WorkerEnd(-7, shm_free=2 << 20)).text
-    )
-    assert "1024 MiB free now" in explain(WorkerEnd(-7, shm_free=GIB)).text
+    assert "2 MiB left. Give it more (docker run --shm-size" in explain(-7, shm_free=2 << 20).text
+    assert "1024 MiB free now" in explain(-7, shm_free=GIB).text
 
 
 def test_aborts() -> None:
     """The NCCL watchdog is not any C++ abort."""
     watchdog = "[rank0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3)"
-    assert explain(WorkerEnd(-6, text=watchdog)).victim
-    assert "NCCL watchdog" in explain(WorkerEnd(-6, text="terminate … ProcessGroupNCCL")).text
-    assert "PYTHONFAULTHANDLER" in explain(WorkerEnd(-6, text="terminate called")).text
-    assert (
-        "PYTHONFAULTHANDLER" not in explain(WorkerEnd(-6, text="Fatal Python error: Aborted")).text
-    )
+    assert explain(-6, text=watchdog).victim
+    assert "NCCL watchdog" in explain(-6, text="terminate … ProcessGroupNCCL").text
+    assert "PYTHONFAULTHANDLER" in explain(-6, text="terminate called").text
+    assert "PYTHONFAULTHANDLER" not in explain(-6, text="Fatal Python error: Aborted").text
 
 
 @pytest.mark.parametrize(
@@ -126,7 +128,7 @@ def test_aborts() -> None:
 def test_device_chosen_by_global_rank(rank: int, size: int | None, hint: bool) -> None:
     """torch.cuda.set_device(dist.get_rank()) works on the first node only."""
     text = "torch.AcceleratorError: CUDA error: invalid device ordinal"
-    found = explain(WorkerEnd(1, text=text, rank=rank, local_rank=1, local_world_size=size)).text
+    found = explain(1, text=text, rank=rank, local_rank=1, local_world_size=size).text
     assert 'int(os.environ["LOCAL_RANK"])' in found
     expected = (
         f"RANK is {rank} here, but this node's workers are 0 to 3; this one's LOCAL_RANK is 1"
@@ -153,5 +155,5 @@ def test_device_chosen_by_global_rank(rank: int, size: int | None, hint: bool) -
 )
 def test_other_ends(exitcode: int, text: str, expected: str) -> None:
     """A text only counts where it can be the cause; nothing known gives no text."""
-    found = explain(WorkerEnd(exitcode, text=text)).text
+    found = explain(exitcode, text=text).text
     assert re.search(expected, found) and bool(found) is bool(expected)

@@ -8,17 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from elaunch.agent.failure.ends import Circumstances, Failure, FailureReport, build
 from elaunch.agent.failure.report import (
-    Circumstances,
-    FailureReport,
-    WorkerExit,
-    build,
     render,
     render_cause,
     write_launcher_file,
 )
 from elaunch.agent.hangs.report import Hang
 from elaunch.agent.hangs.stackdump import StackGroup
+from tests.agent.histories import changed, left
 
 TRACEBACK = (
     "Traceback (most recent call last):",
@@ -27,24 +25,22 @@ TRACEBACK = (
     "ValueError: boom",
 )
 KNOWN = Circumstances(started_at=17e8)
-FIRST = WorkerExit(
-    rank=1,
-    local_rank=1,
-    pid=4001,
-    exitcode=1,
-    at=17e8 + 12.3,
+FIRST = left(
+    1,
+    1,
+    17e8 + 12.3,
     stdout_path="/logs/1/stdout.log",
     stderr_path="/logs/1/stderr.log",
     tail=("step 1", *TRACEBACK),
 )
 
 
-def make(*exits: WorkerExit) -> FailureReport:
+def make(*exits: Failure) -> FailureReport:
     """Build a report in which the first exit is the cause."""
-    return build("t.py", "node0", 0, exits, exits[0].local_rank, KNOWN)
+    return build("t.py", "node0", 0, exits, exits[0].exit.local_rank, KNOWN)
 
 
-def lines(*exits: WorkerExit) -> list[str]:
+def lines(*exits: Failure) -> list[str]:
     """Return the rendered lines above torchrun's table."""
     return render(make(*exits)).partition("\ntorch.distributed.elastic")[0].rstrip().split("\n")
 
@@ -69,7 +65,7 @@ def test_the_last_thing_is_the_root_cause_for_parsers() -> None:
 
 def test_a_signal_with_its_explanation() -> None:
     """The last lines stand in for a traceback; lines fit a terminal."""
-    out = lines(replace(FIRST, exitcode=-9, tail=("step 1", "step 2"), oom_kill=True))
+    out = lines(replace(changed(FIRST, exitcode=-9), tail=("step 1", "step 2"), oom_kill=True))
     assert out[0].endswith("on host node0 was killed by SIGKILL, 12.3 s into round 0")
     assert out[1].startswith("Out of memory: the kernel killed it.")
     assert out[-4:-1] == ["Last lines of its stderr:", "  step 1", "  step 2"]
@@ -78,23 +74,17 @@ def test_a_signal_with_its_explanation() -> None:
 
 def test_silence() -> None:
     """os._exit(3) leaves nothing."""
-    out = lines(replace(FIRST, exitcode=3, tail=(), stdout_path=None, stderr_path=None))
+    out = lines(replace(changed(FIRST, exitcode=3), tail=(), stdout_path=None, stderr_path=None))
     assert out[1:] == ["It left no traceback and wrote nothing to stderr."]
 
 
 def test_victims_and_stopped() -> None:
     """In order, with what each said."""
-    victim = replace(
-        FIRST,
-        rank=0,
-        local_rank=0,
-        pid=4000,
-        at=FIRST.at + 0.035,
-        tail=(*TRACEBACK[:3], "RuntimeError: Connection closed by peer"),
-    )
+    tail = (*TRACEBACK[:3], "RuntimeError: Connection closed by peer")
+    victim = left(0, 1, FIRST.at + 0.035, tail=tail)
     stopped = [
-        WorkerExit(2, 2, 4002, -15, FIRST.at + 1, stopped_by_us=True),
-        WorkerExit(3, 3, 4003, 0, FIRST.at + 1, stopped_by_us=True),
+        left(2, -15, FIRST.at + 1, stopped=True),
+        left(3, 0, FIRST.at + 1, stopped=True),
     ]
     out = lines(FIRST, victim, *stopped)
     assert out[-4:] == [
@@ -110,11 +100,11 @@ def test_victims_and_stopped() -> None:
 def test_a_victim_that_was_noticed_first_points_at_the_other() -> None:
     """The order of exits is not always the order of causes."""
     lost = replace(FIRST, tail=(*TRACEBACK[:3], "RuntimeError: Connection reset by peer"))
-    killed = WorkerExit(0, 0, 4000, -11, FIRST.at + 0.01)
+    killed = left(0, -11, FIRST.at + 0.01)
     text = "\n".join(lines(lost, killed))
     assert "it is likely a victim" in text.replace("\n", " ")
     assert "The likelier cause is rank 0, which was killed by SIGSEGV\n" in text
-    assert "likelier" not in "\n".join(lines(lost, replace(lost, rank=0, local_rank=0)))
+    assert "likelier" not in "\n".join(lines(lost, changed(lost, rank=0, local_rank=0)))
 
 
 @pytest.mark.parametrize(
@@ -144,7 +134,7 @@ def test_long_tracebacks_are_not_cut_silently() -> None:
 def test_odd_output_stays_printable() -> None:
     """Escapes, progress bars and undecodable bytes do not reach the terminal."""
     tail = ("\x1b[31mred\x1b[0m", " 1%\r 2%", b"\xff".decode(errors="surrogateescape"))
-    out = lines(replace(FIRST, exitcode=3, tail=tail))
+    out = lines(replace(changed(FIRST, exitcode=3), tail=tail))
     assert out[2:5] == ["  red", "   2%", "  ?"]
     report = build("t\udcff.py", "node0", 0, [FIRST], 1)
     assert "t?.py FAILED" in render(report)
@@ -196,10 +186,7 @@ HANG = Hang(
 
 def hung(hang: Hang = HANG) -> FailureReport:
     """Return the report of a round that hung, in which elaunch has ended all workers."""
-    ends = [
-        WorkerExit(rank, rank, 4000 + rank, -15, 17e8 + 80, stopped_by_us=True)
-        for rank in (1, 0, 2)
-    ]
+    ends = [left(rank, -15, 17e8 + 80, stopped=True) for rank in (1, 0, 2)]
     return build("t.py", "node0", 0, ends, 1, replace(KNOWN, hang=hang))
 
 

@@ -165,7 +165,7 @@ def test_nothing_is_seen_where_no_worker_lives(pages: Pages) -> None:
     assert made.look() is None
     begin(made)
     for local_rank in (0, 1):
-        made.hear(events.WorkerExited(0, local_rank, os.getpid(), 0, 1.0))
+        made.hear(events.Exit(0, 4 + local_rank, local_rank, os.getpid(), 0, 1.0))
     assert made.look() is None
 
 

@@ -53,7 +53,7 @@ def test_the_job_is_complete_when_all_have_succeeded() -> None:
 
 @pytest.mark.parametrize("event", [exited(1, 3, round=0), exited(1, 3, round=2), exited(7, 3, 1)])
 def test_exits_that_belong_to_no_worker_of_the_round_change_nothing(
-    event: events.WorkerExited,
+    event: events.Exit,
 ) -> None:
     """Late ones of the last round, and impossible ones."""
     assert observe(RUNNING, event) == RUNNING

@@ -88,6 +88,7 @@ class Rig:
         job = {
             "op": "start",
             "round": round,
+            "rank": rank,
             "local_rank": rank,
             "mode": "script",
             "entrypoint": str(ACT),
@@ -152,7 +153,7 @@ def test_a_worker_is_started_and_its_end_reported(rig: Rig, fork_start: bool) ->
     server = rig.ready(fork_start=fork_start)
     rig.start_worker(server, "exit=7", rank=5, round=2)
     started = rig.next(events.WorkerStarted)
-    ended = rig.next(events.WorkerExited)
+    ended = rig.next(events.Exit)
     assert (started.round, started.local_rank) == (2, 5)
     assert (ended.round, ended.local_rank, ended.exitcode, ended.stopped) == (2, 5, 7, False)
     assert (started.pid, started.at <= ended.at) == (ended.pid, True)
@@ -165,13 +166,13 @@ def test_who_was_told_to_end_is_told_apart(rig: Rig) -> None:
     server = rig.ready()
     rig.start_worker(server, "exit=3", rank=0)
     rig.next(events.WorkerStarted)
-    assert rig.next(events.WorkerExited).stopped is False
+    assert rig.next(events.Exit).stopped is False
     for stops in (False, True):
         rig.start_worker(server, "wait", rank=1)
         rig.next(events.WorkerStarted)
         message = {"op": "signal", "signum": int(signal.SIGTERM), "group": False, "stops": stops}
         server.send(message)
-        ended = rig.next(events.WorkerExited)
+        ended = rig.next(events.Exit)
         assert (ended.exitcode, ended.stopped) == (-signal.SIGTERM, stops)
 
 
@@ -183,7 +184,7 @@ def test_groups_are_signalled_also_while_they_are_being_made(rig: Rig) -> None:
         rig.start_worker(server, "wait", rank=rank)
     server.send({"op": "signal", "signum": int(signal.SIGTERM), "group": True, "stops": True})
     seen = [rig.inbox.get(timeout=60) for _ in range(20)]
-    ends = [event for event in seen if isinstance(event, events.WorkerExited)]
+    ends = [event for event in seen if isinstance(event, events.Exit)]
     assert [event.exitcode for event in ends] == [-signal.SIGTERM] * 10
 
 
@@ -195,7 +196,7 @@ def test_the_sweep_names_what_it_killed(rig: Rig) -> None:
     server = rig.ready()
     rig.start_worker(server, f"family={place}", "exit=0")
     rig.next(events.WorkerStarted)
-    rig.next(events.WorkerExited)
+    rig.next(events.Exit)
     left = {int(path.read_text()) for path in place.iterdir()}
     assert len(left) == 5
     assert left <= {pid for pid, _ in rig.sweep(server).killed}
@@ -236,7 +237,7 @@ def test_a_fence_that_passes_kills_all_workers(rig: Rig) -> None:
     wait_until(lambda: rig.log.exists() and b"up" in rig.log.read_bytes())
     server.send({"op": "fence", "until": time.monotonic() + 0.2, "hold": 0.0})
     assert rig.next(events.Fenced).late < 60
-    ended = rig.next(events.WorkerExited)
+    ended = rig.next(events.Exit)
     assert (ended.exitcode, ended.stopped) == (-signal.SIGKILL, True)
     assert rig.next(events.TreeGone).round == loop.FENCED
 
@@ -262,7 +263,7 @@ def test_a_fence_that_holds_stops_all_workers_until_it_is_moved(rig: Rig) -> Non
     server.send({"op": "fence", "until": time.monotonic(), "hold": 0.3})
     assert rig.next(events.WorkersHeld).on
     rig.next(events.Fenced)
-    assert rig.next(events.WorkerExited).exitcode == -signal.SIGKILL
+    assert rig.next(events.Exit).exitcode == -signal.SIGKILL
     assert rig.next(events.TreeGone).round == loop.FENCED
 
 
@@ -274,13 +275,13 @@ def test_a_fence_that_is_moved_in_time_holds_nobody_up(rig: Rig) -> None:
     server.send({"op": "fence", "until": time.monotonic() + 60, "hold": 0.0})
     rig.start_worker(server, "say=up", "exit=5")
     rig.next(events.WorkerStarted)
-    assert rig.next(events.WorkerExited).exitcode == 5
+    assert rig.next(events.Exit).exitcode == 5
     assert rig.inbox.empty()
     server.send({"op": "fence", "until": time.monotonic() - 1, "hold": 0.0})
     rig.start_worker(server, "say=up", "wait", round=1)
     rig.next(events.WorkerStarted)
     rig.next(events.Fenced)
-    assert rig.next(events.WorkerExited).stopped
+    assert rig.next(events.Exit).stopped
 
 
 @with_rig
@@ -388,7 +389,7 @@ def test_later_modules_are_left_to_a_script_that_sets_what_they_read(rig: Rig) -
         server = rig.ready(fork_start=True, later=("configured",), environ=environ)
         for number in range(2):
             with seen.open("ab") as log:
-                job = {"op": "start", "round": number, "local_rank": 0, "mode": "script"}
+                job = {"op": "start", "round": number, "rank": 0, "local_rank": 0, "mode": "script"}
                 job |= {"entrypoint": str(script), "args": [], "interpreter": PYTHON}
                 server.send({**job, "env": {"SETS": sets}}, [log.fileno(), log.fileno()])
             rig.next(events.WorkerStarted)
@@ -397,7 +398,7 @@ def test_later_modules_are_left_to_a_script_that_sets_what_they_read(rig: Rig) -
                 warmed = rig.next(events.ServerWarmed)
                 assert (warmed.problem, warmed.settings) == (None, ("CONFIGURED",) if sets else ())
             os.kill(processes.children(server.pid)[0], signal.SIGKILL)
-            rig.next(events.WorkerExited)
+            rig.next(events.Exit)
         server.close()
         assert seen.read_text() == ("the script\n" * 2 if sets else "default\n" * 2)
 

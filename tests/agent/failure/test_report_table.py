@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from elaunch.agent.failure.report import WorkerExit, build, render
-from elaunch.agent.failure.table import HEADING, NO_TRACEBACK, NOT_AVAILABLE
+from elaunch.agent.failure.ends import build
+from elaunch.agent.failure.report import HEADING, NO_TRACEBACK, NOT_AVAILABLE, render
+from tests.agent.histories import left
 
 TORCH = """
 import json, sys, traceback
@@ -56,7 +57,10 @@ def torch_table(name: str, workers: list[dict[str, Any]]) -> str:
 
 def our_table(name: str, workers: list[dict[str, Any]], first: int) -> str:
     """Return the end of the report, from the line with which torch's begins."""
-    exits = [WorkerExit(**facts) for facts in workers]
+    exits = [
+        left(facts["rank"], facts["exitcode"], facts["at"], error_file=facts["error_file"])
+        for facts in workers
+    ]
     text = render(build(name, socket.getfqdn(), 0, exits, first))
     return text[text.index(HEADING) :]
 
@@ -92,8 +96,8 @@ def test_same_as_torch(tmp_path: Path, case: str) -> None:
 
 def test_stopped_siblings_are_marked() -> None:
     """torchrun lists them as if they had failed; so do we, but say so."""
-    first = WorkerExit(1, 1, 4001, 3, 17e8)
-    sibling = WorkerExit(0, 0, 4000, -15, 17e8 + 1, stopped_by_us=True)
+    first = left(1, 3, 17e8)
+    sibling = left(0, -15, 17e8 + 1, stopped=True)
     text = render(build("train.py", "node0", 0, [first, sibling], 1))
     assert "  exitcode  : -15 (pid: 4000)  (SIGTERM)\n" in text
     assert "Signal 15 (SIGTERM) received by PID 4000 (stopped by elaunch)\n" in text
@@ -102,7 +106,7 @@ def test_stopped_siblings_are_marked() -> None:
 def test_exception_in_stderr_stands_where_torch_has_nothing() -> None:
     """Instead of the advice to enable tracebacks."""
     tail = tuple(CALLSTACK.split("\n"))
-    end = WorkerExit(0, 0, 4000, 1, 17e8, tail=tail, stderr_path="/logs/stderr.log")
+    end = left(0, 1, 17e8, tail=tail, stderr_path="/logs/stderr.log")
     text = render(build("train.py", "node0", 0, [end], 0))
     assert "  traceback : ValueError: b (see /logs/stderr.log)\n" in text
     assert NO_TRACEBACK not in text
