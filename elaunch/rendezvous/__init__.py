@@ -4,15 +4,15 @@
 module            what it is
 ================  ================================================================================
 plan              the two records: an agent's status, and what the coordinator has decided
-records, schema   records as signed JSON, and back; refuses what is foreign, too large or malformed
+records           records as signed JSON, and back; refuses what is foreign, too large or malformed
 decide            what follows from the plan and the members: a new plan, a wait, a search (pure)
-text              how nodes and failures are named (pure)
+text              how nodes, failures and differences are named (pure)
 munge             a key that the agents of one user share by MUNGE
 coordinatorstate  what the coordinator knows and does next, without waiting
 coordinator       its threads: members in, plans out
-member, tasks     one agent's place in the job: what it asks of the store next, without waiting
-writes            since when the store takes no writes (pure)
+member            one agent's place in the job: what it asks of the store next, without waiting
+waiting           until when an agent waits for others, since when no write was taken (pure)
 meeting           its threads, and what an agent uses: join, publish a status, read plans, leave
-news              what the threads post to the agent
+events            what the threads post to the agent, and the calls that a member asks for
 ================  ================================================================================
 """

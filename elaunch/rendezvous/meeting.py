@@ -8,7 +8,7 @@ follower       ``store.follow``: the newest plan
 coordinator    ``store.await_leadership``, then elaunch.rendezvous.coordinator while it leads
 =============  ====================================================================================
 
-The threads post news (elaunch.rendezvous.news) and change nothing of the agent's. ``tell`` never
+The threads post news (elaunch.rendezvous.events) and change nothing of the agent's. ``tell`` never
 blocks; ``leave`` does for a bounded time.
 """
 
@@ -24,15 +24,14 @@ from collections.abc import Callable
 from msgspec import Struct
 
 from elaunch.errors import StoreError, StoreUnreachable
-from elaunch.rendezvous import tasks
+from elaunch.rendezvous import events
 from elaunch.rendezvous.coordinator import Coordinator
 from elaunch.rendezvous.coordinatorstate import CoordinatorState
 from elaunch.rendezvous.decide.view import Rules, Search, SearchResult
+from elaunch.rendezvous.events import Effect, Fence, Idle, MeetingFailed, News, Open, Task
 from elaunch.rendezvous.member import MemberState
-from elaunch.rendezvous.news import MeetingFailed, News
 from elaunch.rendezvous.plan import NodeStatus, Plan
 from elaunch.rendezvous.records import RecordError, decode_plan
-from elaunch.rendezvous.tasks import Effect, Fence, Idle, Open, Task
 from elaunch.store.protocol import Post, Store
 
 SLICE = 5.0
@@ -392,13 +391,13 @@ class Meeting:
 
 def member_call(store: Store, task: Task, ttl: float) -> None:
     """Make the call to the store that ``task`` stands for; raises StoreError."""
-    if isinstance(task, tasks.Enrol):
+    if isinstance(task, events.Enrol):
         store.enrol(task.name, task.value, ttl)
-    elif isinstance(task, tasks.Update):
+    elif isinstance(task, events.Update):
         store.update(task.value)
-    elif isinstance(task, tasks.Renew):
+    elif isinstance(task, events.Renew):
         store.renew()
-    elif isinstance(task, tasks.Withdraw):
+    elif isinstance(task, events.Withdraw):
         store.withdraw()
 
 

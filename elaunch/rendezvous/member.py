@@ -41,29 +41,26 @@ from elaunch.errors import (
 )
 from elaunch.rendezvous import records
 from elaunch.rendezvous.decide.view import FENCE, HOSTED, Rules
-from elaunch.rendezvous.decide.waiting import RESTING, Still, Waiting, is_last
-from elaunch.rendezvous.news import (
+from elaunch.rendezvous.events import (
     CutOff,
-    MeetingFailed,
-    PlanSeen,
-    Rejoined,
-    StillWaiting,
-    StoreBack,
-    StoreSilent,
-)
-from elaunch.rendezvous.plan import JobSeen, NodeStatus, Plan
-from elaunch.rendezvous.tasks import (
     Effect,
     Enrol,
     Fence,
     Idle,
+    MeetingFailed,
     Open,
+    PlanSeen,
+    Rejoined,
     Renew,
+    StillWaiting,
+    StoreBack,
+    StoreSilent,
     Task,
     Update,
     Withdraw,
 )
-from elaunch.rendezvous.writes import Writes
+from elaunch.rendezvous.plan import JobSeen, NodeStatus, Plan
+from elaunch.rendezvous.waiting import RESTING, Still, Waiting, Writes, is_last
 from elaunch.store.protocol import Post
 
 RENEWALS = 6

@@ -35,8 +35,8 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from elaunch.rendezvous.decide.view import Rules, SearchResult
+from elaunch.rendezvous.events import News, PlanSeen, Rejoined, StoreBack
 from elaunch.rendezvous.meeting import Meeting, World
-from elaunch.rendezvous.news import News, PlanSeen, Rejoined, StoreBack
 from elaunch.rendezvous.plan import NodeStatus, Plan, WorkerFailure
 from elaunch.store.protocol import Store
 

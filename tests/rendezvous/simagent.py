@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Any
 from msgspec import structs
 
 from elaunch.errors import LeaseLost, StoreError, StoreReplaced
-from elaunch.rendezvous import tasks
+from elaunch.rendezvous import events
 from elaunch.rendezvous.coordinatorstate import Coming, CoordinatorState, Reread
 from elaunch.rendezvous.decide.decide import Rules, Search
 from elaunch.rendezvous.decide.view import SearchResult
+from elaunch.rendezvous.events import CutOff, Effect, Fence, Idle, MeetingFailed, Open, PlanSeen
 from elaunch.rendezvous.member import MemberState
-from elaunch.rendezvous.news import CutOff, MeetingFailed, PlanSeen
 from elaunch.rendezvous.plan import NodeStatus, Plan, WorkerFailure
-from elaunch.rendezvous.tasks import Effect, Fence, Idle, Open
 from tests.rendezvous.simstore import Client, Link
 
 if TYPE_CHECKING:
@@ -122,13 +121,13 @@ class Agent:
             client.call(lambda: client.store.post, answer)
             return
         store, name = client.store, client.name
-        if isinstance(task, tasks.Enrol):
+        if isinstance(task, events.Enrol):
             client.name = task.name
             client.call(lambda: store.enrol(task.name, task.value, self._ttl()), answer)
-        elif isinstance(task, tasks.Update):
+        elif isinstance(task, events.Update):
             client.writes = number = client.writes + 1
             client.call(lambda: store.update(name or "", task.value, number), answer)
-        elif isinstance(task, tasks.Renew):
+        elif isinstance(task, events.Renew):
             client.call(lambda: store.renew(name or ""), answer)
         else:
             client.call(lambda: store.withdraw(name), answer)

@@ -7,11 +7,19 @@ import itertools
 from elaunch.errors import StoreFull, StoreReplaced
 from elaunch.rendezvous import records
 from elaunch.rendezvous.decide.view import Rules
+from elaunch.rendezvous.events import (
+    CutOff,
+    Enrol,
+    Fence,
+    Idle,
+    Open,
+    StoreBack,
+    StoreSilent,
+    Update,
+)
+from elaunch.rendezvous.events import MeetingFailed as Failed
 from elaunch.rendezvous.member import MemberState
-from elaunch.rendezvous.news import CutOff, StoreBack, StoreSilent
-from elaunch.rendezvous.news import MeetingFailed as Failed
 from elaunch.rendezvous.plan import JobSeen, NodeStatus, Plan
-from elaunch.rendezvous.tasks import Enrol, Fence, Idle, Open, Update
 from elaunch.store.protocol import Post
 
 RECORD = NodeStatus("node1", "10.0.0.1", 4000, 1)

@@ -28,8 +28,8 @@ from elaunch.config.rendezvous import RendezvousSettings
 from elaunch.errors import UsageError
 from elaunch.rendezvous import records
 from elaunch.rendezvous.decide.view import Search, SearchResult
+from elaunch.rendezvous.events import MeetingFailed, News, PlanSeen
 from elaunch.rendezvous.meeting import Meeting, World
-from elaunch.rendezvous.news import MeetingFailed, News, PlanSeen
 from elaunch.rendezvous.plan import Plan
 from elaunch.run import directory
 from elaunch.store.protocol import Store

@@ -25,9 +25,9 @@ from elaunch.agent.policy.turn import Turn
 from elaunch.endings import KILLED, PREEMPTED
 from elaunch.errors import HangError, ServerError, SymmetryError
 from elaunch.rendezvous import text as words
-from elaunch.rendezvous.decide.facts import differences
 from elaunch.rendezvous.meeting import Meeting
 from elaunch.rendezvous.plan import AgentState, NodeStatus, Plan, Preempted, WorkerFailure
+from elaunch.rendezvous.text import differences
 
 MAX_TEXT = 4000
 AT_REST: frozenset[AgentState] = frozenset(("joining", "ready", "ended", "finished"))

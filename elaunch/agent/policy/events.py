@@ -29,7 +29,7 @@ SavesSettled        saver                   what the round has left in memory is
 FenceAsked          saver                   answer, whether a round may still commit
 Ping                health check             answer, to show that the loop is alive
 PlanSeen, CutOff,   the rendezvous           what the other nodes' agents have to do with
-Rejoined, …                                  (elaunch.rendezvous.news)
+Rejoined, …                                  (elaunch.rendezvous.events)
 ==================  =======================  ======================================================
 """
 
@@ -43,13 +43,13 @@ from elaunch.agent.hangs.stackdump import StackGroup
 from elaunch.checkpoint.records import SearchOutcome
 from elaunch.endings import Exit as Exit
 from elaunch.errors import CheckpointError
-from elaunch.rendezvous.news import CutOff as CutOff
-from elaunch.rendezvous.news import MeetingFailed as MeetingFailed
-from elaunch.rendezvous.news import PlanSeen as PlanSeen
-from elaunch.rendezvous.news import Rejoined as Rejoined
-from elaunch.rendezvous.news import StillWaiting as StillWaiting
-from elaunch.rendezvous.news import StoreBack as StoreBack
-from elaunch.rendezvous.news import StoreSilent as StoreSilent
+from elaunch.rendezvous.events import CutOff as CutOff
+from elaunch.rendezvous.events import MeetingFailed as MeetingFailed
+from elaunch.rendezvous.events import PlanSeen as PlanSeen
+from elaunch.rendezvous.events import Rejoined as Rejoined
+from elaunch.rendezvous.events import StillWaiting as StillWaiting
+from elaunch.rendezvous.events import StoreBack as StoreBack
+from elaunch.rendezvous.events import StoreSilent as StoreSilent
 from elaunch.wire.worker import Notice
 
 

@@ -15,10 +15,10 @@ from elaunch.endings import PREEMPTED, exit_code
 from elaunch.errors import CheckpointError, JoinTimeoutError, StoreError, SymmetryError
 from elaunch.rendezvous import text
 from elaunch.rendezvous.decide import budget, members, sharing
-from elaunch.rendezvous.decide.facts import differences
 from elaunch.rendezvous.decide.members import Enough, Few, NeverARound
 from elaunch.rendezvous.decide.view import Decision, LastKnown, Publish, Rules, Search, View, Wait
 from elaunch.rendezvous.plan import Cause, Node, NodeStatus, Plan, PlanCheckpoint, WorkerFailure
+from elaunch.rendezvous.text import differences
 
 
 def decide(view: View, now: float, rules: Rules) -> Decision:

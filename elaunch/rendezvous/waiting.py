@@ -1,4 +1,4 @@
-"""For whom an agent without workers waits, and until when it believes that somebody decides. Pure.
+"""For whom an agent waits and until when, and since when the store takes none of its writes. Pure.
 
 The coordinator publishes at least every ``remind`` seconds what it waits for
 (elaunch.rendezvous.decide.decide). An agent that waits and has received no plan for that long reads
@@ -16,16 +16,23 @@ no such node, and ``store_timeout`` + 2         the agent ends with 69: the coor
 
 This deadline depends on nothing but this agent's own clock: neither a coordinator that receives
 nothing, nor a lost record, nor a store that takes no writes makes an agent wait for ever.
+
+Renewals are no writes: an etcd whose space is used up keeps every entry alive, and no deadline for
+its answers ever passes. So what waits to be written has a deadline of its own: the agent's entry,
+and the plans of one that coordinates.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 from msgspec import Struct
 
+from elaunch.errors import StoreError, StoreFull
 from elaunch.rendezvous import text as words
 from elaunch.rendezvous.decide.view import Rules
+from elaunch.rendezvous.events import StoreBack, StoreSilent
 from elaunch.rendezvous.plan import Node, NodeStatus, Plan
 
 RESTING = ("ready", "ended", "finished")
@@ -123,3 +130,35 @@ def _unsaid(plan: Plan | None) -> str:
     if plan.phase == "running":
         return f"no node works on round {plan.round}, and no coordinator has ended it"
     return f"no coordinator has published what follows ({plan.waits or plan.reason})"
+
+
+# ── since when the store takes no writes ─────────────────────────────────────────────────────────
+
+What = Literal["entry", "plan"]
+
+
+class Writes:
+    """Keeps which writes were refused, since when, and why."""
+
+    def __init__(self) -> None:
+        self._since: dict[What, float] = {}
+        self._named = False
+
+    def refused(self, what: What, problem: StoreError, now: float) -> list[StoreSilent]:
+        """Take that a write was not done, or may not have been; a full store is named once."""
+        self._since.setdefault(what, now)
+        if self._named or not isinstance(problem, StoreFull):
+            return []
+        self._named = True
+        return [StoreSilent(f"{problem}; the job goes on until something has to be decided")]
+
+    def done(self, what: What) -> list[StoreBack]:
+        """Take that a write was done."""
+        self._since.pop(what, None)
+        named, self._named = self._named, False
+        return [StoreBack("the store takes writes again")] if named else []
+
+    def overdue(self, now: float, limit: float) -> float | None:
+        """Return for how long a write has waited if that is ``limit`` seconds or more."""
+        waited = now - min(self._since.values(), default=now)
+        return waited if self._since and waited >= limit else None

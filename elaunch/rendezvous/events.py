@@ -1,4 +1,6 @@
-"""What an agent receives of its rendezvous: frozen news, posted by the threads of its Meeting.
+"""What an agent receives of its rendezvous, and what its place there asks of the store.
+
+News are posted to the agent by the threads of its Meeting:
 
 =============  =====================================================================================
 news           meaning
@@ -12,6 +14,9 @@ StoreSilent    the store does not answer, or takes no writes; the workers go on 
 StoreBack      it does again, and nothing was lost
 MeetingFailed  we cannot go on: too long without the store, or it does not let us in
 =============  =====================================================================================
+
+A task is one call to the store, made by the thread of the entry; an effect is news, or the moment
+at which the workers are to be killed.
 """
 
 from __future__ import annotations
@@ -66,3 +71,54 @@ class MeetingFailed(Struct, frozen=True):
 
 
 News = PlanSeen | CutOff | Rejoined | StillWaiting | StoreSilent | StoreBack | MeetingFailed
+
+
+# ── what an agent's place in its job asks for ─────────────────────────────────────────────────────
+
+
+class Open(Struct, frozen=True):
+    """Open the store (anew), and read the plan."""
+
+
+class Enrol(Struct, frozen=True):
+    """Write our entry; ``seq`` is the number of the record in ``value``."""
+
+    name: str
+    value: bytes
+    seq: int
+
+
+class Update(Struct, frozen=True):
+    """Replace our entry; ``seq`` as in Enrol: a newer one may come while this one is written."""
+
+    value: bytes
+    seq: int
+
+
+class Renew(Struct, frozen=True):
+    """Keep our entry alive."""
+
+
+class Withdraw(Struct, frozen=True):
+    """Remove our entry, if it is there."""
+
+
+class Idle(Struct, frozen=True):
+    """Do nothing before ``until`` or before a new record; None: for ever."""
+
+    until: float | None = None
+
+
+class Fence(Struct, frozen=True):
+    """All workers are to be killed at ``until`` unless a later one follows.
+
+    With ``hold`` they are only stopped (SIGSTOP) then, and killed that many seconds later; a later
+    fence lets them go on.
+    """
+
+    until: float
+    hold: float = 0.0
+
+
+Task = Open | Enrol | Update | Renew | Withdraw | Idle
+Effect = News | Fence

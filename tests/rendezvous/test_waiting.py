@@ -8,8 +8,8 @@ import pytest
 from msgspec.structs import replace
 
 from elaunch.rendezvous.decide.view import Rules
-from elaunch.rendezvous.decide.waiting import Hopeless, Still, Waiting, is_last, working
 from elaunch.rendezvous.plan import AgentState, Node, NodeStatus, Plan
+from elaunch.rendezvous.waiting import Hopeless, Still, Waiting, is_last, working
 
 RULES = Rules(2, 2, store_timeout=30.0, remind=30.0)
 NODES = tuple(Node(f"a{n}", f"node{n}", f"10.0.0.{n}", 1, "default") for n in (1, 2))
