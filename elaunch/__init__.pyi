@@ -1,3 +1,4 @@
+from elaunch.checkpoint.records import Committed as Committed
 from elaunch.checkpoint.retention.rule import Keep as Keep
 from elaunch.errors import CheckpointError as CheckpointError
 from elaunch.errors import CollectiveError as CollectiveError
@@ -11,6 +12,8 @@ from elaunch.errors import RunDirError as RunDirError
 from elaunch.errors import SamplerError as SamplerError
 from elaunch.errors import SaveError as SaveError
 from elaunch.errors import ScriptError as ScriptError
+from elaunch.training.checkpoint.context import CheckpointContext as CheckpointContext
+from elaunch.training.checkpoint.handle import SaveHandle as SaveHandle
 from elaunch.training.checkpoint.state.perrank import PerRank as PerRank
 from elaunch.training.checkpoint.state.perrank import rng_state as rng_state
 from elaunch.training.context import Context as Context
@@ -19,7 +22,10 @@ from elaunch.training.distributed import DistributedContext as DistributedContex
 from elaunch.training.place.info import Info as Info
 from elaunch.training.place.info import info as info
 from elaunch.training.place.info import latest_checkpoint as latest_checkpoint
+from elaunch.training.preempt.preempt import PreemptContext as PreemptContext
 from elaunch.training.recording import record as record
 from elaunch.training.sampler import ElasticDistributedSampler as ElasticDistributedSampler
+from elaunch.training.stores.keystore import KeyStore as KeyStore
+from elaunch.training.train import TrainContext as TrainContext
 
 __version__: str

@@ -114,11 +114,13 @@ class DamageError(CheckpointError):
 class SaveError(CheckpointError):
     """A checkpoint was not committed; what was there before is untouched.
 
-    ``no_room``: a disk, or a quota, was full on some rank. ``stays``: the stage belongs to another
-    process, or to the one that chooses the next checkpoint, and is not to be removed.
+    ``no_room``: a disk, or a quota, was full on some rank. ``lost``: it was in flight, and an agent
+    has given it up. ``stays``: the stage belongs to another process, or to the one that chooses
+    the next checkpoint, and is not to be removed.
     """
 
     no_room = False
+    lost = False
     stays = False
 
 

@@ -37,6 +37,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     "Metrics, progress, status: `ctx.train`": (f"{TRAINING}.train:TrainContext",),
     "Checkpoints: `ctx.checkpoint`": (
         f"{TRAINING}.checkpoint.context:CheckpointContext",
+        f"{TRAINING}.checkpoint.handle:SaveHandle",
         "elaunch.checkpoint.records:Committed",
         "elaunch.checkpoint.retention.rule:Keep",
         f"{TRAINING}.checkpoint.state.perrank:PerRank",
@@ -64,6 +65,7 @@ MADE = (
     "PreemptContext",
     "TrainContext",
     "CheckpointContext",
+    "SaveHandle",
     "Committed",
     "Info",
 )
@@ -171,7 +173,7 @@ def entries(place: str) -> list[Entry]:
         if method.name.startswith("_") and method.name not in ("__len__", "__iter__"):
             continue
         if method.name in INNER.get(name, ()) or any(
-            ast.unparse(d).endswith(".setter") for d in method.decorator_list
+            ast.unparse(d).endswith((".setter", "overload")) for d in method.decorator_list
         ):
             continue
         found.append(member(name, method, documented(node)))

@@ -65,9 +65,7 @@ QUARANTINED = "QUARANTINED"
 REMOVED = "REMOVED"
 CHECKSUM = "sha256"  # of documents; of files: see elaunch.checkpoint.storage.checksums
 TEMPORARY = ".tmp-elaunch-"  # what a file is called until it is whole; never a user's name
-MARK = f"{TEMPORARY}writing-"  # in a stage, of a rank: its shard is on its way; changes
 PRIVATE = ".rank-"  # directory of one rank inside a stage
-FAILED = "failed.rank-"  # a rank's report, in a stage, that its shard will not come
 STEPS_COMPLETED = "steps_completed"  # the key that every checkpoint's user metadata has
 
 _STEP = re.compile(r"step-([0-9]+)\.r([0-9]+)")
@@ -126,28 +124,6 @@ def parse_manifest_name(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def failure_name(rank: int) -> str:
-    """Return the name, in a stage, of a rank's report that its shard will not come."""
-    return f"{FAILED}{rank:05d}"
-
-
-def parse_failure_name(name: str) -> int | None:
-    """Return the rank whose failure has this name, or None for any other name."""
-    rank = name.removeprefix(FAILED)
-    return int(rank) if rank != name and rank.isdecimal() else None
-
-
-def mark_name(rank: int) -> str:
-    """Return the name, in a stage, of a rank's mark that its shard is still being written."""
-    return f"{MARK}{rank:05d}"
-
-
-def parse_mark_name(name: str) -> int | None:
-    """Return the rank whose mark has this name, or None for any other name."""
-    rank = name.removeprefix(MARK)
-    return int(rank) if rank != name and rank.isdecimal() else None
-
-
 def private_name(rank: int) -> str:
     """Return the name of a rank's own directory inside a stage."""
     return f"{PRIVATE}{rank:05d}"
@@ -159,7 +135,6 @@ def is_reserved(name: str) -> bool:
         name in (COMMIT, METADATA, QUARANTINED, REMOVED)
         or name.startswith((TEMPORARY, PRIVATE))
         or parse_manifest_name(name) is not None
-        or parse_failure_name(name) is not None
     )
 
 

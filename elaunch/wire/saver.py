@@ -33,7 +33,7 @@ from the agent:
 ``{"ok": true, …}``                            done
 ``… "size": s``                                to ``memory``: how large the descriptor beside it is
 ``… "begun": b``                               to ``begin``: false if a save is in flight
-``… "committed": {…} | null``                  to ``wait``, ``begin`` and ``staged``: the newest
+``… "committed": {…} | null``                  to ``wait``, ``begin`` and ``staged``: the last
                                                checkpoint that this connection's saves have become
 ``… "parts": [{"rank": g, "files": […]}]``     to ``recall``: one descriptor per shard beside it
 ``… "error": "…", "kind": "save"``             not done: that save, or one before it, came to
@@ -50,10 +50,10 @@ staged is forgotten with the worker, and the save it belongs to is discarded.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from elaunch.errors import CheckpointError
 
@@ -106,98 +106,6 @@ class Handed:
     def end(self) -> int:
         """Return the first byte of the memory behind the shard."""
         return max((at + size for _, extents in self.images for at, size in extents), default=0)
-
-
-class Saver(Protocol):
-    """Takes a rank's checkpoints and writes them out: its agent, or a thread beside it.
-
-    The methods are called by one thread at a time. All of them raise SaveError if the saver is
-    gone or refuses; none of them waits for ever. ``lacks`` is why it is not the agent, where there
-    should be one; else "".
-    """
-
-    @property
-    def lacks(self) -> str:
-        """Why this node's agent cannot be the saver, or ""."""
-
-    def fence(self, round_number: int) -> None:
-        """Return if ``round_number`` is still the round; raise SaveError if it is over.
-
-        The committing process calls it right before COMMIT.
-        """
-
-    def committed(self, done: Committed, seconds: float) -> None:
-        """Have the run's record count a checkpoint that the ranks have written themselves.
-
-        Rank 0 calls it after the commit. A saver that is gone is no error: the checkpoint is
-        there.
-        """
-
-    def memory(self, size: int) -> memoryview:
-        """Return ``size`` bytes or more of shared memory, mapped and touched, to be written to.
-
-        It is the same until a larger one is asked for, which ends the views of the old one. Only
-        between :meth:`begin` and :meth:`staged` may it be written to. Raises SaveError if the
-        ranks of the node together would be over --checkpoint-memory.
-        """
-
-    def begin(self, wait: bool, timeout: float | None = None) -> bool:
-        """Wait for the save in flight; True: the memory may be overwritten now.
-
-        False: one is in flight and ``wait`` is False, or ``timeout`` seconds are over. What the
-        memory held can be recalled no more after True. Raises SaveError, once, if the save before
-        came to nothing.
-        """
-
-    def staged(self, handed: Handed) -> None:
-        """Stage what is in the memory; it is the saver's, even if this process ends at once.
-
-        Every rank of ``handed.stage`` has to stage its shard, or the save is discarded.
-        """
-
-    def abandon(self, stage: Stage | None = None) -> None:
-        """Take back :meth:`begin`: this rank stages nothing, so what others have staged is lost.
-
-        ``stage``: the ranks have agreed, each calling this, that this checkpoint comes to nothing,
-        also where this rank has staged its shard. No later call raises for it.
-        """
-
-    def share(self, wait: bool, timeout: float) -> None:
-        """Send the other ranks' savers which shards have failed, where they cannot see it.
-
-        ALL ranks call it together, before any of them waits for a save; with ``wait`` when its own
-        shard is written, or ``timeout`` seconds are over. Agents send it each other without this
-        call. Raises CollectiveTimeout, PeerLost.
-        """
-
-    def wait(self, timeout: float | None = None) -> Committed | None:
-        """Wait until no save of this rank is in flight; return the newest that was committed.
-
-        None if there is none, and on nodes other than rank 0's, whose agents do not commit. Raises
-        SaveError, once, if a save came to nothing or if it takes longer than ``timeout`` seconds.
-        """
-
-    def recall(
-        self,
-        step: int,
-        round_number: int,
-        ranks: Collection[int],
-        uuid: str = "",
-        timeout: float | None = None,
-    ) -> dict[int, dict[str, memoryview]]:
-        """Return the shards of a checkpoint that are in living agents' memory: rank → path → bytes.
-
-        ``uuid`` is the checkpoint's; "" takes any of that step and round. Only those of ``ranks``
-        that are there. Not to be written to, and valid until a rank of this node calls
-        :meth:`begin`: loading ends, on all ranks, before that.
-        """
-
-    def close(self, patient: bool = True) -> None:
-        """Wait a bounded time for what is in flight, and let go of the saver.
-
-        Raises SaveError, once, if a save came to nothing, or takes longer. Without ``patient`` an
-        agent goes on alone; without an agent the process's end would end it: it is waited for.
-        """
 
 
 def handed_to_json(handed: Handed) -> dict[str, Any]:

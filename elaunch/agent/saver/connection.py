@@ -90,12 +90,12 @@ class SaverConnection:
     def begin(self, service: SaverRequests, said: Mapping[str, Any]) -> Answer:
         """Have the worker wait for its turn."""
         self.begun = service.begin_save(self, said["wait"] is True, said.get("timeout"))
-        return self._newest(service, {"begun": self.begun})
+        return self._last(service, {"begun": self.begun})
 
     def staged(self, service: SaverRequests, said: Mapping[str, Any]) -> Answer:
         """Take over what the worker has left in its memory."""
         service.take(self, handed_from_json(said["handed"]))
-        return self._newest(service, {})
+        return self._last(service, {})
 
     def abandon(self, service: SaverRequests, said: Mapping[str, Any]) -> Answer:
         """Note that nothing comes of what was begun."""
@@ -107,7 +107,7 @@ class SaverConnection:
     def wait(self, service: SaverRequests, said: Mapping[str, Any]) -> Answer:
         """Have the worker wait until its saves are on the disk."""
         service.keeping.wait(self.rank, said.get("timeout"))
-        return self._newest(service, {})
+        return self._last(service, {})
 
     def fence(self, service: SaverRequests, said: Mapping[str, Any]) -> Answer:
         """Answer whether the worker's round is still the one."""
@@ -129,8 +129,8 @@ class SaverConnection:
         parts = [{"rank": r, "files": files_to_json(files)} for r, (files, _) in found.items()]
         return {"parts": parts}, [segment.fd for _, segment in found.values()]
 
-    def _newest(self, service: SaverRequests, fields: dict[str, Any]) -> Answer:
-        return {**fields, "committed": committed_to_json(service.keeping.newest(self.rank))}, []
+    def _last(self, service: SaverRequests, fields: dict[str, Any]) -> Answer:
+        return {**fields, "committed": committed_to_json(service.keeping.last(self.rank))}, []
 
 
 def reply(

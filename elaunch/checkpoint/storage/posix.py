@@ -45,7 +45,7 @@ from elaunch.checkpoint.storage.durable import (
     write_document,
     write_file,
 )
-from elaunch.checkpoint.storage.files import JSON_LIMIT, explain, read_limited
+from elaunch.checkpoint.storage.files import explain
 from elaunch.checkpoint.storage.mounts import is_remote
 from elaunch.checkpoint.writing.assemble import choose, in_the_way
 from elaunch.checkpoint.writing.manifests import FileEntry, check_metadata, check_path, seal
@@ -151,34 +151,6 @@ class PosixStorage:
         with contextlib.suppress(FileNotFoundError):
             return committing.read_stage(committing.stage_path(self._root, stage))
         return {}
-
-    def put_failure(self, stage: Stage, rank: int, problem: str) -> None:
-        """Put a file into the stage."""
-        path = self.open_stage(stage) / layout.failure_name(rank)
-        write_document(path, problem.encode())
-
-    def put_mark(self, stage: Stage, rank: int, mark: str) -> None:
-        """Put a file into the stage, which a commit sweeps away."""
-        path = committing.stage_path(self._root, stage) / layout.mark_name(rank)
-        write_document(path, mark.encode())
-
-    def marks(self, stage: Stage) -> dict[int, str]:
-        """Return the marks; none if the stage is gone."""
-        return self._words(stage, layout.parse_mark_name)
-
-    def failures(self, stage: Stage) -> dict[int, str]:
-        """Return the failures that ranks have reported; none if the stage is gone."""
-        return self._words(stage, layout.parse_failure_name)
-
-    def _words(self, stage: Stage, rank_of: Callable[[str], int | None]) -> dict[int, str]:
-        """Return what ranks have left in the stage, by rank."""
-        path, found = committing.stage_path(self._root, stage), {}
-        with contextlib.suppress(FileNotFoundError):
-            for name in sorted(os.listdir(path)):
-                rank = rank_of(name)
-                if rank is not None:
-                    found[rank] = read_limited(path / name, JSON_LIMIT).decode(errors="replace")
-        return found
 
     def commit(
         self, stage: Stage, fence: Callable[[], None], extra: Mapping[str, Any] | None = None

@@ -103,18 +103,6 @@ class Storage(Protocol):
     def manifests(self, stage: Stage) -> dict[int, bytes]:
         """Return the manifests that are there: rank → bytes."""
 
-    def put_failure(self, stage: Stage, rank: int, problem: str) -> None:
-        """Report in the stage that the shard of ``rank`` will not come."""
-
-    def put_mark(self, stage: Stage, rank: int, mark: str) -> None:
-        """Leave a mark for the committer: the shard of ``rank`` is still being written."""
-
-    def marks(self, stage: Stage) -> dict[int, str]:
-        """Return the marks that are there, by rank; one that has changed is a sign of life."""
-
-    def failures(self, stage: Stage) -> dict[int, str]:
-        """Return what was left by ``put_failure``: rank → problem."""
-
     def commit(
         self, stage: Stage, fence: Callable[[], None], extra: Mapping[str, Any] | None = None
     ) -> Committed:

@@ -146,27 +146,6 @@ class ObjectStorage:
         """Return the manifests that have been put."""
         return self._manifests(stage.name, self._objects.names(stage.name))
 
-    def put_failure(self, stage: Stage, rank: int, problem: str) -> None:
-        """Put an object into the stage."""
-        self._objects.put(f"{stage.name}/{layout.failure_name(rank)}", problem.encode())
-
-    def put_mark(self, stage: Stage, rank: int, mark: str) -> None:
-        """Put an object into the stage, which a commit deletes."""
-        self._objects.put(f"{stage.name}/{layout.mark_name(rank)}", mark.encode())
-
-    def marks(self, stage: Stage) -> dict[int, str]:
-        """Return the marks."""
-        return self._words(stage, layout.parse_mark_name)
-
-    def failures(self, stage: Stage) -> dict[int, str]:
-        """Return the failures that ranks have reported."""
-        return self._words(stage, layout.parse_failure_name)
-
-    def _words(self, stage: Stage, rank_of: Callable[[str], int | None]) -> dict[int, str]:
-        names = self._objects.names(stage.name)
-        words = self._objects.read_numbered(stage.name, names, rank_of)
-        return {rank: word.decode(errors="replace") for rank, word in words.items()}
-
     def commit(
         self, stage: Stage, fence: Callable[[], None], extra: Mapping[str, Any] | None = None
     ) -> Committed:
@@ -325,9 +304,6 @@ class ObjectStorage:
             local.cleanup()
 
     def _publish(self, stage: Stage, documents: Documents) -> Committed:
-        for name in self._objects.names(stage.name):
-            if layout.parse_mark_name(name) is not None:
-                self._objects.delete(f"{stage.name}/{name}")
         for rank in documents.rewritten:
             path = f"{stage.name}/{layout.manifest_name(rank)}"
             self._objects.put(path, documents.manifests[rank])

@@ -129,10 +129,10 @@ def named(ranks: Collection[int]) -> str:
 
 @dataclass
 class _Rank:
-    """A rank that stages here: the failure that it has yet to raise, and its newest checkpoint."""
+    """A rank that stages here: the failure that it has yet to raise, and its last checkpoint."""
 
     untold: list[str] = field(default_factory=list)
-    newest: Committed | None = None
+    last: Committed | None = None
 
 
 class SavesInFlight:
@@ -184,26 +184,15 @@ class SavesInFlight:
                 own.untold = [said for said in own.untold if said != save.verdict]
             return ended
 
-    def await_part(self, rank: int, seconds: float) -> list[tuple[Stage, str]]:
-        """Wait until no shard of ``rank`` is being written; return its newest save if that failed.
-
-        At most for ``seconds``.
-        """
-        with self.changed:
-            saves = self.saves.values()
-            self.changed.wait_for(lambda: not any(rank in save.writing for save in saves), seconds)
-            own = [save for save in self.saves.values() if rank in save.handed]
-            return [(save.stage, save.problem) for save in own[-1:] if save.problem]
-
     def knows(self, rank: int) -> bool:
         """Whether ``rank`` stages here; a shard of another one is a replica."""
         return rank in self._ranks
 
-    def newest(self, rank: int) -> Committed | None:
-        """Return the newest checkpoint that ``rank`` took part in."""
+    def last(self, rank: int) -> Committed | None:
+        """Return the checkpoint that the last save of ``rank`` has become."""
         with self.changed:
             own = self._ranks.get(rank)
-            return None if own is None else own.newest
+            return None if own is None else own.last
 
     def await_idle(self, rank: int, timeout: float | None) -> bool:
         """Wait until no save of ``rank`` is in flight; False after ``timeout``.
@@ -304,8 +293,7 @@ class SavesInFlight:
         save.done, save.problem, save.committed = True, "", done
         self.count(done, time.monotonic() - save.began)
         for own in self._ranks.values():
-            if own.newest is None or own.newest.age <= done.age:
-                own.newest = done
+            own.last = done
 
     def count(self, done: Committed, seconds: float) -> None:
         """Record the checkpoint ``done``, which has taken ``seconds``."""

@@ -1,7 +1,7 @@
 """The save queue: memory → disk → commit, in the background, as an agent does it for its workers.
 
-Without an agent, threads beside the script do the same. A thread of its own writes each staged
-shard and its manifest; the thread that brings the last manifest commits.
+A thread of its own writes each staged shard and its manifest; the thread that brings the last
+manifest commits.
 
 ==============================  ==================================================================
 what goes wrong                 what becomes of it
@@ -96,22 +96,21 @@ class SaveQueue:
         self._books = SavesInFlight(str(storage.place))
         self._changed = self._books.changed
         self.join = self._books.join
-        self.newest = self._books.newest
-        self.await_part = self._books.await_part
+        self.last = self._books.last
         self.record = self._books.record
 
     # ── requests of a rank ───────────────────────────────────────────────────────────────────────
 
     def begin(self, rank: int, wait: bool, timeout: float | None) -> bool:
-        """Wait for the save in flight; see ``Saver.begin``."""
+        """Wait for the save in flight; see ``AgentSaverClient.begin``."""
         return self._books.await_idle(rank, timeout if wait else 0.0)
 
     def wait(self, rank: int, timeout: float | None) -> Committed | None:
-        """Wait until nothing is in flight; see ``Saver.wait``. TimeoutError if it takes longer."""
+        """Wait until nothing is in flight, or raise TimeoutError."""
         if not self._books.await_idle(rank, timeout):
             name = self._books.in_flight(rank)
             raise TimeoutError(f"{name} is not committed after {timeout:g} s")
-        return self._books.newest(rank)
+        return self._books.last(rank)
 
     def stage(self, handed: Handed, memory: memoryview) -> None:
         """Write the shard in ``memory``, which nobody changes meanwhile, and its manifest.
@@ -148,7 +147,7 @@ class SaveQueue:
     def abandon(self, rank: int, stage: Stage | None = None) -> None:
         """Note that ``rank`` stages nothing of the save that it has begun.
 
-        ``stage``: no rank's shard of that one counts; see ``Saver.abandon``.
+        ``stage``: no rank's shard of that one counts; see ``AgentSaverClient.abandon``.
         """
         books = self._books
         for save in books.give_up(rank) if stage is None else books.call_off(rank, stage):

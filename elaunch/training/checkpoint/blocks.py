@@ -36,7 +36,7 @@ from elaunch.training.checkpoint.store import (
     part_of,
     writing,
 )
-from elaunch.training.checkpoint.together.agree import agree, attempt, in_words
+from elaunch.training.checkpoint.together.agree import agree, in_words
 
 
 def refuse_unless_chief(rank: int) -> None:
@@ -103,7 +103,7 @@ def store_together(parts: CallContext, saving: Saving) -> Iterator[tuple[Path, s
         files = storage.own_files(stage, below=own)
         return storage.seal(stage, part_of(parts, saving), files, below=own)
 
-    finish(parts, saving, stage, attempt(seal))
+    finish(parts, saving, stage, seal)
 
 
 def _tell_others(parts: CallContext, saving: Saving, stage: Stage, error: Exception) -> None:

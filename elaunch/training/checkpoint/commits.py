@@ -76,7 +76,7 @@ def _commit_staged(parts: CallContext, root: Path, stage: Stage, saving: Saving)
         return parts.storage.seal(stage, part_of(parts, saving), files)
 
     parts.known.staged.pop(str(root))
-    return finish(parts, saving, stage, attempt(seal))
+    return finish(parts, saving, stage, seal)
 
 
 def _commit_other(parts: CallContext, source: Path, saving: Saving) -> Committed:
@@ -90,7 +90,7 @@ def _commit_other(parts: CallContext, source: Path, saving: Saving) -> Committed
             files = _link(source, own)
         return parts.storage.seal(stage, part_of(parts, saving), files, below=own)
 
-    committed = finish(parts, saving, stage, attempt(seal))
+    committed = finish(parts, saving, stage, seal)
     if leads:
         _remove(source)
     # A rank that writes to the same path again must not meet its removal.

@@ -22,20 +22,23 @@ import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 
-from elaunch.checkpoint.retention import pins, readers
+from elaunch.checkpoint.retention import pins
 from elaunch.checkpoint.retention.delete import Keep
 from elaunch.checkpoint.storage.storage import Committed, Location
-from elaunch.errors import CheckpointError, ContextError
+from elaunch.errors import ContextError
 from elaunch.training import liveness
-from elaunch.training.checkpoint import blocks, commits, request, restore
+from elaunch.training.checkpoint import blocks, commits, restore, store
 from elaunch.training.checkpoint.opening import OpenedContext
-from elaunch.training.checkpoint.parts import SECTION, CallContext, Mode
+from elaunch.training.checkpoint.parts import SECTION, CallContext, Mode, as_given, at_step
 from elaunch.training.checkpoint.restore import Which
 
 if TYPE_CHECKING:
-    from elaunch.training.checkpoint.save import Busy, Sharded
+    from typing_extensions import Unpack
+
+    from elaunch.training.checkpoint.handle import SaveHandle
+    from elaunch.training.checkpoint.save import Busy, More, Sharded
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
@@ -115,7 +118,7 @@ class CheckpointContext:
         """
         if not shard:
             blocks.refuse_unless_chief(self._opening.distributed.rank)
-        asked = request.as_given(metadata, keep, timeout, "store_path")
+        asked = as_given(metadata, keep, timeout, "store_path")
         store = blocks.store_together if shard else blocks.store_alone
         with self._section():
             parts = self._opening.together(timeout) if shard else self._opening.alone()
@@ -136,9 +139,7 @@ class CheckpointContext:
         checkpoint needs a new one. One that is not committed is gone with the job.
         """
         parts = self._opening.together(timeout)
-        return commits.open_path(
-            parts, request.at_step(step, metadata, None, timeout, "stage_path")
-        )
+        return commits.open_path(parts, at_step(step, metadata, None, timeout, "stage_path"))
 
     @_in_section
     def commit(
@@ -161,7 +162,7 @@ class CheckpointContext:
             SaveError: nothing was committed.
         """
         parts = self._opening.together(timeout)
-        asked = request.at_step(step, metadata, keep, timeout, "commit")
+        asked = at_step(step, metadata, keep, timeout, "commit")
         return commits.commit_path(parts, path, asked)
 
     # ── reading ──────────────────────────────────────────────────────────────────────────────────
@@ -176,7 +177,6 @@ class CheckpointContext:
 
         Args:
             uuid: see the class; the latest without, or what --init-from names if there is none.
-            timeout: see the class.
 
         Raises:
             CheckpointError: on all ranks; there is none, or it is damaged, or a rank cannot reach
@@ -226,7 +226,26 @@ class CheckpointContext:
 
     # ── sharded, by torch.distributed.checkpoint ─────────────────────────────────────────────────
 
-    @_in_section
+    @overload
+    def save(
+        self,
+        state: Mapping[str, Any],
+        step: int,
+        *,
+        block: Literal[True] = True,
+        **more: Unpack[More],
+    ) -> Committed: ...
+
+    @overload
+    def save(
+        self, state: Mapping[str, Any], step: int, *, block: Literal[False], **more: Unpack[More]
+    ) -> SaveHandle: ...
+
+    @overload
+    def save(
+        self, state: Mapping[str, Any], step: int, *, block: bool, **more: Unpack[More]
+    ) -> Committed | SaveHandle: ...
+
     def save(
         self,
         state: Mapping[str, Any],
@@ -237,12 +256,13 @@ class CheckpointContext:
         block: bool = True,
         when_busy: Busy = "wait",
         timeout: float | None = None,
-    ) -> Committed | None:
+    ) -> Committed | SaveHandle:
         """Save ``state``, each rank its shard, in the format of torch.distributed.checkpoint.
 
         ALL ranks call it together. It blocks until the checkpoint is committed, with
         ``block=False`` until each rank's shard is copied into memory that its agent owns: the
         agents write it, whatever becomes of the workers. One such save is in flight at most.
+        Without agents, as under torchrun, it blocks until the commit either way.
 
         Args:
             state: modules (plain, DDP, FSDP, tensor parallel), their optimizers, others with
@@ -250,13 +270,12 @@ class CheckpointContext:
                 ``elaunch.PerRank`` for what each rank has of its own.
             step: number of steps done.
             metadata: more for JSON, beside ``steps_completed``.
-            keep: see the class.
             block: return when it is committed; else when it is in memory.
             when_busy: with ``block=False``, while the save before is in flight: ``wait`` for it,
                 or ``skip`` this one.
-            timeout: see the class.
 
-        Returns what was committed; None with ``block=False``.
+        Returns what was committed; with ``block=False`` an ``elaunch.SaveHandle``, which says
+        whether it is done or was skipped, and waits for the commit.
 
         Raises:
             SaveError: nothing was committed; or, once, that an earlier save in the background was
@@ -265,9 +284,10 @@ class CheckpointContext:
         """
         from elaunch.training.checkpoint import save as saving
 
-        parts = self._opening.together(timeout)
-        asked = request.at_step(step, metadata, keep, timeout, "save")
-        return saving.save(parts, self._sharded(), state, asked, block, when_busy)
+        with self._section():
+            parts = self._opening.together(timeout)
+            asked = at_step(step, metadata, keep, timeout, "save")
+            return saving.save(parts, self._sharded(), state, asked, block, when_busy)
 
     @_in_section
     def load(
@@ -286,12 +306,10 @@ class CheckpointContext:
 
         Args:
             state: as for :meth:`save`.
-            uuid: see the class; the latest without.
             source: path or URL of another run's checkpoint, or of a directory with some, to begin
                 from while this run has none of its own; by default what --init-from names.
                 The checkpoint that is returned has step 0 then: a new run begins.
             strict: refuse what is missing in the checkpoint, and what only it has.
-            timeout: see the class.
 
         Raises:
             CheckpointError: on all ranks; names keys and ranks.
@@ -357,8 +375,6 @@ class CheckpointContext:
                 of them; ``elaunch.PerRank`` for what each rank has of its own.
             step: number of steps done.
             metadata: more for JSON, beside ``steps_completed``.
-            keep: see the class.
-            timeout: see the class.
 
         Raises:
             SaveError: nothing was committed.
@@ -366,7 +382,7 @@ class CheckpointContext:
         from elaunch.training.checkpoint.ddp import singlefile
 
         parts = self._opening.together(timeout)
-        asked = request.at_step(step, metadata, keep, timeout, "save_ddp")
+        asked = at_step(step, metadata, keep, timeout, "save_ddp")
         return singlefile.save(parts, state, asked)
 
     @_in_section
@@ -388,12 +404,10 @@ class CheckpointContext:
 
         Args:
             state: as for :meth:`save_ddp`.
-            uuid: see the class; the latest without.
             source: as for :meth:`load`.
             mode: ``all`` ranks read; rank 0 alone reads and sends to the others (``broadcast``); or
                 each after the one before (``sequential``).
             strict: refuse what is missing in the checkpoint, and what only it has.
-            timeout: see the class.
 
         Raises:
             CheckpointError: on all ranks; names keys and ranks.
@@ -416,20 +430,7 @@ class CheckpointContext:
                 from it and has no newer one, and so it stays.
         """
         storage = self._opening.storage
-        found = restore.find(storage, uuid)
-        if found.name in pins.pinned(self.directory):
-            raise CheckpointError(f"{found.name} stays: it is pinned; unpin() it first")
-        resumed = self._opening.known.resumed
-        needed = resumed is not None and resumed.name == found.name
-        if needed and storage.listed()[-1].name == found.name:
-            raise CheckpointError(
-                f"{found.name} stays: this round resumed from it, and would again; store a newer "
-                "one first"
-            )
-        with readers.claimed(found.place) as free:
-            if not free:
-                raise CheckpointError(f"{found.name} stays: a process is reading it just now")
-            storage.remove(found)
+        store.delete_one(storage, self._opening.known, restore.find(storage, uuid))
 
     @_in_section
     def pin(self, uuid: Which) -> None:

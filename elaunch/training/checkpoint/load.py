@@ -34,13 +34,12 @@ from elaunch.checkpoint.storage.storage import Committed
 from elaunch.errors import CheckpointError, DamageError
 from elaunch.training import unpickling
 from elaunch.training.checkpoint import restore as restoring
-from elaunch.training.checkpoint.dcp import image, sources
+from elaunch.training.checkpoint.dcp import image, plan, sources
 from elaunch.training.checkpoint.dcp import metadata as stored
 from elaunch.training.checkpoint.dcp import read as reading
 from elaunch.training.checkpoint.dcp.metadata import Stored
 from elaunch.training.checkpoint.dcp.sources import MemoryDamage, Source
 from elaunch.training.checkpoint.parts import CallContext
-from elaunch.training.checkpoint.prepare import check_group
 from elaunch.training.checkpoint.state import flatten, tensors
 from elaunch.training.checkpoint.state.flatten import Captured
 from elaunch.training.checkpoint.together.agree import agree
@@ -129,7 +128,7 @@ class _Loading:
         self._fetch([stored.FILE], None, [image.data_file(self._parts.rank)])
 
         def work() -> bytes | memoryview:
-            check_group(self._parts.distributed, WHAT)
+            plan.check_group(self._parts.distributed, WHAT)
             content = self._source.whole(stored.FILE)
             self._source.finish()
             return content

@@ -18,14 +18,14 @@ import logging
 import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from elaunch.checkpoint import layout
 from elaunch.checkpoint.storage.storage import Committed, Location, Storage, open_storage
 from elaunch.errors import CheckpointError, ContextError, SaveError
 from elaunch.training.checkpoint import restore, where
-from elaunch.training.checkpoint.parts import CallContext, KnownCheckpoints, awaiting
-from elaunch.training.checkpoint.together.agree import agree, attempt
+from elaunch.training.checkpoint.parts import CallContext, KnownCheckpoints, awaiting, newer
+from elaunch.training.checkpoint.together.agree import together
 from elaunch.training.checkpoint.where import Whose
 from elaunch.wire.saver import CLOSE_S
 
@@ -34,10 +34,13 @@ if TYPE_CHECKING:
 
     from elaunch.run.saves import SavesRecord
     from elaunch.training.agentlink import AgentLink
+    from elaunch.training.checkpoint.saver.agent import AgentSaverClient
     from elaunch.training.distributed import DistributedContext
     from elaunch.training.place.info import Info
     from elaunch.training.train import TrainContext
     from elaunch.wire.progress import ProgressPage
+
+NO_AGENT: Final = "no agent runs here"
 
 log = logging.getLogger("elaunch")
 
@@ -115,38 +118,19 @@ class OpenedContext:
         self._refuse_if_closed()
         if self._met and self._parts is not None:
             return self._parts
-        whose, problem = attempt(self._begun)
         what = "opening the checkpoint directory"
-        said = agree(self.distributed, what, problem, whose, timeout, CheckpointError)
-        self._whose = said[0]
+        with together(self.distributed, what, timeout, CheckpointError) as step:
+            step.sent = self._begun()
+        self._whose = step.received[0]
         where.check_shared(self.distributed, self.storage, self.local, timeout)
-        parts, problem = attempt(lambda: self._parts or self._made(said[0]))
-        lacks = "" if parts is None else parts.saver.lacks
-        lacking = agree(self.distributed, what, problem, lacks, timeout)
-        self._parts = self._with_one_kind_of_saver(parts, lacking)
+        with together(self.distributed, what, timeout) as step:
+            made = self._parts or self._made(self._whose)
+            step.sent = made.foreground
+        self._parts = replace(made, foreground=_foreground(self.info, step.received))
+        if self._parts.foreground and self._parts.foreground != NO_AGENT and self._parts.rank == 0:
+            log.warning("%s: the workers write checkpoints themselves", self._parts.foreground)
         self._met = True
         return self._parts
-
-    def _with_one_kind_of_saver(self, parts: CallContext, lacking: list[str]) -> CallContext:
-        """Return the context without agents if some rank cannot reach its own, for ``lacking``."""
-        if not any(lacking):
-            return parts
-        rank, reason = next((rank, reason) for rank, reason in enumerate(lacking) if reason)
-        if parts.rank == 0:
-            log.warning(
-                "rank %d cannot reach its agent (%s): the workers write checkpoints themselves; "
-                "one that is killed loses what it has in flight",
-                rank,
-                reason,
-            )
-        if parts.saver.lacks:
-            return parts
-        from elaunch.training.checkpoint.saver.choose import without_agent
-
-        why = f"that of rank {rank} cannot be reached: {reason}"
-        saver = without_agent(self.distributed, self.storage, why, parts.saver.fence)
-        self._stack.callback(lambda: saver.close(self._patient))
-        return replace(parts, saver=saver)
 
     def latest(self) -> Committed | None:
         """Return the newest checkpoint that all ranks know of."""
@@ -162,14 +146,17 @@ class OpenedContext:
     def ask_for_latest(self) -> None:
         """Have :meth:`latest` known before a call of all ranks, where rank 0 looks for it."""
         if self.by_agent:
-            self.known.problem = attempt(self.latest)[1]
+            try:
+                self.latest()
+            except (CheckpointError, OSError) as error:
+                self.known.problem = error
         else:
             self.latest()
 
     def close(self, patient: bool = True) -> None:
         """Wait for saves in flight; give the lock back. SaveError if a save came to nothing.
 
-        ``patient``: see ``Saver.close``.
+        ``patient``: see ``AgentSaverClient.close``.
         """
         if self._closed:
             return
@@ -214,16 +201,22 @@ class OpenedContext:
         return whose
 
     def _made(self, whose: Whose) -> CallContext:
-        from elaunch.training.checkpoint.saver.choose import open_saver
+        saver, lacks = None, NO_AGENT
+        count = _counting(self.noted)
+        if self.info.launcher == "elaunch":
+            from elaunch.training.checkpoint.saver.agent import connected
 
-        saver = open_saver(
-            self.distributed, self.storage, whose.round, link=self.link, noted=self.noted
-        )
-        self._stack.callback(lambda: saver.close(self._patient))
+            place = str(self.storage.place)
+            saver, lacks = connected(self.link, self.distributed.placement, place, whose.round)
+        if saver is not None:
+            count = saver.committed
+            self._stack.callback(self._close_saver, saver)
         return CallContext(
             distributed=self.distributed,
             storage=self.storage,
             saver=saver,
+            foreground=lacks,
+            count=count,
             run_id=whose.run_id,
             reads=whose.run_id if self.given else None,
             round=whose.round,
@@ -234,6 +227,9 @@ class OpenedContext:
             agent=self.by_agent,
             known=self.known,
         )
+
+    def _close_saver(self, saver: AgentSaverClient) -> None:
+        saver.close(self._patient)
 
     def _chosen_by_agent(self) -> Committed | None:
         """Return what the round resumes from; the agents chose it before it began."""
@@ -249,3 +245,33 @@ class OpenedContext:
             self.known.whole.add(found.uuid)
             return found
         return Committed(name, path, step or 0, 0, "", {}, 0)
+
+
+def _foreground(info: Info, lacks: list[str]) -> str:
+    """Return why ``save(block=False)`` blocks on all ranks; ``lacks``: why each has no agent."""
+    rank, reason = next(((rank, why) for rank, why in enumerate(lacks) if why), (0, ""))
+    if not reason or info.launcher != "elaunch":
+        return reason
+    return f"rank {rank} cannot reach its agent ({reason})"
+
+
+def _counting(noted: Callable[[SavesRecord], None] | None) -> Callable[[Committed, float], None]:
+    """Return what counts checkpoints for the run's record, where no agent keeps that."""
+    newest: Committed | None = None
+    commits = 0
+
+    def count(done: Committed, seconds: float) -> None:
+        nonlocal newest, commits
+        newest, commits = newer(newest, done) or done, commits + 1
+        if noted is not None:
+            record: SavesRecord = {
+                "step": newest.step,
+                "committed_at": newest.committed,
+                "seconds": round(seconds, 3),
+                "saving": None,
+                "problem": "",
+                "commits": commits,
+            }
+            noted(record)
+
+    return count

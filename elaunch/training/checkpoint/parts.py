@@ -1,23 +1,26 @@
-"""What the calls of ``ctx.checkpoint`` work with; made once, when the first of them is made."""
+"""What the calls of ``ctx.checkpoint`` work with, and one save as a script asks for it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+from elaunch.checkpoint import layout
+from elaunch.checkpoint.retention.delete import Keep
+from elaunch.errors import ContextError
 from elaunch.training import liveness
 from elaunch.training.distributed import checked_timeout
 from elaunch.wire.saver import MARGIN_S
 
 if TYPE_CHECKING:
-    from elaunch.checkpoint.retention.delete import Keep
     from elaunch.checkpoint.storage.storage import Committed, Stage, Storage
     from elaunch.errors import SaveError
+    from elaunch.training.checkpoint.saver.agent import AgentSaverClient
     from elaunch.training.distributed import DistributedContext
     from elaunch.training.train import TrainContext
     from elaunch.wire.progress import ProgressPage
-    from elaunch.wire.saver import Saver
 
 SECTION: Final = "checkpoint"
 """What this rank is in, in ``elaunch status``, during every call."""
@@ -90,13 +93,18 @@ class KnownCheckpoints:
 
 @dataclass(frozen=True)
 class CallContext:
-    """What every call on checkpoints needs; all fields but ``storage`` are the same on all ranks.
+    """What every call on checkpoints needs.
+
+    All fields but ``storage``, ``saver`` and ``count`` are the same on all ranks.
 
     Attributes:
         distributed: the ranks; ``distributed.timeout`` is the default of every timeout.
         storage: the directory or URL, as this node sees it.
-        saver: writes what was staged, and knows whether the round is still on: this node's agent,
-            else a thread of this process.
+        saver: this rank's connection to its agent, which writes what was staged and knows whether
+            the round is still on; None where no agent can be reached.
+        foreground: why ``save(block=False)`` blocks: some rank has no agent; else "".
+        count: notes a checkpoint that the ranks have committed, and the seconds that it took, in
+            the run's record.
         run_id: of the run; it stands in every checkpoint.
         reads: the run whose checkpoints count when the latest is looked for; None: any run's,
             where nobody has chosen an id.
@@ -112,7 +120,9 @@ class CallContext:
 
     distributed: DistributedContext
     storage: Storage
-    saver: Saver
+    saver: AgentSaverClient | None
+    foreground: str
+    count: Callable[[Committed, float], None]
     run_id: str
     reads: str | None
     round: int
@@ -182,3 +192,40 @@ class Saving:
     timeout: float | None = None
     what: str = "save"
     size: int = 0
+
+
+def as_given(metadata: Any, keep: Keep | int | None, timeout: float | None, what: str) -> Saving:
+    """Return what the script asks for; what is wrong with the metadata is raised on all ranks."""
+    step = metadata.get(layout.STEPS_COMPLETED) if isinstance(metadata, Mapping) else None
+    number = step if isinstance(step, int) and not isinstance(step, bool) and step >= 0 else 0
+    return Saving(number, metadata, _rule(keep), timeout, what)
+
+
+def at_step(
+    step: int,
+    metadata: Mapping[str, Any] | None,
+    keep: Keep | int | None,
+    timeout: float | None,
+    what: str,
+) -> Saving:
+    """Return what the script asks for in a call that gets the step apart from the metadata."""
+    return Saving(step, metadata_of(step, metadata), _rule(keep), timeout, what)
+
+
+def _rule(keep: Keep | int | None) -> Keep | None:
+    if keep is None or isinstance(keep, Keep):
+        return keep
+    try:
+        return Keep(last=keep)
+    except ValueError:
+        raise ContextError(
+            f"keep={keep!r}: give an elaunch.Keep, how many of the newest stay, or None"
+        ) from None
+
+
+def metadata_of(step: int, metadata: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return user metadata with its step, for calls that get the step apart.
+
+    A ``steps_completed`` of the user's own stays, so that it is compared.
+    """
+    return {layout.STEPS_COMPLETED: step, **dict(metadata or {})}

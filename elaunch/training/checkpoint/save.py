@@ -1,44 +1,156 @@
 """``save``: a state, each rank its shard, in the format of torch.distributed.checkpoint.
 
-======================  ==========================================================================
-step                    what the ranks send each other
-======================  ==========================================================================
-prepare, plan           elaunch.training.checkpoint.prepare
-block=True              (elaunch.training.checkpoint.store) files over the tensors' own memory,
-                        fsynced, manifests written, committed
-block=False             each rank copies its shard into memory that its agent owns; one allgather
-                        that all have; each stages its shard; one barrier, so that on the return
-                        of any rank all shards are staged. The agents write and commit
-======================  ==========================================================================
+=============  ===================================================================================
+step           what the ranks send each other at its end
+=============  ===================================================================================
+``_offered``   the state is flattened, its values packed, digests taken; then step, plan, digests
+               of what has to be equal, slots of the values, whether the save before is still in
+               flight
+``_planned``   nothing while a state keeps its shape; else the plan, made by all ranks together
+block=True     elaunch.training.checkpoint.store: whether all shards are written, straight from the
+               tensors' own memory; then what rank 0 has committed
+block=False    each rank copies its shard into memory that its agent owns, and stages it; whether
+               all have. On the return of any rank all shards are staged. The agents write and
+               commit. Without agents it is ``block=True``
+=============  ===================================================================================
 """
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
+import uuid
 from collections.abc import Mapping
-from typing import Any, Final, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict
 
 import torch
 
+from elaunch.checkpoint.retention.delete import Keep
 from elaunch.checkpoint.storage.storage import Committed, Image, Stage
-from elaunch.errors import CheckpointError, CollectiveError, ContextError
-from elaunch.training.checkpoint import request, store
+from elaunch.checkpoint.writing.merge import merge_metadata
+from elaunch.errors import CheckpointError, CollectiveError, ContextError, SaveError
+from elaunch.training.checkpoint import store
 from elaunch.training.checkpoint.dcp import archives
 from elaunch.training.checkpoint.dcp import image as imaging
 from elaunch.training.checkpoint.dcp import metadata as stored
-from elaunch.training.checkpoint.parts import CallContext, Saving
-from elaunch.training.checkpoint.prepare import MARGIN_S, Sharded, give_up, offered, planned
+from elaunch.training.checkpoint.dcp import plan as planning
+from elaunch.training.checkpoint.handle import MARGIN_S, SaveHandle, SaveInFlight
+from elaunch.training.checkpoint.parts import CallContext, Saving, metadata_of
 from elaunch.training.checkpoint.state import tensors
-from elaunch.training.checkpoint.together.agree import agree, attempt
-from elaunch.training.checkpoint.together.guard import guarded
+from elaunch.training.checkpoint.state.flatten import Captured, capture
+from elaunch.training.checkpoint.state.values import Values, slots_for
+from elaunch.training.checkpoint.together import compare
+from elaunch.training.checkpoint.together.agree import together
 from elaunch.wire.saver import Handed
+
+if TYPE_CHECKING:
+    from elaunch.training.checkpoint.saver.agent import AgentSaverClient
 
 __all__ = ["Busy", "Sharded", "reserve", "save", "wait"]
 
 Busy = Literal["wait", "skip"]
 BUSY: Final = ("wait", "skip")
 Filled = tuple[imaging.Content, bytes | None]
+
+
+class More(TypedDict, total=False):
+    """What ``ctx.checkpoint.save`` takes beside state, step and ``block``."""
+
+    metadata: Mapping[str, Any] | None
+    keep: Keep | int | None
+    when_busy: Busy
+    timeout: float | None
+
+
+_PLANS: Final = 4
+"""Shapes of states whose plans are remembered."""
+
+log = logging.getLogger("elaunch")
+
+
+@dataclass
+class PreparedPlan:
+    """A plan, and the slots of the values: as this rank sent them, and all ranks' on rank 0."""
+
+    plan: planning.WritePlan
+    sent: dict[str, int]
+    everyone: list[dict[str, int]]
+    metadata: bytes = b""
+
+
+class Sharded:
+    """What one context remembers from save to save: plans, and the save in flight.
+
+    CheckpointContext makes one and gives it to every call; it closes it before the saver.
+    """
+
+    def __init__(self) -> None:
+        self.values = Values()
+        self.pinning = tensors.Pinning()
+        self.warned = False
+        self._flight: SaveInFlight | None = None
+        self._number = 0
+        self._plans: list[tuple[planning.Signature, PreparedPlan]] = []
+
+    def find(self, signature: planning.Signature) -> PreparedPlan | None:
+        """Return the plan for states of this signature, if there is one."""
+        for known, plan in self._plans:
+            if known == signature:
+                return plan
+        return None
+
+    def add(self, signature: planning.Signature, known: PreparedPlan) -> None:
+        """Remember a plan."""
+        others = [entry for entry in self._plans if entry[0] != signature]
+        self._plans = [(signature, known), *others][:_PLANS]
+
+    def next_number(self) -> int:
+        """Return the next plan's number; plans are made by all ranks together."""
+        self._number += 1
+        return self._number
+
+    @property
+    def in_flight(self) -> SaveInFlight | None:
+        """The save that may be in flight, as far as all ranks know; the same on all of them."""
+        return None if self._flight is None or self._flight.is_settled else self._flight
+
+    def begin(self, flight: SaveInFlight) -> SaveInFlight:
+        """Note that all ranks have staged their shards of a save."""
+        self._flight = flight
+        return flight
+
+    def close(self) -> None:
+        """Let the memory go; before the saver is closed."""
+        self.pinning.close()
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a rank sends before anything is written; ``last``: what its saves have become."""
+
+    step: int
+    metadata: Mapping[str, Any]
+    uuid: str
+    plan: int | None
+    slots: dict[str, int] | None
+    digests: bytes
+    busy: bool = False
+    block: bool = True
+    last: Committed | None = None
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A prepared state, to be planned."""
+
+    captured: Captured
+    packed: dict[str, bytes]
+    signature: planning.Signature
+    known: PreparedPlan | None
+    slots: dict[str, int]
+    offer: Offer
 
 
 def save(
@@ -48,7 +160,7 @@ def save(
     saving: Saving,
     block: bool = True,
     when_busy: Busy = "wait",
-) -> Committed | None:
+) -> Committed | SaveHandle:
     """Save ``state``; ALL ranks call it together.
 
     Args:
@@ -60,7 +172,7 @@ def save(
         when_busy: if a save is in flight with ``block=False``: "wait" for it, or "skip" this one.
 
     Returns:
-        What was committed; None with ``block=False``, and if the save was skipped.
+        What was committed; with ``block=False`` a handle of the save.
 
     Raises:
         SaveError: on all ranks, with the ranks and reasons: nothing was committed, or the save that
@@ -68,23 +180,17 @@ def save(
     """
     if when_busy not in BUSY:
         raise ContextError(f"when_busy={when_busy!r}: it is one of {', '.join(BUSY)}")
-    if block and sharded.in_flight:
+    if not block and not parts.foreground and parts.saver is not None:
+        return _save_in_background(parts, sharded, state, saving, when_busy)
+    if not block:
+        _warn_once(parts, sharded)
+    if sharded.in_flight is not None:
         wait(parts, sharded, saving.timeout)
-    ready, offers = offered(parts, sharded, state, saving, None if block else when_busy == "wait")
-    if any(offer.busy for offer in offers):
-        return None
-    if block:
-        content, metadata = planned(parts, sharded, ready, offers, saving)
-        return _write(parts, saving, imaging.images(content, parts.rank, metadata))
-    try:
-        filled = planned(parts, sharded, ready, offers, saving)
-        stage = store.new_stage(parts, saving.step, offers[0].uuid)
-        handed = _copied(parts, sharded, saving, stage, filled)
-    except (CheckpointError, CollectiveError):
-        give_up(parts)
-        raise
-    _hand_over(parts, sharded, saving, handed)
-    return None
+    ready, offers = _offered(parts, sharded, state, saving, block=block)
+    content, metadata = _planned(parts, sharded, ready, offers, saving)
+    stage = store.new_stage(parts, saving.step, offers[0].uuid)
+    done = _write(parts, saving, stage, imaging.images(content, parts.rank, metadata))
+    return done if block else SaveHandle(saving.step, done)
 
 
 def wait(parts: CallContext, sharded: Sharded, timeout: float | None) -> Committed | None:
@@ -92,14 +198,11 @@ def wait(parts: CallContext, sharded: Sharded, timeout: float | None) -> Committ
 
     ALL ranks call it together. Raises SaveError, on all of them, if it came to nothing.
     """
-    seconds = parts.seconds(timeout)
-    parts.saver.share(True, seconds)
-    with parts.awaiting(seconds):
-        found, problem = attempt(lambda: parts.saver.wait(seconds))
-    sharded.in_flight = False
-    said = agree(parts.distributed, "wait", problem, found, seconds + MARGIN_S)
-    if said[0] is not None:
-        parts.known.note(said[0])
+    if sharded.in_flight is not None:
+        sharded.in_flight.result(timeout)
+    else:
+        with together(parts.distributed, "wait", timeout):
+            pass
     return parts.known.latest()
 
 
@@ -110,29 +213,227 @@ def reserve(
 
     ALL ranks call it together. Raises SaveError, on all of them, if the memory is not to be had.
     """
-    saving = Saving(0, request.metadata_of(0, None), None, timeout, "reserve")
-    ready, offers = offered(parts, sharded, state, saving, None)
-    content, metadata = planned(parts, sharded, ready, offers, saving)
-    problem = guarded(lambda: _memory(parts, sharded, content, metadata), saving.what)[1]
-    agree(parts.distributed, saving.what, problem, None, timeout)
+    saving = Saving(0, metadata_of(0, None), None, timeout, "reserve")
+    ready, offers = _offered(parts, sharded, state, saving)
+    content, metadata = _planned(parts, sharded, ready, offers, saving)
+    with together(parts.distributed, saving.what, timeout):
+        if not parts.foreground and parts.saver is not None:
+            _memory(parts.saver, sharded, content, metadata)
 
 
-def _write(parts: CallContext, saving: Saving, files: list[Image]) -> Committed:
+def _warn_once(parts: CallContext, sharded: Sharded) -> None:
+    if not sharded.warned and parts.rank == 0:
+        log.warning(
+            "save(block=False) blocks until the checkpoint is committed: %s; under `elaunch run` "
+            "the agents write it in the background",
+            parts.foreground,
+        )
+    sharded.warned = True
+
+
+# ── what is saved ────────────────────────────────────────────────────────────────────────────────
+
+
+def _offered(
+    parts: CallContext,
+    sharded: Sharded,
+    state: Mapping[str, Any],
+    saving: Saving,
+    *,
+    waits: bool | None = None,
+    block: bool = True,
+) -> tuple[Ready, list[Offer]]:
+    """Prepare a state, and receive what the others have. ALL ranks call it together.
+
+    ``waits``: whether to wait for the save in flight; None if nothing will be staged. Where a
+    rank is ``busy`` nothing is begun on any. ``block``: as the script gave it. Raises SaveError, on
+    all ranks.
+    """
+    seconds, saver, begun = parts.seconds(saving.timeout), parts.saver, False
+    try:
+        with together(parts.distributed, saving.what, seconds + MARGIN_S) as step:
+            ready = _ready(parts, sharded, state, saving)
+            step.sent = dataclasses.replace(ready.offer, block=block)
+            if waits is not None and saver is not None:
+                begun = _begun(parts, saver, sharded, waits, seconds)
+                last = saver.last if begun else None
+                step.sent = dataclasses.replace(step.sent, busy=not begun, last=last)
+        offers: list[Offer] = step.received
+        _check_block(saving.what, [one.block for one in offers])
+        store.check_steps(saving.what, [one.step for one in offers])
+        # Now, and not when the agents commit: then it would be the next save's error.
+        merge_metadata({rank: one.metadata for rank, one in enumerate(offers)})
+    except (CheckpointError, CollectiveError) as error:
+        if isinstance(error, SaveError) and error.lost and sharded.in_flight is not None:
+            sharded.in_flight.settle(None, error)
+        if begun:
+            _give_up(parts)
+        raise
+    if begun and any(one.busy for one in offers):
+        _give_up(parts)
+    return ready, offers
+
+
+def _begun(
+    parts: CallContext, saver: AgentSaverClient, sharded: Sharded, waits: bool, seconds: float
+) -> bool:
+    """Begin with a shard when the save in flight is over; False: it is not, and nobody waits."""
+    if sharded.in_flight is not None:
+        sharded.in_flight.raise_if_lost()
+    with parts.awaiting(seconds):
+        begun = saver.begin(waits, seconds)
+    if waits and not begun:
+        raise SaveError(f"the save before is still in flight after {seconds:g} s")
+    return begun
+
+
+def _check_block(what: str, given: list[bool]) -> None:
+    """Raise SaveError unless all ranks wait for the commit, or none does."""
+    if len(set(given)) > 1:
+        told = ", ".join(f"{block} on rank {given.index(block)}" for block in (True, False))
+        raise SaveError(f"{what}: block differs: {told}; all ranks make the same call")
+
+
+def _ready(parts: CallContext, sharded: Sharded, state: Mapping[str, Any], saving: Saving) -> Ready:
+    if parts.known.taken is not None:
+        raise parts.known.taken
+    planning.check_group(parts.distributed, saving.what)
+    store.check_metadata(saving)
+    if parts.rank == 0:
+        store.check_new(parts, saving.step)
+    captured = capture(state, parts.rank)
+    packed = sharded.values.pack(captured)
+    signature = planning.signature(captured)
+    known = sharded.find(signature)
+    slots = slots_for(packed, known.sent if known else {})
+    changed = known is None or known.sent != slots
+    offer = Offer(
+        saving.step,
+        dict(saving.metadata),
+        uuid.uuid4().hex,
+        known.plan.number if known else None,
+        slots if changed else None,
+        _digests(captured, packed),
+    )
+    return Ready(captured, packed, signature, known, slots, offer)
+
+
+def _digests(captured: Captured, packed: Mapping[str, bytes]) -> bytes:
+    keys = planning.compared_keys(captured)
+    samples = compare.sampled(
+        {key: captured.leaves[key].value for key in keys if key not in packed}
+    )
+    return b"".join(compare.digest(packed[key]) if key in packed else samples[key] for key in keys)
+
+
+def _planned(
+    parts: CallContext, sharded: Sharded, ready: Ready, offers: list[Offer], saving: Saving
+) -> Filled:
+    """Return what this rank writes, and ``.metadata`` on rank 0. ALL ranks call it together.
+
+    Raises SaveError, on all ranks; also where the digests of what has to be equal differ.
+    """
+    planner = planning.planner_of(ready.captured)
+    known = ready.known
+    if known is None or any(offer.plan != known.plan.number for offer in offers):
+        known = _planned_anew(parts, sharded, ready, planner, saving.timeout)
+    else:
+        for rank, offer in enumerate(offers):
+            if offer.slots is not None:
+                known.everyone[rank], known.metadata = offer.slots, b""
+    known.sent = ready.slots
+    suspects = compare.differing(known.plan.compared, [offer.digests for offer in offers])
+    own = (leaf.value for leaf in ready.captured.leaves.values() if not leaf.is_tensor)
+    compare.settle(parts.distributed, suspects, ready.packed, saving.timeout, own)
+    content = imaging.Content(known.plan, planner, ready.packed, ready.slots)
+    if known.plan.metadata is None:
+        return content, None
+    if not known.metadata:
+        plan = known.plan
+        known.metadata = imaging.metadata_file(plan.metadata, plan.world, known.everyone)
+    return content, known.metadata
+
+
+def _planned_anew(
+    parts: CallContext, sharded: Sharded, ready: Ready, planner: Any, timeout: float | None
+) -> PreparedPlan:
+    number = sharded.next_number()
+    plan = planning.make(parts.distributed, ready.captured, planner, number, timeout)
+    everyone = parts.distributed.gather(ready.slots, timeout)
+    known = PreparedPlan(plan, {}, everyone or [{} for _ in range(parts.distributed.size)])
+    sharded.add(ready.signature, known)
+    return known
+
+
+# ── files ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _write(parts: CallContext, saving: Saving, stage: Stage, files: list[Image]) -> Committed:
     sized = dataclasses.replace(saving, size=sum(image.size for image in files))
 
     def write(stage: Stage) -> bytes:
         return parts.storage.write_part(stage, store.part_of(parts, sized), files)
 
-    return store.save_together(parts, sized, write)
+    return store.save_together(parts, sized, write, stage=stage)
+
+
+# ── the agent's memory ───────────────────────────────────────────────────────────────────────────
+
+
+def _save_in_background(
+    parts: CallContext,
+    sharded: Sharded,
+    state: Mapping[str, Any],
+    saving: Saving,
+    when_busy: Busy,
+) -> SaveHandle:
+    """Have the agents save ``state``; return when all ranks' shards are staged."""
+    saver = parts.saver
+    assert saver is not None  # asked by the caller
+    waits = when_busy == "wait"
+    ready, offers = _offered(parts, sharded, state, saving, waits=waits, block=False)
+    if any(offer.busy for offer in offers):
+        return SaveHandle(saving.step)
+    if before := sharded.in_flight:
+        before.settle(offers[0].last)
+    try:
+        filled = _planned(parts, sharded, ready, offers, saving)
+    except (CheckpointError, CollectiveError):
+        _give_up(parts)
+        raise
+    stage = store.new_stage(parts, saving.step, offers[0].uuid)
+    try:
+        with together(parts.distributed, f"{store.called(saving, stage)}, copying", saving.timeout):
+            memory = _memory(saver, sharded, *filled)
+            saver.staged(_copied(parts, saving, stage, filled, memory))
+    except CheckpointError:
+        _give_up(parts, stage)
+        raise
+    except CollectiveError:
+        _give_up(parts)  # if all have staged, it counts all the same
+        raise
+    return sharded.begin(SaveInFlight(parts, saver, stage))
+
+
+def _give_up(parts: CallContext, stage: Stage | None = None) -> None:
+    """Report to this rank's agent that nothing comes of what was begun: ``abandon``.
+
+    There is an error already that all ranks are about to raise: another one is only logged.
+    """
+    assert parts.saver is not None  # it has begun
+    try:
+        parts.saver.abandon(stage)
+    except SaveError as problem:
+        log.warning("rank %d's part of a save cannot be taken back: %s", parts.rank, problem)
 
 
 def _memory(
-    parts: CallContext, sharded: Sharded, content: imaging.Content, metadata: bytes | None
+    saver: AgentSaverClient, sharded: Sharded, content: imaging.Content, metadata: bytes | None
 ) -> memoryview:
     """Return memory for a shard: its file, and ``.metadata`` behind it."""
     size = _behind(content) + len(metadata or b"")
     sharded.pinning.make_way(size)
-    memory = parts.saver.memory(max(size, 1)).cast("B")
+    memory = saver.memory(max(size, 1)).cast("B")
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         sharded.pinning.pin(tensors.over(memory))
     return memory
@@ -143,52 +444,22 @@ def _behind(content: imaging.Content) -> int:
 
 
 def _copied(
-    parts: CallContext, sharded: Sharded, saving: Saving, stage: Stage, filled: Filled
+    parts: CallContext, saving: Saving, stage: Stage, filled: Filled, memory: memoryview
 ) -> Handed:
-    """Copy this rank's shard into the saver's memory. ALL ranks call it together."""
+    """Copy this rank's shard into its agent's memory, and return what lies there."""
     started, begun = time.time(), time.monotonic()
     content, metadata = filled
-    what = store.called(saving, stage)
-
-    def copy() -> None:
-        memory = _memory(parts, sharded, content, metadata)
-        imaging.fill(content, memory)
-        if metadata is not None:
-            at = _behind(content)
-            memory[at : at + len(metadata)] = metadata
-
-    problem = guarded(copy, saving.what)[1]
-    store.flush(parts)
-    agree(parts.distributed, f"{what}, copying", problem, None, saving.timeout)
-    times = {"started": started, "durations": {"copy": round(time.monotonic() - begun, 6)}}
-    return _handed(parts, saving, stage, filled, times)
-
-
-def _hand_over(parts: CallContext, sharded: Sharded, saving: Saving, handed: Handed) -> None:
-    """Stage this rank's shard. ALL ranks call it together."""
-    problem = attempt(lambda: parts.saver.staged(handed))[1]
-    sharded.in_flight = True
-    what = f"{store.called(saving, handed.stage)}, handed over"
-    try:
-        agree(parts.distributed, what, problem, None, saving.timeout)
-    except CheckpointError:
-        give_up(parts, handed.stage)
-        raise
-    except CollectiveError:
-        give_up(parts)  # if all have staged, it counts all the same
-        raise
-
-
-def _handed(
-    parts: CallContext, saving: Saving, stage: Stage, filled: Filled, times: Mapping[str, Any]
-) -> Handed:
-    content, metadata = filled
+    imaging.fill(content, memory)
     files: list[tuple[str, tuple[tuple[int, int], ...]]] = []
     if size := imaging.size_of(content.plan.portion, content.slots):
         files.append((imaging.data_file(parts.rank), ((0, size),)))
     if metadata is not None:
-        files.append((stored.FILE, ((_behind(content), len(metadata)),)))
-    document = store.documented(parts, stage, times)
+        at = _behind(content)
+        memory[at : at + len(metadata)] = metadata
+        files.append((stored.FILE, ((at, len(metadata)),)))
+    store.flush(parts)
+    durations = {"copy": round(time.monotonic() - begun, 6)}
+    document = store.documented(parts, stage, {"started": started, "durations": durations})
     document.pop("committed", None)  # it is not, yet
     return Handed(
         stage,

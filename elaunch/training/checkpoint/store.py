@@ -3,7 +3,8 @@
 ================  ================================================================================
 step              what the ranks send each other at its end
 ================  ================================================================================
-``begin``         step and metadata as each wants them; rank 0's uuid names the stage
+``begin``         step and metadata as each wants them; rank 0's uuid names the stage (``save``
+                  has this in its own first step)
                   whether each can write there: nobody begins where another cannot
 (the shards)      written and fsynced by each rank, then its manifest
 ``finish``        whether each manifest is written; a problem of one is an error of all
@@ -18,23 +19,24 @@ commits it if it is complete.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import platform
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 from elaunch import __version__
 from elaunch.checkpoint import layout
-from elaunch.checkpoint.retention import delete
-from elaunch.checkpoint.storage.storage import Committed, Part, Stage
+from elaunch.checkpoint.retention import delete, pins, readers
+from elaunch.checkpoint.storage.storage import Committed, Part, Stage, Storage
 from elaunch.checkpoint.writing import manifests
 from elaunch.checkpoint.writing.assemble import in_the_way
 from elaunch.errors import CheckpointError, CollectiveError, RunDirError, SaveError
-from elaunch.training.checkpoint.parts import CallContext, Saving
-from elaunch.training.checkpoint.together.agree import FULL, agree, attempt
+from elaunch.training.checkpoint.parts import CallContext, KnownCheckpoints, Saving
+from elaunch.training.checkpoint.together.agree import FULL, together
 
 FLUSH_S: Final = 10.0
 Write = Callable[[Stage], bytes | None]
@@ -43,20 +45,25 @@ log = logging.getLogger("elaunch")
 
 
 def save_together(
-    parts: CallContext, saving: Saving, write: Write, extra: Mapping[str, Any] | None = None
+    parts: CallContext,
+    saving: Saving,
+    write: Write,
+    *,
+    extra: Mapping[str, Any] | None = None,
+    stage: Stage | None = None,
 ) -> Committed:
     """Begin, write, commit; where a disk is full, make room and do it once more.
 
     ALL ranks call it together. ``write(stage)`` writes this rank's shard and manifest and
     returns the manifest, None if it has none; it may be called twice. ``extra`` goes into
-    metadata.json.
+    metadata.json. ``stage``: what the ranks have agreed on already.
 
     Raises:
         SaveError: nothing was committed; on all ranks, with the ranks and their reasons.
         CollectiveTimeout, PeerLost: a rank did not come; names it.
     """
     try:
-        return _save_once(parts, saving, write, extra)
+        return _save_once(parts, saving, write, extra, stage)
     except SaveError as full:
         if not full.no_room or not _make_room(parts, saving):
             raise
@@ -71,15 +78,18 @@ def begin(parts: CallContext, saving: Saving) -> Stage:
     metadata cannot be, if the checkpoint is there already, or if some rank cannot write.
     """
     what = saving.what
-    problem = parts.known.taken or attempt(lambda: check_metadata(saving))[1]
-    if problem is None and parts.rank == 0:
-        problem = attempt(lambda: check_new(parts, saving.step))[1]
-    said = agree(parts.distributed, what, problem, (saving.step, uuid.uuid4().hex), saving.timeout)
-    check_steps(what, [step for step, _ in said])
-    stage = new_stage(parts, saving.step, said[0][1])
-    problem = attempt(lambda: parts.storage.open_stage(stage))[1]
+    with together(parts.distributed, what, saving.timeout) as step:
+        if parts.known.taken is not None:
+            raise parts.known.taken
+        check_metadata(saving)
+        if parts.rank == 0:
+            check_new(parts, saving.step)
+        step.sent = (saving.step, uuid.uuid4().hex)
+    check_steps(what, [number for number, _ in step.received])
+    stage = new_stage(parts, saving.step, step.received[0][1])
     try:
-        agree(parts.distributed, called(saving, stage), problem, None, saving.timeout)
+        with together(parts.distributed, called(saving, stage), saving.timeout):
+            parts.storage.open_stage(stage)
     except (CheckpointError, CollectiveError):
         discard(parts, stage, agreed=False)
         raise
@@ -90,26 +100,26 @@ def finish(
     parts: CallContext,
     saving: Saving,
     stage: Stage,
-    sealed: tuple[bytes | None, BaseException | None],
+    seal: Callable[[], bytes | None],
     extra: Mapping[str, Any] | None = None,
 ) -> Committed:
-    """Commit a stage when all ranks' manifests are written; return what was committed.
+    """Have each rank write its manifest, then commit the stage; return what was committed.
 
-    ALL ranks call it together, also one that could not: ``sealed`` is its manifest, or its problem.
-    Raises as :func:`save_together`; the stage is gone then.
+    ALL ranks call it together. ``seal()`` writes what is still to be written of this rank's shard,
+    and returns its manifest. Raises as :func:`save_together`; the stage is gone then.
     """
-    flush(parts)
-    manifest, problem = sealed[0], _with_room_told(parts, saving, sealed[1])
-    said = (parts.distributed.cross_rank, manifest) if parts.local else None
     try:
-        what = writing(saving, stage)
-        all_sealed = agree(parts.distributed, what, problem, said, saving.timeout)
-        found = _commit(parts, saving, stage, all_sealed, dict(extra or {}))
-    except CollectiveError:
-        discard(parts, stage, agreed=False)
-        raise
+        with together(parts.distributed, writing(saving, stage), saving.timeout) as step:
+            with _told_of_room(parts, saving):
+                manifest = seal()
+            step.sent = (parts.distributed.cross_rank, manifest) if parts.local else None
+            flush(parts)
+        found = _commit(parts, saving, stage, step.received, dict(extra or {}))
     except CheckpointError:
         discard(parts, stage, agreed=True)
+        raise
+    except CollectiveError:
+        discard(parts, stage, agreed=False)
         raise
     parts.known.note(found)
     if parts.rank == 0 or (parts.local and parts.is_node_chief):
@@ -121,26 +131,27 @@ def _commit(
     parts: CallContext, saving: Saving, stage: Stage, sealed: list[Any], extra: dict[str, Any]
 ) -> Committed:
     """Have rank 0 commit, and with a directory per node every node after it."""
-    done, problem = None, None
-    if parts.local and parts.is_node_chief:
-        problem = attempt(lambda: _adopt(parts, stage, sealed))[1]
+    ranks, what, timeout = parts.distributed, called(saving, stage), saving.timeout
     if parts.local:
-        agree(parts.distributed, f"{called(saving, stage)}, adopted", problem, None, saving.timeout)
-    if parts.rank == 0:
-        extra = documented(parts, stage, extra)
-        done, problem = attempt(lambda: commit_alone(parts, stage, extra))
-    what = called(saving, stage)
-    said = agree(parts.distributed, what, problem, (done, extra), saving.timeout)[0]
-    found: Committed = said[0]
+        with together(ranks, f"{what}, adopted", timeout):
+            if parts.is_node_chief:
+                _adopt(parts, stage, sealed)
+    with together(ranks, what, timeout) as step:
+        if parts.rank == 0:
+            extra = documented(parts, stage, extra)
+            step.sent = (commit_alone(parts, stage, extra), extra)
+    found: Committed
+    found, extra = step.received[0]
     if not parts.local:
         return found
-    if parts.is_node_chief and parts.rank != 0:
-        done, problem = attempt(lambda: parts.storage.commit(stage, lambda: None, said[1]))
+    own = found if parts.rank == 0 else None
     try:
-        agree(parts.distributed, f"{what}, on all nodes", problem, None, saving.timeout)
+        with together(ranks, f"{what}, on all nodes", timeout):
+            if parts.is_node_chief and parts.rank != 0:
+                own = parts.storage.commit(stage, lambda: None, extra)
     except SaveError:
-        if done is not None:
-            parts.storage.remove(done)  # what not all nodes have is no checkpoint
+        if own is not None:
+            parts.storage.remove(own)  # what not all nodes have is no checkpoint
         raise
     return found
 
@@ -172,8 +183,14 @@ def new_stage(parts: CallContext, step: int, uuid_: str = "") -> Stage:
 
 def commit_alone(parts: CallContext, stage: Stage, extra: Mapping[str, Any]) -> Committed:
     """Commit a complete stage if the round is still on; rank 0 does, without the others."""
-    done = parts.storage.commit(stage, lambda: parts.saver.fence(parts.round), extra)
-    parts.saver.committed(done, max(0.0, time.time() - extra["started"]))
+    saver = parts.saver
+
+    def fence() -> None:
+        if saver is not None:  # else only the process that started the round knows that it is over
+            saver.fence(parts.round)
+
+    done = parts.storage.commit(stage, fence, extra)
+    parts.count(done, max(0.0, time.time() - extra["started"]))
     return done
 
 
@@ -209,6 +226,22 @@ def keep_by_rule(parts: CallContext, keep: delete.Keep | None, committed: Commit
     rule = parts.keep if keep is None else keep
     if rule:
         delete.apply(parts.storage, rule, {*parts.known.protected(), committed.name})
+
+
+def delete_one(storage: Storage, known: KnownCheckpoints, found: Committed) -> None:
+    """Delete a checkpoint; raise CheckpointError if it is to stay. One rank calls it."""
+    if found.name in pins.pinned(storage.place):
+        raise CheckpointError(f"{found.name} stays: it is pinned; unpin() it first")
+    needed = known.resumed is not None and known.resumed.name == found.name
+    if needed and storage.listed()[-1].name == found.name:
+        raise CheckpointError(
+            f"{found.name} stays: this round resumed from it, and would again; store a newer one "
+            "first"
+        )
+    with readers.claimed(found.place) as free:
+        if not free:
+            raise CheckpointError(f"{found.name} stays: a process is reading it just now")
+        storage.remove(found)
 
 
 def check_metadata(saving: Saving) -> None:
@@ -272,18 +305,27 @@ def flush(parts: CallContext) -> None:
 
 
 def _save_once(
-    parts: CallContext, saving: Saving, write: Write, extra: Mapping[str, Any] | None
+    parts: CallContext,
+    saving: Saving,
+    write: Write,
+    extra: Mapping[str, Any] | None,
+    stage: Stage | None = None,
 ) -> Committed:
-    started = time.time()
-    stage = begin(parts, saving)
-    begun = time.monotonic()
-    try:
-        sealed = attempt(lambda: write(stage))
-    except BaseException:
-        discard(parts, stage, agreed=False)
-        raise
-    times = {"durations": {"write": round(time.monotonic() - begun, 6)}, "started": started}
-    return finish(parts, saving, stage, sealed, {**times, **dict(extra or {})})
+    durations: dict[str, float] = {}
+    times = {"started": time.time(), "durations": durations}
+    agreed = stage or begin(parts, saving)
+
+    def seal() -> bytes | None:
+        begun = time.monotonic()
+        try:
+            manifest = write(agreed)
+        except (KeyboardInterrupt, SystemExit):
+            discard(parts, agreed, agreed=False)
+            raise
+        durations["write"] = round(time.monotonic() - begun, 6)
+        return manifest
+
+    return finish(parts, saving, agreed, seal, {**times, **dict(extra or {})})
 
 
 def _make_room(parts: CallContext, saving: Saving) -> bool:
@@ -298,16 +340,19 @@ def _make_room(parts: CallContext, saving: Saving) -> bool:
     return any(parts.distributed.allgather(bool(removed), saving.timeout))
 
 
-def _with_room_told(
-    parts: CallContext, saving: Saving, problem: BaseException | None
-) -> BaseException | None:
-    """Return a full disk's error with what there is and what was needed; others as they are."""
-    if not isinstance(problem, OSError) or problem.errno not in FULL:
-        return problem
-    place = parts.storage.place
-    needs = f"needs about {in_bytes(saving.size)}, " if saving.size else ""
-    has = in_bytes(delete.free_bytes(place))
-    return OSError(problem.errno, f"no space left on {place}: {needs}has {has}", problem.filename)
+@contextlib.contextmanager
+def _told_of_room(parts: CallContext, saving: Saving) -> Iterator[None]:
+    """Raise a full disk's error with what there is and what was needed; others as they are."""
+    try:
+        yield
+    except OSError as problem:
+        if problem.errno not in FULL:
+            raise
+        place = parts.storage.place
+        needs = f"needs about {in_bytes(saving.size)}, " if saving.size else ""
+        has = in_bytes(delete.free_bytes(place))
+        text = f"no space left on {place}: {needs}has {has}"
+        raise OSError(problem.errno, text, problem.filename) from problem
 
 
 def in_bytes(size: float) -> str:

@@ -21,7 +21,7 @@ def test_a_torn_answer_ends_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     service: Any = SimpleNamespace(
         keeping=SimpleNamespace(
             wait=lambda rank, timeout: None,
-            newest=lambda rank: None,
+            last=lambda rank: None,
             abandon=lambda rank, stage: abandoned.append(rank),
         )
     )

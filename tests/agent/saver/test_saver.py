@@ -6,6 +6,7 @@ import dataclasses
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -29,9 +30,10 @@ from elaunch.checkpoint.records import Image, Part, Stage
 from elaunch.checkpoint.storage.storage import open_storage
 from elaunch.config import resolve
 from elaunch.errors import SaveError
-from elaunch.training.checkpoint.saver.agent import AgentSaverClient
-from elaunch.training.checkpoint.saver.choose import open_saver
+from elaunch.training.agentlink import AgentLink
+from elaunch.training.checkpoint.saver.agent import AgentSaverClient, connected
 from elaunch.wire.control import ask
+from elaunch.wire.progress import ProgressPage
 from elaunch.wire.saver import Handed
 from tests.agent.saver.workerend import client, end, linked
 from tests.launching import wait_until
@@ -364,14 +366,33 @@ def test_an_agent_that_refuses_the_round_is_no_agent_that_is_gone(
 ) -> None:
     """That is the fence: nobody writes by himself then."""
     monkeypatch.setenv("ELAUNCH_AGENT_SOCKET", str(rig.socket))
-    place = SimpleNamespace(rank=1, local_rank=1, launcher="elaunch")
-    rank: Any = SimpleNamespace(rank=1, placement=place)
-    saver = open_saver(rank, rig.storage, 0, link=linked(rig.socket, 1, 0))
-    assert isinstance(saver, AgentSaverClient) and saver.lacks == ""
+    rank: Any = SimpleNamespace(rank=1, local_rank=1)
+    saver, lacks = connected(linked(rig.socket, 1, 0), rank, str(rig.place), 0)
+    assert saver is not None and lacks == ""
     with pytest.raises(SaveError, match="round 7 is over: round 0 runs here"):
-        open_saver(rank, rig.storage, 7, link=linked(rig.socket, 1, 0))
+        connected(linked(rig.socket, 1, 0), rank, str(rig.place), 7)
     with pytest.raises(SaveError, match="round 7 does not run here; it is round 0"):
-        open_saver(rank, rig.storage, 7, link=linked(rig.socket, 1, 7))
+        connected(linked(rig.socket, 1, 7), rank, str(rig.place), 7)
+
+
+def test_an_agent_that_cannot_be_reached(tmp_path: Path) -> None:
+    """No socket, nobody behind it, no variable: no error, but the reason."""
+    rank: Any = SimpleNamespace(rank=0, local_rank=0, round=0)
+    dead = tmp_path / "dead.sock"
+    with socket.socket(socket.AF_UNIX) as closed:
+        closed.bind(str(dead))
+    page = ProgressPage()
+    for path, words in (
+        (tmp_path / "none.sock", "none.sock: No such file"),
+        (dead, "dead.sock: Connection refused"),
+        (None, "ELAUNCH_AGENT_SOCKET is not set"),
+    ):
+        link = None if path is None else AgentLink(path, page, rank)
+        if link is not None:
+            link.start()
+        saver, lacks = connected(link, rank, str(tmp_path), 0)
+        assert saver is None and words in lacks
+    page.close()
 
 
 def test_two_jobs_in_one_directory(rig: Rig, tmp_path: Path) -> None:

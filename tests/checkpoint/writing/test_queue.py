@@ -165,7 +165,7 @@ def test_what_lies_in_memory_is_committed(rig: Rig) -> None:
     assert (rig.root / done.name / "part-1").read_bytes() == b"tail0010"
     assert done.document["durations"]["write"] >= 0
     rig.disk.verify(done, RUN)
-    assert rig.keeping.newest(1) == done
+    assert rig.keeping.last(1) == done
     wait_until(lambda: rig.around.done == [done.name], LONG)
     record = rig.keeping.record()
     assert (record["step"], record["saving"], record["problem"]) == (10, None, "")

@@ -20,7 +20,7 @@ from pathlib import Path
 import elaunch
 from elaunch.checkpoint.records import Part, Stage
 from elaunch.checkpoint.storage.storage import open_storage
-from elaunch.training.checkpoint.saver.choose import open_saver
+from elaunch.training.checkpoint.saver.agent import connected
 from elaunch.wire.saver import Handed
 
 STEPS = (10, 20, 30)
@@ -33,7 +33,8 @@ with elaunch.init(announce=False) as ctx:
     if ranks.rank == 0:
         storage.prepare(info.run_id, given=True)
     ranks.barrier()
-    saver = open_saver(ranks, storage, info.round, link=ctx._agent)
+    saver, lacks = connected(ctx._agent, ranks.placement, str(storage.place), info.round)
+    assert saver is not None, lacks
     begin = info.resume_step or 0
     if info.resume_from is not None:
         found = storage.find(info.resume_from.name)

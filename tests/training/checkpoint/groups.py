@@ -6,6 +6,7 @@ returned. ``work`` is a function of a module, and so are the models here.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import traceback
@@ -17,6 +18,7 @@ from typing import Any
 
 from elaunch.errors import ElaunchError
 from tests.training.channelrig import PATIENCE, StoreHost
+from tests.training.checkpoint.agentrig import SavingAgent
 
 _forks = multiprocessing.get_context("forkserver")
 _forks.set_forkserver_preload(
@@ -52,16 +54,31 @@ def in_group(
     directory: Path,
     *args: Any,
     env: Mapping[str, str] | None = None,
+    agent: bool = False,
 ) -> list[Any]:
     """Return what ``work(ctx, *args)`` returned on each rank; Raised where it raised.
 
-    ``env`` may have ``GROUP`` = ``no``: then there is no process group.
+    ``env`` may have ``GROUP`` = ``no``: then there is no process group. With ``agent`` this process
+    has the saver of an agent for them: what a test replaces in the storage's class is replaced for
+    it, and not for the ranks.
     """
+    given = dict(env or {})
+    with contextlib.ExitStack() as stack:
+        if agent:
+            saving = SavingAgent(directory / "agent", directory / "checkpoints", size)
+            stack.callback(saving.close)
+            given |= saving.environment
+        return _run(work, size, directory, args, given)
+
+
+def _run(
+    work: Callable[..., Any], size: int, directory: Path, args: Any, env: Mapping[str, str]
+) -> list[Any]:
     host = StoreHost()
     pipes, processes = [], []
     for rank in range(size):
         own, other = _forks.Pipe(duplex=False)
-        variables = _variables(rank, size, host.port, directory) | dict(env or {})
+        variables = _variables(rank, size, host.port, directory) | dict(env)
         process = _forks.Process(target=_rank, args=(other, variables, work, args), daemon=True)
         process.start()
         other.close()

@@ -17,6 +17,7 @@ from elaunch.errors import CheckpointError
 from elaunch.training.checkpoint.context import CheckpointContext
 from elaunch.training.checkpoint.opening import OpenedContext
 from elaunch.training.place.info import read
+from tests.training.checkpoint.agentrig import SavingAgent
 from tests.training.checkpoint.ddprig import Ranks
 from tests.training.checkpoint.rig import Job, checkpoints, stages
 
@@ -52,26 +53,33 @@ def test_the_choice_at_a_url(monkeypatch: pytest.MonkeyPatch) -> None:
     assert opening.latest() == saved
 
 
-def test_one_rank_cannot_reach_its_agent(start: Callable[..., Job]) -> None:
-    """Then all write themselves; rank 0's agent, which is there, is still asked for the fence."""
+def test_one_rank_cannot_reach_its_agent(start: Callable[..., Job], tmp_path: Path) -> None:
+    """Then no rank saves in the background; rank 0's agent is asked for the fence all the same."""
     script = """
-from elaunch.training.checkpoint.saver import choose as saver
+import torch.distributed
+torch.distributed.init_process_group("gloo")
+if rank == 1:
+    ck._opening.link.close()
+    ck._opening.link.problem = "/x.sock: No such file or directory"
+parts = ck._opening.together(None)
 asked = []
-def opened(distributed, storage, number, *, link, noted):
-    if rank == 1:
-        return saver.without_agent(distributed, storage, "/x.sock: No such file")
-    return saver.without_agent(distributed, storage, fence=asked.append)  # stands for an agent's
-saver.open_saver = opened
+if rank == 0:
+    fence = parts.saver.fence
+    parts.saver.fence = lambda number: asked.append(number) or fence(number)
 store(10)
-kept = ck._opening.together(None).saver
-say(json.dumps([kept.lacks, asked]))
+handles = [ck.save({"a": 1}, step, block=False) for step in (20, 30)]
+assert all(one.done() for one in handles)
+found = [one.result().step for one in handles]
+say(json.dumps([parts.foreground, parts.saver is None, asked, found]))
 """
-    job = start(script, 2)
-    (_, said, logged), (_, other, nothing) = [job.ends(rank) for rank in range(2)]
-    why = "/x.sock: No such file"
-    assert json.loads(said) == [f"that of rank 1 cannot be reached: {why}", [0]]
-    assert json.loads(other) == [why, []]
-    assert logged.count(f"rank 1 cannot reach its agent ({why}): the workers write") == 1
+    with contextlib.closing(SavingAgent(tmp_path / "agent", tmp_path / "checkpoints", 2)) as agent:
+        job = start(script, 2, env=agent.environment)
+        (_, said, logged), (_, other, nothing) = [job.ends(rank) for rank in range(2)]
+    why = "rank 1 cannot reach its agent (/x.sock: No such file or directory)"
+    assert json.loads(said) == [why, False, [0, 0, 0], [20, 30]], logged
+    assert json.loads(other) == [why, True, [], [20, 30]], nothing
+    assert logged.count(f"{why}: the workers write checkpoints themselves") == 1
+    assert logged.count(f"save(block=False) blocks until the checkpoint is committed: {why};") == 1
     assert "cannot reach" not in nothing
 
 
@@ -100,21 +108,22 @@ say(json.dumps([tried(work) for work in (
     assert storage.listed() == []
 
 
-def test_a_refusal_of_one_agent_is_an_error_of_all(start: Callable[..., Job]) -> None:
+def test_a_refusal_of_one_agent_is_an_error_of_all(
+    start: Callable[..., Job], tmp_path: Path
+) -> None:
     """No rank goes on, and waits for the others, where one is refused."""
     script = """
-from elaunch.training.checkpoint.saver import choose as saver
-def opened(distributed, storage, number, *, link, noted):
-    if rank == 1:
-        raise SaveError("round 0 is over")
-    return saver.without_agent(distributed, storage)
-saver.open_saver = opened
+if rank == 1:
+    from elaunch.training.checkpoint.saver import agent
+    connected = agent.connected
+    agent.connected = lambda *given: connected(*given[:3], given[3] + 7)
 say(json.dumps(tried(lambda: store(10))))
 """
-    one, other = start(script, 2).said()
+    with contextlib.closing(SavingAgent(tmp_path / "agent", tmp_path / "checkpoints", 2)) as agent:
+        one, other = start(script, 2, env=agent.environment).said()
     assert one == other
     assert one.startswith("SaveError: opening the checkpoint directory: rank 1 on host")
-    assert one.endswith("round 0 is over")
+    assert one.endswith("round 7 is over: round 0 runs here")
 
 
 def tried(work: Callable[[], Any]) -> str:

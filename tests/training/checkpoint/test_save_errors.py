@@ -14,12 +14,14 @@ import torch.distributed as dist
 from torch import nn
 
 import elaunch
+from elaunch.checkpoint.records import Part, Stage
+from elaunch.checkpoint.storage.posix import PosixStorage
 from elaunch.training.checkpoint.dcp import read
 from elaunch.training.checkpoint.state import tensors
 from tests.training.checkpoint.groups import Raised, in_group
 from tests.training.checkpoint.models import bits, network, plain, train
 
-KINDS = ("SaveError: ", "CheckpointError: the ranks make different calls")
+KINDS = ("SaveError: ",)
 
 
 def tried(work: Callable[[], Any]) -> str:
@@ -126,7 +128,7 @@ class CheckpointExceptionRaiser(Broken):
 @pytest.mark.parametrize("block", [True, False], ids=["block", "memory"])
 def test_refused_saves(tmp_path: Path, block: bool) -> None:
     """Every error is the same on both ranks and says what to do; the next save works."""
-    said = in_group(refused_saves, 2, tmp_path, block)
+    said = in_group(refused_saves, 2, tmp_path, block, agent=not block)
     assert said[0] == said[1] and not isinstance(said[0], Raised), said
     told, steps = said[0]
     assert steps == [7] and all(line.startswith(KINDS) for line in told), told
@@ -150,7 +152,7 @@ def test_refused_saves(tmp_path: Path, block: bool) -> None:
     assert "differs: 1 on rank 0, 2 on rank 1" in steps_differ
     assert "-1" in negative and "a.b" in metadata
     assert "steps_completed is tensor(1), a Tensor: give a whole number" in no_number
-    assert "different calls of ctx.checkpoint" in blocks and "block=False" in blocks
+    assert "block differs: True on rank 0, False on rank 1" in blocks
     assert "step-00000007.r0 is there already" in again
 
 
@@ -301,32 +303,33 @@ def test_one_rank_fails(tmp_path: Path) -> None:
 
 
 def failing_background(ctx: Any) -> Any:
-    """Have rank 1 fail to write in the background, and to leave word of it."""
-    storage, rank = ctx.checkpoint._opening.storage, ctx.distributed.rank
-    real = storage.write_part
-
-    def fail(*_: Any) -> Any:
-        raise OSError(5, "Input/output error", "/disk")
-
-    if rank == 1:
-        storage.write_part = storage.put_failure = fail
+    """Save four times, where the agent cannot write the shard of rank 1 in the first three."""
+    save, wait = ctx.checkpoint.save, ctx.checkpoint.wait
     model = {"model": plain()}
-    told = []
-    ctx.checkpoint.save(model, 1, block=False)
-    told.append(tried(ctx.checkpoint.wait))
-    ctx.checkpoint.save(model, 2, block=False)
-    told.append(tried(lambda: ctx.checkpoint.save(model, 3, block=False)))
-    storage.write_part = real
-    ctx.checkpoint.save(model, 4, block=False)
-    return told, ctx.checkpoint.wait().step
+    first = save(model, 1, block=False)
+    told = [tried(wait), tried(first.result), tried(wait)]
+    second = save(model, 2, block=False)
+    told += [tried(lambda: save(model, 3, block=False)), tried(second.result)]
+    third = save(model, 3, block=False)
+    told += [tried(third.result), tried(third.result)]
+    fourth = save(model, 4, block=False)
+    return told, fourth.result().step, wait().step
 
 
-def test_a_rank_that_cannot_write_in_the_background(tmp_path: Path) -> None:
-    """Without an agent: all hear of it in the next call, and nobody waits for what never comes."""
-    said = in_group(failing_background, 2, tmp_path)
+def test_a_shard_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks get it in the next call, once; its handle raises it each time."""
+    write = PosixStorage.write_part
+
+    def fail(self: PosixStorage, stage: Stage, part: Part, images: Any) -> bytes:
+        if part.rank == 1 and stage.step < 4:
+            raise OSError(5, "Input/output error", "/disk")
+        return write(self, stage, part, images)
+
+    monkeypatch.setattr(PosixStorage, "write_part", fail)
+    said = in_group(failing_background, 2, tmp_path, agent=True)
     assert said[0] == said[1] and not isinstance(said[0], Raised), said
-    told, step = said[0]
-    assert step == 4
-    for text, what, at in zip(told, ("wait", "save"), (1, 2), strict=True):
-        assert text.startswith(f"SaveError: {what}: ")
+    told, *steps = said[0]
+    assert steps == [4, 4] and told.pop(2) == ""
+    for text, at in zip(told, (1, 1, 2, 2, 3, 3), strict=True):
+        assert text.startswith("SaveError: wait: " if at != 2 else "SaveError: save: ")
         assert f"step-{at:08d}.r0 was not committed: rank 1: Input/output error" in text

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import elaunch
+from elaunch.checkpoint.storage.posix import PosixStorage
 from elaunch.training.checkpoint.dcp import plan
 from tests.training.checkpoint.groups import Raised, in_group
 from tests.training.checkpoint.models import bits, plain, train
@@ -74,7 +75,7 @@ def cached(ctx: Any) -> Any:
 
 def test_plans_are_kept_while_the_state_keeps_its_shape(tmp_path: Path) -> None:
     """Values may grow and shrink; new keys need a new plan, and the old one is still known."""
-    said = in_group(cached, 2, tmp_path)
+    said = in_group(cached, 2, tmp_path, agent=True)
     assert said[0] == said[1] == [1, 1, 1, 1, 1, 1, 2, 2, 2], said
 
 
@@ -149,14 +150,15 @@ def test_tied_frozen_and_unused_parameters(tmp_path: Path) -> None:
 
 def busy(ctx: Any) -> Any:
     """Save while a save is in flight."""
-    parts = ctx.checkpoint._opening.together(None)
-    saver, begin = parts.saver, parts.saver.begin
-    told = []
+    saver = ctx.checkpoint._opening.together(None).saver
+    begin = saver.begin
     ctx.checkpoint.save({"x": 1}, 1, block=False)
     saver.begin = lambda wait, timeout=None: begin(wait, timeout) and ctx.distributed.rank == 0
-    told.append(ctx.checkpoint.save({"x": 2}, 2, block=False, when_busy="skip"))
+    skipped = ctx.checkpoint.save({"x": 2}, 2, block=False, when_busy="skip")
+    told = [skipped.skipped, skipped.done(), skipped.result()]
     saver.begin = begin
-    ctx.checkpoint.save({"x": 3}, 3, block=False, when_busy="wait")
+    third = ctx.checkpoint.save({"x": 3}, 3, block=False, when_busy="wait")
+    told.append(third.skipped)
     told.append(ctx.checkpoint.save({"x": 4}, 4).step)
     told.append(ctx.checkpoint.wait().step)
     try:
@@ -168,34 +170,42 @@ def busy(ctx: Any) -> Any:
 
 def test_at_most_one_is_in_flight(tmp_path: Path) -> None:
     """If one rank is busy all skip, or all wait; a blocking save comes after."""
-    said = in_group(busy, 2, tmp_path)
-    assert said[0] == said[1] == ([None, 4, 4, True], [1, 3, 4]), said
+    said = in_group(busy, 2, tmp_path, agent=True)
+    assert said[0] == said[1] == ([True, True, None, False, 4, 4, True], [1, 3, 4]), said
 
 
-def full_disk(ctx: Any) -> Any:
-    """Have the disk of one rank full, in the foreground and in the background."""
-    parts = ctx.checkpoint._opening.together(None)
-    write = parts.storage.write_part
-
-    def fails(stage: Any, part: Any, images: Any) -> bytes:
-        if part.rank == 1:
-            raise OSError(28, os.strerror(28), "__1_0.distcp")
-        return bytes(write(stage, part, images))
-
-    parts.storage.write_part = fails
+def full_disk(ctx: Any, block: bool) -> Any:
+    """Save to a disk that is full for one rank's shard, then to one that is not."""
+    storage = ctx.checkpoint._opening.storage
+    write = storage.write_part
+    storage.write_part = lambda stage, part, images: full_for_rank_1(write, stage, part, images)
     told = []
-    for block in (True, False):
-        try:
-            ctx.checkpoint.save({"x": torch.zeros(3)}, 1, block=block)
-            ctx.checkpoint.wait()
-        except elaunch.SaveError as error:
-            told.append("No space left" in str(error) or "no space left" in str(error))
-    parts.storage.write_part = write
+    try:
+        ctx.checkpoint.save({"x": torch.zeros(3)}, 1, block=block)
+        ctx.checkpoint.wait()
+    except elaunch.SaveError as error:
+        told.append("No space left" in str(error) or "no space left" in str(error))
     return told, ctx.checkpoint.save({"x": torch.zeros(3)}, 2).step, len(ctx.checkpoint.list())
 
 
-def test_a_full_disk_fails_the_save_and_not_the_job(tmp_path: Path) -> None:
-    """All ranks hear of it; the next save works."""
-    said = in_group(full_disk, 2, tmp_path)
+def full_for_rank_1(write: Any, stage: Any, part: Any, images: Any) -> bytes:
+    """Write a shard, but for that of rank 1 in the first step."""
+    if part.rank == 1 and stage.step == 1:
+        raise OSError(28, os.strerror(28), "__1_0.distcp")
+    return bytes(write(stage, part, images))
+
+
+@pytest.mark.parametrize("block", [True, False], ids=["block", "memory"])
+def test_a_full_disk_fails_the_save_and_not_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: bool
+) -> None:
+    """All ranks get the error; the next save works."""
+    write = PosixStorage.write_part
+
+    def full(self: PosixStorage, *given: Any) -> bytes:
+        return full_for_rank_1(lambda *more: write(self, *more), *given)
+
+    monkeypatch.setattr(PosixStorage, "write_part", full)  # in the agent
+    said = in_group(full_disk, 2, tmp_path, block, agent=not block)
     assert not isinstance(said[0], Raised), said[0]
-    assert said[0] == said[1] == ([True, True], 2, 1), said
+    assert said[0] == said[1] == ([True], 2, 1), said

@@ -13,6 +13,7 @@ import torch
 from elaunch.training.checkpoint.context import CheckpointContext
 from elaunch.wire.progress import PageReader, Reading
 from tests.training.checkpoint.ddprig import Ranks
+from tests.training.checkpoint.groups import in_group
 
 
 def stage(checkpoint: CheckpointContext) -> Path:
@@ -88,7 +89,7 @@ def test_every_call_is_a_section(ranks: Ranks) -> None:
         for name, call in CALLS.items():
             seen.clear()
             if name == "close":
-                spied(opening.together(None).saver, "close", see)
+                opening._stack.callback(see)
             call(checkpoint)
             found[name] = set(seen)
             assert page.read().section == ""
@@ -98,25 +99,28 @@ def test_every_call_is_a_section(ranks: Ranks) -> None:
     assert found == {name: {"checkpoint"} for name in CALLS}
 
 
-def test_a_wait_for_the_own_save_has_a_deadline_of_its_own(ranks: Ranks) -> None:
+def waits(ctx: Any) -> list[tuple[str, float]]:
+    """Return what the page says of each wait for a save in flight: its name, seconds left."""
+    checkpoint, seen = ctx.checkpoint, list[tuple[str, float]]()
+    opening = checkpoint._opening
+    page, saver = PageReader(os.dup(opening.page.fd)), opening.together(None).saver
+
+    def left(read: Reading) -> float:
+        assert read.section == "checkpoint" and read.section_until is not None
+        return read.section_until - time.monotonic()
+
+    for name in ("begin", "wait", "close"):
+        spied(saver, name, lambda name=name: seen.append((name, left(page.read()))))
+    checkpoint.save({"x": 1}, 10, block=False, timeout=100.0)
+    checkpoint.wait(timeout=200.0)
+    checkpoint.save({"x": 1}, 20, block=False, timeout=100.0).result(timeout=300.0)
+    checkpoint.close()
+    return seen
+
+
+def test_a_wait_for_the_own_save_has_a_deadline_of_its_own(tmp_path: Path) -> None:
     """However short --hang-timeout is: by a section with a timeout, and not ten times that."""
-
-    def work(checkpoint: CheckpointContext, _: int) -> list[tuple[str, float]]:
-        opening, seen = checkpoint._opening, []
-        page, saver = PageReader(os.dup(opening.page.fd)), opening.together(None).saver
-
-        def left(read: Reading) -> float:
-            assert read.section == "checkpoint" and read.section_until is not None
-            return read.section_until - time.monotonic()
-
-        for name in ("begin", "wait"):
-            spied(saver, name, lambda name=name: seen.append((name, left(page.read()))))
-        checkpoint.save({"x": 1}, 10, block=False, timeout=100.0)
-        checkpoint.wait(timeout=200.0)
-        seen.append(("", 0.0))
-        checkpoint.close()
-        return seen
-
-    (seen,) = ranks.run(1, work).all()
-    assert [name for name, _ in seen] == ["begin", "wait", "", "wait"]
-    assert 100 < seen[0][1] < 130 and 200 < seen[1][1] < 230 and 1800 < seen[3][1] < 1830
+    (seen,) = in_group(waits, 1, tmp_path, env={"GROUP": "no"}, agent=True)
+    assert [name for name, _ in seen] == ["begin", "wait", "begin", "wait", "close"]
+    for (_, left), seconds in zip(seen, (100, 200, 100, 300, 1800), strict=True):
+        assert seconds < left < seconds + 30

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
@@ -23,8 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from elaunch.errors import CheckpointError
 from elaunch.training.checkpoint.state.flatten import Captured, KeyPath
-from elaunch.training.checkpoint.together.agree import agree
-from elaunch.training.checkpoint.together.guard import guarded
+from elaunch.training.checkpoint.together.agree import together
 
 if TYPE_CHECKING:
     from elaunch.training.distributed import DistributedContext
@@ -32,6 +32,23 @@ if TYPE_CHECKING:
 Signature = tuple[Hashable, ...]
 Box = tuple[torch.dtype, tuple[int, ...]]
 """Type and shape of a piece of a tensor."""
+
+
+def check_group(distributed: DistributedContext, what: str) -> None:
+    """Raise CheckpointError unless there is a process group where there are several ranks."""
+    if distributed.size == 1:
+        return
+    if not (dist.is_available() and dist.is_initialized()):
+        raise CheckpointError(
+            f"{what}: {distributed.size} ranks and no process group: call "
+            "torch.distributed.init_process_group() first. Without it torch takes each of them for "
+            "the only one, and all would write the same"
+        )
+    if dist.get_world_size() != distributed.size:
+        raise CheckpointError(
+            f"{what}: the process group has {dist.get_world_size()} ranks, the job "
+            f"{distributed.size}"
+        )
 
 
 @dataclass(frozen=True)
@@ -114,18 +131,15 @@ def make(
     timeout: float | None,
 ) -> WritePlan:
     """Plan together. ALL ranks call it; raises SaveError on all of them if they contradict."""
-    what = "planning a save"
-    proposal, problem = guarded(lambda: _propose(captured, planner), what)
-    agree(distributed, what, problem, None, timeout)
+    what, answer = "planning a save", None
+    with together(distributed, what, timeout):
+        proposal = _propose(captured, planner)
     proposals = distributed.gather(proposal, timeout)
-    answer, problem = None, None
-    if proposals is not None:
-        answer, problem = guarded(lambda: _decide(proposals), what)
-    agree(distributed, what, problem, None, timeout)
-    assert proposal is not None
-    chosen, compared = distributed.broadcast(
-        (answer.chosen, answer.compared) if answer is not None else None, timeout
-    )
+    with together(distributed, what, timeout) as step:
+        if proposals is not None:
+            answer = _decide(proposals)
+            step.sent = (answer.chosen, answer.compared)
+    chosen, compared = step.received[0]
     items = _chosen(proposal.local, chosen[distributed.rank])
     pieces = tuple(item for item in items if item.type != WriteItemType.BYTE_IO)
     plan = WritePlan(number, pieces, _portion(items), compared)

@@ -166,7 +166,7 @@ def recall(
 ) -> dict[str, memoryview]:
     """Return those of the files that are in memory; any rank, alone."""
     ranks = {writer_of(name) for name in names} - {None}
-    if is_foreign(found) or not ranks:
+    if is_foreign(found) or not ranks or parts.saver is None:
         return {}
     wanted = [rank for rank in ranks if rank is not None]
     seconds = parts.seconds(timeout)

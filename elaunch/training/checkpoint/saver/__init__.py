@@ -1,7 +1,6 @@
-"""The writers of this rank's saves in the background: its agent, or threads of its own process.
+"""The writer of saves in the background: this rank's agent, and the memory that it lends.
 
-``choose`` decides, ``agent`` is the worker's end of its agent's saver, ``local`` does the same
-without an agent, from this process's own memory.
+``agent`` is the worker's end of its agent's saver, ``pages`` what becomes of the memory here.
 """
 
-__all__ = ["choose", "pages"]
+__all__ = ["agent", "pages"]

@@ -1,6 +1,7 @@
 """The worker's end of its agent's saver (protocol: elaunch.wire.saver).
 
-They are requests on the worker's one connection to its agent, each with a deadline.
+They are requests on the worker's one connection to its agent, each with a deadline. The shards are
+copied into memory of the agent's, which writes them out, whatever becomes of the worker.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
+from elaunch.env import AGENT_SOCKET
 from elaunch.errors import SaveError
 from elaunch.training.checkpoint.saver.pages import release, touch
 from elaunch.training.place.placement import Placement
@@ -46,10 +48,20 @@ RECALL_S: Final = 60.0
 log = logging.getLogger("elaunch")
 
 
-class AgentSaverClient:
-    """The agent's saver for a rank, from :meth:`connect` to :meth:`close`; see ``Saver``."""
+class StillInFlight(SaveError):
+    """A save is not over after the seconds that it was waited for; it goes on."""
 
-    lacks = ""
+
+class AgentSaverClient:
+    """The agent's saver for a rank, from :meth:`connect` to :meth:`close`.
+
+    The methods are called by one thread at a time. All of them raise SaveError if the agent is gone
+    or refuses; none of them waits for ever. One whose save came to nothing is ``lost``; it is
+    raised once.
+
+    ``last`` is the newest checkpoint that a save of this rank has become, as far as the agent has
+    reported; None on nodes other than rank 0's, whose agents do not commit.
+    """
 
     def __init__(self, link: AgentLink, placement: Placement, place: str) -> None:
         self._link = link
@@ -59,6 +71,7 @@ class AgentSaverClient:
         self._pid = os.getpid()
         self._connected = False
         self._view: memoryview | None = None
+        self.last: Committed | None = None
 
     def connect(self, round_number: int) -> None:
         """Have the agent serve this rank.
@@ -84,14 +97,21 @@ class AgentSaverClient:
             raise SaveError(f"the agent writes no checkpoints for this worker: {why}")
         self._connected = True
 
-    # ── Saver ───────────────────────────────────────────────────────────────────────────────────
+    # ── what a script's calls need ───────────────────────────────────────────────────────────────
 
     def fence(self, round_number: int) -> None:
-        """Ask whether ``round_number`` is still the round; SaveError if not."""
+        """Return if ``round_number`` is still the round; raise SaveError if it is over.
+
+        The committing process calls it right before COMMIT.
+        """
         self._ask("fence", ANSWER_S, round=round_number)
 
     def committed(self, done: Committed, seconds: float) -> None:
-        """Have the agent count a checkpoint that it has not written."""
+        """Have the run's record count a checkpoint that the ranks have written themselves.
+
+        Rank 0 calls it after the commit. An agent that is gone is no error: the checkpoint is
+        there.
+        """
         fields = committed_to_json(done)
         try:
             self._ask("committed", ANSWER_S, committed=fields, took=round(seconds, 3))
@@ -99,7 +119,12 @@ class AgentSaverClient:
             log.debug("the agent does not count %s: %s", done.name, error)
 
     def memory(self, size: int) -> memoryview:
-        """Return memory of the agent's, mapped and touched."""
+        """Return ``size`` bytes or more of the agent's memory, mapped and touched.
+
+        It is the same until a larger one is asked for, which ends the views of the old one. Only
+        between :meth:`begin` and :meth:`staged` may it be written to. Raises SaveError if the
+        ranks of the node together would be over --checkpoint-memory.
+        """
         if self._view is not None and self._view.nbytes >= size:
             return self._view
         if self._view is not None:
@@ -117,26 +142,41 @@ class AgentSaverClient:
         return self._view
 
     def begin(self, wait: bool, timeout: float | None = None) -> bool:
-        """Wait for the save in flight; whether the memory may be overwritten."""
+        """Wait for the save in flight; True: the memory may be overwritten now.
+
+        False: one is in flight and ``wait`` is False, or ``timeout`` seconds are over. What the
+        memory held can be recalled no more after True. Raises a lost SaveError if the save before
+        came to nothing.
+        """
         limit = _limit(timeout) if wait else ANSWER_S
         answer, _ = self._ask("begin", limit, wait=wait, timeout=timeout)
+        self.last = committed_from_json(answer["committed"])
         return bool(answer["begun"])
 
     def staged(self, handed: Handed) -> None:
-        """Stage what is in the memory."""
+        """Stage what is in the memory; it is the agent's, even if this process ends at once.
+
+        Every rank of ``handed.stage`` has to stage its shard, or the save is discarded.
+        """
         self._ask("staged", ANSWER_S, handed=handed_to_json(handed))
 
     def abandon(self, stage: Stage | None = None) -> None:
-        """Take back ``begin``."""
+        """Take back :meth:`begin`: this rank stages nothing, so what others have staged is lost.
+
+        ``stage``: the ranks have agreed, each calling this, that this checkpoint comes to nothing,
+        also where this rank has staged its shard. No later call raises for it.
+        """
         self._ask("abandon", ANSWER_S, stage=None if stage is None else asdict(stage))
 
-    def share(self, wait: bool, timeout: float) -> None:
-        """Do nothing: the agents report to each other."""
-
     def wait(self, timeout: float | None = None) -> Committed | None:
-        """Wait until nothing is in flight; the newest that was committed."""
+        """Wait until no save of this rank is in flight; return :attr:`last`.
+
+        Raises StillInFlight if that takes longer than ``timeout`` seconds, a lost SaveError if a
+        save came to nothing.
+        """
         answer, _ = self._ask("wait", _limit(timeout), timeout=timeout)
-        return committed_from_json(answer["committed"])
+        self.last = committed_from_json(answer["committed"])
+        return self.last
 
     def recall(
         self,
@@ -146,7 +186,12 @@ class AgentSaverClient:
         uuid: str = "",
         timeout: float | None = None,
     ) -> dict[int, dict[str, memoryview]]:
-        """Return the shards of a checkpoint that are in living agents' memory."""
+        """Return the shards of a checkpoint that are in living agents' memory: rank → path → bytes.
+
+        ``uuid`` is the checkpoint's; "" takes any of that step and round. Only those of ``ranks``
+        that are there. Not to be written to, and valid until a rank of this node calls
+        :meth:`begin`: loading ends, on all ranks, before that.
+        """
         found: dict[int, dict[str, memoryview]] = {}
         wanted, seconds = sorted(set(ranks)), RECALL_S if timeout is None else timeout
         until = time.monotonic() + seconds
@@ -171,7 +216,11 @@ class AgentSaverClient:
         return found
 
     def close(self, patient: bool = True) -> None:
-        """Wait for what is in flight; without ``patient`` do not."""
+        """Wait a bounded time for what is in flight; without ``patient`` do not.
+
+        The agent goes on with it either way. Raises SaveError, once, if a save came to nothing, or
+        takes longer.
+        """
         if not self._connected or os.getpid() != self._pid:
             return
         try:
@@ -196,8 +245,35 @@ class AgentSaverClient:
                 raise SaveError(_gone(error)) from error
         if not answer.get("ok"):
             close_files(files)
-            raise SaveError(str(answer.get("error")))
+            raise _refusal(answer)
         return answer, files
+
+
+def connected(
+    link: AgentLink | None, placement: Placement, place: str, round_number: int
+) -> tuple[AgentSaverClient | None, str]:
+    """Return the agent's saver for this rank; without an agent, why there is none.
+
+    An agent that cannot be reached at all is no reason for a script to fail. ``place`` is the
+    directory or URL, ``round_number`` that of the names of the checkpoints that are written. Raises
+    SaveError where the agent refuses this worker: the round is over, or the directory is another
+    job's.
+    """
+    if link is None:
+        return None, f"{AGENT_SOCKET} is not set"
+    saver = AgentSaverClient(link, placement, place)
+    try:
+        saver.connect(round_number)
+    except OSError as error:
+        return None, link.problem or str(error)
+    return saver, ""
+
+
+def _refusal(answer: Mapping[str, Any]) -> SaveError:
+    kind, text = answer.get("kind"), str(answer.get("error"))
+    told = StillInFlight(text) if kind == "timeout" else SaveError(text)
+    told.lost = kind == "save"
+    return told
 
 
 def _limit(timeout: float | None) -> float:

@@ -1,6 +1,7 @@
 """An error of one rank is an error of all: every step of a save or a load ends with one allgather.
 
-Each rank sends how it went and what the others need of it. If any rank has a problem, all of them
+Each rank does its part of a step in a block of ``with together(…) as step``, and sends at the end
+how it went and what the others need of it (``step.sent``). If any rank has a problem, all of them
 raise, with the same text, and the ranks are still in step: the next call works. A rank that comes
 not at all is reported by the allgather itself (CollectiveTimeout, PeerLost); then the ranks are
 connected no more.
@@ -10,14 +11,15 @@ from __future__ import annotations
 
 import errno
 import socket
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from elaunch.errors import CheckpointError, CollectiveError, ElaunchError, SaveError
 
 if TYPE_CHECKING:
-    from elaunch.training.checkpoint.parts import CallContext
     from elaunch.training.distributed import DistributedContext
 
 FULL: Final = (errno.ENOSPC, errno.EDQUOT)
@@ -31,9 +33,54 @@ class Word:
 
     what: str
     problem: str
-    full: str
+    full: bool
+    lost: bool
     host: str
     payload: Any
+
+
+@dataclass
+class Step:
+    """One step of this rank: what it sends the others at the end, and what all have sent."""
+
+    sent: Any = None
+    received: list[Any] = field(default_factory=list)
+
+
+@contextmanager
+def together(
+    distributed: DistributedContext,
+    what: str,
+    timeout: float | None = None,
+    error: type[CheckpointError] = SaveError,
+) -> Iterator[Step]:
+    """Make whatever is raised in the block on one rank an error of all, at the end of the block.
+
+    ALL ranks enter it together; the end of the block is one allgather. Then ``received`` has every
+    rank's ``sent``, in the order of the ranks. Raises what :func:`agree` raises; a CollectiveError
+    in the block goes on as it is, since nothing can be agreed on after it, and so does what ends
+    the process.
+    """
+    step, problem = Step(), None
+    try:
+        yield step
+    except CollectiveError:
+        raise
+    except BaseException as raised:
+        problem = _of_the_step(raised)
+    step.received = agree(distributed, what, problem, step.sent, timeout, error)
+
+
+def _of_the_step(raised: BaseException) -> BaseException:
+    """Return the problem to be sent; raise what is none, as KeyboardInterrupt is."""
+    if isinstance(raised, Exception):
+        return raised
+    torchs = sys.modules.get("torch.distributed.checkpoint.api")
+    if torchs is not None and isinstance(raised, torchs.CheckpointException):
+        # No Exception, though it tells of nothing else; only its first failure says what it was.
+        first: BaseException = next(iter(raised.failures.values()), (raised,))[0]
+        return first
+    raise raised
 
 
 def agree(
@@ -58,10 +105,12 @@ def agree(
 
     Raises:
         CheckpointError: ``error``, on all ranks, with the ranks that have a problem and what it is;
-            its cause is this rank's own. A SaveError says where a disk is full (``no_room``).
+            its cause is this rank's own. A SaveError tells whether a disk is full (``no_room``),
+            and whether the save that was in flight came to nothing (``lost``).
         CollectiveTimeout, PeerLost: not all ranks came; names them.
     """
-    own = Word(what, in_words(problem), _full(problem), socket.gethostname(), payload)
+    lost = isinstance(problem, SaveError) and problem.lost
+    own = Word(what, in_words(problem), _full(problem), lost, socket.gethostname(), payload)
     try:
         words = distributed.allgather(own, timeout)
     except CollectiveError as lost:
@@ -72,6 +121,7 @@ def agree(
         told = error(text)
         if isinstance(told, SaveError):
             told.no_room = any(words[rank].full for rank in failed)
+            told.lost = any(words[rank].lost for rank in failed)
         raise told from problem
     return [word.payload for word in words]
 
@@ -89,21 +139,6 @@ def attempt(work: Callable[[], Any]) -> tuple[Any, Exception | None]:
         return None, error
 
 
-def tell(
-    parts: CallContext,
-    what: str,
-    work: Callable[[], Any],
-    timeout: float | None,
-    by: Sequence[int] = (0,),
-) -> list[Any]:
-    """Do ``work`` on the ranks ``by``, and return what it returned there, to all ranks.
-
-    ALL ranks call it together. Raises what agree() raises.
-    """
-    done, problem = attempt(work) if parts.rank in by else (None, None)
-    return agree(parts.distributed, what, problem, done, timeout)
-
-
 def in_words(problem: BaseException | None) -> str:
     """Return an exception as an error of all ranks words it; empty for None."""
     if problem is None:
@@ -113,10 +148,8 @@ def in_words(problem: BaseException | None) -> str:
     return f"{type(problem).__name__}: {problem}".rstrip(": ")
 
 
-def _full(problem: BaseException | None) -> str:
-    if isinstance(problem, OSError) and problem.errno in FULL:
-        return problem.filename or "the disk"
-    return ""
+def _full(problem: BaseException | None) -> bool:
+    return isinstance(problem, OSError) and problem.errno in FULL
 
 
 def _check_calls(words: Sequence[Any]) -> None:

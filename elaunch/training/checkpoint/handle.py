@@ -1,0 +1,118 @@
+"""What ``save(block=False)`` returns: a handle of one save, as ``dcp.async_save`` and orbax do."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from elaunch.errors import SaveError
+from elaunch.training.checkpoint.together.agree import together
+
+if TYPE_CHECKING:
+    from elaunch.checkpoint.records import Committed, Stage
+    from elaunch.training.checkpoint.parts import CallContext
+    from elaunch.training.checkpoint.saver.agent import AgentSaverClient
+
+MARGIN_S: Final = 10.0
+"""Seconds that the ranks wait longer for each other than for a save in flight."""
+
+
+class SaveHandle:
+    """One ``save(block=False)``, and what has become of it.
+
+    Attributes:
+        step: the number of steps done that it saves.
+        skipped: nothing is saved: another save was in flight, and ``when_busy`` was ``skip``.
+    """
+
+    def __init__(self, step: int, committed: Committed | None = None) -> None:
+        self.step = step
+        self.skipped = committed is None
+        self._committed = committed
+        self._problem: SaveError | None = None
+
+    def done(self) -> bool:
+        """Return whether nothing is to be waited for; any rank may ask, alone. It does not block.
+
+        On nodes other than rank 0's it is done when the node's own shards are on the disk.
+        """
+        return True
+
+    def result(self, timeout: float | None = None) -> Committed | None:
+        """Return what was committed, when it is; None if the save was skipped.
+
+        ALL ranks call it together. It blocks until the save is over, at most ``timeout`` seconds;
+        None: those of ``elaunch.init()``.
+
+        Raises SaveError on all ranks, each time: the save came to nothing, or is not over yet, and
+        goes on.
+        """
+        del timeout
+        if self._problem is not None:
+            raise self._problem
+        return self._committed
+
+
+class SaveInFlight(SaveHandle):
+    """A save that the agents have in flight, until :meth:`settle` ends that, on all ranks alike.
+
+    The next save or ``wait()`` settles it, or :meth:`result`, whichever all ranks call first.
+    """
+
+    def __init__(self, parts: CallContext, saver: AgentSaverClient, stage: Stage) -> None:
+        super().__init__(stage.step)
+        self.skipped = self.is_settled = False
+        self._parts = parts
+        self._saver = saver
+        self._stage = stage
+        self._lost: SaveError | None = None
+
+    def done(self) -> bool:
+        """Return whether this rank's agent has no part of it in flight any more."""
+        from elaunch.training.checkpoint.saver.agent import StillInFlight
+
+        if not self.is_settled and self._lost is None:
+            try:
+                self._saver.wait(0.0)
+            except StillInFlight:
+                return False
+            except SaveError as error:
+                if not error.lost:
+                    raise
+                self._lost = error  # the agent sends it once; the next call of all ranks raises it
+        return True
+
+    def result(self, timeout: float | None = None) -> Committed | None:
+        """Wait until it is committed, on all ranks."""
+        if self.is_settled:
+            return super().result()
+        parts, seconds = self._parts, self._parts.seconds(timeout)
+        try:
+            with together(parts.distributed, "wait", seconds + MARGIN_S) as step:
+                self.raise_if_lost()
+                with parts.awaiting(seconds):
+                    step.sent = self._saver.wait(seconds)
+        except SaveError as error:
+            if error.lost:
+                self.settle(None, error)
+            raise
+        self.settle(step.received[0])
+        return super().result()
+
+    def raise_if_lost(self) -> None:
+        """Raise the SaveError of a save that this rank knows to have come to nothing."""
+        if self._lost is not None:
+            raise self._lost
+
+    def settle(self, committed: Committed | None, problem: SaveError | None = None) -> None:
+        """Note what has become of it, the same on all ranks: ``committed`` is rank 0's."""
+        if self.is_settled:
+            return
+        self.is_settled, self._problem = True, problem
+        if problem is not None:
+            return
+        if committed is None or committed.uuid != self._stage.uuid:
+            text = f"checkpoint {self._stage.final}: its agent does not know what has become of it"
+            self._problem = SaveError(text)
+            return
+        self._committed = committed
+        self._parts.known.note(committed)
