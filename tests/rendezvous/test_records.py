@@ -227,6 +227,41 @@ def test_a_plan_of_4096_nodes_is_small() -> None:
     assert len(raw) < records.MAX_PLAN_BYTES
 
 
+BEFORE = (
+    b'{"elaunch":1,"kind":"plan","job":"j","round":2,"phase":"ending","reason":"a","cause":"failure",'
+    b'"nodes":{"name":"a0,a1","host":["h,0","h1"],"addr":{"all":"10.0.0.1","number":2},'
+    b'"slots":{"all":"8","number":2},"role":{"all":"default","number":2},"courier":"3000,3001"},'
+    b'"checkpoint":{"path":"/c/s","step":4,"format":"dcp"},"failure":{"rank":3,"exitcode":-9}}'
+)
+"""A plan as the first version that had plans wrote it."""
+
+
+def test_a_plan_of_the_version_before_is_read() -> None:
+    """Its nodes as columns of all three forms, a failure of which little is known."""
+    assert decode_plan(BEFORE, None, "a1", 3) == Plan(
+        "j",
+        round=2,
+        phase="ending",
+        reason="a",
+        cause="failure",
+        nodes=(
+            Node("a0", "h,0", "10.0.0.1", 8, "default", 3000),
+            Node("a1", "h1", "10.0.0.1", 8, "default", 3001),
+        ),
+        checkpoint=PlanCheckpoint("/c/s", 4, "dcp"),
+        failure=WorkerFailure(rank=3, exitcode=-9),
+    )
+
+
+def test_what_an_agent_has_seen_is_written_as_the_version_before_reads_it() -> None:
+    """There the mere presence of ``lost`` says that the store has lost its memory."""
+    seen = JobSeen(job="j", phase="running", round=1)
+    said = json.loads(encode(replace(AGENT, seen=seen), None, "a1"))
+    assert said["seen"] == {"job": "j", "phase": "running", "round": 1}
+    said = json.loads(encode(replace(AGENT, seen=replace(seen, lost=True)), None, "a1"))
+    assert said["seen"]["lost"] is True
+
+
 def test_a_signature_is_good_for_one_place_in_one_run() -> None:
     """What was signed once is refused as another version, under another name, in another run."""
     key, other = key_of(b"s", "mnist"), key_of(b"s", "mnist-2")
