@@ -41,7 +41,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from elaunch.endings import PREEMPTED
-from elaunch.rendezvous.decide.order import Applicant, by_hint
+from elaunch.rendezvous.decide.members import Applicant, by_hint
 from elaunch.rendezvous.plan import NodeStatus, Phase, Plan
 
 NodeState = Literal[

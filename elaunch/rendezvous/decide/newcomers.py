@@ -18,12 +18,9 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from elaunch.rendezvous import text
-from elaunch.rendezvous.decide.order import order, waiting
+from elaunch.rendezvous.decide.members import READY_PATIENCE, order, rested, waiting
 from elaunch.rendezvous.decide.view import Decision, Publish, Rules, View, Wait
 from elaunch.rendezvous.plan import NodeStatus
-
-READY_PATIENCE = 10.0
-"""Seconds that newcomers who are ready wait for those who came with them and are not."""
 
 
 def decide(view: View, now: float, rules: Rules) -> Decision:
@@ -90,11 +87,6 @@ def _nearly_done(view: View) -> bool:
 def _may_save(view: View, rules: Rules) -> bool:
     """Whether the workers save and end by themselves when newcomers are announced."""
     return rules.on_join == "graceful" and any(one.listens for one in _members(view))
-
-
-def rested(record: NodeStatus) -> bool:
-    """Return whether an agent that is in no round could start workers at once, and has none."""
-    return record.state in ("ready", "ended", "finished")
 
 
 def _joined(records: list[NodeStatus]) -> str:

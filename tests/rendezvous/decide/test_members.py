@@ -1,11 +1,11 @@
-"""Who comes before whom."""
+"""The order of the next round: which node comes before which."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elaunch.rendezvous.decide.order import Applicant, natural, order, static_order
+from elaunch.rendezvous.decide.members import Applicant, natural, order, static_order
 
 
 def test_survivors_then_spares_then_newcomers() -> None:
