@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Final
 
-from elaunch import shown
+from elaunch import proc, shown
 from elaunch.errors import RunDirError
 from elaunch.run.record import (
     SCHEMA,
@@ -16,8 +16,6 @@ from elaunch.run.record import (
     Record,
     RoundRecord,
     WorkerRecord,
-    create_time,
-    process_stat,
     this_agent,
 )
 
@@ -59,15 +57,15 @@ def first_record(run_id: str, name: str, directory: Path) -> Record:
 
 def agent_of(pid: int) -> AgentRecord:
     """Return the record's ``agent`` for a process of this user; RunDirError if it is gone."""
-    stat = process_stat(pid)
-    if stat is None:
+    process = proc.read_process(pid)
+    if process is None:
         raise RunDirError(f"the process {pid} is gone, or /proc does not show it")
     place = this_agent()  # the same host, boot and user
     return {
         **place,
         "pid": pid,
-        "create_time": create_time(stat),
-        "start_ticks": stat.start_ticks,
+        "create_time": proc.create_time(process),
+        "start_ticks": process.start,
     }
 
 

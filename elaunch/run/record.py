@@ -27,10 +27,11 @@ from __future__ import annotations
 import json
 import os
 import pwd
-from dataclasses import dataclass
 from typing import Any, Final, Literal, TypedDict, cast
 
+from elaunch import proc
 from elaunch.errors import RunDirError
+from elaunch.proc import Process
 from elaunch.run.saves import SavesRecord
 
 SCHEMA: Final = 1
@@ -227,49 +228,11 @@ def check(data: object, source: str) -> Record:
     return cast("Record", data)
 
 
-@dataclass(frozen=True)
-class ProcessStat:
-    """A process in ``/proc``: its state letter and the tick since boot at which it began."""
-
-    state: str
-    start_ticks: int
-
-    @property
-    def ended(self) -> bool:
-        """Tell whether it has ended and only waits to be reaped."""
-        return self.state in "ZX"
-
-
-def process_stat(pid: int) -> ProcessStat | None:
-    """Return the system's record of the process ``pid``; None when this user sees none."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            raw = file.read()
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
-        return None
-    # The name, in parentheses, may itself hold spaces and parentheses.
-    fields = raw[raw.rindex(b")") + 2 :].split()
-    return ProcessStat(state=fields[0].decode(), start_ticks=int(fields[19]))
-
-
-def process_name(pid: int) -> str:
-    """Return what distinguishes a process from all others here; empty where it is not seen."""
-    stat = process_stat(pid)
-    return "" if stat is None else f"{pid}.{stat.start_ticks}"
-
-
-def create_time(stat: ProcessStat) -> float:
-    """Return when a process was created, in seconds since the epoch (psutil's create_time)."""
-    with open("/proc/stat", "rb") as file:
-        boot_time = next(int(line.split()[1]) for line in file if line.startswith(b"btime"))
-    return boot_time + stat.start_ticks / os.sysconf("SC_CLK_TCK")
-
-
 def this_agent() -> AgentRecord:
     """Return the record's ``agent`` for the calling process."""
     pid = os.getpid()
-    stat = process_stat(pid)
-    if stat is None:
+    process = proc.read_process(pid)
+    if process is None:
         raise RunDirError(f"/proc does not show this process (pid {pid}): is /proc mounted?")
     try:
         user = pwd.getpwuid(os.getuid()).pw_name
@@ -277,12 +240,12 @@ def this_agent() -> AgentRecord:
         user = str(os.getuid())
     return {
         "pid": pid,
-        "create_time": create_time(stat),
+        "create_time": proc.create_time(process),
         "host": os.uname().nodename,
         "user": user,
-        "start_ticks": stat.start_ticks,
-        "boot_id": _boot_id(),
-        "pid_ns": _pid_namespace(),
+        "start_ticks": process.start,
+        "boot_id": proc.boot_id(),
+        "pid_ns": proc.pid_namespace(),
     }
 
 
@@ -294,36 +257,27 @@ def condition(agent: AgentRecord) -> Condition:
     """
     if agent["host"] != os.uname().nodename:
         return "elsewhere"
-    if agent.get("boot_id", _boot_id()) != _boot_id():
+    if agent.get("boot_id", proc.boot_id()) != proc.boot_id():
         return "rebooted"
-    if agent.get("pid_ns", _pid_namespace()) != _pid_namespace():
+    if agent.get("pid_ns", proc.pid_namespace()) != proc.pid_namespace():
         return "elsewhere"
-    stat = process_stat(agent["pid"])
-    if stat is None or stat.ended or not _same_start(agent, stat):
+    process = proc.read_process(agent["pid"])
+    if process is None or not process.living or not _same_start(agent, process):
         return "gone"
-    return "stopped" if stat.state in "Tt" else "alive"
+    return "stopped" if process.state in "Tt" else "alive"
 
 
-def _same_start(agent: AgentRecord, stat: ProcessStat) -> bool:
+def _same_start(agent: AgentRecord, process: Process) -> bool:
     if "start_ticks" in agent:
-        return agent["start_ticks"] == stat.start_ticks
-    return abs(create_time(stat) - agent["create_time"]) <= CREATE_TIME_TOLERANCE_S
+        return agent["start_ticks"] == process.start
+    return abs(proc.create_time(process) - agent["create_time"]) <= CREATE_TIME_TOLERANCE_S
 
 
 def worker_is_alive(worker: WorkerRecord) -> bool:
     """Tell whether the recorded worker's process still runs on this machine."""
-    stat = process_stat(worker["pid"]) if worker["pid"] else None
-    if stat is None or stat.ended:
+    process = proc.read_process(worker["pid"]) if worker["pid"] else None
+    if process is None or not process.living:
         return False
     # Another process that was given the pid later began later.
     started_at = worker["started_at"]
-    return started_at is None or create_time(stat) <= started_at + CREATE_TIME_TOLERANCE_S
-
-
-def _boot_id() -> str:
-    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-        return file.read().strip()
-
-
-def _pid_namespace() -> str:
-    return os.readlink("/proc/self/ns/pid")
+    return started_at is None or proc.create_time(process) <= started_at + CREATE_TIME_TOLERANCE_S

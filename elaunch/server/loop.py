@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from elaunch.endings import Exit
+from elaunch.proc import Process
 from elaunch.server import devices, processes
 from elaunch.server.preload import Later, Preloaded, preload
 from elaunch.server.stores import Stores
@@ -300,7 +301,7 @@ class Server:
                 processes.send_signal(process, signal.SIGSTOP if stop else signal.SIGCONT)
         self._send({"op": "held", "on": stop})
 
-    def _below(self) -> list[processes.Process]:
+    def _below(self) -> list[Process]:
         return processes.descendants(self._pid, exclude=[self._stores.pid])
 
     def _note_stop(self) -> None:

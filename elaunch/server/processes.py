@@ -16,8 +16,10 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
+
+from elaunch import proc
+from elaunch.proc import Process
 
 MAX_PID = 1 << 22
 """The largest pid that Linux gives."""
@@ -49,66 +51,14 @@ def die_with_parent(parent: int = 0) -> None:
         os._exit(1)
 
 
-@dataclass(frozen=True)
-class Process:
-    """One process as /proc showed it; ``start`` tells it from a later one with the same pid."""
-
-    pid: int
-    ppid: int
-    name: str
-    state: str
-    start: int
-    threads: int
-
-    @property
-    def living(self) -> bool:
-        """Whether it runs; a process lives on after its first thread, which looks like a zombie."""
-        return self.state not in "ZX" or self.threads > 1
-
-
-def read_process(pid: int) -> Process | None:
-    """Return ``pid`` as /proc shows it; None when it is gone."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            text = file.read().decode("utf-8", "replace")
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    name = text[text.index("(") + 1 : text.rindex(")")]
-    fields = text[text.rindex(")") + 2 :].split()
-    return Process(pid, int(fields[1]), name, fields[0], int(fields[19]), int(fields[17]))
-
-
-def children(pid: int) -> list[int]:
-    """Return the pids of the children of all threads of ``pid``."""
-    found: list[int] = []
-    try:
-        threads = os.listdir(f"/proc/{pid}/task")
-    except (FileNotFoundError, ProcessLookupError):
-        return found
-    for thread in threads:
-        try:
-            with open(f"/proc/{pid}/task/{thread}/children", "rb") as file:
-                found += [int(child) for child in file.read().split()]
-        except (FileNotFoundError, ProcessLookupError):
-            if os.path.exists(f"/proc/{pid}/task/{thread}"):
-                return _children_by_scan(pid)
-    return found
-
-
-def _children_by_scan(pid: int) -> list[int]:
-    """Find children where the kernel has no ``children`` file (CONFIG_PROC_CHILDREN)."""
-    everyone = (read_process(int(name)) for name in os.listdir("/proc") if name.isdigit())
-    return [process.pid for process in everyone if process is not None and process.ppid == pid]
-
-
 def descendants(root: int, exclude: Iterable[int] = ()) -> list[Process]:
     """Return every living process below ``root``, parents first, without ``exclude``'s trees."""
     left_out = set(exclude)
     found: list[Process] = []
     pending = [root]
     while pending:
-        for pid in children(pending.pop(0)):
-            process = None if pid in left_out else read_process(pid)
+        for pid in proc.children(pending.pop(0)):
+            process = None if pid in left_out else proc.read_process(pid)
             if process is None:
                 continue
             pending.append(pid)
@@ -137,7 +87,7 @@ def send_signal(process: Process, signum: int) -> bool:
 
 
 def _is_same(process: Process) -> bool:
-    now = read_process(process.pid)
+    now = proc.read_process(process.pid)
     return now is not None and now.start == process.start
 
 
@@ -245,8 +195,7 @@ def set_title(title: str) -> None:
     process' short name (comm) stays as it is.
     """
     try:
-        with open("/proc/self/stat", "rb") as stat:
-            fields = stat.read().rpartition(b")")[2].split()
+        _, fields = proc.stat("/proc/self") or ("", [])
         start, end = int(fields[_ARG_START]), int(fields[_ARG_END])
         text = os.fsencode(title)[: max(0, end - start - 2)] + b"\0"
         # By way of the file: an address that is not what it seems to be gives an error, no crash.

@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable
 
+from elaunch.proc import Process
 from elaunch.server import processes
 from elaunch.wire.local import Message
 
@@ -27,7 +28,7 @@ class Sweep:
         self._root = root
         self._spared = spared
         self._killed: dict[int, str] = {}
-        self._survivors: list[processes.Process] = []
+        self._survivors: list[Process] = []
         now = time.monotonic()
         self._kill_at = now + message["grace"]
         self._give_up_at = self._kill_at + message["deadline"]
@@ -35,7 +36,7 @@ class Sweep:
             for process in self._living():
                 processes.send_signal(process, message["signum"])
 
-    def _living(self) -> list[processes.Process]:
+    def _living(self) -> list[Process]:
         return processes.descendants(self._root, exclude=self._spared())
 
     def next_look(self) -> float:

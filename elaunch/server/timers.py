@@ -29,6 +29,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from elaunch import proc
+from elaunch.proc import Process
 from elaunch.server import processes
 
 _LONGEST_LINE = 1 << 16
@@ -39,7 +41,7 @@ _MOST_TIMERS = 10_000
 class Timer:
     """One timer that runs; ``due`` is on the monotonic clock."""
 
-    process: processes.Process
+    process: Process
     scope: str
     due: float
     signum: int
@@ -96,7 +98,7 @@ class Timers:
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
             return
         self._running.pop((pid, scope), None)
-        process = processes.read_process(pid) if 0 < pid <= processes.MAX_PID else None
+        process = proc.read_process(pid) if 0 < pid <= processes.MAX_PID else None
         if expires < 0 or not math.isfinite(expires) or process is None:
             return
         if len(self._running) < _MOST_TIMERS:
@@ -145,7 +147,7 @@ def worker_above(pid: int, workers: Iterable[int]) -> int | None:
     """Return which of ``workers`` the process is, or is below."""
     own = set(workers)
     while pid not in own:
-        process = processes.read_process(pid)
+        process = proc.read_process(pid)
         if process is None or process.ppid <= 1:
             return None
         pid = process.ppid

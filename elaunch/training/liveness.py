@@ -14,9 +14,8 @@ import logging
 import math
 import os
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
-from elaunch import env
+from elaunch import env, proc
 from elaunch.errors import ContextError
 from elaunch.wire.progress import ProgressPage
 
@@ -71,7 +70,7 @@ def register_stacks(environ: Mapping[str, str]) -> bool:
     path = environ.get(env.STACKS_FILE)
     if not path:
         return False
-    if _is_handled(env.STACKS_SIGNAL):
+    if proc.catches("self", env.STACKS_SIGNAL):
         return True
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -82,11 +81,3 @@ def register_stacks(environ: Mapping[str, str]) -> bool:
     file = os.fdopen(descriptor, "a")
     faulthandler.register(env.STACKS_SIGNAL, file=file, all_threads=True, chain=False)
     return True
-
-
-def _is_handled(signum: int) -> bool:
-    # signal.getsignal knows only of handlers that were set by it.
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("SigCgt:"):
-            return bool(int(line.split()[1], 16) >> (signum - 1) & 1)
-    return False

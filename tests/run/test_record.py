@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from elaunch import proc
 from elaunch.errors import RunDirError
 from elaunch.run import record
 from elaunch.run.directory import RunDir
@@ -105,19 +106,19 @@ def test_each_wrong_field_is_named(
 
 
 def test_create_time_is_psutils(process: subprocess.Popen[bytes]) -> None:
-    stat = record.process_stat(process.pid)
+    stat = proc.read_process(process.pid)
     assert stat is not None
-    assert abs(record.create_time(stat) - psutil.Process(process.pid).create_time()) < 1.5
+    assert abs(proc.create_time(stat) - psutil.Process(process.pid).create_time()) < 1.5
 
 
 def test_names_with_parentheses_and_blanks_do_not_confuse(tmp_path: Path) -> None:
     odd = tmp_path / "a ) S 1 (b"
     odd.symlink_to("/bin/sleep")
     with subprocess.Popen([odd, "60"]) as process:
-        stat = record.process_stat(process.pid)
+        stat = proc.read_process(process.pid)
         process.kill()
     assert stat is not None
-    assert not stat.ended
+    assert stat.living
 
 
 def test_this_process_is_alive() -> None:
@@ -154,9 +155,9 @@ def test_condition_of_an_agent_known_by_its_time(offset: float, expected: str) -
 
 def test_a_suspended_agent_is_not_gone_and_a_zombie_is(process: subprocess.Popen[bytes]) -> None:
     def agent() -> record.AgentRecord:
-        stat = record.process_stat(process.pid)
+        stat = proc.read_process(process.pid)
         assert stat is not None
-        return {**record.this_agent(), "pid": process.pid, "start_ticks": stat.start_ticks}
+        return {**record.this_agent(), "pid": process.pid, "start_ticks": stat.start}
 
     identity = agent()
     assert record.condition(identity) == "alive"

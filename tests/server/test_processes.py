@@ -9,19 +9,20 @@ import threading
 
 import pytest
 
+from elaunch import proc
 from elaunch.server import processes
 from tests.launching import wait_until
 from tests.server.families import Ready, fork, ignoring, root, sleep, sleeping
 
 
-def pids(found: list[processes.Process]) -> list[int]:
+def pids(found: list[proc.Process]) -> list[int]:
     """Return the pids, in the order found."""
     return [process.pid for process in found]
 
 
 def state(pid: int) -> str | None:
     """Return the state letter, None for a process that is gone."""
-    process = processes.read_process(pid)
+    process = proc.read_process(pid)
     return None if process is None else process.state
 
 
@@ -37,11 +38,11 @@ def test_a_process_is_read_with_any_name() -> None:
 
     with root(life) as pid:
         ready.wait()
-        process = processes.read_process(pid)
+        process = proc.read_process(pid)
         assert process is not None
         assert (process.ppid, process.name, process.threads) == (os.getpid(), "a) R (\ufffd b", 1)
         assert process.living and process.start > 0
-    assert processes.read_process(pid) is None
+    assert proc.read_process(pid) is None
 
 
 def test_all_descendants_are_found_parents_first() -> None:
@@ -81,8 +82,8 @@ def test_children_are_found_by_a_scan_where_the_kernel_does_not_tell(
 
     with root(life) as pid:
         (child,) = ready.wait()
-        told = processes.children(pid)
-        assert told == processes._children_by_scan(pid) == [child]
+        told = proc.children(pid)
+        assert told == proc._children_by_scan(pid) == [child]
 
 
 def test_children_of_other_threads_are_found() -> None:
@@ -116,7 +117,7 @@ def test_the_dead_are_not_living() -> None:
         wait_until(lambda: state(child) == "Z")
         assert processes.descendants(pid) == []
     assert processes.descendants(pid) == []
-    assert processes.children(pid) == []
+    assert proc.children(pid) == []
 
 
 def test_a_process_whose_first_thread_has_ended_is_living() -> None:
@@ -151,9 +152,9 @@ def test_a_signal_does_not_hit_another_process_of_that_pid() -> None:
     ready = Ready()
     with root(sleeping(ready)) as pid:
         ready.wait()
-        process = processes.read_process(pid)
+        process = proc.read_process(pid)
         assert process is not None
-        stranger = processes.Process(pid, process.ppid, process.name, "S", process.start - 1, 1)
+        stranger = proc.Process(pid, process.ppid, process.name, "S", process.start - 1, 1)
         assert not processes.send_signal(stranger, signal.SIGKILL)
         assert state(pid) in ("S", "R")
         assert processes.send_signal(process, signal.SIGTERM)
@@ -203,7 +204,7 @@ def test_who_dies_with_its_parent(taken_back: bool) -> None:
         (orphan,) = ready.wait()
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-        process = processes.read_process(orphan)
+        process = proc.read_process(orphan)
         if taken_back:
             assert process is not None and process.ppid == leader
             os.kill(orphan, signal.SIGKILL)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
+from elaunch import proc
 from elaunch.server import processes
 from elaunch.server.sweep import LOOK_AGAIN, Sweep
 from elaunch.wire.local import Message
@@ -69,7 +70,7 @@ def test_nothing_to_end(ready: Ready) -> None:
     """The first step is the last."""
     with root(reaping(ready.say)) as pid:
         (child,) = ready.wait()
-        wait_until(lambda: processes.read_process(child) is None)
+        wait_until(lambda: proc.read_process(child) is None)
         swept = Sweep(order(), pid, tuple)
         assert swept.step()
         assert swept.outcome() == {"op": "swept", "round": 3, "killed": [], "survivors": []}

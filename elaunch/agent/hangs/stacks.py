@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from elaunch import env
+from elaunch import env, proc
 from elaunch.agent.hangs import stackdump
 from elaunch.agent.hangs.stackdump import Dump
 from elaunch.agent.policy import events
@@ -92,30 +92,18 @@ def start(
 
 def _ask(worker: Worker) -> int:
     """Have the worker write its stacks; return the pid that was asked, 0 if none can be."""
-    process = processes.read_process(worker.pid)
+    process = proc.read_process(worker.pid)
     if process is None or process.state in "TtZX":
         return 0
-    if not catches(process.pid):
+    if not proc.catches(process.pid, env.STACKS_SIGNAL):
         # A shell around the script: the script is below it, with the same file.
-        below = (p for p in processes.descendants(worker.pid) if catches(p.pid))
+        below = (
+            p for p in processes.descendants(worker.pid) if proc.catches(p.pid, env.STACKS_SIGNAL)
+        )
         process = next(below, None)
     if process is None or not processes.send_signal(process, env.STACKS_SIGNAL):
         return 0
     return process.pid
-
-
-def catches(pid: int) -> bool:
-    """Whether a process has a handler at the signal; without one it would be ended by it."""
-    caught = _status(pid).get("SigCgt", "0")
-    return bool(int(caught, 16) >> (env.STACKS_SIGNAL - 1) & 1)
-
-
-def _status(pid: int) -> dict[str, str]:
-    try:
-        text = Path(f"/proc/{pid}/status").read_text(errors="replace")
-    except OSError:
-        return {}
-    return dict(line.split(":\t", 1) for line in text.splitlines() if ":\t" in line)
 
 
 def _read(worker: Worker, until: float) -> Dump | None:
@@ -170,7 +158,7 @@ def _py_spy() -> str | None:
 
 def _why(worker: Worker, asked: bool, spied: str | Dump | None) -> str:
     """Return why there are no stacks of a worker, for the report."""
-    status = _status(worker.pid)
+    status = proc.status(worker.pid)
     state = status.get("State", "")
     if not status or state[:1] in "ZX":
         return "the process has ended meanwhile"

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import elaunch.server
+from elaunch import proc
 from elaunch.agent.policy import events
 from elaunch.agent.workers.reaper import Reaper
 from elaunch.errors import ServerError
-from elaunch.server import processes
 from elaunch.server.sweep import LOOK_AGAIN, Sweep
 from elaunch.wire.local import Channel, Message
 
@@ -83,7 +83,7 @@ class WorkerServer:
         argv = [self._plan.interpreter, "-u", entry, str(theirs.fileno()), padding]
         theirs.set_inheritable(True)
         # A program that executed elaunch in its place may have had children: not elaunch's.
-        self._strangers = processes.children(os.getpid())
+        self._strangers = proc.children(os.getpid())
         try:
             self._pid = self._reaper.spawn(argv, self._plan.environ, self._note_end)
         except OSError as error:

@@ -28,8 +28,8 @@ from elaunch.launchers import table
 from elaunch.launchers.meetingpoint import LOOPBACK, meeting_point
 from elaunch.launchers.ranks import Numbers, launcher_numbers
 from elaunch.launchers.table import LauncherNames
+from elaunch.proc import process_name
 from elaunch.run import statedir
-from elaunch.run.record import process_name
 
 
 @dataclass(frozen=True)

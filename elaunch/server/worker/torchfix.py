@@ -34,7 +34,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from elaunch import env
+from elaunch import env, proc
 
 DEBUG_LEVEL = "TORCH_DISTRIBUTED_DEBUG"
 GLOO_THREAD = "pt_gloo_runloop"
@@ -51,7 +51,7 @@ def _settle() -> None:
     until = time.monotonic() + SETTLE_DEADLINE
     looks_at_rest = 0
     while (threads := _gloo_threads()) and time.monotonic() < until:
-        runs = any(line.rpartition(") ")[2].startswith("R") for line in threads)
+        runs = "R" in threads
         looks_at_rest = 0 if runs else looks_at_rest + 1
         if looks_at_rest == 2:
             return
@@ -59,17 +59,10 @@ def _settle() -> None:
 
 
 def _gloo_threads() -> list[str]:
-    """Return the system's line on each thread of gloo: ``pid (name) state …``."""
-    found = []
-    for thread in os.listdir("/proc/self/task"):
-        try:
-            with open(f"/proc/self/task/{thread}/stat", encoding="ascii", errors="replace") as file:
-                line = file.read()
-        except (FileNotFoundError, ProcessLookupError):  # it ended meanwhile
-            continue
-        if f"({GLOO_THREAD[:15]})" in line:
-            found.append(line)
-    return found
+    """Return the state of each thread of gloo."""
+    tasks = "/proc/self/task"
+    threads = filter(None, (proc.stat(f"{tasks}/{thread}") for thread in os.listdir(tasks)))
+    return [fields[0] for name, fields in threads if name == GLOO_THREAD[:15]]
 
 
 def mend_stores() -> None:

@@ -27,9 +27,9 @@ import socket
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Final
 
+from elaunch import proc
 from elaunch.errors import CollectiveTimeout, PlacementError
 from elaunch.hosts import is_loopback, plain
 from elaunch.training.channel.listener import Listener
@@ -84,7 +84,7 @@ def read_member(raw: bytes, rank: int) -> RankRecord:
 def machine_identity() -> str:
     """Return what is equal for processes that share abstract Unix sockets, and for no others."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot = proc.boot_id()
         space = os.stat("/proc/self/ns/net")
     except OSError:
         return f"host {socket.gethostname()}"

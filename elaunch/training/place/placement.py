@@ -35,7 +35,7 @@ from elaunch.launchers import table
 from elaunch.launchers.meetingpoint import LOOPBACK, given_port, meeting_point
 from elaunch.launchers.ranks import Numbers, launcher_numbers, torch_numbers
 from elaunch.launchers.table import LauncherNames, first_set, number
-from elaunch.run.record import process_name
+from elaunch.proc import process_name
 
 Launcher = Literal["elaunch", "torchrun", "mpi", "slurm", "explicit", "alone"]
 __all__ = ["Launcher", "Placement", "alone", "current", "explicit"]

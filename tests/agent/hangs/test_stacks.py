@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from elaunch import env
+from elaunch import env, proc
 from elaunch.agent.hangs import stacks
-from elaunch.agent.hangs.stacks import Worker, catches, take
+from elaunch.agent.hangs.stacks import Worker, take
 from tests.agent.logrig import eventually
 
 REGISTER = """
@@ -77,7 +77,7 @@ def test_a_process_without_a_handler_is_left_alone(
     """The signal would end it. It is said why there is nothing."""
     monkeypatch.setattr(stacks, "_py_spy", lambda: None)
     with running(tmp_path, 0, SILENT) as worker:
-        assert not catches(worker.pid)
+        assert not proc.catches(worker.pid, env.STACKS_SIGNAL)
         found = take(0, (worker,))
         assert Path(f"/proc/{worker.pid}/stat").read_text().split()[2] in "SR"
     assert found.groups == ()
@@ -90,7 +90,7 @@ def test_a_script_below_a_shell_is_found(tmp_path: Path) -> None:
     """--no-python with a shell script around the training."""
     shell = ("/bin/sh", "-c", '"$0" "$@"; exit 3')
     with running(tmp_path, 0, REGISTER + SLEEPS, *shell) as worker:
-        assert not catches(worker.pid)
+        assert not proc.catches(worker.pid, env.STACKS_SIGNAL)
         found = take(0, (worker,))
     assert [one.ranks for one in found.groups] == [(0,)]
 

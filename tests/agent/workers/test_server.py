@@ -21,12 +21,13 @@ from typing import Any, TypeVar
 
 import pytest
 
+from elaunch import proc
 from elaunch.agent.policy import events
 from elaunch.agent.workers import server as workerserver
 from elaunch.agent.workers.reaper import Reaper
 from elaunch.agent.workers.server import ServerPlan, WorkerServer
 from elaunch.errors import ServerError
-from elaunch.run.record import process_stat
+from elaunch.proc import read_process
 from elaunch.server import loop, processes
 from tests.integration.jobs import ACT
 from tests.launching import clean_environment, wait_until
@@ -252,14 +253,14 @@ def test_a_fence_that_holds_stops_all_workers_until_it_is_moved(rig: Rig) -> Non
 
     def states() -> set[str]:
         living = processes.descendants(server.pid)
-        return {one.state for one in (process_stat(p.pid) for p in living) if one is not None}
+        return {one.state for one in (read_process(p.pid) for p in living) if one is not None}
 
     server.send({"op": "fence", "until": time.monotonic(), "hold": 60.0})
     assert rig.next(events.WorkersHeld).on
     wait_until(lambda: states() == {"T"}, what="everything stopped")
     server.send({"op": "fence", "until": time.monotonic() + 60, "hold": 0.0})
     assert not rig.next(events.WorkersHeld).on
-    wait_until(lambda: process_stat(pid).state == "S", what="it goes on")  # type: ignore[union-attr]
+    wait_until(lambda: read_process(pid).state == "S", what="it goes on")  # type: ignore[union-attr]
     server.send({"op": "fence", "until": time.monotonic(), "hold": 0.3})
     assert rig.next(events.WorkersHeld).on
     rig.next(events.Fenced)
@@ -397,7 +398,7 @@ def test_later_modules_are_left_to_a_script_that_sets_what_they_read(rig: Rig) -
             if number == 0:
                 warmed = rig.next(events.ServerWarmed)
                 assert (warmed.problem, warmed.settings) == (None, ("CONFIGURED",) if sets else ())
-            os.kill(processes.children(server.pid)[0], signal.SIGKILL)
+            os.kill(proc.children(server.pid)[0], signal.SIGKILL)
             rig.next(events.Exit)
         server.close()
         assert seen.read_text() == ("the script\n" * 2 if sets else "default\n" * 2)

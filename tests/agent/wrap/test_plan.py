@@ -10,7 +10,7 @@ import pytest
 from elaunch.agent.wrap.plan import WrapPlan, WrapRequest, plan
 from elaunch.config.values import StreamMap
 from elaunch.errors import UsageError
-from elaunch.run.record import process_name
+from elaunch.proc import process_name
 from elaunch.training.place import placement
 
 COMMAND = ("python3.11", "s.py")

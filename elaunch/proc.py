@@ -1,0 +1,113 @@
+"""Processes and threads as ``/proc`` shows them, and what tells one from a later one.
+
+A pid is given again: a process is known by its pid with the tick since boot at which it began, a
+machine by its boot, and where pids mean the same, by the namespace.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process; ``start`` is the tick since boot, which tells it from a later one."""
+
+    pid: int
+    ppid: int
+    name: str
+    state: str
+    start: int
+    threads: int
+
+    @property
+    def living(self) -> bool:
+        """Whether it runs; a process lives on after its first thread, which looks like a zombie."""
+        return self.state not in "ZX" or self.threads > 1
+
+
+def read_process(pid: int) -> Process | None:
+    """Return the process ``pid``; None when it is gone, or this user may not see it."""
+    found = stat(f"/proc/{pid}")
+    if found is None:
+        return None
+    name, fields = found
+    return Process(pid, int(fields[1]), name, fields[0], int(fields[19]), int(fields[17]))
+
+
+def stat(directory: str) -> tuple[str, list[str]] | None:
+    """Return the name of a process or of a thread, and the fields behind it: first its state.
+
+    Args:
+        directory: ``/proc/PID``, or ``/proc/PID/task/TID``; None is returned when it is gone.
+    """
+    try:
+        with open(f"{directory}/stat", "rb") as file:
+            text = file.read().decode("utf-8", "replace")
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return None
+    # The name, in parentheses, may itself hold blanks and parentheses.
+    return text[text.index("(") + 1 : text.rindex(")")], text[text.rindex(")") + 2 :].split()
+
+
+def status(pid: int | str) -> dict[str, str]:
+    """Return the fields of ``/proc/PID/status``, also of ``self``; none when it is gone."""
+    try:
+        text = Path(f"/proc/{pid}/status").read_text(errors="replace")
+    except OSError:
+        return {}
+    return dict(line.split(":\t", 1) for line in text.splitlines() if ":\t" in line)
+
+
+def catches(pid: int | str, signum: int) -> bool:
+    """Whether a process has a handler at a signal; ``signal.getsignal`` knows Python's only."""
+    return bool(int(status(pid).get("SigCgt", "0"), 16) >> (signum - 1) & 1)
+
+
+def children(pid: int) -> list[int]:
+    """Return the pids of the children of all threads of ``pid``."""
+    found: list[int] = []
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+    except (FileNotFoundError, ProcessLookupError):
+        return found
+    for thread in threads:
+        try:
+            with open(f"/proc/{pid}/task/{thread}/children", "rb") as file:
+                found += [int(child) for child in file.read().split()]
+        except (FileNotFoundError, ProcessLookupError):
+            if os.path.exists(f"/proc/{pid}/task/{thread}"):
+                return _children_by_scan(pid)
+    return found
+
+
+def _children_by_scan(pid: int) -> list[int]:
+    """Find children where the kernel has no ``children`` file (CONFIG_PROC_CHILDREN)."""
+    everyone = (read_process(int(name)) for name in os.listdir("/proc") if name.isdigit())
+    return [process.pid for process in everyone if process is not None and process.ppid == pid]
+
+
+def process_name(pid: int) -> str:
+    """Return what distinguishes a process from all others here; empty where it is not seen."""
+    process = read_process(pid)
+    return "" if process is None else f"{pid}.{process.start}"
+
+
+def create_time(process: Process) -> float:
+    """Return when a process was created, in seconds since the epoch (psutil's create_time)."""
+    with open("/proc/stat", "rb") as file:
+        boot_time = next(int(line.split()[1]) for line in file if line.startswith(b"btime"))
+    return boot_time + process.start / os.sysconf("SC_CLK_TCK")
+
+
+def boot_id() -> str:
+    """Return the id of this machine's boot."""
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        return file.read().strip()
+
+
+def pid_namespace() -> str:
+    """Return the namespace in which the pids of this process are pids."""
+    return os.readlink("/proc/self/ns/pid")
