@@ -69,8 +69,8 @@ def session_key(secret: bytes, session: str) -> bytes:
     return hmac.digest(secret, b"elaunch channel " + session.encode(), hashlib.sha256)
 
 
-def _proof(key: bytes, side: bytes, nonces: bytes, said: bytes) -> bytes:
-    return hmac.digest(key, side + nonces + said, hashlib.sha256)
+def _proof(key: bytes, side: bytes, nonces: bytes, stated: bytes) -> bytes:
+    return hmac.digest(key, side + nonces + stated, hashlib.sha256)
 
 
 class Answering:
@@ -104,10 +104,10 @@ class Answering:
         return own + _proof(self._key, b"listens", self._nonces, struct.pack("<I", self._rank))
 
     def _check(self, received: bytes) -> None:
-        said, proof = received[: _WHO.size], received[_WHO.size :]
-        if not hmac.compare_digest(proof, _proof(self._key, b"connects", self._nonces, said)):
+        stated, proof = received[: _WHO.size], received[_WHO.size :]
+        if not hmac.compare_digest(proof, _proof(self._key, b"connects", self._nonces, stated)):
             raise Unauthenticated("does not know the job's key")
-        self.caller = Caller(*_WHO.unpack(said))
+        self.caller = Caller(*_WHO.unpack(stated))
 
 
 @dataclass
@@ -384,8 +384,8 @@ def call_up(sock: socket.socket, key: bytes, rank: int, caller: Caller, until: f
         reply[NONCE:], _proof(key, b"listens", nonces, struct.pack("<I", rank))
     ):
         raise Unauthenticated("what answers there is not of this job, or another rank of it")
-    said = _WHO.pack(caller.purpose, caller.rank)
-    sock.sendall(said + _proof(key, b"connects", nonces, said))
+    stated = _WHO.pack(caller.purpose, caller.rank)
+    sock.sendall(stated + _proof(key, b"connects", nonces, stated))
 
 
 def receive(sock: socket.socket, count: int, until: float) -> bytes:

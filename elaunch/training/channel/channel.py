@@ -45,7 +45,7 @@ class Absentees:
 class Channel:
     """One rank's end of the channel; all ranks call :meth:`open` together, and every call.
 
-    ``machine`` tells this machine from others, found out where it is not given.
+    ``machine`` is what distinguishes this machine; it is looked up where it is not given.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Channel:
             self._shared = met.shared
             by_unix = met.shared and self._placement.secret is None
             self._listener.start(
-                met.key, lambda: self._activity.told(self._page.last()), unix_only=by_unix
+                met.key, lambda: self._activity.report(self._page.last()), unix_only=by_unix
             )
             mesh = Mesh(layout, self._dialer, self._listener)
             self._mesh = mesh
@@ -176,8 +176,8 @@ class Channel:
                 self._break(call, "other", f"{call}: {end.text}", ())
                 raise ContextError(f"{call}: {end.text}") from None
             since = "" if end.call == call or end.how != "abort" else f"{call}: "
-            told = end.text if end.how == "abort" else f"{call}: {end.text}"
-            self._fail(call, end.error, since + told, end.missing)
+            text = end.text if end.how == "abort" else f"{call}: {end.text}"
+            self._fail(call, end.error, since + text, end.missing)
         except Expired:
             self._expired(call, exchange, timeout)
         except Differs as error:
@@ -234,8 +234,8 @@ class Channel:
             raise ContextError("the channel between the ranks is not open")
         others = [member for member in members if member != self._me]
         answers = {a.member: a for a in ask(self._dialer, others, until)}
-        told = self._activity.told(self._page.last())
-        answers[self._me] = Answer(self._me, str(told["text"]), there=True, calls=told["calls"])
+        report = self._activity.report(self._page.last())
+        answers[self._me] = Answer(self._me, str(report["text"]), there=True, calls=report["calls"])
         return [answers[member] for member in members]
 
     def _fail(self, call: Call, error: str, text: str, missing: tuple[int, ...]) -> NoReturn:
@@ -250,5 +250,5 @@ class Channel:
         """Send the neighbours the reason, and refuse every later call with the same."""
         assert self._mesh is not None
         self._unusable = _ERRORS.get(error, CollectiveError), text, missing
-        said = {"call": call, "error": error, "text": text, "missing": missing}
-        self._mesh.hang_up(encode("abort", said))
+        reason = {"call": call, "error": error, "text": text, "missing": missing}
+        self._mesh.hang_up(encode("abort", reason))

@@ -88,7 +88,7 @@ class Activity:
         self.now = Call(scope, self.calls[scope], name)
         return self.now
 
-    def told(self, last: str) -> dict[str, Any]:
+    def report(self, last: str) -> dict[str, Any]:
         """Return the answer to the question; ``last``: what the progress page has."""
         now = self.now
         if now is None:
@@ -127,8 +127,8 @@ def _ask_one(dialer: Dialer, member: RankRecord, until: float) -> Answer:
     try:
         with dialer.dial(member, ASK, until) as sock:
             (length,) = LENGTH.unpack(receive(sock, LENGTH.size, until))
-            said = json.loads(receive(sock, min(length, LONGEST), until))
-            return Answer(member, str(said["text"]), there=True, calls=dict(said["calls"]))
+            answer = json.loads(receive(sock, min(length, LONGEST), until))
+            return Answer(member, str(answer["text"]), there=True, calls=dict(answer["calls"]))
     except Unreached as error:
         if error.how in ("refused", "stranger"):
             return Answer(member, " has ended, or has closed its context", gone=True)

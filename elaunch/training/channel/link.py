@@ -234,13 +234,13 @@ class Parser:
 def _text(line: bytes) -> dict[str, Any]:
     """Return a frame's text; its entries are what :func:`encode` writes, or BadFrame."""
     try:
-        said: Any = json.loads(line)
+        text: Any = json.loads(line)
     except ValueError:
         raise BadFrame("a frame's text is no JSON") from None
-    if isinstance(said, dict):
-        entries = said.get("entries", [])
+    if isinstance(text, dict):
+        entries = text.get("entries", [])
         if isinstance(entries, list) and all(map(_is_entry, entries)):
-            return said
+            return text
     raise BadFrame("a frame's text lacks fields")
 
 

@@ -11,7 +11,7 @@ key               written by  what
 ``ranks``         every rank  a counter; the rank that completes it sets ``all``
 ``all``           the last    all records are there
 ``outer/<r>``     rank r      its node's address for other machines, where its record says loopback
-``expired/…``     any rank    who did not come to a call, by the first whose deadline passed
+``expired/…``     any rank    the ranks that a call lacks, by the first whose deadline passed
 ================  ==========  ======================================================================
 
 The last is written later, by channel.py. What all have read gives each rank its place: the nodes,
@@ -180,7 +180,7 @@ def meet(
     """Bind the listener, publish where it is, and return when all ranks have come.
 
     ``machine``: what tells this machine from others. All ranks call it together. Raises
-    CollectiveTimeout at ``until`` (monotonic clock) that names those who have not come, and
+    CollectiveTimeout at ``until`` (monotonic clock) that names those that have not come, and
     PlacementError where no other machine can reach this one.
     """
     line = store.line(until)

@@ -117,9 +117,9 @@ class Mesh:
         until = time.monotonic() + seconds
         while True:
             ends = [link.end for link in self.links.values() if link.end is not None]
-            told = [end for end in ends if end.how == "abort"]
-            if told:
-                return told[0]
+            aborts = [end for end in ends if end.how == "abort"]
+            if aborts:
+                return aborts[0]
             try:
                 self._poll(until)
             except Expired:

@@ -63,7 +63,7 @@ _ADVICE: Final[dict[Stage, str]] = {
 
 
 @dataclass(frozen=True)
-class Heard:
+class ReceivedNotice:
     """A notice as one rank received it.
 
     ``calls`` are its own so far; ``agent_knows``: its agent has it; ``published``: the store has.
@@ -94,7 +94,7 @@ class Agreed:
 class Agreement:
     """The two threads of one rank, from :meth:`start` to :meth:`close`.
 
-    ``on_notice`` is called with a notice that is in the store, ``tell_agent`` with one that the
+    ``on_notice`` is called with a notice that is in the store, ``notify_agent`` with one that the
     agent does not know of yet; both in these threads.
     """
 
@@ -102,16 +102,16 @@ class Agreement:
         self,
         distributed: DistributedContext,
         on_notice: Callable[[Notice], None],
-        tell_agent: Callable[[Notice], None],
+        notify_agent: Callable[[Notice], None],
     ) -> None:
         self.agreed: Agreed | None = None
         self.failure: CollectiveError | None = None
         self._distributed = distributed
         self._size = distributed.size
         self._on_notice = on_notice
-        self._tell_agent = tell_agent
-        self._heard: Heard | None = None
-        self._inbox: queue.SimpleQueue[Heard | None] = queue.SimpleQueue()
+        self._notify_agent = notify_agent
+        self._received: ReceivedNotice | None = None
+        self._inbox: queue.SimpleQueue[ReceivedNotice | None] = queue.SimpleQueue()
         self._decided = threading.Event()
         self._arriving = threading.Event()
         self._met = threading.Event()
@@ -129,11 +129,11 @@ class Agreement:
         if self._size > 1:
             self._watcher.start()
 
-    def hear(self, heard: Heard) -> None:
+    def receive(self, received: ReceivedNotice) -> None:
         """Take a notice; the first one counts. Blocks on nothing: for signal handlers too."""
-        if self._heard is None:
-            self._heard = heard
-        self._inbox.put(heard)
+        if self._received is None:
+            self._received = received
+        self._inbox.put(received)
 
     def decide(self, until: float) -> bool:
         """Wait until the ranks know the call, or cannot agree; False: not until ``until``."""
@@ -193,18 +193,18 @@ class Agreement:
 
     def _announce(self) -> None:
         """Pass on the first notice."""
-        heard = self._inbox.get()
-        if heard is None:
+        received = self._inbox.get()
+        if received is None:
             return
-        if not heard.agent_knows:
-            self._tell_agent(heard.notice)
+        if not received.agent_knows:
+            self._notify_agent(received.notice)
         if self._size == 1:
-            self.agreed = Agreed(heard.calls + 1, heard.notice)
+            self.agreed = Agreed(received.calls + 1, received.notice)
             self._decided.set()
             self._met.set()
-        elif not heard.published:
+        elif not received.published:
             try:
-                PreemptBoard(self._announcing, self._distributed).announce(heard.notice)
+                PreemptBoard(self._announcing, self._distributed).announce(received.notice)
             except CollectiveError as error:
                 self._fail(error)
             finally:
@@ -216,15 +216,15 @@ class Agreement:
             self._watching.await_key(NOTICE, math.inf)
             self._on_notice(board.notice())
             self._watching.patience = PATIENCE_S
-            if self._heard is not None:  # it is not closed meanwhile
-                self._come_to_call(self._heard, board)
+            if self._received is not None:  # it is not closed meanwhile
+                self._come_to_call(self._received, board)
         except CollectiveError as error:
             self._fail(error)
         finally:
             self._watching.close()
 
-    def _come_to_call(self, heard: Heard, board: PreemptBoard) -> None:
-        board.stand(self._first_count(CallCount(heard.calls, closed=False)))
+    def _come_to_call(self, received: ReceivedNotice, board: PreemptBoard) -> None:
+        board.stand(self._first_count(CallCount(received.calls, closed=False)))
         board.complete("at", math.inf)
         self.agreed = board.agreed()
         self._decided.set()
@@ -255,10 +255,10 @@ class Agreement:
             board = PreemptBoard(line, self._distributed)
             board.stand(self._first_count(CallCount(calls, closed=True)))
             board.arrive()
-            if self._distributed.placement.hosts_store and self._heard is not None:
+            if self._distributed.placement.hosts_store and self._received is not None:
                 board.complete("in", time.monotonic() + seconds)
         except CollectiveError as error:
-            log.debug("the other ranks were not told that this one has ended: %s", error)
+            log.debug("this rank could not report its end to the others: %s", error)
         finally:
             line.close()
 

@@ -31,7 +31,7 @@ from typing import Any, Final
 from elaunch.errors import ContextError, PeerLost
 from elaunch.training.agentlink import AgentLink
 from elaunch.training.distributed import DistributedContext
-from elaunch.training.preempt.agreement import Agreement, Heard
+from elaunch.training.preempt.agreement import Agreement, ReceivedNotice
 from elaunch.wire.progress import ProgressPage
 from elaunch.wire.worker import Kind, Notice
 
@@ -62,7 +62,7 @@ class PreemptContext:
         self._page = page
         self._beat = page.beat
         self._link = link
-        self._agreement = Agreement(distributed, self._foreign, self._tell_agent)
+        self._agreement = Agreement(distributed, self._foreign, self._notify_agent)
         self._calls = 0
         # What should_preempt() looks at: None while nothing is pending. See the module's text for
         # the order in which it and _calls are written and read.
@@ -258,12 +258,12 @@ class PreemptContext:
         if self._notice is None:
             self._notice = notice
         self._pending = self._notice
-        self._agreement.hear(Heard(notice, self._calls, agent_knows, published))
+        self._agreement.receive(ReceivedNotice(notice, self._calls, agent_knows, published))
 
     def _foreign(self, notice: Notice) -> None:
         self._take(notice, agent_knows=False, published=True)
 
-    def _tell_agent(self, notice: Notice) -> None:
+    def _notify_agent(self, notice: Notice) -> None:
         if self._link is not None:
             self._link.heard(notice.reason, notice.kind)
 
