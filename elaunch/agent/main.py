@@ -231,8 +231,8 @@ def _join(
     from elaunch.agent.nodes.connect import join
 
     joined = join(plan, group, say, stack, probe, saver.finishing)
-    saver.meet(joined.meeting.read_plan, joined.courier)
-    joined.courier.attach(saver)
+    saver.meet(joined.meeting.read_plan, joined.peers)
+    joined.peers.attach(saver)
     return joined.publisher
 
 

@@ -50,7 +50,7 @@ CLOSING: Final = _WHO.size + PROOF
 
 LINK: Final = b"link"
 ASK: Final = b"ask?"
-COURIER: Final = b"cour"
+PEER: Final = b"cour"
 
 
 class Unauthenticated(ConnectionError):

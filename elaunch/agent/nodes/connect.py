@@ -43,7 +43,7 @@ class Joined:
     """The parts that only an agent of several has; closed by the stack that join() was given."""
 
     publisher: StatusPublisher
-    courier: Peers
+    peers: Peers
     meeting: Meeting
 
 
@@ -67,15 +67,15 @@ def join(
     opening = StoreOpener(rendezvous, settings.run_id, own_addr, group.host_hello, key=key)
     opening.prepare()
     stack.callback(opening.close)
-    courier = Peers(own_addr, settings.run_id, rendezvous.secret)
-    courier.start()
-    stack.callback(courier.close)
+    peers = Peers(own_addr, settings.run_id, rendezvous.secret)
+    peers.start()
+    stack.callback(peers.close)
 
     search: Callable[[Search], SearchResult] = for_all_nodes(settings, plan.post, finishing)
     rests: Callable[[bool], object] = bool
     if settings.checkpoint_local and isinstance(settings.checkpoint_dir, Path):
         search = LocalSearch(
-            courier,
+            peers,
             rendezvous.heartbeat_timeout,
             plan.post,
             require=settings.require_resume,
@@ -83,19 +83,19 @@ def join(
         place = LocalDirectory(
             settings.checkpoint_dir, settings.checkpoint_glob, settings.run_id, finishing.finish
         )
-        rests = LocalCopies(courier, place).rests
-    world = World(post=_post(plan, courier), search=search, fence=group.fence, clock=time.monotonic)
+        rests = LocalCopies(peers, place).rests
+    world = World(post=_post(plan, peers), search=search, fence=group.fence, clock=time.monotonic)
     killed_in = directory.killed_in(settings.run_id, os.environ) if opening.hosts else None
     agreed = rules(settings, rendezvous, opening.hosts, killed_in)
-    open_store = _store_opener(opening, courier, group)
+    open_store = _store_opener(opening, peers, group)
     meeting = Meeting(
         open_store, agreed, lambda: records.key_of(opening.secret, settings.run_id), world
     )
-    identity = replace(_identity(plan, say), courier=courier.port, rests=rests, probe=probe)
+    identity = replace(_identity(plan, say), courier=peers.port, rests=rests, probe=probe)
     identity = replace(identity, port=group.open_endpoint)
     publisher = StatusPublisher(meeting, identity)
     stack.callback(publisher.leave)
-    return Joined(publisher, courier, meeting)
+    return Joined(publisher, peers, meeting)
 
 
 def _key_by_munge(
@@ -110,18 +110,18 @@ def _key_by_munge(
     return MungeKey(run_id) if table.find(environ) is table.SLURM else None
 
 
-def _store_opener(opening: StoreOpener, courier: Peers, group: WorkerGroup) -> Callable[[], Store]:
+def _store_opener(opening: StoreOpener, peers: Peers, group: WorkerGroup) -> Callable[[], Store]:
     """Return what opens the store and hands its secret to those who use it, before any plan."""
 
     def open_store() -> Store:
         store = opening.open()
-        courier.secret = group.secret = opening.secret
+        peers.secret = group.secret = opening.secret
         return store
 
     return open_store
 
 
-def _post(plan: GroupPlan, courier: Peers) -> Callable[[News], None]:
+def _post(plan: GroupPlan, peers: Peers) -> Callable[[News], None]:
     """Return what takes the news of the rendezvous: plans that are not refused, and all else."""
     check = CheckpointCheck(plan.settings.checkpoint_dir)
 
@@ -130,7 +130,7 @@ def _post(plan: GroupPlan, courier: Peers) -> Callable[[News], None]:
             if problem := check.problem(news.plan):
                 plan.post(MeetingFailed(UsageError.exit_code, problem))
                 return
-            courier.hear(news.plan, news.name)
+            peers.hear(news.plan, news.name)
         plan.post(news)
 
     return post

@@ -76,23 +76,23 @@ class LocalCopies:
     """Serves this node's checkpoint directory to the agents of the job.
 
     Args:
-        courier: reaches the others; is given the handlers.
+        peers: reaches the others; is given the handlers.
         place: which checkpoints.
     """
 
-    def __init__(self, courier: Peers, place: LocalDirectory) -> None:
-        self._courier = courier
+    def __init__(self, peers: Peers, place: LocalDirectory) -> None:
+        self._peers = peers
         self._place = place
         self._root = place.root
         self._turn = threading.Lock()
         self._done = 0
         self._rests = True
-        courier.handle("staged", self._in_turn(self._on_staged))
-        courier.handle("seals", self._in_turn(self._on_seals))
-        courier.handle("kept", self._in_turn(self._on_kept))
-        courier.handle("look", self._in_turn(self._on_look))
-        courier.handle("gather", self._in_turn(self._on_gather))
-        courier.handle("file", self._on_file)
+        peers.handle("staged", self._in_turn(self._on_staged))
+        peers.handle("seals", self._in_turn(self._on_seals))
+        peers.handle("kept", self._in_turn(self._on_kept))
+        peers.handle("look", self._in_turn(self._on_look))
+        peers.handle("gather", self._in_turn(self._on_gather))
+        peers.handle("file", self._on_file)
 
     def rests(self, rests: bool) -> None:
         """Note whether nothing of a round is left on this node."""
@@ -181,7 +181,7 @@ class LocalCopies:
         workplace = self._root / layout.STAGE / f"{GATHERED}{secrets.token_hex(8)}"
         workplace.mkdir(parents=True)
         try:
-            with NodeSources(self._courier, kept.path, nodes, self._progress(line)) as sources:
+            with NodeSources(self._peers, kept.path, nodes, self._progress(line)) as sources:
                 if path.is_dir() and (kept.format != own.FORMAT or _is(path, kept.digest)):
                     self._complete(path, files, workplace, sources)
                 else:
@@ -261,12 +261,12 @@ class NodeSources:
 
     def __init__(
         self,
-        courier: Peers,
+        peers: Peers,
         checkpoint: str,
         nodes: Sequence[Peer],
         progress: Callable[[int], object],
     ) -> None:
-        self._courier = courier
+        self._peers = peers
         self._checkpoint = checkpoint
         self._nodes = nodes
         self._progress = progress
@@ -308,7 +308,7 @@ class NodeSources:
     def _fetch(self, place: int, entry: FileEntry, target: Path) -> None:
         line = self._lines.get(place)
         if line is None:
-            line = self._courier.call(self._nodes[place], time.monotonic() + REACH_S)
+            line = self._peers.call(self._nodes[place], time.monotonic() + REACH_S)
             self._lines[place] = line
         asked = {"do": "file", "checkpoint": self._checkpoint, "file": entry.path}
         size = int(line.ask(asked).get("size", -1))

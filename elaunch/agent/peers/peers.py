@@ -31,7 +31,7 @@ from elaunch.hosts import is_loopback
 from elaunch.rendezvous.plan import Plan
 from elaunch.wire import stream
 from elaunch.wire.saver import Files, Handed, handed_from_json, handed_to_json
-from elaunch.wire.stream import COURIER, Caller, Endpoint, StreamListener, session_key
+from elaunch.wire.stream import PEER, Caller, Endpoint, StreamListener, session_key
 
 PATIENCE: Final = 30.0
 """Seconds without a byte or progress after which another agent counts as hung."""
@@ -80,7 +80,7 @@ class Peers:
         self.port = 0
         """The port that is published to others; 0 before :meth:`start`."""
         self._listener = StreamListener(
-            "courier", self._admit, has_room=lambda: len(self._served) < MOST_SERVED
+            "elaunch-peers", self._admit, has_room=lambda: len(self._served) < MOST_SERVED
         )
         self._served: set[socket.socket] = set()
         self._serving = threading.Lock()
@@ -156,7 +156,7 @@ class Peers:
             self._heard.wait_for(self._key, max(0.0, until - time.monotonic()))
         if not self._key():
             raise Undelivered("this agent has not heard of a plan yet")
-        caller = Caller(COURIER, self.port)
+        caller = Caller(PEER, self.port)
         try:
             sock = stream.dial(
                 peer.endpoint, self._key, peer.port, caller, until, key_may_change=True
@@ -241,21 +241,21 @@ class Peers:
 
     def _admit(self, sock: socket.socket, caller: Caller) -> None:
         """Serve one that has passed, in a thread of its own."""
-        if caller.purpose != COURIER:
+        if caller.purpose != PEER:
             sock.close()
             return
         sock.setblocking(True)
         with self._serving:
             self._served.add(sock)
         threading.Thread(
-            target=self._attend, args=(sock,), name="courier-peer", daemon=True
+            target=self._attend, args=(sock,), name="elaunch-peer", daemon=True
         ).start()
 
     def _attend(self, sock: socket.socket) -> None:
         try:
             self._serve(sock)
         except Exception:
-            log.exception("the courier could not serve another node's agent")
+            log.exception("another node's agent could not be served")
         finally:
             with self._serving:
                 self._served.discard(sock)

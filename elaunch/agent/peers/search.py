@@ -51,7 +51,7 @@ class LocalSearch:
     """Finds the newest checkpoint that the nodes have together, and has all of them get it.
 
     Args:
-        courier: reaches the other agents, and this one.
+        peers: reaches the other agents, and this one.
         heartbeat_timeout: seconds after which a dead agent is no member any more.
         post: sends the loop what was found, for its log.
         require: whether it is an error if there are checkpoints and none is whole.
@@ -59,13 +59,13 @@ class LocalSearch:
 
     def __init__(
         self,
-        courier: Peers,
+        peers: Peers,
         heartbeat_timeout: float,
         post: Callable[[events.Event], None],
         *,
         require: bool = False,
     ) -> None:
-        self._courier = courier
+        self._peers = peers
         self._require = require
         self._reach = 2 * heartbeat_timeout + 1.0
         self._post = post
@@ -84,7 +84,7 @@ class LocalSearch:
         targets = [name for name in asked.nodes or nodes if name in nodes]
         for name in self._unreached.keys() - set(targets):
             nodes.pop(name, None)  # a spare that nobody reaches holds up nobody
-        search = _OneSearch(self._courier, nodes, targets, self._reach)
+        search = _OneSearch(self._peers, nodes, targets, self._reach)
         try:
             found = search.run()
         except Undelivered as error:
@@ -118,13 +118,13 @@ class _OneSearch:
 
     def __init__(
         self,
-        courier: Peers,
+        peers: Peers,
         nodes: Mapping[str, NodeStatus],
         targets: Sequence[str],
         reach: float,
     ) -> None:
-        self._courier = courier
-        self._peers = {
+        self._peers = peers
+        self._members = {
             name: Peer(record.host, record.addr, record.courier) for name, record in nodes.items()
         }
         self._targets = targets
@@ -166,7 +166,9 @@ class _OneSearch:
     def _gather(self, kept: Kept, union: Union, names: Sequence[str]) -> bool:
         """Have all targets get the files that they lack; return whether they all have."""
         places = {name: place for place, name in enumerate(names)}
-        nodes = [[peer.host, peer.addr, peer.port] for peer in map(self._peers.get, names) if peer]
+        nodes = [
+            [peer.host, peer.addr, peer.port] for peer in map(self._members.get, names) if peer
+        ]
         work = {}
         for name in self._targets:
             lacking = union.lacking(places.get(name, -1))
@@ -193,14 +195,14 @@ class _OneSearch:
         return not problems and not self.unreached
 
     def _pass_over(self, kept: Kept, names: Iterable[str], reason: str) -> None:
-        hosts = ", ".join(sorted({self._peers[name].host for name in names}))
+        hosts = ", ".join(sorted({self._members[name].host for name in names}))
         self._passed_over.append(records.PassedOver(Path(kept.path), f"{reason} (on {hosts})"))
 
     # ── asking ───────────────────────────────────────────────────────────────────────────────────
 
     def _seals(self) -> dict[str, Seals]:
         """Return for each node that was reached the manifests of the stages that it has."""
-        said = self._of_all(self._peers, lambda name: self._ask(name, {"do": "staged"}, PATIENCE))
+        said = self._of_all(self._members, lambda name: self._ask(name, {"do": "staged"}, PATIENCE))
         staged = {name: seals_of(one["seals"]) for name, one in said.items()}
         merged = merge(staged.values())
         for stage in merged:
@@ -213,7 +215,7 @@ class _OneSearch:
 
     def _kept(self, name: str, seals: Seals) -> list[Kept]:
         said = self._ask(name, {"do": "kept", "seals": seals_to_json(seals)}, PATIENCE)
-        host = self._peers[name].host
+        host = self._members[name].host
         for path, reason in said["passed_over"]:
             self._passed_over.append(records.PassedOver(Path(f"{host}:{path}"), str(reason)))
         return [kept_of(fields) for fields in said["kept"]]
@@ -232,12 +234,12 @@ class _OneSearch:
 
         One that refuses may be starting: for a while it is tried again.
         """
-        peer, until = self._peers[name], time.monotonic() + self._reach
-        if peer.port == self._courier.port and peer.addr == self._courier.host:
-            peer = self._courier.here()
+        peer, until = self._members[name], time.monotonic() + self._reach
+        if peer.port == self._peers.port and peer.addr == self._peers.host:
+            peer = self._peers.here()
         while True:
             try:
-                line = self._courier.call(peer, until, patience)
+                line = self._peers.call(peer, until, patience)
                 break
             except Undelivered as error:
                 if time.monotonic() + AGAIN >= until:
@@ -259,7 +261,9 @@ class _OneSearch:
                     raise
                 self.unreached[name] = str(error)
             except (AttributeError, KeyError, TypeError, ValueError) as error:
-                raise CheckpointError(f"{self._peers[name]} answers nonsense: {error!r}") from error
+                raise CheckpointError(
+                    f"{self._members[name]} answers nonsense: {error!r}"
+                ) from error
         return answers
 
 

@@ -1,4 +1,4 @@
-"""The courier: word, parts and replicas reach the right agent whole, and strangers get nothing."""
+"""The peers: shards and replicas reach the right agent whole, and strangers get nothing."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from elaunch.agent.peers.peers import Peer, Peers
 from elaunch.checkpoint.records import Part, Stage
 from elaunch.errors import SaveError
 from elaunch.wire.saver import Handed
-from elaunch.wire.stream import COURIER, HELLO, OPENING, REPLY, Caller, Unauthenticated, call_up
-from tests.agent.courierrig import HERE, couriers, tell
+from elaunch.wire.stream import HELLO, OPENING, PEER, REPLY, Caller, Unauthenticated, call_up
+from tests.agent.peersrig import HERE, agents, tell
 
 STAGE = Stage(120, 3, "abc")
 DEADLINE = 20.0
@@ -30,7 +30,7 @@ def handed(size: int) -> Handed:
 
 @dataclass
 class Keeper:
-    """The saver of one node, as the courier calls it."""
+    """The saver of one node, as its peers call it."""
 
     parts: dict[tuple[int, int, int], tuple[Handed, memoryview]] = field(default_factory=dict)
     told: list[tuple[object, ...]] = field(default_factory=list)
@@ -75,10 +75,10 @@ class Keeper:
 def test_seals_and_failures_reach_the_node_that_they_are_for() -> None:
     """With the manifest's bytes as they were."""
     manifest = bytes(range(256))
-    with couriers(3) as made:
+    with agents(3) as made:
         keepers = [Keeper() for _ in made]
-        for courier, saver in zip(made, keepers, strict=True):
-            courier.attach(saver)
+        for peers, saver in zip(made, keepers, strict=True):
+            peers.attach(saver)
         made[2].send_sealed(0, STAGE, 5, manifest, DEADLINE)
         made[1].send_writing(0, STAGE, 3, 6, DEADLINE)
         made[1].send_failed(0, STAGE, 3, "no space left", DEADLINE)
@@ -95,7 +95,7 @@ def test_a_part_is_copied_from_memory_to_memory() -> None:
     size = 9_000_001
     memory = memoryview(os.urandom(size + 100))
     taken = bytearray(size + 500)
-    with couriers(2) as made:
+    with agents(2) as made:
         saver = Keeper({(120, 3, 1): (handed(size), memory)})
         made[0].attach(saver)
         found = made[1].fetch_part(0, (120, 3, 1), lambda _: memoryview(taken), DEADLINE)
@@ -110,7 +110,7 @@ def test_a_replica_lies_in_the_neighbours_memory() -> None:
     """Or is refused in its words, and says whose they are."""
     size = 5_000_000
     memory = memoryview(os.urandom(size))
-    with couriers(2) as made:
+    with agents(2) as made:
         saver = Keeper()
         made[1].attach(saver)
         made[0].push_replica(1, handed(size), memory, DEADLINE)
@@ -126,7 +126,7 @@ def test_a_replica_lies_in_the_neighbours_memory() -> None:
 
 def test_an_agent_that_has_ended_is_told_from_one_that_is_silent() -> None:
     """The first at once, the second at the deadline."""
-    with couriers(2) as made, socket.create_server((HERE, 0)) as silent:
+    with agents(2) as made, socket.create_server((HERE, 0)) as silent:
         made[1].close()
         with pytest.raises(Undelivered, match="nobody listens there") as caught:
             made[0].send_failed(1, STAGE, 0, "x", DEADLINE)
@@ -144,7 +144,7 @@ def test_an_agent_that_dies_in_the_middle_is_gone() -> None:
         line.say({"ok": True})
         line.close()
 
-    with couriers(2) as made:
+    with agents(2) as made:
         made[0].handle("file", die)
         line = made[1].call(made[1].node(0), time.monotonic() + DEADLINE)
         with line, pytest.raises(Undelivered, match="ended in the middle of sending") as caught:
@@ -163,7 +163,7 @@ def test_one_that_is_slow_is_waited_for_and_one_that_hangs_is_not() -> None:
             release.wait(0.1)
         return {"ok": True}
 
-    with couriers(2) as made:
+    with agents(2) as made:
         made[0].handle("slow", slow)
         peer = made[1].node(0)
         with made[1].call(peer, time.monotonic() + DEADLINE, patience=1.0) as line:
@@ -177,7 +177,7 @@ def test_one_that_is_slow_is_waited_for_and_one_that_hangs_is_not() -> None:
 @pytest.mark.parametrize("secret", [None, b"s"])
 def test_another_job_is_kept_out(secret: bytes | None) -> None:
     """Also where the run id is the same; and let in once both have the plan of one job."""
-    with couriers(2, secret) as made:
+    with agents(2, secret) as made:
         tell([made[1]], job="another")
         peer = made[0].node(1)
         with pytest.raises(Undelivered, match="does not take us"):
@@ -188,7 +188,7 @@ def test_another_job_is_kept_out(secret: bytes | None) -> None:
 
 def test_another_secret_is_kept_out() -> None:
     """Who reads the store knows the job's word, and that is not enough."""
-    with couriers(1, b"s") as made, couriers(1, b"t") as others:
+    with agents(1, b"s") as made, agents(1, b"t") as others:
         tell([*made, *others], job="one")
         with pytest.raises(Undelivered, match="does not take us"):
             others[0].call(others[0].node(0), time.monotonic() + 0.3)
@@ -201,7 +201,7 @@ def test_before_the_first_plan_nobody_is_let_in() -> None:
     try:
         with pytest.raises(Undelivered, match="not heard of a plan"):
             early.call(Peer("x", HERE, 1), time.monotonic() + 0.1)
-        with couriers(1, None) as made:
+        with agents(1, None) as made:
             peer = Peer("early", HERE, early.port)
             threading.Timer(0.2, tell, ([*made, early],)).start()
             made[0].call(peer, time.monotonic() + DEADLINE).close()
@@ -211,7 +211,7 @@ def test_before_the_first_plan_nobody_is_let_in() -> None:
 
 def test_strangers_learn_nothing_and_stop_nobody() -> None:
     """Random bytes, half a handshake, an open connection each: the job goes on."""
-    with couriers(2) as made:
+    with agents(2) as made:
         saver = Keeper()
         made[0].attach(saver)
         port = made[0].port
@@ -231,7 +231,7 @@ def test_strangers_learn_nothing_and_stop_nobody() -> None:
             except ConnectionResetError:
                 assert saver.told == []
         with socket.create_connection((HERE, port)) as sock, pytest.raises(Unauthenticated):
-            call_up(sock, b"guessed", port, Caller(COURIER, 1), time.monotonic() + DEADLINE)
+            call_up(sock, b"guessed", port, Caller(PEER, 1), time.monotonic() + DEADLINE)
         idle = [socket.create_connection((HERE, port)) for _ in range(200)]
         made[1].send_sealed(0, STAGE, 1, b"{}", DEADLINE)
         for sock in idle:
@@ -252,7 +252,7 @@ def test_strangers_learn_nothing_and_stop_nobody() -> None:
 )
 def test_requests_without_sense_are_refused(request_: dict[str, object]) -> None:
     """The one who asks hears it, and may go on."""
-    with couriers(2) as made:
+    with agents(2) as made:
         saver = Keeper()
         made[0].attach(saver)
         with made[1].call(made[1].node(0), time.monotonic() + DEADLINE) as line:
@@ -265,5 +265,5 @@ def test_requests_without_sense_are_refused(request_: dict[str, object]) -> None
 
 def test_a_round_without_that_node_has_nobody_to_ask() -> None:
     """A node rank that the plan has not, and an agent without a port."""
-    with couriers(1) as made, pytest.raises(Undelivered, match="the round has no node 7"):
+    with agents(1) as made, pytest.raises(Undelivered, match="the round has no node 7"):
         made[0].send_failed(7, STAGE, 0, "x", DEADLINE)

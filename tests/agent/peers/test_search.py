@@ -28,7 +28,7 @@ from elaunch.checkpoint.storage.storage import open_storage
 from elaunch.errors import CheckpointError
 from elaunch.rendezvous.decide.view import Search, SearchResult
 from elaunch.rendezvous.plan import PlanCheckpoint
-from tests.agent.courierrig import content, local_nodes, members
+from tests.agent.peersrig import content, local_nodes, members
 from tests.checkpoint import makers
 from tests.checkpoint.nodelocal.test_inventory import flip
 

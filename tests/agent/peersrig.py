@@ -1,4 +1,4 @@
-"""Agents of one job as far as their couriers see it: threads of this process, real sockets."""
+"""Agents of one job as their peers see them: threads of this process, real sockets."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ HERE = "127.0.0.1"
 
 
 @contextmanager
-def couriers(count: int, secret: bytes | None = b"s") -> Iterator[list[Peers]]:
-    """Yield couriers that know each other as the nodes of one plan."""
+def agents(count: int, secret: bytes | None = b"s") -> Iterator[list[Peers]]:
+    """Yield agents that know each other as the nodes of one plan."""
     with ExitStack() as stack:
         made = [Peers(HERE, "digits", secret) for _ in range(count)]
-        for courier in made:
-            courier.start()
-            stack.callback(courier.close)
+        for peers in made:
+            peers.start()
+            stack.callback(peers.close)
         tell(made)
         yield made
 
@@ -30,12 +30,12 @@ def couriers(count: int, secret: bytes | None = b"s") -> Iterator[list[Peers]]:
 def tell(made: list[Peers], job: str | None = None) -> Plan:
     """Have all of them hear of a plan of which they are the nodes."""
     nodes = tuple(
-        Node(f"a{number}", f"node{number}", HERE, 1, "default", courier.port)
-        for number, courier in enumerate(made)
+        Node(f"a{number}", f"node{number}", HERE, 1, "default", peers.port)
+        for number, peers in enumerate(made)
     )
     plan = Plan(job or secrets.token_hex(16), round=0, phase="running", nodes=nodes)
-    for number, courier in enumerate(made):
-        courier.hear(plan, f"a{number}")
+    for number, peers in enumerate(made):
+        peers.hear(plan, f"a{number}")
     return plan
 
 
@@ -43,8 +43,8 @@ def tell(made: list[Peers], job: str | None = None) -> Plan:
 def local_nodes(
     tmp_path: Path, count: int, glob: str | None = None
 ) -> Iterator[tuple[list[Peers], list[LocalCopies], list[Path]]]:
-    """Yield couriers of nodes that each serve a checkpoint directory of their own."""
-    with couriers(count) as made:
+    """Yield agents of nodes that each serve a checkpoint directory of their own."""
+    with agents(count) as made:
         roots = [tmp_path / f"disk{number}" for number in range(count)]
         for root in roots:
             root.mkdir()
@@ -63,8 +63,8 @@ def finish(root: Path | str, run_id: str | None) -> None:
 def members(made: list[Peers]) -> dict[str, NodeStatus]:
     """Return what the agents say of themselves between two rounds."""
     return {
-        f"a{number}": NodeStatus(f"node{number}", HERE, 0, 1, state="ready", courier=courier.port)
-        for number, courier in enumerate(made)
+        f"a{number}": NodeStatus(f"node{number}", HERE, 0, 1, state="ready", courier=peers.port)
+        for number, peers in enumerate(made)
     }
 
 
