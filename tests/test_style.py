@@ -42,7 +42,7 @@ FORBIDDEN_NAMES = frozenset(
 EXCEPTIONS: dict[tuple[str, str], str] = {
     (
         "sleep",
-        "elaunch.server.worker.torchfix:_settle",
+        "elaunch.server.torchfix:_settle",
     ): "nothing tells when a thread of C++ is at rest",
     ("sleep", "elaunch.server.preload:threads_after_a_fork"): "nothing tells when a native thread "
     "is off the kernel's list",

@@ -148,7 +148,7 @@ class WarmServer:
     def __init__(self, requests: socket.socket) -> None:
         self._requests = requests
         first = set(sys.modules)
-        from elaunch.server.worker import script  # noqa: F401 - as the server's program does
+        from elaunch.server import script  # noqa: F401 - as the server's program does
 
         self.program = os.path.join(os.path.dirname(loop.__file__), "__main__.py")
         gc.disable()

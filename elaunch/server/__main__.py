@@ -13,8 +13,8 @@ import sys
 if not getattr(sys.flags, "safe_path", False):
     del sys.path[0]
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+from elaunch.server import script
 from elaunch.server.loop import serve
-from elaunch.server.worker import script
 
 del sys.path[0]
 

@@ -26,13 +26,12 @@ from typing import NoReturn
 
 from elaunch.endings import Exit
 from elaunch.proc import Process
-from elaunch.server import devices, processes
+from elaunch.server import devices, processes, worker
 from elaunch.server.preload import Later, Preloaded, preload
 from elaunch.server.stores import Stores
 from elaunch.server.sweep import Sweep
 from elaunch.server.timers import Timers, worker_above
-from elaunch.server.worker import fork as worker
-from elaunch.server.worker.fork import Job
+from elaunch.server.worker import Job
 from elaunch.wire.local import Channel, Message
 
 MAX_FILES = 2

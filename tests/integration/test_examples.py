@@ -105,7 +105,7 @@ def finish_under_torchrun(launcher: Launcher, example: Example, checkpoints: Pat
 
     torch 2.13 may abort a process that has finished: a thread of gloo that still lets go of its
     last tensor asks for Python's lock, which the interpreter does not give any more. In a worker
-    that elaunch forks this is mended (elaunch.server.worker.torchfix); under torchrun another run
+    that elaunch forks this is mended (elaunch.server.torchfix); under torchrun another run
     goes on.
     """
     done = torchrun(launcher, example, checkpoints).wait()

@@ -9,7 +9,7 @@ import time
 
 from elaunch.server import processes
 from elaunch.server.loop import Server
-from elaunch.server.worker.fork import Job
+from elaunch.server.worker import Job
 from elaunch.wire.local import Channel
 
 

@@ -223,7 +223,7 @@ class WorkerGroup:
             signals_to_handle=",".join(s.name for s in settings.signals_to_handle),
             # "1" makes rank 0 try to host and torch's own fallback make it a client where that
             # address is taken, as the launcher's is; a private store of the script, or of what it
-            # starts, works with it. In a forked worker elaunch.server.worker.torchfix spares the
+            # starts, works with it. In a forked worker elaunch.server.torchfix spares the
             # attempt.
             use_agent_store="1",
             virtual_local_rank=settings.virtual_local_rank,

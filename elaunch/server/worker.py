@@ -19,7 +19,7 @@ from typing import TextIO
 
 from elaunch import env
 from elaunch.server import processes
-from elaunch.server.worker.torchfix import mend_exit, mend_stores
+from elaunch.server.torchfix import mend_exit, mend_stores
 
 _stacks_files: list[TextIO] = []
 """The file that the handler of env.STACKS_SIGNAL writes to."""
@@ -61,7 +61,7 @@ def detach(job: Job, server_pid: int, mask: Iterable[int]) -> None:
     os.close(job.stderr)
     os.environ.update(job.env)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        # Until the script runs (elaunch.server.worker.script), it ends the process without a
+        # Until the script runs (elaunch.server.script), it ends the process without a
         # traceback.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from elaunch.server.worker import torchfix
+from elaunch.server import torchfix
 
 
 def _in_thread_of_gloo(named: threading.Event, ended: list[bool]) -> None:

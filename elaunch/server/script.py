@@ -21,7 +21,7 @@ from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 from importlib.util import MAGIC_NUMBER
 
 from elaunch import errorrecord
-from elaunch.server.worker.fork import Job
+from elaunch.server.worker import Job
 
 _as_main: Callable[..., object] = vars(runpy)["_run_module_as_main"]
 """What the interpreter itself calls for ``-m``; runpy's public functions run a copy of ``__main__``
@@ -30,7 +30,7 @@ that pickle and multiprocessing do not find."""
 _replaced: list[types.ModuleType] = []
 """The server's own ``__main__``: the interpreter uses its names to the end, without owning it."""
 
-_SERVER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_SERVER = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
 def prepare(job: Job) -> Callable[[], object]:
