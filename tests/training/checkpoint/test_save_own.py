@@ -59,7 +59,7 @@ def kept(number: int) -> elaunch.PerRank:
     """Return a module and its optimizer, which a rank that was not there keeps as they are."""
     module = local_module(number)
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0 + number)
-    return elaunch.PerRank({"m": module, "o": optimizer, "n": number}, wrap=False)
+    return elaunch.PerRank({"m": module, "o": optimizer, "n": number}, on_more_ranks="keep")
 
 
 def local_module(rank: int) -> nn.Module:

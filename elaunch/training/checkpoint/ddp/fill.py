@@ -213,7 +213,7 @@ class _Filling:
         new = every[self._rank % len(every)]
         if marked.on_resize is not None and len(every) != self._ranks:
             new = marked.on_resize(list(every))
-        elif self._rank >= len(every) and not marked.wrap:
+        elif self._rank >= len(every) and marked.on_more_ranks == "keep":
             return
         if kinds.is_changed_in_place(marked.value):
             self._value({}, "", marked.value, new)

@@ -293,7 +293,7 @@ class _Walk:
             return
         if marked.on_resize is not None and len(saved) != self._stored.world_size_now:
             self._resized(marked, path, saved)
-        elif self._rank < len(saved) or marked.wrap:
+        elif self._rank < len(saved) or marked.on_more_ranks == "wrap":
             self._own(marked, (*path, rank_name(saved[self._rank % len(saved)])))
 
     def _own(self, marked: PerRank, path: KeyPath) -> None:

@@ -84,7 +84,7 @@ def refuse_resizing(marked: PerRank, name: str) -> None:
     if marked.on_resize is not None and is_changed_in_place(marked.value):
         raise CheckpointError(
             f"{name} is a PerRank with on_resize around a {type(marked.value).__name__} that is "
-            "loaded in place: on_resize is for values; wrap=True or False says what modules and "
+            "loaded in place: on_resize is for values; on_more_ranks says what modules and "
             "optimizers get on more ranks"
         )
 

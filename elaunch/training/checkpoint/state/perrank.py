@@ -13,10 +13,11 @@ import random
 import re
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
+from elaunch.errors import ContextError
 from elaunch.training.checkpoint.state import tensors
 
 _RANK = re.compile(r"rank-([0-9]{5,})")
@@ -39,8 +40,8 @@ class PerRank:
     Args:
         value: anything that could stand in the state without the mark: a plain value, a tensor, a
             dict, a module, an object with ``state_dict`` and ``load_state_dict``.
-        wrap: rank r, if only ``saved`` <= r ranks have saved, gets that of rank ``r % saved``; if
-            this is False it keeps the value that it has.
+        on_more_ranks: what rank r gets if only ``saved`` <= r ranks have saved: "wrap", that of
+            rank ``r % saved``; "keep", the value that it has.
         on_resize: called by ``load`` if another number of ranks has saved, with what each of them
             had, in the order of the ranks; returns what this rank takes. Refused for modules,
             optimizers and dicts with them, which are loaded in place.
@@ -53,11 +54,13 @@ class PerRank:
         self,
         value: Any,
         *,
-        wrap: bool = True,
+        on_more_ranks: Literal["wrap", "keep"] = "wrap",
         on_resize: Callable[[list[Any]], Any] | None = None,
     ) -> None:
+        if on_more_ranks not in ("wrap", "keep"):
+            raise ContextError(f'PerRank(on_more_ranks={on_more_ranks!r}): give "wrap" or "keep"')
         self.value = value
-        self.wrap = wrap
+        self.on_more_ranks = on_more_ranks
         self.on_resize = on_resize
 
     def __repr__(self) -> str:
@@ -114,4 +117,4 @@ def rng_state() -> PerRank:
     gets its own back; a rank that there was not at the save keeps the states that it has: two ranks
     with one state would draw the same numbers.
     """
-    return PerRank(RandomState(), wrap=False)
+    return PerRank(RandomState(), on_more_ranks="keep")

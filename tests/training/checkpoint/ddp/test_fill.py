@@ -196,12 +196,12 @@ def test_per_rank_on_another_number_of_ranks(ranks: Ranks) -> None:
         return {
             "sum": PerRank({"pos": value}, on_resize=positions),
             "wrap": PerRank(value),
-            "keep": PerRank(value, wrap=False),
+            "keep": PerRank(value, on_more_ranks="keep"),
             "module": PerRank({"m": linear(float(value))}),
-            "kept module": PerRank(linear(float(value)), wrap=False),
-            "kept dict": PerRank({"m": linear(float(value)), "n": value}, wrap=False),
+            "kept module": PerRank(linear(float(value)), on_more_ranks="keep"),
+            "kept dict": PerRank({"m": linear(float(value)), "n": value}, on_more_ranks="keep"),
             "kept optimizer": PerRank(
-                torch.optim.SGD(linear(0.0).parameters(), lr=float(value)), wrap=False
+                torch.optim.SGD(linear(0.0).parameters(), lr=float(value)), on_more_ranks="keep"
             ),
         }
 
