@@ -6,8 +6,7 @@ module           holds
 records          what the modules hand to each other: ``Stage``, ``Committed``, …
 layout           every file name of elaunch's own layout, and its JSON documents
 names            what a name shows: temporary or not, and the step
-ownership,       whose directory it is: ``run.json``; one job at a time
-locking
+ownership        whose directory it is: ``run.json``; one job at a time
 probe            whether a directory is fit for use, and all nodes share it
 storage          where a run's checkpoints are: ``open_storage``; the commit
 writing          from shards in memory to a committed checkpoint, in the background

@@ -164,7 +164,7 @@ def rm(there: Listing, _: str, names: tuple[str, ...], force: bool) -> int | Non
     Not the newest, a pinned one, or one that a living run has resumed from or reads, without
     --force.
     """
-    from elaunch.checkpoint.retention import pins, readers
+    from elaunch.checkpoint.retention import readers, shelves
     from elaunch.monitor.checkpointtarget import choose
 
     entries = choose(there, names)
@@ -177,7 +177,7 @@ def rm(there: Listing, _: str, names: tuple[str, ...], force: bool) -> int | Non
                 raise UsageError(f"{entry.name} is being read; wait, or give --force")
             there.storage.remove(entry.found)
         if entry.pinned:
-            pins.unpin(there.place, entry.name)
+            shelves.unpin(there.place, entry.name)
         click.echo(f"removed {entry.name}")
     return None
 
@@ -228,7 +228,7 @@ def unpin(there: Listing, _: str, names: tuple[str, ...]) -> int | None:
 
 
 def _set_pins(there: Listing, names: tuple[str, ...], on: bool) -> None:
-    from elaunch.checkpoint.retention import pins
+    from elaunch.checkpoint.retention import shelves
     from elaunch.monitor.checkpointtarget import choose
 
     for entry in choose(there, names):
@@ -237,7 +237,7 @@ def _set_pins(there: Listing, names: tuple[str, ...], on: bool) -> None:
                 f"{entry.name} is not a committed checkpoint in elaunch's own layout: retention "
                 "leaves it alone anyway"
             )
-        (pins.pin if on else pins.unpin)(there.place, entry.name)
+        (shelves.pin if on else shelves.unpin)(there.place, entry.name)
         click.echo(f"{'pinned' if on else 'unpinned'} {entry.name}")
 
 

@@ -26,7 +26,7 @@ from typing import Any, Final
 from elaunch.checkpoint import layout
 from elaunch.checkpoint.formats import own
 from elaunch.checkpoint.records import Committed, Location, PassedOver
-from elaunch.checkpoint.retention import pins
+from elaunch.checkpoint.retention import shelves
 from elaunch.checkpoint.search import candidates
 from elaunch.checkpoint.search.latest import verify_candidate
 from elaunch.checkpoint.storage.files import explain
@@ -99,7 +99,7 @@ def look(place: Location, glob: str | None = None) -> Listing:
         CheckpointError, OSError: it cannot be read.
     """
     storage = open_storage(place)
-    pinned = pins.pinned(place)
+    pinned = shelves.pinned(place)
     committed = {found.name: found for found in storage.listed()}
     entries = [_committed(found, found.name in pinned) for found in committed.values()]
     if isinstance(place, Path):

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.checkpoint.locking import DirectoryLock
+from elaunch.checkpoint.ownership import DirectoryLock
 from elaunch.errors import SaveError
 
 OWNER = """
 import os, sys
 from pathlib import Path
-from elaunch.checkpoint.locking import DirectoryLock
+from elaunch.checkpoint.ownership import DirectoryLock
 
 given_back = DirectoryLock(Path(sys.argv[1] + ".other"))
 given_back.close()

@@ -31,9 +31,8 @@ from elaunch.agent.peers.messages import Undelivered
 from elaunch.agent.peers.peers import PATIENCE, Peer, Peers
 from elaunch.agent.policy import events
 from elaunch.checkpoint import records
-from elaunch.checkpoint.nodelocal.inventory import Kept, Looked
+from elaunch.checkpoint.nodelocal.inventory import Kept, Looked, Union, unite
 from elaunch.checkpoint.nodelocal.seals import Seals, merge
-from elaunch.checkpoint.nodelocal.union import Union, unite
 from elaunch.errors import CheckpointError
 from elaunch.rendezvous.decide.view import Search, SearchResult
 from elaunch.rendezvous.plan import NodeStatus, PlanCheckpoint

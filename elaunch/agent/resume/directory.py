@@ -190,7 +190,7 @@ class DirectoryFinisher:
         """
         if not (place / layout.RUN).exists():
             return
-        from elaunch.checkpoint.retention.quarantine import put_all_aside
+        from elaunch.checkpoint.retention.shelves import put_all_aside
 
         until = time.monotonic() + ASIDE_S
         found = [each for each in passed if each.damaged and _is_own(place, each.path, run_id)]

@@ -13,7 +13,7 @@ from elaunch.agent.policy import events
 from elaunch.agent.policy.turn import Round
 from elaunch.agent.saver.round import SaverPlan
 from elaunch.checkpoint.records import Committed, Stage
-from elaunch.checkpoint.retention.after import Retiring
+from elaunch.checkpoint.retention.delete import Retiring
 from elaunch.checkpoint.storage.storage import Storage
 from elaunch.errors import SaveError, StoreError
 from elaunch.rendezvous.plan import Plan

@@ -1,13 +1,14 @@
 """Which committed checkpoints are kept, and the removal of the others.
 
 The rule is a ``Keep`` (``elaunch.checkpoint.retention.rule``): a checkpoint stays if a part of the
-rule keeps it. Whatever the rule, these stay: the newest, what is pinned (``pins``), what is being
-read at this moment (``readers``), and what the caller protects: the one that this round has resumed
-from, until the next is committed, and the one just committed. Stages and the quarantine are neither
-counted nor touched.
+rule keeps it. Whatever the rule, these stay: the newest, what is pinned (``shelves``), what is
+being read at this moment (``readers``), and what the caller protects: the one that this round has
+resumed from, until the next is committed, and the one just committed. Stages and the quarantine are
+neither counted nor touched.
 
 One process of a job removes: the agent of the first node, or rank 0 where there is no agent. A
-removal that fails is logged and never fails a save.
+removal that fails is logged and never fails a save. ``Retiring`` applies the rule of each
+save after it.
 """
 
 from __future__ import annotations
@@ -15,19 +16,54 @@ from __future__ import annotations
 import logging
 import math
 import os
+import threading
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from elaunch.checkpoint.records import Committed
-from elaunch.checkpoint.retention import pins, readers
+from elaunch.checkpoint.retention import readers, shelves
 from elaunch.checkpoint.retention.rule import Keep
 from elaunch.checkpoint.storage.storage import Storage
 from elaunch.errors import CheckpointError
-
-__all__ = ["Keep", "apply", "best_of", "decide", "free_bytes", "make_room"]
+from elaunch.wire.saver import Handed
 
 log = logging.getLogger("elaunch")
+
+
+class Retiring:
+    """Removes checkpoints of one storage, one at a time; ``rule`` is for saves that bring none."""
+
+    def __init__(self, storage: Storage, rule: Keep) -> None:
+        self._storage = storage
+        self._rule = rule
+        self._lock = threading.Lock()
+
+    def after(self, handed: Handed, done: Committed) -> None:
+        """Remove what may go now that ``done`` is there; what cannot be removed is logged.
+
+        What the round resumed from was needed until there was a newer one.
+        """
+        rule = self._rule_of(handed)
+        if rule:
+            with self._lock:
+                apply(self._storage, rule, {done.name})
+
+    def for_room(self, handed: Handed, protected: Collection[str]) -> bool:
+        """Remove what may go once this one is committed, for want of room; whether any went."""
+        needed = handed.size * (1 if handed.local else handed.part.world_size)
+        staying = {*handed.protected, *protected}
+        with self._lock:
+            gone = make_room(self._storage, self._rule_of(handed), needed, staying)
+        if gone:
+            log.warning("no room for %s: removed %s", handed.stage.final, ", ".join(gone))
+        return bool(gone)
+
+    def _rule_of(self, handed: Handed) -> Keep:
+        return self._rule if handed.keep is None else Keep(**handed.keep)
+
+
+__all__ = ["Keep", "apply", "best_of", "decide", "free_bytes", "make_room"]
 
 
 def decide(
@@ -122,7 +158,7 @@ def _removed(
     storage: Storage, rule: Keep, protected: Collection[str], needed: float
 ) -> list[Committed]:
     try:
-        staying = {*protected, *pins.pinned(storage.place)}
+        staying = {*protected, *shelves.pinned(storage.place)}
         going = decide(storage.listed(), rule, staying)
     except (OSError, CheckpointError) as error:
         log.warning("%s: cannot tell which checkpoints may go: %s", storage.place, error)

@@ -5,4 +5,4 @@ be checkpoints, ``latest`` looks from the newest down until one is whole. ``else
 checkpoint that a user names.
 """
 
-__all__ = ["candidates", "defaultplace", "elsewhere", "globs", "latest", "placeholder", "places"]
+__all__ = ["candidates", "elsewhere", "globs", "latest", "placeholder", "places"]

@@ -10,6 +10,8 @@ anything else                   a directory; ``~`` is the home, a relative one s
 
 A URL that ends with its ``://`` is refused: it is what is left of ``s3://$BUCKET/run`` where the
 variable is not set, and it names no bucket.
+
+``default_place`` is where a run's checkpoints are without any: beside its record.
 """
 
 from __future__ import annotations
@@ -17,11 +19,23 @@ from __future__ import annotations
 import errno
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 from urllib.parse import unquote
 
 from elaunch.checkpoint.records import Location
+from elaunch.run.statedir import file_name, state_root
+
+
+def default_place(run_id: str, environ: Mapping[str, str]) -> Path | None:
+    """Return ``$XDG_STATE_HOME/elaunch/<run id>/checkpoints``; None for a user without a home."""
+    runs = state_root(environ)
+    if runs is None:
+        return None
+    name = file_name(run_id or "run")
+    return runs.parent / (name if name != runs.name else f"{name}.run") / "checkpoints"
+
 
 BUCKETS: Final = frozenset(
     "s3 s3a gs gcs az abfs abfss adl oci ocilake oss obs swift b2 r2".split()

@@ -6,4 +6,4 @@ that they are never torn, ``checksums`` finds what has changed there, ``atonce``
 that hangs from hanging the process.
 """
 
-__all__ = ["adopt", "atonce", "checksums", "commit", "durable", "files", "objects", "storage"]
+__all__ = ["atonce", "checksums", "commit", "durable", "files", "objects", "storage"]

@@ -41,7 +41,7 @@ from typing import Any
 from elaunch.checkpoint import layout
 from elaunch.checkpoint.formats import own
 from elaunch.checkpoint.records import Committed, Stage
-from elaunch.checkpoint.retention.trash import throw_away
+from elaunch.checkpoint.retention.shelves import throw_away
 from elaunch.checkpoint.storage.durable import (
     read_patiently,
     regular,

@@ -6,6 +6,8 @@ function              leaves
 ``write_file``        a new file under a temporary name, written, fsynced, then renamed
 ``seal_file``         a file that is there: fsynced, its checksum known
 ``write_document``    a small file, like ``write_file``
+``list_files``        (reads) what a script has written into a stage
+``move_in``           a sealed file in the stage, moved from a rank's own directory
 ``sync_directory``    the directory's entries on the disk; ``sync_parents``: of all below it
 ``make_parents``      directories below one that must exist already
 ``read_patiently``    (reads) a file that another machine has just written
@@ -13,6 +15,10 @@ function              leaves
 
 A rename is on the disk only when the directory is fsynced after it: callers do that once for all
 files of a directory. Every OSError names its file.
+
+A rank's own directory inside a stage (``layout.private_name``) keeps apart what two ranks write
+under one name. Moving files out of it cannot do harm: equal content replaces itself, and for
+different content the manifests differ, so that the commit refuses, with both ranks' names.
 """
 
 from __future__ import annotations
@@ -21,20 +27,114 @@ import contextlib
 import errno
 import os
 import secrets
+import shutil
 import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
 from elaunch.checkpoint import layout
+from elaunch.checkpoint.storage.atonce import at_once
 from elaunch.checkpoint.storage.checksums import BLOCK, Checksum, begin
 from elaunch.checkpoint.storage.files import open_regular
 from elaunch.checkpoint.writing.manifests import FileEntry
 from elaunch.checkpoint.writing.pace import STEP, Pace
 from elaunch.errors import SaveError
+
+_KINDS = (
+    (stat.S_ISLNK, "a symbolic link"),
+    (stat.S_ISFIFO, "a FIFO"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
+
+
+def list_files(directory: Path, staged: bool) -> list[str]:
+    """Return the files below a directory, relative and sorted.
+
+    ``staged``: it is a stage, where elaunch's own files are left out. Raises SaveError for what is
+    no regular file, and for names that elaunch itself writes.
+    """
+    return sorted(_walk(directory, "", staged))
+
+
+def _walk(directory: Path, above: str, staged: bool) -> Iterator[str]:
+    with os.scandir(directory) as found:
+        entries = list(found)
+    for entry in entries:
+        relative = f"{above}{entry.name}"
+        if entry.name.startswith(layout.TEMPORARY):
+            continue
+        if not above and layout.is_reserved(entry.name):
+            _check_reserved(entry.name, staged)
+        elif entry.is_dir(follow_symlinks=False):
+            yield from _walk(Path(entry.path), f"{relative}/", staged)
+        elif entry.is_file(follow_symlinks=False):
+            yield relative
+        else:
+            mode = entry.stat(follow_symlinks=False).st_mode
+            kind = next((kind for test, kind in _KINDS if test(mode)), "no regular file")
+            raise SaveError(
+                f"{relative} is {kind}: only regular files can be in a checkpoint; write the"
+                " content itself"
+            )
+
+
+def _check_reserved(name: str, staged: bool) -> None:
+    ours = layout.parse_manifest_name(name) is not None or name.startswith(layout.PRIVATE)
+    if not (staged and ours):
+        raise SaveError(
+            f"a checkpoint's file cannot be called {name!r}: elaunch itself writes that;"
+            " choose another name, or put it into a directory"
+        )
+
+
+def seal_files(directory: Path, files: Sequence[str], most: int) -> list[FileEntry]:
+    """Fsync and checksum files below a directory, ``most`` of them at the same time.
+
+    Raises OSError, or SaveError if one changes.
+    """
+    return at_once([partial(seal_file, directory, file) for file in files], most, "seal")
+
+
+def move_in(source: Path, stage: Path, file: FileEntry) -> FileEntry:
+    """Move an fsynced file into the stage, by copying from another file system; return its entry.
+
+    A file where another rank has a directory, or the other way round, stays where it is: the
+    commit refuses it by the manifests.
+    """
+    try:
+        make_parents(stage, file.path)
+        os.replace(source / file.path, stage / file.path)
+    except (NotADirectoryError, IsADirectoryError):
+        if not stage.is_dir():
+            raise
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        return _copy_in(source, stage, file)
+    return file
+
+
+def _copy_in(source: Path, stage: Path, file: FileEntry) -> FileEntry:
+    target = stage / file.path
+    temporary = target.with_name(temporary_name())
+    try:
+        shutil.copyfile(source / file.path, temporary, follow_symlinks=False)
+        copied = seal_file(stage, str(temporary.relative_to(stage)))
+        if copied.checksum != file.checksum:
+            raise SaveError(f"{file.path} was changed while it was copied into the checkpoint")
+        os.replace(temporary, target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    return FileEntry(file.path, copied.size, copied.checksum, copied.mtime_ns)
+
 
 _PIECES = 512  # per call of writev; the system takes 1024 at most
 _PAUSE = 0.05  # seconds between two looks at what another machine has written

@@ -30,26 +30,46 @@ from typing import Any, TypeVar
 
 from elaunch.checkpoint import layout
 from elaunch.checkpoint.formats import own
-from elaunch.checkpoint.locking import DirectoryLock
-from elaunch.checkpoint.ownership import Origin, claim_directory
+from elaunch.checkpoint.ownership import DirectoryLock, Origin, claim_directory
 from elaunch.checkpoint.records import Committed, Image, Location, Part, Stage
-from elaunch.checkpoint.retention import quarantine, trash
+from elaunch.checkpoint.retention import shelves
 from elaunch.checkpoint.storage import commit as committing
-from elaunch.checkpoint.storage.adopt import list_files, move_in, seal_files
 from elaunch.checkpoint.storage.atonce import at_once
 from elaunch.checkpoint.storage.durable import (
+    list_files,
     make_parents,
+    move_in,
     read_patiently,
+    seal_files,
     sync_directory,
     sync_parents,
     write_document,
     write_file,
 )
 from elaunch.checkpoint.storage.files import explain
-from elaunch.checkpoint.storage.mounts import is_remote
 from elaunch.checkpoint.writing.assemble import choose, in_the_way
 from elaunch.checkpoint.writing.manifests import FileEntry, check_metadata, check_path, seal
 from elaunch.errors import CheckpointError, SaveError
+
+_MOUNTS = Path("/proc/self/mountinfo")
+_REMOTE = frozenset(
+    "9p afs beegfs ceph cifs gfs2 glusterfs gpfs lustre nfs nfs4 ocfs2 orangefs panfs smb3"
+    " virtiofs wekafs".split()
+)
+
+
+def is_remote(path: Path, mounts: Path = _MOUNTS) -> bool:
+    """Tell whether ``path`` is on a network file system, or on FUSE, which may be one."""
+    device = os.stat(path).st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        lines = mounts.read_text(errors="replace").splitlines()
+    except OSError:
+        return False
+    # "36 35 98:0 / /mnt rw - ext3 /dev/root rw": the type is behind the separator " - ".
+    kinds = [line.partition(" - ")[2].split()[:1] for line in lines if line.split()[2] == wanted]
+    return any(kind in _REMOTE or kind.startswith("fuse") for [kind] in filter(None, kinds))
+
 
 _TAKEN_AWAY = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ESTALE)
 _WRITERS = 4  # files that are written at once
@@ -214,7 +234,7 @@ class PosixStorage:
 
     def remove(self, found: Committed) -> None:
         """Rename into the trash, then delete."""
-        trash.throw_away(self._root, Path(found.place))
+        shelves.throw_away(self._root, Path(found.place))
 
     def verify(self, found: Committed, run_id: str | None = None, content: bool = True) -> None:
         """Read it; an OSError means that it cannot be read now, which proves no damage."""
@@ -227,15 +247,15 @@ class PosixStorage:
     def quarantine(self, found: Committed | Location, reason: str) -> None:
         """Rename into the quarantine, with the reason beside it."""
         place = found.place if isinstance(found, Committed) else found
-        quarantine.put_aside(self._root, Path(place), reason)
+        shelves.put_aside(self._root, Path(place), reason)
 
     def quarantined(self) -> list[tuple[str, str]]:
         """Return (name, reason) of each."""
-        return quarantine.put_aside_list(self._root)
+        return shelves.put_aside_list(self._root)
 
     def clear_trash(self) -> None:
         """Delete what was renamed and not yet deleted."""
-        trash.empty(self._root)
+        shelves.empty_trash(self._root)
 
     def _wait(self) -> float:
         """Return for how long what another machine has written may be hidden here, in seconds."""

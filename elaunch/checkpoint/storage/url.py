@@ -30,11 +30,11 @@ from typing import Any
 
 from elaunch.checkpoint import layout, ownership
 from elaunch.checkpoint.formats import own
-from elaunch.checkpoint.locking import NoLock
+from elaunch.checkpoint.ownership import NoLock
 from elaunch.checkpoint.records import Committed, Image, Location, Part, Stage
-from elaunch.checkpoint.retention import quarantine
+from elaunch.checkpoint.retention import shelves
 from elaunch.checkpoint.storage import commit as committing
-from elaunch.checkpoint.storage.adopt import list_files, seal_files
+from elaunch.checkpoint.storage.durable import list_files, seal_files
 from elaunch.checkpoint.storage.files import JSON_LIMIT, parse_json
 from elaunch.checkpoint.storage.objects import Objects, name_in
 from elaunch.checkpoint.writing.assemble import (
@@ -286,7 +286,7 @@ class ObjectStorage:
                 try:
                     reason = parse_json(self._objects.read(path), layout.QUARANTINED).get("reason")
                 except CheckpointError:
-                    reason = quarantine.UNKNOWN
+                    reason = shelves.UNKNOWN
                 found.append((name, str(reason)))
         return found
 

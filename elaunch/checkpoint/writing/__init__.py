@@ -5,4 +5,4 @@
 ``assemble`` makes the checkpoint's documents of them all.
 """
 
-__all__ = ["assemble", "manifests", "merge", "pace", "queue"]
+__all__ = ["assemble", "manifests", "pace", "queue"]

@@ -1,4 +1,6 @@
-"""``store_path``: a block in which the script writes files; at its end they are a checkpoint.
+"""Checkpoints whose files a script writes itself: ``store_path``, ``stage_path`` and ``commit``.
+
+``store_path`` is a block; at its end what is in its directory is a checkpoint.
 
 =============  ==================================================================================
 ``shard=``     what happens
@@ -9,16 +11,29 @@ True           all ranks enter. Each gets a directory of its own, so that nobody
 =============  ==================================================================================
 
 The same file with the same content from several ranks is one file. With different content, or a
-file where another rank has a directory, nothing is committed (elaunch.checkpoint.writing.merge).
+file where another rank has a directory, nothing is committed (elaunch.checkpoint.writing.assemble).
+
+``stage_path`` and ``commit`` are for what other people's code writes. The files are linked into the
+stage, or copied where the disks differ; where they were they are removed when the checkpoint is
+committed, and not before. A file that cannot be removed is copied: a later write to it would change
+the checkpoint. Of a symbolic link the link alone is removed. Ranks that give the same directory,
+and see the same there, have one shard together: the lowest of them lists it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
+import shutil
+import threading
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, Final
 
-from elaunch.checkpoint.storage.storage import Stage
+from elaunch.checkpoint.layout import TEMPORARY
+from elaunch.checkpoint.storage.durable import list_files
+from elaunch.checkpoint.storage.storage import Committed, Stage
 from elaunch.errors import CheckpointError, CollectiveError, ContextError, SaveError
 from elaunch.training.checkpoint.parts import CallContext, Saving
 from elaunch.training.checkpoint.store import (
@@ -26,6 +41,7 @@ from elaunch.training.checkpoint.store import (
     called,
     check_metadata,
     check_new,
+    check_steps,
     commit_alone,
     discard,
     documented,
@@ -36,7 +52,152 @@ from elaunch.training.checkpoint.store import (
     part_of,
     writing,
 )
-from elaunch.training.checkpoint.together.agree import agree, in_words
+from elaunch.training.checkpoint.together.agree import agree, attempt, in_words
+
+SEEN_S: Final = 1.0
+"""Seconds until an entry that another node made is seen in a directory that both share."""
+
+
+def open_path(parts: CallContext, saving: Saving) -> Path:
+    """Begin a save and return the directory that all ranks that share it write to."""
+    stage = begin(parts, saving)
+    path = parts.storage.open_stage(stage)
+    parts.known.staged[str(path)] = stage
+    return path
+
+
+def commit_path(parts: CallContext, path: str | os.PathLike[str], saving: Saving) -> Committed:
+    """Commit what lies at ``path``. ALL ranks call it together.
+
+    Raises SaveError, on all ranks, and leaves the files where they are.
+    """
+    source = Path(path).absolute()
+    stage = parts.known.staged.get(str(source))
+    kinds = agree(parts.distributed, saving.what, None, (stage, saving.step), saving.timeout)
+    check_steps(saving.what, [step for _, step in kinds])
+    if any(kind != kinds[0][0] for kind, _ in kinds):
+        raise SaveError(
+            f"{saving.what}: some ranks give the path of stage_path() and others another one"
+        )
+    if stage is not None:
+        return _commit_staged(parts, source, stage, saving)
+    return _commit_other(parts, source, saving)
+
+
+def _commit_staged(parts: CallContext, root: Path, stage: Stage, saving: Saving) -> Committed:
+    """Commit a stage into which the script has written itself."""
+    if stage.step != saving.step:
+        raise SaveError(f"{root} was opened for step {stage.step}, not for {saving.step}")
+    lists = parts.rank == 0
+    if isinstance(parts.storage.place, str):
+        lists = True
+    elif parts.local:
+        lists = parts.is_node_chief
+    # Nobody lists before all have written.
+    try:
+        parts.distributed.barrier(saving.timeout)
+    except CollectiveError:
+        discard(parts, stage, agreed=False)
+        raise
+
+    def seal() -> bytes:
+        files = parts.storage.own_files(stage) if lists else []
+        return parts.storage.seal(stage, part_of(parts, saving), files)
+
+    parts.known.staged.pop(str(root))
+    return finish(parts, saving, stage, seal)
+
+
+def _commit_other(parts: CallContext, source: Path, saving: Saving) -> Committed:
+    leads = _leads(parts, source, saving)
+    stage = begin(parts, saving)
+
+    def seal() -> bytes:
+        files: list[str] = []
+        own = parts.storage.open_stage(stage, parts.rank)
+        if leads:
+            files = _link(source, own)
+        return parts.storage.seal(stage, part_of(parts, saving), files, below=own)
+
+    committed = finish(parts, saving, stage, seal)
+    if leads:
+        _remove(source)
+    # A rank that writes to the same path again must not meet its removal.
+    parts.distributed.barrier(saving.timeout)
+    return committed
+
+
+def _link(source: Path, own: Path) -> list[str]:
+    """Put what is at ``source`` into this rank's directory of the stage, and return what it is."""
+    put = shutil.copyfile if source.is_symlink() else _link_file
+    if not source.is_dir():
+        put(source, own / source.name)
+        return [source.name]
+    if own.resolve().is_relative_to(source.resolve()):
+        raise SaveError(
+            f"{source} holds the directory in which checkpoints are kept: commit what one save has "
+            "written, in a directory of its own"
+        )
+    files = list_files(source, staged=False)
+    for path in files:
+        (own / path).parent.mkdir(parents=True, exist_ok=True)
+        put(source / path, own / path)
+    return files
+
+
+def _link_file(source: Path, target: Path) -> None:
+    """Put a file there too, without a copy if the disk can and the file can be removed here."""
+    if os.access(source.parent, os.W_OK | os.X_OK):
+        with contextlib.suppress(OSError):
+            os.link(source, target)
+            return
+    shutil.copyfile(source, target)
+
+
+def _leads(parts: CallContext, source: Path, saving: Saving) -> bool:
+    """Return whether this rank lists the files at ``source``: the lowest of those who see the same.
+
+    Ranks with one path see the same if they find what the lowest of them has put there. A rank
+    that finds nothing there has nothing to list.
+    """
+    what = f"{saving.what}, looking at what was written"
+    mine = (str(source), source.exists(), uuid.uuid4().hex)
+    said = agree(parts.distributed, what, None, mine, saving.timeout)
+    if not any(exists for _, exists, _ in said):
+        raise SaveError(f"{saving.what}: nothing is at {said[0][0]}, on no rank")
+    first = next((rank for rank, each in enumerate(said) if each[:2] == (mine[0], True)), None)
+    mark: Path | None = None
+    if first is not None:
+        mark = (source if source.is_dir() else source.parent) / f"{TEMPORARY}{said[first][2]}"
+    try:
+        problem = attempt(lambda: mark.touch() if mark and first == parts.rank else None)[1]
+        agree(parts.distributed, what, problem, None, saving.timeout)
+        sees = mark is not None and mine[1] and _sees(mark)
+        place = (mine[0], parts.distributed.cross_rank, mine[1], sees)
+        places: list[Any] = agree(parts.distributed, what, None, place, saving.timeout)
+    finally:
+        if mark is not None and first == parts.rank:
+            mark.unlink(missing_ok=True)
+    leader = first if sees else places.index(place)
+    return mine[1] and leader == parts.rank
+
+
+def _sees(mark: Path) -> bool:
+    """Look for an entry that another rank has made, twice: a network's cache may be old."""
+    for pause in (0.0, SEEN_S / 4, SEEN_S):
+        threading.Event().wait(pause)
+        if mark.parent.is_dir() and mark.name in os.listdir(mark.parent):
+            return True
+    return False
+
+
+def _remove(source: Path) -> None:
+    """Remove what was committed from where it was; a copy of it stays if that cannot be."""
+    if source.is_dir() and not source.is_symlink():
+        shutil.rmtree(source, ignore_errors=True)
+        return
+    with contextlib.suppress(OSError):
+        source.unlink()
 
 
 def refuse_unless_chief(rank: int) -> None:

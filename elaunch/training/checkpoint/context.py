@@ -24,12 +24,12 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 
-from elaunch.checkpoint.retention import pins
+from elaunch.checkpoint.retention import shelves
 from elaunch.checkpoint.retention.delete import Keep
 from elaunch.checkpoint.storage.storage import Committed, Location
 from elaunch.errors import ContextError
 from elaunch.training import liveness
-from elaunch.training.checkpoint import blocks, commits, restore, store
+from elaunch.training.checkpoint import blocks, restore, store
 from elaunch.training.checkpoint.opening import OpenedContext
 from elaunch.training.checkpoint.parts import SECTION, CallContext, Mode, as_given, at_step
 from elaunch.training.checkpoint.restore import Which
@@ -139,7 +139,7 @@ class CheckpointContext:
         checkpoint needs a new one. One that is not committed is gone with the job.
         """
         parts = self._opening.together(timeout)
-        return commits.open_path(parts, at_step(step, metadata, None, timeout, "stage_path"))
+        return blocks.open_path(parts, at_step(step, metadata, None, timeout, "stage_path"))
 
     @_in_section
     def commit(
@@ -163,7 +163,7 @@ class CheckpointContext:
         """
         parts = self._opening.together(timeout)
         asked = at_step(step, metadata, keep, timeout, "commit")
-        return commits.commit_path(parts, path, asked)
+        return blocks.commit_path(parts, path, asked)
 
     # ── reading ──────────────────────────────────────────────────────────────────────────────────
 
@@ -349,9 +349,9 @@ class CheckpointContext:
         ALL ranks call it together. Raises CheckpointError that names the ranks that differ and the
         first key.
         """
-        from elaunch.training.checkpoint.together import sameness
+        from elaunch.training.checkpoint.together import compare
 
-        sameness.check_same(self._opening.distributed, state, timeout)
+        compare.check_same(self._opening.distributed, state, timeout)
 
     # ── one file for all ranks ───────────────────────────────────────────────────────────────────
 
@@ -435,12 +435,12 @@ class CheckpointContext:
     @_in_section
     def pin(self, uuid: Which) -> None:
         """Have retention leave a checkpoint alone; any rank may call it."""
-        pins.pin(self.directory, restore.find(self._opening.storage, uuid).name)
+        shelves.pin(self.directory, restore.find(self._opening.storage, uuid).name)
 
     @_in_section
     def unpin(self, uuid: Which) -> None:
         """Take back :meth:`pin`; any rank may call it."""
-        pins.unpin(self.directory, restore.find(self._opening.storage, uuid).name)
+        shelves.unpin(self.directory, restore.find(self._opening.storage, uuid).name)
 
     @_in_section
     def quarantine(self, uuid: Which, reason: str) -> None:

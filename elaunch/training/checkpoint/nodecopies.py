@@ -17,8 +17,15 @@ from typing import IO, Any, Final
 
 from elaunch.checkpoint import layout
 from elaunch.checkpoint.formats import own
-from elaunch.checkpoint.nodelocal.inventory import Kept, Looked, list_kept, look
-from elaunch.checkpoint.nodelocal.union import Union, WholeFile, unite
+from elaunch.checkpoint.nodelocal.inventory import (
+    Kept,
+    Looked,
+    Union,
+    WholeFile,
+    list_kept,
+    look,
+    unite,
+)
 from elaunch.checkpoint.storage.checksums import begin
 from elaunch.checkpoint.storage.durable import (
     make_parents,

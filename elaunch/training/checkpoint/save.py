@@ -29,7 +29,7 @@ import torch
 
 from elaunch.checkpoint.retention.delete import Keep
 from elaunch.checkpoint.storage.storage import Committed, Image, Stage
-from elaunch.checkpoint.writing.merge import merge_metadata
+from elaunch.checkpoint.writing.assemble import merge_metadata
 from elaunch.errors import CheckpointError, CollectiveError, ContextError, SaveError
 from elaunch.training.checkpoint import store
 from elaunch.training.checkpoint.dcp import archives

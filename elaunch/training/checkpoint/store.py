@@ -30,7 +30,7 @@ from typing import Any, Final
 
 from elaunch import __version__
 from elaunch.checkpoint import layout
-from elaunch.checkpoint.retention import delete, pins, readers
+from elaunch.checkpoint.retention import delete, readers, shelves
 from elaunch.checkpoint.storage.storage import Committed, Part, Stage, Storage
 from elaunch.checkpoint.writing import manifests
 from elaunch.checkpoint.writing.assemble import in_the_way
@@ -230,7 +230,7 @@ def keep_by_rule(parts: CallContext, keep: delete.Keep | None, committed: Commit
 
 def delete_one(storage: Storage, known: KnownCheckpoints, found: Committed) -> None:
     """Delete a checkpoint; raise CheckpointError if it is to stay. One rank calls it."""
-    if found.name in pins.pinned(storage.place):
+    if found.name in shelves.pinned(storage.place):
         raise CheckpointError(f"{found.name} stays: it is pinned; unpin() it first")
     needed = known.resumed is not None and known.resumed.name == found.name
     if needed and storage.listed()[-1].name == found.name:

@@ -37,8 +37,7 @@ from elaunch import env
 from elaunch.checkpoint import layout, probe
 from elaunch.checkpoint.retention import readers
 from elaunch.checkpoint.retention.delete import Keep
-from elaunch.checkpoint.search.defaultplace import default_place
-from elaunch.checkpoint.search.places import parse_place
+from elaunch.checkpoint.search.places import default_place, parse_place
 from elaunch.checkpoint.storage.files import read_json
 from elaunch.checkpoint.storage.storage import Closeable, Committed, Location, Storage
 from elaunch.errors import CheckpointError, SaveError, UsageError

@@ -232,7 +232,7 @@ def test_storage_that_hangs_does_not_hold_up_the_end(
         asked.release()
         hung.wait()
 
-    monkeypatch.setattr("elaunch.checkpoint.locking.DirectoryLock.close", hang)
+    monkeypatch.setattr("elaunch.checkpoint.ownership.DirectoryLock.close", hang)
     monkeypatch.setattr("elaunch.checkpoint.probe.remove_mark", hang)
     monkeypatch.setattr("elaunch.agent.resume.directory.CLOSE_S", 0.05)
     monkeypatch.setattr("elaunch.agent.resume.probe.CLOSE_S", 0.05)

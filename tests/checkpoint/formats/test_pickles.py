@@ -13,8 +13,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from elaunch.checkpoint.formats.pickleops import without_hashing
-from elaunch.checkpoint.formats.pickles import Inert, attribute, load_inert, mapping
+from elaunch.checkpoint.formats.pickles import (
+    Inert,
+    attribute,
+    load_inert,
+    mapping,
+    without_hashing,
+)
 from elaunch.errors import CheckpointError
 
 DAMAGED = "is not a readable pickle"

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from elaunch.checkpoint.nodelocal.inventory import Looked
-from elaunch.checkpoint.nodelocal.union import unite
+from elaunch.checkpoint.nodelocal.inventory import Looked, unite
 from elaunch.checkpoint.writing.manifests import FileEntry
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from elaunch.checkpoint import layout
 from elaunch.checkpoint.records import Committed
-from elaunch.checkpoint.retention import delete, pins, readers
+from elaunch.checkpoint.retention import delete, readers, shelves
 from elaunch.checkpoint.retention.delete import Keep, decide
 from elaunch.checkpoint.storage.posix import PosixStorage
 from elaunch.checkpoint.storage.storage import Storage
@@ -174,11 +174,11 @@ class Shelf:
 def test_what_may_go_is_removed(tmp_path: Path) -> None:
     """By the rule, but for what is pinned or protected."""
     shelf = Shelf(tmp_path, TENS)
-    pins.pin(tmp_path, "step-00000010.r0")
+    shelves.pin(tmp_path, "step-00000010.r0")
     removed = delete.apply(shelf.storage, Keep(last=2), {"step-00000030.r0"})
     assert removed == [layout.step_name(step, 0) for step in (20, 40, 50, 60, 70, 80)]
     assert shelf.steps == [10, 30, 90, 100]
-    pins.unpin(tmp_path, "step-00000010.r0")
+    shelves.unpin(tmp_path, "step-00000010.r0")
     assert delete.apply(shelf.storage, Keep(last=2), ()) == [
         "step-00000010.r0",
         "step-00000030.r0",

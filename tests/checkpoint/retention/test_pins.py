@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.checkpoint.retention import pins
+from elaunch.checkpoint.retention import shelves
 from elaunch.errors import CheckpointError
 
 NAME, OTHER = "step-00000120.r3", "step-00000007.r0"
@@ -24,28 +24,28 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Path | str:
 
 def test_pins_are_set_and_taken_back(place: Path | str) -> None:
     """Each as often as one likes."""
-    assert pins.pinned(place) == frozenset()
-    pins.unpin(place, NAME)
+    assert shelves.pinned(place) == frozenset()
+    shelves.unpin(place, NAME)
     for name in (NAME, OTHER, NAME):
-        pins.pin(place, name)
-    assert pins.pinned(place) == {NAME, OTHER}
-    pins.unpin(place, NAME)
-    pins.unpin(place, NAME)
-    assert pins.pinned(place) == {OTHER}
+        shelves.pin(place, name)
+    assert shelves.pinned(place) == {NAME, OTHER}
+    shelves.unpin(place, NAME)
+    shelves.unpin(place, NAME)
+    assert shelves.pinned(place) == {OTHER}
 
 
 def test_other_names_are_neither_pinned_nor_read(tmp_path: Path) -> None:
     """A path out of the directory, another's checkpoint, a stray file."""
     for name in ("../x", "checkpoint-120", ""):
         with pytest.raises(CheckpointError, match="cannot be pinned: only checkpoints in elaunch"):
-            pins.pin(tmp_path, name)
+            shelves.pin(tmp_path, name)
     (tmp_path / ".pins").mkdir()
     (tmp_path / ".pins" / "note.txt").touch()
-    assert pins.pinned(tmp_path) == frozenset()
+    assert shelves.pinned(tmp_path) == frozenset()
 
 
 def test_a_directory_without_rights_says_so(tmp_path: Path) -> None:
     """Never taken for one without pins: what is pinned would be removed."""
     (tmp_path / ".pins").write_text("")
     with pytest.raises(NotADirectoryError):
-        pins.pinned(tmp_path)
+        shelves.pinned(tmp_path)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.checkpoint.storage.mounts import is_remote
+from elaunch.checkpoint.storage.posix import is_remote
 
 
 @pytest.mark.parametrize(

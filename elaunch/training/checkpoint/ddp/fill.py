@@ -16,8 +16,9 @@ anything else                          replaced in its dict or list
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping
-from dataclasses import dataclass, field
+import operator
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -33,86 +34,109 @@ SHOWN: Final = 10
 _OWN_LOADING: Final = "_load_from_state_dict"
 
 
-@dataclass
-class Fit:
-    """How a state and a content fit.
+def fitting(
+    state: Mapping[Any, Any], content: Any, strict: bool, *, rank: int, ranks: int
+) -> Callable[[], None]:
+    """Return what puts ``content`` into ``state``, in which nothing changes before.
+
+    ``rank`` of ``ranks`` calls it. Raises CheckpointError unless the two fit; without ``strict``
+    keys may be missing on either side.
+    """
+    if not isinstance(content, Mapping):
+        raise CheckpointError(f"the file holds a {type(content).__name__}, no dict")
+    walk = _Filling(rank, ranks)
+    walk.members(state, content, "")
+    told = [("missing", walk.missing), ("unexpected", walk.unexpected)] if strict else []
+    words = [f"{word}: {_listed(keys, ', ')}" for word, keys in told if keys]
+    if walk.wrong:
+        words.append(_listed(walk.wrong, "; "))
+    if words:
+        raise CheckpointError(f"the state does not fit the checkpoint: {'; '.join(words)}")
+
+    def fill() -> None:
+        for step in walk.steps:
+            step()
+
+    return fill
+
+
+class _Filling:
+    """One walk through a state and a content, for the state of one of the ranks.
 
     Attributes:
         missing: keys that only the state has; those in modules too.
         unexpected: keys that only the content has.
         wrong: what cannot be put where it belongs, in words.
+        steps: the calls that put the content into the state.
     """
 
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
-    wrong: list[str] = field(default_factory=list)
-
-
-def check(state: Mapping[Any, Any], content: Any, strict: bool) -> None:
-    """Raise CheckpointError unless ``content`` fits ``state``, in which nothing changes."""
-    if not isinstance(content, Mapping):
-        raise CheckpointError(f"the file holds a {type(content).__name__}, no dict")
-    comparison = _Comparison()
-    comparison.members(state, content, "")
-    fit = comparison.fit
-    told = [("missing", fit.missing), ("unexpected", fit.unexpected)] if strict else []
-    words = [f"{word}: {_listed(keys, ', ')}" for word, keys in told if keys]
-    if fit.wrong:
-        words.append(_listed(fit.wrong, "; "))
-    if words:
-        raise CheckpointError(f"the state does not fit the checkpoint: {'; '.join(words)}")
-
-
-def fill(state: Mapping[Any, Any], content: Mapping[Any, Any], rank: int, ranks: int) -> None:
-    """Put what was saved into ``state``, which it fits; ``rank`` of ``ranks`` calls it."""
-    _Filling(rank, ranks).members(state, content)
-
-
-class _Comparison:
-    """One comparison of a state with a content."""
-
-    def __init__(self) -> None:
-        self.fit = Fit()
+    def __init__(self, rank: int, ranks: int) -> None:
+        self.missing: list[str] = []
+        self.unexpected: list[str] = []
+        self.wrong: list[str] = []
+        self.steps: list[Callable[[], object]] = []
+        self._rank = rank
+        self._ranks = ranks
 
     def members(self, state: Any, content: Any, above: str) -> None:
-        """Compare two dicts, or two lists."""
+        """Walk through two dicts, or two lists."""
         own, saved = dict(_members(state)), dict(_members(content))
         self._keys(own, saved, above)
         for key, value in own.items():
-            if key not in saved:
-                continue
-            name = f"{above}{key}"
-            self._value(value, saved[key], name)
-            if _is_replaced(value, saved[key]) and not isinstance(state, MutableMapping | list):
-                self.fit.wrong.append(
-                    f"{name} cannot be replaced in a {type(state).__name__}: give a dict"
-                )
+            if key in saved:
+                self._value((state, key), value, saved[key], f"{above}{key}")
 
     def _keys(self, own: Mapping[Any, Any], saved: Mapping[Any, Any], above: str) -> None:
-        self.fit.missing += [f"{above}{key}" for key in own if key not in saved]
-        self.fit.unexpected += [f"{above}{key}" for key in saved if key not in own]
+        self.missing += [f"{above}{key}" for key in own if key not in saved]
+        self.unexpected += [f"{above}{key}" for key in saved if key not in own]
 
-    def _value(self, value: Any, saved: Any, name: str) -> None:
+    def _value(self, place: tuple[Any, Any], value: Any, new: Any, name: str) -> None:
+        """Walk through a value, which stands at ``place``, a container and a key."""
         if isinstance(value, PerRank):
-            kinds.refuse_resizing(value, name)
-            if kinds.is_changed_in_place(value.value):
-                self._value(value.value, _every(saved)[0], name)
+            self._own(value, new, name)
         elif isinstance(value, nn.Module):
-            self._module(value, saved, name)
+            self._module(value, new, name)
         elif isinstance(value, torch.optim.Optimizer):
-            self._optimizer(value, saved, name)
+            self._optimizer(value, new, name)
         elif kinds.is_stateful(value):
-            return
+            self.steps.append(partial(value.load_state_dict, new))
         elif isinstance(value, torch.Tensor):
-            self._tensor(value, saved, name)
+            self._tensor(value, new, name)
+            self.steps.append(partial(value.detach().copy_, new))
         elif isinstance(value, tuple) and kinds.holds_objects(value):
-            self.fit.wrong.append(f"{name} is a tuple with objects in it: make it a list")
-        elif _is_replaced(value, saved):
-            return
-        elif isinstance(saved, Mapping if isinstance(value, Mapping) else list):
-            self.members(value, saved, f"{name}.")
+            self.wrong.append(f"{name} is a tuple with objects in it: make it a list")
+        elif _is_replaced(value, new):
+            self._replaced(place, value, new, name)
+        elif isinstance(new, Mapping if isinstance(value, Mapping) else list):
+            self.members(value, new, f"{name}.")
         else:
-            self._kind(value, saved, name)
+            self._kind(value, new, name)
+
+    def _replaced(self, place: tuple[Any, Any], value: Any, new: Any, name: str) -> None:
+        holder, key = place
+        if not isinstance(holder, MutableMapping | list):
+            self.wrong.append(
+                f"{name} cannot be replaced in a {type(holder).__name__}: give a dict"
+            )
+        elif isinstance(value, MutableMapping) and isinstance(new, Mapping):
+            self.steps += [value.clear, partial(value.update, new)]
+        else:
+            self.steps.append(partial(operator.setitem, holder, key, new))
+
+    def _own(self, marked: PerRank, saved: Any, name: str) -> None:
+        """Give this rank its own; with another number of ranks as PerRank says."""
+        kinds.refuse_resizing(marked, name)
+        every = _every(saved)
+        new = every[self._rank % len(every)]
+        if marked.on_resize is not None and len(every) != self._ranks:
+            resize = marked.on_resize
+            self.steps.append(lambda: _put(marked, resize(list(every))))
+        elif self._rank >= len(every) and marked.on_more_ranks == "keep":
+            return
+        elif kinds.is_changed_in_place(marked.value):
+            self._value(({}, ""), marked.value, new, name)
+        else:
+            self.steps.append(partial(_put, marked, new))
 
     def _module(self, module: nn.Module, saved: Any, name: str) -> None:
         if not isinstance(saved, Mapping):
@@ -128,8 +152,12 @@ class _Comparison:
                 continue
             if value.numel() and value.data_ptr() not in sizing:
                 self._tensor(value, saved[key], f"{name}.{key}")
+        # Its own where the file lacks some: without ``strict`` that is no error.
+        filled = {key: saved.get(key, own[key]) for key in own}
+        self.steps.append(partial(modules.set_state, module, filled))
 
     def _optimizer(self, optimizer: torch.optim.Optimizer, saved: Any, name: str) -> None:
+        self.steps.append(partial(optimizer.load_state_dict, saved))
         for number, member in enumerate(optimizers.parameters(optimizer)):
             if not is_lazy(member) and self._is_odd(member, f"{name}, parameter {number},"):
                 return
@@ -139,7 +167,7 @@ class _Comparison:
         had = [len(group["params"]) for group in groups]
         has = [len(group["params"]) for group in optimizer.param_groups]
         if had != has:
-            self.fit.wrong.append(
+            self.wrong.append(
                 f"{name} has groups of {has} parameters, and the one in the checkpoint of {had}"
             )
 
@@ -148,7 +176,7 @@ class _Comparison:
         found = tensors.obstacle(tensor)
         if found is None or found.in_file:
             return False
-        self.fit.wrong.append(f"{name} {tensors.in_words(found, loading=True)}")
+        self.wrong.append(f"{name} {tensors.in_words(found, loading=True)}")
         return True
 
     def _tensor(self, tensor: torch.Tensor, saved: Any, name: str) -> None:
@@ -157,74 +185,32 @@ class _Comparison:
         if not isinstance(saved, torch.Tensor):
             self._kind(tensor, saved, name)
         elif saved.device.type == "meta":
-            self.fit.wrong.append(f"{name} has no data in the checkpoint (device meta)")
+            self.wrong.append(f"{name} has no data in the checkpoint (device meta)")
         elif tensor.shape != saved.shape:
-            self.fit.wrong.append(
+            self.wrong.append(
                 f"{name} has size {tuple(tensor.shape)}, and {tuple(saved.shape)} in the checkpoint"
             )
         elif tensor.dtype != saved.dtype and not torch.can_cast(saved.dtype, tensor.dtype):
-            self.fit.wrong.append(
+            self.wrong.append(
                 f"{name} is {tensor.dtype}, and {saved.dtype} in the checkpoint, which would be "
                 "cut off"
             )
 
     def _kind(self, value: Any, saved: Any, name: str) -> None:
-        self.fit.wrong.append(
+        self.wrong.append(
             f"{name} is a {type(value).__name__}, and a {type(saved).__name__} in the checkpoint"
         )
 
 
-class _Filling:
-    """Puts a content into the state of one of the ranks."""
-
-    def __init__(self, rank: int, ranks: int) -> None:
-        self._rank = rank
-        self._ranks = ranks
-
-    def members(self, state: Any, content: Any) -> None:
-        """Fill a dict, or a list."""
-        saved = dict(_members(content))
-        for key, value in list(_members(state)):
-            if key in saved:
-                self._value(state, key, value, saved[key])
-
-    def _value(self, holder: Any, key: Any, value: Any, new: Any) -> None:
-        if isinstance(value, PerRank):
-            self._own(value, new)
-        elif isinstance(value, nn.Module):
-            own, saved = modules.state_of(value), _unwrapped(new, value)
-            # Its own where the file lacks some: without ``strict`` check() lets that pass.
-            modules.set_state(value, {name: saved.get(name, own[name]) for name in own})
-        elif kinds.is_stateful(value):
-            value.load_state_dict(new)
-        elif isinstance(value, torch.Tensor):
-            value.detach().copy_(new)
-        elif not _is_replaced(value, new):
-            self.members(value, new)
-        elif isinstance(value, MutableMapping) and isinstance(new, Mapping):
-            value.clear()
-            value.update(new)
-        else:
-            holder[key] = new
-
-    def _own(self, marked: PerRank, saved: Any) -> None:
-        """Give this rank its own; with another number of ranks as PerRank says."""
-        every = _every(saved)
-        new = every[self._rank % len(every)]
-        if marked.on_resize is not None and len(every) != self._ranks:
-            new = marked.on_resize(list(every))
-        elif self._rank >= len(every) and marked.on_more_ranks == "keep":
-            return
-        if kinds.is_changed_in_place(marked.value):
-            self._value({}, "", marked.value, new)
-        elif kinds.is_stateful(marked.value):
-            marked.value.load_state_dict(new)
-        else:
-            marked.value = new
-
-
 def _members(container: Any) -> Iterator[tuple[Any, Any]]:
     yield from container.items() if isinstance(container, Mapping) else enumerate(container)
+
+
+def _put(marked: PerRank, new: Any) -> None:
+    if kinds.is_stateful(marked.value):
+        marked.value.load_state_dict(new)
+    else:
+        marked.value = new
 
 
 def _every(saved: Any) -> list[Any]:

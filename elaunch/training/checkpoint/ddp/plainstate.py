@@ -8,11 +8,19 @@ plain values                   equal, also in what ``state_dict()`` of scheduler
 modules, optimizers, tensors   not: rank 0's are written, as with torch.save
 ``elaunch.PerRank``            not
 =============================  =====================================================================
+
+What ``torch.load(weights_only=True)`` takes is asked before a file is committed: it refuses the
+objects of all classes but torch's, Python's plain ones, and those that the script has named to
+``torch.serialization.add_safe_globals``. A value that it would refuse at a resume is refused at the
+save, by its key.
 """
 
 from __future__ import annotations
 
+import io
 import pickle
+import re
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -24,11 +32,76 @@ from torch.distributed.tensor import DTensor
 from elaunch.errors import CheckpointError, SaveError
 from elaunch.training.checkpoint.dcp import archives
 from elaunch.training.checkpoint.dcp.metadata import key_of
-from elaunch.training.checkpoint.ddp import loadable
 from elaunch.training.checkpoint.state import kinds, modules, optimizers, tensors
 from elaunch.training.checkpoint.state.perrank import PerRank
 from elaunch.training.checkpoint.together import compare
+from elaunch.training.checkpoint.together.guard import guarded
 from elaunch.training.distributed import DistributedContext
+
+_STYLE: Final = re.compile(r"\x1b\[[0-9;]*m")
+_CLASS: Final = re.compile(r"(?:GLOBAL|Unsupported class) ([\w.]+)")
+_NO_ROOM_FOR: Final = 200
+"""Characters of torch's reason in an error; after them it explains itself at length."""
+
+
+def check(value: Any, name: str) -> None:
+    """Raise CheckpointError, with the key below ``name``, for what would be saved in vain.
+
+    Tensors are taken to be good, and are not copied.
+    """
+    problem = _problem(value)
+    if problem is None:
+        return
+    members: list[tuple[Any, Any]] = []
+    if isinstance(value, Mapping):
+        members = list(value.items())
+    elif isinstance(value, list | tuple):
+        members = list(enumerate(value))
+    for key, member in members:
+        check(member, f"{name}.{key}" if name else str(key))
+    raise CheckpointError(
+        f"{name or 'the state'}, a {type(value).__name__}, could not be loaded again: "
+        f"{reason(problem)}. Make it a plain value, as float(x), list(x), str(x) or "
+        "torch.as_tensor(x) are; or name its class to torch.serialization.add_safe_globals, here "
+        "and where it is loaded"
+    )
+
+
+def reason(error: BaseException) -> str:
+    """Return in a line why torch does not load something, or does not save it."""
+    while isinstance(error, CheckpointError) and error.__cause__ is not None:
+        error = error.__cause__
+    text = _STYLE.sub("", str(error))
+    if isinstance(error, pickle.UnpicklingError):
+        if found := _CLASS.search(text):
+            return f"torch.load(weights_only=True) refuses {found[1]}"
+        text = text.partition("WeightsUnpickler error:")[2] or text
+    line = " ".join(text.split())
+    return line if len(line) <= _NO_ROOM_FOR else f"{line[:_NO_ROOM_FOR]}…"
+
+
+def _problem(value: Any) -> Exception | None:
+    file = io.BytesIO()
+
+    def there_and_back() -> None:
+        torch.save(_without_tensors(value), file)
+        file.seek(0)
+        torch.load(file, map_location="cpu", weights_only=True)
+
+    return guarded(there_and_back, "torch")[1]
+
+
+def _without_tensors(value: Any) -> Any:
+    """Return the value with None for each ordinary tensor; in it no other class is lacking."""
+    kind = type(value)
+    if kind in (torch.Tensor, nn.Parameter) and not vars(value):
+        return None
+    if kind in (dict, OrderedDict):
+        return kind((key, _without_tensors(member)) for key, member in value.items())
+    if kind in (list, tuple):
+        return kind(_without_tensors(member) for member in value)
+    return value
+
 
 PER_RANK: Final = "elaunch.per_rank"
 """The key in the file under which every rank's value stands, in a list."""
@@ -96,9 +169,9 @@ def make(state: Any, writes: bool) -> Plain:
     refuse_raw(state)
     walk = _PlainWalk(writes)
     walk.made.content = {key: walk.visit(value, (key,)) for key, value in state.items()}
-    loadable.check(walk.made.content, "")
+    check(walk.made.content, "")
     for path, value in walk.made.own.items():
-        loadable.check(value, key_of(path))
+        check(value, key_of(path))
     walk.made.size = _size_of(walk.made.content) if writes else 0
     return walk.made
 

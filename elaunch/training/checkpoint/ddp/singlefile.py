@@ -41,12 +41,11 @@ from elaunch.checkpoint.storage.storage import Committed, Stage
 from elaunch.errors import CheckpointError, ContextError, DamageError
 from elaunch.training.checkpoint import restore
 from elaunch.training.checkpoint.dcp.sources import Source, SourceFile
-from elaunch.training.checkpoint.ddp import fill, loadable, plainstate
+from elaunch.training.checkpoint.ddp import fill, plainstate
 from elaunch.training.checkpoint.parts import CallContext, Mode, Saving
 from elaunch.training.checkpoint.store import part_of, save_together
 from elaunch.training.checkpoint.together.agree import agree
-from elaunch.training.checkpoint.together.guard import guarded
-from elaunch.training.checkpoint.together.torcherrors import os_error_behind
+from elaunch.training.checkpoint.together.guard import guarded, os_error_behind
 
 FILE: Final = "state.pt"
 MODES: Final = ("all", "broadcast", "sequential")
@@ -110,15 +109,16 @@ def load(
     what = f"load_ddp of {found.name}"
     mode, strict = how
 
-    def together(step: str, work: Callable[[], None]) -> None:
-        problem = guarded(work, "load_ddp")[1]
+    def together(step: str, work: Callable[[], Any]) -> Any:
+        done, problem = guarded(work, "load_ddp")
         agree(parts.distributed, step, problem, None, timeout, CheckpointError)
+        return done
 
     together(f"{what}, its state", lambda: _check_state(state))
     content = _read(parts, found, mode, timeout, what)
-    together(what, lambda: fill.check(state, content, strict))
-    size = parts.distributed.size
-    together(f"{what}, filling", lambda: fill.fill(state, content, parts.rank, size))
+    rank, ranks = parts.rank, parts.distributed.size
+    put = together(what, lambda: fill.fitting(state, content, strict, rank=rank, ranks=ranks))
+    together(f"{what}, filling", put)
 
 
 def check_mode(mode: str) -> None:
@@ -199,6 +199,6 @@ def _unpickle(source: Source, path: Path) -> Any:
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path} holds objects that are not loaded without being trusted: "
-            f"{loadable.reason(error)}; if you trust the file, name their classes to "
+            f"{plainstate.reason(error)}; if you trust the file, name their classes to "
             "torch.serialization.add_safe_globals"
         ) from None

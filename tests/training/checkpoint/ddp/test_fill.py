@@ -22,8 +22,7 @@ def filled(saved: dict[str, Any], state: dict[str, Any], strict: bool = True) ->
     """Save the one state, and load it into the other; as the only rank."""
     made = plainstate.make(saved, writes=True)
     content = made.complete([made.told()])
-    filling.check(state, content, strict)
-    filling.fill(state, content, 0, 1)
+    filling.fitting(state, content, strict, rank=0, ranks=1)()
     return state
 
 
@@ -148,7 +147,7 @@ def test_a_file_without_data_changes_nothing() -> None:
     own = linear(5.0)
     content = {"m": nn.Linear(3, 2, device="meta").state_dict()}
     with pytest.raises(CheckpointError, match=r"m\.weight has no data in the checkpoint"):
-        filling.check({"m": own}, content, strict=True)
+        filling.fitting({"m": own}, content, strict=True, rank=0, ranks=1)
 
 
 def test_dicts_of_plain_values_are_replaced() -> None:
@@ -235,6 +234,6 @@ def test_on_resize_is_for_values() -> None:
     with pytest.raises(CheckpointError, match="a PerRank with on_resize around a dict"):
         plainstate.make({"x": resized}, writes=True)
     with pytest.raises(CheckpointError, match="x is a PerRank with on_resize around a dict"):
-        filling.check({"x": resized}, {"x": 1}, strict=True)
+        filling.fitting({"x": resized}, {"x": 1}, strict=True, rank=0, ranks=1)
     with pytest.raises(CheckpointError, match="x is a PerRank with on_resize around a dict"):
         capture({"x": resized}, 0)

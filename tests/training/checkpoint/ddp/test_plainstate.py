@@ -17,7 +17,7 @@ from torch import nn
 
 from elaunch.errors import CheckpointError, SaveError
 from elaunch.training.checkpoint.context import CheckpointContext
-from elaunch.training.checkpoint.ddp import loadable, plainstate
+from elaunch.training.checkpoint.ddp import plainstate
 from elaunch.training.checkpoint.state.perrank import PerRank
 from tests.training.checkpoint.ddprig import Ranks
 
@@ -188,8 +188,8 @@ def test_tensors_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_reasons_are_short() -> None:
     """A line, whatever torch says."""
-    assert loadable.reason(ValueError("one\n  two")) == "one two"
-    assert len(loadable.reason(ValueError("x" * 999))) <= 201
+    assert plainstate.reason(ValueError("one\n  two")) == "one two"
+    assert len(plainstate.reason(ValueError("x" * 999))) <= 201
 
 
 def raising(error: Exception) -> Callable[[], Any]:
