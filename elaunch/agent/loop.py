@@ -9,20 +9,16 @@ from __future__ import annotations
 import logging
 import math
 import queue
-import random
-import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from elaunch import env
 from elaunch.agent.hangs.watch import HangWatch
 from elaunch.agent.patience import telling
-from elaunch.agent.policy import events, fencing, turn
+from elaunch.agent.policy import events, turn
 from elaunch.agent.policy.actions import (
-    Backoff,
-    ChooseCheckpoint,
     EndTree,
     Finish,
     Forward,
@@ -37,9 +33,8 @@ from elaunch.agent.policy.actions import (
     TakeStacks,
 )
 from elaunch.agent.policy.limits import known_nproc, limits_of
-from elaunch.agent.policy.state import START_S, Phase, State
+from elaunch.agent.policy.state import START_S, Phase, State, refusal
 from elaunch.agent.policy.turn import Round, Turn
-from elaunch.agent.resume import latest
 from elaunch.agent.resume.probe import DirectoryProbe
 from elaunch.agent.saver.saver import AgentSaver
 from elaunch.agent.startup import Interruption, count_devices
@@ -53,6 +48,7 @@ from elaunch.endings import PREEMPTED
 
 if TYPE_CHECKING:
     from elaunch.agent.nodes.status import StatusPublisher
+    from elaunch.rendezvous.standalone import Standalone
 
 SETTLE_LEAST = 5.0
 """Seconds for what is in memory to be written out, however little of a grace is left."""
@@ -73,7 +69,7 @@ class LoopParts:
     """What the loop works with; each is started and closed by elaunch.agent.main.
 
     ``early`` observers see a turn before its action is done, ``late`` ones after it, both in their
-    order. ``publisher`` is there in a job of several nodes only.
+    order. ``standalone`` is the coordinator of a job of one node; None where several meet.
     """
 
     group: WorkerGroup
@@ -84,7 +80,8 @@ class LoopParts:
     probing: DirectoryProbe
     early: tuple[Observer, ...]
     late: tuple[Observer, ...]
-    publisher: StatusPublisher | None = None
+    publisher: StatusPublisher
+    standalone: Standalone | None
 
 
 class Agent:
@@ -102,6 +99,7 @@ class Agent:
         self._probing = parts.probing
         self._early, self._late = parts.early, parts.late
         self._publisher = parts.publisher
+        self._standalone = parts.standalone
         self._inbox = inbox
         self._exit_code = 0
         self._deadline: float | None = None
@@ -109,10 +107,9 @@ class Agent:
         self._starting: tuple[float | None, int] = (None, -1)
 
     def run(self, environ: Mapping[str, str]) -> int:
-        """Start the server, then serve events until the policy finishes."""
+        """Serve events until the policy finishes; the group's server was started."""
         port = self._group.open_endpoint()
         nproc = known_nproc(self._settings.nproc_per_node)
-        self._group.prepare(nproc, env.default_omp_threads(environ, nproc or 2))
         if nproc is None:
             counted = count_devices(self._settings, self._group, self._inbox, START_S)
             if not isinstance(counted, int):
@@ -123,10 +120,10 @@ class Agent:
         if stopped is not None:
             return self._stopped_early(stopped)
         tell_threads(environ, nproc)
-        limits = limits_of(self._settings, nproc, meets=self._publisher is not None)
+        limits = limits_of(self._settings, nproc, meets=self._standalone is None)
         state = State(limits=limits)
-        if self._publisher is not None:
-            self._publisher.join(nproc, port)
+        self._publisher.join(nproc, port)
+        self._coordinate()
         self._deadline = time.monotonic() + limits.start_timeout
         with telling(self._still_starting):
             while state.phase is Phase.STARTING:
@@ -144,9 +141,16 @@ class Agent:
         self._perform(taken)
         for see in self._late:
             see(taken)
+        self._coordinate()
         if isinstance(taken.action, Finish):
             self._exit_code = taken.action.exit_code
         return taken.after
+
+    def _coordinate(self) -> None:
+        """Have the plan of a job of one node follow; between rounds its backoff is the deadline."""
+        if self._standalone is not None:
+            due = self._standalone.decide()
+            self._deadline = self._deadline if due is None else due
 
     def _next_event(self) -> events.Event:
         try:
@@ -187,12 +191,6 @@ class Agent:
         state, action = taken.before, taken.action
         if taken.begun is not None:
             self._start_round(state, taken.begun)
-        elif isinstance(action, ChooseCheckpoint):
-            if not state.searching:
-                number = (state.search + 1,)
-                threading.Thread(
-                    target=self._choose, args=number, name="checkpoints", daemon=True
-                ).start()
         elif isinstance(action, StopWorkers):
             self._group.send_signal(action.signum, stops=True)
             self._grace_until = self._deadline = time.monotonic() + action.grace
@@ -213,10 +211,6 @@ class Agent:
             self._deadline = time.monotonic() + self._hangs.take_stacks(state.round)
         elif isinstance(action, Forward):
             self._group.send_signal(action.signum, stops=False)
-        elif isinstance(action, Backoff):
-            # The jitter keeps many jobs that died of one cause from coming back in step.
-            seconds = action.seconds * random.uniform(0.5, 1.0)
-            self._deadline = time.monotonic() + seconds
         elif isinstance(action, Settle):
             self._settle(state, action)
         elif isinstance(action, ReplaceServer):
@@ -253,20 +247,17 @@ class Agent:
         self._saver.settle(seconds)
         self._deadline = now + seconds + SETTLE_OVERDUE
 
-    def _choose(self, number: int) -> None:
-        """Look for the newest complete checkpoint; a thread of its own, since storage may hang."""
-        found = latest.look(self._settings, self._saver.finishing)
-        self._inbox.put(replace(found, number=number))
-
     def _answer(self, taken: Turn) -> None:
         """Answer those who wait for the loop, and stop waiting for what has come."""
         event = taken.event
         if isinstance(event, events.WorkerStarted):
             if self._deadline == self._starting[0]:
                 self._deadline = None
+        elif isinstance(event, events.SearchEnded) and self._standalone is not None:
+            self._standalone.found(event.result)
         elif isinstance(event, events.Ping):
             event.answer()
         elif isinstance(event, events.FenceAsked):
-            event.answer(fencing.refusal(taken.before, event.round))
+            event.answer(refusal(taken.before, event.round))
         elif isinstance(event, events.PreemptAsked):
             event.answer(taken.reason)

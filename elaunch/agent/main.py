@@ -52,6 +52,7 @@ from elaunch.server import devices, processes
 if TYPE_CHECKING:
     from elaunch.agent.detach import Detached
     from elaunch.agent.nodes.status import StatusPublisher
+    from elaunch.rendezvous.standalone import Standalone
 
 PING_TIMEOUT = 2.0
 LOOP_PATIENCE = 1.0
@@ -145,6 +146,7 @@ def _run_job(
     group_plan = GroupPlan(settings, run_dir, log_root, environ, inbox.put, own_addr, temp)
     group = WorkerGroup(group_plan, pump)
     stack.callback(group.close)
+    _start_server(settings, group, environ)
     saver = AgentSaver(SaverPlan(settings, inbox.put, DirectoryFinisher(settings)))
     links, hangs = _start_links(settings, lines, inbox, group, saver, stack)
     status_record.follow(hangs.record, saver.record, links.name)
@@ -154,11 +156,15 @@ def _run_job(
     probing = DirectoryProbe(settings, inbox.put)
     stack.callback(probing.close)
     probing.start()
-    publisher = _join(group_plan, group, pump.say, stack, probing.nonce, saver)
+    publisher, standalone = _join(group_plan, group, pump.say, stack, probing.nonce, saver)
     stack.callback(saver.close)
     report_plan = ReportPlan(settings, run_dir, pump, group, pump.say, status_record, publisher)
-    early, late = _observers(report_plan, hangs)
-    parts = LoopParts(group, status_record, links, hangs, saver, probing, early, late, publisher)
+    early, late = _observers(report_plan, hangs, standalone is None)
+    parts = LoopParts(
+        *(group, status_record, links, hangs, saver, probing, early, late),
+        publisher=publisher,
+        standalone=standalone,
+    )
     threading.Thread(target=directory.prune, args=(os.environ,), name="prune", daemon=True).start()
     saver.check()
     if place.detached is not None:
@@ -167,17 +173,23 @@ def _run_job(
 
 
 def _observers(
-    plan: ReportPlan, hangs: HangWatch
+    plan: ReportPlan, hangs: HangWatch, meets: bool
 ) -> tuple[tuple[Observer, ...], tuple[Observer, ...]]:
     """Return who sees each turn of the loop before its action, and who after it."""
     group, publisher = plan.group, plan.publisher
     reporter, decisions = Reporter(plan), DecisionLog(plan.settings)
     handler = plan.settings.event_log_handler
     event_log = EventLog(handler, _facts(plan.settings), error_file=group.error_file)
-    plans: tuple[Observer, ...] = () if publisher is None else (publisher.see,)
-    status: tuple[Observer, ...] = () if publisher is None else (publisher.publish,)
+    plans: tuple[Observer, ...] = (publisher.see,) if meets else ()
     early = (group.see, hangs.see, reporter.see, *plans, decisions.see)
-    return early, (reporter.report_on, *status, plan.status_record.see, event_log.see)
+    return early, (reporter.report_on, publisher.publish, plan.status_record.see, event_log.see)
+
+
+def _start_server(settings: Settings, group: WorkerGroup, environ: Mapping[str, str]) -> None:
+    """Have the server import what it should while the agent makes its other parts."""
+    group.open_endpoint()
+    nproc = known_nproc(settings.nproc_per_node)
+    group.prepare(nproc, env.default_omp_threads(environ, nproc or 2))
 
 
 def _start_pump(
@@ -224,16 +236,18 @@ def _join(
     stack: contextlib.ExitStack,
     probe: str,
     saver: AgentSaver,
-) -> StatusPublisher | None:
-    """Prepare what a job of several nodes needs; None for one node by itself."""
+) -> tuple[StatusPublisher, Standalone | None]:
+    """Prepare to meet the other nodes' agents, or to be the one node by itself."""
     if plan.settings.rendezvous is None:
-        return None
+        from elaunch.agent.nodes.standalone import standalone
+
+        return standalone(plan, say, saver.finishing)
     from elaunch.agent.nodes.connect import join
 
     joined = join(plan, group, say, stack, probe, saver.finishing)
     saver.meet(joined.meeting.read_plan, joined.peers)
     joined.peers.attach(saver)
-    return joined.publisher
+    return joined.publisher, None
 
 
 def _own_temp(

@@ -13,6 +13,7 @@ coordinator       its threads: members in, plans out
 member            one agent's place in the job: what it asks of the store next, without waiting
 waiting           until when an agent waits for others, since when no write was taken (pure)
 meeting           its threads, and what an agent uses: join, publish a status, read plans, leave
+standalone        the same for a job of one node: its coordinator, in the agent's own loop
 events            what the threads post to the agent, and the calls that a member asks for
 ================  ================================================================================
 """

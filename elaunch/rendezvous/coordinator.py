@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from msgspec import Struct
 
 from elaunch.errors import StoreError, StoreReplaced, StoreUnreachable
-from elaunch.rendezvous.coordinatorstate import RETRY, Coming, CoordinatorState, Reread
+from elaunch.rendezvous.coordinatorstate import RETRY, Coming, CoordinatorState, Reread, result_of
 from elaunch.rendezvous.decide.view import Search, SearchResult
 from elaunch.rendezvous.plan import Plan
 from elaunch.store.protocol import Change, Store
@@ -108,7 +108,7 @@ class Coordinator:
 
     def _publish(self, coming: Coming) -> bool | None:
         try:
-            taken = self._store.publish(coming.version, coming.value)
+            taken = self._store.publish(coming.version, self._state.encoded(coming))
         except StoreUnreachable as exc:
             self._published(exc)
             return None
@@ -154,7 +154,4 @@ class Coordinator:
                 self._queue.put(_Changed(changes))
 
     def _find(self, search: Search) -> None:
-        try:
-            self._queue.put(self._search(search))
-        except Exception as exc:
-            self._queue.put(SearchResult(problem=str(exc) or type(exc).__name__))
+        self._queue.put(result_of(self._search, search))

@@ -2,7 +2,8 @@
 
 Changes of the members go in, steps come out: a plan to publish, a look at the published one, a
 search for a checkpoint, a wait. It has no thread, no clock and no store, so that a simulation can
-drive it; elaunch.rendezvous.coordinator drives it for real.
+drive it. For real it is driven by elaunch.rendezvous.coordinator, and in a job of one node by
+elaunch.rendezvous.standalone.
 
 A lost answer leaves open whether a plan was published. Then the published plan is read again and
 believed: what follows from it is decided anew.
@@ -11,8 +12,10 @@ believed: what follows from it is decided anew.
 from __future__ import annotations
 
 import logging
+import os
+import random
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -31,7 +34,9 @@ from elaunch.rendezvous.decide.view import (
     Wait,
 )
 from elaunch.rendezvous.plan import NodeStatus, Plan
-from elaunch.store.protocol import Change, Post
+
+if TYPE_CHECKING:
+    from elaunch.store.protocol import Change, Post
 
 REFUSALS_TOLD = 5
 """Agents whose refused records are logged one by one."""
@@ -42,15 +47,27 @@ log = logging.getLogger("elaunch")
 
 
 class Coming(Struct, frozen=True):
-    """A plan on its way to the store, as bytes."""
+    """A plan on its way to the store."""
 
     version: int
-    value: bytes
     plan: Plan
 
 
 class Reread(Struct, frozen=True):
     """Read the plan: it is not known what has become of a post."""
+
+
+def result_of(search: Callable[[Search], SearchResult], asked: Search) -> SearchResult:
+    """Return what a search for a checkpoint brings; a coordinator waits for it, whatever it is."""
+    try:
+        return search(asked)
+    except Exception as exc:
+        return SearchResult(problem=str(exc) or type(exc).__name__)
+
+
+def draw_job_and_jitter() -> tuple[str, float]:
+    """Return a new incarnation id, and which part of a backoff to wait."""
+    return os.urandom(16).hex(), random.uniform(0.5, 1.0)
 
 
 class CoordinatorState:
@@ -157,6 +174,14 @@ class CoordinatorState:
                 self._refuse(change.name, exc)
                 continue
             self._on_record(change.name, record, now)
+        self._know_members(now)
+
+    def on_status(self, record: NodeStatus, now: float) -> None:
+        """Take the status of this agent itself, which is the only member."""
+        self._on_record(self.me, record, now)
+        self._know_members(now)
+
+    def _know_members(self, now: float) -> None:
         if not self._members_known:
             self._members_known = True
             self._note_absent(now)
@@ -194,8 +219,11 @@ class CoordinatorState:
         if not isinstance(step, Publish):
             return step, reason
         plan = replace(step.plan, coordinator=self.me)
-        version = self._version + 1
-        return Coming(version, records.encode(plan, self._secret, version), plan), reason
+        return Coming(self._version + 1, plan), reason
+
+    def encoded(self, coming: Coming) -> bytes:
+        """Return a plan as bytes for the store; raises RecordError."""
+        return records.encode(coming.plan, self._secret, coming.version)
 
     def on_published(self, coming: Coming, taken: bool | None, now: float) -> None:
         """Take whether the store has taken ``coming``; None: it did not answer."""
@@ -300,6 +328,8 @@ class CoordinatorState:
         if record.seq < old.record.seq:
             return  # a write that was on its way for long
         same_round = record.round == old.record.round
+        if record.state == "running" and record.round == self._plan.round and not same_round:
+            self._view = replace(self._view, ran=now)
         if failed_at is not None and old.failed_at is not None and same_round:
             failed_at = min(failed_at, old.failed_at)
         changed = old.changed if same_round and record.state == old.record.state else now

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import logging
 import os
-import random
 import threading
 import time
 from collections.abc import Callable
@@ -26,7 +25,7 @@ from msgspec import Struct
 from elaunch.errors import StoreError, StoreUnreachable
 from elaunch.rendezvous import events
 from elaunch.rendezvous.coordinator import Coordinator
-from elaunch.rendezvous.coordinatorstate import CoordinatorState
+from elaunch.rendezvous.coordinatorstate import CoordinatorState, draw_job_and_jitter
 from elaunch.rendezvous.decide.view import Rules, Search, SearchResult
 from elaunch.rendezvous.events import Effect, Fence, Idle, MeetingFailed, News, Open, Task
 from elaunch.rendezvous.member import MemberState
@@ -399,8 +398,3 @@ def member_call(store: Store, task: Task, ttl: float) -> None:
         store.renew()
     elif isinstance(task, events.Withdraw):
         store.withdraw()
-
-
-def draw_job_and_jitter() -> tuple[str, float]:
-    """Return a new incarnation id, and which part of a backoff to wait."""
-    return os.urandom(16).hex(), random.uniform(0.5, 1.0)

@@ -65,14 +65,19 @@ def gone(one: HasPlace, absent: Absent | None, heartbeat_timeout: float) -> str:
 
 
 def failure(found: WorkerFailure) -> str:
-    """Return "rank 3 on node2 was killed by SIGKILL"; else its agent's summary."""
-    code, host = found.exitcode, found.host or "a node"
+    """Return "rank 3 on node2 was killed by SIGKILL"; else its agent's summary.
+
+    The only node of a job has no name, and needs none.
+    """
+    code, host = found.exitcode, found.host
+    where = f" (on {host})" if host else ""
     if found.rank < 0 or found.local_rank < 0:
         said = found.text.strip().partition("\n")[0]
-        return f"{said or f'exit code {code}'} (on {host})"
+        return f"{said or f'exit code {code}'}{where}"
     if found.summary:
-        return f"{found.summary} (on {host})"
-    return f"rank {found.rank} on {host} {how_it_ended(code)}"
+        return f"{found.summary}{where}"
+    rank = f"rank {found.rank} on {host}" if host else f"rank {found.rank}"
+    return f"{rank} {how_it_ended(code)}"
 
 
 def differences(nodes: Sequence[tuple[str, Mapping[str, str]]]) -> str:

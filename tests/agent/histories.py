@@ -9,10 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from elaunch.agent.failure.ends import Failure
+from elaunch.agent.nodes.status import Identity, StatusPublisher
 from elaunch.agent.policy import events, turn
 from elaunch.agent.policy.actions import Action, Nothing
 from elaunch.agent.policy.state import Limits, State
-from elaunch.checkpoint.records import Checkpoint, SearchOutcome
+from elaunch.checkpoint.records import Checkpoint
+from elaunch.rendezvous.decide.view import SearchResult
+from elaunch.rendezvous.plan import PlanCheckpoint
+from elaunch.rendezvous.standalone import Standalone, rules_of_one
 
 READY = events.ServerReady(problem=None, preload_s=0.1)
 DEADLINE = events.DeadlinePassed()
@@ -67,36 +71,101 @@ def checkpoint(step: int) -> Checkpoint:
     return Checkpoint(Path(f"/ck/step_{step}.pt"), step, "torch.save")
 
 
-def chosen(
-    step: int | None, problem: str | None = None, number: int = 0
-) -> events.CheckpointChosen:
-    """Return what a search found: a checkpoint of ``step``, or none; 0: of the newest search."""
+def chosen(step: int | None, problem: str = "") -> events.SearchEnded:
+    """Return what the coordinator's search found: a checkpoint of ``step``, or none."""
     found = None if step is None else checkpoint(step)
-    return events.CheckpointChosen(SearchOutcome(found), problem, number=number)
+    said = found and PlanCheckpoint(str(found.path), found.step, found.format)
+    return events.SearchEnded(SearchResult(said, problem))
 
 
-def step(state: State, event: events.Event) -> tuple[State, Action, str]:
-    """Do what the agent's loop does with one event, but for acting."""
-    if isinstance(event, events.CheckpointChosen) and not event.number:
-        event = replace(event, number=state.search)
-    if isinstance(event, events.Exit):
-        event = replace(event, rank=state.first_rank + event.local_rank)
-    taken = turn.take(state, event)
-    return taken.after, taken.action, taken.reason
+@dataclass(frozen=True)
+class Job(Limits):
+    """The limits of an agent that is the whole job, and what else was asked of its coordinator."""
+
+    lifetime_budget: bool = False
+    has_checkpoint_dir: bool = False
+
+
+class Played:
+    """One agent that takes events as its loop does; where it is the whole job, its coordinator too.
+
+    The clock shows the time of the last event that has one, from the start of each round.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self.state = State(limits)
+        self.searches = 0
+        self.due: float | None = None
+        self._now = 0.0
+        self._pending: list[events.Event] = []
+        self._publisher: StatusPublisher | None = None
+        if limits.meets:
+            return
+        asked = limits if isinstance(limits, Job) else Job(limits.nproc, limits.max_restarts)
+        self._standalone = Standalone(
+            rules_of_one(asked.max_restarts, asked.lifetime_budget, asked.has_checkpoint_dir),
+            self._pending.append,
+            self._search,
+            clock=lambda: self._now,
+            draw=lambda: ("job", 1.0),
+        )
+        identity = Identity("", "", "default", None, {}, say=print, post=print)
+        self._publisher = StatusPublisher(self._standalone, identity, lambda: self._now)
+        self._publisher.join(limits.nproc, 0)
+        self.due = self._standalone.decide()
+        self._take_plans()
+
+    def take(self, event: events.Event) -> list[turn.Turn]:
+        """Return the turns that the event makes, with those of the plans that follow from it."""
+        self._now = getattr(event, "at", self._now)
+        if isinstance(event, events.Exit):
+            event = replace(event, rank=self.state.first_rank + event.local_rank)
+        if isinstance(event, events.DeadlinePassed) and self.due is not None:
+            self._now = self.due
+        if isinstance(event, events.SearchEnded):
+            self.searches -= 1
+            self._standalone.found(event.result)
+        return [self._turn(event), *self._take_plans()]
+
+    def _search(self, _: object) -> None:
+        self.searches += 1
+
+    def _take_plans(self) -> list[turn.Turn]:
+        turns = []
+        while self._pending:
+            turns.append(self._turn(self._pending.pop(0)))
+        return turns
+
+    def _turn(self, event: events.Event) -> turn.Turn:
+        taken = turn.take(self.state, event)
+        self.state = taken.after
+        if taken.begun is not None:
+            self._now = 0.0
+        if self._publisher is not None:
+            self._publisher.publish(taken)
+            self.due = self._standalone.decide()
+        return taken
+
+
+def decisions(turns: Iterable[turn.Turn]) -> list[Decided]:
+    """Return the decisions that were more than waiting in silence."""
+    return [
+        Decided(each.action, each.reason)
+        for each in turns
+        if each.reason or not isinstance(each.action, Nothing)
+    ]
 
 
 def play(limits: Limits, history: Iterable[events.Event]) -> tuple[State, list[Decided]]:
     """Return the last state, and the decisions that were more than waiting in silence."""
-    state, decided = State(limits), []
-    for event in history:
-        state, action, reason = step(state, event)
-        if reason or not isinstance(action, Nothing):
-            decided.append(Decided(action, reason))
-    return state, decided
+    played = Played(limits)
+    decided = [each for event in history for each in decisions(played.take(event))]
+    return played.state, decided
 
 
 def last(limits: Limits, *history: events.Event) -> Decided:
-    """Return the decision on the last event, also if it is to wait."""
-    state, _ = play(limits, history[:-1])
-    _, action, reason = step(state, history[-1])
-    return Decided(action, reason)
+    """Return the last decision that follows from the last event, also if it is to wait."""
+    played = Played(limits)
+    for event in history[:-1]:
+        played.take(event)
+    return ([Decided(Nothing(), ""), *decisions(played.take(history[-1]))])[-1]

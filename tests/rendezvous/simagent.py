@@ -299,8 +299,8 @@ class Agent:
                 self._take(self.member.published(problem, self.sim.engine.now))
                 state.on_published(step, taken, self.sim.engine.now)
 
-            store, name = client.store, client.name
-            client.call(lambda: store.publish(name, step.version, step.value), on(published))
+            store, name, value = client.store, client.name, state.encoded(step)
+            client.call(lambda: store.publish(name, step.version, value), on(published))
         elif isinstance(step, Reread):
 
             def read(value: Any) -> None:

@@ -46,7 +46,7 @@ log = logging.getLogger("elaunch")
 class ReportPlan:
     """What reports are made from; ``say`` prints one block of lines on stderr.
 
-    ``publisher`` is there in a job of several nodes only.
+    ``publisher`` has what other nodes' agents report.
     """
 
     settings: Settings
@@ -55,7 +55,7 @@ class ReportPlan:
     group: WorkerGroup
     say: Callable[[str], None]
     status_record: StatusRecord
-    publisher: StatusPublisher | None = None
+    publisher: StatusPublisher
 
 
 class Reporter:
@@ -85,32 +85,33 @@ class Reporter:
         """Report why a round has failed, here or on another node, once that is known."""
         state, publisher = turn.before, self._plan.publisher
         final = isinstance(turn.action, Finish)
+        meets = state.limits.meets
+        if isinstance(turn.action, Meet) and not meets:
+            return  # the next round does not wait for the report of this one
         if isinstance(turn.action, StartRound | Finish | Meet):
             if state.reportable and self._made is None:
                 self._made = self._make(state)
                 self._plan.status_record.note_failure(self._made.to_dict())
-                if publisher is not None:
-                    publisher.keep(self._made)
+                publisher.keep(self._made)
             shown_before = self._shown
             self._show(state, final)
             if final:
                 self._end(state, shown_before)
             if not isinstance(turn.action, Meet):
                 self._made, self._shown = None, False
-        elif publisher is not None and turn.after.phase is Phase.MEETING:
+        elif meets and turn.after.phase is Phase.MEETING:
             self._show(turn.after, final)
 
     def _show(self, state: State, final: bool) -> None:
-        """Print what ended the round; on several nodes as soon as the plan says what did."""
+        """Print what ended the round, as soon as the plan says what did."""
         publisher = self._plan.publisher
-        if publisher is not None:
-            if not (final or nodes.is_decided(state)):
-                return
-            if publisher.failed_elsewhere(state) is not None:
-                found = publisher.tell_failure(state)
-                if found is not None:
-                    self._plan.status_record.note_job_failure(found)
-                return
+        if not (final or nodes.is_decided(state)):
+            return
+        if publisher.failed_elsewhere(state) is not None:
+            found = publisher.tell_failure(state)
+            if found is not None:
+                self._plan.status_record.note_job_failure(found)
+            return
         if self._made is not None and not self._shown:
             show = report.render if final else report.render_cause
             self._plan.say(show(self._made))
@@ -119,8 +120,8 @@ class Reporter:
     def _end(self, state: State, shown_before: bool) -> None:
         """Write the launcher's own error file; print the table that is missing so far."""
         publisher = self._plan.publisher
-        found = None if publisher is None else publisher.failed_elsewhere(state)
-        if publisher is not None and found is not None:
+        found = publisher.failed_elsewhere(state)
+        if found is not None:
             publisher.write_launcher_file(found, os.environ)
         elif self._made is not None:
             if shown_before:

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
@@ -19,15 +20,17 @@ from elaunch.agent.failure.ends import FailureReport
 from elaunch.agent.failure.errorfile import write_launcher_file
 from elaunch.agent.failure.report import render_cause
 from elaunch.agent.policy import events, nodes
-from elaunch.agent.policy.state import Phase, State
-from elaunch.agent.policy.text import failure
+from elaunch.agent.policy.state import Phase, State, failure
 from elaunch.agent.policy.turn import Turn
 from elaunch.endings import KILLED, PREEMPTED
 from elaunch.errors import HangError, ServerError, SymmetryError
 from elaunch.rendezvous import text as words
-from elaunch.rendezvous.meeting import Meeting
 from elaunch.rendezvous.plan import AgentState, NodeStatus, Plan, Preempted, WorkerFailure
 from elaunch.rendezvous.text import differences
+
+if TYPE_CHECKING:
+    from elaunch.rendezvous.meeting import Meeting
+    from elaunch.rendezvous.standalone import Standalone
 
 MAX_TEXT = 4000
 AT_REST: frozenset[AgentState] = frozenset(("joining", "ready", "ended", "finished"))
@@ -65,8 +68,14 @@ class Identity:
 class StatusPublisher:
     """Owns this agent's record among the members."""
 
-    def __init__(self, meeting: Meeting, identity: Identity) -> None:
+    def __init__(
+        self,
+        meeting: Meeting | Standalone,
+        identity: Identity,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._meeting = meeting
+        self._clock = clock
         self._identity = identity
         self._record: NodeStatus | None = None
         self._text = ""
@@ -124,7 +133,7 @@ class StatusPublisher:
             return None
         first = state.first
         if state.hang is not None and state.hung:
-            rank, age = state.hang.ranks[0], time.monotonic() - state.hang.at
+            rank, age = state.hang.ranks[0], self._clock() - state.hang.at
             local_rank = rank - state.first_rank
             pid, code = state.hang.pid, HangError.exit_code
             made = self._made(rank, local_rank, pid, code, self._text, age)
@@ -132,7 +141,7 @@ class StatusPublisher:
         if first is None:
             code, text = ServerError.exit_code, failure(state)
             return self._made(state.first_rank, -1, 0, code, text, 0.0)
-        age = time.monotonic() - first.at
+        age = self._clock() - first.at
         return self._made(first.rank, first.local_rank, first.pid, first.exitcode, self._text, age)
 
     def _made(

@@ -15,11 +15,6 @@ class Nothing:
 
 
 @dataclass(frozen=True)
-class ChooseCheckpoint:
-    """Look for the newest complete checkpoint; a search that is still on is waited for instead."""
-
-
-@dataclass(frozen=True)
 class StartRound:
     """Start all workers of ``round`` from ``checkpoint``; ``first_rank`` is this node's lowest."""
 
@@ -31,13 +26,6 @@ class StartRound:
 @dataclass(frozen=True)
 class Meet:
     """Wait for the plan: nothing of a round is left on this node."""
-
-
-@dataclass(frozen=True)
-class Backoff:
-    """Wait about ``seconds`` before the next round; the loop adds the jitter."""
-
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -117,10 +105,8 @@ class Finish:
 
 Action = (
     Nothing
-    | ChooseCheckpoint
     | StartRound
     | Meet
-    | Backoff
     | StopWorkers
     | EndTree
     | Hurry

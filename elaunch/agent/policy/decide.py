@@ -1,7 +1,7 @@
 """Every decision of the agent: ``decide(state, event) -> (action, reason)``.
 
 Pure: no clock, no process, no store, no log. ``state`` has the event written into it already
-(elaunch.agent.policy.state.observe); what other nodes have to do with is in
+(elaunch.agent.policy.state.observe); what the coordinator's plan means here is in
 elaunch.agent.policy.nodes. The reason is the log line, the status text, and what the test table
 asserts; it is empty where nothing is decided. A new cause of restart is one event, one arm here,
 and one row in tests/agent/policy/test_decide.py.
@@ -16,8 +16,6 @@ from typing import Any, Final
 from elaunch.agent.policy import events, hang, nodes, preempt
 from elaunch.agent.policy.actions import (
     Action,
-    Backoff,
-    ChooseCheckpoint,
     EndTree,
     Finish,
     Forward,
@@ -27,19 +25,24 @@ from elaunch.agent.policy.actions import (
     ReplaceServer,
     RestartServer,
     Settle,
-    StartRound,
     StopWorkers,
 )
-from elaunch.agent.policy.state import Phase, State
-from elaunch.agent.policy.text import LOST, failure, failure_code, server_ended, workers
+from elaunch.agent.policy.state import (
+    LOST,
+    Phase,
+    State,
+    failure,
+    failure_code,
+    server_ended,
+    workers,
+)
 from elaunch.errors import CheckpointError, ServerError, UsageError
-from elaunch.rendezvous.decide.budget import NoMore, hopeless, verdict, why_no_more
 
 Decision = tuple[Action, str]
 
 NOTHING: Decision = (Nothing(), "")
 SERVER_RESTARTS: Final = 3
-"""How often the server is started again in one wait for other nodes: nothing of a round is lost."""
+"""How often the server is started again in one wait for a plan: nothing of a round is lost."""
 LAST_SAVE_S: Final = 1800.0
 """Seconds for the storage to take the last save of a job that is done; a signal cuts that short."""
 
@@ -60,11 +63,7 @@ def _on_ready(state: State, event: events.ServerReady) -> Decision:
     if event.unforkable:
         fix = "the workers are started by --start-method spawn instead; leave the module out"
         return ReplaceServer(), f"{event.unforkable}: {fix}"
-    if state.limits.meets:
-        return nodes.at_rest(state, "ready")
-    if state.limits.has_checkpoint_dir:
-        return ChooseCheckpoint(), ""
-    return StartRound(0, None), "first start"
+    return nodes.at_rest(state, "ready")
 
 
 def _on_exit(state: State, event: events.Exit) -> Decision:
@@ -150,8 +149,6 @@ def _on_deadline(state: State, event: events.DeadlinePassed) -> Decision:
         return KillServer(), "the server that starts the workers does not answer; killing it"
     if state.phase is Phase.FLUSHING:
         return _after_tree(state)
-    if state.phase is Phase.WAITING:
-        return StartRound(state.round + 1, state.chosen), failure(state)
     if state.phase in preempt.AT_REST and state.told_to_stop:
         return preempt.overdue_at_rest(state)
     if state.phase is Phase.STARTING:
@@ -199,9 +196,11 @@ def _lost_at_rest(state: State, event: events.ServerLost) -> Decision:
     """Start the server again at once: with static it shows the others where to meet."""
     how, most = server_ended(event.exitcode), max(SERVER_RESTARTS, state.limits.max_restarts)
     if state.server_restarts >= most:
-        how += f" {most + 1} times while this node waited for others"
+        waited = "this node waited for others" if state.limits.meets else "no worker ran"
+        how += f" {most + 1} times while {waited}"
         return Finish(ServerError.exit_code), how
-    return RestartServer(), f"{how}; starting another, and waiting for the other nodes"
+    others = ", and waiting for the other nodes" if state.limits.meets else ""
+    return RestartServer(), f"{how}; starting another{others}"
 
 
 def _on_tree_gone(state: State, event: events.TreeGone) -> Decision:
@@ -228,48 +227,14 @@ def _after_tree(state: State, also: str = "") -> Decision:
 def _next(state: State) -> Decision:
     if state.limits.meets:
         return nodes.on_tree_gone(state)
-    told_before = state.told_to_stop and state.notified_in is not Phase.FLUSHING
-    if state.completed or not state.failed or state.interrupted or told_before:
-        return _finish(state)
-    limits = state.limits
-    if hopeless(limits.budget, state.spent):
-        return _finish(state)
-    if state.notified_in is Phase.FLUSHING:
-        return preempt.instead_of_restart(state)
-    if state.found is not None:  # nothing has run since: the server was lost meanwhile
-        return _go_on_from(state, state.found)
-    if limits.has_checkpoint_dir:
-        return ChooseCheckpoint(), ""
-    return _restart(state)
-
-
-def _on_checkpoint(state: State, event: events.CheckpointChosen) -> Decision:
-    if state.phase is not Phase.CHOOSING or event is not state.found:
-        return NOTHING
-    return _go_on_from(state, event)
-
-
-def _go_on_from(state: State, event: events.CheckpointChosen) -> Decision:
-    """Decide what follows a search, which has brought ``event``."""
-    if event.problem is not None:
-        return Finish(event.exit_code), f"cannot look for checkpoints: {event.problem}"
-    if state.failed:
-        return _restart(state)
-    return StartRound(0, state.chosen), "first start"
-
-
-def _restart(state: State) -> Decision:
-    """Start the next round if the budget has one left, at once or after a backoff."""
-    step = None if state.chosen is None else state.chosen.step
-    found = verdict(state.limits.budget, state.spent, failure(state), step, state.lived_long)
-    if isinstance(found, NoMore):
-        return _finish(state)
-    if found.backoff:
-        return Backoff(found.backoff), found.reason
-    return StartRound(state.round + 1, state.chosen), found.reason
+    asked = state.interrupted is not None or state.told_in_round
+    if state.failed and not state.completed and not asked:
+        return nodes.at_rest(state, failure(state))
+    return _finish(state)
 
 
 def _finish(state: State) -> Decision:
+    """Return the end of the job on its only node: all is done, or somebody has asked."""
     if state.notice is not None and (state.completed or not state.failed):
         return preempt.ended(state)
     if state.lost_save:
@@ -279,12 +244,9 @@ def _finish(state: State) -> Decision:
     if state.failed:
         code = failure_code(state)
         if state.interrupted is not None:
-            why = f"; no restart after {state.interrupted.name}"
-        elif state.told_to_stop and state.notice is not None:
-            why = f"; no restart: {state.notice.reason}"
-        else:
-            why = why_no_more(state.limits.budget, state.spent)
-        return Finish(code), failure(state) + why
+            return Finish(code), f"{failure(state)}; no restart after {state.interrupted.name}"
+        assert state.notice is not None  # any other failure is for the coordinator to judge
+        return Finish(code), f"{failure(state)}; no restart: {state.notice.reason}"
     assert state.interrupted is not None  # nothing else ends a job that neither failed nor is done
     return Finish(128 + state.interrupted), f"stopped by {state.interrupted.name}"
 
@@ -295,7 +257,6 @@ _ARMS: dict[type, Callable[[State, Any], Decision]] = {
     events.Exit: _on_exit,
     events.TreeGone: _on_tree_gone,
     events.SavesSettled: _on_settled,
-    events.CheckpointChosen: _on_checkpoint,
     events.SignalReceived: _on_signal,
     events.DeadlinePassed: _on_deadline,
     events.ServerLost: _on_server_lost,

@@ -13,7 +13,7 @@ StoreLost           server reader            the round's TCPStore could not be h
 DevicesCounted      server reader            the answer to ``count_devices``
 DirectoryProbed     probe                    the checkpoint directory can be used, or cannot
 ServerLost          reaper                   the server itself ended
-CheckpointChosen    checkpoint search        the newest complete checkpoint, or none
+CheckpointChosen    checkpoint search        what was found, and passed over, for the log
 SignalReceived      signal handlers          a person, a scheduler or the kernel signalled the agent
 DeadlinePassed      the loop's own clock     the state's deadline has come
 Fenced              server reader            all workers were killed: no renewal came in time
@@ -28,8 +28,9 @@ SaverUsed           saver                   a worker has the agent write its che
 SavesSettled        saver                   what the round has left in memory is on disk, or lost
 FenceAsked          saver                   answer, whether a round may still commit
 Ping                health check             answer, to show that the loop is alive
-PlanSeen, CutOff,   the rendezvous           what the other nodes' agents have to do with
-Rejoined, …                                  (elaunch.rendezvous.events)
+PlanSeen, CutOff,   the rendezvous           what the coordinator has decided, and what the other
+Rejoined, …                                  nodes' agents have to do with
+                                             (elaunch.rendezvous.events)
 ==================  =======================  ======================================================
 """
 
@@ -47,6 +48,7 @@ from elaunch.rendezvous.events import CutOff as CutOff
 from elaunch.rendezvous.events import MeetingFailed as MeetingFailed
 from elaunch.rendezvous.events import PlanSeen as PlanSeen
 from elaunch.rendezvous.events import Rejoined as Rejoined
+from elaunch.rendezvous.events import SearchEnded as SearchEnded
 from elaunch.rendezvous.events import StillWaiting as StillWaiting
 from elaunch.rendezvous.events import StoreBack as StoreBack
 from elaunch.rendezvous.events import StoreSilent as StoreSilent
@@ -140,13 +142,11 @@ class CheckpointChosen:
     """The search for the newest complete checkpoint came back.
 
     ``problem`` says why it could not, and ``exit_code`` is what the agent then ends with.
-    ``number`` is that of the search, from 1; 0 where the coordinator has searched for all nodes.
     """
 
     search: SearchOutcome
     problem: str | None = None
     exit_code: int = CheckpointError.exit_code
-    number: int = 0
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class SignalReceived:
 
 @dataclass(frozen=True)
 class DeadlinePassed:
-    """The deadline that the state carries has come: a grace or a backoff is over."""
+    """The loop's deadline has come: a grace is over, or the coordinator's backoff."""
 
 
 @dataclass(frozen=True)
@@ -302,4 +302,5 @@ Event = (
     | StoreSilent
     | StoreBack
     | MeetingFailed
+    | SearchEnded
 )

@@ -19,8 +19,7 @@ from typing import Any
 
 from elaunch.agent.policy import events
 from elaunch.agent.policy.actions import Action, Nothing, StopWorkers, TakeStacks
-from elaunch.agent.policy.state import Phase, State
-from elaunch.agent.policy.text import workers
+from elaunch.agent.policy.state import Phase, State, workers
 from elaunch.rendezvous.plan import Plan
 
 Decision = tuple[Action, str]

@@ -21,10 +21,8 @@ def limits_of(settings: Settings, nproc: int, meets: bool) -> Limits:
     return Limits(
         nproc=nproc,
         max_restarts=settings.max_restarts,
-        lifetime_budget=settings.restart_budget == "lifetime",
         shutdown_timeout=settings.shutdown_timeout,
         sibling_grace=settings.sibling_grace,
-        has_checkpoint_dir=settings.checkpoint_dir is not None,
         forwarded=frozenset(settings.forward_signals),
         preempting=frozenset(settings.preempt_signals),
         meets=meets,

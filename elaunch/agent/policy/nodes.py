@@ -1,8 +1,8 @@
-"""What the job's plan means for one node: the arms of ``decide`` for several nodes. Pure.
+"""What the coordinator's plan means for one node: the arms of ``decide`` for it. Pure.
 
 The coordinator decides when a round begins and ends, and what follows it
-(elaunch.rendezvous.decide.decide). Here is what an agent does about that, and what it publishes:
-:func:`own_state` is written into its record among the members after every event.
+(elaunch.rendezvous.decide.decide), also where one node is the whole job. Here is what an agent does
+about that, and what it publishes: :func:`own_state` is its status after every event.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from elaunch.agent.policy.actions import (
     StartRound,
     StopWorkers,
 )
-from elaunch.agent.policy.state import Phase, State
-from elaunch.agent.policy.text import LOST, failure, failure_code, workers
+from elaunch.agent.policy.state import LOST, Phase, State, failure, failure_code, workers
 from elaunch.checkpoint.records import Checkpoint
 from elaunch.endings import PREEMPTED
 from elaunch.errors import CheckpointError, UsageError
@@ -102,7 +101,8 @@ def at_rest(state: State, what: str) -> Decision:
     if state.parted is not None:
         return Finish(state.parted.exit_code), state.parted.problem
     if plan is not None and plan.phase == "over":
-        unused = "" if state.member else "; this node took part in no round"
+        unused = "; this node took part in no round"
+        unused = unused if state.limits.meets and not state.member else ""
         if state.lost_save and not plan.exit_code:
             return Finish(CheckpointError.exit_code), LOST
         return Finish(plan.exit_code or 0), plan.reason + unused
@@ -115,11 +115,18 @@ def at_rest(state: State, what: str) -> Decision:
     if plan is not None and state.preempted and state.told_to_stop and _moved_on(state, plan):
         return preempt.ended(state)
     if state.told_to_stop:  # no round follows here; the coordinator ends the job
-        return (Meet(), f"{what}; waiting for the other nodes") if what else NOTHING
+        return _meet(state, what)
     if plan is not None and _begins(state, plan):
         first_rank = place(plan, state.name).first_rank
         return StartRound(plan.round, _checkpoint(state, plan), first_rank), plan.reason
-    return (Meet(), f"{what}; waiting for the other nodes") if what else NOTHING
+    return _meet(state, what)
+
+
+def _meet(state: State, what: str) -> Decision:
+    """Wait for a plan; ``what`` has brought the agent here, "" if it is there already."""
+    if not what:
+        return NOTHING
+    return Meet(), f"{what}; waiting for the other nodes" if state.limits.meets else ""
 
 
 def _moved_on(state: State, plan: Plan) -> bool:
@@ -150,8 +157,7 @@ def on_tree_gone(state: State) -> Decision:
     over = state.plan is not None and state.plan.phase == "over"
     if state.interrupted is not None and not over:
         return preempt.ended(state) if state.preempted else stopped(state.interrupted)
-    told_before = state.told_to_stop and state.notified_in is not Phase.FLUSHING
-    if told_before and not state.completed and not over:
+    if state.told_in_round and not state.completed and not over:
         return _told_and_not_done(state)
     if state.preempted and state.notice is not None:
         return at_rest(state, f"all workers of this node have saved ({state.notice.reason})")
@@ -177,6 +183,8 @@ def stopped(signum: signal.Signals) -> Decision:
 def _on_plan(state: State, event: events.PlanSeen) -> Decision:
     if state.phase is Phase.RUNNING:
         return _while_running(state, event.plan)
+    if state.phase is Phase.MEETING and event.plan.phase == "forming" and not state.limits.meets:
+        return Nothing(), event.plan.reason  # a backoff
     if state.phase is Phase.MEETING:
         return at_rest(state, "")
     if state.phase is Phase.STARTING and event.plan.phase == "over":

@@ -32,8 +32,7 @@ from typing import Any, Final
 from elaunch.agent.hangs.judge import ranks_text
 from elaunch.agent.policy import events
 from elaunch.agent.policy.actions import Action, EndTree, Finish, Hurry, Nothing, Notify
-from elaunch.agent.policy.state import Phase, State
-from elaunch.agent.policy.text import LOST, failure, workers
+from elaunch.agent.policy.state import LOST, Phase, State, workers
 from elaunch.endings import KILLED, PREEMPTED
 from elaunch.errors import CheckpointError
 from elaunch.rendezvous.plan import Plan
@@ -97,12 +96,6 @@ def ended(state: State) -> Decision:
         reason = f"stopped by {state.interrupted.name}; the workers had not saved and ended before"
         return Finish(128 + state.interrupted), reason
     return Finish(KILLED), f"killed: {state.notice.reason}, and the workers did not end in time"
-
-
-def instead_of_restart(state: State) -> Decision:
-    """Return the end of a job that is asked to end when a round has failed and one would follow."""
-    assert state.notice is not None  # somebody asked
-    return Finish(PREEMPTED), f"{failure(state)}; preempted: {state.notice.reason}; to be continued"
 
 
 def overdue(state: State) -> Decision:

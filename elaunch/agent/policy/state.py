@@ -1,24 +1,19 @@
-"""The agent's state, how an event changes it, and how an action does. Pure: no clock, no process.
+"""The agent's state, how an event or an action changes it, and how it is put in words. Pure.
 
 ::
 
-    STARTING ──ready──► CHOOSING ──chosen──► RUNNING ──all exited 0──► SWEEPING ──gone──► ENDED
-        │                  ▲                   │ failure, signal          │ gone, failed
-        └──no directory────┼──────────────────►│                          ▼
-                           │                STOPPING ──all exited──► SWEEPING ──► CHOOSING | WAITING
-                           │                                              │ gone, saves in memory
-                           └──────────────────settled──────────────── FLUSHING ──settled──► ENDED
+    STARTING ──ready──► MEETING ──plan: a round with this node──► RUNNING ──all exited──► SWEEPING
+                         │  ▲                                        │ failure, signal       ▲ │
+                         │  │                                        ▼                       │ │
+        ENDED ◄──over────┘  │                                     STOPPING ──all exited──────┘ │
+                            └───gone─────────────────────────────────────────────────────────◄─┤
+                            └───settled── FLUSHING ◄──gone, saves in memory────────────────────┘
 
-STARTING: the server imports. CHOOSING: the newest complete checkpoint is looked for; the old tree
-is dead. RUNNING: workers run. STOPPING: they were signalled, the grace runs. SWEEPING: what they
-left is ended. FLUSHING: checkpoints that the workers have left in the agent's memory are written
-out. WAITING: a backoff before the next round. ENDED: the agent leaves its loop.
-
-In a job of several nodes the coordinator chooses and waits for all (elaunch.rendezvous), and the
-agent is MEETING instead: nothing of a round is left here, and the plan says what comes::
-
-    STARTING ──ready──► MEETING ──plan: a round with this node──► RUNNING ──► … SWEEPING ──► MEETING
-                           └──────plan: over──────► ENDED
+STARTING: the server imports. MEETING: nothing of a round is left here, and the coordinator's plan
+says what comes (elaunch.rendezvous): a round, from which checkpoint, after a backoff, or the end.
+RUNNING: workers run. STOPPING: they were signalled, the grace runs. SWEEPING: what they left is
+ended. FLUSHING: checkpoints that the workers have left in the agent's memory are written out.
+ENDED: the agent leaves its loop.
 """
 
 from __future__ import annotations
@@ -32,8 +27,6 @@ from typing import Final
 from elaunch.agent.policy import events
 from elaunch.agent.policy.actions import (
     Action,
-    Backoff,
-    ChooseCheckpoint,
     EndTree,
     Finish,
     KillServer,
@@ -46,9 +39,12 @@ from elaunch.agent.policy.actions import (
     TakeStacks,
 )
 from elaunch.checkpoint.records import Checkpoint
-from elaunch.rendezvous.decide.budget import LONG_ENOUGH, Budget, Spent
+from elaunch.endings import exit_code, how_it_ended
+from elaunch.errors import HangError, ServerError
 from elaunch.rendezvous.plan import Plan
 from elaunch.wire.worker import Notice
+
+LOST = "all workers ended with 0, but their last checkpoint was in memory only, and is lost"
 
 START_S: Final = 600.0
 """Seconds for the server to import what it should; a cold network file system may take minutes."""
@@ -58,19 +54,17 @@ class Phase(enum.Enum):
     """Where the agent is; the module's docstring draws the ways between."""
 
     STARTING = "STARTING"
-    CHOOSING = "CHOOSING"
     RUNNING = "RUNNING"
     STOPPING = "STOPPING"
     SWEEPING = "SWEEPING"
     FLUSHING = "FLUSHING"
-    WAITING = "WAITING"
     MEETING = "MEETING"
     ENDED = "ENDED"
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What the user asked for, as far as decisions depend on it; times in seconds.
+    """What the user asked for, as far as this agent's decisions depend on it; times in seconds.
 
     ``meets`` says that other nodes take part, or may; ``takes_stacks`` that workers can be asked
     what they are doing (--hang-timeout). ``checkpoint_root`` is this node's own directory, to which
@@ -80,21 +74,14 @@ class Limits:
 
     nproc: int
     max_restarts: int = 0
-    lifetime_budget: bool = False
     shutdown_timeout: float = 30.0
     sibling_grace: float = 5.0
-    has_checkpoint_dir: bool = False
     forwarded: frozenset[signal.Signals] = frozenset()
     preempting: frozenset[signal.Signals] = frozenset()
     meets: bool = False
     takes_stacks: bool = False
     checkpoint_root: Path | None = None
     start_timeout: float = START_S
-
-    @property
-    def budget(self) -> Budget:
-        """Return what bounds the restarts."""
-        return Budget(self.max_restarts, self.lifetime_budget, self.has_checkpoint_dir)
 
 
 @dataclass(frozen=True)
@@ -105,20 +92,18 @@ class State:
     after it, ``stopped`` those that ended after they were asked to. ``interrupted`` is the first
     signal that ends the job, ``sigints`` and ``sigterms`` count those. ``killing`` says that the
     server was sent SIGKILL. ``restarts`` counts for life, ``without_progress`` since a newer
-    checkpoint was seen. ``crashes`` counts the rounds in a row that failed at their start.
-    ``checkpoint`` is the one that this round resumed from, ``chosen`` the one that the next will;
-    ``search`` is the number of the newest search for it, ``searching`` says that it is still on,
-    ``found`` what it brought. ``began`` is when the round's first worker was started, on the
-    monotonic clock. ``listens`` are the workers whose scripts ask should_preempt(), ``notice`` is
-    what they were sent, if anything, ``notified_in`` the phase in which it came, ``acked`` are
-    those that reported that they end because of it. ``hang`` is the hang that ended the round,
-    ``stacks`` what the workers were doing then; ``taking`` says that they were asked. ``saves``
-    says that workers have checkpoints written by the agent, ``settled`` what became of the last.
+    checkpoint was seen. ``checkpoint`` is the one that this round resumed from. ``began`` is when
+    the round's first worker was started, on the monotonic clock. ``listens`` are the workers whose
+    scripts ask should_preempt(), ``notice`` is what they were sent, if anything, ``notified_in``
+    the phase in which it came, ``acked`` are those that reported that they end because of it.
+    ``hang`` is the hang that ended the round, ``stacks`` what the workers were doing then;
+    ``taking`` says that they were asked. ``saves`` says that workers have checkpoints written by
+    the agent, ``settled`` what became of the last.
 
-    Of a job of several nodes: ``plan`` is the newest, ``name`` this agent's among the members,
-    ``member`` the name under which this node is in ``round`` (empty: in none), ``first_rank`` the
-    rank of its first worker there. ``cut_off`` says that this agent has no name at present,
-    ``parted`` is why it can take part no more.
+    ``plan`` is the coordinator's newest, ``name`` this agent's among the members, ``member`` the
+    name under which this node is in ``round`` (empty: in none), ``first_rank`` the rank of its
+    first worker there. ``cut_off`` says that this agent has no name at present, ``parted`` is why
+    it can take part no more.
     """
 
     limits: Limits
@@ -137,12 +122,7 @@ class State:
     killing: bool = False
     restarts: int = 0
     without_progress: int = 0
-    crashes: int = 0
     checkpoint: Checkpoint | None = None
-    chosen: Checkpoint | None = None
-    search: int = 0
-    searching: bool = False
-    found: events.CheckpointChosen | None = None
     began: float | None = None
     listens: frozenset[int] = frozenset()
     notice: Notice | None = None
@@ -187,19 +167,6 @@ class State:
         return len(self.succeeded) == self.limits.nproc
 
     @property
-    def spent(self) -> Spent:
-        """Return what the job has used of its budget, on one node."""
-        return Spent(self.restarts, self.without_progress, self.crashes)
-
-    @property
-    def lived_long(self) -> bool:
-        """Whether the round ran long enough not to have died at its start."""
-        failed = self.first or self.hang
-        if failed is None or self.began is None:
-            return False
-        return failed.at - self.began >= LONG_ENOUGH
-
-    @property
     def preempted(self) -> bool:
         """Whether the workers have ended with 0 because they were asked to."""
         return self.completed and bool(self.acked)
@@ -210,6 +177,11 @@ class State:
         if self.notice is None:
             return False
         return self.notice.kind == "stop" or self.interrupted is not None
+
+    @property
+    def told_in_round(self) -> bool:
+        """Whether they were asked while there was something of them to end."""
+        return self.told_to_stop and self.notified_in is not Phase.FLUSHING
 
 
 def observe(state: State, event: events.Event) -> State:
@@ -227,8 +199,6 @@ def observe(state: State, event: events.Event) -> State:
     if isinstance(event, events.PreemptAcked) and event.round == state.round:
         notice = state.notice or event.notice
         return replace(state, notice=notice, acked=state.acked | {event.local_rank})
-    if isinstance(event, events.CheckpointChosen):
-        return _observe_checkpoint(state, event)
     if isinstance(event, events.HangSeen | events.StacksTaken):
         return _observe_hang(state, event)
     if isinstance(event, events.SaverUsed) and event.round == state.round:
@@ -272,21 +242,6 @@ def _observe_signal(state: State, signum: signal.Signals) -> State:
     )
 
 
-def _observe_checkpoint(state: State, event: events.CheckpointChosen) -> State:
-    """Take what the newest search found; the result of an older one changes nothing.
-
-    Refills the budget of restarts if the round that ended has got further than it began.
-    """
-    if not state.searching or event.number != state.search:
-        return state
-    chosen = event.search.checkpoint
-    before = None if state.checkpoint is None else state.checkpoint.step
-    found = None if chosen is None else chosen.step
-    spent = state.spent.refilled(before, found)
-    state = replace(state, without_progress=spent.without_progress, crashes=spent.crashes)
-    return replace(state, chosen=chosen, searching=False, found=event)
-
-
 def _observe_exit(state: State, event: events.Exit) -> State:
     if event.round != state.round or event.local_rank not in state.alive:
         return state
@@ -305,7 +260,7 @@ def _observe_exit(state: State, event: events.Exit) -> State:
 
 def follow(state: State, action: Action) -> State:
     """Return the state in which ``action`` leaves the agent."""
-    if isinstance(action, StartRound) and state.limits.meets:
+    if isinstance(action, StartRound):
         assert state.plan is not None  # it named the round
         return State(
             limits=state.limits,
@@ -320,19 +275,6 @@ def follow(state: State, action: Action) -> State:
             member=state.name,
             first_rank=action.first_rank,
         )
-    if isinstance(action, StartRound):
-        spent = state.spent.counted(state.lived_long) if action.round > 0 else Spent()
-        return State(
-            limits=state.limits,
-            phase=Phase.RUNNING,
-            round=action.round,
-            alive=frozenset(range(state.limits.nproc)),
-            restarts=spent.restarts,
-            without_progress=spent.without_progress,
-            crashes=spent.crashes,
-            checkpoint=action.checkpoint,
-            search=state.search,
-        )
     if isinstance(action, Notify):
         return replace(state, notice=action.notice, notified_in=state.phase)
     if isinstance(action, TakeStacks):
@@ -341,17 +283,56 @@ def follow(state: State, action: Action) -> State:
         return replace(state, server_lost=None, server_restarts=state.server_restarts + 1)
     if isinstance(action, KillServer):
         return replace(state, killing=True)
-    if isinstance(action, ChooseCheckpoint) and not state.searching:
-        state = replace(state, search=state.search + 1, searching=True, found=None)
     return replace(state, phase=_PHASES.get(type(action), state.phase))
 
 
 _PHASES: Final = {
-    ChooseCheckpoint: Phase.CHOOSING,
-    Backoff: Phase.WAITING,
     Meet: Phase.MEETING,
     StopWorkers: Phase.STOPPING,
     EndTree: Phase.SWEEPING,
     Settle: Phase.FLUSHING,
     Finish: Phase.ENDED,
 }
+COMMITTING: Final = (Phase.RUNNING, Phase.STOPPING, Phase.SWEEPING, Phase.FLUSHING)
+
+
+def refusal(state: State, round_number: int) -> str:
+    """Return why ``round_number`` may not commit a checkpoint, as the agent's loop knows; or "".
+
+    In a job of one node nobody else decides. In one of several the store is asked instead
+    (elaunch.agent.saver.surroundings).
+    """
+    if state.round != round_number:
+        return f"the job is in round {state.round}"
+    if state.phase not in COMMITTING:
+        return "it is over, and the checkpoint of the next round is being chosen"
+    return ""
+
+
+# ── the phrases that reasons are made of ─────────────────────────────────────────────────────────
+
+
+def failure(state: State) -> str:
+    """Return what ended the round on this node."""
+    if state.hang is not None and state.hung:
+        return state.hang.reason
+    if state.first is not None:
+        return state.first.text
+    return server_ended(state.server_lost or 0)
+
+
+def failure_code(state: State) -> int:
+    """Return the exit code of a run that this round's failure ends."""
+    if state.hung:
+        return HangError.exit_code
+    return ServerError.exit_code if state.first is None else exit_code(state.first.exitcode)
+
+
+def server_ended(exitcode: int) -> str:
+    """Return how the server ended."""
+    return f"the server that starts the workers {how_it_ended(exitcode)}"
+
+
+def workers(number: int) -> str:
+    """Return "1 worker" or "3 workers"."""
+    return "1 worker" if number == 1 else f"{number} workers"

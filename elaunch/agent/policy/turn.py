@@ -98,12 +98,13 @@ def take(state: State, event: events.Event) -> Turn:
 
 
 def _begun(state: State, action: StartRound, reason: str) -> Round:
+    assert state.plan is not None  # it names the round
     return Round(
         round=action.round,
         nproc=state.limits.nproc,
-        restarts=action.round if state.plan is None else state.plan.restarts,
+        restarts=state.plan.restarts,
         reason=reason if action.round > 0 else "",
         checkpoint=action.checkpoint,
-        plan=state.plan,
+        plan=state.plan if state.limits.meets else None,
         name=state.name,
     )

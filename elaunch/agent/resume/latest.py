@@ -142,8 +142,7 @@ def for_all_nodes(
 ) -> Callable[[view.Search], view.SearchResult]:
     """Return the coordinator's search: what it finds, every node resumes from.
 
-    What it finds is posted to the agent's loop as well, for its log. The search raises
-    CheckpointError where the storage cannot be read.
+    What it finds is posted to the agent's loop as well, for its log.
     """
 
     def search(asked: view.Search) -> view.SearchResult:
@@ -155,7 +154,7 @@ def for_all_nodes(
         found = look(settings, finishing)
         post(found)
         if found.problem is not None:
-            raise CheckpointError(f"cannot look for checkpoints: {found.problem}")
+            return view.SearchResult(problem=found.problem, exit_code=found.exit_code)
         chosen = found.search.checkpoint
         if chosen is None:
             return view.SearchResult(asked=asked.probes)

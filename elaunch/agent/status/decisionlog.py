@@ -116,7 +116,7 @@ def _is_quiet(turn: Turn) -> bool:
     """Whether nothing went wrong: a job that runs as it should prints nothing of its own."""
     state, action = turn.before, turn.action
     if isinstance(action, Nothing):
-        return isinstance(turn.event, events.PlanSeen)
+        return isinstance(turn.event, events.PlanSeen) and state.limits.meets
     if isinstance(action, EndTree):
         told = state.failed or state.limits.meets or state.notice is not None
         return not state.alive or not told

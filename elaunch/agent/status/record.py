@@ -15,7 +15,7 @@ from typing import Any
 from msgspec.structs import asdict
 
 from elaunch.agent.policy import events
-from elaunch.agent.policy.actions import Action, Finish, Nothing, ReplaceServer
+from elaunch.agent.policy.actions import Action, Finish, Meet, Nothing, ReplaceServer
 from elaunch.agent.policy.state import Phase, State
 from elaunch.agent.policy.turn import Round, Turn
 from elaunch.agent.status.writer import RecordWriter
@@ -97,16 +97,18 @@ class StatusRecord:
             record["ended_at"] = time.time()
         record["state"] = _state_name(state, action)
         record["reason"] = turn.reason or record["reason"]
-        if isinstance(event, events.PlanSeen):
+        if isinstance(event, events.PlanSeen) and state.limits.meets:
             self._note_plan(event.plan, event.name)
         record["restarts"]["used"] = state.restarts
         record["restarts"]["without_progress"] = state.without_progress
-        if self._worth_writing(event, action):
+        if self._worth_writing(state, event, action):
             self.write()
 
-    def _worth_writing(self, event: events.Event, action: Action) -> bool:
+    def _worth_writing(self, state: State, event: events.Event, action: Action) -> bool:
         """Spare the disk the steps between: a start of many workers, an end of many."""
-        if not isinstance(action, Nothing) or isinstance(event, events.PlanSeen):
+        if state.limits.meets and isinstance(event, events.PlanSeen):
+            return True
+        if not isinstance(action, Nothing if state.limits.meets else Nothing | Meet):
             return True
         if isinstance(event, events.WorkerStarted):
             return all(worker["pid"] for worker in self._record["workers"])

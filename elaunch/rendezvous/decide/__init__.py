@@ -5,4 +5,4 @@ drives it through seeded schedules of faults. The other modules are its parts: w
 enough, may another round follow, in which order, from which checkpoint.
 """
 
-__all__ = ["budget", "decide", "members", "view"]
+__all__ = ["decide", "members", "view"]

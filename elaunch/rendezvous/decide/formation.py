@@ -12,11 +12,20 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from elaunch.endings import PREEMPTED, exit_code
-from elaunch.errors import CheckpointError, JoinTimeoutError, StoreError, SymmetryError
+from elaunch.errors import JoinTimeoutError, StoreError, SymmetryError
 from elaunch.rendezvous import text
 from elaunch.rendezvous.decide import budget, members, sharing
 from elaunch.rendezvous.decide.members import Enough, Few, NeverARound
-from elaunch.rendezvous.decide.view import Decision, LastKnown, Publish, Rules, Search, View, Wait
+from elaunch.rendezvous.decide.view import (
+    Decision,
+    LastKnown,
+    Publish,
+    Rules,
+    Search,
+    SearchResult,
+    View,
+    Wait,
+)
 from elaunch.rendezvous.plan import Cause, Node, NodeStatus, Plan, PlanCheckpoint, WorkerFailure
 from elaunch.rendezvous.text import differences
 
@@ -52,7 +61,7 @@ def decide(view: View, now: float, rules: Rules) -> Decision:
     if strangers:
         return _over(plan, sharing.EXIT_CODE, sharing.problem(view, strangers))
     if view.found is not None and view.found.problem:
-        return _over(plan, CheckpointError.exit_code, _unreadable(view.found.problem))
+        return _unreadable(plan, view.found)
     if verdict is not None:
         until = ended_at(view) + verdict.backoff * view.jitter
         if until > now:
@@ -76,8 +85,9 @@ def _preempted(view: View) -> Decision:
     if plan.asked and plan.cause == "failure" and plan.failure is not None:
         reason = f"{text.failure(plan.failure)}; no restart: {plan.asked}"
         return _over(plan, exit_code(plan.failure.exitcode), reason)
-    plan = replace(plan, failure=None)
-    return _over(plan, PREEMPTED, f"preempted: {plan.asked or asked(view)}; to be continued")
+    what = "" if plan.failure is None else f"{text.failure(plan.failure)}; "
+    reason = f"{what}preempted: {plan.asked or asked(view)}; to be continued"
+    return _over(replace(plan, failure=None), PREEMPTED, reason)
 
 
 # ── the end of the round before ──────────────────────────────────────────────────────────────────
@@ -168,7 +178,7 @@ def _verdict(view: View, rules: Rules) -> budget.Again | Decision:
     if unknown and not budget.hopeless(allowed, spent):
         return _search(view, rules)
     if found is not None and found.problem:
-        return _over(plan, CheckpointError.exit_code, _unreadable(found.problem))
+        return _unreadable(plan, found)
     step = _step(found.checkpoint if found else None)
     spent = spent.refilled(_step(plan.checkpoint), step)
     failed = plan.failure or WorkerFailure(rank=-1, exitcode=1, text=plan.reason)
@@ -199,8 +209,8 @@ def _search(view: View, rules: Rules, names: tuple[str, ...] = ()) -> Decision:
     return Search(present, sharing.probes(view, names), names, jobs), reason
 
 
-def _unreadable(problem: str) -> str:
-    return f"cannot look for checkpoints: {problem}"
+def _unreadable(plan: Plan, found: SearchResult) -> Decision:
+    return _over(plan, found.exit_code, f"cannot look for checkpoints: {found.problem}")
 
 
 def _step(checkpoint: PlanCheckpoint | None) -> int | None:
@@ -267,7 +277,7 @@ def _start(view: View, rules: Rules, enough: Enough, verdict: budget.Again | Non
         plan,
         round=before.round + 1,
         phase="running",
-        reason=verdict.reason if verdict else _why(view, rules, nodes, before),
+        reason=_why_again(plan, verdict) if verdict else _why(view, rules, nodes, before),
         cause="",
         nodes=nodes,
         spares=enough.spares,
@@ -290,7 +300,16 @@ def _node(name: str, record: NodeStatus) -> Node:
     return Node(name, record.host, record.addr, record.slots, record.role, record.courier)
 
 
+def _why_again(plan: Plan, verdict: budget.Again) -> str:
+    """Return the reason of a round after a failure; that it is a restart, a backoff has shown."""
+    if verdict.backoff and plan.failure is not None:
+        return text.failure(plan.failure)
+    return verdict.reason
+
+
 def _why(view: View, rules: Rules, nodes: tuple[Node, ...], before: LastKnown) -> str:
+    if rules.max_nodes == 1 and before.round < 0:
+        return "first start"
     plan, workers = view.plan, text.count(sum(node.slots for node in nodes), "worker")
     with_whom = f"{text.count(len(nodes))}, {workers}"
     start = ""

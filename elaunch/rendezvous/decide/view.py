@@ -11,6 +11,7 @@ from typing import Literal
 
 from msgspec import Struct
 
+from elaunch.errors import CheckpointError
 from elaunch.rendezvous.plan import NodeStatus, Plan, PlanCheckpoint
 
 OnJoin = Literal["graceful", "now", "never"]
@@ -87,7 +88,7 @@ class SearchResult(Struct, frozen=True):
     ``asked`` are the probes that were looked for (elaunch.rendezvous.decide.sharing), ``unseen``
     those of them that are not there. ``ready`` are the nodes on which the checkpoint is, where each
     has a directory of its own; None: on all. ``again``: a node was not reached, so nothing is
-    known.
+    known. ``exit_code`` is what the job ends with because of a problem.
     """
 
     checkpoint: PlanCheckpoint | None = None
@@ -96,6 +97,7 @@ class SearchResult(Struct, frozen=True):
     unseen: frozenset[str] = frozenset()
     ready: frozenset[str] | None = None
     again: bool = False
+    exit_code: int = CheckpointError.exit_code
 
 
 class LastKnown(Struct, frozen=True):
@@ -128,7 +130,7 @@ class View(Struct, frozen=True):
         stirred: when an agent that is no node of the plan's round last came or went.
         found: the last search, if nothing has run since.
         searching: whether a search goes on.
-        ran: when the plan's round began, as far as this coordinator knows.
+        ran: when the last node of the plan's round began it, as far as this coordinator knows.
         jitter: which part of a backoff to wait, 0.5 to 1.
         unannounced: the plan is not in the store, and must be: the job that was there is over.
     """

@@ -16,8 +16,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from elaunch.agent.policy import events, hang, nodes, preempt
 from elaunch.agent.policy.actions import (
     Action,
-    Backoff,
-    ChooseCheckpoint,
     EndTree,
     Finish,
     Forward,
@@ -33,7 +31,8 @@ from elaunch.agent.policy.actions import (
     StopWorkers,
     TakeStacks,
 )
-from elaunch.agent.policy.state import Limits, Phase, State
+from elaunch.agent.policy.state import Limits, Phase
+from elaunch.agent.policy.turn import Turn
 from tests.agent.histories import (
     DEADLINE,
     INT,
@@ -41,6 +40,8 @@ from tests.agent.histories import (
     TERM,
     USR1,
     Decided,
+    Job,
+    Played,
     checkpoint,
     chosen,
     exited,
@@ -49,12 +50,11 @@ from tests.agent.histories import (
     lost,
     play,
     started,
-    step,
 )
 
 TWO = Limits(2)
 THREE_RESTARTS = Limits(2, max_restarts=3)
-SAVING = Limits(2, max_restarts=2, has_checkpoint_dir=True)
+SAVING = Job(2, max_restarts=2, has_checkpoint_dir=True)
 FORWARDING = Limits(2, forwarded=frozenset({signal.SIGUSR1}))
 RUNS = (READY, started(0), started(1))
 FAILED = (*RUNS, exited(0, 7), exited(1, -15, stopped=True))
@@ -77,7 +77,7 @@ def again(round: int, at: float = 1.0) -> tuple[events.Event, ...]:
 
 TABLE: dict[str, Row] = {
     "ready": (TWO, (READY,), StartRound(0, None), "first start"),
-    "ready, with checkpoints": (SAVING, (READY,), ChooseCheckpoint(), ""),
+    "ready, with checkpoints": (SAVING, (READY,), Meet(), ""),
     "nothing to resume from": (SAVING, (READY, chosen(None)), StartRound(0, None), "first start"),
     "a checkpoint of an earlier job": (
         SAVING,
@@ -222,7 +222,7 @@ TABLE: dict[str, Row] = {
     "the second backs off": (
         THREE_RESTARTS,
         (*FAILED, gone(), *again(1)),
-        Backoff(0.5),
+        Nothing(),
         "rank 1 exited with code 3; restart 2 of 3, after a backoff of up to 0.5 s: "
         "it failed within 10 s again",
     ),
@@ -235,7 +235,7 @@ TABLE: dict[str, Row] = {
     "the third backs off for longer": (
         THREE_RESTARTS,
         (*FAILED, gone(), *again(1), DEADLINE, *again(2)),
-        Backoff(1.0),
+        Nothing(),
         "rank 1 exited with code 3; restart 3 of 3, after a backoff of up to 1 s: "
         "it failed within 10 s again",
     ),
@@ -260,7 +260,7 @@ TABLE: dict[str, Row] = {
     "before a restart, the checkpoint": (
         SAVING,
         (READY, chosen(None), *FAILED[1:], gone()),
-        ChooseCheckpoint(),
+        Meet(),
         "",
     ),
     "restart from a checkpoint": (
@@ -282,13 +282,13 @@ TABLE: dict[str, Row] = {
         "cannot look for checkpoints: /ck: Stale file handle",
     ),
     "lifetime: the last restart": (
-        Limits(2, max_restarts=2, lifetime_budget=True, has_checkpoint_dir=True),
+        Job(2, max_restarts=2, lifetime_budget=True, has_checkpoint_dir=True),
         (READY, chosen(0), *FAILED[1:], gone(), chosen(10), *again(1), chosen(20)),
         StartRound(2, checkpoint(20)),
         "rank 1 exited with code 3; restart 2 of 2, from step 20",
     ),
     "lifetime: progress does not refill": (
-        Limits(2, max_restarts=1, lifetime_budget=True, has_checkpoint_dir=True),
+        Job(2, max_restarts=1, lifetime_budget=True, has_checkpoint_dir=True),
         (READY, chosen(0), *FAILED[1:], gone(), chosen(10), *again(1)),
         Finish(3),
         "rank 1 exited with code 3; 1 of 1 restarts are used up",
@@ -366,8 +366,8 @@ TABLE: dict[str, Row] = {
     "the server dies while waiting": (
         THREE_RESTARTS,
         (*FAILED, gone(), *again(1), lost()),
-        EndTree(),
-        "the server that starts the workers was killed by SIGKILL; its workers ended with it",
+        RestartServer(),
+        "the server that starts the workers was killed by SIGKILL; starting another",
     ),
     "the store is lost": (TWO, (*RUNS, events.StoreLost("gone")), Nothing(), ""),
     "the server has more modules": (TWO, (*RUNS, events.ServerWarmed(None, 0.5)), Nothing(), ""),
@@ -535,7 +535,7 @@ TABLE: dict[str, Row] = {
         Settle(30.0),
         "",
     ),
-    "then the choice is made": (SAVING, (*SAVED, gone(), SETTLED), ChooseCheckpoint(), ""),
+    "then the choice is made": (SAVING, (*SAVED, gone(), SETTLED), Meet(), ""),
     "without a directory the next round begins": (
         THREE_RESTARTS,
         (*RUNS, USED, exited(0, 7), exited(1, -15, stopped=True), gone(), SETTLED),
@@ -597,7 +597,7 @@ TABLE: dict[str, Row] = {
         "SIGINT again: what is in memory only is lost; "
         "rank 0 exited with code 7; no restart after SIGINT",
     ),
-    "the storage hangs": (SAVING, (*SAVED, gone(), DEADLINE), ChooseCheckpoint(), ""),
+    "the storage hangs": (SAVING, (*SAVED, gone(), DEADLINE), Meet(), ""),
     "and answers when it is too late": (
         SAVING,
         (*SAVED, gone(), DEADLINE, SETTLED),
@@ -620,47 +620,47 @@ TABLE: dict[str, Row] = {
     "the next round has left nothing": (
         SAVING,
         (*SAVED, gone(), SETTLED, chosen(10), *again(1)),
-        ChooseCheckpoint(),
+        Meet(),
         "",
     ),
     "a worker of the round before": (
         SAVING,
         (*SAVED[:4], events.SaverUsed(5), *FAILED[3:], gone()),
-        ChooseCheckpoint(),
+        Meet(),
         "",
     ),
     # ── a search, and what comes meanwhile ──
     "the server dies while a checkpoint is looked for": (
         SAVING,
         (*LOOKED, gone(), lost()),
-        EndTree(),
-        "the server that starts the workers was killed by SIGKILL; its workers ended with it",
+        RestartServer(),
+        "the server that starts the workers was killed by SIGKILL; starting another",
     ),
-    "the search is waited for": (
-        SAVING,
-        (*LOOKED, gone(), lost(), gone()),
-        ChooseCheckpoint(),
-        "",
-    ),
+    "the search is waited for": (SAVING, (*LOOKED, gone(), lost(), READY), Nothing(), ""),
     "its result is the one": (
         SAVING,
-        (*LOOKED, gone(), lost(), gone(), chosen(10, number=2)),
+        (*LOOKED, gone(), lost(), READY, chosen(10)),
         StartRound(1, checkpoint(10)),
         "rank 0 exited with code 7; restart 1 of 2 since the last progress, from step 10",
     ),
-    "it has come before all is gone": (
+    "a signal meanwhile ends the job": (
         SAVING,
-        (*LOOKED, gone(), lost(), chosen(10, number=2), gone()),
-        StartRound(1, checkpoint(10)),
-        "rank 0 exited with code 7; restart 1 of 2 since the last progress, from step 10",
+        (*LOOKED, gone(), TERM),
+        Finish(7),
+        "rank 0 exited with code 7; no restart after SIGTERM",
     ),
-    "the result of an old search": (
-        SAVING,
-        (*LOOKED, gone(), chosen(10, number=1)),
-        Nothing(),
-        "",
+    "and during a backoff": (
+        THREE_RESTARTS,
+        (*FAILED, gone(), *again(1), TERM),
+        Finish(3),
+        "rank 1 exited with code 3; no restart after SIGTERM",
     ),
-    "and of none": (SAVING, (READY, chosen(10, number=7)), Nothing(), ""),
+    "the server dies too often in a backoff": (
+        THREE_RESTARTS,
+        (*FAILED, gone(), *again(1), lost(), lost(), lost(), lost()),
+        Finish(71),
+        "the server that starts the workers was killed by SIGKILL 4 times while no worker ran",
+    ),
     "nothing is decided after the end": (TWO, (TERM, INT), Nothing(), ""),
 }
 
@@ -681,10 +681,11 @@ def test_every_arm_has_a_row() -> None:
         *hang.ARMS,
         events.PreemptAcked,
         events.FenceAsked,
-    }  # tables of their own
+        events.CheckpointChosen,
+    }  # tables of their own; and what is logged only
     assert seen == set(events.Event.__args__) - elsewhere
     actions = {type(action) for _, _, action, _ in TABLE.values()}
-    assert actions == set(Action.__args__) - {Meet, Notify, TakeStacks}
+    assert actions == set(Action.__args__) - {Notify, TakeStacks}
 
 
 def test_a_newer_checkpoint_refills_the_budget() -> None:
@@ -693,7 +694,7 @@ def test_a_newer_checkpoint_refills_the_budget() -> None:
     history = [READY, chosen(None), *lives[0], chosen(10), *lives[1], chosen(20), *lives[2]]
     state, decided = play(SAVING, [*history, chosen(30)])
     assert (state.round, state.restarts, state.without_progress) == (3, 3, 1)
-    assert not any(isinstance(each.action, Backoff) for each in decided)
+    assert not any("backoff" in each.reason for each in decided)
 
 
 def test_a_checkpoint_that_is_no_newer_does_not() -> None:
@@ -713,8 +714,9 @@ def test_the_backoff_doubles_up_to_its_bound() -> None:
     for number in range(10):
         history += [*again(number), DEADLINE]
     _, decided = play(Limits(2, max_restarts=99), history)
-    waits = [each.action.seconds for each in decided if isinstance(each.action, Backoff)]
-    assert waits == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
+    waits = [each.reason for each in decided if isinstance(each.action, Nothing)]
+    bounds = [reason.partition("up to ")[2].partition(" s:")[0] for reason in waits]
+    assert bounds == ["0.5", "1", "2", "4", "8", "16", "30", "30", "30"]
 
 
 def test_two_failures_in_one_moment_are_both_failures() -> None:
@@ -727,7 +729,7 @@ def test_two_failures_in_one_moment_are_both_failures() -> None:
 # ── anything ─────────────────────────────────────────────────────────────────────────────────────
 
 LIMITS = st.builds(
-    Limits,
+    Job,
     nproc=st.integers(1, 3),
     max_restarts=st.integers(0, 3),
     lifetime_budget=st.booleans(),
@@ -751,20 +753,18 @@ ANY_EVENT = st.one_of(
 
 @settings(max_examples=300, deadline=None)
 @given(LIMITS, st.lists(ANY_EVENT, max_size=40))
-def test_no_history_breaks_the_policy(limits: Limits, history: list[events.Event]) -> None:
+def test_no_history_breaks_the_policy(limits: Job, history: list[events.Event]) -> None:
     """Never an exception; rounds count up; the end is the end; restarts keep to the budget."""
-    state = State(limits)
+    played = Played(limits)
     for event in history:
-        before = state
-        state, action, _ = step(before, event)
-        if before.phase is Phase.ENDED:
-            assert isinstance(action, Nothing)
-        if isinstance(action, StartRound):
-            assert action.round == (before.round + 1 if before.failed or state.round else 0)
-            swept = isinstance(event, events.TreeGone) and event.round == before.round
-            waited = (Phase.STARTING, Phase.FLUSHING, Phase.CHOOSING, Phase.WAITING)
-            assert swept or before.phase in waited
-            assert not (before.phase is Phase.SWEEPING and before.saves)
+        for taken in played.take(event):
+            before, action = taken.before, taken.action
+            if before.phase is Phase.ENDED:
+                assert isinstance(action, Nothing)
+            if isinstance(action, StartRound):
+                assert action.round == (before.round + 1 if before.member else 0)
+                assert before.phase in (Phase.STARTING, Phase.MEETING)
+    state = played.state
     spent = state.restarts if limits.lifetime_budget else state.without_progress
     assert spent <= limits.max_restarts
 
@@ -777,15 +777,14 @@ class PlayedServer(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.limits = Limits(
+        self.limits = Job(
             2, max_restarts=2, has_checkpoint_dir=True, forwarded=frozenset({signal.SIGUSR1})
         )
-        self.state = State(self.limits)
+        self.played = Played(self.limits)
         self.actions: list[Action] = []
         self.alive: dict[int, int] = {}  # rank → round, what really runs
         self.server = True
         self.told = False
-        self.searching = False
         self.sweeping: int | None = None
         self.settling: list[int] = []
         self.uses = False
@@ -795,19 +794,22 @@ class PlayedServer(RuleBasedStateMachine):
 
     def post(self, event: events.Event) -> None:
         """Give the loop an event, and do what it decides."""
-        before = self.state
-        self.state, action, _ = step(self.state, event)
+        for taken in self.played.take(event):
+            self.do(taken)
+
+    def do(self, taken: Turn) -> None:
+        """Do what a turn has decided."""
+        before, action = taken.before, taken.action
         self.actions.append(action)
         if isinstance(action, StartRound):
             assert not self.alive, "a round was started while workers of the last one were alive"
             self.alive = dict.fromkeys(range(self.limits.nproc), action.round)
             self.server, self.told, self.deadline = True, False, False
             self.uses = False
-        elif isinstance(action, ChooseCheckpoint):
+        elif isinstance(action, Meet):
             assert not self.alive, "the choice was made before the old tree was dead"
             assert not self.uses, "the choice was made before memory was on the disk"
-            assert self.searching == before.searching, "a second search beside the first one"
-            self.searching = True
+            self.deadline = False
         elif isinstance(action, Settle):
             assert not self.alive, "workers may still hand over"
             self.settling.append(before.round)
@@ -817,14 +819,14 @@ class PlayedServer(RuleBasedStateMachine):
         elif isinstance(action, EndTree):
             self.told = self.deadline = True
             self.sweeping = before.round
-        elif isinstance(action, Backoff):
-            self.deadline = True
+        elif isinstance(action, RestartServer):
+            self.server = True
         elif isinstance(action, KillServer) and self.server:
             self.lose_server()
 
     def running(self) -> bool:
         """Whether the job has not ended."""
-        return self.state.phase is not Phase.ENDED
+        return self.played.state.phase is not Phase.ENDED
 
     @precondition(lambda self: self.alive)
     @rule(code=CODES, which=st.integers(0, 1), at=st.floats(0, 200))
@@ -865,20 +867,19 @@ class PlayedServer(RuleBasedStateMachine):
         self.uses = False
         self.post(events.SavesSettled(self.settling.pop(0)))
 
-    @precondition(lambda self: self.searching)
+    @precondition(lambda self: self.played.searches)
     @rule(saved=st.integers(0, 1))
     def end_search(self, saved: int) -> None:
         """The search for checkpoints finds the last one, or a newer one."""
-        self.searching = False
         self.step_saved += saved
         self.post(chosen(self.step_saved or None))
 
-    @precondition(lambda self: self.deadline)
+    @precondition(lambda self: self.deadline or self.played.due is not None)
     @rule()
     def pass_deadline(self) -> None:
         """A grace or a backoff is over."""
         self.deadline = False
-        self.uses = self.uses and self.state.phase is not Phase.FLUSHING
+        self.uses = self.uses and self.played.state.phase is not Phase.FLUSHING
         self.post(DEADLINE)
 
     @rule(event=st.sampled_from([TERM, INT, USR1]))
@@ -889,8 +890,9 @@ class PlayedServer(RuleBasedStateMachine):
     @invariant()
     def waits_for_something(self) -> None:
         """While the job has not ended, something will come that takes it on."""
-        coming = self.alive or self.searching or self.deadline or self.sweeping is not None
-        coming = coming or self.settling
+        assert self.played.searches <= 1, "a second search beside the first one"
+        coming = self.alive or self.played.searches or self.deadline or self.sweeping is not None
+        coming = coming or self.settling or self.played.due is not None
         assert coming or not self.running()
 
     def teardown(self) -> None:
@@ -902,7 +904,7 @@ class PlayedServer(RuleBasedStateMachine):
                 self.end_sweep()
             elif self.alive:
                 self.end_worker(0, 0, 9.0)
-            elif self.searching:
+            elif self.played.searches:
                 self.end_search(0)
             elif self.settling:
                 self.end_settling()

@@ -32,6 +32,7 @@ from tests.agent.histories import (
     TERM,
     USR1,
     Decided,
+    Job,
     chosen,
     exited,
     gone,
@@ -40,7 +41,7 @@ from tests.agent.histories import (
     started,
 )
 
-TWO = Limits(2, max_restarts=3, preempting=frozenset({signal.SIGUSR1}), shutdown_timeout=30.0)
+TWO = Job(2, max_restarts=3, preempting=frozenset({signal.SIGUSR1}), shutdown_timeout=30.0)
 SAVING = replace(TWO, has_checkpoint_dir=True)
 MANY = replace(TWO, meets=True)
 RUNS = (READY, started(0), started(1))
@@ -277,7 +278,7 @@ TABLE: dict[str, Row] = {
         replace(TWO, max_restarts=0),
         (*RUNS, SAVES, exited(0, 3), exited(1, -15, stopped=True), gone(), ASKED, SETTLED),
         Finish(3),
-        "rank 0 exited with code 3; no restart: drain",
+        "rank 0 exited with code 3; --max-restarts is 0",
     ),
     "what an older round says": (TWO, (*RUNS, events.NoticeHeard(7, STOP)), Nothing(), ""),
     # ── several nodes ──

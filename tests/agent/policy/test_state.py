@@ -10,18 +10,18 @@ import pytest
 from elaunch.agent.policy import events
 from elaunch.agent.policy.actions import (
     Action,
-    Backoff,
-    ChooseCheckpoint,
     EndTree,
     Finish,
     Forward,
     KillServer,
+    Meet,
     Nothing,
     StartRound,
     StopWorkers,
 )
-from elaunch.agent.policy.state import Limits, Phase, State, follow, observe
-from tests.agent.histories import INT, TERM, USR1, checkpoint, chosen, exited, lost, started
+from elaunch.agent.policy.state import Limits, Phase, State, follow, observe, refusal
+from elaunch.rendezvous.plan import Plan
+from tests.agent.histories import INT, TERM, USR1, checkpoint, exited, lost, started
 
 RUNNING = State(Limits(3), Phase.RUNNING, 1, alive=frozenset({0, 1, 2}))
 
@@ -91,38 +91,9 @@ def test_with_the_server_its_workers_are_gone() -> None:
     assert (state.alive, state.server_lost, state.failed) == (frozenset(), -11, True)
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "left"), [(None, None, 2), (None, 0, 0), (5, 5, 2), (5, 4, 2), (5, 6, 0)]
-)
-def test_only_a_newer_checkpoint_is_progress(
-    before: int | None, after: int | None, left: int
-) -> None:
-    """Newer than the one that the round began from."""
-    resumed = None if before is None else checkpoint(before)
-    state = replace(RUNNING, phase=Phase.CHOOSING, checkpoint=resumed, without_progress=2)
-    state = replace(state, search=1, searching=True)
-    assert observe(state, chosen(after, number=1)).without_progress == left
-
-
 def test_a_server_that_was_killed_may_still_be_there() -> None:
     """The next deadline is that of its end."""
     assert follow(RUNNING, KillServer()) == replace(RUNNING, killing=True)
-
-
-def test_a_search_is_begun_once() -> None:
-    """The one that is still on is waited for; the next has another number."""
-    looking = follow(RUNNING, ChooseCheckpoint())
-    assert (looking.phase, looking.search, looking.searching) == (Phase.CHOOSING, 1, True)
-    assert follow(replace(looking, phase=Phase.SWEEPING), ChooseCheckpoint()) == looking
-    done = observe(looking, chosen(9, number=1))
-    assert (done.searching, done.chosen) == (False, checkpoint(9))
-    assert observe(done, chosen(8, number=1)) == done
-    assert follow(done, ChooseCheckpoint()).search == 2
-
-
-def test_an_answer_that_nobody_waits_for_any_more_is_dropped() -> None:
-    """A search that a dead server's round had begun."""
-    assert observe(RUNNING, chosen(9)) == RUNNING
 
 
 @pytest.mark.parametrize("event", [events.StoreLost("x"), events.Ping(print), started(0, 1)])
@@ -138,7 +109,7 @@ def test_other_events_end_nothing(event: events.Event) -> None:
         (Forward(signal.SIGUSR1), Phase.RUNNING),
         (StopWorkers(signal.SIGTERM, 1.0), Phase.STOPPING),
         (EndTree(), Phase.SWEEPING),
-        (Backoff(1.0), Phase.WAITING),
+        (Meet(), Phase.MEETING),
         (Finish(0), Phase.ENDED),
     ],
 )
@@ -149,7 +120,9 @@ def test_each_action_leads_to_its_phase(action: Action, phase: Phase) -> None:
 
 def test_a_new_round_forgets_the_last_one() -> None:
     """But for what is counted over rounds."""
-    failed = observe(replace(RUNNING, restarts=1, without_progress=1), exited(0, 1, round=1))
+    plan = Plan("job", 2, "running", restarts=2, without_progress=1)
+    failed = observe(RUNNING, exited(0, 1, round=1))
+    failed = observe(failed, events.PlanSeen(plan, "here"))
     state = follow(failed, StartRound(2, checkpoint(7)))
     assert state == State(
         RUNNING.limits,
@@ -157,7 +130,20 @@ def test_a_new_round_forgets_the_last_one() -> None:
         2,
         alive=frozenset({0, 1, 2}),
         restarts=2,
-        without_progress=2,
-        crashes=1,
+        without_progress=1,
         checkpoint=checkpoint(7),
+        plan=plan,
+        name="here",
+        member="here",
     )
+
+
+MAY = {Phase.RUNNING, Phase.STOPPING, Phase.SWEEPING, Phase.FLUSHING}
+
+
+@pytest.mark.parametrize("phase", Phase)
+def test_a_round_may_commit_until_the_next_checkpoint_is_chosen(phase: Phase) -> None:
+    """From its start on, and no round but that."""
+    state = State(Limits(1), phase=phase, round=2)
+    assert (refusal(state, 2) == "") == (phase in MAY)
+    assert refusal(state, 1) == refusal(state, 3) == "the job is in round 2"

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from elaunch.agent.policy import events, fencing
-from elaunch.agent.policy.state import Limits, Phase, State
+from elaunch.agent.policy import events
+from elaunch.agent.policy.state import Limits, Phase, State, refusal
 from elaunch.agent.policy.turn import Round
 from elaunch.agent.resume.directory import DirectoryFinisher
 from elaunch.agent.saver import service
@@ -110,7 +110,7 @@ class Rig:
         while True:
             event = self.inbox.get()
             if isinstance(event, events.FenceAsked):
-                event.answer(fencing.refusal(self.state, event.round))
+                event.answer(refusal(self.state, event.round))
             self.seen.append(event)
 
     def worker(self, rank: int, number: int = 0) -> AgentSaverClient:

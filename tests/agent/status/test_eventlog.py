@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from elaunch.agent.policy import events, turn
-from elaunch.agent.policy.state import Limits, State
+from elaunch.agent.policy import events
+from elaunch.agent.policy.state import Limits
 from elaunch.agent.status.eventlog import EventLog, JobFacts
 from elaunch.errors import UsageError
-from tests.agent.histories import READY, exited, gone, started
+from tests.agent.histories import READY, Played, exited, gone, started
 from tests.agent.policy.test_nodes import FIRST, seen
 
 FACTS = JobFacts("run7", "default", "node0", "train.py", "c10d")
@@ -37,11 +37,10 @@ def clock() -> float:
 
 def show(log: EventLog, limits: Limits, *history: events.Event) -> None:
     """Show a log the turns of a history."""
-    state = State(limits)
+    played = Played(limits)
     for event in history:
-        taken = turn.take(state, event)
-        log.see(taken)
-        state = taken.after
+        for taken in played.take(event):
+            log.see(taken)
 
 
 def written(stream: io.StringIO) -> list[dict[str, Any]]:

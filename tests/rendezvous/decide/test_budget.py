@@ -59,6 +59,9 @@ def test_what_a_search_can_change() -> None:
     """A newer checkpoint gives the restarts back, but not those for life."""
     assert Spent(4, 2, 2).refilled(None, 0) == Spent(4, 0)
     assert Spent(4, 2).refilled(10, 10) == Spent(4, 2)
+    assert Spent(4, 2).refilled(10, 9) == Spent(4, 2)
+    assert Spent(4, 2).refilled(None, None) == Spent(4, 2)
+    assert Spent(4, 2, 1).refilled(10, 11) == Spent(4, 0)
     assert hopeless(Budget(0), Spent())
     assert hopeless(Budget(2, lifetime=True), Spent(2, 0))
     assert not hopeless(Budget(2), Spent(2, 2))

@@ -256,7 +256,8 @@ TABLE: dict[str, Row] = {
     ),
     "a failure before it": (
         *(TWO, ENDING, [failed(1), member(2, "ended", 0, asks="drain")], {}),
-        *("over/failure/0/75 a1 a2", "preempted: drain; to be continued"),
+        "over/failure/0/75 a1 a2",
+        "rank 0 on node1 exited with code 7; preempted: drain; to be continued",
     ),
     "a failure before it, with no restart left": (
         *(replace(TWO, max_restarts=0), ENDING, [failed(1), member(2, "ended", 0, asks="drain")]),
