@@ -42,6 +42,8 @@ from typing import Any, Final
 LONGEST: Final = 64 << 20
 """Bytes of a message: a shard with a million files or pieces still fits."""
 MAX_ADDRESS: Final = 107
+TAKEN_S: Final = 10.0
+"""Seconds for a process to take the answer to its request."""
 _CHUNK: Final = 1 << 16
 _LONGEST_POLL: Final = (1 << 31) - 1
 """Milliseconds that poll(2) can wait; more is for ever."""
@@ -304,15 +306,16 @@ class Requests:
         return self._waiting.get()
 
     def answer(
-        self,
-        request: Message,
-        fields: Mapping[str, object],
-        files: Sequence[int] = (),
-        seconds: float | None = None,
+        self, request: Message, fields: Mapping[str, object], files: Sequence[int] = ()
     ) -> None:
-        """Answer a request; ``ok`` is false where ``fields`` has an error. Raises as ``send``."""
+        """Answer a request; ``ok`` is false where ``fields`` has an error.
+
+        A process that is gone, or does not read its answers, has nothing of it; what else it has
+        asked is still to be done.
+        """
         answer = {"n": request["n"], "ok": "error" not in fields, **fields}
-        self._channel.send(answer, files, seconds)
+        with contextlib.suppress(OSError):
+            self._channel.send(answer, files, TAKEN_S)
 
     def hang_up(self) -> None:
         """End the stream; the requests that have come stay."""

@@ -28,9 +28,8 @@ from elaunch.run.saves import SavesRecord
 from elaunch.wire.local import Message, Requests
 
 if TYPE_CHECKING:
-    from elaunch.agent.saver.connection import SaverConnection
     from elaunch.agent.saver.peers import SaverPeers
-    from elaunch.agent.saver.service import SaverService
+    from elaunch.agent.saver.service import SaverConnection, SaverService
     from elaunch.checkpoint.records import Stage
     from elaunch.wire.saver import Handed
 
@@ -111,19 +110,18 @@ class AgentSaver:
     def serve(self, requests: Requests) -> None:
         """Answer a worker's requests until it is gone; in a thread of that worker's own."""
         connection: SaverConnection | None = None
-        service: SaverService | None = None
         try:
             while (request := requests.next()) is not None:
-                if service is not None and connection is not None:
-                    connection.serve(service, request)
+                if connection is None:
+                    connection = self._let_in(requests, request)
                 else:
-                    service, connection = self._let_in(requests, request)
+                    connection.serve(request)
         except Exception:
             log.exception("the saver cannot serve a worker any more")
         finally:
             requests.hang_up()
-            if service is not None and connection is not None:
-                service.left(connection)
+            if connection is not None:
+                connection.left()
 
     def unfinished(self) -> tuple[str, ...]:
         """Return the names of the stages that this agent still writes into; any thread may ask."""
@@ -175,22 +173,18 @@ class AgentSaver:
             raise SaveError("no worker of this node has saved anything")
         return service
 
-    def _let_in(
-        self, requests: Requests, request: Message
-    ) -> tuple[SaverService, SaverConnection] | tuple[None, None]:
+    def _let_in(self, requests: Requests, request: Message) -> SaverConnection | None:
         """Answer a worker's first request; with what serves it from then on, if it is let in."""
-        from elaunch.agent.saver.connection import reply  # jobs without saves do without
-
         try:
             service, round_ = self._admitted(request)
             self._plan.post(events.SaverUsed(round_.round))
             rank, local_rank = int(request["rank"]), int(request["local_rank"])
             connection = service.let_in(requests, rank, local_rank, round_)
         except (ElaunchError, OSError, ImportError) as error:
-            reply(requests, request, {"error": str(error), "kind": "refused"})
-            return None, None
-        reply(requests, request, {})
-        return service, connection
+            requests.answer(request, {"error": str(error), "kind": "refused"})
+            return None
+        requests.answer(request, {})
+        return connection
 
     def _admitted(self, request: Message) -> tuple[SaverService, Round]:
         """Return the service, made if need be, for a worker of the round that runs."""

@@ -17,20 +17,28 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
 
 from elaunch.agent.policy import events
 from elaunch.agent.policy.turn import Round
-from elaunch.agent.saver.connection import SaverConnection
 from elaunch.agent.saver.memory import CheckpointMemory, Segment
 from elaunch.agent.saver.replicas import Replicas
 from elaunch.agent.saver.round import SaverPlan
 from elaunch.agent.saver.shards import REPLICA, Shards
 from elaunch.agent.saver.surroundings import RoundSurroundings
+from elaunch.checkpoint.records import Stage
 from elaunch.checkpoint.storage.storage import open_storage
 from elaunch.checkpoint.writing.queue import SaveQueue, Settled
 from elaunch.errors import CheckpointError, SaveError
-from elaunch.wire.local import Requests
-from elaunch.wire.saver import Handed
+from elaunch.wire.local import Message, Requests
+from elaunch.wire.saver import (
+    Handed,
+    committed_from_json,
+    committed_to_json,
+    files_to_json,
+    handed_from_json,
+)
 
 PUSH_S = 300.0
 """Seconds for another node to take a replica."""
@@ -41,6 +49,8 @@ SEALS_S = 5.0
 """Seconds at the end of a round for other nodes' manifests, where each has its own directory."""
 
 log = logging.getLogger("elaunch")
+
+Answer = tuple[Mapping[str, Any], list[int]]
 
 
 class SaverService:
@@ -118,7 +128,9 @@ class SaverService:
 
         Makes the directory this job's own when its rank 0 comes; SaveError if it is another's.
         """
-        connection = SaverConnection(requests, rank, local_rank, round_.round)
+        connection = SaverConnection(
+            self, requests, rank=rank, local_rank=local_rank, round_=round_.round
+        )
         with self._changed:
             old = self._connections.get(rank)
             self._connections[rank] = connection
@@ -275,6 +287,109 @@ class SaverService:
             self.parts.keep(name, handed, segment)
             if handed.local:
                 self._copies.came(handed, segment)
+
+
+class SaverConnection:
+    """One worker that the saver has let in, in the thread that answers its requests.
+
+    What was asked is done, also where the worker has ended meanwhile.
+    """
+
+    def __init__(
+        self, service: SaverService, requests: Requests, *, rank: int, local_rank: int, round_: int
+    ) -> None:
+        self.rank = rank
+        self.local_rank = local_rank
+        self.round = round_
+        self.begun = False
+        self._service = service
+        self._requests = requests
+
+    def close(self) -> None:
+        """Hang up; what has come is still done."""
+        self._requests.hang_up()
+
+    def left(self) -> None:
+        """Note that the worker asks no more."""
+        self._service.left(self)
+
+    def serve(self, request: Message) -> None:
+        """Do what is asked, and answer it."""
+        files: Sequence[int] = ()
+        answer: Mapping[str, Any]
+        try:
+            answer, files = _SERVED[request["op"]](self, request)
+        except CheckpointError as error:
+            answer = {"error": str(error), "kind": "save"}
+        except TimeoutError as error:
+            answer = {"error": str(error), "kind": "timeout"}
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            answer = {"error": f"{type(error).__name__}: {error}", "kind": "request"}
+        self._requests.answer(request, answer, files)
+
+    # ── requests ─────────────────────────────────────────────────────────────────────────────────
+
+    def memory(self, said: Mapping[str, Any]) -> Answer:
+        """Lend the worker its memory."""
+        segment = self._service.lend(self, int(said["size"]))
+        return {"size": segment.size}, [segment.fd]
+
+    def begin(self, said: Mapping[str, Any]) -> Answer:
+        """Have the worker wait for its turn."""
+        self.begun = self._service.begin_save(self, said["wait"] is True, said.get("timeout"))
+        return self._last({"begun": self.begun})
+
+    def staged(self, said: Mapping[str, Any]) -> Answer:
+        """Take over what the worker has left in its memory."""
+        self._service.take(self, handed_from_json(said["handed"]))
+        return self._last({})
+
+    def abandon(self, said: Mapping[str, Any]) -> Answer:
+        """Note that nothing comes of what was begun."""
+        self.begun = False
+        stage = said.get("stage")
+        self._service.keeping.abandon(self.rank, None if stage is None else Stage(**stage))
+        return {}, []
+
+    def wait(self, said: Mapping[str, Any]) -> Answer:
+        """Have the worker wait until its saves are on the disk."""
+        self._service.keeping.wait(self.rank, said.get("timeout"))
+        return self._last({})
+
+    def fence(self, said: Mapping[str, Any]) -> Answer:
+        """Answer whether the worker's round is still the one."""
+        self._service.world.fence(int(said["round"]))
+        return {}, []
+
+    def committed(self, said: Mapping[str, Any]) -> Answer:
+        """Count a checkpoint that the ranks have written and committed without the agent."""
+        done = committed_from_json(said["committed"])
+        if done is not None:
+            self._service.keeping.committed_by_rank(done, float(said["took"]))
+        return {}, []
+
+    def recall(self, said: Mapping[str, Any]) -> Answer:
+        """Show the worker what is in memory of a checkpoint."""
+        wanted = (int(said["step"]), int(said["round"]), str(said["uuid"]))
+        ranks = [int(rank) for rank in said["ranks"]]
+        found = self._service.parts.find(wanted, ranks, float(said["timeout"]))
+        parts = [{"rank": r, "files": files_to_json(files)} for r, (files, _) in found.items()]
+        return {"parts": parts}, [segment.fd for _, segment in found.values()]
+
+    def _last(self, fields: dict[str, Any]) -> Answer:
+        return {**fields, "committed": committed_to_json(self._service.keeping.last(self.rank))}, []
+
+
+_SERVED: Final[Mapping[str, Callable[[SaverConnection, Mapping[str, Any]], Answer]]] = {
+    "memory": SaverConnection.memory,
+    "begin": SaverConnection.begin,
+    "staged": SaverConnection.staged,
+    "abandon": SaverConnection.abandon,
+    "wait": SaverConnection.wait,
+    "fence": SaverConnection.fence,
+    "committed": SaverConnection.committed,
+    "recall": SaverConnection.recall,
+}
 
 
 def _name(connection: SaverConnection) -> str:

@@ -6,9 +6,11 @@ import dataclasses
 import logging
 import os
 import shutil
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +19,10 @@ from msgspec import structs
 from elaunch.agent.policy import events
 from elaunch.agent.policy.turn import Round
 from elaunch.agent.resume.directory import DirectoryFinisher
+from elaunch.agent.saver import service
 from elaunch.agent.saver.round import SaverPlan
 from elaunch.agent.saver.saver import AgentSaver
+from elaunch.agent.saver.service import SaverConnection
 from elaunch.agent.status.socket import ControlSocket
 from elaunch.agent.workers.links import WorkerLinks
 from elaunch.checkpoint.formats import own
@@ -30,6 +34,8 @@ from elaunch.config import resolve
 from elaunch.errors import SaveError, StoreUnreachable
 from elaunch.rendezvous.plan import Node, Plan
 from elaunch.training.checkpoint.saver.agent import AgentSaverClient
+from elaunch.wire import local
+from elaunch.wire.local import Channel, Requests
 from elaunch.wire.saver import Files, Handed
 from tests.agent.saver.workerend import client, end
 from tests.launching import wait_until
@@ -508,3 +514,26 @@ def test_word_that_comes_before_any_worker(agents: list[Agent]) -> None:
     assert agents[0].saver.serve_part(10, 0, 1) is None
     with pytest.raises(SaveError, match="no worker of this node has saved anything"):
         agents[0].saver.replica_room(handed(10, 1))
+
+
+def test_a_torn_answer_ends_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No later answer is read as its rest, and what the worker has sent is still done."""
+    monkeypatch.setattr(local, "TAKEN_S", 0.1)
+    monkeypatch.setattr(service, "committed_to_json", lambda _: "x" * (4 << 20))
+    abandoned: list[int] = []
+    serving: Any = SimpleNamespace(
+        keeping=SimpleNamespace(
+            wait=lambda rank, timeout: None,
+            last=lambda rank: None,
+            abandon=lambda rank, stage: abandoned.append(rank),
+        )
+    )
+    ours, theirs = (Channel(end) for end in socket.socketpair())
+    served = SaverConnection(serving, Requests(theirs), rank=3, local_rank=0, round_=0)
+    for number, op in enumerate(("wait", "abandon", "wait")):
+        served.serve({"op": op, "n": number})
+    assert abandoned == [3]
+    assert ours.receive() is None  # no whole message has come
+    served.close()
+    theirs.close()
+    ours.close()
