@@ -35,7 +35,6 @@ from elaunch.agent.saver.round import SaverPlan
 from elaunch.agent.saver.saver import AgentSaver
 from elaunch.agent.status.decisionlog import DecisionLog
 from elaunch.agent.status.eventlog import EventLog, JobFacts
-from elaunch.agent.status.health import HealthCheck
 from elaunch.agent.status.record import StatusRecord, shown_code
 from elaunch.agent.status.socket import ControlSocket
 from elaunch.agent.workers import openfiles
@@ -424,6 +423,7 @@ def _start_health_check(
 ) -> None:
     if settings.health_check_port is None:
         return
+    from elaunch.agent.status.health import HealthCheck
 
     def alive() -> dict[str, object]:
         answered = threading.Event()
