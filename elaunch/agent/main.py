@@ -23,7 +23,7 @@ from elaunch import env, shown
 from elaunch.agent import signals
 from elaunch.agent.failure.errorfile import write_launcher_error
 from elaunch.agent.failure.reporter import Reporter, ReportPlan
-from elaunch.agent.hangs.loglines import ProgressLines
+from elaunch.agent.hangs.progress import ProgressLines
 from elaunch.agent.hangs.watch import HangPlan, HangWatch
 from elaunch.agent.logs.pump import LogPlan, LogPump
 from elaunch.agent.loop import Agent, LoopParts, Observer
@@ -37,9 +37,9 @@ from elaunch.agent.status.decisionlog import DecisionLog
 from elaunch.agent.status.eventlog import EventLog, JobFacts
 from elaunch.agent.status.record import StatusRecord, shown_code
 from elaunch.agent.status.socket import ControlSocket
-from elaunch.agent.workers import openfiles
-from elaunch.agent.workers.group import GroupPlan, WorkerGroup
+from elaunch.agent.workers.group import GroupPlan, WorkerGroup, check_open_files
 from elaunch.agent.workers.links import WorkerLinks
+from elaunch.agent.workers.server import open_standard_files
 from elaunch.agent.workers.tempdir import RunTemp
 from elaunch.config import Settings
 from elaunch.config.checks import NO_FILES
@@ -69,7 +69,7 @@ def run(settings: Settings, detached: Detached | None = None) -> int:
     main thread, which it keeps until the job has ended. Raises ElaunchError for what is found
     wrong before a worker was started.
     """
-    openfiles.check(known_nproc(settings.nproc_per_node) or 1)
+    check_open_files(known_nproc(settings.nproc_per_node) or 1)
     inbox: Inbox = queue.SimpleQueue()
     handled = (
         *settings.signals_to_handle,
@@ -77,7 +77,7 @@ def run(settings: Settings, detached: Detached | None = None) -> int:
         *signals.not_ignored(settings.preempt_signals),
     )
     signals.install(handled, inbox.put)
-    openfiles.open_standard_files()
+    open_standard_files()
     if settings.workdir is not None:
         os.chdir(settings.workdir)
     processes.become_subreaper()

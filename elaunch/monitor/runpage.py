@@ -17,8 +17,13 @@ from elaunch.monitor.page import Cell, Column, Fields, Page, Paragraph, Part, Ta
 from elaunch.monitor.snapshot import RunView, WorkerView
 from elaunch.monitor.standing import Standing
 from elaunch.run.directory import handle
-from elaunch.run.record import ProgressRecord, Record, RoundRecord, WorkerProgressRecord
-from elaunch.run.saves import SavesRecord
+from elaunch.run.record import (
+    ProgressRecord,
+    Record,
+    RoundRecord,
+    SavesRecord,
+    WorkerProgressRecord,
+)
 from elaunch.text import clean, date, duration, memory, moment
 
 NOTHING: Final = "-"

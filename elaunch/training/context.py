@@ -45,7 +45,7 @@ from elaunch.training.train import TrainContext
 from elaunch.wire.progress import ProgressPage
 
 if TYPE_CHECKING:
-    from elaunch.run.saves import SavesRecord
+    from elaunch.run.record import SavesRecord
     from elaunch.training.checkpoint.context import CheckpointContext
 
 log = logging.getLogger("elaunch")

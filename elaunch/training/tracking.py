@@ -34,16 +34,20 @@ from typing import TYPE_CHECKING, Final
 from elaunch.endings import INTERRUPTED
 from elaunch.errors import ContextError, RunDirError
 from elaunch.run.directory import RunDir, create, list_runs, prune
-from elaunch.run.first import add_round, agent_of, first_record, new_round, new_worker
 from elaunch.run.record import (
     LIVE_STATES,
     AgentRecord,
     Record,
+    SavesRecord,
     WorkerRecord,
+    add_round,
+    agent_of,
+    first_record,
+    new_round,
+    new_worker,
     this_agent,
     worker_is_alive,
 )
-from elaunch.run.saves import SavesRecord
 from elaunch.run.statedir import locked
 from elaunch.training.place.placement import Placement
 

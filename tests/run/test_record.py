@@ -20,6 +20,16 @@ from elaunch import proc
 from elaunch.errors import RunDirError
 from elaunch.run import record
 from elaunch.run.directory import RunDir
+from elaunch.run.record import (
+    add_round,
+    agent_of,
+    check,
+    condition,
+    first_record,
+    new_round,
+    new_worker,
+    this_agent,
+)
 from tests.launching import wait_until
 from tests.monitor.played_agent import new_record
 
@@ -180,3 +190,34 @@ def test_a_worker_whose_pid_went_to_a_stranger_is_not_alive(
     assert not record.worker_is_alive(worker)
     worker["started_at"] = worker["pid"] = None
     assert not record.worker_is_alive(worker)
+
+
+def test_a_first_record_is_a_record(tmp_path: Path) -> None:
+    made = first_record("job-1", "job", tmp_path)
+    made["workers"].append(new_worker(3, 1))
+    made["history"].append(new_round(2, "because", 120))
+    assert check(made, "here") == made
+    assert (made["state"], made["agent"]["pid"]) == ("STARTING", os.getpid())
+
+
+def test_the_agent_of_another_process() -> None:
+    assert agent_of(os.getpid()) == this_agent()
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        agent = agent_of(process.pid)
+        assert condition(agent) == "alive"
+        process.kill()
+        process.wait()
+    assert condition(agent) == "gone"
+    with pytest.raises(RunDirError, match=f"the process {process.pid} is gone"):
+        agent_of(process.pid)
+
+
+def test_a_run_of_many_rounds_has_a_small_record(tmp_path: Path) -> None:
+    """The newest rounds stay, and it is known how many there were."""
+    made = first_record("job-1", "job", tmp_path)
+    for number in range(2_700):
+        add_round(made, new_round(number, "rank 1 was killed by SIGKILL", 10 * number))
+    assert [entry["round"] for entry in made["history"]] == list(range(2_600, 2_700))
+    assert made["rounds_left_out"] == 2_600
+    assert check(made, "here") == made
+    assert len(json.dumps(made)) < 30_000

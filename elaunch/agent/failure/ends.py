@@ -23,12 +23,37 @@ from typing import Any
 from elaunch.agent.failure import errorfile, explain, tracebacks
 from elaunch.agent.failure.errorfile import ErrorFile
 from elaunch.agent.failure.explain import Explanation
-from elaunch.agent.hangs.report import Hang
+from elaunch.agent.hangs.stackdump import StackGroup
 from elaunch.endings import Exit, exit_code
 from elaunch.errors import HangError
 
 MAX_MESSAGE = 4000
 SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Hang:
+    """A hang as it is reported; ``at`` in seconds since 1970, the rest as in events.HangSeen."""
+
+    ranks: tuple[int, ...]
+    reason: str
+    source: str
+    at: float
+    last: tuple[str, ...] = ()
+    groups: tuple[StackGroup, ...] = ()
+    problems: tuple[tuple[tuple[int, ...], str], ...] = field(default=())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as JSON-able data (docs/failure-report.md)."""
+        return {
+            "ranks": list(self.ranks),
+            "reason": self.reason,
+            "source": self.source,
+            "at": self.at,
+            "last": list(self.last),
+            "stacks": [_group_dict(group) for group in self.groups],
+            "no_stacks": [{"ranks": list(r), "problem": text} for r, text in self.problems],
+        }
 
 
 @dataclass(frozen=True)
@@ -237,3 +262,11 @@ def signal_name(exitcode: int) -> str | None:
         return signal.Signals(-exitcode).name if exitcode < 0 else None
     except ValueError:
         return None
+
+
+def _group_dict(group: StackGroup) -> dict[str, Any]:
+    return {
+        "ranks": list(group.ranks),
+        "main": list(group.main),
+        "threads": [{"ranks": list(ranks), "stack": list(stack)} for ranks, stack in group.threads],
+    }

@@ -34,19 +34,33 @@ The table is torchrun's character for character, since schedulers and log parser
 ``ChildFailedError.format_msg`` of torch 2.13 writes, below the line with which Python begins to
 print that exception. A row's number is its place in the order of ranks.
 
+Of a round that hung the first lines are::
+
+    rank 3 has made no progress for 60 s (step 41; the others are at step 42)
+    What each rank said last:
+      rank 0: step 42, silent for 60 s, last call allgather #43
+      rank 3: step 41, in section eval, silent for 61 s
+    Python stacks at that time, most recent call first:
+      rank 3:
+        File "train.py", line 31 in evaluate
+      ranks 0-2:
+        File "…/torch/distributed/distributed_c10d.py", line 4165 in barrier
+    No stacks of rank 4: the process is stopped by a signal (SIGSTOP) or by a debugger
+
 The report is made by :func:`build` (elaunch.agent.failure.ends).
 """
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 
 from elaunch.agent.failure import errorfile, tracebacks
-from elaunch.agent.failure.ends import Failure, FailureReport, signal_name, summary
-from elaunch.agent.hangs import report as hangreport
-from elaunch.agent.hangs.report import Hang, source_text
+from elaunch.agent.failure.ends import Failure, FailureReport, Hang, signal_name, summary
+from elaunch.agent.hangs.judge import ranks_text
+from elaunch.agent.hangs.stackdump import StackGroup
+from elaunch.agent.policy import events
 from elaunch.endings import Exit
 
 WIDTH = 100
@@ -54,13 +68,15 @@ HEADING = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: "
 NOT_AVAILABLE = "<N/A>"
 NO_TRACEBACK = "To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html"
 MAX_RULE = 60
+MOST_LAST = 16
+"""Ranks of which the text has what they reported last; the JSON has all."""
 
 
 def write_launcher_file(report: FailureReport, environ: Mapping[str, str]) -> bool:
     """Write the launcher's own error file, if ``environ`` names one, from the first failure."""
     first = report.first
     if report.hang is not None:
-        told = "\n".join(hangreport.lines(report.hang))
+        told = "\n".join(hang_lines(report.hang))
         return errorfile.write_launcher_file(environ, report.exit_code, None, summary(report), told)
     message = summary(report) + (f": {first.message}" if first.message else "")
     callstack = "\n".join(first.traceback) or first.explanation.text or message
@@ -132,7 +148,7 @@ def _hang(report: FailureReport, hang: Hang, when: str) -> Iterator[str]:
     only = hang.ranks == (end.rank,)
     who = f"local_rank {end.local_rank}, pid {end.pid}, " if only else ""
     yield f"({who}on host {report.host}, {when}; known by {source_text(hang.source)})"
-    yield from hangreport.lines(hang)
+    yield from hang_lines(hang)
     logs = [path for path in (first.stderr_path, first.stdout_path) if path and only]
     if logs:
         yield "Its log: " + " and ".join(dict.fromkeys(logs))
@@ -248,3 +264,49 @@ def _table_text(failure: Failure) -> str:
     if failure.message:
         return f"{_first_line(failure.message)} (see {failure.stderr_path or 'its output above'})"
     return NO_TRACEBACK
+
+
+# ── hangs ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def hang_lines(hang: Hang) -> Iterator[str]:
+    """Yield what the text of a report says of a hang, below the line that names it."""
+    yield from _last_lines(hang.last)
+    yield from _stack_lines(hang.groups, hang.problems)
+
+
+def stacks_lines(taken: events.StacksTaken) -> Iterator[str]:
+    """Yield what the workers of this node were doing when another node reported a hang."""
+    yield "What the workers of this node were doing meanwhile:"
+    yield from _last_lines(taken.last)
+    yield from _stack_lines(taken.groups, taken.problems)
+
+
+def _last_lines(last: Sequence[str]) -> Iterator[str]:
+    if last:
+        yield "What each rank said last:"
+        yield from (f"  {line}" for line in last[:MOST_LAST])
+    if len(last) > MOST_LAST:
+        yield f"  … and {len(last) - MOST_LAST} more ranks"
+
+
+def _stack_lines(
+    groups: Sequence[StackGroup], problems: Sequence[tuple[tuple[int, ...], str]]
+) -> Iterator[str]:
+    if groups:
+        yield "Python stacks at that time, most recent call first:"
+    for group in groups:
+        yield f"  {ranks_text(group.ranks)}:"
+        yield from (f"    {frame}" for frame in group.main)
+        for ranks, stack in group.threads:
+            yield f"  another thread of {ranks_text(ranks)}:"
+            yield from (f"    {frame}" for frame in stack)
+    for ranks, text in problems:
+        yield f"No stacks of {ranks_text(ranks)}: {text}"
+    if not groups and not problems:
+        yield "The stacks of the workers could not be taken in time."
+
+
+def source_text(source: str) -> str:
+    """Return what a source of progress is called where it is read by people."""
+    return "the script" if source == "script" else source

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from elaunch.agent.failure import ends, memory, report
-from elaunch.agent.hangs.report import Hang, lines_of
 from elaunch.agent.logs.pump import LogPump
 from elaunch.agent.patience import bounded
 from elaunch.agent.policy import events, nodes
@@ -171,7 +170,7 @@ class Reporter:
 
     def _show_stacks(self, taken: events.StacksTaken) -> None:
         """Print and write what this node's workers did when another node reported a hang."""
-        text = "\n".join(lines_of(taken)) + "\n"
+        text = "\n".join(report.stacks_lines(taken)) + "\n"
         self._write_files(taken.round, {"txt": text})
         self._plan.say(text)
 
@@ -209,11 +208,11 @@ def _first(state: State) -> int:
     return next((local_rank for local_rank in hung if local_rank in ended), ended[0])
 
 
-def _hang(state: State) -> Hang | None:
+def _hang(state: State) -> ends.Hang | None:
     if state.hang is None or not state.hung:
         return None
     taken = state.stacks
-    return Hang(
+    return ends.Hang(
         ranks=state.hang.ranks,
         reason=state.hang.reason,
         source=state.hang.source,

@@ -2,15 +2,21 @@
 
 The record is replaced as a whole at each change. A file system that cannot take it (full, gone) is
 reported once and does not stop the job: training is worth more than its record.
+
+It is written in a thread, so that a file system that hangs does not stop the loop. The loop waits
+for its record to be on the disk, as its next reader expects, but only as long as the file system
+answers: one that takes longer than PATIENCE is named, and is not waited for until it has answered.
+It then gets the newest record; those between are never written.
 """
 
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable
 from signal import SIGTERM
-from typing import Any
+from typing import Any, Final
 
 from msgspec.structs import asdict
 
@@ -18,15 +24,23 @@ from elaunch.agent.policy import events
 from elaunch.agent.policy.actions import Action, Finish, Meet, Nothing, ReplaceServer
 from elaunch.agent.policy.state import Phase, State
 from elaunch.agent.policy.turn import Round, Turn
-from elaunch.agent.status.writer import RecordWriter
 from elaunch.checkpoint.records import Checkpoint
 from elaunch.config import Settings
 from elaunch.endings import PREEMPTED, signal_name
+from elaunch.errors import RunDirError
 from elaunch.rendezvous.plan import Plan, WorkerFailure
 from elaunch.run.directory import RunDir
-from elaunch.run.first import add_round, first_record, new_round, new_worker
-from elaunch.run.record import FINAL_STATES, CheckpointRecord, ProgressRecord, Record
-from elaunch.run.saves import SavesRecord
+from elaunch.run.record import (
+    FINAL_STATES,
+    CheckpointRecord,
+    ProgressRecord,
+    Record,
+    SavesRecord,
+    add_round,
+    first_record,
+    new_round,
+    new_worker,
+)
 
 
 def wall_time(monotonic: float) -> float:
@@ -232,3 +246,73 @@ def _state_name(state: State, action: Action) -> str:
     if state.phase is Phase.MEETING and state.member:
         return "RUNNING" if state.completed and not state.failed else "RESTARTING"
     return "RESTARTING" if state.failed else "STARTING"
+
+
+PATIENCE: Final = 1.0
+"""Seconds for the file system to take a record."""
+LAST_PATIENCE: Final = 5.0
+"""Seconds for it to take the last one."""
+THAWED_S: Final = 0.2
+"""Seconds more, which a process that was frozen for longer than its patience still has."""
+
+
+class RecordWriter:
+    """Owns the thread, from the first :meth:`put` on; only the loop calls that.
+
+    Args:
+        write: replaces the record; raises RunDirError where it cannot.
+        warn: takes what is wrong, each problem once.
+    """
+
+    def __init__(self, write: Callable[[str, bool], None], warn: Callable[[str], None]) -> None:
+        self._write = write
+        self._warn = warn
+        self._problem = ""
+        self._changed = threading.Condition()
+        self._next: tuple[str, bool] | None = None
+        self._given = self._done = 0
+        self._late = False
+        self._thread: threading.Thread | None = None
+
+    def put(self, text: str, is_last: bool = False) -> bool:
+        """Have ``text`` written; return whether it is, as long as the file system may take."""
+        patience = LAST_PATIENCE if is_last else PATIENCE
+        with self._changed:
+            self._next = text, is_last
+            self._given += 1
+            number, known = self._given, self._late
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="record", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+            if known and not is_last:
+                return False
+            done = any(
+                self._changed.wait_for(lambda: self._done >= number, seconds)
+                for seconds in (patience, THAWED_S)
+            )
+            self._late = not done
+        if not done and not known:
+            self._warn(
+                f"the file system of the run directory has not taken the record for {patience:g} "
+                "s; going on without it: `elaunch status` reads the agent's own"
+            )
+        return done
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._next is not None)
+                (text, is_last), self._next = self._next or ("", False), None
+                number = self._given
+            problem = ""
+            try:
+                self._write(text, is_last)
+            except RunDirError as error:
+                problem = str(error)
+            with self._changed:
+                self._done, self._late = number, False
+                news, self._problem = problem not in ("", self._problem), problem or self._problem
+                self._changed.notify_all()
+            if news:
+                self._warn(f"{problem}; `elaunch status` will be out of date")

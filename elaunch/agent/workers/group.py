@@ -6,8 +6,10 @@ the loop gives the orders, and what happens comes back as events from the server
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import os
+import resource
 import string
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,13 +23,24 @@ from elaunch.agent.logs.pump import LogPump
 from elaunch.agent.patience import bounded
 from elaunch.agent.policy import events
 from elaunch.agent.policy.turn import Round, Turn
-from elaunch.agent.workers import openfiles
-from elaunch.agent.workers.reaper import Reaper
-from elaunch.agent.workers.server import KILL_DEADLINE, SWEEP_OVERDUE, ServerPlan, WorkerServer
+from elaunch.agent.workers.server import (
+    KILL_DEADLINE,
+    SWEEP_OVERDUE,
+    Reaper,
+    ServerPlan,
+    WorkerServer,
+)
 from elaunch.agent.workers.storesocket import StoreEndpoint
 from elaunch.checkpoint.search.placeholder import fill_placeholders
 from elaunch.config import Settings
+from elaunch.errors import UsageError
 from elaunch.run.directory import RunDir
+
+FILES_PER_WORKER = 6
+FILES_BESIDE = 64
+"""Open files of the agent: four ends of pipes and two log files for each worker, while a round
+starts, and its own. It raises its soft limit to the hard one; the server gives each worker the
+limits that elaunch was started with."""
 
 FLUSH_TIMEOUT = 2.0
 """Seconds for the log pump to read what dead workers left in their pipes."""
@@ -63,7 +76,7 @@ class WorkerGroup:
         self.secret = None if settings.rendezvous is None else settings.rendezvous.secret
         """What this job's agents share; it may be settled when the store was opened."""
         self._reaper = Reaper()
-        self._open_files = openfiles.raise_limit()
+        self._open_files = _raise_limit()
         self._endpoint = _endpoint(settings, plan.own_addr)
         self._files_root = plan.log_root or plan.run_dir.logs
         self._forks = settings.start_method == "forkserver" and settings.mode != "command"
@@ -93,7 +106,7 @@ class WorkerGroup:
     def prepare(self, nproc: int | None, omp: Mapping[str, str]) -> None:
         """Start the server with ``omp`` in its environment; None: the number is not known yet."""
         self._nproc = nproc or 0
-        openfiles.check(self._nproc)
+        check_open_files(self._nproc)
         self._environ = {**self._plan.environ, **omp}
         self.server = self._new_server()
         self.server.start()
@@ -104,7 +117,7 @@ class WorkerGroup:
         A server that was started with another ``omp`` has imported torch under it: it is replaced.
         """
         self._nproc = nproc
-        openfiles.check(nproc)
+        check_open_files(nproc)
         if self._environ != {**self._plan.environ, **omp}:
             self.server.close()
             self.prepare(nproc, omp)
@@ -322,3 +335,22 @@ def _import_path(settings: Settings) -> str | None:
 def _with_local_rank(arg: str, local_rank: int) -> str:
     """Fill ``${local_rank}`` as torchrun does; ``$$`` becomes ``$``, as there."""
     return string.Template(arg).safe_substitute(local_rank=local_rank)
+
+
+def _raise_limit() -> tuple[int, int]:
+    """Raise this process' soft limit to the hard limit; return both as they were."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # a hard limit above what the kernel takes
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return soft, hard
+
+
+def check_open_files(nproc: int) -> None:
+    """Raise UsageError where ``nproc`` workers need more open files than the hard limit allows."""
+    _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = FILES_PER_WORKER * nproc + FILES_BESIDE
+    if limit != resource.RLIM_INFINITY and limit < needed:
+        raise UsageError(
+            f"--nproc-per-node {nproc}: elaunch needs {needed} open files for that, and the hard "
+            f"limit is {limit}; raise it (ulimit -Hn {needed}) or start fewer workers"
+        )

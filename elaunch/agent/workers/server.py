@@ -1,7 +1,7 @@
 """The agent's end of the server: starts the process, sends it messages, posts what it reports.
 
 Two threads, each in one blocking call: the reader in ``recv`` on the server's socket, the reaper
-(elaunch.agent.workers.reaper) in ``waitpid``. The messages are those of elaunch.server.
+in ``waitpid``. The messages are those of elaunch.server.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from pathlib import Path
 import elaunch.server
 from elaunch import proc
 from elaunch.agent.policy import events
-from elaunch.agent.workers.reaper import Reaper
 from elaunch.errors import ServerError
 from elaunch.server.sweep import LOOK_AGAIN, Sweep
 from elaunch.wire.local import Channel, Message
@@ -36,7 +35,56 @@ LATER_DELAY = 60.0
 SEND_DEADLINE = 120.0
 """Seconds for the server to take a message; it does not while it imports, which may be slow."""
 
+Ended = Callable[[int], None]
 PostEvent = Callable[[events.Event], None]
+
+
+class Reaper:
+    """Starts children in sessions of their own and tells their starters of their ends.
+
+    One thread in ``waitpid(-1)`` for the agent's whole life waits for all children: the server, and
+    orphans that come to a subreaper or to PID 1. A second one would take the ends of children that
+    the first is asked about.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ended: dict[int, Ended] = {}
+        self._any_child = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def spawn(self, argv: Sequence[str], environ: Mapping[str, str], ended: Ended) -> int:
+        """Start ``argv`` and return its pid; raises OSError.
+
+        ``ended`` is called once, in the reaper's thread, with the exit code (negative: signal).
+        """
+        with self._lock:  # a child that ends at once is looked up when it is known, not before
+            pid = os.posix_spawnp(
+                argv[0],
+                list(argv),
+                environ,
+                setsid=True,
+                setsigdef=[signal.SIGPIPE, signal.SIGXFSZ],
+            )
+            self._ended[pid] = ended
+        self._any_child.set()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._reap, name="reaper", daemon=True)
+            self._thread.start()
+        return pid
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, 0)
+            except ChildProcessError:  # none at all: the next spawn wakes this thread
+                self._any_child.wait()
+                self._any_child.clear()
+                continue
+            with self._lock:
+                ended = self._ended.pop(pid, None)
+            if ended is not None:
+                ended(os.waitstatus_to_exitcode(status))
 
 
 @dataclass(frozen=True)
@@ -164,6 +212,15 @@ class WorkerServer:
         self._ended.set()
         if not self._closing:
             self._post(events.ServerLost(exitcode))
+
+
+def open_standard_files() -> None:
+    """Open what the parent closed, so that no pipe of ours gets to be a worker's stdin."""
+    for fd in (0, 1, 2):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
 
 
 def _event(message: Message) -> events.Event:

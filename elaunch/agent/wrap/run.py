@@ -39,9 +39,14 @@ from elaunch import env
 from elaunch.agent import signals
 from elaunch.agent.logs.pump import LogPump
 from elaunch.agent.policy import events
-from elaunch.agent.workers import openfiles
-from elaunch.agent.workers.reaper import Reaper
-from elaunch.agent.workers.server import KILL_DEADLINE, SWEEP_OVERDUE, ServerPlan, WorkerServer
+from elaunch.agent.workers.server import (
+    KILL_DEADLINE,
+    SWEEP_OVERDUE,
+    Reaper,
+    ServerPlan,
+    WorkerServer,
+    open_standard_files,
+)
 from elaunch.agent.wrap.plan import WrapPlan
 from elaunch.endings import exit_code, how_it_ended
 from elaunch.errors import ServerError
@@ -76,7 +81,7 @@ def run(plan: WrapPlan) -> int:
     """
     inbox: Inbox = queue.SimpleQueue()
     signals.install(FORWARDED, inbox.put)
-    openfiles.open_standard_files()
+    open_standard_files()
     processes.become_subreaper()
     with contextlib.ExitStack() as stack:
         pump = LogPump(plan.logs)

@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.agent.failure.ends import Circumstances, Failure, FailureReport, build
+from elaunch.agent.failure.ends import Circumstances, Failure, FailureReport, Hang, build
 from elaunch.agent.failure.report import (
     render,
     render_cause,
     write_launcher_file,
 )
-from elaunch.agent.hangs.report import Hang
 from elaunch.agent.hangs.stackdump import StackGroup
 from tests.agent.histories import changed, left
 

@@ -7,18 +7,22 @@ from dataclasses import replace
 
 import pytest
 
-from elaunch.agent.hangs.history import (
+from elaunch.agent.hangs.judge import (
     FACTOR,
     LEARNED,
     LEAST,
+    LENIENT,
+    HangVerdict,
     Look,
     Mark,
     RoundHistory,
     Source,
     advance,
+    judge,
+    last_words,
     limit,
+    ranks_text,
 )
-from elaunch.agent.hangs.judge import LENIENT, HangVerdict, judge, last_words, ranks_text
 
 LIMIT = 60.0
 TICK = 1.0

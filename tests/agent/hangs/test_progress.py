@@ -8,9 +8,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from elaunch.agent.hangs.history import Look
-from elaunch.agent.hangs.loglines import LONGEST, ProgressLines
-from elaunch.agent.hangs.progress import SILENT, ProgressSources, RoundProgress
+from elaunch.agent.hangs.judge import Look
+from elaunch.agent.hangs.progress import (
+    LONGEST,
+    SILENT,
+    ProgressLines,
+    ProgressSources,
+    RoundProgress,
+)
 from elaunch.agent.policy import events
 from elaunch.wire.progress import PageReader, ProgressPage, Reading
 

@@ -9,10 +9,10 @@ import pytest
 
 PROGRAM = """
 import resource, sys
-from elaunch.agent.workers import openfiles
+from elaunch.agent.workers import group
 resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]), int(sys.argv[2])))
-print(openfiles.raise_limit(), resource.getrlimit(resource.RLIMIT_NOFILE))
-openfiles.check(int(sys.argv[3]))
+print(group._raise_limit(), resource.getrlimit(resource.RLIMIT_NOFILE))
+group.check_open_files(int(sys.argv[3]))
 """
 
 

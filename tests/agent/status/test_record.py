@@ -11,7 +11,7 @@ import pytest
 
 from elaunch.agent import patience
 from elaunch.agent.status import writer as recordwriter
-from elaunch.agent.status.writer import RecordWriter
+from elaunch.agent.status.record import RecordWriter
 from elaunch.errors import RunDirError
 from tests.launching import wait_until
 

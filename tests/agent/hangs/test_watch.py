@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import pytest
 
-from elaunch.agent.hangs.history import Look, Mark
-from elaunch.agent.hangs.watchdog import LATE_TICKS, SHORTEST_S, YIELD_TICKS, Watchdog
+from elaunch.agent.hangs.judge import Look, Mark
+from elaunch.agent.hangs.watch import LATE_TICKS, SHORTEST_S, YIELD_TICKS, Watchdog
 from elaunch.agent.policy import events
 from tests.agent.logrig import SECONDS, eventually
 
