@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from elaunch.agent import patience
-from elaunch.agent.status import writer as recordwriter
+from elaunch.agent.status import record as recordwriter
 from elaunch.agent.status.record import RecordWriter
 from elaunch.errors import RunDirError
 from tests.launching import wait_until
