@@ -8,8 +8,8 @@ follower       ``store.follow``: the newest plan
 coordinator    ``store.await_leadership``, then elaunch.rendezvous.coordinator while it leads
 =============  ====================================================================================
 
-The threads post news (elaunch.rendezvous.events) and change nothing of the agent's. ``tell`` never
-blocks; ``leave`` does for a bounded time.
+The threads post news (elaunch.rendezvous.events) and change nothing of the agent's. ``publish``
+never blocks; ``leave`` does for a bounded time.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Meeting:
         self._member = MemberState(
             self._rules, self._secret(), self._world.make_name, self._world.clock()
         )
-        self._member.tell(record)
+        self._member.publish(record)
         loops = {"entry": self._keep_entry, "follower": self._follow, "coordinator": self._lead}
         for name, loop in loops.items():
             thread = threading.Thread(
@@ -111,10 +111,10 @@ class Meeting:
             self._threads.append(thread)
             thread.start()
 
-    def tell(self, record: NodeStatus) -> None:
+    def publish(self, record: NodeStatus) -> None:
         """Make ``record`` our entry as soon as the store takes it; the newest one wins."""
         with self._changed:
-            self._member.tell(record)
+            self._member.publish(record)
             self._changed.notify_all()
 
     def leave(self, timeout: float) -> None:
@@ -178,7 +178,7 @@ class Meeting:
         """Whether this agent, if it leads, has decided upon its own last record."""
         if self._coordinator is None or not self._member.name:
             return True
-        return self._decided is not None and self._decided.heard_itself(self._member.told)
+        return self._decided is not None and self._decided.heard_itself(self._member.newest)
 
     def _ends_the_job(self) -> bool:
         """Whether no agent is left that could end the job after this one."""
@@ -314,7 +314,7 @@ class Meeting:
         with self._changed:
             if store is not self._store:
                 return
-            self._post(self._member.heard(post))
+            self._post(self._member.receive(post))
             if post == self._member.refused and self._coordinator is not None:
                 self._coordinator.look_again()
 
@@ -330,7 +330,7 @@ class Meeting:
             if store is not self._store:
                 return
             if post is not None:
-                self._post(self._member.heard(post))
+                self._post(self._member.receive(post))
             self._post(self._member.looked(members, self._world.clock()))
             self._changed.notify_all()
 
@@ -374,7 +374,7 @@ class Meeting:
 
     def _note_published(self, problem: StoreError | None) -> None:
         with self._changed:
-            self._post(self._member.published(problem, self._world.clock()))
+            self._post(self._member.plan_published(problem, self._world.clock()))
             self._changed.notify_all()
 
     def _note_decided(self, state: CoordinatorState) -> None:

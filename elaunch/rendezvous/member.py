@@ -1,7 +1,7 @@
 """One agent's place in its job: when to write, when to renew, when it counts as cut off.
 
 MemberState decides and never blocks: ``next`` returns the one call to the store that comes now,
-``done`` takes its result, ``heard`` takes a post. It has no thread and no clock, so that a
+``done`` takes its result, ``receive`` takes a post. It has no thread and no clock, so that a
 simulation can drive it; elaunch.rendezvous.meeting drives it for real. ::
 
     Open ──► Enrol ──► Renew, Update … ──► Withdraw
@@ -122,7 +122,7 @@ class MemberState:
 
     # ── what the agent wants ─────────────────────────────────────────────────────────────────────
 
-    def tell(self, record: NodeStatus) -> None:
+    def publish(self, record: NodeStatus) -> None:
         """Make ``record`` our entry."""
         self._moved = True
         self._seq += 1
@@ -133,7 +133,7 @@ class MemberState:
         self._withdrawing = True
 
     @property
-    def told(self) -> int:
+    def newest(self) -> int:
         """The number of the newest record."""
         return self._seq
 
@@ -166,11 +166,11 @@ class MemberState:
             name = self._make_name()
             return Enrol(name, records.encode(self._record, self.secret, name), self._seq)
         again = self._rewrite_at is not None and now >= self._rewrite_at
-        unsaid = self._written != self._seq or again
+        unwritten = self._written != self._seq or again
         late = now - self._renew_at
-        if late >= self._ttl / RENEWALS or (late >= 0 and not unsaid):
+        if late >= self._ttl / RENEWALS or (late >= 0 and not unwritten):
             return Renew()
-        if unsaid:
+        if unwritten:
             return Update(records.encode(self._record, self.secret, self.name), self._seq)
         return Idle(min(self._renew_at, self._rewrite_at or self._renew_at))
 
@@ -213,7 +213,7 @@ class MemberState:
         """The version above which the next post is waited for."""
         return self.after if self.refused is None else max(self.after, self.refused.version)
 
-    def heard(self, post: Post) -> list[Effect]:
+    def receive(self, post: Post) -> list[Effect]:
         """Take a post; one that is refused counts as not received."""
         if post.version == self.after or post == self.refused:
             return []
@@ -242,7 +242,7 @@ class MemberState:
     def look_due(self, now: float) -> bool:
         """Return whether to read the plan and the members: this agent waits and receives nothing.
 
-        The answers are for :meth:`heard` and :meth:`looked`.
+        The answers are for :meth:`receive` and :meth:`looked`.
         """
         rests = self._record is not None and self._record.state in RESTING
         over = self.plan is not None and self.plan.phase == "over"
@@ -299,7 +299,7 @@ class MemberState:
             self._refused_at = now
         return now - self._refused_at >= REFUSING
 
-    def published(self, problem: StoreError | None, now: float) -> list[Effect]:
+    def plan_published(self, problem: StoreError | None, now: float) -> list[Effect]:
         """Take whether this agent, which coordinates, could publish a plan."""
         if problem is None:
             return [*self._writes.done("plan")]

@@ -99,10 +99,10 @@ def encode(record: NodeStatus | Plan, secret: bytes | None, at: str | int) -> by
         kind, most = "plan", MAX_PLAN_BYTES
         nodes = {"nodes": _columns(record.nodes)} if record.nodes else {}
         plain = replace(record, nodes=())
-    said = msgspec.to_builtins(plain)
-    _fitted(said, type(record), "this agent")
+    fields = msgspec.to_builtins(plain)
+    _fitted(fields, type(record), "this agent")
     try:
-        body = msgspec.json.encode({"elaunch": VERSION, "kind": kind, **said, **nodes})
+        body = msgspec.json.encode({"elaunch": VERSION, "kind": kind, **fields, **nodes})
     except UnicodeEncodeError:
         raise _refused("this agent", "it has text that is not Unicode") from None
     raw = body if secret is None else _signature(f"{kind} {at}", body, secret) + b"\n" + body
@@ -149,9 +149,9 @@ def decode_agent(raw: bytes, secret: bytes | None, sender: str) -> NodeStatus:
     Raises:
         RecordError: it is malformed, too large, of another version or not signed with ``secret``.
     """
-    said = _read(raw, secret, sender, f"agent {sender}")
-    _kind(said, "agent", sender)
-    return _fitted(said, NodeStatus, sender)
+    fields = _read(raw, secret, sender, f"agent {sender}")
+    _kind(fields, "agent", sender)
+    return _fitted(fields, NodeStatus, sender)
 
 
 def decode_plan(raw: bytes, secret: bytes | None, sender: str, version: int) -> Plan:
@@ -160,10 +160,10 @@ def decode_plan(raw: bytes, secret: bytes | None, sender: str, version: int) -> 
     Raises:
         RecordError: as for :func:`decode_agent`.
     """
-    said = _read(raw, secret, sender, f"plan {version}")
-    _kind(said, "plan", sender)
-    nodes = _nodes(said.pop("nodes"), sender) if "nodes" in said else ()
-    return replace(_fitted(said, Plan, sender), nodes=nodes)
+    fields = _read(raw, secret, sender, f"plan {version}")
+    _kind(fields, "plan", sender)
+    nodes = _nodes(fields.pop("nodes"), sender) if "nodes" in fields else ()
+    return replace(_fitted(fields, Plan, sender), nodes=nodes)
 
 
 def _read(raw: bytes, secret: bytes | None, sender: str, place: str) -> dict[str, Any]:
@@ -183,59 +183,59 @@ def _read(raw: bytes, secret: bytes | None, sender: str, place: str) -> dict[str
             "another place by who cannot sign",
         )
     try:
-        said = msgspec.json.decode(body)
+        fields = msgspec.json.decode(body)
     except (ValueError, RecursionError) as exc:  # not JSON, a huge number, or too deep
         raise _refused(sender, f"it is not JSON ({type(exc).__name__})") from None
-    if type(said) is not dict or "elaunch" not in said:
+    if type(fields) is not dict or "elaunch" not in fields:
         raise _refused(sender, "it is no record of elaunch")
-    version = said.pop("elaunch")
+    version = fields.pop("elaunch")
     if version != VERSION or type(version) is not int:
         raise _refused(
             sender,
             f"it is of version {_shown(version)}, this agent reads {VERSION}; "
             "install the same version of elaunch on every node",
         )
-    return said
+    return fields
 
 
-def _kind(said: dict[str, Any], expected: str, sender: str) -> None:
-    kind = said.pop("kind", None)
+def _kind(fields: dict[str, Any], expected: str, sender: str) -> None:
+    kind = fields.pop("kind", None)
     if kind != expected:
         raise _refused(sender, f"it is of the kind {_shown(kind)}, not {expected!r}")
 
 
-def _fitted(said: Any, kind: type[Fitted], sender: str, part: str = "") -> Fitted:
-    """Return what was said as ``kind``, whose types and bounds it has to fit."""
+def _fitted(fields: Any, kind: type[Fitted], sender: str, part: str = "") -> Fitted:
+    """Return ``fields`` as ``kind``, whose types and bounds it has to fit."""
     try:
-        fitted = msgspec.convert(said, kind)
-        _check_lines(part, said, sender)
+        fitted = msgspec.convert(fields, kind)
+        _check_lines(part, fields, sender)
         return fitted
     except ValidationError as error:
         problem, _, place = str(error).partition(" - at ")
     problem = _clipped(ascii(problem[:1].lower() + problem[1:].replace("`", ""))[1:-1])
     field = re.search(r"\$\.(\w+)", place)
-    if field is None or field[1] not in said:
+    if field is None or field[1] not in fields:
         raise _refused(sender, f"its {part}: {problem}" if part else problem)
     name = f"{part}.{field[1]}" if part else field[1]
-    raise _refused(sender, f"its {name} is {_shown(said[field[1]])}: {problem}")
+    raise _refused(sender, f"its {name} is {_shown(fields[field[1]])}: {problem}")
 
 
-def _check_lines(name: str, said: Any, sender: str) -> None:
+def _check_lines(name: str, value: Any, sender: str) -> None:
     """Refuse control characters where one line is meant, also in keys."""
-    if isinstance(said, dict):
-        for key, value in said.items():
+    if isinstance(value, dict):
+        for key, item in value.items():
             _check_lines(name or "a key", key, sender)
             if key not in _FREE or name == "facts":
-                _check_lines(name or key, value, sender)
-    elif isinstance(said, (list, tuple)):
-        for value in said:
-            _check_lines(name, value, sender)
-    elif isinstance(said, str) and _CONTROL.search(said):
-        raise _refused(sender, f"its {name} is {_shown(said)}, not one line")
+                _check_lines(name or key, item, sender)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _check_lines(name, item, sender)
+    elif isinstance(value, str) and _CONTROL.search(value):
+        raise _refused(sender, f"its {name} is {_shown(value)}, not one line")
 
 
-def _nodes(said: Any, sender: str) -> tuple[Node, ...]:
-    columns = _fitted(said, _Columns, sender, "nodes")
+def _nodes(fields: Any, sender: str) -> tuple[Node, ...]:
+    columns = _fitted(fields, _Columns, sender, "nodes")
     split = {name: _values(getattr(columns, name)) for name in Node.__struct_fields__}
     if len({len(values) for values in split.values()}) != 1:
         raise _refused(sender, "the columns of its nodes differ in length")

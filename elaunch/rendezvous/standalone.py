@@ -60,9 +60,9 @@ class Standalone:
     def start(self, record: NodeStatus) -> None:
         """Begin the job with this agent's first status."""
         self._state.begin(None, self._clock())
-        self.tell(record)
+        self.publish(record)
 
-    def tell(self, record: NodeStatus) -> None:
+    def publish(self, record: NodeStatus) -> None:
         """Take this agent's status; :meth:`decide` follows."""
         self._state.on_status(record, self._clock())
 

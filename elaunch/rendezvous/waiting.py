@@ -93,7 +93,7 @@ class Waiting:
         self._look_at = now + self._remind * crowd
         if self._nobody_since is None:
             self._nobody_since = now
-        what = _unsaid(plan)
+        what = _missing(plan)
         if now - self._nobody_since < self._limit:
             return Still(f"waiting {waited}: {what}")
         return Hopeless(f"{what}, {waited}; giving up")
@@ -124,7 +124,7 @@ def is_last(plan: Plan | None, name: str, members: Mapping[str, NodeStatus]) -> 
     return all(key == name or record.state == "leaving" for key, record in members.items())
 
 
-def _unsaid(plan: Plan | None) -> str:
+def _missing(plan: Plan | None) -> str:
     if plan is None:
         return "no coordinator has published a plan"
     if plan.phase == "running":

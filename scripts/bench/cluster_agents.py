@@ -126,7 +126,7 @@ class Crowd:
     def run(self) -> None:
         """Have every agent say that its workers run in round 0."""
         for number, meeting in self.meetings.items():
-            meeting.tell(replace(record_of(number), state="running", round=0))
+            meeting.publish(replace(record_of(number), state="running", round=0))
         self.say("told", time.monotonic())
 
     def fail(self) -> None:
@@ -135,7 +135,7 @@ class Crowd:
         failure = failure_of(number)
         failed = replace(record_of(number), state="failed", round=0, failure=failure)
         begin = time.monotonic()
-        self.meetings[number].tell(failed)
+        self.meetings[number].publish(failed)
         self.say("failed", begin)
 
     def report(self) -> None:

@@ -175,7 +175,7 @@ class Agent:
                 self.later(PAUSE, self._follow)
                 return
             if value is not None and client is self.client:
-                self._take(self.member.heard(value))
+                self._take(self.member.receive(value))
             if value is None and self.member.look_due(self.sim.engine.now):
                 self._look(client)
             else:
@@ -197,7 +197,7 @@ class Agent:
                 return
             post, members = value
             if client is self.client:
-                effects = self.member.heard(post) if post is not None else []
+                effects = self.member.receive(post) if post is not None else []
                 self._take(effects + self.member.looked(members, self.sim.engine.now))
             self._follow()
 
@@ -296,7 +296,7 @@ class Agent:
             def published(value: Any) -> None:
                 problem = value if isinstance(value, StoreError) else None
                 taken = None if problem else value
-                self._take(self.member.published(problem, self.sim.engine.now))
+                self._take(self.member.plan_published(problem, self.sim.engine.now))
                 state.on_published(step, taken, self.sim.engine.now)
 
             store, name, value = client.store, client.name, state.encoded(step)
@@ -386,7 +386,7 @@ class Agent:
         """Withdraw once the others know; who hosts the store waits for them."""
         hosting = self.rules.hosted_by_me and self.coordinator is not None
         if hosting and self.coordinator is not None:
-            unheard = not self.coordinator.heard_itself(self.member.told)
+            unheard = not self.coordinator.heard_itself(self.member.newest)
             waiting = self.coordinator.plan.phase == "over" and self.coordinator.others > 0
             self.lingers += 1
             if (unheard or waiting) and self.lingers < 60:
@@ -488,7 +488,7 @@ class Agent:
         if record != old:
             self._said = record
             self.heard_at = self.sim.engine.now
-            self.member.tell(record)
+            self.member.publish(record)
             self.entry()
 
     def _record(self) -> NodeStatus:

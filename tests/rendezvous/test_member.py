@@ -29,7 +29,7 @@ def joined() -> MemberState:
     """Return a member that is a member as ``a0``."""
     names = (f"a{number}" for number in itertools.count())
     member = MemberState(Rules(1, 2), None, lambda: next(names), 0.0)
-    member.tell(RECORD)
+    member.publish(RECORD)
     task = member.next(0.0)
     assert isinstance(task, Open)
     member.opened("a store", None)
@@ -49,10 +49,10 @@ def said(task: object) -> str:
 def test_what_is_told_while_a_record_is_written_is_written_next() -> None:
     """A worker fails and its tree is gone a millisecond later: both have to be heard."""
     member = joined()
-    member.tell(NodeStatus("node1", "10.0.0.1", 4000, 1, state="failed", round=0))
+    member.publish(NodeStatus("node1", "10.0.0.1", 4000, 1, state="failed", round=0))
     first = member.next(0.01)
     assert said(first) == "failed"
-    member.tell(NodeStatus("node1", "10.0.0.1", 4000, 1, state="ended", round=0))
+    member.publish(NodeStatus("node1", "10.0.0.1", 4000, 1, state="ended", round=0))
     member.done(first, 0.01, 0.02, None)
     assert not member.written
     second = member.next(0.02)
@@ -65,12 +65,12 @@ def test_what_is_told_while_a_record_is_written_is_written_next() -> None:
 def test_what_is_told_while_it_joins_is_written_too() -> None:
     """The server may be ready before the store has taken the first record."""
     member = MemberState(Rules(1, 2), None, lambda: "aa", 0.0)
-    member.tell(RECORD)
+    member.publish(RECORD)
     task = member.next(0.0)
     member.opened("a store", None)
     member.done(task, 0.0, 0.0, None)
     enrol = member.next(0.0)
-    member.tell(NodeStatus("node1", "10.0.0.1", 4000, 1, state="ready"))
+    member.publish(NodeStatus("node1", "10.0.0.1", 4000, 1, state="ready"))
     member.done(enrol, 0.0, 0.0, None)
     assert said(member.next(0.01)) == "ready"
 
@@ -94,24 +94,24 @@ def test_another_store_in_its_place_is_joined_at_once() -> None:
     """The workers end before their fence; the new host hears how far the job was."""
     member = joined()
     plan = Plan("old", 4, "running", restarts=2)
-    member.heard(Post(7, records.encode(plan, None, 7)))
+    member.receive(Post(7, records.encode(plan, None, 7)))
     assert rejoined(member).seen == JobSeen(job="old", phase="running", round=4, restarts=2)
 
 
 def test_a_plan_without_a_round_makes_nobody_forget() -> None:
     """The new host says that it waits for nodes before the first of its rounds."""
     member = joined()
-    member.heard(Post(7, records.encode(Plan("old", 4, "running"), None, 7)))
+    member.receive(Post(7, records.encode(Plan("old", 4, "running"), None, 7)))
     rejoined(member)
-    member.heard(Post(1, records.encode(Plan("new", reason="1 of 2 nodes"), None, 1)))
-    member.tell(NodeStatus("node1", "10.0.0.1", 4000, 1, state="ready"))
+    member.receive(Post(1, records.encode(Plan("new", reason="1 of 2 nodes"), None, 1)))
+    member.publish(NodeStatus("node1", "10.0.0.1", 4000, 1, state="ready"))
     task = member.next(0.7)
     assert isinstance(task, Update)
     seen = records.decode_agent(task.value, None, "a1").seen
     assert seen is not None
     assert (seen.job, seen.round) == ("old", 4)
-    member.heard(Post(2, records.encode(Plan("new", 5, "running"), None, 2)))
-    member.tell(NodeStatus("node1", "10.0.0.1", 4000, 1, state="running", round=5))
+    member.receive(Post(2, records.encode(Plan("new", 5, "running"), None, 2)))
+    member.publish(NodeStatus("node1", "10.0.0.1", 4000, 1, state="running", round=5))
     task = member.next(0.7)
     assert isinstance(task, Update)
     seen = records.decode_agent(task.value, None, "a1").seen
@@ -122,7 +122,7 @@ def test_a_plan_without_a_round_makes_nobody_forget() -> None:
 def test_a_job_is_gone_on_with_where_etcd_has_lost_its_memory() -> None:
     """The plan may be older, or that of a job before; what was seen says that it is known."""
     member = joined()
-    member.heard(Post(7, records.encode(Plan("job", 4, "running"), None, 7)))
+    member.receive(Post(7, records.encode(Plan("job", 4, "running"), None, 7)))
     member.done(member.next(0.6), 0.6, 0.6, StoreReplaced("its revision is 3 and was 9"))
     assert isinstance(member.next(0.6), Open)
     member.opened("etcd at h1:2379", Post(3, records.encode(Plan("job", 2, "running"), None, 3)))
@@ -133,18 +133,18 @@ def test_a_job_is_gone_on_with_where_etcd_has_lost_its_memory() -> None:
     assert seen is not None
     assert (seen.job, seen.round, seen.lost) == ("job", 4, True)
     member.done(task, 0.6, 0.6, None)
-    member.heard(Post(3, records.encode(Plan("job", 2, "running"), None, 3)))
+    member.receive(Post(3, records.encode(Plan("job", 2, "running"), None, 3)))
     assert not isinstance(
-        member.heard(Post(4, records.encode(Plan("new", -1), None, 4)))[0], Failed
+        member.receive(Post(4, records.encode(Plan("new", -1), None, 4)))[0], Failed
     )
-    member.heard(Post(5, records.encode(Plan("new", 5, "running"), None, 5)))
-    assert isinstance(member.heard(Post(9, records.encode(Plan("third", 0), None, 9)))[0], Failed)
+    member.receive(Post(5, records.encode(Plan("new", 5, "running"), None, 5)))
+    assert isinstance(member.receive(Post(9, records.encode(Plan("third", 0), None, 9)))[0], Failed)
 
 
 def test_a_store_that_takes_no_writes_is_named_once_and_left_in_time() -> None:
     """Renewals are answered all the time; nothing else would end the wait."""
     member = joined()
-    member.tell(NodeStatus("node1", "10.0.0.1", 4000, 1, state="failed", round=0))
+    member.publish(NodeStatus("node1", "10.0.0.1", 4000, 1, state="failed", round=0))
     full, told, now = StoreFull("etcd takes no more writes"), [], 0.0
     while not (told and isinstance(told[-1], Failed)):
         task = member.next(now)
@@ -162,8 +162,8 @@ def test_a_plan_that_is_not_taken_has_the_same_deadline() -> None:
     """Whoever coordinates may have nothing to say of itself; space that is freed ends it."""
     member = joined()
     full = StoreFull("etcd takes no more writes")
-    assert [type(one) for one in member.published(full, 1.0)] == [StoreSilent]
-    assert member.published(full, 30.9) == []
-    assert member.published(None, 30.95) == [StoreBack("the store takes writes again")]
-    assert [type(one) for one in member.published(full, 40.0)] == [StoreSilent]
-    assert [type(one) for one in member.published(full, 70.0)] == [Failed]
+    assert [type(one) for one in member.plan_published(full, 1.0)] == [StoreSilent]
+    assert member.plan_published(full, 30.9) == []
+    assert member.plan_published(None, 30.95) == [StoreBack("the store takes writes again")]
+    assert [type(one) for one in member.plan_published(full, 40.0)] == [StoreSilent]
+    assert [type(one) for one in member.plan_published(full, 70.0)] == [Failed]

@@ -121,7 +121,7 @@ class StatusPublisher:
             reason=_reason(state),
             exit_code=_own_code(state),
         )
-        self._meeting.tell(self._record)
+        self._meeting.publish(self._record)
 
     def keep(self, report: FailureReport) -> None:
         """Keep the cause of this node's failure as the text that other nodes will print."""

@@ -235,9 +235,9 @@ def _too_few(view: View, now: float, rules: Rules, few: Few) -> Decision:
     waiting = view.plan.phase == "forming"
     until = (view.since if waiting else now) + rules.join_timeout
     if now >= until:
-        problem = few.told(f" after {rules.join_timeout:g} s", now)
+        problem = few.text(f" after {rules.join_timeout:g} s", now)
         return _over(view.plan, JoinTimeoutError.exit_code, problem)
-    reason = few.told("", None)
+    reason = few.text("", None)
     tell = now if not waiting else view.posted + max(rules.settle, 1.0)
     if tell > now or reason == view.plan.reason:
         times = [until, few.again, tell if reason != view.plan.reason else None]

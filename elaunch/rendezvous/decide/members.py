@@ -54,7 +54,7 @@ class Few(Struct, frozen=True):
     missing_ranks: tuple[int, ...] = ()
     again: float | None = None
 
-    def told(self, after: str, now: float | None) -> str:
+    def text(self, after: str, now: float | None) -> str:
         """Return who is there and what is missing; with ``now``, since when they are gone."""
         least, most, there = self.rules.min_nodes, self.rules.max_nodes, len(self.there)
         wanted = words.count(least) if least == most else f"at least {words.count(least)}"

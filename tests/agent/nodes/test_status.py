@@ -40,7 +40,7 @@ class Recorder:
         """Join."""
         self.records.append(record)
 
-    def tell(self, record: NodeStatus) -> None:
+    def publish(self, record: NodeStatus) -> None:
         """Replace the record."""
         self.records.append(record)
 
