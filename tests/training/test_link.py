@@ -145,3 +145,15 @@ def test_an_abort_does_not_wait_for_the_end_of_a_large_object(ends: tuple[Link, 
         polls += 1
     assert (theirs.end.how, theirs.end.text, theirs.end.missing) == ("abort", "why", (4,))
     assert polls < 100 and not theirs.inbox and not ours.sending
+
+
+def test_nothing_is_left_to_send_to_a_neighbour_that_has_left(ends: tuple[Link, Link]) -> None:
+    """It may be there, and read no more: a rank that fails does not wait for it."""
+    ours, theirs = ends
+    ours.send(entries_frame(bytes(100 * PIECE)))
+    theirs.send_last(encode("bye", {}))
+    theirs.hang_up()
+    ours.ready(select.POLLIN)
+    assert ours.sending and ours.end is not None and ours.end.how == "bye"
+    ours.send_last(encode("abort", {"call": CALL, "error": "other", "text": "", "missing": []}))
+    assert not ours.sending

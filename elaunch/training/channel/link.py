@@ -339,10 +339,12 @@ class Link:
 
     def send_last(self, frame: Encoded) -> None:
         """Send the last frame after the block that is under way, instead of the others."""
+        if self.end is not None and self.end.how != "abort":
+            self._out.clear()  # nobody reads it
+            return
         while len(self._out) > self._begun:
             self._out.pop()
-        if self.end is None or self.end.how == "abort":
-            self.send(frame)
+        self.send(frame)
 
     def hang_up(self) -> None:
         """Send nothing more."""
@@ -356,6 +358,7 @@ class Link:
         """Free the descriptor; send nothing."""
         self._sock.close()
         self.inbox.clear()
+        self._out.clear()
 
     def _flush(self) -> None:
         try:
