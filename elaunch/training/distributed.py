@@ -24,7 +24,7 @@ from elaunch.training.stores.roundstore import RoundStore
 from elaunch.wire.progress import ProgressPage
 
 if TYPE_CHECKING:
-    from elaunch.training.channel.channel import Channel
+    from elaunch.training.channel.channel import RankChannel
 
 TIMEOUT_S: Final = 600.0
 """Seconds that a call waits for the other ranks where no other number is given."""
@@ -155,7 +155,7 @@ class DistributedContext:
         self.round_store = RoundStore(placement)
         self.timeout = TIMEOUT_S
         self.node_addrs: tuple[str, ...] = (placement.addr or "127.0.0.1",)
-        self._channel: Channel | None = None
+        self._channel: RankChannel | None = None
         self._page: ProgressPage | None = None
         self._own_page: ProgressPage | None = None
         self._alone = 0
@@ -309,9 +309,9 @@ class DistributedContext:
 
     def _open(self, page: ProgressPage) -> None:
         _at_exit()
-        from elaunch.training.channel.channel import Channel  # one rank alone does without
+        from elaunch.training.channel.channel import RankChannel  # one rank alone does without
 
-        channel = Channel(self.placement, self.round_store, page)
+        channel = RankChannel(self.placement, self.round_store, page)
         try:
             channel.open(time.monotonic() + self.timeout)
         except BaseException:

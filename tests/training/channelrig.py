@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from elaunch.training.channel.channel import Channel
+from elaunch.training.channel.channel import RankChannel
 from elaunch.training.place.placement import Placement
 from elaunch.training.stores.roundstore import RoundStore
 from elaunch.wire.progress import ProgressPage
@@ -100,12 +100,12 @@ class Ranks:
         self._job = uuid.uuid4().hex
 
     @contextmanager
-    def channel(self, rank: int, **changes: Any) -> Iterator[Channel]:
+    def channel(self, rank: int, **changes: Any) -> Iterator[RankChannel]:
         """Open the channel of ``rank``; ``changes``: of its placement."""
         place = replace(self._host.place(rank, self.size, self._local_size, self._job), **changes)
         machine = f"machine {place.cross_rank}" if self._machines else ""
         page, store = ProgressPage(), RoundStore(place)
-        made = Channel(place, store, page, machine)
+        made = RankChannel(place, store, page, machine)
         try:
             made.open(time.monotonic() + PATIENCE)
             yield made
@@ -114,7 +114,7 @@ class Ranks:
             store.close()
             page.close()
 
-    def run(self, work: Callable[[Channel, int], Any], ranks: range | None = None) -> Outcome:
+    def run(self, work: Callable[[RankChannel, int], Any], ranks: range | None = None) -> Outcome:
         """Run ``work(channel, rank)`` on every rank in a thread each."""
 
         def rank_work(rank: int) -> Any:

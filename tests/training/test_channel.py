@@ -17,7 +17,7 @@ from elaunch.errors import (
     PeerLost,
     PlacementError,
 )
-from elaunch.training.channel.channel import Channel
+from elaunch.training.channel.channel import RankChannel
 from elaunch.training.channel.link import CHUNK
 from elaunch.training.stores.roundstore import RoundStore
 from elaunch.wire.progress import ProgressPage
@@ -59,7 +59,7 @@ def test_every_call_gives_every_rank_what_it_promises(
         }[large]  # fmt: skip
         return blob(rank, LARGE + 4 * rank if is_large else 64)
 
-    def work(channel: Channel, rank: int) -> None:
+    def work(channel: RankChannel, rank: int) -> None:
         node = [r for r in range(size) if r // local_size == rank // local_size]
         everybody = [thing(r) for r in range(size)]
         for _ in range(2):
@@ -83,7 +83,7 @@ def test_every_call_gives_every_rank_what_it_promises(
 def test_a_thousand_calls_in_a_row_keep_their_order(host: StoreHost, machines: bool) -> None:
     """Nothing of one call is taken for the next."""
 
-    def work(channel: Channel, rank: int) -> None:
+    def work(channel: RankChannel, rank: int) -> None:
         for step in range(1000):
             found = channel.call("all", "allgather", (rank, step), PATIENCE)
             assert found == [(r, step) for r in range(3)]
@@ -96,7 +96,7 @@ def test_arrays_arrive_writable_and_as_ones_own(host: StoreHost, machines: bool)
     """Also those that came in one frame."""
     import numpy
 
-    def work(channel: Channel, rank: int) -> None:
+    def work(channel: RankChannel, rank: int) -> None:
         mine = numpy.full(LARGE, rank, dtype=numpy.int16)
         found = channel.call("all", "allgather", mine, PATIENCE)
         assert found is not None
@@ -126,7 +126,7 @@ def test_a_rank_that_does_not_come_is_named_everywhere(
     """With its host, its pid, and what it did last; also on ranks that are not connected to it."""
     missing = 0 if absent == "first" else size - 1
 
-    def work(channel: Channel, rank: int) -> Any:
+    def work(channel: RankChannel, rank: int) -> Any:
         channel.call("all", "barrier", None, PATIENCE)
         if rank == missing:
             return waited.wait(PATIENCE)  # a rank that leaves would be another error
@@ -152,7 +152,7 @@ def test_ranks_that_call_different_things_get_an_error_that_names_both(
 ) -> None:
     """At once, not at the deadline."""
 
-    def work(channel: Channel, rank: int) -> Any:
+    def work(channel: RankChannel, rank: int) -> Any:
         name = "barrier" if rank == size - 1 else "broadcast"
         return channel.call("all", name, rank, PATIENCE)
 
@@ -168,7 +168,7 @@ def test_ranks_that_call_different_things_get_an_error_that_names_both(
 def test_a_call_of_the_node_beside_one_of_all_is_found_too(host: StoreHost) -> None:
     """The two have numbers of their own, so only the name tells."""
 
-    def work(channel: Channel, rank: int) -> Any:
+    def work(channel: RankChannel, rank: int) -> Any:
         if rank:
             return channel.call("local", "allgather_local", rank, PATIENCE)
         return channel.call("all", "allgather", rank, PATIENCE)
@@ -200,7 +200,7 @@ def test_an_object_that_cannot_be_pickled_fails_that_call_everywhere_and_no_othe
 ) -> None:
     """All learn whose it was and why; the ranks stay in step."""
 
-    def work(channel: Channel, rank: int) -> Any:
+    def work(channel: RankChannel, rank: int) -> Any:
         thing = [Wayward("here")] if rank == 1 else blob(rank)
         with pytest.raises(CollectiveError, match=r"rank 1 \(.*OverflowError: not me") as caught:
             channel.call("all", "gather", thing, PATIENCE)
@@ -213,7 +213,7 @@ def test_an_object_that_cannot_be_pickled_fails_that_call_everywhere_and_no_othe
 def test_an_object_that_cannot_be_unpickled_fails_where_it_is_received(host: StoreHost) -> None:
     """Its sender gets the others'; the next call works for all."""
 
-    def work(channel: Channel, rank: int) -> Any:
+    def work(channel: RankChannel, rank: int) -> Any:
         if rank == 1:
             assert channel.call("all", "allgather", Wayward("there"), PATIENCE)
         else:
@@ -231,7 +231,7 @@ def test_a_rank_that_closes_is_named_by_those_that_go_on(
     """And every later call says the same again."""
     leaver = size - 1
 
-    def work(channel: Channel, rank: int) -> Any:
+    def work(channel: RankChannel, rank: int) -> Any:
         channel.call("all", "barrier", None, PATIENCE)
         if rank == leaver:
             return
@@ -251,7 +251,7 @@ def test_an_exception_of_a_signal_in_a_call_reaches_the_others(host: StoreHost) 
         def __reduce__(self) -> Any:
             raise KeyboardInterrupt
 
-    def work(channel: Channel, rank: int) -> Any:
+    def work(channel: RankChannel, rank: int) -> Any:
         return channel.call("all", "allgather", Interrupting() if rank == 2 else rank, PATIENCE)
 
     outcome = Ranks(host, 4, 2, True).run(work)
@@ -263,7 +263,7 @@ def test_an_exception_of_a_signal_in_a_call_reaches_the_others(host: StoreHost) 
 def test_two_threads_of_a_rank_cannot_be_in_calls_at_once(host: StoreHost) -> None:
     """Their order would be another on each rank."""
 
-    def work(channel: Channel, rank: int) -> Any:
+    def work(channel: RankChannel, rank: int) -> Any:
         if rank:
             assert done.wait(PATIENCE)
             return channel.call("all", "barrier", None, PATIENCE)
@@ -279,7 +279,7 @@ def test_two_threads_of_a_rank_cannot_be_in_calls_at_once(host: StoreHost) -> No
 def test_closing_ends_a_call_that_another_thread_is_in(host: StoreHost) -> None:
     """And the other ranks learn why."""
 
-    def work(channel: Channel, rank: int) -> Any:
+    def work(channel: RankChannel, rank: int) -> Any:
         channel.call("all", "barrier", None, PATIENCE)
         if rank == 1:
             timer = threading.Timer(0.2, channel.close)
@@ -302,7 +302,7 @@ def test_closing_ends_a_call_that_another_thread_is_in(host: StoreHost) -> None:
 def test_what_a_rank_does_is_known_while_it_computes_or_waits(host: StoreHost) -> None:
     """Its listener's thread says it; one that has closed is said to be gone."""
 
-    def work(channel: Channel, rank: int) -> Any:
+    def work(channel: RankChannel, rank: int) -> Any:
         channel.call("all", "barrier", None, PATIENCE)
         if rank == 1:
             with pytest.raises(CollectiveError):
@@ -326,7 +326,7 @@ def test_ranks_that_do_not_meet_name_those_that_have_not_come(host: StoreHost) -
 
     def work(rank: int) -> None:
         place = host.place(rank, 4, 4, job)
-        made = Channel(place, RoundStore(place), ProgressPage())
+        made = RankChannel(place, RoundStore(place), ProgressPage())
         made.open(time.monotonic() + 1.0)
 
     job = "never complete"
@@ -341,7 +341,7 @@ def test_ranks_of_one_node_on_two_machines_are_refused(host: StoreHost) -> None:
 
     def work(rank: int) -> None:
         place = host.place(rank, 2, 2, "split node")
-        Channel(place, RoundStore(place), ProgressPage(), f"m{rank}").open(
+        RankChannel(place, RoundStore(place), ProgressPage(), f"m{rank}").open(
             time.monotonic() + PATIENCE
         )
 
@@ -353,7 +353,7 @@ def test_ranks_of_one_node_on_two_machines_are_refused(host: StoreHost) -> None:
 def test_pickle_is_what_is_used(host: StoreHost) -> None:
     """Whatever pickle takes goes: here a class of the test's own, and recursion."""
 
-    def work(channel: Channel, rank: int) -> Any:
+    def work(channel: RankChannel, rank: int) -> Any:
         loop: list[Any] = [rank]
         loop.append(loop)
         found = channel.call("all", "allgather", loop, PATIENCE)

@@ -42,7 +42,7 @@ class Absentees:
     missing: tuple[int, ...]
 
 
-class Channel:
+class RankChannel:
     """One rank's end of the channel; all ranks call :meth:`open` together, and every call.
 
     ``machine`` is what distinguishes this machine; it is looked up where it is not given.
