@@ -37,6 +37,7 @@ from elaunch.env import AGENT_SOCKET, RUN_ID_GIVEN
 from elaunch.errors import ContextError, ElaunchError
 from elaunch.training import liveness
 from elaunch.training.agentlink import AgentLink
+from elaunch.training.checkpoint import latest
 from elaunch.training.distributed import DistributedContext, leave_to_the_end
 from elaunch.training.metrics.history import FROM_NOTHING
 from elaunch.training.place.info import Info, info
@@ -156,6 +157,7 @@ class Context:
         self._stack.callback(self._leave)
         self.distributed.open(self._page, options.timeout)
         self.directory = self._own_directory(options)
+        self._decided = latest.decide(self.distributed, self.info, *self._run_id)
         resumed = None
         if self.info.checkpoint_dir is not None and self.info.launcher == "elaunch":
             # elaunch has looked for checkpoints: without one the script begins anew.
@@ -246,6 +248,7 @@ class Context:
                     given,
                     self._note_saves,
                     self._agent,
+                    self._decided,
                 )
             )
             self._stack.callback(self._close_checkpoint, self._checkpoint)

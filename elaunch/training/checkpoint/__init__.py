@@ -5,6 +5,7 @@ module        does
 ============  ======================================================================================
 context       the calls of a script; which ranks make them
 opening       the directory or URL, when it is first used
+latest        what ``latest()`` returns, decided in ``elaunch.init()``
 parts         what all of them work with; one save, as a script asks for it
 together      an error of one rank is an error of all
 where         which directory or URL, whose it is, whether all nodes see the same

@@ -7,11 +7,9 @@ store_path(shard=True), commit,       ALL ranks together, in the same order
 stage_path, save, load, save_ddp,
 load_ddp, restore_path, reserve,
 wait, check_same
-latest                                ALL ranks together the first time where no agent has chosen;
-                                      else any rank, alone
 store_path(shard=False)               rank 0 alone
-list, get_metadata, delete, pin,      any rank, alone
-unpin, quarantine
+latest, list, get_metadata, delete,   any rank, alone
+pin, unpin, quarantine
 ====================================  ============================================================
 """
 
@@ -198,8 +196,8 @@ class CheckpointContext:
         It is what the round resumed from, or what calls of all ranks have committed since; it does
         not change by what others commit meanwhile. If it is deleted, put aside or damaged, the next
         :meth:`load`, :meth:`load_ddp` or :meth:`restore_path` takes the newest that is whole, and
-        so does this. With ``--checkpoint-dir`` any rank may ask, alone; without, ALL ranks ask
-        together the first time, since rank 0 then looks.
+        so does this. Any rank may ask, alone: with ``--checkpoint-dir`` the agents have chosen it
+        before the round, else ``elaunch.init()`` has looked for it.
 
         Raises:
             CheckpointError: the checkpoint that the round resumes from cannot be read any more.

@@ -5,7 +5,7 @@ property, call  needs
 ==============  ==================================================================================
 ``place``       nothing: variables and the run id give it
 ``storage``       nothing, and touches nothing
-``latest``      an agent's choice; without an agent rank 0 looks, and ALL ranks ask together
+``latest``      an agent's choice, or what ``elaunch.init()`` has found
 ``alone``       rank 0: it makes the directory, and locks it where no agent has
 ``together``    ALL ranks: rank 0 sends run id and round; all see the same directory
 ==============  ==================================================================================
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Final
 from elaunch.checkpoint import layout
 from elaunch.checkpoint.storage.storage import Committed, Location, Storage, open_storage
 from elaunch.errors import CheckpointError, ContextError, SaveError
-from elaunch.training.checkpoint import restore, where
+from elaunch.training.checkpoint import latest, where
 from elaunch.training.checkpoint.parts import CallContext, KnownCheckpoints, awaiting, newer
 from elaunch.training.checkpoint.together.agree import together
 from elaunch.training.checkpoint.where import Whose
@@ -58,6 +58,7 @@ class OpenedContext:
         given: the run id is the same when the job is started again.
         noted: gets what was saved so far after each commit, where no agent keeps the run's record.
         link: to this node's agent, if there is one.
+        decided: what ``elaunch.init()`` has found, where no agent has chosen.
     """
 
     info: Info
@@ -68,6 +69,7 @@ class OpenedContext:
     given: bool
     noted: Callable[[SavesRecord], None] | None = None
     link: AgentLink | None = None
+    decided: latest.Decided | None = None
     known: KnownCheckpoints = field(default_factory=KnownCheckpoints)
     _storage: Storage | None = None
     _whose: Whose | None = None
@@ -94,7 +96,7 @@ class OpenedContext:
     @property
     def by_agent(self) -> bool:
         """Whether agents look after the directory: they lock it, and choose the latest in it."""
-        return self.info.launcher == "elaunch" and self.info.checkpoint_dir is not None
+        return latest.has_chosen(self.info)
 
     @property
     def local(self) -> bool:
@@ -126,32 +128,38 @@ class OpenedContext:
         with together(self.distributed, what, timeout) as step:
             made = self._parts or self._made(self._whose)
             step.sent = made.foreground
+        if self.distributed.rank == 0 and not (self.by_agent or self.local):
+            self._note_finished(made)
         self._parts = replace(made, foreground=_foreground(self.info, step.received))
         if self._parts.foreground and self._parts.foreground != NO_AGENT and self._parts.rank == 0:
             log.warning("%s: the workers write checkpoints themselves", self._parts.foreground)
         self._met = True
         return self._parts
 
+    def _note_finished(self, made: CallContext) -> None:
+        """Note what was complete in a stage, and is a checkpoint since the directory is open."""
+        found = latest.newest(self.storage, made.reads)
+        before = None if self.decided is None else self.decided.found
+        if found is not None and (before is None or found.age > before.age):
+            self.known.own = newer(self.known.own, found)
+
     def latest(self) -> Committed | None:
         """Return the newest checkpoint that all ranks know of."""
         if not self.known.asked:
             self._refuse_if_closed()
-            if self.by_agent:
+            if self.decided is None:
                 self.known.resumed = self._chosen_by_agent()
             else:
-                self.known.resumed = restore.look(self.together(None), None)
+                self.known.resumed = self.decided.latest(lambda: self.place)
             self.known.asked = True
         return self.known.latest()
 
     def ask_for_latest(self) -> None:
-        """Have :meth:`latest` known before a call of all ranks, where rank 0 looks for it."""
-        if self.by_agent:
-            try:
-                self.latest()
-            except (CheckpointError, OSError) as error:
-                self.known.problem = error
-        else:
+        """Have :meth:`latest` known, or why it is not, before a call of all ranks."""
+        try:
             self.latest()
+        except (CheckpointError, OSError) as error:
+            self.known.problem = error
 
     def close(self, patient: bool = True) -> None:
         """Wait for saves in flight; give the lock back. SaveError if a save came to nothing.

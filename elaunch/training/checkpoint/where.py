@@ -21,6 +21,7 @@ accident: rank 0 leaves a mark with a random name, and every rank looks for it
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import socket
@@ -150,6 +151,21 @@ def lock(storage: Storage) -> Closeable:
             if time.monotonic() >= until:
                 raise
         never.wait(LOCK_AGAIN_S)
+
+
+def finish(storage: Storage, run_id: str, given: bool) -> None:
+    """Bring to an end what an earlier job left in stages, unless the directory is in use.
+
+    Of another run's directory nothing is touched, nor of one that cannot be written to.
+    """
+    if given and _owner(storage.place) not in ("", run_id):
+        return
+    try:
+        with contextlib.closing(storage.lock()):
+            for found in storage.finish_stages(run_id if given else None):
+                log.info("%s was complete, but its writer had died: committed now", found.name)
+    except (SaveError, OSError) as error:
+        log.debug("stages in %s stay as they are: %s", storage.place, error)
 
 
 def newest(storage: Storage, run_id: str | None, known: KnownCheckpoints) -> Committed | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from elaunch.training.checkpoint.context import CheckpointContext
+from elaunch.training.checkpoint.latest import decide
 from elaunch.training.checkpoint.opening import OpenedContext
 from elaunch.training.distributed import DistributedContext
 from elaunch.training.place.info import read
@@ -44,7 +45,10 @@ class Ranks:
         distributed, page = DistributedContext.of(place), ProgressPage()
         distributed.open(page, PATIENCE)
         train = TrainContext(place, page, None)
-        made = CheckpointContext(OpenedContext(read({}), distributed, train, page, "job", True))
+        info = read({})
+        opening = OpenedContext(info, distributed, train, page, "job", True)
+        opening.decided = decide(distributed, info, "job", True)
+        made = CheckpointContext(opening)
         try:
             yield made
         finally:

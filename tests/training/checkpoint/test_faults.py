@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ import pytest
 
 from elaunch.checkpoint.storage.storage import open_storage
 from tests import programs
+from tests.training.checkpoint.agentrig import SavingAgent
 from tests.training.checkpoint.rig import Job, checkpoints, committed, stages
 
 Start = Callable[..., Job]
@@ -81,12 +83,14 @@ if rank == 0:
     ck._opening.alone().saver.fence = over
 say(json.dumps([tried(lambda: store(20)), [each.step for each in ck.list()]]))
 """
-    one, other = start(script, 2).said()
+    place = tmp_path / "checkpoints"
+    with contextlib.closing(SavingAgent(tmp_path / "agent", place, 2)) as agent:
+        one, other = start(script, 2, env=agent.environment).said()
     assert one == other
     assert one[0].startswith("SaveError: store_path of step 20: rank 0 on host")
     assert one[0].endswith("round 0 is over")
     assert one[1] == [10]
-    assert stages(checkpoints(tmp_path)) == []
+    assert stages(place) == []
 
 
 @pytest.fixture

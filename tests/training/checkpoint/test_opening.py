@@ -159,3 +159,28 @@ def test_the_directory_of_another_run_is_not_locked(ranks: Ranks) -> None:
         open_storage(ranks.place).lock().close()
 
     ranks.run(1, work).all()
+
+
+def test_any_rank_may_ask_for_the_latest_alone(ranks: Ranks) -> None:
+    """It was found when the job began: whole, and complete though its writer had died."""
+    assert ranks.run(2, lambda checkpoint, _: checkpoint.latest()).all() == [None, None]
+    assert not ranks.place.exists()
+    ranks.run(2, lambda checkpoint, _: [checkpoint.save_ddp({"x": 1}, at) for at in (1, 2)]).all()
+    storage, stage = open_storage(ranks.place), Stage(3, 0, uuid.uuid4().hex)
+    storage.write_part(stage, Part(0, 1, "job", {"steps_completed": 3}), [Image("x", [b"x"])])
+
+    def work(checkpoint: CheckpointContext, rank: int) -> Any:
+        if rank == 0:  # the other one asks alone
+            return None
+        found = checkpoint.latest()
+        open_storage(ranks.place).lock().close()  # nobody has it
+        return found and (found.name, found.place)
+
+    name = "step-00000003.r0"
+    assert ranks.run(2, work).all() == [None, (name, ranks.place / name)]
+    (ranks.place / name / "x").write_bytes(b"")
+    name = "step-00000002.r0"
+    assert ranks.run(2, work).all() == [None, (name, ranks.place / name)]
+    with contextlib.closing(storage.lock()):
+        latest = ranks.run(1, lambda checkpoint, _: checkpoint.latest()).all()
+    assert latest[0] is not None and latest[0].name == name

@@ -252,7 +252,7 @@ def from_memory(ctx: Any) -> Any:
 
 def test_memory_that_has_changed(tmp_path: Path) -> None:
     """The files are read instead, on all ranks, and stay where they are."""
-    said = in_group(from_memory, 2, tmp_path)
+    said = in_group(from_memory, 2, tmp_path, agent=True)
     assert said[0] == said[1] and not isinstance(said[0], Raised), said[0]
     assert said[0] == ((bits(plain(1).state_dict()), [1.0], 1), 1, 1)
 

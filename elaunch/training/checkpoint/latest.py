@@ -1,0 +1,114 @@
+"""What ``latest()`` returns where no agent has chosen: decided in ``elaunch.init()``, by all ranks.
+
+Rank 0 looks (with a directory on each node, each node's first rank does), by documents and sizes;
+contents are compared when the checkpoint is read. It makes no directory, and holds the lock only
+while it brings to an end what an earlier job left in stages. A script that has saved nothing yet
+pays one look at a name.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from elaunch import env
+from elaunch.errors import CheckpointError, ElaunchError
+
+if TYPE_CHECKING:
+    from elaunch.checkpoint.storage.storage import Committed, Location, Storage
+    from elaunch.training.distributed import DistributedContext
+    from elaunch.training.place.info import Info
+
+log = logging.getLogger("elaunch")
+
+
+@dataclass(frozen=True)
+class Decided:
+    """What was found, the same on all ranks: a checkpoint, or why none could be looked for."""
+
+    found: Committed | None = None
+    problem: str = ""
+
+    def latest(self, place: Callable[[], Location]) -> Committed | None:
+        """Return the checkpoint as this node calls it; CheckpointError with the problem."""
+        if self.problem:
+            raise CheckpointError(f"looking for the latest checkpoint: {self.problem}")
+        if self.found is None:
+            return None
+        where = place()
+        if isinstance(where, str):
+            return self.found
+        return replace(self.found, place=where / self.found.name)
+
+
+def has_chosen(info: Info) -> bool:
+    """Whether agents have chosen the latest: they lock the directory, and look after it."""
+    return info.launcher == "elaunch" and info.checkpoint_dir is not None
+
+
+def decide(distributed: DistributedContext, info: Info, run_id: str, given: bool) -> Decided | None:
+    """Return what ``latest()`` is; None where agents have chosen. ALL ranks call it together.
+
+    ``given``: the run id is the same when the job is started again; else any run's count.
+    """
+    if has_chosen(info):
+        return None
+    mine = Decided()
+    if distributed.rank == 0 or distributed.local_rank == 0:
+        try:
+            mine = _look(distributed, info, run_id, given)
+        except (ElaunchError, OSError, ImportError) as error:
+            mine = Decided(problem=f"rank {distributed.rank}: {error}")
+    said = distributed.allgather(mine)
+    if problem := next((one.problem for one in said if one.problem), ""):
+        return Decided(problem=problem)
+    found = [one.found for one in said if one.found is not None]
+    return Decided(max(found, key=lambda one: one.age, default=None))
+
+
+def newest(storage: Storage, run_id: str | None) -> Committed | None:
+    """Return the newest checkpoint of a run, by documents and sizes; ``run_id`` None: of any."""
+    for found in reversed(storage.listed()):
+        if run_id is not None and found.run_id != run_id:
+            continue
+        try:
+            storage.verify(found, content=False)
+        except (CheckpointError, OSError) as error:
+            log.warning("an older checkpoint is looked for: %s: %s", found.name, error)
+        else:
+            return found
+    return None
+
+
+def _look(distributed: DistributedContext, info: Info, run_id: str, given: bool) -> Decided:
+    if not _is_there(run_id or info.run_id, os.environ):
+        return Decided()
+    from elaunch.checkpoint.storage.storage import open_storage
+    from elaunch.training.checkpoint import where
+
+    place, _ = where.place_of(info, run_id, os.environ)
+    local = where.is_local(info, os.environ)
+    if distributed.rank != 0 and not local:
+        return Decided()
+    storage = open_storage(place, local)
+    if info.launcher != "elaunch":
+        where.finish(storage, run_id, given)
+    run = run_id if given else None
+    if not local:
+        return Decided(newest(storage, run))
+    # What a node lacks of it, the others may have; that is seen when it is read.
+    own = [found for found in storage.listed() if run in (None, found.run_id)]
+    return Decided(own[-1] if own else None)
+
+
+def _is_there(run_id: str, environ: Mapping[str, str]) -> bool:
+    """Whether there may be checkpoints; what else is wrong with the place is for others to say."""
+    from elaunch.checkpoint.search.places import default_place
+
+    given = environ.get(env.CHECKPOINT_DIR, "")
+    place = Path(given) if given else default_place(run_id, environ)
+    return "://" in given or (place is not None and place.is_dir())
