@@ -32,7 +32,7 @@ from elaunch.server.stores import Stores
 from elaunch.server.sweep import Sweep
 from elaunch.server.timers import Timers, worker_above
 from elaunch.server.worker import Job
-from elaunch.wire.local import Channel, Message
+from elaunch.wire.local import LocalChannel, Message
 
 MAX_FILES = 2
 """Descriptors of one message: a worker's stdout and stderr."""
@@ -73,7 +73,7 @@ class Server:
     """Owns the workers of one agent, their store host, and the files that lead to the agent."""
 
     def __init__(self, agent: socket.socket) -> None:
-        self._agent = Channel(agent, most_files=MAX_FILES)
+        self._agent = LocalChannel(agent, most_files=MAX_FILES)
         self._pid = os.getpid()
         self._workers: dict[int, Job] = {}  # by pid
         self._stopped: set[int] = set()  # pids of workers that were alive when sent a signal to end

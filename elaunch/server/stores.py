@@ -32,7 +32,7 @@ from typing import NoReturn
 
 from elaunch.server import processes
 from elaunch.store.tcp.connection import HELLO
-from elaunch.wire.local import Channel, Message
+from elaunch.wire.local import LocalChannel, Message
 
 START_DELAY = 0.25
 """Seconds into a round after which a store host that must import torch itself is started."""
@@ -60,7 +60,7 @@ class Stores:
     def __init__(self, send: Callable[[Message], None], forget: Callable[[], None]) -> None:
         self._send = send
         self._forget = forget
-        self._host: Channel | None = None
+        self._host: LocalChannel | None = None
         self._dropping = False
         self._waiting: _Waiting | None = None
         self.pid = 0
@@ -93,7 +93,7 @@ class Stores:
             self._forget()
             _run_forked(theirs, server_pid)
         theirs.close()
-        self._host, self.pid, self._dropping = Channel(ours), pid, False
+        self._host, self.pid, self._dropping = LocalChannel(ours), pid, False
 
     def open(self, message: Message, listening: int) -> None:
         """Have a round's store opened on ``listening``, which this object owns from now on."""
@@ -179,7 +179,7 @@ class Stores:
             self._host = None
 
 
-def host_stores(server: Channel) -> None:
+def host_stores(server: LocalChannel) -> None:
     """Be the store host until the server closes ``server``; imports torch."""
     stores: list[object] = []
     while (received := server.receive()) is not None:
@@ -218,7 +218,7 @@ def _run_forked(sock: socket.socket, server_pid: int) -> NoReturn:
     processes.set_title("elaunch: store host")
     os.setsid()
     try:
-        host_stores(Channel(sock, most_files=1))
+        host_stores(LocalChannel(sock, most_files=1))
     finally:
         sys.stderr.flush()
         os._exit(0)

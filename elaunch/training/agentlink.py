@@ -16,7 +16,7 @@ from typing import Final
 
 from elaunch.training.place.placement import Placement
 from elaunch.wire import worker
-from elaunch.wire.local import LONGEST, Channel, Message, Received, Requester, connect
+from elaunch.wire.local import LONGEST, LocalChannel, Message, Received, Requester, connect
 from elaunch.wire.progress import ProgressPage
 from elaunch.wire.saver import AT_ONCE
 
@@ -52,7 +52,7 @@ class AgentLink:
             self._first["name"] = name
         self.problem = ""
         self.refusal = ""
-        self._channel: Channel | None = None
+        self._channel: LocalChannel | None = None
         self._requester: Requester | None = None
         self._pid = 0
         self._ended = False
@@ -62,7 +62,7 @@ class AgentLink:
         """Connect, send the progress page, and listen in a thread of its own."""
         self._pid = os.getpid()
         try:
-            channel = Channel(connect(self._path, SEND_TIMEOUT_S), LONGEST, AT_ONCE)
+            channel = LocalChannel(connect(self._path, SEND_TIMEOUT_S), LONGEST, AT_ONCE)
         except OSError as error:
             why = error.strerror or error
             self._give_up(f"cannot be reached at {self._path} ({why})", f"{self._path}: {why}")

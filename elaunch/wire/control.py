@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from elaunch.wire.local import BadMessage, Channel, connect
+from elaunch.wire.local import BadMessage, LocalChannel, connect
 
 
 def ask(path: Path, request: Mapping[str, object], timeout: float = 2.0) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def ask(path: Path, request: Mapping[str, object], timeout: float = 2.0) -> dict
     """
     until = time.monotonic() + timeout
     try:
-        channel = Channel(connect(path, timeout))
+        channel = LocalChannel(connect(path, timeout))
         try:
             channel.send(request, seconds=until - time.monotonic())
             received = channel.receive(until)

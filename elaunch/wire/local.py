@@ -1,4 +1,4 @@
-"""Messages between two processes of one machine: the one wire that all of them use.
+"""Messages between two processes of one machine, over a local channel: all of them use this one.
 
 A message is a line of JSON, an object, on a Unix stream socket. These fields are the wire's own:
 
@@ -58,7 +58,7 @@ class BadMessage(ConnectionError):
     """What came is no message; nothing that follows it on the stream can be read."""
 
 
-class Channel:
+class LocalChannel:
     """Owns one end of a stream, and the descriptors that came until they are returned.
 
     Any thread may send; one at a time reads. ``longest`` bounds the messages that are read, in
@@ -220,7 +220,7 @@ class _Call:
 class Requester:
     """Numbered requests on a channel that one thread reads (:meth:`read`); any thread may ask."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: LocalChannel) -> None:
         self._channel = channel
         self._lock = threading.Lock()
         self._number = 0
@@ -254,7 +254,7 @@ class Requester:
     def read(self, take: Callable[[Message], object]) -> None:
         """Read until the other end closes: answers for those who have asked, all else to ``take``.
 
-        Raises what :meth:`Channel.receive` does.
+        Raises what :meth:`LocalChannel.receive` does.
         """
         try:
             while (received := self._channel.receive()) is not None:
@@ -287,7 +287,7 @@ class Requests:
     long but the process's own.
     """
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: LocalChannel) -> None:
         self._channel = channel
         self._waiting: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
 

@@ -10,7 +10,7 @@ import time
 from elaunch.server import processes
 from elaunch.server.loop import Server
 from elaunch.server.worker import Job
-from elaunch.wire.local import Channel
+from elaunch.wire.local import LocalChannel
 
 
 def _job(round: int) -> Job:
@@ -20,7 +20,7 @@ def _job(round: int) -> Job:
 def _exits_of_two_with_one_pid() -> list[bool]:
     """Return ``stopped`` of a worker that was told to end, and of a later one with its pid."""
     ours, theirs = socket.socketpair()
-    server, agent = Server(theirs), Channel(ours)
+    server, agent = Server(theirs), LocalChannel(ours)
     pid = os.fork()
     if pid == 0:
         time.sleep(600)

@@ -6,7 +6,7 @@ import socket
 import time
 from pathlib import Path
 
-from elaunch.wire.local import Channel, Message, close_files
+from elaunch.wire.local import LocalChannel, Message, close_files
 
 SECONDS = 60.0
 
@@ -21,13 +21,13 @@ class Agent:
         self.listener.bind(str(path))
         self.listener.listen()
         self.worker: socket.socket | None = None
-        self.channel: Channel | None = None
+        self.channel: LocalChannel | None = None
         self.fds: list[int] = []
 
     def accept(self) -> Message:
         """Take the worker in and return its first message."""
         self.worker, _ = self.listener.accept()
-        self.channel = Channel(self.worker, most_files=4)
+        self.channel = LocalChannel(self.worker, most_files=4)
         received = self.channel.receive(time.monotonic() + SECONDS)
         assert received is not None
         self.fds = received[1]

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.wire.local import BadMessage, Channel, Message, close_files, connect, listen
+from elaunch.wire.local import BadMessage, LocalChannel, Message, close_files, connect, listen
 from tests.launching import wait_until
 
 LONG = 60.0
-Pair = tuple[Channel, Channel]
+Pair = tuple[LocalChannel, LocalChannel]
 
 
 def descriptors() -> set[str]:
@@ -30,7 +30,7 @@ def pair() -> Iterator[Pair]:
     """Return the two ends; they keep no descriptor beyond their own."""
     before = len(descriptors())
     one, other = socket.socketpair()
-    ends = Channel(one, most_files=2), Channel(other, most_files=2)
+    ends = LocalChannel(one, most_files=2), LocalChannel(other, most_files=2)
     yield ends
     for end in ends:
         end.close()
@@ -38,11 +38,11 @@ def pair() -> Iterator[Pair]:
 
 
 @pytest.fixture
-def stranger() -> Iterator[tuple[socket.socket, Channel]]:
+def stranger() -> Iterator[tuple[socket.socket, LocalChannel]]:
     """Return a socket on which anything can be sent, and the channel that gets it."""
     one, other = socket.socketpair()
     one.settimeout(LONG)
-    channel = Channel(other, longest=1000, most_files=2)
+    channel = LocalChannel(other, longest=1000, most_files=2)
     yield one, channel
     one.close()
     channel.close()
@@ -147,7 +147,7 @@ def test_many_threads_send(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("sent", [0, 2, 9], ids=["nothing", "a part", "all but the newline"])
-def test_the_end_is_the_end(stranger: tuple[socket.socket, Channel], sent: int) -> None:
+def test_the_end_is_the_end(stranger: tuple[socket.socket, LocalChannel], sent: int) -> None:
     """The other side is gone, between messages or in the middle of one."""
     stranger[0].sendall(b'{"op":"x"}'[:sent])
     stranger[0].close()
@@ -182,14 +182,14 @@ def test_what_came_before_the_end_is_read(pair: Pair) -> None:
 @pytest.mark.parametrize(
     "line", [b"", b"{", b"[1]", b'"status"', b"\xff\xfe{", b"[" * 900, b'{"fds": 1}', b'{"fds":[]}']
 )
-def test_what_is_no_message(stranger: tuple[socket.socket, Channel], line: bytes) -> None:
+def test_what_is_no_message(stranger: tuple[socket.socket, LocalChannel], line: bytes) -> None:
     """Nothing that follows it is taken for one."""
     stranger[0].sendall(line + b"\n")
     with pytest.raises(BadMessage):
         stranger[1].receive(time.monotonic() + LONG)
 
 
-def test_a_message_that_is_too_long(stranger: tuple[socket.socket, Channel]) -> None:
+def test_a_message_that_is_too_long(stranger: tuple[socket.socket, LocalChannel]) -> None:
     """It is refused before it is whole."""
     stranger[0].sendall(b"x" * 1500)
     with pytest.raises(BadMessage, match="longer than 1000 bytes"):
@@ -198,7 +198,7 @@ def test_a_message_that_is_too_long(stranger: tuple[socket.socket, Channel]) -> 
 
 @pytest.mark.parametrize(("line", "count"), [(b'{"fds": 1}\n', 2), (b"{}\n", 1), (b"{}\n", 100)])
 def test_descriptors_that_no_message_names(
-    stranger: tuple[socket.socket, Channel], line: bytes, count: int
+    stranger: tuple[socket.socket, LocalChannel], line: bytes, count: int
 ) -> None:
     """They are closed."""
     before = len(descriptors())
@@ -211,7 +211,7 @@ def test_descriptors_that_no_message_names(
     assert len(descriptors()) == before - 1  # the channel's own
 
 
-def test_descriptors_without_end(stranger: tuple[socket.socket, Channel]) -> None:
+def test_descriptors_without_end(stranger: tuple[socket.socket, LocalChannel]) -> None:
     """One for each byte of a message that never is whole: they do not pile up."""
     before = len(descriptors())
     file = os.dup(0)
@@ -226,7 +226,7 @@ def test_descriptors_without_end(stranger: tuple[socket.socket, Channel]) -> Non
     assert len(descriptors()) == before - 1
 
 
-def test_a_deadline_to_receive(stranger: tuple[socket.socket, Channel]) -> None:
+def test_a_deadline_to_receive(stranger: tuple[socket.socket, LocalChannel]) -> None:
     """Half a message is none; what comes later is its rest."""
     stranger[0].sendall(b'{"op":')
     with pytest.raises(TimeoutError):

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from elaunch.errors import RunDirError
-from elaunch.wire.local import BadMessage, Channel, Message, Received, close_files, listen
+from elaunch.wire.local import BadMessage, LocalChannel, Message, Received, close_files, listen
 
 MAX_REQUEST: Final = 64 * 1024
 MAX_REASON: Final = 500
@@ -37,7 +37,7 @@ JOIN_S: Final = 2.0
 ACCEPT_PAUSE_S: Final = 0.5
 
 Preempt = Callable[[str], str]
-Attach = Callable[[Channel, Message, list[int]], object]
+Attach = Callable[[LocalChannel, Message, list[int]], object]
 
 _UCRED = struct.Struct("iII")
 
@@ -67,7 +67,7 @@ class ControlSocket:
         self._preempt = preempt
         self._attach = attach
         self._listener: socket.socket | None = None
-        self._client: Channel | None = None
+        self._client: LocalChannel | None = None
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="control", daemon=True)
@@ -106,7 +106,7 @@ class ControlSocket:
                 if not self._closing.wait(ACCEPT_PAUSE_S):
                     log.warning("the control socket cannot accept: %s", exc)
                 continue
-            channel = Channel(client, MAX_REQUEST, MAX_FILES)
+            channel = LocalChannel(client, MAX_REQUEST, MAX_FILES)
             with self._lock:
                 self._client = channel
             stays = False
@@ -123,7 +123,7 @@ class ControlSocket:
                 if not stays:
                     channel.close()
 
-    def _answer(self, client: socket.socket, channel: Channel) -> bool:
+    def _answer(self, client: socket.socket, channel: LocalChannel) -> bool:
         """Answer the one request of a client; whether it stays, being a worker's."""
         connected = time.monotonic()
         uid = peer_uid(client)
@@ -144,7 +144,7 @@ class ControlSocket:
         return False
 
     @staticmethod
-    def _request(channel: Channel, until: float) -> Received:
+    def _request(channel: LocalChannel, until: float) -> Received:
         received = channel.receive(until)
         if received is None:
             raise ConnectionError("it hung up before its request was whole")

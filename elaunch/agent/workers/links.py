@@ -22,7 +22,7 @@ from typing import Final
 
 from elaunch.agent.policy import events
 from elaunch.agent.policy.turn import Round
-from elaunch.wire.local import LONGEST, Channel, Message, Requests, close_files
+from elaunch.wire.local import LONGEST, LocalChannel, Message, Requests, close_files
 from elaunch.wire.progress import PageReader, Reading
 from elaunch.wire.worker import KINDS, WIRE, Notice
 
@@ -40,7 +40,7 @@ Serve = Callable[[Requests], None]
 class _Link:
     """One attached worker."""
 
-    channel: Channel
+    channel: LocalChannel
     round: int
     local_rank: int
     page: PageReader
@@ -97,7 +97,7 @@ class WorkerLinks:
                 self._drop(link)
             self._left.clear()
 
-    def adopt(self, channel: Channel, said: Message, files: list[int]) -> str:
+    def adopt(self, channel: LocalChannel, said: Message, files: list[int]) -> str:
         """Take over the connection of a worker that attaches; return why not, or "".
 
         Both ``channel`` and ``files`` belong to the links from now on.
@@ -110,7 +110,7 @@ class WorkerLinks:
             channel.close()
         return problem
 
-    def _attach(self, channel: Channel, said: Message, files: list[int]) -> str:
+    def _attach(self, channel: LocalChannel, said: Message, files: list[int]) -> str:
         round_number, local_rank = said.get("round"), said.get("local_rank")
         if said.get("wire") != WIRE:
             return (

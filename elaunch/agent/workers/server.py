@@ -20,7 +20,7 @@ from elaunch import proc
 from elaunch.agent.policy import events
 from elaunch.errors import ServerError
 from elaunch.server.sweep import LOOK_AGAIN, Sweep
-from elaunch.wire.local import Channel, Message
+from elaunch.wire.local import LocalChannel, Message
 
 KILL_DEADLINE = 10.0
 """Seconds after SIGKILL after which a process is called a survivor and left alone."""
@@ -111,7 +111,7 @@ class WorkerServer:
         self._plan = plan
         self._post = post
         self._reaper = reaper
-        self._channel: Channel | None = None
+        self._channel: LocalChannel | None = None
         self._pid = 0
         self._strangers: list[int] = []
         self._closing = False
@@ -139,7 +139,7 @@ class WorkerServer:
             raise ServerError(f"cannot execute {self._plan.interpreter}: {error}") from error
         finally:
             theirs.close()
-        self._channel = channel = Channel(ours)
+        self._channel = channel = LocalChannel(ours)
         reader = threading.Thread(
             target=self._read, args=(channel,), name="server-reader", daemon=True
         )
@@ -201,7 +201,7 @@ class WorkerServer:
             pause.wait(LOOK_AGAIN)
         return sweep.outcome()
 
-    def _read(self, channel: Channel) -> None:
+    def _read(self, channel: LocalChannel) -> None:
         try:
             while (received := channel.receive()) is not None:
                 self._post(_event(received[0]))

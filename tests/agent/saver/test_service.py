@@ -35,7 +35,7 @@ from elaunch.errors import SaveError, StoreUnreachable
 from elaunch.rendezvous.plan import Node, Plan
 from elaunch.training.checkpoint.saver.agent import AgentSaverClient
 from elaunch.wire import local
-from elaunch.wire.local import Channel, Requests
+from elaunch.wire.local import LocalChannel, Requests
 from elaunch.wire.saver import Files, Handed
 from tests.agent.saver.workerend import client, end
 from tests.launching import wait_until
@@ -528,7 +528,7 @@ def test_a_torn_answer_ends_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
             abandon=lambda rank, stage: abandoned.append(rank),
         )
     )
-    ours, theirs = (Channel(end) for end in socket.socketpair())
+    ours, theirs = (LocalChannel(end) for end in socket.socketpair())
     served = SaverConnection(serving, Requests(theirs), rank=3, local_rank=0, round_=0)
     for number, op in enumerate(("wait", "abandon", "wait")):
         served.serve({"op": op, "n": number})

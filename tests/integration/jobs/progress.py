@@ -30,7 +30,7 @@ import threading
 import time
 from pathlib import Path
 
-from elaunch.wire.local import Channel, connect
+from elaunch.wire.local import LocalChannel, connect
 from elaunch.wire.progress import ProgressPage
 from elaunch.wire.worker import WIRE
 
@@ -46,7 +46,7 @@ class Worker:
         self.done = 0
 
     def attach(self):
-        self.link = Channel(connect(Path(os.environ["ELAUNCH_AGENT_SOCKET"]), 60.0))
+        self.link = LocalChannel(connect(Path(os.environ["ELAUNCH_AGENT_SOCKET"]), 60.0))
         first = {"op": "worker", "wire": WIRE, "round": ROUND}
         first["local_rank"] = int(os.environ["LOCAL_RANK"])
         self.link.send(first, [self.page.fd])
