@@ -34,11 +34,9 @@ from typing import Any, Final
 
 from elaunch.agent.peers.messages import CHUNK, PeerConnection, Undelivered
 from elaunch.agent.peers.peers import Peer, Peers
-from elaunch.checkpoint import layout
+from elaunch.checkpoint import layout, nodelocal
 from elaunch.checkpoint.formats import own
-from elaunch.checkpoint.nodelocal import seals
-from elaunch.checkpoint.nodelocal.inventory import Kept, Looked, list_kept, look
-from elaunch.checkpoint.nodelocal.seals import Seals
+from elaunch.checkpoint.nodelocal import Kept, Looked, Seals, list_kept, look
 from elaunch.checkpoint.storage.checksums import begin
 from elaunch.checkpoint.storage.commit import read_stage
 from elaunch.checkpoint.storage.durable import sync_directory
@@ -127,16 +125,20 @@ class LocalCopies:
     # ── what is here ─────────────────────────────────────────────────────────────────────────────
 
     def _on_staged(self, _: PeerConnection, __: Mapping[str, Any]) -> Mapping[str, Any]:
-        names = list(seals.committed(self._root))
-        return {"ok": True, "seals": seals_to_json(seals.staged(self._root)), "committed": names}
+        names = list(nodelocal.committed_places(self._root))
+        return {
+            "ok": True,
+            "seals": seals_to_json(nodelocal.staged_seals(self._root)),
+            "committed": names,
+        }
 
     def _on_seals(self, _: PeerConnection, request: Mapping[str, Any]) -> Mapping[str, Any]:
         name = request["name"]
-        path = seals.committed(self._root)[name]
+        path = nodelocal.committed_places(self._root)[name]
         return {"ok": True, "seals": seals_to_json({name: read_stage(path)})}
 
     def _on_kept(self, _: PeerConnection, request: Mapping[str, Any]) -> Mapping[str, Any]:
-        seals.adopt(self._root, seals_of(request.get("seals", {})))
+        nodelocal.adopt_seals(self._root, seals_of(request.get("seals", {})))
         self._tidy()
         kept, passed_over = list_kept(self._root, self._place.glob, self._place.run_id)
         told = [[str(passed.path), passed.reason] for passed in passed_over]

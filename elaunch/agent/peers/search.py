@@ -31,8 +31,7 @@ from elaunch.agent.peers.messages import Undelivered
 from elaunch.agent.peers.peers import PATIENCE, Peer, Peers
 from elaunch.agent.policy import events
 from elaunch.checkpoint import records
-from elaunch.checkpoint.nodelocal.inventory import Kept, Looked, Union, unite
-from elaunch.checkpoint.nodelocal.seals import Seals, merge
+from elaunch.checkpoint.nodelocal import Kept, Looked, Seals, Union, merged_seals, unite
 from elaunch.errors import CheckpointError
 from elaunch.rendezvous.decide.view import Search, SearchResult
 from elaunch.rendezvous.plan import NodeStatus, PlanCheckpoint
@@ -203,13 +202,13 @@ class _OneSearch:
         """Return for each node that was reached the manifests of the stages that it has."""
         said = self._of_all(self._members, lambda name: self._ask(name, {"do": "staged"}, PATIENCE))
         staged = {name: seals_of(one["seals"]) for name, one in said.items()}
-        merged = merge(staged.values())
+        merged = merged_seals(staged.values())
         for stage in merged:
             done = next((name for name, one in said.items() if stage in one["committed"]), None)
             if done is not None:
                 request = {"do": "seals", "name": stage}
                 known = self._of_all([done], partial(self._ask, request=request, patience=PATIENCE))
-                merged = merge([merged, *(seals_of(one["seals"]) for one in known.values())])
+                merged = merged_seals([merged, *(seals_of(one["seals"]) for one in known.values())])
         return {name: {stage: merged[stage] for stage in own} for name, own in staged.items()}
 
     def _kept(self, name: str, seals: Seals) -> list[Kept]:

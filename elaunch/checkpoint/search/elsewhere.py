@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from elaunch.checkpoint import layout
-from elaunch.checkpoint.formats import dcp, huggingface, lightning, own
+from elaunch.checkpoint.formats import dcp, deepspeed, directories, huggingface, lightning, own
 from elaunch.checkpoint.formats.safetensors import check_safetensors
 from elaunch.checkpoint.formats.torchfile import check_zip
 from elaunch.checkpoint.records import Checkpoint, Committed, Location, SearchOutcome
@@ -99,15 +99,16 @@ def _one(path: Path, content: bool) -> Checkpoint | None:
     if lightning.META in names and dcp.looks_like(names):
         lightning.verify_directory(path)
         return Checkpoint(path, 0, lightning.FORMAT)
-    if huggingface.STATE in names:
+    format_, step = directories.format_of(path, picked=False), 0
+    if format_ is None or format_ == deepspeed.FORMAT:  # of its tags one may be newer and whole
+        return None
+    if format_ == huggingface.FORMAT:
+        if huggingface.STATE not in names:  # a model in a directory of such a name
+            return None
         state = read_json(path / huggingface.STATE)
         step = whole_number(state, "global_step", huggingface.STATE)
-        huggingface.verify(path, step)
-        return Checkpoint(path, step, huggingface.FORMAT)
-    if dcp.looks_like(names):
-        dcp.verify(path)
-        return Checkpoint(path, 0, dcp.FORMAT)
-    return None
+    directories.verify(path, step, format_)
+    return Checkpoint(path, step, format_)
 
 
 def _file(path: Path) -> Checkpoint:

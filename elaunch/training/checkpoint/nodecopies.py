@@ -17,7 +17,7 @@ from typing import IO, Any, Final
 
 from elaunch.checkpoint import layout
 from elaunch.checkpoint.formats import own
-from elaunch.checkpoint.nodelocal.inventory import (
+from elaunch.checkpoint.nodelocal import (
     Kept,
     Looked,
     Union,

@@ -39,8 +39,7 @@ from elaunch.training.checkpoint.dcp import plan as planning
 from elaunch.training.checkpoint.handle import MARGIN_S, SaveHandle, SaveInFlight
 from elaunch.training.checkpoint.parts import CallContext, Saving, metadata_of
 from elaunch.training.checkpoint.state import tensors
-from elaunch.training.checkpoint.state.flatten import Captured, capture
-from elaunch.training.checkpoint.state.values import Values, slots_for
+from elaunch.training.checkpoint.state.flatten import Captured, Values, capture, slots_for
 from elaunch.training.checkpoint.together import compare
 from elaunch.training.checkpoint.together.agree import together
 from elaunch.wire.saver import Handed

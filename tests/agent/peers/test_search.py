@@ -30,7 +30,7 @@ from elaunch.rendezvous.decide.view import Search, SearchResult
 from elaunch.rendezvous.plan import PlanCheckpoint
 from tests.agent.peersrig import content, local_nodes, members
 from tests.checkpoint import makers
-from tests.checkpoint.nodelocal.test_inventory import flip
+from tests.checkpoint.test_nodelocal import flip
 
 REACH = 0.5
 

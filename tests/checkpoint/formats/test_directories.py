@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from elaunch.checkpoint import nodelocal
 from elaunch.checkpoint.formats import deepspeed, filetree
-from elaunch.checkpoint.nodelocal import inventory
 from elaunch.checkpoint.records import Checkpoint
 from elaunch.checkpoint.search.latest import find_latest
 from tests.checkpoint import makers
@@ -295,8 +295,8 @@ def test_a_picked_directory_must_not_change(
 def test_nodes_tell_each_other_of_them(tmp_path: Path) -> None:
     save_state(tmp_path / "checkpoint_3")
     anything(tmp_path / "save_7")
-    assert [kept.step for kept in inventory.list_kept(tmp_path, None, None)[0]] == [3]
-    (picked,) = inventory.list_kept(tmp_path, "save_*", None)[0]
-    looked = inventory.look(tmp_path, picked, bool)
+    assert [kept.step for kept in nodelocal.list_kept(tmp_path, None, None)[0]] == [3]
+    (picked,) = nodelocal.list_kept(tmp_path, "save_*", None)[0]
+    looked = nodelocal.look(tmp_path, picked, bool)
     assert (looked.problem, looked.format) == ("", "directory")
     assert {file.path for file in looked.wanted or ()} >= {"deep/model.pt", "notes.txt"}

@@ -67,6 +67,28 @@ def files(path: Path) -> None:
     (path / "weights").write_bytes(b"x")
 
 
+def accelerated(path: Path) -> None:
+    """Write a directory as Accelerate does, for two ranks."""
+    path.mkdir()
+    for rank in range(2):
+        archive(path / f"random_states_{rank}.pkl")
+
+
+def test_a_known_format_that_is_torn(tmp_path: Path) -> None:
+    """Is refused, and not taken as a directory of some files."""
+    accelerated(tmp_path / "torn")
+    (tmp_path / "torn" / "random_states_1.pkl").rename(tmp_path / "torn" / "random_states_2.pkl")
+    with pytest.raises(CheckpointError, match=r"missing: random_states_1\.pkl"):
+        find_at(tmp_path / "torn")
+
+
+def test_a_model_in_a_directory_of_a_trainers_name(tmp_path: Path) -> None:
+    """Is taken as it is: nothing promises that a trainer's state was with it."""
+    (tmp_path / "checkpoint-120").mkdir()
+    archive(tmp_path / "checkpoint-120" / "pytorch_model.bin")
+    assert find_at(tmp_path / "checkpoint-120").format == "other"
+
+
 @pytest.mark.parametrize(
     ("name", "make", "kind"),
     [
@@ -74,6 +96,7 @@ def files(path: Path) -> None:
         ("old.pt", lambda path: path.write_bytes(b"\x80\x02"), "other"),
         ("state.json", lambda path: path.write_text("{}"), "other"),
         ("final", trainer, "huggingface"),
+        ("states", accelerated, "accelerate"),
         ("exported", files, "other"),
     ],
 )

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
 import elaunch
+from elaunch.errors import ContextError
 from tests.training.checkpoint.groups import Raised, in_group
 from tests.training.checkpoint.models import bits, plain
 
@@ -197,3 +199,9 @@ def test_check_same(tmp_path: Path) -> None:
     assert said[0] == said[1] == said[2] and not isinstance(said[0], Raised), said[0]
     assert "rank 2 of 3: model.2.weight" in said[0][0]
     assert "rank 1 of 3: step" in said[0][1]
+
+
+def test_a_mistyped_word() -> None:
+    """Is refused where it stands, with those that there are."""
+    with pytest.raises(ContextError, match=r"PerRank\(on_more_ranks='kepe'\): give \"wrap\" or"):
+        elaunch.PerRank(1, on_more_ranks="kepe")  # type: ignore[arg-type]

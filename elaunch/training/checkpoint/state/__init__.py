@@ -5,4 +5,4 @@ go by the names of parameters, ``perrank`` keeps what each rank has for itself, 
 ``values`` turn leaves into bytes.
 """
 
-__all__ = ["flatten", "kinds", "modules", "optimizers", "perrank", "tensors", "values"]
+__all__ = ["flatten", "kinds", "modules", "optimizers", "perrank", "tensors"]

@@ -25,8 +25,7 @@ from elaunch.errors import CheckpointError, SaveError
 from elaunch.training import unpickling
 from elaunch.training.checkpoint.dcp import archives, plan
 from elaunch.training.checkpoint.state import tensors
-from elaunch.training.checkpoint.state.flatten import BUFFER, OWN, Captured, capture
-from elaunch.training.checkpoint.state.values import Values
+from elaunch.training.checkpoint.state.flatten import BUFFER, OWN, Captured, Values, capture
 from elaunch.training.checkpoint.together.agree import agree
 from elaunch.training.checkpoint.together.guard import guarded
 from elaunch.training.distributed import DistributedContext

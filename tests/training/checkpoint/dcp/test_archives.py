@@ -12,7 +12,7 @@ import torch
 from elaunch.errors import CheckpointError
 from elaunch.training.checkpoint.dcp import archives
 from elaunch.training.checkpoint.state import tensors
-from elaunch.training.checkpoint.state.values import Values, slots_for
+from elaunch.training.checkpoint.state.flatten import Values, slots_for
 from elaunch.training.checkpoint.together import compare
 
 

@@ -17,12 +17,17 @@ torch.save, safetensors      complete by itself               complete; CRCs of 
 A checkpoint is complete if each file that it needs is whole on one node at least. Where two nodes
 have different files of one name, both whole by all that is known, the first node's is taken, on
 every node: no rank starts from something else than the others.
+
+A node commits a stage when it has the manifests of all ranks. Where the round ended before they
+came, the shards may be on the disks all the same, and another node may have committed already. So
+before stages are finished or cleared, every node receives the manifests of the others (``Seals``).
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -31,7 +36,7 @@ from elaunch.checkpoint import layout
 from elaunch.checkpoint.formats import dcp, directories, filetree, huggingface, lightning, own
 from elaunch.checkpoint.formats.torchfile import check_sums
 from elaunch.checkpoint.names import is_temporary
-from elaunch.checkpoint.records import PassedOver
+from elaunch.checkpoint.records import PassedOver, Stage
 from elaunch.checkpoint.search.candidates import (
     TORCH_SAVE,
     Candidate,
@@ -41,6 +46,7 @@ from elaunch.checkpoint.search.candidates import (
 )
 from elaunch.checkpoint.search.latest import verify_candidate
 from elaunch.checkpoint.storage.checksums import checksum_of, differs
+from elaunch.checkpoint.storage.commit import read_stage
 from elaunch.checkpoint.storage.files import (
     JSON_LIMIT,
     explain,
@@ -50,8 +56,60 @@ from elaunch.checkpoint.storage.files import (
     read_limited,
     regular_size,
 )
+from elaunch.checkpoint.storage.storage import open_storage
 from elaunch.checkpoint.writing.manifests import FileEntry, entries, schema_checked
 from elaunch.errors import CheckpointError
+
+Seals = Mapping[str, Mapping[int, bytes]]
+"""The name of a stage → rank → the bytes of its manifest."""
+
+NEWEST: Final = 10
+"""Committed checkpoints that a node lists by name."""
+
+
+def staged_seals(root: Path) -> dict[str, dict[int, bytes]]:
+    """Return the manifests in the stages that are here; raises OSError."""
+    found = {}
+    for stage in _stages(root):
+        with contextlib.suppress(FileNotFoundError):  # it is discarded just now
+            found[stage.name] = read_stage(root / layout.STAGE / stage.name)
+    return found
+
+
+def committed_places(root: Path) -> dict[str, Path]:
+    """Return where the newest committed checkpoints are, by the names that their stages had."""
+    if not (root / layout.RUN).exists():
+        return {}
+    newest = open_storage(root, local=True).listed()[-NEWEST:]
+    return {Stage(one.step, one.round, one.uuid).name: Path(one.place) for one in newest}
+
+
+def merged_seals(all_seals: Iterable[Seals]) -> dict[str, dict[int, bytes]]:
+    """Return the manifests of all nodes; of one rank's manifests the first counts."""
+    merged: dict[str, dict[int, bytes]] = {}
+    for seals in all_seals:
+        for name, manifests in seals.items():
+            known = merged.setdefault(name, {})
+            for rank, content in manifests.items():
+                known.setdefault(rank, content)
+    return merged
+
+
+def adopt_seals(root: Path, seals: Seals) -> None:
+    """Put into the stages that are here the manifests that other nodes have; raises OSError."""
+    for stage in _stages(root):
+        with contextlib.suppress(FileNotFoundError):  # as above
+            own = read_stage(root / layout.STAGE / stage.name)
+            lacking = {r: said for r, said in seals.get(stage.name, {}).items() if r not in own}
+            if own and lacking:
+                open_storage(root, local=True).adopt(stage, lacking)
+
+
+def _stages(root: Path) -> list[Stage]:
+    stages = root / layout.STAGE
+    parsed = [layout.parse_stage_name(path.name) for path in sorted(stages.glob("step-*"))]
+    return [Stage(*one) for one in parsed if one is not None]
+
 
 _LAST = (lightning.META, dcp.METADATA, huggingface.STATE, layout.METADATA, layout.COMMIT)
 """The files that make a checkpoint one for readers: put in place last, in this order."""

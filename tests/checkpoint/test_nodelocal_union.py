@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elaunch.checkpoint.nodelocal.inventory import Looked, unite
+from elaunch.checkpoint.nodelocal import Looked, unite
 from elaunch.checkpoint.writing.manifests import FileEntry
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from elaunch.checkpoint import layout
-from elaunch.checkpoint.nodelocal.inventory import Kept, Looked, list_kept, look, unite
+from elaunch.checkpoint.nodelocal import Kept, Looked, list_kept, look, unite
 from tests.checkpoint import makers
 
 RUN = "digits"

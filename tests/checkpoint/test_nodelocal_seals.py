@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.checkpoint.nodelocal import seals
+from elaunch.checkpoint import nodelocal
 from elaunch.checkpoint.records import Image, Part, Stage
 from elaunch.checkpoint.storage.storage import Storage, open_storage
 
@@ -25,30 +25,32 @@ def test_each_gets_what_the_other_has_sealed(tmp_path: Path) -> None:
     """And can commit then; of a stage that it does not have nothing is made."""
     roots = [tmp_path / str(rank) for rank in (0, 1)]
     made = [node(root, rank) for rank, root in enumerate(roots)]
-    merged = seals.merge([seals.staged(root) for root in roots])
+    merged = nodelocal.merged_seals([nodelocal.staged_seals(root) for root in roots])
     assert merged == {STAGE.name: {0: made[0][1], 1: made[1][1]}}
     merged[Stage(60, 0, "other").name] = {0: b"{}"}
     for root, (storage, _) in zip(roots, made, strict=True):
-        seals.adopt(root, merged)
+        nodelocal.adopt_seals(root, merged)
         (done,) = storage.finish_stages("digits")
         assert done.step == 50
-        assert seals.staged(root) == {}
-        assert seals.committed(root) == {STAGE.name: root / STAGE.final}
+        assert nodelocal.staged_seals(root) == {}
+        assert nodelocal.committed_places(root) == {STAGE.name: root / STAGE.final}
 
 
 def test_one_ranks_own_manifest_is_never_replaced(tmp_path: Path) -> None:
     """By whatever another node says."""
     _, manifest = node(tmp_path, 0)
-    seals.adopt(tmp_path, {STAGE.name: {0: b"{}"}})
-    assert seals.staged(tmp_path) == {STAGE.name: {0: manifest}}
-    assert seals.merge([{"s": {0: b"first"}}, {"s": {0: b"second"}}]) == {"s": {0: b"first"}}
+    nodelocal.adopt_seals(tmp_path, {STAGE.name: {0: b"{}"}})
+    assert nodelocal.staged_seals(tmp_path) == {STAGE.name: {0: manifest}}
+    assert nodelocal.merged_seals([{"s": {0: b"first"}}, {"s": {0: b"second"}}]) == {
+        "s": {0: b"first"}
+    }
 
 
 def test_a_directory_that_elaunch_does_not_write_to(tmp_path: Path) -> None:
     """Has nothing to tell, whether it is there or not."""
     for root in (tmp_path, tmp_path / "none"):
-        assert (seals.staged(root), seals.committed(root)) == ({}, {})
-        seals.adopt(root, {STAGE.name: {0: b"{}"}})
+        assert (nodelocal.staged_seals(root), nodelocal.committed_places(root)) == ({}, {})
+        nodelocal.adopt_seals(root, {STAGE.name: {0: b"{}"}})
     assert list(tmp_path.iterdir()) == []
 
 
@@ -57,9 +59,9 @@ def test_a_stage_that_is_discarded_meanwhile(
 ) -> None:
     """Is none: neither who tells of the stages nor who completes them fails."""
     storage, _ = node(tmp_path, 0)
-    listed = seals._stages(tmp_path)
+    listed = nodelocal._stages(tmp_path)
     storage.discard(STAGE)
-    monkeypatch.setattr(seals, "_stages", lambda _: listed)
-    assert seals.staged(tmp_path) == {}
-    seals.adopt(tmp_path, {STAGE.name: {1: b"{}"}})
+    monkeypatch.setattr(nodelocal, "_stages", lambda _: listed)
+    assert nodelocal.staged_seals(tmp_path) == {}
+    nodelocal.adopt_seals(tmp_path, {STAGE.name: {1: b"{}"}})
     assert not list((tmp_path / ".stage").glob("step-*"))
