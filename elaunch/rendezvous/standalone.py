@@ -26,6 +26,7 @@ def rules_of_one(
     return Rules(
         min_nodes=1,
         max_nodes=1,
+        standalone=True,
         settle=0.0,
         heartbeat_timeout=0.0,
         join_timeout=math.inf,

@@ -277,7 +277,7 @@ def _start(view: View, rules: Rules, enough: Enough, verdict: budget.Again | Non
         plan,
         round=before.round + 1,
         phase="running",
-        reason=_why_again(plan, verdict) if verdict else _why(view, rules, nodes, before),
+        reason=_why_again(plan, rules, verdict) if verdict else _why(view, rules, nodes, before),
         cause="",
         nodes=nodes,
         spares=enough.spares,
@@ -300,15 +300,15 @@ def _node(name: str, record: NodeStatus) -> Node:
     return Node(name, record.host, record.addr, record.slots, record.role, record.courier)
 
 
-def _why_again(plan: Plan, verdict: budget.Again) -> str:
-    """Return the reason of a round after a failure; that it is a restart, a backoff has shown."""
-    if verdict.backoff and plan.failure is not None:
+def _why_again(plan: Plan, rules: Rules, verdict: budget.Again) -> str:
+    """Return the reason of a round after a failure; on one node the backoff was logged before."""
+    if rules.standalone and verdict.backoff and plan.failure is not None:
         return text.failure(plan.failure)
     return verdict.reason
 
 
 def _why(view: View, rules: Rules, nodes: tuple[Node, ...], before: LastKnown) -> str:
-    if rules.max_nodes == 1 and before.round < 0:
+    if rules.standalone:
         return "first start"
     plan, workers = view.plan, text.count(sum(node.slots for node in nodes), "worker")
     with_whom = f"{text.count(len(nodes))}, {workers}"

@@ -31,6 +31,7 @@ class Rules(Struct, frozen=True):
     ``preempt_grace`` how long workers may take to save that were asked to for a newcomer,
     ``end_timeout`` what a node may need to end its workers, all graces included, ``remind`` how
     often the coordinator publishes what it waits for.
+    ``standalone``: this agent is the whole job, and no other can join it.
     ``hosted_by_me``: the store is a part of this agent's process and ends with it. ``killed_in`` is
     the round in which the agent was killed that hosted it before, on this machine, -1 if that was
     in none; None: no such agent is known.
@@ -55,6 +56,7 @@ class Rules(Struct, frozen=True):
     checkpoint_local: bool = False
     hosted_by_me: bool = False
     killed_in: int | None = None
+    standalone: bool = False
 
 
 class Present(Struct, frozen=True):
