@@ -6,7 +6,7 @@ and to the tail that failure reports quote. `LogPlan` says which stream goes whe
 
 Calls, all from one thread: `LogPump.start`; for each round `open_round`, then, when its workers are
 gone, `finish_round`; `close`. A round's files are opened and closed by a thread of the round
-(elaunch.agent.logs.rounds), so that a round may begin while the files of the last are closed.
+(elaunch.agent.logs.streams), so that a round may begin while the files of the last are closed.
 `say`, `tail` and `paths` may be called from any thread.
 
 Memory is bounded: a console that takes nothing makes the pump stop reading the streams shown on it
@@ -27,8 +27,7 @@ from pathlib import Path
 
 from elaunch.agent.logs.console import Console, open_consoles, write_directly
 from elaunch.agent.logs.plan import STREAM_BITS, LogPlan
-from elaunch.agent.logs.rounds import LogRound, open_streams
-from elaunch.agent.logs.streams import OutputStream
+from elaunch.agent.logs.streams import LogRound, OutputStream, open_streams
 
 __all__ = ["LogPlan", "LogPump"]
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from elaunch.agent.logs import pump as logs
-from elaunch.agent.logs import rounds
+from elaunch.agent.logs import streams
 from elaunch.agent.logs.files import LogFile
 from elaunch.agent.logs.pump import CONSOLE_PATIENCE, LogPlan, LogPump
 from tests import programs
@@ -338,13 +338,13 @@ def test_files_that_are_slow_to_open(
 ) -> None:
     """The loop goes on after OPEN_PATIENCE; what the workers print meanwhile is on file."""
     goes_on = threading.Event()
-    make = rounds.make_directories
+    make = streams.make_directories
 
     def slow(*args: Any) -> None:
         goes_on.wait(SECONDS)
         make(*args)
 
-    monkeypatch.setattr(rounds, "make_directories", slow)
+    monkeypatch.setattr(streams, "make_directories", slow)
     monkeypatch.setattr(logs, "OPEN_PATIENCE", 0.1)
     one = rig(redirects=both(3))
     one.start({0: "print('early')"})
