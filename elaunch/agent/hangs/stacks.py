@@ -21,9 +21,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+from msgspec import structs
 
 from elaunch import env, proc
 from elaunch.agent.hangs import stackdump
@@ -84,7 +86,7 @@ def start(
     """Take the stacks in a thread, which posts them with ``last``; return when that is overdue."""
 
     def run() -> None:
-        post(replace(take(round_number, workers), last=last))
+        post(structs.replace(take(round_number, workers), last=last))
 
     threading.Thread(target=run, name="stacks", daemon=True).start()
     return OVERDUE_S

@@ -12,8 +12,10 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final, Literal
+
+from msgspec import structs
 
 from elaunch.agent.hangs import stacks
 from elaunch.agent.hangs.judge import (
@@ -230,7 +232,7 @@ class HangWatch:
 
     def _tell(self, hang: events.HangSeen) -> None:
         _, pid = self._progress.workers().get(min(hang.ranks, default=-1), (0, 0))
-        self._post(replace(hang, pid=pid))
+        self._post(structs.replace(hang, pid=pid))
 
     def take_stacks(self, round_number: int) -> float:
         """Have all workers' stacks taken and posted; return when that is overdue, in seconds."""

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import signal
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from elaunch.checkpoint.records import Checkpoint
 from elaunch.wire.worker import Notice
 
 
-@dataclass(frozen=True)
-class Nothing:
+class Nothing(Struct, frozen=True):
     """Wait for the next event."""
 
 
-@dataclass(frozen=True)
-class StartRound:
+class StartRound(Struct, frozen=True):
     """Start all workers of ``round`` from ``checkpoint``; ``first_rank`` is this node's lowest."""
 
     round: int
@@ -23,21 +22,18 @@ class StartRound:
     first_rank: int = 0
 
 
-@dataclass(frozen=True)
-class Meet:
+class Meet(Struct, frozen=True):
     """Wait for the plan: nothing of a round is left on this node."""
 
 
-@dataclass(frozen=True)
-class StopWorkers:
+class StopWorkers(Struct, frozen=True):
     """Send ``signum`` to every worker; those alive after ``grace`` seconds are killed."""
 
     signum: signal.Signals
     grace: float
 
 
-@dataclass(frozen=True)
-class EndTree:
+class EndTree(Struct, frozen=True):
     """End what is left of the round: ``signum`` and ``grace`` seconds first, if any, then KILL.
 
     A grace that StopWorkers has begun goes on; it does not begin anew.
@@ -47,57 +43,48 @@ class EndTree:
     grace: float = 0.0
 
 
-@dataclass(frozen=True)
-class Hurry:
+class Hurry(Struct, frozen=True):
     """Let the grace that runs end after at most ``grace`` seconds from now."""
 
     grace: float
 
 
-@dataclass(frozen=True)
-class Forward:
+class Forward(Struct, frozen=True):
     """Send ``signum`` to every worker and go on."""
 
     signum: signal.Signals
 
 
-@dataclass(frozen=True)
-class Notify:
+class Notify(Struct, frozen=True):
     """Ask the workers to save and to end with 0; they have ``grace`` seconds, None: no limit."""
 
     notice: Notice
     grace: float | None
 
 
-@dataclass(frozen=True)
-class TakeStacks:
+class TakeStacks(Struct, frozen=True):
     """Have every worker's stacks taken, before the round that hangs is ended."""
 
 
-@dataclass(frozen=True)
-class Settle:
+class Settle(Struct, frozen=True):
     """Bring to the disk what the round has left in memory; at most ``grace`` seconds."""
 
     grace: float
 
 
-@dataclass(frozen=True)
-class ReplaceServer:
+class ReplaceServer(Struct, frozen=True):
     """Replace the server by one that imports nothing, and start workers by spawn from now on."""
 
 
-@dataclass(frozen=True)
-class RestartServer:
+class RestartServer(Struct, frozen=True):
     """Start the server again, which has ended while no worker was there."""
 
 
-@dataclass(frozen=True)
-class KillServer:
+class KillServer(Struct, frozen=True):
     """Kill the server, which does not answer; its end is the next event."""
 
 
-@dataclass(frozen=True)
-class Finish:
+class Finish(Struct, frozen=True):
     """Leave with ``exit_code``."""
 
     exit_code: int

@@ -40,6 +40,8 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from msgspec import Struct
+
 from elaunch.agent.hangs.stackdump import StackGroup
 from elaunch.checkpoint.records import SearchOutcome
 from elaunch.endings import Exit as Exit
@@ -55,8 +57,7 @@ from elaunch.rendezvous.events import StoreSilent as StoreSilent
 from elaunch.wire.worker import Notice
 
 
-@dataclass(frozen=True)
-class ServerReady:
+class ServerReady(Struct, frozen=True):
     """The server is ready to start workers; ``problem`` says why it never will be.
 
     ``unforkable`` says which module of --preload has started threads: forks of it would hang.
@@ -67,8 +68,7 @@ class ServerReady:
     unforkable: str = ""
 
 
-@dataclass(frozen=True)
-class ServerWarmed:
+class ServerWarmed(Struct, frozen=True):
     """The server has imported the later modules, in ``seconds``, or could not: ``problem``.
 
     ``settings`` are variables that the script sets and those modules read: they are left to it.
@@ -79,8 +79,7 @@ class ServerWarmed:
     settings: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class WorkerStarted:
+class WorkerStarted(Struct, frozen=True):
     """Worker ``local_rank`` of ``round`` runs as ``pid`` since ``at`` (monotonic seconds)."""
 
     round: int
@@ -89,8 +88,7 @@ class WorkerStarted:
     at: float
 
 
-@dataclass(frozen=True)
-class WorkerNotStarted:
+class WorkerNotStarted(Struct, frozen=True):
     """Worker ``local_rank`` of ``round`` could not be started: ``problem``."""
 
     round: int
@@ -98,8 +96,7 @@ class WorkerNotStarted:
     problem: str
 
 
-@dataclass(frozen=True)
-class TreeGone:
+class TreeGone(Struct, frozen=True):
     """All of ``round`` has ended; ``killed`` had outlived the workers, ``survivors`` cannot die."""
 
     round: int
@@ -107,38 +104,33 @@ class TreeGone:
     survivors: tuple[tuple[int, str], ...] = ()
 
 
-@dataclass(frozen=True)
-class StoreLost:
+class StoreLost(Struct, frozen=True):
     """The workers' TCPStore is not hosted any longer."""
 
     problem: str
 
 
-@dataclass(frozen=True)
-class DirectoryProbed:
+class DirectoryProbed(Struct, frozen=True):
     """The checkpoint directory was looked at; ``problem``: it cannot be used; else a remark."""
 
     problem: str = ""
     remark: str = ""
 
 
-@dataclass(frozen=True)
-class DevicesCounted:
+class DevicesCounted(Struct, frozen=True):
     """How many workers a name like ``gpu`` means on this machine."""
 
     count: int | None
     problem: str | None
 
 
-@dataclass(frozen=True)
-class ServerLost:
+class ServerLost(Struct, frozen=True):
     """The server ended although nobody asked it to; ``exitcode`` as in Exit."""
 
     exitcode: int
 
 
-@dataclass(frozen=True)
-class CheckpointChosen:
+class CheckpointChosen(Struct, frozen=True):
     """The search for the newest complete checkpoint came back.
 
     ``problem`` says why it could not, and ``exit_code`` is what the agent then ends with.
@@ -149,50 +141,43 @@ class CheckpointChosen:
     exit_code: int = CheckpointError.exit_code
 
 
-@dataclass(frozen=True)
-class SignalReceived:
+class SignalReceived(Struct, frozen=True):
     """The agent got ``signum``."""
 
     signum: signal.Signals
 
 
-@dataclass(frozen=True)
-class DeadlinePassed:
+class DeadlinePassed(Struct, frozen=True):
     """The loop's deadline has come: a grace is over, or the coordinator's backoff."""
 
 
-@dataclass(frozen=True)
-class Fenced:
+class Fenced(Struct, frozen=True):
     """The server has killed all workers, ``late`` seconds after the moment that it was given."""
 
     late: float
 
 
-@dataclass(frozen=True)
-class WorkersHeld:
+class WorkersHeld(Struct, frozen=True):
     """The server has stopped all workers (``on``), or has let them go on."""
 
     on: bool
 
 
-@dataclass(frozen=True)
-class WorkerListens:
+class WorkerListens(Struct, frozen=True):
     """The script of worker ``local_rank`` asks should_preempt(): a notice can have it end."""
 
     round: int
     local_rank: int
 
 
-@dataclass(frozen=True)
-class NoticeHeard:
+class NoticeHeard(Struct, frozen=True):
     """The workers of ``round`` know of a notice."""
 
     round: int
     notice: Notice
 
 
-@dataclass(frozen=True)
-class PreemptAcked:
+class PreemptAcked(Struct, frozen=True):
     """Worker ``local_rank`` ends because of the notice: its exit code 0 is not the job's end."""
 
     round: int
@@ -208,8 +193,7 @@ class PreemptAsked:
     answer: Callable[[str], None] = field(compare=False)
 
 
-@dataclass(frozen=True)
-class HangSeen:
+class HangSeen(Struct, frozen=True):
     """The workers ``ranks`` of ``round`` hang, for ``reason``; ``source`` is what showed it.
 
     ``at`` is when that was found, in monotonic seconds; ``last`` are lines about what each rank
@@ -225,8 +209,7 @@ class HangSeen:
     pid: int = 0
 
 
-@dataclass(frozen=True)
-class StacksTaken:
+class StacksTaken(Struct, frozen=True):
     """The stacks of the workers of ``round``; ``problems`` say whose there are not, and why.
 
     ``last`` are lines about what each rank reported last.
@@ -238,15 +221,13 @@ class StacksTaken:
     last: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class SaverUsed:
+class SaverUsed(Struct, frozen=True):
     """A worker of ``round`` leaves its checkpoints in the agent's memory (elaunch.wire.saver)."""
 
     round: int
 
 
-@dataclass(frozen=True)
-class SavesSettled:
+class SavesSettled(Struct, frozen=True):
     """Nothing of ``round`` is in memory only: names of what was ``committed``, and what is lost."""
 
     round: int

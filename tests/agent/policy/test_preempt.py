@@ -258,7 +258,7 @@ TABLE: dict[str, Row] = {
     ),
     "a last checkpoint that is lost": (
         TWO,
-        (*WRITES, gone(), ASKED, replace(SETTLED, lost=("step 40",))),
+        (*WRITES, gone(), ASKED, structs.replace(SETTLED, lost=("step 40",))),
         Finish(74),
         "all workers ended with 0, but their last checkpoint was in memory only, and is lost",
     ),
