@@ -98,8 +98,18 @@ class RoundSurroundings:
         At the end of a round that is no error: the shard is on the disk, and the search for the
         next checkpoint finds it there.
         """
+        self._to_each(handed, lambda node: self._tell_sealed(node, handed, manifest))
+
+    def _to_each(self, handed: Handed, send: Callable[[int], None]) -> None:
+        """Send to all who wait for a shard; then raise the SaveError of the first that fails."""
+        failed: list[SaveError] = []
         for node_rank in self._committers(handed):
-            self._tell_sealed(node_rank, handed, manifest)
+            try:
+                send(node_rank)
+            except SaveError as error:
+                failed.append(error)
+        if failed:
+            raise failed[0]
 
     def _tell_sealed(self, node_rank: int, handed: Handed, manifest: bytes) -> None:
         peers, until = self._plan.peers, time.monotonic() + PEER_S
@@ -129,11 +139,12 @@ class RoundSurroundings:
 
     def writing(self, handed: Handed) -> None:
         """Report to those that commit that a shard is on its way; raises SaveError."""
-        peers = self._plan.peers
-        for node_rank in self._committers(handed):
-            if peers is not None:
-                part = handed.part
-                peers.send_writing(node_rank, handed.stage, part.rank, part.world_size, TRY_S)
+        peers, stage, part = self._plan.peers, handed.stage, handed.part
+        if peers is not None:
+            self._to_each(
+                handed,
+                lambda node: peers.send_writing(node, stage, part.rank, part.world_size, TRY_S),
+            )
 
     def _committers(self, handed: Handed) -> list[int]:
         """Return the other nodes that wait for this shard."""

@@ -23,6 +23,7 @@ and see the same there, have one shard together: the lowest of them lists it.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
 import threading
@@ -52,7 +53,9 @@ from elaunch.training.checkpoint.store import (
     part_of,
     writing,
 )
-from elaunch.training.checkpoint.together.agree import agree, attempt, in_words
+from elaunch.training.checkpoint.together.agree import agree, in_words
+
+log = logging.getLogger("elaunch")
 
 SEEN_S: Final = 1.0
 """Seconds until an entry that another node made is seen in a directory that both share."""
@@ -166,20 +169,30 @@ def _leads(parts: CallContext, source: Path, saving: Saving) -> bool:
     if not any(exists for _, exists, _ in said):
         raise SaveError(f"{saving.what}: nothing is at {said[0][0]}, on no rank")
     first = next((rank for rank, each in enumerate(said) if each[:2] == (mine[0], True)), None)
-    mark: Path | None = None
+    mark, left = None, False
     if first is not None:
         mark = (source if source.is_dir() else source.parent) / f"{TEMPORARY}{said[first][2]}"
     try:
-        problem = attempt(lambda: mark.touch() if mark and first == parts.rank else None)[1]
-        agree(parts.distributed, what, problem, None, saving.timeout)
-        sees = mark is not None and mine[1] and _sees(mark)
+        left = mark is not None and first == parts.rank and _left(mark)
+        marked = any(agree(parts.distributed, what, None, left, saving.timeout))
+        sees = marked and mark is not None and mine[1] and _sees(mark)
         place = (mine[0], parts.distributed.cross_rank, mine[1], sees)
         places: list[Any] = agree(parts.distributed, what, None, place, saving.timeout)
     finally:
-        if mark is not None and first == parts.rank:
+        if mark is not None and left:
             mark.unlink(missing_ok=True)
     leader = first if sees else places.index(place)
     return mine[1] and leader == parts.rank
+
+
+def _left(mark: Path) -> bool:
+    """Put a mark, if that can be: else ranks of one node see the same, and of others do not."""
+    try:
+        mark.touch()
+    except OSError as error:
+        log.debug("no mark can be left at %s: %s", mark, error)
+        return False
+    return True
 
 
 def _sees(mark: Path) -> bool:

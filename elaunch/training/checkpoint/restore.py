@@ -162,9 +162,7 @@ def _put_aside(
     acts = parts.rank == 0 or (parts.local and parts.is_node_chief)
     if acts and parts.known.taken is None:
         log.warning("an older checkpoint is looked for: %s", damage)
-        problem = attempt(lambda: parts.storage.quarantine(found, str(damage)))[1]
-        if problem is not None:
-            log.warning("%s cannot be put into quarantine: %s", found.name, problem)
+        where.put_aside(parts.storage, found, str(damage))
     agree(parts.distributed, wanted.what, None, None, wanted.timeout, CheckpointError)
 
 

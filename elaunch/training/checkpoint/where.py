@@ -194,7 +194,7 @@ def check(storage: Storage, found: Committed, known: KnownCheckpoints) -> str:
             storage.verify(found, content=found.uuid not in known.whole)
     except CheckpointError as error:
         if known.taken is None:
-            storage.quarantine(found, str(error))
+            put_aside(storage, found, str(error))
         return f"{found.name} is damaged: {error}"
     except FileNotFoundError:
         return f"{found.name} is gone: it was removed meanwhile"
@@ -202,6 +202,14 @@ def check(storage: Storage, found: Committed, known: KnownCheckpoints) -> str:
         return f"{found.name} cannot be read: {error}"
     known.whole.add(found.uuid)
     return ""
+
+
+def put_aside(storage: Storage, found: Committed, reason: str) -> None:
+    """Take a damaged checkpoint away from all readers, where the storage can be written to."""
+    try:
+        storage.quarantine(found, reason)
+    except (OSError, CheckpointError) as error:
+        log.warning("%s cannot be put into quarantine: %s", found.name, error)
 
 
 def check_shared(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from elaunch.checkpoint.storage.storage import open_storage
+from tests import programs
 from tests.training.checkpoint.rig import Job, checkpoints, committed, stages, user_files
 
 Start = Callable[..., Job]
@@ -193,3 +195,28 @@ dist.destroy_process_group()
 say(json.dumps(read))
 """
     assert start(script, 2).said() == [[True, True]] * 2
+
+
+@pytest.fixture
+def read_only(tmp_path: Path) -> Iterator[Path]:
+    """Mount a file system with a file, that nobody can write to any more."""
+    path = tmp_path / "readonly"
+    path.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(path)], capture_output=True)
+    programs.allowed("no right to mount" if mounted.returncode != 0 else None)
+    (path / "weights").write_text("w")
+    subprocess.run(["mount", "-o", "remount,ro", str(path)], check=True)
+    yield path
+    subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def test_from_a_directory_that_cannot_be_written_to(start: Start, read_only: Path) -> None:
+    """What is there is copied, once for all ranks of a node, and stays."""
+    script = f"""
+found = ck.commit({str(read_only)!r}, 10)
+say(json.dumps(sorted(path.name for path in found.place.iterdir())))
+"""
+    said = start(script, 2).said()
+    manifests = [f"manifest.rank-{rank:05d}.json" for rank in range(2)]
+    assert said == [["COMMIT", *manifests, "metadata.json", "weights"]] * 2
+    assert (read_only / "weights").read_text() == "w"

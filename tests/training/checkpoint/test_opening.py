@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import uuid
@@ -12,6 +13,7 @@ from typing import Any, cast
 
 import pytest
 
+from elaunch.checkpoint.storage.posix import PosixStorage
 from elaunch.checkpoint.storage.storage import Image, Part, Stage, open_storage
 from elaunch.errors import CheckpointError
 from elaunch.training.checkpoint.context import CheckpointContext
@@ -184,3 +186,25 @@ def test_any_rank_may_ask_for_the_latest_alone(ranks: Ranks) -> None:
     with contextlib.closing(storage.lock()):
         latest = ranks.run(1, lambda checkpoint, _: checkpoint.latest()).all()
     assert latest[0] is not None and latest[0].name == name
+
+
+def test_a_damaged_one_where_nothing_can_be_written(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It cannot be put aside; the one before is read all the same."""
+    ranks.run(2, lambda checkpoint, _: [checkpoint.save_ddp({"x": at}, at) for at in (1, 2)]).all()
+    path = ranks.place / "step-00000002.r0" / "state.pt"
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(PosixStorage, "quarantine", refuse)
+
+    def work(checkpoint: CheckpointContext, _: int) -> Any:
+        state = {"x": 0}
+        found = checkpoint.load_ddp(state)
+        return found and found.step, state["x"]
+
+    assert ranks.run(2, work).all() == [(1, 1), (1, 1)]
+    assert "step-00000002.r0 cannot be put into quarantine" in caplog.text
