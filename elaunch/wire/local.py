@@ -88,12 +88,13 @@ class LocalChannel:
         """Send one message with the open files ``files``; the caller still owns (closes) them.
 
         Raises TimeoutError when the other end has not taken it within ``seconds``, and another
-        OSError when it is gone. Nothing can be sent any more then; what came can still be read.
+        OSError when it is gone. Where a part of it was sent, also before an interrupt, nothing can
+        be sent any more; what came can still be read.
         """
         until = None if seconds is None else time.monotonic() + seconds
         if files:
             message = {**message, "fds": len(files)}
-        data = memoryview(json.dumps(message, separators=(",", ":")).encode() + b"\n")
+        data = whole = memoryview(json.dumps(message, separators=(",", ":")).encode() + b"\n")
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))] if files else []
         if not self._sending.acquire(timeout=-1 if seconds is None else seconds):
             raise TimeoutError("the message before is not taken yet")
@@ -106,10 +107,9 @@ class LocalChannel:
                     rights = []
                 except BlockingIOError:
                     self._await(select.POLLOUT, until)
-        except OSError:
-            self._shut(socket.SHUT_WR)
-            raise
         finally:
+            if 0 < len(data) < len(whole):
+                self._shut(socket.SHUT_WR)
             self._sending.release()
 
     def receive(self, until: float | None = None) -> Received | None:
@@ -117,9 +117,13 @@ class LocalChannel:
 
         Raises TimeoutError when it is not whole at ``until`` (monotonic), and BadMessage.
         """
-        while (received := self._next()) is None:
+        received = self._next()
+        while received is None:
             if not self._fill(until):
                 return None
+            received = self._next()
+            if received is None and until is not None and time.monotonic() >= until:
+                raise TimeoutError("the other end was too slow")
         return received
 
     def drain(self) -> Iterator[Received]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import array
+import contextlib
 import json
 import os
+import signal
 import socket
 import threading
 import time
@@ -233,6 +235,41 @@ def test_a_deadline_to_receive(stranger: tuple[socket.socket, LocalChannel]) -> 
         stranger[1].receive(time.monotonic() + 0.05)
     stranger[0].sendall(b'"x"}\n')
     assert stranger[1].receive(time.monotonic() + LONG) == ({"op": "x"}, [])
+
+
+def test_a_message_that_trickles_without_a_pause(
+    stranger: tuple[socket.socket, LocalChannel],
+) -> None:
+    """There is always something to read, and the deadline counts all the same."""
+    ended = threading.Event()
+
+    def trickle() -> None:
+        with contextlib.suppress(OSError):
+            while not ended.is_set():
+                stranger[0].send(b" ")
+
+    stranger[1].longest = 1 << 30
+    sender = threading.Thread(target=trickle)
+    sender.start()
+    with pytest.raises(TimeoutError):
+        stranger[1].receive(time.monotonic() + 0.1)
+    ended.set()
+    stranger[1].close()
+    sender.join(LONG)
+
+
+def test_an_interrupt_in_a_message_ends_the_stream(pair: Pair) -> None:
+    """A script may catch it and go on; the agent must not read what follows as the rest."""
+    handler = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            pair[0].send({"text": "x" * (4 << 20)})
+    finally:
+        signal.signal(signal.SIGALRM, handler)
+    with pytest.raises(BrokenPipeError):
+        pair[0].send({"op": "later"})
+    assert pair[1].receive() is None
 
 
 def test_a_message_sent_in_part_ends_the_stream(pair: Pair) -> None:
