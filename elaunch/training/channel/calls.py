@@ -158,7 +158,7 @@ class Exchange:
                 f"the ranks call different things: {self._layout.me} calls {self._call}, "
                 f"{link.peer} calls {frame.call}"
             )
-        return frame.entries
+        return list(frame.entries)
 
     def _objects(self, entries: list[Contribution], obj: Any) -> dict[int, Any]:
         errors = [bytes(e.parts[0]).decode() for e in entries if e.form == "error"]

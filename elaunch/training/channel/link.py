@@ -31,8 +31,8 @@ import socket
 import struct
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import chain, islice
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Final, Literal, NamedTuple
 
 from elaunch.training.channel.meeting import RankRecord
@@ -72,8 +72,7 @@ class Call(NamedTuple):
 NO_CALL: Final = Call("all", 0, "")
 
 
-@dataclass(frozen=True)
-class Contribution:
+class Contribution(NamedTuple):
     """What one rank gives to a call: ``parts`` one after the other are its ``size`` bytes."""
 
     rank: int
@@ -82,13 +81,12 @@ class Contribution:
     parts: tuple[Bytes, ...]
 
 
-@dataclass(frozen=True)
-class Frame:
+class Frame(NamedTuple):
     """One message."""
 
     kind: Kind
     text: dict[str, Any]
-    entries: list[Contribution] = field(default_factory=list)
+    entries: Sequence[Contribution] = ()
 
     @property
     def call(self) -> Call:
@@ -105,11 +103,12 @@ def encode(kind: Kind, text: dict[str, Any], entries: Sequence[Contribution] = (
     if entries:
         text = {**text, "entries": [(entry.rank, entry.form, entry.size) for entry in entries]}
     line = json.dumps(text).encode()
-    parts = (part for entry in entries for part in entry.parts)
-    blocks = [[_head(kind, len(line)), memoryview(line)], *_pieces(parts)]
-    if sum(entry.size for entry in entries) < CHUNK:
-        return [[memoryview(b"".join(chain(*blocks)))]]
-    return blocks
+    parts = [part for entry in entries for part in entry.parts]
+    size = sum(entry.size for entry in entries)
+    first = _head(kind, len(line)) + line
+    if size < CHUNK:
+        return [[memoryview(b"".join((first, _head("piece", size), *parts)))]]
+    return [[memoryview(first)], *_pieces(parts)]
 
 
 def _pieces(parts: Iterable[Bytes]) -> Iterator[list[memoryview]]:
@@ -122,14 +121,14 @@ def _pieces(parts: Iterable[Bytes]) -> Iterator[list[memoryview]]:
             room -= len(piece[-1])
             rest = rest[len(piece[-1]) :]
             if not room:
-                yield [_head("piece", PIECE), *piece]
+                yield [memoryview(_head("piece", PIECE)), *piece]
                 piece, room = [], PIECE
     if piece:
-        yield [_head("piece", PIECE - room), *piece]
+        yield [memoryview(_head("piece", PIECE - room)), *piece]
 
 
-def _head(kind: Kind, length: int) -> memoryview:
-    return memoryview(HEAD.pack(MAGIC, KINDS.index(kind), length))
+def _head(kind: Kind, length: int) -> bytes:
+    return HEAD.pack(MAGIC, KINDS.index(kind), length)
 
 
 class Parser:
@@ -178,11 +177,13 @@ class Parser:
 
     def _place(self) -> None:
         """Put what was received of the objects where it belongs."""
-        while self._left and self._received:
-            count = min(self._left, len(self._room[0]), len(self._received))
-            self._room[0][:count] = self._received[:count]
-            del self._received[:count]
+        at = 0
+        while self._left and at < len(self._received):
+            count = min(self._left, len(self._room[0]), len(self._received) - at)
+            self._room[0][:count] = self._received[at : at + count]
+            at += count
             self._filled(count)
+        del self._received[:at]
 
     def _filled(self, count: int) -> None:
         _advance(self._room, count)
