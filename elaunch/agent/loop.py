@@ -32,12 +32,11 @@ from elaunch.agent.policy.actions import (
     StopWorkers,
     TakeStacks,
 )
-from elaunch.agent.policy.limits import known_nproc, limits_of
 from elaunch.agent.policy.state import START_S, Phase, State, refusal
 from elaunch.agent.policy.turn import Round, Turn
 from elaunch.agent.resume.probe import DirectoryProbe
 from elaunch.agent.saver.saver import AgentSaver
-from elaunch.agent.startup import Interruption, count_devices
+from elaunch.agent.startup import Interruption, count_devices, known_nproc, limits_of
 from elaunch.agent.status.decisionlog import tell_threads
 from elaunch.agent.status.record import StatusRecord
 from elaunch.agent.workers.group import WorkerGroup

@@ -28,11 +28,11 @@ from elaunch.agent.hangs.watch import HangPlan, HangWatch
 from elaunch.agent.logs.pump import LogPlan, LogPump
 from elaunch.agent.loop import Agent, LoopParts, Observer
 from elaunch.agent.policy import events
-from elaunch.agent.policy.limits import known_nproc
 from elaunch.agent.resume.directory import DirectoryFinisher
 from elaunch.agent.resume.probe import DirectoryProbe
 from elaunch.agent.saver.round import SaverPlan
 from elaunch.agent.saver.saver import AgentSaver
+from elaunch.agent.startup import known_nproc
 from elaunch.agent.status.decisionlog import DecisionLog
 from elaunch.agent.status.eventlog import EventLog, JobFacts
 from elaunch.agent.status.record import StatusRecord, shown_code

@@ -1,14 +1,20 @@
-"""Waits for one answer before the loop begins to serve: how many devices, is the storage fit."""
+"""What is settled before the loop serves: how many workers, what bounds the job, may it save here.
+
+The server counts devices and a thread looks at the storage; each is waited for as one answer.
+"""
 
 from __future__ import annotations
 
+import os
 import queue
 import signal
 import time
 from collections.abc import Collection
+from pathlib import Path
 
 from elaunch.agent.patience import telling
 from elaunch.agent.policy import events
+from elaunch.agent.policy.state import Limits
 from elaunch.agent.workers.group import WorkerGroup
 from elaunch.config import Settings
 from elaunch.endings import how_it_ended
@@ -21,6 +27,34 @@ COUNTING = (
     "still waiting for the server to count the devices, for {seconds:.0f} s: it imports torch "
     "first, if the file system of {interpreter} answers at all"
 )
+
+
+def known_nproc(name: str) -> int | None:
+    """Return the number of workers that ``--nproc-per-node`` means; None if torch must count."""
+    if name == "cpu":
+        return len(os.sched_getaffinity(0))
+    return int(name) if name.isdigit() else None
+
+
+def limits_of(settings: Settings, nproc: int, meets: bool) -> Limits:
+    """Return what bounds a job of ``nproc`` workers here; ``meets``: other nodes take part."""
+    return Limits(
+        nproc=nproc,
+        max_restarts=settings.max_restarts,
+        shutdown_timeout=settings.shutdown_timeout,
+        sibling_grace=settings.sibling_grace,
+        forwarded=frozenset(settings.forward_signals),
+        preempting=frozenset(settings.preempt_signals),
+        meets=meets,
+        takes_stacks=settings.hang_timeout is not None,
+        checkpoint_root=_own_root(settings),
+    )
+
+
+def _own_root(settings: Settings) -> Path | None:
+    directory = settings.checkpoint_dir
+    local = settings.checkpoint_local and settings.rendezvous is not None
+    return directory if local and isinstance(directory, Path) else None
 
 
 def await_one(

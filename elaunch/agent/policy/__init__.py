@@ -7,4 +7,4 @@ coordinator's plans, for requests to end, and for hangs. The loop does what an a
 reason becomes the log line, the status and what tests assert.
 """
 
-__all__ = ["actions", "events", "limits", "nodes", "state", "turn"]
+__all__ = ["actions", "events", "nodes", "state", "turn"]
