@@ -216,6 +216,32 @@ say(json.dumps([content, ck.latest().step, path.parent.name, bad]))
         open_storage(place).verify(open_storage(place).find("step-00000010.r0"))
 
 
+def test_a_flipped_bit_in_one_nodes_copy(start: Start, tmp_path: Path) -> None:
+    """Is found while it is read; the next older one is taken, on all nodes."""
+    env = {**directories(tmp_path), "ELAUNCH_CHECKPOINT_LOCAL": "1"}
+    script = """
+from pathlib import Path
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+for step in (1, 2):
+    ck.save({"x": torch.full((5000,), float(step))}, step)
+ck.load({"x": torch.zeros(5000)})  # each node has all files now
+if rank == 1:
+    path = Path(ck.latest().place, "__0_0.distcp")
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 16
+    path.write_bytes(content)
+dist.barrier()
+own = {"x": torch.zeros(5000)}
+found = ck.load(own)
+say(json.dumps([found.step, own["x"].unique().tolist()]))
+"""
+    assert start(script, 2, nodes=2, env=env).said() == [[1, [1.0]]] * 2
+    assert [committed(tmp_path / f"node{node}") for node in (0, 1)] == [["step-00000001.r0"]] * 2
+    (reason,) = (tmp_path / "node1" / ".quarantine").glob("step-00000002.r0*.json")
+    assert "bad checksum: __0_0.distcp" in reason.read_text()
+
+
 def test_local_on_shared_storage_is_refused(start: Start, tmp_path: Path) -> None:
     """Two chiefs in one directory would take each other's stages."""
     env = {"ELAUNCH_CHECKPOINT_DIR": str(tmp_path / "c"), "ELAUNCH_CHECKPOINT_LOCAL": "1"}
