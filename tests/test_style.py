@@ -23,7 +23,7 @@ ROOT = Path(__file__).parent.parent
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"elaunch"}),
     frozenset({"errors"}),
-    frozenset({"earlysignals", "endings", "env", "hosts", "launchers", "proc", "shown", "text"}),
+    frozenset({"earlysignals", "endings", "env", "hosts", "launchers", "proc", "text"}),
     frozenset({"errorrecord", "run"}),
     frozenset({"config", "checkpoint", "store", "wire"}),
     frozenset({"server", "rendezvous", "training"}),

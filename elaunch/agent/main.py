@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from elaunch import env, shown
+from elaunch import env
 from elaunch.agent import signals
 from elaunch.agent.failure.errorfile import write_launcher_error
 from elaunch.agent.failure.reporter import Reporter, ReportPlan
@@ -47,6 +47,7 @@ from elaunch.config.table import SECRET_VARIABLES
 from elaunch.errors import ElaunchError, RunDirError, UsageError
 from elaunch.run import directory, statedir
 from elaunch.server import devices, processes
+from elaunch.text import one_line
 
 if TYPE_CHECKING:
     from elaunch.agent.detach import Detached
@@ -336,12 +337,12 @@ def _log_plan(settings: Settings, log_root: Path | None, environ: Mapping[str, s
 
 
 class _OneLine(logging.Formatter):
-    """Formats a log line, in which what others wrote is printed as elaunch.shown says."""
+    """Formats a log line, in which what others wrote is printed as elaunch.text says."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line, and below it the traceback of an error of elaunch's own."""
         plain = logging.makeLogRecord(vars(record))
-        plain.msg, plain.args = shown.line(record.getMessage()), None
+        plain.msg, plain.args = one_line(record.getMessage()), None
         return super().format(plain)
 
 

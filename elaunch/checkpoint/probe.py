@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from elaunch import text
 from elaunch.checkpoint import layout
 from elaunch.checkpoint.search.places import broken_link
 from elaunch.checkpoint.storage.durable import stir
@@ -67,8 +68,8 @@ def check(place: Path, local: bool, frees: bool) -> Probed:
     if free >= needed * AMPLE:
         return Probed()
     told = (
-        f"--checkpoint-dir {place}: {_amount(free)} are free on {_host()}, and the newest "
-        f"checkpoint, {name}, takes {_amount(needed)}"
+        f"--checkpoint-dir {place}: {text.size(free)} are free on {_host()}, and the newest "
+        f"checkpoint, {name}, takes {text.size(needed)}"
     )
     if free < needed and not frees:
         raise UsageError(f"{told}; make room, or have old ones removed by --checkpoint-keep-last")
@@ -187,11 +188,3 @@ def _told(place: Path, error: OSError) -> str:
 
 def _host() -> str:
     return os.uname().nodename
-
-
-def _amount(count: float) -> str:
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"

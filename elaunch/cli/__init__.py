@@ -14,7 +14,7 @@ from elaunch import __version__
 from elaunch.config.values import did_you_mean
 from elaunch.endings import INTERRUPTED
 from elaunch.errors import ElaunchError
-from elaunch.shown import block
+from elaunch.text import block
 
 COMMANDS = {
     "run": ("elaunch.cli.run", "Start a script on every worker and keep it running."),

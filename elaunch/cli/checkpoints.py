@@ -29,9 +29,9 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, cast
 
 import click
 
-from elaunch import shown
 from elaunch.errors import CheckpointError, UsageError
 from elaunch.monitor.page import show as print_page
+from elaunch.text import block
 
 if TYPE_CHECKING:
     from elaunch.monitor.checkpointview import ListedCheckpoint, Listing
@@ -67,7 +67,7 @@ def _opened(
             there = listing(target, os.environ)
             return function(there, target.name, *args, **kwargs) or 0
         except CheckpointError as error:
-            click.echo(f"elaunch: error: {shown.block(str(error))}", err=True)
+            click.echo(f"elaunch: error: {block(str(error))}", err=True)
         except OSError as error:
             if isinstance(error, BrokenPipeError) and not error.filename:
                 raise  # the reader has gone, as behind `| head`: no error of the directory
@@ -315,7 +315,7 @@ def import_(file: Path, directory: str, step: int, run_id: str | None, trust: bo
     try:
         found = import_file(file, place, step, run_id, trust)
     except CheckpointError as error:
-        click.echo(f"elaunch: error: {shown.block(str(error))}", err=True)
+        click.echo(f"elaunch: error: {block(str(error))}", err=True)
         return FAILED
     except OSError as error:
         click.echo(f"elaunch: error: {error.filename or file}: {error.strerror}", err=True)

@@ -8,7 +8,6 @@ is known: ranks are shown where ``--node-rank`` decides them, as if all nodes ha
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,9 +17,8 @@ import click
 from elaunch import env
 from elaunch.config import Settings
 from elaunch.config.endpoints import LOOPBACK
-from elaunch.shown import HIDDEN, arguments
+from elaunch.text import HIDDEN, arguments, count, is_secret
 
-_SECRET = re.compile(r"TOKEN|SECRET|PASSW|PASSPHRASE|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE", re.I)
 _PER_RANK = ("RANK", "LOCAL_RANK", "ROLE_RANK", env.VISIBLE_DEVICES, env.ERROR_FILE)
 LATER = "(chosen at the start)"
 MEET = "decided when the nodes meet"
@@ -161,8 +159,8 @@ def _meeting(settings: Settings, nproc: int) -> list[tuple[str, str]]:
         ("rendezvous", f"{meet.backend} at {meet.endpoint}{host}"),
     ]
     if meet.backend == "static":
-        workers = f"{nproc} worker{'s' * (nproc > 1)}"
-        found.append(("this node", f"node {meet.node_hint}; ranks as if each had {workers}"))
+        had = f"ranks as if each had {count(nproc, 'worker')}"
+        found.append(("this node", f"node {meet.node_hint}; {had}"))
     else:
         hint = "" if meet.node_hint is None else f"; it asks for place {meet.node_hint}"
         found.append(("this node", f"its rank and those of its workers are {MEET}{hint}"))
@@ -171,7 +169,7 @@ def _meeting(settings: Settings, nproc: int) -> list[tuple[str, str]]:
 
 def shown(name: str, text: str) -> str:
     """Return a variable's value, or that it is hidden."""
-    return HIDDEN if _SECRET.search(name) else text
+    return HIDDEN if is_secret(name) else text
 
 
 def _logs(settings: Settings) -> str:

@@ -121,7 +121,7 @@ def _csv_value(value: object) -> object:
 
 def _page(rows: Sequence[StoredRow], everything: bool) -> Page:
     from elaunch.monitor.page import Cell, Column, Paragraph, Table
-    from elaunch.text import clean
+    from elaunch.text import one_line
 
     shown = rows[-TERMINAL_ROWS:] if on_terminal() else rows
     names = _names(shown, everything)
@@ -130,10 +130,10 @@ def _page(rows: Sequence[StoredRow], everything: bool) -> Page:
     ]
     numbers = {name for name in names if name not in ("group", "time", "superseded")}
     columns = tuple(
-        Column(clean(name), right=name in numbers, spare=name in ("time", "round"))
+        Column(one_line(name), right=name in numbers, spare=name in ("time", "round"))
         for name in names
     )
-    table = Table(columns, tuple(tuple(Cell(clean(text)) for text in row) for row in cells))
+    table = Table(columns, tuple(tuple(Cell(one_line(text)) for text in row) for row in cells))
     left_out = len(rows) - len(shown)
     if not left_out:
         return (table,)

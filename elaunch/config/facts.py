@@ -31,7 +31,7 @@ from elaunch import __version__
 from elaunch.config import command
 from elaunch.config.settings import Settings
 from elaunch.env import HPARAMS
-from elaunch.shown import arguments
+from elaunch.text import arguments
 
 TEXT_LIMIT = 80
 VARIABLES_LIMIT = 1000

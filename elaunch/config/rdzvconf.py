@@ -29,14 +29,12 @@ nor what stands behind an unknown key whose name looks like a secret's.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping
 
 from elaunch.config import values
-from elaunch.shown import HIDDEN
+from elaunch.text import HIDDEN, is_secret
 
 PASSWORD = "password"
-_SECRET = re.compile(r"pass|pw|secret|token|cred|auth|key", re.IGNORECASE)
 _SECRETS = (PASSWORD, "passwd", "secret", "token", "credential")
 # Other spellings, torchrun's mostly: both at once is an error.
 ALIASES: Mapping[str, str] = {
@@ -147,7 +145,8 @@ def masked(raw: str) -> str:
 
 
 def _looks_secret(name: str) -> bool:
-    return bool(_SECRET.search(name)) or bool(values.nearest(name, _SECRETS, cutoff=0.7))
+    near = values.nearest(name, _SECRETS, cutoff=0.7)
+    return bool(near) or is_secret(name) or len(name) > 200
 
 
 def without_password(conf: Mapping[str, str]) -> dict[str, str]:

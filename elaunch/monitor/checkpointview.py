@@ -33,7 +33,7 @@ from elaunch.checkpoint.storage.files import explain
 from elaunch.checkpoint.storage.storage import Storage, open_storage
 from elaunch.errors import CheckpointError
 from elaunch.monitor.page import Cell, Column, Fields, Page, Paragraph, Part, Table
-from elaunch.text import clean, date, duration, memory
+from elaunch.text import date, duration, one_line, size
 
 NOTHING: Final = "-"
 METRICS_SHOWN: Final = 4
@@ -274,7 +274,7 @@ def list_page(listing: Listing, now: float) -> Page:
     """Return the page of a directory."""
     entries = (*listing.unfinished, *listing.quarantined, *listing.entries)
     if not entries:
-        return (Paragraph((f"{clean(str(listing.place))} has no checkpoints",)),)
+        return (Paragraph((f"{one_line(str(listing.place))} has no checkpoints",)),)
     metrics = _metrics(listing.entries)
     columns = (
         Column("NAME"),
@@ -284,11 +284,11 @@ def list_page(listing: Listing, now: float) -> Page:
         Column("FORMAT", spare=True),
         Column("PINNED", spare=True),
         Column("STATE", elastic=True),
-        *(Column(clean(name), right=True, spare=True) for name in metrics),
+        *(Column(one_line(name), right=True, spare=True) for name in metrics),
     )
     rows = [_row(entry, listing, metrics, now) for entry in entries]
     return (
-        Fields((("directory", clean(str(listing.place))),)),
+        Fields((("directory", one_line(str(listing.place))),)),
         Table(columns, tuple(rows)),
     )
 
@@ -296,17 +296,17 @@ def list_page(listing: Listing, now: float) -> Page:
 def _row(
     entry: ListedCheckpoint, listing: Listing, metrics: Sequence[str], now: float
 ) -> tuple[Cell, ...]:
-    state = entry.state + (f": {clean(entry.reason)}" if entry.reason else "")
+    state = entry.state + (f": {one_line(entry.reason)}" if entry.reason else "")
     runs = listing.resumed.get(entry.name)
     if runs:
-        state += f", {clean(runs)} has resumed from it"
+        state += f", {one_line(runs)} has resumed from it"
     values = entry.found.metrics if entry.found is not None else {}
     return (
-        Cell(clean(entry.name)),
+        Cell(one_line(entry.name)),
         Cell(NOTHING if entry.step is None else str(entry.step)),
-        Cell(NOTHING if entry.size is None else memory(entry.size)),
+        Cell(NOTHING if entry.size is None else size(entry.size)),
         Cell(NOTHING if entry.written is None else duration(max(0.0, now - entry.written))),
-        Cell(clean(entry.format)),
+        Cell(one_line(entry.format)),
         Cell("yes" if entry.pinned else NOTHING),
         Cell(state, _COLOURS[entry.state]),
         *(Cell(_number(values.get(name))) for name in metrics),
@@ -331,14 +331,14 @@ def verdict_page(verdicts: Sequence[tuple[ListedCheckpoint, str]]) -> Page:
     rows = []
     for entry, problem in verdicts:
         good = "good" if entry.found is not None else "complete (its format has no checksums)"
-        cell = Cell(clean(problem), _COLOURS["bad"]) if problem else Cell(good, _COLOURS["good"])
-        rows.append((Cell(clean(entry.name)), cell))
+        cell = Cell(one_line(problem), _COLOURS["bad"]) if problem else Cell(good, _COLOURS["good"])
+        rows.append((Cell(one_line(entry.name)), cell))
     return (Table(columns, tuple(rows)),)
 
 
 def show_page(entry: ListedCheckpoint, files: Sequence[Mapping[str, Any]], now: float) -> Page:
     """Return the page of one checkpoint; ``files`` as the manifests list them."""
-    parts: list[Part] = [Fields(tuple((name, clean(text)) for name, text in _facts(entry, now)))]
+    parts: list[Part] = [Fields(tuple((name, one_line(text)) for name, text in _facts(entry, now)))]
     if files:
         columns = (
             Column("FILE"),
@@ -347,7 +347,7 @@ def show_page(entry: ListedCheckpoint, files: Sequence[Mapping[str, Any]], now: 
             Column("CHECKSUM", elastic=True, spare=True),
         )
         rows = [
-            tuple(Cell(clean(str(text))) for text in _file(file)) for file in files[:FILES_SHOWN]
+            tuple(Cell(one_line(str(text))) for text in _file(file)) for file in files[:FILES_SHOWN]
         ]
         parts.append(Table(columns, tuple(rows)))
         if len(files) > FILES_SHOWN:
@@ -357,7 +357,7 @@ def show_page(entry: ListedCheckpoint, files: Sequence[Mapping[str, Any]], now: 
 
 
 def _file(file: Mapping[str, Any]) -> tuple[object, ...]:
-    return file["path"], file["rank"], memory(file["size"]), file["checksum"]
+    return file["path"], file["rank"], size(file["size"]), file["checksum"]
 
 
 def _facts(entry: ListedCheckpoint, now: float) -> Iterator[tuple[str, str]]:
@@ -369,7 +369,7 @@ def _facts(entry: ListedCheckpoint, now: float) -> Iterator[tuple[str, str]]:
     if entry.found is not None:
         yield from _committed_facts(entry.found)
     if entry.size is not None:
-        yield "size", f"{memory(entry.size)} ({entry.size:,} bytes)"
+        yield "size", f"{size(entry.size)} ({entry.size:,} bytes)"
     if entry.written is not None:
         yield "written", f"{date(entry.written)}, {duration(max(0.0, now - entry.written))} ago"
     yield "pinned", "yes" if entry.pinned else "no"

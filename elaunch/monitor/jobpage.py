@@ -13,17 +13,17 @@ from elaunch.monitor.jobview import JobView, NodeView
 from elaunch.monitor.page import Cell, Column, Fields, Page, Paragraph, Part, Table, Title
 from elaunch.monitor.runpage import NOTHING, SHOWN_MESSAGE_LINES, restarts_text
 from elaunch.rendezvous.plan import Plan, WorkerFailure
-from elaunch.text import clean, duration
+from elaunch.text import duration, one_line
 
 _NO_ROLES = ("default", "")
 
 
 def job_page(view: JobView) -> Page:
     """Return the page of one job."""
-    parts: list[Part] = [Title(clean(view.run_id), Cell(view.state, view.state), _note(view))]
-    if cause := tuple(clean(line) for line in _cause(view)):
+    parts: list[Part] = [Title(one_line(view.run_id), Cell(view.state, view.state), _note(view))]
+    if cause := tuple(one_line(line) for line in _cause(view)):
         parts.append(Paragraph(cause))
-    parts.append(Fields(tuple((name, clean(value)) for name, value in _facts(view))))
+    parts.append(Fields(tuple((name, one_line(value)) for name, value in _facts(view))))
     if view.nodes:
         parts.append(_table(view.nodes))
     if apart := (*view.spares, *view.joining):
@@ -51,13 +51,13 @@ def _job_row(view: JobView) -> tuple[Cell, ...]:
     if restarts:
         used = str(restarts.used) if restarts.max is None else f"{restarts.used}/{restarts.max}"
     return (
-        Cell(clean(view.run_id)),
+        Cell(one_line(view.run_id)),
         Cell(view.state, view.state),
         Cell(_round(plan)),
         Cell(used),
         Cell(str(plan.world_size) if plan and plan.nodes else NOTHING),
         Cell(NOTHING if view.problem else str(len(view.nodes))),
-        Cell(clean(view.reason or NOTHING)),
+        Cell(one_line(view.reason or NOTHING)),
     )
 
 
@@ -185,15 +185,15 @@ def _table(nodes: Sequence[NodeView]) -> Table:
 def _row(node: NodeView) -> tuple[Cell, ...]:
     return (
         Cell(NOTHING if node.rank is None else str(node.rank)),
-        Cell(clean(node.name)),
-        Cell(clean(node.host)),
-        Cell(clean(node.addr)),
+        Cell(one_line(node.name)),
+        Cell(one_line(node.host)),
+        Cell(one_line(node.addr)),
         Cell(node.state, node.state),
         Cell(_ranks(node.ranks)),
         Cell(str(node.slots)),
         Cell(NOTHING if node.age_s is None else duration(node.age_s)),
-        Cell(NOTHING if node.role in _NO_ROLES else clean(node.role)),
-        Cell(clean(node.note) or NOTHING),
+        Cell(NOTHING if node.role in _NO_ROLES else one_line(node.role)),
+        Cell(one_line(node.note) or NOTHING),
     )
 
 

@@ -24,7 +24,7 @@ from elaunch.run.record import (
     SavesRecord,
     WorkerProgressRecord,
 )
-from elaunch.text import clean, date, duration, memory, moment
+from elaunch.text import date, duration, moment, one_line, ranks, size
 
 NOTHING: Final = "-"
 SHOWN_MESSAGE_LINES: Final = 5
@@ -53,12 +53,12 @@ def run_page(view: RunView) -> Page:
     parts: list[Part] = [_title(view.standing, view.record)]
     if cause := tuple(_cause(view)):
         parts.append(Paragraph(cause))
-    parts.append(Fields(tuple((name, clean(value)) for name, value in _progress(view))))
+    parts.append(Fields(tuple((name, one_line(value)) for name, value in _progress(view))))
     if view.workers:
         parts.append(_workers(view.workers, _by_rank(view.record, view.standing.live)))
     if len(view.record["history"]) > 1:
         parts.append(_history(view.record["history"], view.standing))
-    parts.append(Fields(tuple((name, clean(value)) for name, value in _origin(view))))
+    parts.append(Fields(tuple((name, one_line(value)) for name, value in _origin(view))))
     return tuple(parts)
 
 
@@ -86,7 +86,7 @@ def list_page(standings: Sequence[Standing], everything: bool) -> Page:
 
 def _list_row(standing: Standing, ids: Mapping[str, int]) -> tuple[Cell, ...]:
     run_id, record = _run_id(standing), standing.record
-    name = Cell(clean(run_id if ids[run_id] == 1 else handle(standing.run)))
+    name = Cell(one_line(run_id if ids[run_id] == 1 else handle(standing.run)))
     note = _LIST_NOTES.get(standing.agent, "")
     state = Cell(f"{standing.state}{note}", standing.state)
     if record is None:
@@ -102,8 +102,8 @@ def _list_row(standing: Standing, ids: Mapping[str, int]) -> tuple[Cell, ...]:
         Cell(moment(record["started_at"], standing.taken_at)),
         Cell(NOTHING if ended is None else moment(ended, standing.taken_at)),
         Cell(NOTHING if lasted is None else duration(lasted)),
-        Cell(clean(record["name"])),
-        Cell(clean(os.path.basename(record["entrypoint"]))),
+        Cell(one_line(record["name"])),
+        Cell(one_line(os.path.basename(record["entrypoint"]))),
     )
 
 
@@ -119,22 +119,22 @@ def _title(standing: Standing, record: Record) -> Title:
         notes.append(f"for {duration(standing.duration_s)}")
     elif record["exit_code"] is not None:
         notes.append(f"exit code {record['exit_code']}")
-    return Title(clean(record["run_id"]), Cell(standing.state, standing.state), " ".join(notes))
+    return Title(one_line(record["run_id"]), Cell(standing.state, standing.state), " ".join(notes))
 
 
 def _cause(view: RunView) -> Iterator[str]:
     """Yield why the run is in its state; of a failure also the failed worker's report."""
     if view.standing.reason:
-        yield clean(view.standing.reason)
+        yield one_line(view.standing.reason)
     failure = view.record["failure"]
     # An earlier round's failure stays in the record.
     current = failure is not None and failure.get("round") == view.record["round"]
     if failure and current and view.standing.state == "FAILED":
-        yield from (clean(line) for line in failure_lines(failure))
+        yield from (one_line(line) for line in failure_lines(failure))
     elif view.standing.state == "FAILED":
         # The first failure of the job was on another node, whose agent has the report.
         text = str((view.record.get("job_failure") or {}).get("text") or "")
-        yield from (clean(line) for line in text.splitlines()[:SHOWN_MESSAGE_LINES])
+        yield from (one_line(line) for line in text.splitlines()[:SHOWN_MESSAGE_LINES])
 
 
 def _progress(view: RunView) -> Iterator[tuple[str, str]]:
@@ -255,14 +255,14 @@ def _worker_row(worker: WorkerView, progress: WorkerProgressRecord | None) -> tu
         Cell(str(record["rank"])),
         Cell(str(record["local_rank"])),
         Cell(_or_nothing(record["pid"])),
-        Cell(clean(worker.state), worker.state),
+        Cell(one_line(worker.state), worker.state),
         Cell(f"{used.cpu_percent:.0f}" if used else NOTHING),
-        Cell(memory(used.rss) if used else NOTHING),
-        Cell(memory(used.tree_rss) if used else NOTHING),
+        Cell(size(used.rss) if used else NOTHING),
+        Cell(size(used.tree_rss) if used else NOTHING),
         Cell(str(used.threads) if used else NOTHING),
-        Cell(clean(record["exit"] or NOTHING)),
+        Cell(one_line(record["exit"] or NOTHING)),
         Cell(_step_text(progress) or NOTHING),
-        Cell(clean(_doing_text(progress)) or NOTHING),
+        Cell(one_line(_doing_text(progress)) or NOTHING),
     )
 
 
@@ -291,7 +291,7 @@ def _round_row(entry: RoundRecord, standing: Standing) -> tuple[Cell, ...]:
         Cell(lasted),
         Cell(NOTHING if recovery is None else f"{recovery:.3f} s"),
         Cell(_or_nothing(entry["resumed_step"])),
-        Cell(clean(entry["reason"] or NOTHING)),
+        Cell(one_line(entry["reason"] or NOTHING)),
     )
 
 
@@ -322,8 +322,8 @@ def _hang(hang: Mapping[str, Any]) -> Iterator[str]:
     """Yield the innermost frame of each group of workers, the smallest group first."""
     for group in (hang.get("stacks") or [])[:SHOWN_MESSAGE_LINES]:
         if group.get("main") and group.get("ranks"):
-            ranks = ",".join(map(str, group["ranks"]))
-            yield f"rank{'s' * (len(group['ranks']) > 1)} {ranks}: {group['main'][0]}"
+            known = [rank for rank in group["ranks"] if isinstance(rank, int)]
+            yield f"{ranks(known)}: {group['main'][0]}"
 
 
 def _progress_facts(record: Record, live: bool) -> Iterator[tuple[str, str]]:

@@ -8,6 +8,7 @@ from typing import Protocol
 from elaunch.endings import how_it_ended
 from elaunch.rendezvous.decide.view import Absent
 from elaunch.rendezvous.plan import WorkerFailure
+from elaunch.text import count, listed
 
 MOST_NAMED = 8
 MOST_CHARACTERS = 1000
@@ -34,24 +35,13 @@ def node(one: HasPlace) -> str:
 
 
 def nodes(them: Iterable[HasPlace]) -> str:
-    """Return "node1 (10.0.0.1), node2 (10.0.0.2)", at most MOST_NAMED of them."""
+    """Return "node1 (10.0.0.1), node2 (10.0.0.2)", at most eight of them."""
     return listed([node(one) for one in them])
 
 
 def named(them: Sequence[HasPlace]) -> str:
     """Return "node node1 (10.0.0.1)" or "nodes node1 (10.0.0.1), node2 (10.0.0.2)"."""
     return f"{'node' if len(them) == 1 else 'nodes'} {nodes(them)}"
-
-
-def listed(names: Sequence[str]) -> str:
-    """Return the names with commas, at most MOST_NAMED of them, and how many more there are."""
-    more = len(names) - MOST_NAMED
-    return ", ".join(names[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
-
-
-def count(number: int, word: str = "node") -> str:
-    """Return "1 node" or "3 nodes"."""
-    return f"1 {word}" if number == 1 else f"{number} {word}s"
 
 
 def gone(one: HasPlace, absent: Absent | None, heartbeat_timeout: float) -> str:

@@ -32,9 +32,10 @@ import time
 from pathlib import Path
 from typing import Any, Final, Literal, TypedDict, cast
 
-from elaunch import proc, shown
+from elaunch import proc
 from elaunch.errors import RunDirError
 from elaunch.proc import Process
+from elaunch.text import arguments
 
 SCHEMA: Final = 1
 LIVE_STATES: Final = frozenset({"STARTING", "RUNNING", "STOPPING", "RESTARTING"})
@@ -325,7 +326,7 @@ def first_record(run_id: str, name: str, directory: Path) -> Record:
         "world_size": None,
         "nproc_per_node": None,
         "entrypoint": "",
-        "argv": shown.arguments(sys.argv),
+        "argv": arguments(sys.argv),
         "cwd": os.getcwd(),
         "start_method": "",
         "interpreter": sys.executable,

@@ -238,7 +238,7 @@ def test_where_the_workers_of_a_hung_run_were(tmp_path: Path) -> None:
     assert plain(run_page(view)).splitlines()[1:4] == [
         f"  {reason}",
         '  rank 1: File "d.py", line 8 in read',
-        '  ranks 0,2: File "t.py", line 9 in barrier',
+        '  ranks 0, 2: File "t.py", line 9 in barrier',
     ]
 
 

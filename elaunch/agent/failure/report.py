@@ -58,10 +58,10 @@ from datetime import datetime
 
 from elaunch.agent.failure import errorfile, tracebacks
 from elaunch.agent.failure.ends import Failure, FailureReport, Hang, signal_name, summary
-from elaunch.agent.hangs.judge import ranks_text
 from elaunch.agent.hangs.stackdump import StackGroup
 from elaunch.agent.policy import events
 from elaunch.endings import Exit
+from elaunch.text import ranks
 
 WIDTH = 100
 HEADING = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: "
@@ -296,13 +296,13 @@ def _stack_lines(
     if groups:
         yield "Python stacks at that time, most recent call first:"
     for group in groups:
-        yield f"  {ranks_text(group.ranks)}:"
+        yield f"  {ranks(group.ranks)}:"
         yield from (f"    {frame}" for frame in group.main)
-        for ranks, stack in group.threads:
-            yield f"  another thread of {ranks_text(ranks)}:"
+        for them, stack in group.threads:
+            yield f"  another thread of {ranks(them)}:"
             yield from (f"    {frame}" for frame in stack)
-    for ranks, text in problems:
-        yield f"No stacks of {ranks_text(ranks)}: {text}"
+    for them, text in problems:
+        yield f"No stacks of {ranks(them)}: {text}"
     if not groups and not problems:
         yield "The stacks of the workers could not be taken in time."
 

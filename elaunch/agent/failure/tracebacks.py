@@ -1,4 +1,6 @@
 """What a dead worker's last lines say: the traceback in them, its message, made fit to print.
+from elaunch.text import block
+
 
 A block of text is looked for in this order, depending on how the worker ended:
 
@@ -21,7 +23,7 @@ import re
 import signal
 from collections.abc import Sequence
 
-from elaunch import shown
+from elaunch.text import block
 
 LAST_LINES = 20
 MAX_LINES = 200
@@ -56,12 +58,12 @@ _EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(?:: .*)?$")
 def printable(text: str) -> str:
     """Return ``text`` without terminal escapes, control characters and lone surrogates.
 
-    What else does not print (C1 controls, marks of direction) is written out (elaunch.shown).
+    What else does not print (C1 controls, marks of direction) is written out (elaunch.text).
     Of a progress bar, drawn over itself with carriage returns, the last state is kept.
     """
     text = _ESCAPE.sub("", text).encode("utf-8", "replace").decode()
     lines = (line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n"))
-    return shown.block("\n".join(_CONTROL.sub("", line) for line in lines))
+    return block("\n".join(_CONTROL.sub("", line) for line in lines))
 
 
 def pick(tail: Sequence[str], exitcode: int) -> tuple[str, ...]:

@@ -30,6 +30,8 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
+from elaunch import text
+
 Source = Literal["script", "log lines"]
 
 LEARNED: Final = 10
@@ -266,7 +268,7 @@ def _verdict(
         named = ()
     if named:
         have = "has" if len(named) == 1 else "have"
-        told = f"{ranks_text(named)} {have} {verbs[0]} {rest}"
+        told = f"{text.ranks(named)} {have} {verbs[0]} {rest}"
     else:
         told = f"no rank has {verbs[1]} {rest}"
     where = _where(history, named)
@@ -276,18 +278,6 @@ def _verdict(
         source=history.source,
         named=bool(named),
     )
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """Return "rank 3" or "ranks 0-2,4"."""
-    spans: list[list[int]] = []
-    for rank in sorted(ranks):
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    shown = ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}"
 
 
 def _seconds(seconds: float) -> str:

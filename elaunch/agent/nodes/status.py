@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from elaunch import shown
 from elaunch.agent.failure.ends import FailureReport
 from elaunch.agent.failure.errorfile import write_launcher_file
 from elaunch.agent.failure.report import render_cause
@@ -27,6 +26,7 @@ from elaunch.errors import HangError, ServerError, SymmetryError
 from elaunch.rendezvous import text as words
 from elaunch.rendezvous.plan import AgentState, NodeStatus, Plan, Preempted, WorkerFailure
 from elaunch.rendezvous.text import differences
+from elaunch.text import block, count
 
 if TYPE_CHECKING:
     from elaunch.rendezvous.meeting import Meeting
@@ -178,9 +178,7 @@ class StatusPublisher:
             return None
         self._told = mark
         text = found.text.rstrip() or words.failure(found)
-        self._identity.say(
-            f"the first failure of the job was on another node:\n{shown.block(text)}\n"
-        )
+        self._identity.say(f"the first failure of the job was on another node:\n{block(text)}\n")
         return found
 
     def _tell_plan(self, plan: Plan, name: str) -> None:
@@ -196,7 +194,7 @@ class StatusPublisher:
             lines.append(f"still {plan.waits}")
         if name in plan.spares:
             lines.append(
-                f"standing by: the job has its {words.count(len(plan.nodes))}; this one replaces "
+                f"standing by: the job has its {count(len(plan.nodes))}; this one replaces "
                 "the next that is lost"
             )
         news = [line for line in lines if line not in self._noticed]

@@ -29,13 +29,13 @@ import signal
 from collections.abc import Callable
 from typing import Any, Final
 
-from elaunch.agent.hangs.judge import ranks_text
 from elaunch.agent.policy import events
 from elaunch.agent.policy.actions import Action, EndTree, Finish, Hurry, Nothing, Notify
 from elaunch.agent.policy.state import LOST, Phase, State, workers
 from elaunch.endings import KILLED, PREEMPTED
 from elaunch.errors import CheckpointError
 from elaunch.rendezvous.plan import Plan
+from elaunch.text import ranks
 from elaunch.wire.worker import Notice
 
 Decision = tuple[Action, str]
@@ -107,7 +107,7 @@ def overdue(state: State) -> Decision:
         told += "; no worker has asked should_preempt()"
     elif silent:
         have = "has" if len(silent) == 1 else "have"
-        told += f"; {ranks_text(silent)} {have} not asked should_preempt()"
+        told += f"; {ranks(silent)} {have} not asked should_preempt()"
     what = f"{told}; ending {workers(len(state.alive))}"
     return EndTree(signal.SIGTERM, state.limits.sibling_grace), what
 

@@ -42,6 +42,7 @@ from elaunch.checkpoint.records import Checkpoint
 from elaunch.endings import exit_code, how_it_ended
 from elaunch.errors import HangError, ServerError
 from elaunch.rendezvous.plan import Plan
+from elaunch.text import count
 from elaunch.wire.worker import Notice
 
 LOST = "all workers ended with 0, but their last checkpoint was in memory only, and is lost"
@@ -335,4 +336,4 @@ def server_ended(exitcode: int) -> str:
 
 def workers(number: int) -> str:
     """Return "1 worker" or "3 workers"."""
-    return "1 worker" if number == 1 else f"{number} workers"
+    return count(number, "worker")

@@ -16,6 +16,7 @@ import os
 import threading
 from typing import Final
 
+from elaunch import text
 from elaunch.agent.failure.memory import available
 from elaunch.errors import SaveError, UsageError
 
@@ -40,7 +41,8 @@ def check_limit(limit: int | None) -> None:
         return
     if limit > there:
         raise UsageError(
-            f"--checkpoint-memory {shown(limit)}: this node has {shown(there)} available; give less"
+            f"--checkpoint-memory {text.size(limit)}: this node has {text.size(there)} available; "
+            "give less"
         )
 
 
@@ -57,7 +59,7 @@ class Segment:
             self._mapping = mmap.mmap(self.fd, size)
         except (OSError, ValueError) as error:
             os.close(self.fd)
-            raise SaveError(f"no memory for a checkpoint of {shown(size)}: {error}") from error
+            raise SaveError(f"no memory for a checkpoint of {text.size(size)}: {error}") from error
 
     @property
     def view(self) -> memoryview:
@@ -176,14 +178,10 @@ class CheckpointMemory:
             return
         of = "--checkpoint-memory" if self._given else "half of what was available"
         raise SaveError(
-            f"no memory for a part of {shown(size)}: this node's other parts take {shown(taken)} "
-            f"of {shown(bound)} ({of}); raise --checkpoint-memory, or save with block=True"
+            f"no memory for a part of {text.size(size)}: this node's other parts take "
+            f"{text.size(taken)} of {text.size(bound)} ({of}); raise --checkpoint-memory, "
+            "or save with block=True"
         )
-
-
-def shown(size: int) -> str:
-    """Return a number of bytes for people."""
-    return f"{size / (1 << 20):,.1f} MiB"
 
 
 def _whole_pages(size: int) -> int:

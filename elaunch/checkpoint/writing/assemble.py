@@ -27,13 +27,13 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import PurePosixPath
 from typing import Any, TypeVar
 
-from elaunch import __version__
+from elaunch import __version__, text
 from elaunch.checkpoint import layout
 from elaunch.checkpoint.records import Committed, Location, Stage
 from elaunch.checkpoint.storage.files import shown, whole_number
@@ -78,7 +78,8 @@ def merge_files(parts: Mapping[int, Mapping[str, Content]]) -> dict[str, int]:
         if len(set(ranks.values())) > 1
     ]
     conflicts += [
-        f"{above} is a file of {_ranks(holders[above])} and a directory of {_ranks(ranks)} ({path})"
+        f"{above} is a file of {text.ranks(holders[above])} and a directory of "
+        f"{text.ranks(ranks)} ({path})"
         for path, ranks in sorted(holders.items())
         for above in map(str, PurePosixPath(path).parents)
         if above in holders
@@ -98,7 +99,7 @@ def _merge(values: Mapping[int, Mapping[str, Any]], above: str, into: list[str])
         groups = _equal(given)
         merged[key] = groups[0][0]
         if len(groups) > 1:
-            told = ", ".join(f"{_short(value)} ({_ranks(ranks)})" for value, ranks in groups)
+            told = ", ".join(f"{_short(value)} ({text.ranks(ranks)})" for value, ranks in groups)
             into.append(f"{name} is {told}")
     return merged
 
@@ -124,20 +125,13 @@ def _same(one: object, other: object) -> bool:
 
 
 def _apart(ranks: Mapping[int, Content]) -> str:
-    told = [f"{size} bytes ({_ranks(group)})" for (size, _), group in _equal(ranks)]
+    told = [f"{size} bytes ({text.ranks(group)})" for (size, _), group in _equal(ranks)]
     return f"different content: {', '.join(told)}"
 
 
 def _short(value: object) -> str:
     text = json.dumps(value)
     return text if len(text) <= _WIDTH else f"{text[: _WIDTH - 1]}…"
-
-
-def _ranks(ranks: Iterable[int]) -> str:
-    numbers = [str(rank) for rank in sorted(ranks)]
-    if len(numbers) > _MOST:
-        numbers[_MOST - 1 :] = [f"… {len(numbers) - _MOST + 1} more"]
-    return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {', '.join(numbers)}"
 
 
 def _refuse(what: str, conflicts: list[str]) -> None:

@@ -17,10 +17,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
+from elaunch import text
 from elaunch.checkpoint.ownership import NOT_THE_ONE
 from elaunch.checkpoint.records import Committed, Stage
 from elaunch.checkpoint.writing.pace import Pace
@@ -100,7 +101,7 @@ class Save:
         if not late:
             return ""
         return (
-            f"the storage has taken nothing of the part of {named(late)} for "
+            f"the storage has taken nothing of the part of {text.ranks(late)} for "
             f"{WRITE_DEADLINE_S:g} s: it hangs"
         )
 
@@ -114,17 +115,9 @@ class Save:
         if not late:
             return ""
         return (
-            f"{named(late)} handed over no part within {PART_DEADLINE_S:g} s; every rank has to "
-            "call save"
+            f"{text.ranks(late)} handed over no part within {PART_DEADLINE_S:g} s; every rank "
+            "has to call save"
         )
-
-
-def named(ranks: Collection[int]) -> str:
-    """Return "rank 3" or "ranks 3, 4, 5 and 12 more"."""
-    first = sorted(ranks)[:8]
-    more = len(ranks) - len(first)
-    text = ", ".join(map(str, first)) + (f" and {more} more" if more else "")
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {text}"
 
 
 @dataclass
@@ -259,7 +252,7 @@ class SavesInFlight:
         never = [rank for rank in save.missing(self.gone) if rank < save.world_size]
         if save.done or not never:
             return False
-        self.drop(save, f"{named(never)} ended before handing over a part")
+        self.drop(save, f"{text.ranks(never)} ended before handing over a part")
         return True
 
     def drop(self, save: Save, problem: str) -> None:

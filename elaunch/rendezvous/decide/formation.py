@@ -28,6 +28,7 @@ from elaunch.rendezvous.decide.view import (
 )
 from elaunch.rendezvous.plan import Cause, Node, NodeStatus, Plan, PlanCheckpoint, WorkerFailure
 from elaunch.rendezvous.text import differences
+from elaunch.text import count
 
 
 def decide(view: View, now: float, rules: Rules) -> Decision:
@@ -202,7 +203,7 @@ def _search(view: View, rules: Rules, names: tuple[str, ...] = ()) -> Decision:
         return Wait(), reason
     if rules.checkpoint_local and not view.plan.reason:
         # The agents to be asked know each other by the job's incarnation id: publish it.
-        return _pause(view, f"{reason} on {text.count(len(view.present))}", view.began)
+        return _pause(view, f"{reason} on {count(len(view.present))}", view.began)
     present = {name: member.record for name, member in view.present.items()}
     seen = (record.seen.job for record in present.values() if record.seen is not None)
     jobs = frozenset([view.plan.job, *seen])
@@ -310,8 +311,8 @@ def _why_again(plan: Plan, rules: Rules, verdict: budget.Again) -> str:
 def _why(view: View, rules: Rules, nodes: tuple[Node, ...], before: LastKnown) -> str:
     if rules.standalone:
         return "first start"
-    plan, workers = view.plan, text.count(sum(node.slots for node in nodes), "worker")
-    with_whom = f"{text.count(len(nodes))}, {workers}"
+    plan, workers = view.plan, count(sum(node.slots for node in nodes), "worker")
+    with_whom = f"{count(len(nodes))}, {workers}"
     start = ""
     if rules.has_checkpoint_dir:
         found = view.found.checkpoint if view.found else None

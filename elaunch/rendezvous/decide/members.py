@@ -27,6 +27,7 @@ from elaunch.errors import UsageError
 from elaunch.rendezvous import text as words
 from elaunch.rendezvous.decide.view import FENCE, HOSTED, LastKnown, Present, Rules, View
 from elaunch.rendezvous.plan import JobSeen, NodeStatus
+from elaunch.text import count, listed
 
 READY_PATIENCE = 10.0
 """Seconds that newcomers which are ready wait for those that came with them and are not."""
@@ -57,12 +58,12 @@ class Few(Struct, frozen=True):
     def text(self, after: str, now: float | None) -> str:
         """Return who is there and what is missing; with ``now``, since when they are gone."""
         least, most, there = self.rules.min_nodes, self.rules.max_nodes, len(self.there)
-        wanted = words.count(least) if least == most else f"at least {words.count(least)}"
+        wanted = count(least) if least == most else f"at least {count(least)}"
         text = f"{there} of {wanted}{after}"
         text += f": {words.nodes(sorted(self.there, key=_by_host))}" if self.there else ""
         more = least - there
         if self.missing_ranks:
-            ranks = words.listed([str(rank) for rank in self.missing_ranks])
+            ranks = listed([str(rank) for rank in self.missing_ranks])
             text += f"; node rank {ranks} is missing"
         elif more > 0:
             text += f"; {more} more {'is' if more == 1 else 'are'} needed"

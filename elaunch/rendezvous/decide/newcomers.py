@@ -21,6 +21,7 @@ from elaunch.rendezvous import text
 from elaunch.rendezvous.decide.members import READY_PATIENCE, order, rested, waiting
 from elaunch.rendezvous.decide.view import Decision, Publish, Rules, View, Wait
 from elaunch.rendezvous.plan import NodeStatus
+from elaunch.text import count
 
 
 def decide(view: View, now: float, rules: Rules) -> Decision:
@@ -92,4 +93,4 @@ def _may_save(view: View, rules: Rules) -> bool:
 def _joined(records: list[NodeStatus]) -> str:
     if len(records) == 1:
         return f"node {text.node(records[0])} joins"
-    return f"{text.count(len(records))} join: {text.nodes(records)}"
+    return f"{count(len(records))} join: {text.nodes(records)}"

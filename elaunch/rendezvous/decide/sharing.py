@@ -22,6 +22,7 @@ from elaunch.errors import UsageError
 from elaunch.rendezvous import text
 from elaunch.rendezvous.decide.view import View
 from elaunch.rendezvous.plan import NodeStatus
+from elaunch.text import listed
 
 EXIT_CODE = UsageError.exit_code
 
@@ -83,4 +84,4 @@ def _place(record: NodeStatus) -> str:
 
 
 def _places(records: list[NodeStatus]) -> str:
-    return text.listed([_place(record) for record in records])
+    return listed([_place(record) for record in records])

@@ -32,6 +32,7 @@ from typing import Final
 from elaunch import proc
 from elaunch.errors import CollectiveTimeout, PlacementError
 from elaunch.hosts import is_loopback, plain
+from elaunch.text import ranks
 from elaunch.training.channel.listener import Listener
 from elaunch.training.place.placement import Placement
 from elaunch.training.stores.roundstore import RoundStore, StoreConnection
@@ -234,15 +235,10 @@ def _exchange(
 def _missing(me: RankRecord, records: list[bytes], store: RoundStore) -> CollectiveTimeout:
     missing = tuple(rank for rank, raw in enumerate(records) if not raw)
     there = [str(read_member(raw, rank)) for rank, raw in enumerate(records) if raw]
-    text = f"{_ranks(missing)} of {len(records)} did not open a context in time"
+    text = f"{ranks(missing)} of {len(records)} did not open a context in time"
     if store.context_number > 1:
         text += f" (number {store.context_number} of rank {me.rank} in this round)"
     return CollectiveTimeout(f"{text}; here: {', '.join(there)}", missing)
-
-
-def _ranks(ranks: tuple[int, ...]) -> str:
-    names = ", ".join(map(str, ranks[:20])) + (", …" if len(ranks) > 20 else "")
-    return f"rank {names}" if len(ranks) == 1 else f"ranks {names}"
 
 
 def _listening_host(placement: Placement, addr: str) -> str | None:

@@ -21,7 +21,6 @@ from elaunch.agent.hangs.judge import (
     judge,
     last_words,
     limit,
-    ranks_text,
 )
 
 LIMIT = 60.0
@@ -371,15 +370,6 @@ def test_auto_waits_for_every_rank() -> None:
     for _ in range(3 * LEARNED):
         play.move((0, 1))
     assert limit(play.history, "auto") is None
-
-
-@pytest.mark.parametrize(
-    ("ranks", "text"),
-    [((3,), "rank 3"), ((0, 1, 2, 4), "ranks 0-2,4"), ((7, 5), "ranks 5,7")],
-)
-def test_ranks_in_words(ranks: tuple[int, ...], text: str) -> None:
-    """Spans, in order."""
-    assert ranks_text(ranks) == text
 
 
 def test_what_each_rank_said_last() -> None:

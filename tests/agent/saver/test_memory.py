@@ -48,7 +48,7 @@ def test_the_bound_is_for_all_together() -> None:
     """What is there stays; a smaller part fits still, exactly."""
     memory = CheckpointMemory(8 * MIB)
     first = memory.lease("worker 0", 4 * MIB)
-    with pytest.raises(SaveError, match=r"a part of 8\.0 MiB: .*--checkpoint-memory"):
+    with pytest.raises(SaveError, match=r"a part of 8\.00 MiB: .*--checkpoint-memory"):
         memory.lease("worker 1", 8 * MIB)
     assert memory.find("worker 0") is first
     rest = 8 * MIB - first.size
@@ -80,7 +80,7 @@ def test_without_a_flag_half_of_what_is_available(monkeypatch: pytest.MonkeyPatc
     """Looked at once, when the first is made."""
     monkeypatch.setattr(keepermemory, "available", lambda: 4 * MIB)
     memory = CheckpointMemory(None)
-    with pytest.raises(SaveError, match=r"2\.0 MiB \(half of what was available\)"):
+    with pytest.raises(SaveError, match=r"2\.00 MiB \(half of what was available\)"):
         memory.lease("worker 0", 3 * MIB)
     assert memory.lease("worker 0", MIB).size >= MIB
     memory.close()
@@ -91,7 +91,7 @@ def test_a_flag_that_is_more_than_there_is(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(keepermemory, "available", lambda: 4 * MIB)
     keepermemory.check_limit(None)
     keepermemory.check_limit(4 * MIB)
-    with pytest.raises(UsageError, match=r"--checkpoint-memory 8\.0 MiB: .* 4\.0 MiB available"):
+    with pytest.raises(UsageError, match=r"--checkpoint-memory 8\.00 MiB: .* 4\.00 MiB available"):
         keepermemory.check_limit(8 * MIB)
 
     def unknown() -> int:

@@ -227,7 +227,7 @@ def test_more_memory_than_there_may_be(tmp_path: Path) -> None:
     try:
         worker = rig.worker(0)
         worker.memory(1000)
-        with pytest.raises(SaveError, match=r"4\.0 MiB: .* of 1\.0 MiB \(--checkpoint-memory\)"):
+        with pytest.raises(SaveError, match=r"4\.00 MiB: .* of 1\.00 MiB \(--checkpoint-memory\)"):
             worker.memory(4 << 20)
         with pytest.raises(SaveError, match="memory"):
             rig.worker(1).memory(1 << 20)

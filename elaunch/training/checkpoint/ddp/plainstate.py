@@ -29,6 +29,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from elaunch import text
 from elaunch.errors import CheckpointError, SaveError
 from elaunch.training.checkpoint.dcp import archives
 from elaunch.training.checkpoint.dcp.metadata import key_of
@@ -228,7 +229,7 @@ def _differences(everyone: Sequence[Mapping[str, str]]) -> list[str]:
         for rank, found in enumerate(everyone):
             ranks.setdefault(found.get(key, "missing"), []).append(rank)
         if len(ranks) > 1:
-            words = [f"{kind} on {compare.ranks_in_words(of)}" for kind, of in ranks.items()]
+            words = [f"{kind} on {text.ranks(of)}" for kind, of in ranks.items()]
             problems.append(f"{key} is {', '.join(words)}")
     return problems
 

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
+from elaunch import text
 from elaunch.errors import CheckpointError, CollectiveError, ElaunchError, SaveError
 
 if TYPE_CHECKING:
@@ -181,13 +182,9 @@ def _told(words: Sequence[Word], failed: Sequence[int]) -> str:
     for rank in failed:
         same.setdefault(words[rank].problem, []).append(rank)
     told = [
-        f"{_ranks(ranks)} on host {words[ranks[0]].host}: {problem}"
+        f"{text.ranks(ranks)} on host {words[ranks[0]].host}: {problem}"
         for problem, ranks in list(same.items())[:NAMED]
     ]
     if len(same) > NAMED:
         told.append(f"and {len(same) - NAMED} more")
     return "; ".join(told)
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -21,6 +21,7 @@ from typing import Any, Final
 import torch
 from torch.distributed.checkpoint.planner import WriteItemType
 
+from elaunch import text
 from elaunch.errors import CheckpointError, SaveError
 from elaunch.training import unpickling
 from elaunch.training.checkpoint.dcp import archives, plan
@@ -46,10 +47,9 @@ def check_same(
         own = {rank: held[key] for rank, held in enumerate(everyone) if key in held}
         most = Counter(own.values()).most_common(1)[0][0]
         if strange := [rank for rank, told in own.items() if told != most]:
-            ranks = f"rank{'s' * (len(strange) > 1)} {', '.join(map(str, strange))}"
             raise CheckpointError(
-                f"{WHAT}: {ranks} of {len(everyone)}: {key.split(chr(0))[0]} is not what "
-                f"{'the others have' if len(own) > 2 * len(strange) else 'rank 0 has'}"
+                f"{WHAT}: {text.ranks(strange)} of {len(everyone)}: {key.split(chr(0))[0]} is not "
+                f"what {'the others have' if len(own) > 2 * len(strange) else 'rank 0 has'}"
             )
 
 
@@ -164,7 +164,7 @@ def settle(
         holders = [rank for rank, held in enumerate(everyone) if key in held]
         values = [_unpacked(everyone[rank][key], also) for rank in holders]
         if not values:
-            ranks = "; ".join(ranks_in_words(group) for group in groups.values())
+            ranks = "; ".join(text.ranks(group) for group in groups.values())
             problems.append(f"{key} is a tensor that differs between the ranks ({ranks})")
         elif not all(_equal(value, values[0]) for value in values):
             problems.append(f"{key} is {_told(holders, values)}")
@@ -184,21 +184,12 @@ def _told(holders: Sequence[int], values: Sequence[Any]) -> str:
     told: dict[str, list[int]] = {}
     for rank, value in zip(holders, values, strict=True):
         told.setdefault(_short(value), []).append(rank)
-    return ", ".join(
-        f"{value} on {ranks_in_words(ranks)}" for value, ranks in list(told.items())[:4]
-    )
+    return ", ".join(f"{value} on {text.ranks(ranks)}" for value, ranks in list(told.items())[:4])
 
 
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= _TOLD else f"{text[:_TOLD]}…"
-
-
-def ranks_in_words(ranks: Iterable[int]) -> str:
-    """Return ranks as an error calls them."""
-    numbers = list(ranks)
-    told = ", ".join(map(str, numbers[:16])) + (", …" if len(numbers) > 16 else "")
-    return f"rank {told}" if len(numbers) == 1 else f"ranks {told}"
 
 
 def _equal(one: Any, other: Any) -> bool:
