@@ -1,0 +1,86 @@
+"""When a failed round is reported, with what its workers left; fakes stand in for their output."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from elaunch.agent.failure.reporter import Reporter, ReportPlan
+from elaunch.agent.policy import events
+from elaunch.agent.policy.actions import StartRound
+from elaunch.agent.policy.state import Limits
+from elaunch.agent.policy.turn import Turn
+from tests.agent.histories import READY, Played, exited, gone, started
+from tests.agent.policy.test_nodes import ENDING, RUNS, SECOND, seen
+
+TABLE = "Root Cause (first observed failure)"
+
+
+class Rig:
+    """A reporter; what it prints, and the last lines that the pump has until the next round."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.said: list[str] = []
+        self.noted: list[Mapping[str, Any]] = []
+        self.tail = ["the last words"]
+        pump = SimpleNamespace(paths=lambda _: (None, None), tail=lambda *_: list(self.tail))
+        group = SimpleNamespace(error_file=lambda *_: None)
+        run_dir = SimpleNamespace(report=lambda number, kind: root / f"failure-{number}.{kind}")
+        record = SimpleNamespace(note_failure=self.noted.append)
+        settings = SimpleNamespace(entrypoint="t.py")
+        publisher = SimpleNamespace(failed_elsewhere=lambda _: None, keep=lambda _: None)
+        plan = (settings, run_dir, pump, group, self.said.append, record, publisher)
+        self.reporter = Reporter(ReportPlan(*plan))  # type: ignore[arg-type]
+
+    def show(self, limits: Limits, *history: events.Event) -> Turn:
+        """Show the turns of a history, as the loop does; return the last."""
+        played = Played(limits)
+        for taken in (each for event in history for each in played.take(event)):
+            self.reporter.see(taken)
+            if taken.begun is not None and taken.begun.round > 0:
+                self.tail.clear()  # the pump has opened the next round
+            self.reporter.report_on(taken)
+        return taken
+
+
+ROUND = (READY, started(0), started(1), exited(1, 7, at=99.0), exited(0, -15, stopped=True), gone())
+
+
+def test_the_cause_is_shown_at_once_and_the_table_at_the_end(tmp_path: Path) -> None:
+    """One report for each round; that of a round that is restarted has no table."""
+    rig = Rig(tmp_path)
+    again = (started(0, 1), started(1, 1), exited(0, 9, 1), exited(1, -15, 1, stopped=True))
+    rig.show(Limits(2, max_restarts=1), *ROUND, *again, gone(1))
+    first, last = rig.said
+    assert first.startswith("rank 1 (local_rank 1, pid 1001)") and "the last words" in first
+    assert TABLE not in first
+    assert last.startswith("rank 0 (local_rank 0, pid 1000)") and last.count(TABLE) == 1
+    assert [found["summary"] for found in rig.noted] == [
+        "rank 1 exited with code 7",
+        "rank 0 exited with code 9",
+    ]
+    written = json.loads((tmp_path / "failure-0.json").read_text())
+    assert [one["rank"] for one in written["stopped"]] == [0]
+
+
+def test_what_workers_left_is_kept_where_the_next_plan_is_there_already(tmp_path: Path) -> None:
+    """On several nodes too the next round may follow the end of the tree at once."""
+    rig = Rig(tmp_path)
+    ends = (exited(1, 7), seen(ENDING), seen(SECOND), exited(0, -15, stopped=True), gone())
+    last = rig.show(Limits(2, meets=True), *RUNS, *ends)
+    assert isinstance(last.action, StartRound)
+    (text,) = rig.said
+    assert "the last words" in text
+
+
+@pytest.mark.parametrize("event", [events.DeadlinePassed(), started(0)])
+def test_a_round_that_runs_has_no_report(tmp_path: Path, event: events.Event) -> None:
+    rig = Rig(tmp_path)
+    rig.show(Limits(2), READY, event)
+    assert rig.said == [] and rig.noted == []
