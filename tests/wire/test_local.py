@@ -268,7 +268,7 @@ def test_an_interrupt_in_a_message_ends_the_stream(pair: Pair) -> None:
     finally:
         signal.signal(signal.SIGALRM, handler)
     with pytest.raises(BrokenPipeError):
-        pair[0].send({"op": "later"})
+        pair[0].send({"op": "later"}, seconds=LONG)
     assert pair[1].receive() is None
 
 
