@@ -71,9 +71,9 @@ BROAD_EXCEPTS: dict[str, str] = {
     "elaunch.agent.hangs.watch:Watchdog._run": "top of a thread: logged, the job goes on unwatched",
     "elaunch.training.channel.objects:attempt": "what a user's object raises is the call's error",
     "elaunch.training.unpickling:named_by": "what cannot be pickled names nothing that is needed",
-    "elaunch.training.checkpoint.together.agree:together": "whatever is raised in its block is "
+    "elaunch.training.checkpoint.together:together": "whatever is raised in its block is "
     "sent to all ranks and raised there",
-    "elaunch.training.checkpoint.together.guard:guarded": "what torch or a user's object raises on "
+    "elaunch.training.checkpoint.together:guarded": "what torch or a user's object raises on "
     "one rank is an error of all",
     "elaunch.server.devices:_count_or_why": "whatever a driver raises is the answer to the agent",
     "elaunch.server.preload:_import": "whatever a user's module raises is the answer to the agent",

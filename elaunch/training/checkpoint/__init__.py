@@ -10,10 +10,10 @@ parts         what all of them work with; one save, as a script asks for it
 together      an error of one rank is an error of all
 where         which directory or URL, whose it is, whether all nodes see the same
 store         one save by all ranks: begin, write, commit
-blocks        ``store_path``: files that the script writes itself
+compare       what has to be equal on all ranks; ``check_same``
+blocks        ``store_path``, ``commit``: files that the script, or others' code, writes
 restore       ``restore_path``: files that the script reads itself
 nodecopies    what nodes with a directory each have together
-commits       ``commit``: files that somebody else has written
 ddp           ``save_ddp`` and ``load_ddp``: one file for all ranks
 save          ``save``: sharded, by torch.distributed.checkpoint
 handle        what ``save(block=False)`` returns

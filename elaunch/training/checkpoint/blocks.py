@@ -53,7 +53,7 @@ from elaunch.training.checkpoint.store import (
     part_of,
     writing,
 )
-from elaunch.training.checkpoint.together.agree import agree, in_words
+from elaunch.training.checkpoint.together import agree, in_words
 
 log = logging.getLogger("elaunch")
 

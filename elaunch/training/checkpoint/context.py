@@ -347,7 +347,7 @@ class CheckpointContext:
         ALL ranks call it together. Raises CheckpointError that names the ranks that differ and the
         first key.
         """
-        from elaunch.training.checkpoint.together import compare
+        from elaunch.training.checkpoint import compare
 
         compare.check_same(self._opening.distributed, state, timeout)
 

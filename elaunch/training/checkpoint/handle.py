@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from elaunch.errors import SaveError
-from elaunch.training.checkpoint.together.agree import together
+from elaunch.training.checkpoint.together import together
 
 if TYPE_CHECKING:
     from elaunch.checkpoint.records import Committed, Stage

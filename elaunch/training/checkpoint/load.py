@@ -42,8 +42,7 @@ from elaunch.training.checkpoint.dcp.sources import MemoryDamage, Source
 from elaunch.training.checkpoint.parts import CallContext
 from elaunch.training.checkpoint.state import flatten, tensors
 from elaunch.training.checkpoint.state.flatten import Captured
-from elaunch.training.checkpoint.together.agree import agree
-from elaunch.training.checkpoint.together.guard import guarded
+from elaunch.training.checkpoint.together import agree, guarded
 
 WHAT: Final = "load"
 _NUMBERED: Final = re.compile(r"\.state\.[0-9]+\.[a-z_]+$")

@@ -37,7 +37,7 @@ from elaunch.checkpoint.storage.files import inside, regular_size
 from elaunch.checkpoint.storage.storage import Committed
 from elaunch.errors import CheckpointError
 from elaunch.training.checkpoint.parts import CallContext
-from elaunch.training.checkpoint.together.agree import agree, attempt
+from elaunch.training.checkpoint.together import agree, attempt
 
 PIECE: Final = 16 << 20
 """Bytes of a file that travel at once."""

@@ -25,7 +25,7 @@ from elaunch.checkpoint.storage.storage import Committed, Location, Storage, ope
 from elaunch.errors import CheckpointError, ContextError, SaveError
 from elaunch.training.checkpoint import latest, where
 from elaunch.training.checkpoint.parts import CallContext, KnownCheckpoints, awaiting, newer
-from elaunch.training.checkpoint.together.agree import together
+from elaunch.training.checkpoint.together import together
 from elaunch.training.checkpoint.where import Whose
 from elaunch.wire.saver import CLOSE_S
 

@@ -31,7 +31,7 @@ from elaunch.errors import (
 )
 from elaunch.training.checkpoint import where
 from elaunch.training.checkpoint.parts import CallContext, KnownCheckpoints, newer
-from elaunch.training.checkpoint.together.agree import agree, attempt
+from elaunch.training.checkpoint.together import together
 
 LOOKING: Final = "looking for the latest checkpoint"
 
@@ -160,10 +160,10 @@ def _put_aside(
     """Take a damaged checkpoint away from all readers, on each node. ALL ranks call it together."""
     parts.known.whole.discard(found.uuid)
     acts = parts.rank == 0 or (parts.local and parts.is_node_chief)
-    if acts and parts.known.taken is None:
-        log.warning("an older checkpoint is looked for: %s", damage)
-        where.put_aside(parts.storage, found, str(damage))
-    agree(parts.distributed, wanted.what, None, None, wanted.timeout, CheckpointError)
+    with together(parts.distributed, wanted.what, wanted.timeout, CheckpointError):
+        if acts and parts.known.taken is None:
+            log.warning("an older checkpoint is looked for: %s", damage)
+            where.put_aside(parts.storage, found, str(damage))
 
 
 def _place(source: str | os.PathLike[str]) -> Location:
@@ -175,14 +175,10 @@ def _place(source: str | os.PathLike[str]) -> Location:
 
 def _chosen(parts: CallContext, name: str, wanted: Wanted) -> tuple[CallContext, Committed | None]:
     """Return the one that all ranks name. ALL ranks call it together."""
-    found, problem = None, None
-    if parts.rank == 0:
-        found, problem = attempt(lambda: _named(parts, name))
-    said = agree(
-        parts.distributed, wanted.what, problem, (name, found), wanted.timeout, CheckpointError
-    )
-    _check_asked(wanted.what, [asked for asked, _ in said])
-    above, chosen = said[0][1]
+    with together(parts.distributed, wanted.what, wanted.timeout, CheckpointError) as step:
+        step.sent = (name, _named(parts, name) if parts.rank == 0 else None)
+    _check_asked(wanted.what, [asked for asked, _ in step.received])
+    above, chosen = step.received[0][1]
     if above is not None or is_foreign(chosen):
         return _at_another_place(parts, above), chosen
     chosen = here(parts, chosen)
@@ -196,11 +192,11 @@ def _chosen(parts: CallContext, name: str, wanted: Wanted) -> tuple[CallContext,
 def _latest_of_all(parts: CallContext, wanted: Wanted) -> Committed | None:
     """Return the latest, or what takes its place. ALL ranks call it together."""
     timeout = wanted.timeout
-    found, problem = attempt(lambda: _latest(parts)) if parts.rank == 0 else (None, None)
-    said = agree(parts.distributed, wanted.what, problem, (None, found), timeout, CheckpointError)
-    _check_asked(wanted.what, [asked for asked, _ in said])
+    with together(parts.distributed, wanted.what, timeout, CheckpointError) as step:
+        step.sent = (None, _latest(parts) if parts.rank == 0 else None)
+    _check_asked(wanted.what, [asked for asked, _ in step.received])
     chosen: Committed | None
-    chosen, reason = said[0][1]
+    chosen, reason = step.received[0][1]
     chosen = None if chosen is None else here(parts, chosen)
     if parts.local and chosen is not None and not is_foreign(chosen):
         from elaunch.training.checkpoint import nodecopies
@@ -232,15 +228,15 @@ def _at_another_place(parts: CallContext, above: Location | None) -> CallContext
 
 def look(parts: CallContext, timeout: float | None) -> Committed | None:
     """Return the newest checkpoint that is whole; rank 0 chooses. ALL ranks call it together."""
-    found, problem, name = None, None, ""
+    name = ""
     if parts.local:
         from elaunch.training.checkpoint import nodecopies
 
         name = nodecopies.newest_together(parts, parts.reads, timeout)
-    if parts.rank == 0 and (name or not parts.local):
-        found, problem = attempt(lambda: _newest(parts, name))
-    chosen: Committed | None
-    chosen = agree(parts.distributed, LOOKING, problem, found, timeout, CheckpointError)[0]
+    with together(parts.distributed, LOOKING, timeout, CheckpointError) as step:
+        if parts.rank == 0 and (name or not parts.local):
+            step.sent = _newest(parts, name)
+    chosen: Committed | None = step.received[0]
     return None if chosen is None else here(parts, chosen)
 
 
@@ -275,11 +271,14 @@ def opened(
     with contextlib.ExitStack() as stack:
         at_url = isinstance(parts.storage.place, str) and not is_foreign(found)
         fetches = not at_url or parts.is_node_chief
-        path, problem = attempt(lambda: stack.enter_context(_at(parts, found)) if fetches else None)
-        agree(parts.distributed, what, problem, None, timeout, CheckpointError)
+        path: Path | None = None
+        with together(parts.distributed, what, timeout, CheckpointError):
+            if fetches:
+                path = stack.enter_context(_at(parts, found))
         if at_url:
             path = parts.distributed.broadcast_local(path, timeout)
             stack.push(_leave_together(parts, timeout))
+        assert path is not None  # fetched, or sent by the node's first rank
         yield Path(path)
 
 

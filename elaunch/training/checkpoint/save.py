@@ -31,7 +31,7 @@ from elaunch.checkpoint.retention.delete import Keep
 from elaunch.checkpoint.storage.storage import Committed, Image, Stage
 from elaunch.checkpoint.writing.assemble import merge_metadata
 from elaunch.errors import CheckpointError, CollectiveError, ContextError, SaveError
-from elaunch.training.checkpoint import store
+from elaunch.training.checkpoint import compare, store
 from elaunch.training.checkpoint.dcp import archives
 from elaunch.training.checkpoint.dcp import image as imaging
 from elaunch.training.checkpoint.dcp import metadata as stored
@@ -40,8 +40,7 @@ from elaunch.training.checkpoint.handle import MARGIN_S, SaveHandle, SaveInFligh
 from elaunch.training.checkpoint.parts import CallContext, Saving, metadata_of
 from elaunch.training.checkpoint.state import tensors
 from elaunch.training.checkpoint.state.flatten import Captured, Values, capture, slots_for
-from elaunch.training.checkpoint.together import compare
-from elaunch.training.checkpoint.together.agree import together
+from elaunch.training.checkpoint.together import together
 from elaunch.wire.saver import Handed
 
 if TYPE_CHECKING:

@@ -36,7 +36,7 @@ from elaunch.checkpoint.writing import manifests
 from elaunch.checkpoint.writing.assemble import in_the_way
 from elaunch.errors import CheckpointError, CollectiveError, RunDirError, SaveError
 from elaunch.training.checkpoint.parts import CallContext, KnownCheckpoints, Saving
-from elaunch.training.checkpoint.together.agree import FULL, together
+from elaunch.training.checkpoint.together import FULL, together
 
 FLUSH_S: Final = 10.0
 Write = Callable[[Stage], bytes | None]

@@ -44,7 +44,7 @@ from elaunch.checkpoint.storage.storage import Closeable, Committed, Location, S
 from elaunch.errors import CheckpointError, SaveError, UsageError
 from elaunch.run.statedir import make_private
 from elaunch.training.checkpoint.parts import KnownCheckpoints
-from elaunch.training.checkpoint.together.agree import agree, attempt
+from elaunch.training.checkpoint.together import together
 from elaunch.training.distributed import DistributedContext
 from elaunch.training.place.info import Info
 
@@ -223,13 +223,13 @@ def check_shared(
         return
     what = "looking for the checkpoint directory"
     place, mark = storage.place, uuid.uuid4().hex
-    problem: BaseException | None = None
-    if distributed.rank == 0:
-        problem = attempt(lambda: probe.leave_mark(place, mark))[1]
     try:
-        left: str = agree(distributed, what, problem, mark, timeout, CheckpointError)[0]
-        problem = _look(distributed, place, left, local)
-        agree(distributed, what, problem, None, timeout, CheckpointError)
+        with together(distributed, what, timeout, CheckpointError) as step:
+            if distributed.rank == 0:
+                probe.leave_mark(place, mark)
+            step.sent = mark
+        with together(distributed, what, timeout, CheckpointError):
+            _look(distributed, place, step.received[0], local)
     finally:
         if distributed.rank == 0:
             probe.remove_mark(place, mark)
@@ -263,21 +263,18 @@ def _owner(place: Location) -> str:
     return found if isinstance(found, str) else ""
 
 
-def _look(
-    distributed: DistributedContext, place: Path, mark: str, local: bool
-) -> CheckpointError | None:
-    """Look for rank 0's mark; return what is wrong about seeing it or not."""
+def _look(distributed: DistributedContext, place: Path, mark: str, local: bool) -> None:
+    """Look for rank 0's mark; raise CheckpointError where it is wrong to see it, or not to."""
     node = distributed.cross_rank
     if local and node != 0:
-        if probe.unseen(place, {mark}, 0.0):
-            return None
-        return CheckpointError(
-            f"--checkpoint-local is given, but nodes 0 and {node} share {place}: leave the flag out"
+        if not probe.unseen(place, {mark}, 0.0):
+            raise CheckpointError(
+                f"--checkpoint-local is given, but nodes 0 and {node} share {place}: leave the "
+                "flag out"
+            )
+    elif probe.unseen(place, {mark}, SEEN_S):
+        raise CheckpointError(
+            f"{place} of host {socket.gethostname()} (node {node}) is not the directory that rank "
+            "0 writes to: use storage that all nodes share, or give --checkpoint-local (or set "
+            f"{env.CHECKPOINT_LOCAL}=1) if each node has its own"
         )
-    if not probe.unseen(place, {mark}, SEEN_S):
-        return None
-    return CheckpointError(
-        f"{place} of host {socket.gethostname()} (node {node}) is not the directory that rank 0 "
-        "writes to: use storage that all nodes share, or give --checkpoint-local (or set "
-        f"{env.CHECKPOINT_LOCAL}=1) if each node has its own"
-    )

@@ -34,7 +34,7 @@ from elaunch.checkpoint.storage.storage import (
     open_storage,
 )
 from elaunch.errors import CheckpointError
-from elaunch.training.checkpoint.together.guard import os_error_behind
+from elaunch.training.checkpoint.together import os_error_behind
 
 NOBODY = "imported"
 """Run id of what is imported into a directory that no run has; any run may take it over."""

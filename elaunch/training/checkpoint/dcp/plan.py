@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from elaunch.errors import CheckpointError
 from elaunch.training.checkpoint.state.flatten import Captured, KeyPath
-from elaunch.training.checkpoint.together.agree import together
+from elaunch.training.checkpoint.together import together
 
 if TYPE_CHECKING:
     from elaunch.training.distributed import DistributedContext

@@ -27,7 +27,7 @@ from elaunch.errors import CheckpointError
 from elaunch.training.checkpoint.dcp import archives
 from elaunch.training.checkpoint.dcp.sources import Source
 from elaunch.training.checkpoint.state import tensors
-from elaunch.training.checkpoint.together.guard import guarded
+from elaunch.training.checkpoint.together import guarded
 from elaunch.training.unpickling import Names, PickleRefused
 
 

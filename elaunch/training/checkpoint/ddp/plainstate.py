@@ -31,12 +31,12 @@ from torch.distributed.tensor import DTensor
 
 from elaunch import text
 from elaunch.errors import CheckpointError, SaveError
+from elaunch.training.checkpoint import compare
 from elaunch.training.checkpoint.dcp import archives
 from elaunch.training.checkpoint.dcp.metadata import key_of
 from elaunch.training.checkpoint.state import kinds, modules, optimizers, tensors
 from elaunch.training.checkpoint.state.perrank import PerRank
-from elaunch.training.checkpoint.together import compare
-from elaunch.training.checkpoint.together.guard import guarded
+from elaunch.training.checkpoint.together import guarded
 from elaunch.training.distributed import DistributedContext
 
 _STYLE: Final = re.compile(r"\x1b\[[0-9;]*m")

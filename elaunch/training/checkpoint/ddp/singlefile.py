@@ -44,8 +44,7 @@ from elaunch.training.checkpoint.dcp.sources import Source, SourceFile
 from elaunch.training.checkpoint.ddp import fill, plainstate
 from elaunch.training.checkpoint.parts import CallContext, Mode, Saving
 from elaunch.training.checkpoint.store import part_of, save_together
-from elaunch.training.checkpoint.together.agree import agree
-from elaunch.training.checkpoint.together.guard import guarded, os_error_behind
+from elaunch.training.checkpoint.together import agree, guarded, os_error_behind
 
 FILE: Final = "state.pt"
 MODES: Final = ("all", "broadcast", "sequential")

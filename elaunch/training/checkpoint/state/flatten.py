@@ -35,7 +35,7 @@ from elaunch.training.checkpoint.dcp import archives
 from elaunch.training.checkpoint.dcp.metadata import Stored, key_of
 from elaunch.training.checkpoint.state import kinds, modules, optimizers, tensors
 from elaunch.training.checkpoint.state.perrank import PerRank, rank_name
-from elaunch.training.checkpoint.together.guard import guarded
+from elaunch.training.checkpoint.together import guarded
 
 _PLAIN: Final = (int, float, str, bool, type(None))
 

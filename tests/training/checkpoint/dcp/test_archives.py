@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from elaunch.errors import CheckpointError
+from elaunch.training.checkpoint import compare
 from elaunch.training.checkpoint.dcp import archives
 from elaunch.training.checkpoint.state import tensors
 from elaunch.training.checkpoint.state.flatten import Values, slots_for
-from elaunch.training.checkpoint.together import compare
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (0,), (0, 4), (5, 7, 2), (300, 1000)])

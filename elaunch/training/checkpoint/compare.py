@@ -27,8 +27,7 @@ from elaunch.training import unpickling
 from elaunch.training.checkpoint.dcp import archives, plan
 from elaunch.training.checkpoint.state import tensors
 from elaunch.training.checkpoint.state.flatten import BUFFER, OWN, Captured, Values, capture
-from elaunch.training.checkpoint.together.agree import agree
-from elaunch.training.checkpoint.together.guard import guarded
+from elaunch.training.checkpoint.together import agree, guarded
 from elaunch.training.distributed import DistributedContext
 
 WHAT: Final = "check_same"

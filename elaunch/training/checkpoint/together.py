@@ -15,13 +15,16 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from elaunch import text
 from elaunch.errors import CheckpointError, CollectiveError, ElaunchError, SaveError
 
 if TYPE_CHECKING:
     from elaunch.training.distributed import DistributedContext
+
+Result = TypeVar("Result")
 
 FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 NAMED: Final = 8
@@ -70,6 +73,39 @@ def together(
     except BaseException as raised:
         problem = _of_the_step(raised)
     step.received = agree(distributed, what, problem, step.sent, timeout, error)
+
+
+def guarded(work: Callable[[], Result], what: str) -> tuple[Result, None] | tuple[None, Exception]:
+    """Return (what ``work`` returned, None), or (None, the error), to be given to agree().
+
+    torch and a script's own objects raise what they like: what is no error of elaunch's or of the
+    system's gets ``what`` in front of it. CollectiveErrors are raised.
+    """
+    try:
+        return work(), None
+    except CollectiveError:
+        raise
+    except BaseException as raised:
+        problem = _of_the_step(raised)
+    if isinstance(problem, ElaunchError | OSError):
+        return None, problem
+    named = CheckpointError(f"{what}: {type(problem).__name__}: {problem}")
+    named.__cause__ = problem
+    return None, named
+
+
+def os_error_behind(error: BaseException, path: Path) -> OSError | None:
+    """Return an OSError of ``path`` if one is behind ``error``, or is it; else None.
+
+    ``torch.save`` to an open file raises a RuntimeError about its archive ("unexpected pos 704 vs
+    598") while it handles what the file itself raised: the disk was full, the file was closed.
+    """
+    behind: BaseException | None = error
+    while behind is not None and not isinstance(behind, OSError):
+        behind = behind.__cause__ or behind.__context__
+    if behind is None or behind.errno is None:
+        return None
+    return OSError(behind.errno, behind.strerror, str(path))
 
 
 def _of_the_step(raised: BaseException) -> BaseException:
