@@ -1,6 +1,6 @@
 """The messages between the agents of a job about checkpoints, over TCP.
 
-An agent that connects shows that it is of the job (elaunch.wire.handshake), then sends requests,
+An agent that connects shows that it is of the job (elaunch.wire.stream), then sends requests,
 one after the other, each a line of JSON with ``do``. The answer to each is one line,
 ``{"ok": true, …}`` or ``{"error": "…"}``; lines ``{"busy": n}`` may come before it: n grows while
 something gets done, so that a slow agent differs from one that hangs. Bytes follow a line as
