@@ -49,7 +49,7 @@ ORDER: dict[str, tuple[str, ...]] = {
 
 # Public for other parts of elaunch, not for scripts.
 INNER: dict[str, tuple[str, ...]] = {
-    "DistributedContext": ("of", "describe", "gone", "seconds", "note"),
+    "DistributedContext": ("of", "describe", "seconds", "note"),
     "KeyStore": ("close",),
     "PreemptContext": ("start", "on_notice", "on_signal", "close"),
     "TrainContext": ("close",),

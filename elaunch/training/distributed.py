@@ -285,13 +285,6 @@ class DistributedContext:
             return [f"rank {rank}: not met yet" for rank in ranks]
         return self._channel.describe(ranks, until)
 
-    def gone(self, ranks: Sequence[int], until: float) -> list[int]:
-        """Return those of ``ranks`` that have ended, or have closed their context.
-
-        As :meth:`describe`; a rank that does not answer is not counted.
-        """
-        return [] if self._channel is None else self._channel.gone(ranks, until)
-
     def close(self) -> None:
         """End this rank's connections; each rank may by itself, also twice; it does not block."""
         self._closed = True

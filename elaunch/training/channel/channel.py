@@ -119,11 +119,6 @@ class RankChannel:
         """Return what each rank does and did last, in words; blocks until ``until`` at most."""
         return [str(answer) for answer in self._ask([self.layout.members[r] for r in ranks], until)]
 
-    def gone(self, ranks: Sequence[int], until: float) -> list[int]:
-        """Return the ranks that have ended, or have closed the channel; as :meth:`describe`."""
-        answers = self._ask([self.layout.members[rank] for rank in ranks], until)
-        return [answer.member.rank for answer in answers if answer.gone]
-
     def close(self) -> None:
         """Send bye to the neighbours, and free everything; may be called twice, and from anywhere.
 
