@@ -184,6 +184,7 @@ def test_the_glossary_is_sorted() -> None:
     assert terms == sorted(terms, key=str.casefold)
 
 
+@pytest.mark.slow
 def test_the_glossary_has_words_that_are_used() -> None:
     """A word that neither a docstring nor another page has is not one that a reader meets."""
     prose = _prose()

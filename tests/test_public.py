@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import elaunch
 
 ROOT = Path(__file__).parent.parent
@@ -26,6 +28,7 @@ def test_no_module_has_a_public_name() -> None:
     assert not modules & set(NAMES)
 
 
+@pytest.mark.slow
 def test_every_name_is_there_and_nothing_is_loaded_before() -> None:
     """A command does not pay for what scripts use."""
     code = (

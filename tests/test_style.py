@@ -299,6 +299,7 @@ def nesting(node: ast.AST) -> int:
     return isinstance(node, BLOCKS) + deepest(inner)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rule", "measure", "limit"),
     [
@@ -337,6 +338,7 @@ def broad(handler: ast.AST | None) -> bool:
     return any(n is None or ast.unparse(n) in ("Exception", "BaseException") for n in names)
 
 
+@pytest.mark.slow
 def test_exceptions_are_caught_narrowly() -> None:
     """A broad except must raise again at its end, or be one of the table."""
     found: set[str] = set()
@@ -351,6 +353,7 @@ def test_exceptions_are_caught_narrowly() -> None:
     assert found == set(BROAD_EXCEPTS), "each broad except needs its row and its reason"
 
 
+@pytest.mark.slow
 def test_nothing_sleeps() -> None:
     """Wait for a condition, with a deadline."""
     calls = (

@@ -138,6 +138,7 @@ def test_thousands_of_refused_records_are_few_lines(caplog: pytest.LogCaptureFix
     )
 
 
+@pytest.mark.slow
 def test_silent_connections_are_ended(hosted: tuple[Store, Stranger], port: int) -> None:
     """Those that never said anything, and those that said something once; not those that talk."""
     store, other = hosted

@@ -29,6 +29,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_search_passes_over_all_of_it(root: Path) -> None:
     """The search is a process of its own: a crash or a hang of it must not be this one's."""
     code = (
@@ -56,6 +57,7 @@ def test_commands_answer(root: Path, words: list[str]) -> None:
     assert ("passed over" if words is RUN else "step_98") in done.stdout + done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", hostile.PICKLES)
 def test_keys_that_are_containers_are_not_hashed(name: str) -> None:
     """A hang here is one of the whole test run, in which the test above has failed before."""

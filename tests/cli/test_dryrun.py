@@ -122,6 +122,7 @@ def test_the_way_into_etcd_is_hidden(job: Job, capsys: pytest.CaptureFixture[str
     assert rows == [["-", "0", "all", "attempt_0/0/"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("no_color", ["", "1"])
 def test_a_terminal_gets_a_table(job: Job, no_color: str) -> None:
     """Unless NO_COLOR is set."""

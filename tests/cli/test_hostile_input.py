@@ -139,6 +139,7 @@ def beside(flag: Flag) -> list[str]:
     return BESIDE.get(flag.name, [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flag", FLAGS, ids=lambda flag: flag.name)
 def test_flags(place: Path, flag: Flag) -> None:
     """On the command line, joined to the flag."""
@@ -148,6 +149,7 @@ def test_flags(place: Path, flag: Flag) -> None:
         check(["run", "--dry-run", *beside(flag), f"--{flag.name}={value}", "train.py"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flag", [*FLAGS, *VARIABLES], ids=lambda flag: flag.name)
 def test_variables(place: Path, monkeypatch: pytest.MonkeyPatch, flag: Flag) -> None:
     """As the environment can hold them: without NUL, bytes that are no text as surrogates."""
@@ -160,6 +162,7 @@ def test_variables(place: Path, monkeypatch: pytest.MonkeyPatch, flag: Flag) -> 
         monkeypatch.delenv(name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "key", [flag.name for flag in FLAGS if flag.name not in ("file", "dry-run")]
 )
@@ -174,6 +177,7 @@ def test_keys_of_a_job_file(place: Path, key: str) -> None:
         check(["run", "--dry-run", "-f", "j.yaml"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "key", ["entrypoint", "environment", "checkpoint", "resources", "searcher"]
 )
@@ -187,6 +191,7 @@ def test_sections_of_a_job_file(place: Path, key: str) -> None:
             check(["run", "--dry-run", "-f", "j.yaml"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("switches", [[], ["--module"], ["--no-python"], ["--run-path"]])
 def test_scripts(place: Path, switches: list[str]) -> None:
     """The script, the module and the program; then arguments of a script, which may be anything."""
@@ -197,6 +202,7 @@ def test_scripts(place: Path, switches: list[str]) -> None:
         check(["run", "--dry-run", "train.py", value])
 
 
+@pytest.mark.slow
 def test_commands(place: Path) -> None:
     """Unknown ones, and each with an argument and with an unknown flag."""
     for value in filter(possible, VALUES):

@@ -74,6 +74,7 @@ def test_usage_errors_end_with_2(
     assert not out and message in err and "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_notices_are_printed_on_stderr(tmp_path: Path) -> None:
     """Each on one line, before anything starts."""
     (tmp_path / "s.py").write_text("")
@@ -122,6 +123,7 @@ sys.exit(main())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("module", "expected"), [("torch", False), ("os", True)])
 def test_an_agent_that_has_torch_is_not_taken_apart(module: str, expected: bool) -> None:
     """That takes a second of CPU, after the last line; what was written is there all the same."""

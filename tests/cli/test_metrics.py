@@ -97,6 +97,7 @@ def test_the_table(environ: dict[str, str]) -> None:
     assert "\x1b" not in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("made")
 @pytest.mark.parametrize(
     ("flags", "count"),
@@ -139,6 +140,7 @@ def test_csv(environ: dict[str, str]) -> None:
     assert (second["a"], second["z"]) == ("", "-inf")
 
 
+@pytest.mark.slow
 def test_superseded_rows_are_shown_when_asked_for(environ: dict[str, str]) -> None:
     """Of a run that was started twice under one id, and of one with rounds."""
     first, second = make(environ, began=-100), make(environ, began=-50)
@@ -165,6 +167,7 @@ def test_superseded_rows_are_shown_when_asked_for(environ: dict[str, str]) -> No
     assert len(run(environ, str(second.path)).stdout.splitlines()) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("made")
 def test_what_there_is_not(environ: dict[str, str]) -> None:
     assert refused(environ, "trian-1").endswith("the nearest: train-1")

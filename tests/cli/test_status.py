@@ -100,6 +100,7 @@ def test_no_runs(environ: dict[str, str]) -> None:
     assert run(environ, "--json").stdout == "[]\n"
 
 
+@pytest.mark.slow
 def test_the_list_and_one_run_on_a_pipe(play: Play, environ: dict[str, str]) -> None:
     agent = play(2)
     done = run(environ)
@@ -115,6 +116,7 @@ def test_the_list_and_one_run_on_a_pipe(play: Play, environ: dict[str, str]) -> 
     assert done.stdout.startswith("train-3fa2c1  LOST\n  the agent (pid ")
 
 
+@pytest.mark.slow
 def test_json(play: Play, environ: dict[str, str]) -> None:
     agent = play(1)
     assert [entry["run_id"] for entry in json.loads(run(environ, "--json").stdout)] == [
@@ -136,6 +138,7 @@ def test_an_unknown_run(play: Play, environ: dict[str, str]) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -164,6 +167,7 @@ def meetings(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Meeting
         yield meetings
 
 
+@pytest.mark.slow
 def test_a_job_on_all_its_nodes(meetings: Meetings, environ: dict[str, str]) -> None:
     with PlayedJob(meetings, "train-1", nodes=2):
         done = run(environ, *meetings.flags)
@@ -177,6 +181,7 @@ def test_a_job_on_all_its_nodes(meetings: Meetings, environ: dict[str, str]) -> 
         assert re.search(r"error: there is no job 'train-2' in .*: train-1$", done.stderr)
 
 
+@pytest.mark.slow
 def test_a_job_is_watched_to_its_end(meetings: Meetings, environ: dict[str, str]) -> None:
     with PlayedJob(meetings, "train-1") as job:
         command = [*COMMAND, *meetings.flags, "--watch", "--json", "--interval", "60"]
@@ -190,6 +195,7 @@ def test_a_job_is_watched_to_its_end(meetings: Meetings, environ: dict[str, str]
             assert process.wait(60) == 0
 
 
+@pytest.mark.slow
 def test_several_jobs_in_one_etcd(environ: dict[str, str], tmp_path: Path) -> None:
     with BACKENDS["etcd"](tmp_path) as meetings:
         done = run(environ, *meetings.flags)
@@ -206,6 +212,7 @@ def test_several_jobs_in_one_etcd(environ: dict[str, str], tmp_path: Path) -> No
             assert [job["run_id"] for job in listed] == ["eval-1", "train-1"]
 
 
+@pytest.mark.slow
 def test_a_store_that_is_not_there(meetings: Meetings, environ: dict[str, str]) -> None:
     meetings.close()
     done = run(environ, *meetings.flags, "--rdzv-id=train-1", "--rdzv-conf=join_timeout=1")
@@ -214,6 +221,7 @@ def test_a_store_that_is_not_there(meetings: Meetings, environ: dict[str, str]) 
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_a_secret(meetings: Meetings, environ: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("a secret of some length\n")
     (tmp_path / "secret").chmod(0o600)
@@ -254,6 +262,7 @@ def test_a_reader_that_goes_away(play: Play, environ: dict[str, str]) -> None:
     assert b"Traceback" not in process.communicate(timeout=60)[1]
 
 
+@pytest.mark.slow
 def test_watching_on_a_pipe_prints_changes_until_the_end(
     play: Play, environ: dict[str, str]
 ) -> None:
@@ -291,6 +300,7 @@ def test_watching_on_a_terminal(play: Play, environ: dict[str, str]) -> None:
     assert terminal.text.count("\x1b[?25l") == terminal.text.count("\x1b[?25h") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("args", [["train", "--watch"], ["--watch"]])
 def test_interrupting_a_watch_is_quiet(
     play: Play, environ: dict[str, str], args: list[str]
@@ -321,6 +331,7 @@ def test_interrupting_a_watch_on_a_pipe_is_quiet(play: Play, environ: dict[str, 
         assert process.stderr.read() == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variables", "coloured"),
     [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)],
@@ -336,6 +347,7 @@ def test_colours(
     assert "LOST" in terminal.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [80, 120])
 def test_lines_fit_the_terminal(play: Play, environ: dict[str, str], columns: int) -> None:
     play(2, reason="rank 1 was killed by SIGKILL; " * 6)

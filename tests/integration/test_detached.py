@@ -127,6 +127,7 @@ def test_the_logs_of_one_rank_are_its_bytes(
         assert wrong.returncode == 2 and message in wrong.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "environ", "message"),
     [

@@ -160,6 +160,7 @@ FORMS["imported module is wrong"] = (lambda root: import_of(root, "x = (1,\n"), 
 QUICK = ("below", "module fails", "directory", "not closed", "imported module fails")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in FORMS]
 )

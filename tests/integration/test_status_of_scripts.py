@@ -94,6 +94,7 @@ def test_what_is_saved_under_torchrun(elaunch: Launcher, tmp_path: Path) -> None
     assert "10 in all" in page
 
 
+@pytest.mark.slow
 def test_the_command_lines_name_stays(elaunch: Launcher, tmp_path: Path) -> None:
     """A person has given it to this very run."""
     (tmp_path / "go").touch()

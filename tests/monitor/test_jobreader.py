@@ -58,6 +58,7 @@ def test_a_job_is_read_from_its_store(meetings: Meetings) -> None:
         assert (found.document["state"], found.live) == ("COMPLETED", False)
 
 
+@pytest.mark.slow
 def test_agents_that_gather_have_no_plan_yet(meetings: Meetings) -> None:
     with closing(meetings.open("train-1")) as store:
         store.enrol("aaaaaa", encode(record(1, state="joining", round=-1), None, "aaaaaa"), 60.0)
@@ -76,6 +77,7 @@ def test_reading_changes_nothing(meetings: Meetings) -> None:
         assert (job.stores[0].latest(), set(job.stores[0].members())) == before
 
 
+@pytest.mark.slow
 def test_the_store_knows_its_jobs(meetings: Meetings) -> None:
     with PlayedJob(meetings, "train-1"):
         assert run_ids(meetings.settings) == ("train-1",)
@@ -83,6 +85,7 @@ def test_the_store_knows_its_jobs(meetings: Meetings) -> None:
             reading(meetings, "train-2")
 
 
+@pytest.mark.slow
 def test_a_new_plan_is_seen_at_once(meetings: Meetings) -> None:
     """Although the interval is a minute."""
     with (
@@ -113,6 +116,7 @@ def test_a_secret_is_needed_where_the_agents_have_one(meetings: Meetings) -> Non
             assert reader.read(None).document["state"] == "RUNNING"
 
 
+@pytest.mark.slow
 def test_a_store_that_nobody_answers_for_is_an_error(meetings: Meetings) -> None:
     meetings.close()
     settings = replace(meetings.settings, connect_timeout=1.0)
@@ -122,6 +126,7 @@ def test_a_store_that_nobody_answers_for_is_an_error(meetings: Meetings) -> None
         run_ids(settings)
 
 
+@pytest.mark.slow
 def test_while_watching_a_silent_store_is_waited_for(meetings: Meetings) -> None:
     now = [0.0]
     settings = replace(meetings.settings, store_timeout=30.0, connect_timeout=5.0)

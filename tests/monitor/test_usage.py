@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from elaunch.monitor.snapshot import Measurement, measure, usage
 from tests.launching import wait_until
 
@@ -19,6 +21,7 @@ child.wait()
 """
 
 
+@pytest.mark.slow
 def test_cpu_and_memory_of_a_worker_and_its_tree() -> None:
     process = subprocess.Popen(
         [sys.executable, "-S", "-c", PARENT],

@@ -115,6 +115,7 @@ def test_any_bytes_are_refused(raw: bytes, secret: bytes | None) -> None:
             decode(raw, secret, "a1")
 
 
+@pytest.mark.slow
 @given(st.dictionaries(st.sampled_from(Plan.__struct_fields__), JSON), st.booleans())
 def test_any_fields_are_read_or_refused(said: dict[str, Any], plan: bool) -> None:
     """A record of the right frame with anything in its fields."""

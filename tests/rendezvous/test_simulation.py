@@ -18,6 +18,7 @@ PARTS = 8
 COMMAND = "ELAUNCH_SIMULATION_SEED={} pytest tests/rendezvous/test_simulation.py"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60 + NUMBER // 10)
 @pytest.mark.parametrize("hurt", [False, True], ids=["whole", "hurt"])
 @pytest.mark.parametrize("part", range(PARTS))

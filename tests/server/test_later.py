@@ -111,6 +111,7 @@ def test_a_module_is_imported_ahead_where_nobody_sets_what_it_reads(module: str)
     assert module in sys.modules
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "settings"),
     [

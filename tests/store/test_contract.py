@@ -76,6 +76,7 @@ def test_versions_count_from_one(cluster: Cluster) -> None:
     assert first.latest() == second.latest() == Post(2, b"two")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", [0, 1, 3, 7])
 def test_another_version_is_refused(cluster: Cluster, version: int) -> None:
     """Neither one that is there nor one that leaves a gap is written."""
@@ -117,6 +118,7 @@ def test_follow_returns_none_at_its_timeout(cluster: Cluster) -> None:
     assert second.follow(0, 0.0) == Post(1, b"one")
 
 
+@pytest.mark.slow
 def test_follow_returns_the_newest(cluster: Cluster) -> None:
     """However far behind the reader is; a reader that is ahead of the plan waits."""
     first, second = leader(cluster), cluster.open()
@@ -127,6 +129,7 @@ def test_follow_returns_the_newest(cluster: Cluster) -> None:
     assert second.follow(100, 0.1) is None
 
 
+@pytest.mark.slow
 def test_every_post_reaches_who_follows_in_order(cluster: Cluster) -> None:
     """Versions may be skipped, never repeated nor turned back; the last one comes."""
     first, second = leader(cluster), cluster.open()
@@ -163,6 +166,7 @@ def test_values_are_bytes_of_any_kind_and_size(cluster: Cluster) -> None:
 # ── the members ───────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.slow
 def test_the_first_changes_are_all_who_are_there(cluster: Cluster) -> None:
     """Then only what is new; nothing new: an empty list at the timeout."""
     others = [cluster.open() for _ in range(3)]
@@ -220,6 +224,7 @@ def test_ages_are_of_the_last_renewal(cluster: Cluster) -> None:
     assert age is None or 0 <= age <= LONG
 
 
+@pytest.mark.slow
 def test_who_does_not_renew_expires(cluster: Cluster) -> None:
     """It is gone after its ttl and not before; who renews stays for longer than its ttl."""
     first, second, third = leader(cluster), cluster.open(), cluster.open()
@@ -282,6 +287,7 @@ def test_a_name_is_given_once(cluster: Cluster) -> None:
 # ── leadership ────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.slow
 def test_one_agent_leads(cluster: Cluster) -> None:
     """It may ask again; another one waits for its whole timeout."""
     first, second = leader(cluster), cluster.open()
@@ -312,6 +318,7 @@ def test_the_leadership_goes_on(cluster: Cluster, way: str) -> None:
     assert first.latest() == Post(2, b"new")
 
 
+@pytest.mark.slow
 def test_who_leads_again_reads_everything_again(cluster: Cluster) -> None:
     """Whoever still waits for what its leadership before has missed takes nothing of it away."""
     first, second = cluster.open(), cluster.open()
@@ -343,6 +350,7 @@ def test_who_leads_again_reads_everything_again(cluster: Cluster) -> None:
 # ── all of it ────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.slow
 def test_many_agents_at_once(cluster: Cluster) -> None:
     """64 enrol, the leader sees each once, all follow its post, all answer it."""
     first = leader(cluster)
@@ -365,6 +373,7 @@ def test_many_agents_at_once(cluster: Cluster) -> None:
         assert {change.value for change in collect(first, 64)} == {b"seen"}
 
 
+@pytest.mark.slow
 def test_several_threads_share_a_store(cluster: Cluster) -> None:
     """A wait does not hold up what is answered at once; calls side by side do not mix."""
     first, second = leader(cluster), cluster.open()
@@ -385,6 +394,7 @@ BLOCKING: dict[str, Callable[[Store, Store], object]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", sorted(BLOCKING))
 def test_close_wakes_who_waits(cluster: Cluster, method: str) -> None:
     """Whatever blocks ends with StoreClosed, and so does every later call."""

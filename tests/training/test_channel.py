@@ -45,6 +45,7 @@ def blob(rank: int, size: int = LARGE) -> bytes:
     return rank.to_bytes(4, "little") * (size // 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "local_size", "machines"), SHAPES)
 @pytest.mark.parametrize("large", ["none", "all", "last", "first", "odd"])
 def test_every_call_gives_every_rank_what_it_promises(
@@ -79,6 +80,7 @@ def test_every_call_gives_every_rank_what_it_promises(
     Ranks(host, size, local_size, machines).run(work).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("machines", [False, True])
 def test_a_thousand_calls_in_a_row_keep_their_order(host: StoreHost, machines: bool) -> None:
     """Nothing of one call is taken for the next."""

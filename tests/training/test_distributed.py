@@ -45,6 +45,7 @@ def ends_well(processes: Processes, said: list[str]) -> None:
         assert processes.ends(rank) == (0, expected, "")
 
 
+@pytest.mark.slow
 def test_the_four_calls_need_neither_torch_nor_numpy(start: Start) -> None:
     """Nothing of what a script does not use itself is imported."""
     script = """
@@ -74,6 +75,7 @@ say("ok")
     ends_well(start(2, script), ["ok\n"] * 2)
 
 
+@pytest.mark.slow
 def test_a_rank_killed_in_the_middle_of_a_large_call_is_named_at_once(start: Start) -> None:
     """Not at the deadline, which is minutes away."""
     script = """
@@ -98,6 +100,7 @@ except PeerLost as error:
     assert time.monotonic() - begun < PATIENCE
 
 
+@pytest.mark.slow
 def test_a_chief_that_is_killed_is_named_by_its_whole_node(start: Start) -> None:
     """It is the one that all were connected to."""
     script = """
@@ -114,6 +117,7 @@ except PeerLost as error:
         assert "(0,) allgather #2: rank 0 (host " in processes.ends(rank)[1]
 
 
+@pytest.mark.slow
 def test_a_frozen_rank_does_not_answer_and_is_said_not_to(start: Start) -> None:
     """SIGSTOP stops the listener's thread too."""
     script = """

@@ -49,6 +49,7 @@ def contents(frame: Frame) -> list[tuple[int, bytes]]:
     return [(entry.rank, bytes(entry.parts[0])) for entry in frame.entries]
 
 
+@pytest.mark.slow
 @given(
     sizes=st.lists(st.one_of(st.integers(0, 200), st.just(70_000)), max_size=5),
     cuts=st.lists(st.integers(1, 100_000), min_size=1, max_size=20),

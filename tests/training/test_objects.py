@@ -125,6 +125,7 @@ def test_what_an_object_raises_is_raised() -> None:
         objects.pack([threading.Lock()])
 
 
+@pytest.mark.slow
 def test_what_is_packed_keeps_the_memory_that_it_points_to() -> None:
     """A tensor that had to be made contiguous exists for the pickle only."""
     code = (

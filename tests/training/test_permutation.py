@@ -85,6 +85,7 @@ def test_does_not_change() -> None:
     assert Permutation(BILLION, 42, 7)(places).tolist() == PINNED_BILLION
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("length", "rounds"),
     [(2, 200), (3, 120), (4, 60), pytest.param(5, 40, marks=pytest.mark.slow)],
@@ -97,6 +98,7 @@ def test_all_orders_are_equally_frequent(length: int, rounds: int) -> None:
     assert chisquare(found).pvalue > 0.001
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [10, 27, 48])
 def test_each_element_comes_to_each_place(length: int) -> None:
     """Over the epochs of one seed: chi-square over all pairs of element and place."""
@@ -111,6 +113,7 @@ def test_each_element_comes_to_each_place(length: int) -> None:
     assert abs(statistic - freedom) < 4 * math.sqrt(2 * freedom)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [1000, 1 << 17, BILLION])
 @pytest.mark.parametrize("lag", [1, 2, 8, 31, 256])
 def test_neighbours_are_strangers(length: int, lag: int) -> None:

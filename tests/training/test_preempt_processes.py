@@ -89,6 +89,7 @@ def stops_at(size: int, store: int, trial: int) -> None:
     assert codes == [0] * size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trial", range(2))
 def test_skewed_processes_stop_at_the_same_call(store: int, trial: int) -> None:
     """Also while main threads are inside of C."""

@@ -95,6 +95,7 @@ legs = st.lists(
 HOLES = [Leg(4, 2, 1), Leg(3, 5, 2), Leg(5, 1, 1), Leg(2, 3, 1)]
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(
     length=st.integers(0, 300),
@@ -128,6 +129,7 @@ def test_any_chain_is_exact(
         account.state = ranks[0].state_dict()
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(
     length=st.integers(0, 300),
@@ -144,6 +146,7 @@ def test_any_chain_with_drop_last(length: int, chain: list[Leg], last: Leg) -> N
     assert account.state is None or account.state["offset"] == len(account.seen)
 
 
+@pytest.mark.slow
 @given(length=st.integers(1, 200), world=st.integers(1, 8), batch_size=st.integers(1, 9))
 def test_a_step_takes_what_comes_next(length: int, world: int, batch_size: int) -> None:
     """The same samples as one rank with the whole batch would take, in whatever order."""
@@ -323,6 +326,7 @@ def load(loader: DataLoader[Any], sampler: ElasticDistributedSampler, most: int)
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["map", "stream"])
 def test_with_a_loader_that_reads_ahead(workers: int, kind: str) -> None:
@@ -348,6 +352,7 @@ def test_with_a_loader_that_reads_ahead(workers: int, kind: str) -> None:
     assert sorted(seen) == list(range(143))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_with_torchdatas_loader(workers: int) -> None:
     """Its own state may be loaded too: nothing is skipped twice, and both count the same."""
@@ -391,6 +396,7 @@ def test_a_pass_that_has_begun_is_not_moved() -> None:
     assert list(sampler) == whole[4:]
 
 
+@pytest.mark.slow
 def test_rank_and_world_are_the_launchers() -> None:
     """Of torch's process group, else of the launcher's variables, else one alone."""
     code = (

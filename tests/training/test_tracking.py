@@ -51,6 +51,7 @@ def steps(elaunch: Launcher, run: str) -> list[tuple[int, int, int]]:
     return [(row["steps_completed"], row["rank"], row["round"]) for row in rows]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "state", "code", "reason"),
     [
@@ -81,6 +82,7 @@ def test_a_lone_script(
     assert f"command  {sys.executable} {SCRIPT}" in page
 
 
+@pytest.mark.slow
 def test_a_lone_script_that_is_killed(elaunch: Launcher) -> None:
     running = alone(elaunch, "hold:0")
     path = directory(running)
@@ -111,6 +113,7 @@ def test_where_there_is_no_place(elaunch: Launcher) -> None:
     assert "RunDirError: no place for the record of the run" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_job_of_slurm_keeps_its_id(elaunch: Launcher) -> None:
     """A job that is queued again has the same number; its second start supersedes."""
     env = {

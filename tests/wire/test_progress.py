@@ -208,6 +208,7 @@ def test_a_copy_that_is_held_up_before_the_version(monkeypatch: pytest.MonkeyPat
     page.close()
 
 
+@pytest.mark.slow
 def test_a_section_is_never_read_with_anothers_deadline(
     worker: tuple[subprocess.Popen[bytes], PageReader],
 ) -> None:

@@ -134,6 +134,7 @@ JSON = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(record=JSON)
 def test_any_json(tmp_path_factory: pytest.TempPathFactory, record: object) -> None:
@@ -159,6 +160,7 @@ ErrorHandler().dump_error_file(sys.argv[1], int(sys.argv[2]))
 """
 
 
+@pytest.mark.slow
 def test_round_trip_with_torch(tmp_path: Path) -> None:
     """Read what @record writes, and write for the launcher what torch would."""
     source, ours, theirs = (str(tmp_path / name) for name in ("worker", "ours", "theirs"))

@@ -65,6 +65,7 @@ def our_table(name: str, workers: list[dict[str, Any]], first: int) -> str:
     return text[text.index(HEADING) :]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["alone", "signals", "error files", "long name", "short"])
 def test_same_as_torch(tmp_path: Path, case: str) -> None:
     """Letter by letter: borders, titles, widths, spaces at the ends of lines."""

@@ -356,6 +356,7 @@ def test_files_that_are_slow_to_open(
     assert f"{tmp_path} is slow to open the log files".encode() in one.err.data
 
 
+@pytest.mark.slow
 def test_a_console_that_is_not_read(rig: Callable[..., Rig], tmp_path: Path) -> None:
     """Its workers wait for it, the others go on, and nothing is lost once it is read again."""
     size = 6_000_000

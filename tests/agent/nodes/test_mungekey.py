@@ -161,6 +161,7 @@ def test_agents_of_srun_without_a_secret_ask_munge(
     assert (connect._key_by_munge("job", settings, environ) is not None) == takes_part
 
 
+@pytest.mark.slow
 def test_other_agents_do_not_load_what_asks_munge() -> None:
     """They start as before."""
     code = (
@@ -260,6 +261,7 @@ def test_in_etcd_an_agent_without_munge_is_told(
 # ── strangers ────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("found", "problem"),
     [

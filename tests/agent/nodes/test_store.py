@@ -132,6 +132,7 @@ def test_a_stranger_on_the_port_is_named(stack: ExitStack) -> None:
     assert "give another port" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_the_store_of_another_job_is_named(stack: ExitStack, free_port: int) -> None:
     """Two jobs with one endpoint do not mix."""
     other = subprocess.Popen([sys.executable, "-c", OTHER_JOB, str(free_port), "elaunch"])

@@ -751,6 +751,7 @@ ANY_EVENT = st.one_of(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(LIMITS, st.lists(ANY_EVENT, max_size=40))
 def test_no_history_breaks_the_policy(limits: Job, history: list[events.Event]) -> None:

@@ -244,6 +244,7 @@ def test_what_was_begun_is_recalled_no_more(rig: Rig) -> None:
     assert set(workers[1].recall(10, 0, [0, 1], "", LONG)) == {1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["staged", "sent"])
 def test_a_worker_that_is_killed_after_it_handed_over(rig: Rig, when: str) -> None:
     """One that had not even read the answer: the part is the agent's; the next round has it."""

@@ -75,6 +75,7 @@ def test_ranks_on_the_second_node() -> None:
     assert (inner["role_rank"], inner["role_world_size"]) == ([4], [5])
 
 
+@pytest.mark.slow
 def test_lines_are_torch_events() -> None:
     """torch reads them, and would write them letter by letter."""
     stream = io.StringIO()

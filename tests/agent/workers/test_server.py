@@ -146,6 +146,7 @@ def with_rig(test: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fork_start", [False, True])
 @with_rig
 def test_a_worker_is_started_and_its_end_reported(rig: Rig, fork_start: bool) -> None:
@@ -348,6 +349,7 @@ def test_a_module_that_cannot_be_imported(rig: Rig) -> None:
     assert "--preload no_such_module_anywhere: ModuleNotFoundError" in (ready.problem or "")
 
 
+@pytest.mark.slow
 @with_rig
 def test_a_module_that_computes_when_it_is_imported(rig: Rig) -> None:
     """Its native threads are counted, and it is named; OpenBLAS ends its own before a fork."""
@@ -403,6 +405,7 @@ def test_later_modules_are_left_to_a_script_that_sets_what_they_read(rig: Rig) -
         assert seen.read_text() == ("the script\n" * 2 if sets else "default\n" * 2)
 
 
+@pytest.mark.slow
 @with_rig
 def test_orphans_of_a_dead_server_are_swept_by_the_agent(rig: Rig) -> None:
     """They come to it as a subreaper, and their end is posted like the server's own."""

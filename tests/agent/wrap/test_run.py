@@ -47,6 +47,7 @@ def python(code: str, *words: str) -> list[str]:
     return [sys.executable, "-c", code, *words]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "expected", "said"),
     [
@@ -64,6 +65,7 @@ def test_exit_codes(elaunch: Launcher, code: str, expected: int, said: str) -> N
     assert lines == ([(os.uname().nodename, said)] if said else [])
 
 
+@pytest.mark.slow
 def test_a_command_that_cannot_be_started(elaunch: Launcher, tmp_path: Path) -> None:
     """127 and 126 as in a shell; what was probably meant."""
     script = tmp_path / "train.py"
@@ -151,6 +153,7 @@ def test_signals_are_passed_on(elaunch: Launcher, number: Signals) -> None:
     assert running.wait().returncode == -9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [SIGTERM, SIGINT, SIGHUP])
 def test_the_command_decides_how_it_ends(elaunch: Launcher, number: Signals) -> None:
     """It may save, and its code is kept."""
@@ -351,6 +354,7 @@ def test_a_script_that_is_its_own_launcher_needs_no_port(
     assert done.stdout.count("<0><1>") == 2
 
 
+@pytest.mark.slow
 def test_a_worker_starts_ranks_of_its_own(elaunch: Launcher, tmp_path: Path) -> None:
     """A script that is its own launcher gives bare ranks; files by rank where it asks for them."""
     code = "import os, sys; print('worker', sys.argv[1], 'of', os.environ['WORLD_SIZE'])"

@@ -83,6 +83,7 @@ def test_a_metadata_of_zeros(path: Path) -> None:
     refused(path, ".metadata is not a readable pickle")
 
 
+@pytest.mark.slow
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_no_damage_raises_anything_else(path: Path, template: Path, data: st.DataObject) -> None:

@@ -119,6 +119,7 @@ def test_attributes_of_what_has_none() -> None:
     assert mapping(Inert()) is None
 
 
+@pytest.mark.slow
 @given(PLAIN, st.integers(0, pickle.HIGHEST_PROTOCOL), st.data())
 def test_a_truncated_pickle_is_damaged(value: object, protocol: int, data: st.DataObject) -> None:
     whole = pickle.dumps(value, protocol)
@@ -154,6 +155,7 @@ def test_noise_is_an_error_or_a_value(noise: bytes) -> None:
         assert DAMAGED in str(error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 def test_the_first_pass_accepts_large_memos(protocol: int) -> None:
     value = [f"text {number}" for number in range(70_000)]

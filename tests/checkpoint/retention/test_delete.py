@@ -101,6 +101,7 @@ PART = st.none() | st.integers(1, 15)
 RULES = st.builds(Keep, PART, PART, st.none() | st.just("loss"), st.sampled_from(["min", "max"]))
 
 
+@pytest.mark.slow
 @given(CHECKPOINTS, RULES, st.data())
 def test_what_never_goes(listed: list[Committed], rule: Keep, data: st.DataObject) -> None:
     """The newest, what is protected, what a part of the rule keeps; and nothing unlisted goes."""

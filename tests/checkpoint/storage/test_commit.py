@@ -123,6 +123,7 @@ def check_whole(storage: PosixStorage, listed: list[Committed]) -> None:
     assert names == {layout.RUN, *(found.name for found in listed)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["save", "seal"])
 def test_a_save_killed_at_each_step(
     storage: PosixStorage, killed_everywhere: Killed, what: str
@@ -144,6 +145,7 @@ def test_a_save_killed_at_each_step(
     assert outcomes == {(1, 1), (1, 2), (2, 2)}
 
 
+@pytest.mark.slow
 def test_finishing_killed_at_each_step(storage: PosixStorage, killed_everywhere: Killed) -> None:
     at, torn = storages.stage(130), storages.stage(140)
     storages.write(storage, at)
@@ -154,6 +156,7 @@ def test_finishing_killed_at_each_step(storage: PosixStorage, killed_everywhere:
         check_whole(left, left.listed())
 
 
+@pytest.mark.slow
 def test_removing_killed_at_each_step(storage: PosixStorage, killed_everywhere: Killed) -> None:
     storages.save(storage, 130)
     steps = set()

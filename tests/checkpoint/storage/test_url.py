@@ -64,6 +64,7 @@ def overwrite(storage: ObjectStorage, path: str, content: bytes) -> None:
     Objects(storage.place).put(path, content)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_two_ranks(storage: ObjectStorage) -> None:
     at = storages.stage()
     storage.write_part(
@@ -114,6 +115,7 @@ def test_conflicts(storage: ObjectStorage) -> None:
         storage.commit(at, lambda: None)
 
 
+@pytest.mark.slow
 def test_never_replaced(storage: ObjectStorage) -> None:
     late = storages.stage()
     storages.write(storage, late)
@@ -128,6 +130,7 @@ def test_never_replaced(storage: ObjectStorage) -> None:
     storage.discard(storages.stage())
 
 
+@pytest.mark.slow
 def test_finish(storage: ObjectStorage) -> None:
     complete, torn, broken, live, foreign = (storages.stage(step) for step in range(5))
     for at in (complete, broken, live):
@@ -145,6 +148,7 @@ def test_finish(storage: ObjectStorage) -> None:
         storage.verify(found, "digits")
 
 
+@pytest.mark.slow
 def test_damage_and_quarantine(storage: ObjectStorage) -> None:
     done = storages.save(storage)
     name = str(done.place).rpartition("/")[2]
@@ -183,6 +187,7 @@ def test_a_committed_one_that_lacks_a_manifest(storage: ObjectStorage) -> None:
     assert storage.listed() == []
 
 
+@pytest.mark.slow
 def test_one_that_cannot_be_read_now(
     storage: ObjectStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,6 +219,7 @@ def test_removal_that_was_interrupted(storage: ObjectStorage) -> None:
         raise AssertionError("what is gone was given out")
 
 
+@pytest.mark.slow
 def test_a_late_commit_of_what_was_removed(storage: ObjectStorage) -> None:
     """The chief was frozen behind its fence, the chooser committed, retention removed."""
     at = storages.stage()
@@ -237,6 +243,7 @@ def test_another_run(storage: ObjectStorage) -> None:
     assert (document["run_id"], document["given"]) == ("digits", True)
 
 
+@pytest.mark.slow
 def test_two_committers_at_once(storage: ObjectStorage) -> None:
     at = storages.stage()
     storages.write(storage, at)

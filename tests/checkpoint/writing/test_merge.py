@@ -20,12 +20,14 @@ JSON = st.recursive(
 METADATA = st.dictionaries(st.text(max_size=2), JSON, max_size=4)
 
 
+@pytest.mark.slow
 @given(METADATA)
 def test_equal_metadata_stay_what_they_are(metadata: dict[str, Any]) -> None:
     merged = merge_metadata({0: metadata, 1: metadata, 5: metadata})
     assert repr(merged) == repr(metadata)
 
 
+@pytest.mark.slow
 @given(METADATA, METADATA)
 def test_own_keys_are_put_together(one: dict[str, Any], other: dict[str, Any]) -> None:
     merged = merge_metadata({0: {"rank_0": one}, 1: {"rank_1": other}})

@@ -13,6 +13,7 @@ from tests.training.checkpoint.rig import Job, checkpoints, committed, stages, u
 Start = Callable[..., Job]
 
 
+@pytest.mark.slow
 def test_all_ranks_write_one_checkpoint(start: Start, tmp_path: Path) -> None:
     """The union of the files, the merge of the metadata, one uuid; seen by all, at once."""
     script = """
@@ -71,6 +72,7 @@ CONFLICTS = {
 }
 
 
+@pytest.mark.slow
 def test_what_contradicts_itself_is_an_error_on_all_ranks(start: Start, tmp_path: Path) -> None:
     """The same error on both, with keys, ranks and values; nothing is committed, and it goes on."""
     calls = [call for call, _ in CONFLICTS.values()]
@@ -90,6 +92,7 @@ say(json.dumps(said))
     assert stages(place) == []
 
 
+@pytest.mark.slow
 def test_links_and_fifos_are_refused(start: Start) -> None:
     """On both ranks, by name."""
     script = """
@@ -108,6 +111,7 @@ say(json.dumps([tried(link), tried(fifo)]))
     assert "fifo is a FIFO" in one[1]
 
 
+@pytest.mark.slow
 def test_one_rank_alone(start: Start, tmp_path: Path) -> None:
     """Rank 0 stores and waits for nobody; the others are told at once; all restore it."""
     script = """
@@ -130,6 +134,7 @@ say(json.dumps([stored, content, again, bad, ours, ck.latest().step, len(ck.list
     assert chief[5:] == other[5:] == [10, 1]
 
 
+@pytest.mark.slow
 def test_blocks_in_all_shapes(start: Start, tmp_path: Path) -> None:
     """Empty; nested; in another working directory, which may be gone at the end."""
     script = """
@@ -161,6 +166,7 @@ say(json.dumps([tried(nested), [each.step for each in ck.list()]]))
     assert set(user_files(place / "step-00000004.r0")) == {"moved_0", "moved_1"}
 
 
+@pytest.mark.slow
 def test_a_rank_that_raises(start: Start, tmp_path: Path) -> None:
     """It gets its own exception, the others its words; the stage is gone; the next save works."""
     script = """
@@ -190,6 +196,7 @@ say(json.dumps([said, left, latest]))
     assert committed(checkpoints(tmp_path)) == ["step-00000010.r0", "step-00000020.r0"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_is_killed(start: Start, tmp_path: Path, victim: int) -> None:
     """The others are told at once who it was; nothing is committed, the next start finds it so."""
@@ -218,6 +225,7 @@ os._exit(0)
     assert stages(place) == []
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs(start: Start, tmp_path: Path) -> None:
     """The others wait for the timeout, not longer, and name it; it cannot commit afterwards."""
     script = """
@@ -241,6 +249,7 @@ os._exit(0)
     assert (committed(place), stages(place)) == (["step-00000010.r0"], [])
 
 
+@pytest.mark.slow
 def test_a_block_that_only_some_ranks_enter(start: Start) -> None:
     """Those in it are told who is missing; who is elsewhere is told what they call."""
     script = """
@@ -259,6 +268,7 @@ os._exit(0)
     assert "rank 1 (host " in said
 
 
+@pytest.mark.slow
 def test_shard_differs_on_ranks(start: Start) -> None:
     """Who may not store by itself is told at once; the other one that this rank has gone on."""
     script = """
@@ -269,6 +279,7 @@ say(json.dumps(tried(lambda: store(10, shard=rank == 0))))
     assert chief.startswith("PeerLost: ") and "rank 1 (host " in chief
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("place", "reason"),
     [("file", "File exists"), ("/proc/nothing", "No such file or directory")],
@@ -284,6 +295,7 @@ def test_a_directory_that_cannot_be(start: Start, tmp_path: Path, place: str, re
         assert reason in text
 
 
+@pytest.mark.slow
 def test_two_jobs_in_one_directory(start: Start, tmp_path: Path) -> None:
     """The second is told who has it, and may read; another run's is refused by both ids."""
     env = {"ELAUNCH_CHECKPOINT_DIR": str(tmp_path / "ckpt")}
@@ -308,6 +320,7 @@ say(json.dumps([tried(lambda: store(20)), read, ck.latest().step]))
     assert "belongs to run 'job', this is run 'other'" in said
 
 
+@pytest.mark.slow
 def test_a_second_start_goes_on(start: Start, tmp_path: Path) -> None:
     """It finds the checkpoint with its run id, and its names never collide with the first's."""
     script = """
@@ -319,6 +332,7 @@ say(json.dumps([found and found.step, found and found.run_id, tried(lambda: stor
     assert committed(checkpoints(tmp_path)) == ["step-00000010.r0", "step-00000010.r1"]
 
 
+@pytest.mark.slow
 def test_retention_by_the_call_and_by_the_flags(start: Start, tmp_path: Path) -> None:
     """keep= of a call counts for it; else the rule in the environment; what is pinned stays."""
     script = """

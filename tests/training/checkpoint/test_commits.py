@@ -26,6 +26,7 @@ def write(path, **files):
 """
 
 
+@pytest.mark.slow
 def test_a_directory_that_all_ranks_wrote_to(start: Start, tmp_path: Path) -> None:
     """Its files are moved, not copied; each is listed once; then it is not where it was."""
     script = (
@@ -58,6 +59,7 @@ def elsewhere(tmp_path: Path) -> Iterator[Path]:
         yield Path(path)
 
 
+@pytest.mark.slow
 def test_from_another_file_system(start: Start, tmp_path: Path, elsewhere: Path) -> None:
     """Copied; a directory of each rank; a single file."""
     script = (
@@ -77,6 +79,7 @@ say(json.dumps(os.listdir("{elsewhere}")))
     assert user_files(place / "step-00000002.r0") == {"model": "weights"}
 
 
+@pytest.mark.slow
 def test_what_cannot_be_committed_stays_where_it_is(start: Start, tmp_path: Path) -> None:
     """Whatever is wrong: all ranks are told the same, and the files are still there."""
     script = (
@@ -141,6 +144,7 @@ say(json.dumps([[(each.place / "model").read_text() for each in found], sorted(o
     assert "real" in left and not {"last", "model"} & set(left)
 
 
+@pytest.mark.slow
 def test_the_path_that_ranks_are_given(start: Start, tmp_path: Path) -> None:
     """One directory for all, for code that needs one; a second save needs a second."""
     script = (

@@ -73,6 +73,7 @@ def test_a_chief_killed_at_any_call(start: Start, tmp_path: Path) -> None:
     assert taken == sorted(taken) and taken[0] == 10 and taken[-1] == 20
 
 
+@pytest.mark.slow
 def test_a_round_that_is_over_commits_nothing(start: Start, tmp_path: Path) -> None:
     """The fence is asked before the commit; all ranks are told its reason."""
     script = """
@@ -180,6 +181,7 @@ say(json.dumps([said, alone, left, steps, len(os.listdir("out"))]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_a_directory_that_goes_away(start: Start, tmp_path: Path, nodes: int) -> None:
     """Every way to save is refused on all ranks, for one reason; what is there stays empty.

@@ -55,6 +55,7 @@ def test_the_choice_at_a_url(monkeypatch: pytest.MonkeyPatch) -> None:
     assert opening.latest() == saved
 
 
+@pytest.mark.slow
 def test_one_rank_cannot_reach_its_agent(start: Callable[..., Job], tmp_path: Path) -> None:
     """Then no rank saves in the background; rank 0's agent is asked for the fence all the same."""
     script = """
@@ -85,6 +86,7 @@ say(json.dumps([parts.foreground, parts.saver is None, asked, found]))
     assert "cannot reach" not in nothing
 
 
+@pytest.mark.slow
 def test_another_jobs_directory_gets_no_save_in_the_background(
     start: Callable[..., Job], tmp_path: Path
 ) -> None:
@@ -110,6 +112,7 @@ say(json.dumps([tried(work) for work in (
     assert storage.listed() == []
 
 
+@pytest.mark.slow
 def test_a_refusal_of_one_agent_is_an_error_of_all(
     start: Callable[..., Job], tmp_path: Path
 ) -> None:

@@ -18,6 +18,7 @@ from tests.training.checkpoint.rig import Job, checkpoints, committed
 Start = Callable[..., Job]
 
 
+@pytest.mark.slow
 def test_which_checkpoint(start: Start) -> None:
     """By uuid, by name, the latest; what is not there is told on all ranks with what is."""
     script = """
@@ -50,6 +51,7 @@ say(json.dumps(said))
     assert "has no checkpoint 'nothing'" in one[9]
 
 
+@pytest.mark.slow
 def test_the_latest_does_not_change_by_what_others_commit(start: Start) -> None:
     """Neither by rank 0 alone, until all ranks ask for it; nor is it another on some rank."""
     script = """
@@ -66,6 +68,7 @@ say(json.dumps([before, then, read, ck.latest().step]))
     assert start(script, 2).said() == [[10, [10, 20], "step-00000020.r0", 20]] * 2
 
 
+@pytest.mark.slow
 def test_what_is_read_is_not_deleted(start: Start, tmp_path: Path) -> None:
     """Neither by a call nor by retention, until the last reader is done."""
     script = """
@@ -97,6 +100,7 @@ if rank == 0:
     assert "step-00000010.r0" not in committed(checkpoints(tmp_path))
 
 
+@pytest.mark.slow
 def test_what_the_round_resumed_from_is_not_deleted(start: Start) -> None:
     """Before there is a newer one."""
     assert start("store(10)\nsay(0)", 1).said() == [0]
@@ -112,6 +116,7 @@ say(json.dumps([refused, [each.step for each in ck.list()]]))
     assert left == [20]
 
 
+@pytest.mark.slow
 def test_the_latest_is_gone(start: Start, tmp_path: Path) -> None:
     """Deleted, put aside, torn: all ranks take the newest that is whole; if none is, nothing."""
     script = """
@@ -151,6 +156,7 @@ say(json.dumps([said, ck.latest().step]))
     assert {"step-00000040.r0", "step-00000050.r0"} <= set(quarantined)
 
 
+@pytest.mark.slow
 def test_what_was_read_is_still_what_the_round_resumed_from(start: Start) -> None:
     """It is not deleted after a load either, unless there is a newer one."""
     assert start("store(10)\nsay(0)", 1).said() == [0]
@@ -166,6 +172,7 @@ say(json.dumps([refused, tried(lambda: ck.delete("step-00000010.r0"))]))
     assert "step-00000010.r0 stays: this round resumed from it" in first
 
 
+@pytest.mark.slow
 def test_how_many_stay(start: Start) -> None:
     """What rank 0 has stored alone counts like any other; what was just stored stays."""
     script = """
@@ -184,6 +191,7 @@ say(json.dumps([kept, [each.step for each in ck.list()]]))
     assert start(script, 2).said() == [[[40, 50, 60], [5, 60]]] * 2
 
 
+@pytest.mark.slow
 def test_a_damaged_one_is_put_aside(start: Start, tmp_path: Path) -> None:
     """The next older one is taken; the damaged one is kept with the reason. By name: an error."""
     assert start("store(10, {'x': 'ten'})\nstore(20, {'x': 'twenty'})\nsay(0)", 1).said() == [0]
@@ -218,6 +226,7 @@ say(json.dumps([tried(lambda: ck.quarantine("x", " ")), ck.list()]))
     assert json.loads(reason.read_text())["reason"] == "the loss is NaN"
 
 
+@pytest.mark.slow
 def test_readers_while_checkpoints_come_and_go(start: Start) -> None:
     """Four jobs that only read, one that commits and removes: nobody sees half a checkpoint."""
     read = """

@@ -54,6 +54,7 @@ def test_the_rule_of_the_flags() -> None:
             where.keep_of({"ELAUNCH_CHECKPOINT_KEEP": text})
 
 
+@pytest.mark.slow
 def test_variables_that_mean_nothing(start: Start, tmp_path: Path) -> None:
     """On all ranks the variable, its value and what to write; a word for yes is one."""
     two = info(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", **NODE_0)
@@ -87,6 +88,7 @@ os.stat = fake
 """
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_step_0_is_in_nobodys_way(start: Start, tmp_path: Path) -> None:
     """The first job's first one has the lowest name that there is; the next job opens all the same.
 
@@ -140,6 +142,7 @@ def directories(tmp_path: Path) -> dict[str, str]:
     return {"ELAUNCH_CHECKPOINT_DIR": str(tmp_path / "node{node}")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("numbers", ["", SAME_NUMBERS], ids=["", "same-numbers"])
 def test_nodes_that_share_nothing_are_told_so(start: Start, tmp_path: Path, numbers: str) -> None:
     """On all ranks, with the directory, before anything is written."""
@@ -156,6 +159,7 @@ def test_nodes_that_share_nothing_are_told_so(start: Start, tmp_path: Path, numb
     assert stages(tmp_path / "node0") == []
 
 
+@pytest.mark.slow
 def test_each_node_has_its_own(start: Start, tmp_path: Path) -> None:
     """Every node keeps its ranks' files and everybody's manifests; the documents are the same."""
     env = {**directories(tmp_path), "ELAUNCH_CHECKPOINT_LOCAL": "1"}
@@ -186,6 +190,7 @@ say(json.dumps([wrong, [each.step for each in ck.list()], ck.get_metadata("step-
         assert (copies[0] / name).read_bytes() == (copies[1] / name).read_bytes(), name
 
 
+@pytest.mark.slow
 def test_nodes_give_each_other_what_they_lack(start: Start, tmp_path: Path) -> None:
     """The newest that is whole over all copies; who lacks files, or all of it, gets them."""
     env = {**directories(tmp_path), "ELAUNCH_CHECKPOINT_LOCAL": "1"}
@@ -242,6 +247,7 @@ say(json.dumps([found.step, own["x"].unique().tolist()]))
     assert "bad checksum: __0_0.distcp" in reason.read_text()
 
 
+@pytest.mark.slow
 def test_local_on_shared_storage_is_refused(start: Start, tmp_path: Path) -> None:
     """Two chiefs in one directory would take each other's stages."""
     env = {"ELAUNCH_CHECKPOINT_DIR": str(tmp_path / "c"), "ELAUNCH_CHECKPOINT_LOCAL": "1"}
@@ -251,6 +257,7 @@ def test_local_on_shared_storage_is_refused(start: Start, tmp_path: Path) -> Non
     assert "another" in ended[0] or "leave the flag out" in ended[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("made_up", ["none", "0ae16ae3-8c57-40ed-b6e0-3047148ddcaa"])
 def test_an_id_that_nobody_chose(start: Start, tmp_path: Path, made_up: str) -> None:
     """Each start has another; what is in the directory is gone on with, under its first id."""
@@ -266,6 +273,7 @@ say(json.dumps([found and found.step, ck.list()[0].run_id]))
     assert start(script, 2, env=other).said() == [[10, first[0][1]]] * 2
 
 
+@pytest.mark.slow
 def test_a_url(start: Start, tmp_path: Path) -> None:
     """Through fsspec, which cannot rename: all ranks store, one of each node fetches for them."""
     script = """

@@ -40,6 +40,7 @@ def test_rows_are_for_the_user_only(tmp_path: Path) -> None:
     assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
 
 
+@pytest.mark.slow
 def test_ranks_share_a_file(tmp_path: Path) -> None:
     """Real processes append at once, each row stays whole."""
     code = (

@@ -138,6 +138,7 @@ def test_in_both_rounds_of_a_real_job(elaunch: Launcher, tmp_path: Path) -> None
             assert row["launcher"] == "elaunch" and len(row["addrs"]) == 1
 
 
+@pytest.mark.slow
 def test_hyperparameters_of_a_real_job(elaunch: Launcher, tmp_path: Path) -> None:
     """By ``info`` and by the context; a job inside of it has its own, or none."""
     script, inner, file = tmp_path / "s.py", tmp_path / "inner.py", tmp_path / "job.yaml"

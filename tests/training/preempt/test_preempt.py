@@ -64,6 +64,7 @@ def test_while_nothing_is_pending_a_call_is_a_read_of_memory(store: int, scope: 
     assert took < 2e-6
 
 
+@pytest.mark.slow
 def test_while_nothing_is_pending_no_network_is_needed(scope: str) -> None:
     """With the store's host frozen."""
     host = StoreHost()
@@ -155,6 +156,7 @@ def test_notices_to_all_ranks_at_once_are_one(store: int, scope: str) -> None:
         assert len(set(together(4, script))) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
 def test_whatever_the_delays_all_ranks_agree(store: int, scope: str, seed: int) -> None:
     """Random delays on every message, notices from random ranks at random calls, ends by chance."""
@@ -190,6 +192,7 @@ def test_whatever_the_delays_all_ranks_agree(store: int, scope: str, seed: int) 
     assert len(set(results)) == 1, results
 
 
+@pytest.mark.slow
 def test_a_signal_in_the_middle_of_a_call(store: int, scope: str) -> None:
     """A handler that runs between any two steps of should_preempt() neither blocks nor is lost."""
     for trial in range(40):
@@ -600,6 +603,7 @@ def test_the_script_may_acknowledge_later(agent: Agent) -> None:
     assert agent.hear() == {"op": "detach"}
 
 
+@pytest.mark.slow
 def test_another_nodes_notice_is_told_to_this_nodes_agent(
     agent: Agent, store: int, scope: str
 ) -> None:

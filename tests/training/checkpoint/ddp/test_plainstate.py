@@ -165,6 +165,7 @@ def test_numpys_scalars_are_refused() -> None:
             plainstate.make({"loss": value}, writes=True)
 
 
+@pytest.mark.slow
 def test_tensors_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """The check pickles what is no tensor; of a model's state a few bytes go through it."""
     written = []

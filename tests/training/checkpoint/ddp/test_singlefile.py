@@ -54,6 +54,7 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["all", "broadcast", "sequential"])
 @pytest.mark.parametrize("wrapped", [True, False])
 def test_what_is_saved_comes_back(ranks: Ranks, mode: Any, wrapped: bool) -> None:
