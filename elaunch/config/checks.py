@@ -250,10 +250,15 @@ def _slurm_end(environ: Mapping[str, str]) -> float:
 
 
 def remarks(
-    answers: Answers, command: Command, meeting: Topology, environ: Mapping[str, str]
+    answers: Answers,
+    command: Command,
+    meeting: Topology,
+    *,
+    alone: bool,
+    environ: Mapping[str, str],
 ) -> list[str]:
-    """Return the remarks on these settings."""
-    found = [*_idle(answers, command), *_ranks(answers), *meeting.notices]
+    """Return the remarks on these settings; ``alone``: a job of one node without a store."""
+    found = [*_idle(answers, command, alone), *_ranks(answers), *meeting.notices]
     if answers["log-dir"] == NO_FILES and answers["tee"] and answers.said("tee"):
         # The agent logs the same about --redirects and the filters, for the ranks that it starts.
         found.append(f"--tee writes to the console only with --log-dir {NO_FILES}")
@@ -265,11 +270,12 @@ def remarks(
     return found
 
 
-def _idle(answers: Answers, command: Command) -> Iterator[str]:
+def _idle(answers: Answers, command: Command, alone: bool) -> Iterator[str]:
     """Yield a remark on each flag that the table says has no effect here."""
     holds = {
         table.ALWAYS: True,
         table.ON_ONE_NODE: answers["nnodes"][1] == 1,
+        table.ALONE: alone,
         table.WITH_PROGRAM: command.mode == "command",
         table.WITH_RUN_PATH: answers["run-path"],
         table.WITH_SPAWN: answers["start-method"] == "spawn",

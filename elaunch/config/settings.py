@@ -126,7 +126,7 @@ def resolve(
     command.preload(answers, start, python, workers_environ)
     checks.devices(answers, workers_environ)
     remarks = checks.hosting(answers, meet) if meet else checks.master(answers, meeting)
-    remarks += checks.remarks(answers, chosen, meeting, environ)
+    remarks += checks.remarks(answers, chosen, meeting, alone=meet is None, environ=environ)
     return Settings(
         **{
             **_plain(answers),

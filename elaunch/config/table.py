@@ -18,6 +18,7 @@ from elaunch.env import TIMER_FILE
 # When a flag has no effect; checks.py knows when that is so.
 ALWAYS = ""
 ON_ONE_NODE = "on one node"
+ALONE = "on one node by itself"
 WITH_PROGRAM = "with --no-python"
 WITH_RUN_PATH = "with --run-path"
 WITH_SPAWN = "with --start-method spawn"
@@ -397,7 +398,7 @@ _MEETING = (
         Kind(values.text, "PATH", "a file that only its owner may read and write"),
         None,
         "File with a secret that all nodes have: who does not know it cannot take part.",
-        idle={ON_ONE_NODE: ""},
+        idle={ALONE: ""},
     ),
     _own(
         "on-join",
@@ -405,13 +406,13 @@ _MEETING = (
         "graceful",
         "When a new node starts to take part: after a moment for others to come and for the "
         "workers to save, at once, or in the next round that begins for another reason.",
-        idle={ON_ONE_NODE: ""},
+        idle={ALONE: ""},
     ),
     _switch(
         name="strict-symmetry",
         help="End the job if its nodes do not run the same thing.",
         torchrun=False,
-        idle={ON_ONE_NODE: ""},
+        idle={ALONE: ""},
     ),
 )
 

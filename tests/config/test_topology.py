@@ -136,3 +136,12 @@ def test_what_one_node_cannot_be_is_refused(job: Job, line: str, message: str) -
 def test_what_has_no_effect_on_one_node_is_said(job: Job, line: str, notice: str) -> None:
     """Never silently."""
     assert notice in job.notices(line)
+
+
+def test_one_node_that_meets_at_a_store_uses_what_several_use(job: Job) -> None:
+    """Its store may be reached by others, and nodes may join it."""
+    (job.directory / "secret").write_text("s" * 40)
+    (job.directory / "secret").chmod(0o600)
+    line = "--rdzv-backend etcd --rdzv-endpoint localhost --rdzv-id one"
+    flags = "--rdzv-secret-file secret --on-join now --strict-symmetry"
+    assert "no effect" not in job.notices(f"{line} {flags} train.py")
