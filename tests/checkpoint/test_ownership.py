@@ -64,7 +64,6 @@ def test_nothing_is_saved_in_another_directory(tmp_path: Path, go: Callable[[Pat
         lambda: storage.own_files(at),
         lambda: storage.seal(at, storages.part(0, 1), ["x"]),
         lambda: storage.adopt(at, {0: b"{}"}),
-        lambda: storage.put_failure(at, 0, "a problem"),
         lambda: storage.commit(at, lambda: None),
     ]
     for call in calls:
