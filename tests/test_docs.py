@@ -198,6 +198,7 @@ def _retired_words(name: str) -> list[str]:
     return [word for word in RETIRED if any(part.startswith(word) for part in parts)]
 
 
+@pytest.mark.slow
 def test_no_name_has_a_retired_word() -> None:
     """Modules, classes and functions."""
     kinds = ast.ClassDef | ast.FunctionDef

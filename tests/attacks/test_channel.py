@@ -111,6 +111,7 @@ def _knock(port: int) -> str:
     return "taken"
 
 
+@pytest.mark.slow
 def test_records_that_only_one_rank_sees_let_nobody_in(
     host: StoreHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -103,6 +103,7 @@ def test_a_key_in_the_place_of_the_inbox(hosted: tuple[Store, Stranger]) -> None
     wait_until(lambda: set(store.members()) == {"aa"}, 20.0, "notices are read")
 
 
+@pytest.mark.slow
 def test_it_costs_little_to_be_disturbed_like_that(hosted: tuple[Store, Stranger]) -> None:
     """One key after the other: a pause between each two looks."""
     _, other = hosted
@@ -115,6 +116,7 @@ def test_it_costs_little_to_be_disturbed_like_that(hosted: tuple[Store, Stranger
     assert time.process_time() - began < 1.0 and rounds < 60
 
 
+@pytest.mark.slow
 def test_a_follower_that_is_woken_for_nothing(hosted: tuple[Store, Stranger], port: int) -> None:
     """A version that is there and not the newest wakes an agent five times a second at most."""
     _, other = hosted

@@ -82,6 +82,7 @@ def test_a_whole_checkpoint_beside_it_is_found(tmp_path: Path) -> None:
     assert found.checkpoint is not None and found.checkpoint.step == 3
 
 
+@pytest.mark.slow
 def test_every_flip_in_commit_is_noticed(tmp_path: Path) -> None:
     path = makers.own(tmp_path)
     commit = path / layout.COMMIT

@@ -32,6 +32,7 @@ def out(rank: int) -> re.Pattern[str]:
     return re.compile(rf"out rank={rank} round=0 pid=\d+")
 
 
+@pytest.mark.slow
 def test_by_default_all_is_shown_and_kept(elaunch: Launcher) -> None:
     """Unprefixed on the console; the files are in the run directory."""
     done = elaunch.run(act(SPAWN, *SPEAK))

@@ -205,6 +205,7 @@ def test_what_is_cleared_while_it_is_watched_is_over(etcd: Meetings) -> None:
         assert "nothing of the job is left" in last.document["reason"]
 
 
+@pytest.mark.slow
 def test_what_is_no_store_of_elaunch_is_said_so(tmp_path: Path) -> None:
     import socket
 

@@ -202,6 +202,7 @@ def test_the_overview_leaves_out_other_machines_and_old_ends(
     }
 
 
+@pytest.mark.slow
 def test_a_silent_agent_holds_up_the_overview_only_briefly(
     play: Play, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,6 +45,7 @@ def test_a_key_is_read_on_another_node(daemon: Munged, monkeypatch: pytest.Monke
         other.close()
 
 
+@pytest.mark.slow
 def test_a_key_outlives_its_credential(daemon: Munged) -> None:
     """An agent may join after the longest time that munged takes."""
     credential = daemon.credential(json.dumps(TOLD).encode(), ttl=1)
@@ -52,6 +53,7 @@ def test_a_key_outlives_its_credential(daemon: Munged) -> None:
     assert munge.read(credential, "job") == KEY
 
 
+@pytest.mark.slow
 def test_another_user_cannot_read_it(daemon: Munged) -> None:
     """munged itself refuses, also when the credential has expired."""
     munged.other_users_needed()
@@ -109,6 +111,7 @@ def test_garbage_is_refused(daemon: Munged, found: bytes) -> None:
         munge.read(found, "job")
 
 
+@pytest.mark.slow
 def test_a_munged_that_does_not_answer_is_told(
     daemon: Munged, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -87,6 +87,7 @@ def test_at_once_by_force(ready: Ready) -> None:
         assert all(name for _, name in killed)
 
 
+@pytest.mark.slow
 def test_politely_first(ready: Ready) -> None:
     """Who ends by the signal is not killed, who does not is, when the grace is over."""
     with root(reaping(sleeping(ready), ignoring(ready))) as pid:

@@ -248,6 +248,7 @@ def test_who_does_not_renew_expires(cluster: Cluster) -> None:
     assert sorted(first.members()) == ["first", "third"]
 
 
+@pytest.mark.slow
 def test_an_agent_that_has_expired_has_lost_its_lease(cluster: Cluster) -> None:
     """It cannot come back by renewing or updating; withdrawing is no error; a new name works."""
     first, second = leader(cluster), cluster.open()
@@ -298,6 +299,7 @@ def test_one_agent_leads(cluster: Cluster) -> None:
     assert time.monotonic() - began >= 0.3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["withdraws", "expires"])
 def test_the_leadership_goes_on(cluster: Cluster, way: str) -> None:
     """Another agent takes it when the leader is gone; it sees everything; the old one is out."""

@@ -120,6 +120,7 @@ def expect(outcome: Outcome, kind: type[BaseException], *words: str) -> None:
             assert word in str(error), (rank, str(error))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "local_size", "machines"), SHAPES[1:5])
 @pytest.mark.parametrize("absent", ["first", "last"])
 def test_a_rank_that_does_not_come_is_named_everywhere(
@@ -226,6 +227,7 @@ def test_an_object_that_cannot_be_unpickled_fails_where_it_is_received(host: Sto
     assert Ranks(host, 3, 3, False).run(work).all() == [[0, 1, 2]] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "local_size", "machines"), SHAPES)
 def test_a_rank_that_closes_is_named_by_those_that_go_on(
     host: StoreHost, size: int, local_size: int, machines: bool
@@ -301,6 +303,7 @@ def test_closing_ends_a_call_that_another_thread_is_in(host: StoreHost) -> None:
     Ranks(host, 2, 1, True).run(work).all()
 
 
+@pytest.mark.slow
 def test_what_a_rank_does_is_known_while_it_computes_or_waits(host: StoreHost) -> None:
     """Its listener's thread says it; one that has closed is said to be gone."""
 
@@ -323,6 +326,7 @@ def test_what_a_rank_does_is_known_while_it_computes_or_waits(host: StoreHost) -
     assert said[2].startswith("rank 2 (host ") and said[2].endswith("has closed its context")
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_meet_name_those_that_have_not_come(host: StoreHost) -> None:
     """And who is there."""
 

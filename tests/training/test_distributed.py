@@ -162,6 +162,7 @@ except CollectiveError as error:
     assert processes.ends(1)[1] == "interrupted\n"
 
 
+@pytest.mark.slow
 def test_a_script_that_ends_without_closing_is_quiet_and_quick(start: Start) -> None:
     """Also with an exception, and while the other still waits, which is told."""
     script = """
@@ -180,6 +181,7 @@ except PeerLost as error:
     assert "has closed its context; it was last heard of in barrier #1" in said
 
 
+@pytest.mark.slow
 def test_a_fork_can_neither_call_nor_keep_the_dead_alive(start: Start) -> None:
     """As the workers of a DataLoader are."""
     script = """

@@ -43,6 +43,7 @@ def watching(workers: Workers, limit: float) -> tuple[Watchdog, queue.SimpleQueu
     return watchdog, posted
 
 
+@pytest.mark.slow
 def test_a_hang_is_told_once_in_each_round() -> None:
     """With the round that it is of, and when it was found."""
     workers = Workers()
@@ -62,6 +63,7 @@ def test_a_hang_is_told_once_in_each_round() -> None:
         watchdog.close()
 
 
+@pytest.mark.slow
 def test_who_moves_is_left_alone() -> None:
     """For many times the limit."""
     workers = Workers()
@@ -74,6 +76,7 @@ def test_who_moves_is_left_alone() -> None:
         watchdog.close()
 
 
+@pytest.mark.slow
 def test_between_the_rounds_there_is_nobody_to_judge() -> None:
     """No worker, no hang."""
     workers = Workers()
@@ -86,6 +89,7 @@ def test_between_the_rounds_there_is_nobody_to_judge() -> None:
         watchdog.close()
 
 
+@pytest.mark.slow
 def test_a_round_that_ends_during_a_look_is_not_judged() -> None:
     """What was seen is of the round before."""
     inside, go_on = threading.Event(), threading.Event()
@@ -110,6 +114,7 @@ def test_a_round_that_ends_during_a_look_is_not_judged() -> None:
         watchdog.close()
 
 
+@pytest.mark.slow
 def test_of_several_nodes_the_one_that_can_name_a_rank_speaks_first() -> None:
     """Where nobody is named, the others have a few looks' time."""
     looks = {}
@@ -125,6 +130,7 @@ def test_of_several_nodes_the_one_that_can_name_a_rank_speaks_first() -> None:
     assert looks[True] == looks[False] + YIELD_TICKS
 
 
+@pytest.mark.slow
 def test_a_script_that_shows_nothing_is_named_once_and_left_alone(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -203,6 +203,7 @@ def test_without_munge_the_store_is_open_as_before(
     assert len(caplog.messages) == 1
 
 
+@pytest.mark.slow
 def test_a_frozen_munged_costs_seconds(
     around_tcp: Agents,
     daemon: Munged,

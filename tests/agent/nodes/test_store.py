@@ -111,6 +111,7 @@ def test_an_open_store_is_said_to_be_open(
     assert re.search("open: whoever reaches port [0-9]+ of this machine", caplog.messages[-1])
 
 
+@pytest.mark.slow
 def test_a_stranger_on_the_port_is_named(stack: ExitStack) -> None:
     """Before anything starts, and within seconds."""
     stranger = stack.enter_context(socket.create_server(("127.0.0.1", 0)))

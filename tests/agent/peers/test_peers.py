@@ -153,6 +153,7 @@ def test_an_agent_that_dies_in_the_middle_is_gone() -> None:
         assert caught.value.gone
 
 
+@pytest.mark.slow
 def test_one_that_is_slow_is_waited_for_and_one_that_hangs_is_not() -> None:
     """As long as it gets further."""
     release = threading.Event()
@@ -174,6 +175,7 @@ def test_one_that_is_slow_is_waited_for_and_one_that_hangs_is_not() -> None:
         assert not caught.value.gone
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("secret", [None, b"s"])
 def test_another_job_is_kept_out(secret: bytes | None) -> None:
     """Also where the run id is the same; and let in once both have the plan of one job."""
@@ -186,6 +188,7 @@ def test_another_job_is_kept_out(secret: bytes | None) -> None:
         made[0].call(peer, time.monotonic() + DEADLINE).close()
 
 
+@pytest.mark.slow
 def test_another_secret_is_kept_out() -> None:
     """Who reads the store knows the job's word, and that is not enough."""
     with agents(1, b"s") as made, agents(1, b"t") as others:

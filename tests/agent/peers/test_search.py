@@ -308,6 +308,7 @@ def test_storage_that_cannot_be_read_is_no_fresh_start(tmp_path: Path) -> None:
             search(made)
 
 
+@pytest.mark.slow
 def test_an_agent_that_is_not_reached_is_waited_for_once(tmp_path: Path) -> None:
     """Nothing is known then; the second time it is an error that names it, or a spare left out."""
     with local_nodes(tmp_path, 3) as (made, _, roots):

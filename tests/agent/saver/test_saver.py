@@ -260,6 +260,7 @@ def test_a_worker_that_is_killed_after_it_handed_over(rig: Rig, when: str) -> No
         assert bytes(files[1 - rank][f"part-{1 - rank}"]) == b"NEW!%04d" % (1 - rank)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["connected", "copying", "torn"])
 def test_a_worker_that_is_killed_before_it_handed_over(rig: Rig, when: str) -> None:
     """Nothing is committed, the part of the other one is discarded, the one before stays."""

@@ -252,6 +252,7 @@ def test_the_next_round_finds_parts_where_the_nodes_are_now(agents: list[Agent])
         }
 
 
+@pytest.mark.slow
 def test_a_node_that_dies_loses_nothing_that_its_neighbour_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -302,6 +303,7 @@ def test_what_the_other_node_has_written_needs_no_copy(tmp_path: Path) -> None:
     assert os.listdir(Path(agents[0].place) / ".stage") == []
 
 
+@pytest.mark.slow
 def test_a_node_that_writes_for_long(agents: list[Agent], monkeypatch: pytest.MonkeyPatch) -> None:
     """The one that commits hears of it all the time, and waits longer than for one that is mute."""
     monkeypatch.setattr(inflight, "PART_DEADLINE_S", 2.0)

@@ -106,6 +106,7 @@ def test_garbage_does_not_end_it(garbage: bytes) -> None:
         assert request(port, "/")[0] == 200
 
 
+@pytest.mark.slow
 def test_a_slow_client_is_dropped() -> None:
     """It delays the next one by no more than its deadline."""
     with (
@@ -118,6 +119,7 @@ def test_a_slow_client_is_dropped() -> None:
         assert client.recv(1) == b""
 
 
+@pytest.mark.slow
 def test_a_client_that_sends_byte_after_byte_is_dropped_as_well() -> None:
     """The deadline is for the whole request."""
     with (

@@ -54,6 +54,7 @@ def test_a_record_is_written_when_put_returns(disk: Disk, monkeypatch: pytest.Mo
     assert disk.said == []
 
 
+@pytest.mark.slow
 def test_a_disk_that_hangs_is_waited_for_once(disk: Disk) -> None:
     """It is named once, and has the newest record when it answers; the last one is waited for."""
     writer = RecordWriter(disk.write, disk.said.append)

@@ -182,6 +182,7 @@ def test_garbage_is_answered_with_an_error(tmp_path: Path, line: bytes) -> None:
         assert ask(tmp_path / "agent.sock", STATUS) == {"state": "RUNNING"}
 
 
+@pytest.mark.slow
 def test_a_silent_client_is_dropped_in_time_for_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,6 +194,7 @@ def test_a_silent_client_is_dropped_in_time_for_the_next(
         assert silent.recv(1) == b""
 
 
+@pytest.mark.slow
 def test_a_client_that_trickles_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control, "REQUEST_DEADLINE_S", REQUEST_DEADLINE_S)
     with served(tmp_path / "agent.sock"), connected(tmp_path / "agent.sock") as slow:
@@ -210,6 +212,7 @@ def test_a_huge_line_is_dropped(tmp_path: Path) -> None:
         assert ask(tmp_path / "agent.sock", STATUS) == {"state": "RUNNING"}
 
 
+@pytest.mark.slow
 def test_a_client_that_hangs_up_or_does_not_read_disturbs_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,6 +242,7 @@ def test_a_snapshot_that_fails_is_logged_and_the_next_is_answered(
     assert "could not answer" in caplog.text
 
 
+@pytest.mark.slow
 def test_an_agent_that_does_not_answer(tmp_path: Path) -> None:
     stuck = threading.Event()
     with served(tmp_path / "agent.sock", lambda: {"waited": stuck.wait(LONG)}) as server:
@@ -262,6 +266,7 @@ def test_a_full_backlog_is_a_timeout(tmp_path: Path) -> None:
             assert 0.2 < time.monotonic() - began < LONG
 
 
+@pytest.mark.slow
 def test_an_answer_that_took_long_still_arrives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -281,6 +286,7 @@ def test_an_answer_that_took_long_still_arrives(
     assert answer == {"done": "drain: done"}
 
 
+@pytest.mark.slow
 def test_a_loop_that_is_busy_has_accepted(tmp_path: Path) -> None:
     """The request is done later, so nobody is told that it failed."""
     inbox: queue.SimpleQueue[events.Event] = queue.SimpleQueue()
@@ -386,6 +392,7 @@ def test_another_user_gets_no_answer() -> None:
             assert ask(path, STATUS) == {"state": "RUNNING"}
 
 
+@pytest.mark.slow
 def test_no_descriptor_left_for_a_client(tmp_path: Path) -> None:
     """accept() fails at once then: the thread must neither end nor spin."""
     code = """

@@ -311,6 +311,7 @@ def test_closing_does_not_wait_for_imports(rig: Rig) -> None:
     assert server.pid == 0
 
 
+@pytest.mark.slow
 @with_rig
 def test_a_server_that_takes_nothing_is_killed(rig: Rig) -> None:
     """It is stopped, and the orders are more than the socket holds."""
@@ -373,6 +374,7 @@ def test_a_module_that_computes_when_it_is_imported(rig: Rig) -> None:
         server.close()
 
 
+@pytest.mark.slow
 @with_rig
 def test_later_modules_are_left_to_a_script_that_sets_what_they_read(rig: Rig) -> None:
     """Both rounds' workers see their own settings; the agent hears which were in the way."""

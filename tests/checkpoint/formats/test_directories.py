@@ -261,6 +261,7 @@ def test_a_picked_directory_that_cannot_be_read(tmp_path: Path) -> None:
     assert reasons["save_6"] == "it is empty"
 
 
+@pytest.mark.slow
 def test_a_picked_directory_must_not_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -178,6 +178,7 @@ def test_a_quarantine_killed_at_each_step(storage: PosixStorage, killed_everywhe
         assert all(name == "step-00000120.r3" for name, _reason in aside)
 
 
+@pytest.mark.slow
 def test_two_committers_at_once(tmp_path: Path) -> None:
     """A late chief and who finishes stages: one commits, the other takes it for a success."""
     for trial in range(30):
@@ -321,6 +322,7 @@ def test_a_dead_rounds_parts_that_are_seen_late(tmp_path: Path, late: list[str])
     check_whole(storage, done)
 
 
+@pytest.mark.slow
 def test_a_dead_rounds_torn_stage_costs_no_minute(tmp_path: Path) -> None:
     """Nor any time at all where this machine has written all that is there."""
     begun = time.monotonic()

@@ -312,6 +312,7 @@ def test_storage_that_hangs_does_not_hold_up_the_end(rig: Rig) -> None:
     assert done is not None
 
 
+@pytest.mark.slow
 def test_storage_that_hangs_for_good(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every call says so; memory that is still read is never given out."""
     monkeypatch.setattr(inflight, "WRITE_DEADLINE_S", 0.05)
@@ -324,6 +325,7 @@ def test_storage_that_hangs_for_good(rig: Rig, monkeypatch: pytest.MonkeyPatch) 
     gate.opened.set()
 
 
+@pytest.mark.slow
 def test_a_part_that_never_comes(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its rank lives, and does not save: whoever waits learns of it."""
     monkeypatch.setattr(inflight, "PART_DEADLINE_S", 0.05)
@@ -332,6 +334,7 @@ def test_a_part_that_never_comes(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> N
         rig.begin(0)
 
 
+@pytest.mark.slow
 def test_another_node_that_writes_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It says so all the time: the deadline begins anew with each word, and ends with the last."""
     monkeypatch.setattr(inflight, "PART_DEADLINE_S", 1.0)
@@ -368,6 +371,7 @@ def _silent(said: list[tuple[str, int]]) -> bool:
     return len(said) == before
 
 
+@pytest.mark.slow
 def test_a_write_that_gets_on_is_no_storage_that_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -136,6 +136,7 @@ def test_reshard(tmp_path: Path) -> None:
     assert len(list(newest(tmp_path).glob("*.distcp"))) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["fsdp1", "flat"])
 def test_fsdp1(tmp_path: Path, kind: str) -> None:
     """FSDP1, with and without the original parameters."""

@@ -109,6 +109,7 @@ def in_kept(marked: elaunch.PerRank) -> Any:
     return bits(value["m"].state_dict()), value["o"].param_groups[0]["lr"], value["n"]
 
 
+@pytest.mark.slow
 def test_per_rank(tmp_path: Path) -> None:
     """The same number of ranks gets its own; fewer and more as the docs say."""
     after = in_group(save_own, 2, tmp_path)

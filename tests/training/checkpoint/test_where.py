@@ -221,6 +221,7 @@ say(json.dumps([content, ck.latest().step, path.parent.name, bad]))
         open_storage(place).verify(open_storage(place).find("step-00000010.r0"))
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_in_one_nodes_copy(start: Start, tmp_path: Path) -> None:
     """Is found while it is read; the next older one is taken, on all nodes."""
     env = {**directories(tmp_path), "ELAUNCH_CHECKPOINT_LOCAL": "1"}

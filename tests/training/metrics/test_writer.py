@@ -150,6 +150,7 @@ def test_a_full_queue_does_not_wait_for_ever(
         put(writer, *range(1000))
 
 
+@pytest.mark.slow
 def test_what_cannot_be_written_is_said_by_the_next_report_and_by_close(
     writer: Writer, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,6 +194,7 @@ def test_a_disk_that_comes_back_loses_nothing(
     assert steps(directory) == [1, 2, 4]
 
 
+@pytest.mark.slow
 def test_close_gives_up_in_time(writer: Writer, directory: Path) -> None:
     """Whoever holds the lock for ever holds nobody's exit up."""
     with locked(directory / LOCK):

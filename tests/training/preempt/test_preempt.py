@@ -112,6 +112,7 @@ def test_one_rank_alone_needs_no_store() -> None:
     rank.close()
 
 
+@pytest.mark.slow
 def test_skewed_ranks_return_true_at_the_same_call(store: int, scope: str) -> None:
     """The reason is the same on all of them, and every later call is True as well."""
     with ranks(4, store, scope) as opened:
@@ -271,6 +272,7 @@ def test_a_handler_runs_at_any_point_of_a_call(asked: bool, code: CodeType) -> N
     assert points > 10
 
 
+@pytest.mark.slow
 def test_a_call_runs_at_any_point_of_a_notice() -> None:
     """Every opcode of taking it once: no call that returned False is the one, or after it."""
     code = PreemptContext._take.__code__
@@ -309,6 +311,7 @@ def test_a_call_runs_at_any_point_of_a_notice() -> None:
 # The ranks do not make the same calls.
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_call_are_named(store: int, scope: str) -> None:
     """With what they did last: nobody hangs in silence."""
     with ranks(3, store, scope) as opened:
@@ -326,6 +329,7 @@ def test_ranks_that_do_not_call_are_named(store: int, scope: str) -> None:
     assert "outside of any `if rank == 0`" in text
 
 
+@pytest.mark.slow
 def test_a_rank_whose_threads_do_not_answer_is_named(store: int, scope: str) -> None:
     """As one that was killed, or holds Python's lock."""
 

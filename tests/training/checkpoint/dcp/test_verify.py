@@ -181,6 +181,7 @@ def test_the_next_older_one_is_taken(tmp_path: Path, name: str) -> None:
     assert f"bad checksum: {name}" in reason.read_text()
 
 
+@pytest.mark.slow
 def test_where_a_mixture_could_come_of_it(tmp_path: Path) -> None:
     """With strict=False it is an error: a key that the older one lacks would have a new value."""
     said = in_group(damaged, 2, tmp_path, "__0_0.distcp", False, False)

@@ -185,6 +185,7 @@ def test_one_ranks_misfit_changes_nothing_on_the_others(ranks: Ranks) -> None:
     assert ranks.run(2, work).all() == [[0.0, 0.0], [0.0, 0.0, 0.0]]
 
 
+@pytest.mark.slow
 def test_per_rank_on_another_number_of_ranks(ranks: Ranks) -> None:
     """on_resize makes one of all; else wrapped, or kept; modules are loaded in place."""
 
