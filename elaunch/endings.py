@@ -63,6 +63,13 @@ class Exit:
         return how_it_ended(self.exitcode)
 
     @property
+    def word(self) -> str:
+        """Return "exit code 7" or "SIGKILL"."""
+        if self.exitcode < 0:
+            return signal_name(-self.exitcode)
+        return f"exit code {self.exitcode}"
+
+    @property
     def text(self) -> str:
         """Return "rank 1 exited with code 7" or "rank 1 was killed by SIGKILL"."""
         return f"rank {self.rank} {self.how}"

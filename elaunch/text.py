@@ -93,10 +93,16 @@ def count(number: int, word: str = "node") -> str:
     return f"1 {word}" if number == 1 else f"{number} {word}s"
 
 
-def listed(names: Sequence[str], most: int = 8) -> str:
+def listed(names: Sequence[str], most: int = 8, between: str = ", ") -> str:
     """Return the names with commas, at most ``most`` of them, and how many more there are."""
     more = len(names) - most
-    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
+    return between.join(names[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+def host_port(host: str, port: int | None) -> str:
+    """Return ``host:port``, an IPv6 address in brackets; without a port the host alone."""
+    shown = f"[{host}]" if ":" in host else host
+    return shown if port is None else f"{shown}:{port}"
 
 
 def ranks(numbers: Iterable[int]) -> str:
@@ -132,7 +138,7 @@ def duration(seconds: float) -> str:
     return f"{whole // _DAY_S}d {whole % _DAY_S // 3600:02d}h"
 
 
-def size(count: int) -> str:
+def size(count: float) -> str:
     """Write a number of bytes with three digits: ``612 MiB``, ``1.23 GiB``."""
     amount, unit = float(count), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):

@@ -194,8 +194,8 @@ def master(answers: Answers, meeting: Topology) -> list[str]:
     return notices
 
 
-def hosting(answers: Answers, meet: RendezvousSettings) -> list[str]:
-    """Check that node 0 of the static backend can have its port; return notices (none).
+def hosting(answers: Answers, meet: RendezvousSettings) -> None:
+    """Check that node 0 of the static backend can have its port.
 
     The port of the c10d backend may be taken by another agent of this very job.
     """
@@ -207,7 +207,6 @@ def hosting(answers: Answers, meet: RendezvousSettings) -> list[str]:
             raise answers.fault(
                 flag, f"cannot be used: port {port} {why}", "take another port on all nodes"
             )
-    return []
 
 
 def refused(answers: Answers) -> None:

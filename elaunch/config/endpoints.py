@@ -82,12 +82,6 @@ def port(raw: str) -> int:
     return int(raw)
 
 
-def join(name: str, number: int | None) -> str:
-    """Return ``host:port``, an IPv6 address in brackets."""
-    shown = f"[{name}]" if ":" in name else name
-    return shown if number is None else f"{shown}:{number}"
-
-
 def is_ipv6(text: str) -> bool:
     """Whether a text is an IPv6 address, perhaps with its scope (``fe80::1%eth0``)."""
     address, percent, scope = text.partition("%")

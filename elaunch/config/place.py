@@ -37,6 +37,7 @@ from typing import Literal
 from elaunch.config import endpoints, values
 from elaunch.config.flag import Answers
 from elaunch.errors import UsageError
+from elaunch.text import host_port
 
 Backend = Literal["c10d", "etcd", "static"]
 Endpoint = tuple[str, int]
@@ -149,14 +150,19 @@ def static_endpoint(answers: Answers) -> Endpoint:
     raw = answers["rdzv-endpoint"]
     if not raw:
         return _master(answers)
-    host, port = endpoints.split_all(raw)[0]
+    host, port = _with_its_port(answers, raw)
     if "," in raw:
         raise answers.fault("rdzv-endpoint", "names several endpoints, and node 0 has one")
+    return _with_port(answers, (host, port), port)
+
+
+def _with_its_port(answers: Answers, raw: str) -> tuple[str, int]:
+    host, port = endpoints.split_all(raw)[0]
     if port is None:
         raise answers.fault(
             "rdzv-endpoint", "has no port, which the static backend needs", "write HOST:PORT"
         )
-    return _with_port(answers, (host, port), port)
+    return host, port
 
 
 def _meet(answers: Answers) -> bool:
@@ -210,10 +216,7 @@ def _static(answers: Answers) -> MeetingPlace:
         )
     where = static_endpoint(answers)
     rank = _static_rank(answers, high)
-    notices = []
-    if answers["rdzv-endpoint"]:
-        names = [name for name in ("master-addr", "master-port") if answers.said(name)]
-        notices += [f"--{name} has no effect with --rdzv-endpoint" for name in names]
+    notices = _idle_master(answers) if answers["rdzv-endpoint"] else []
     if rank == 0 and not _leads_here(where[0]):
         notices.append(_foreign_host(answers, where[0], high))
     return MeetingPlace("static", (where,), rank == 0, rank, tuple(notices))
@@ -279,7 +282,7 @@ def _with_port(answers: Answers, found: tuple[str, int | None], default: int) ->
         raise answers.fault(
             "rdzv-endpoint",
             "has port 0, a free one, which the other nodes cannot find",
-            f"give the port, such as {endpoints.join(host, default or C10D_PORT)}",
+            f"give the port, such as {host_port(host, default or C10D_PORT)}",
         )
     return host, default if port is None else port
 
@@ -373,15 +376,14 @@ def _exactly(answers: Answers) -> Topology:
             answers["master-port"],
         )
         return Topology("static", f"{addr}:{port}", addr, port, tuple(notices))
-    host, endpoint_port = endpoints.split_all(raw)[0]
-    if endpoint_port is None:
-        raise answers.fault(
-            "rdzv-endpoint", "has no port, which the static backend needs", "write HOST:PORT"
-        )
-    for name in ("master-addr", "master-port"):
-        if answers.said(name):
-            notices.append(f"--{name} has no effect with --rdzv-endpoint")
-    return Topology("static", raw, host, endpoint_port or None, tuple(notices))
+    host, given_port = _with_its_port(answers, raw)
+    notices += _idle_master(answers)
+    return Topology("static", raw, host, given_port or None, tuple(notices))
+
+
+def _idle_master(answers: Answers) -> list[str]:
+    names = (name for name in ("master-addr", "master-port") if answers.said(name))
+    return [f"--{name} has no effect with --rdzv-endpoint" for name in names]
 
 
 def _unbracketed(host: str | None) -> str | None:

@@ -45,7 +45,6 @@ ALIASES: Mapping[str, str] = {
     "ca_cert": "cacert",
 }
 ETCD_KEYS = frozenset("protocol cert key cacert etcd_prefix user password password_file".split())
-IDLE_KEYS = frozenset({"close_timeout", "use_libuv", "store_type"})
 
 
 def _store_type(raw: str) -> str:

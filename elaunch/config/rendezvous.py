@@ -52,6 +52,7 @@ from elaunch.config.flag import Answers, JobFile, collect
 from elaunch.config.place import Backend, MeetingPlace
 from elaunch.config.rdzvconf import PASSWORD
 from elaunch.config.table import ETCD_PASSWORD, ETCD_USER, TABLE
+from elaunch.text import host_port
 
 OnJoin = Literal["graceful", "now", "never"]
 _T = TypeVar("_T")
@@ -127,7 +128,7 @@ class RendezvousSettings:
     @property
     def endpoint(self) -> str:
         """The endpoints as text: ``h1:2379,[::1]:2379``."""
-        return ",".join(endpoints.join(host, port) for host, port in self.endpoints)
+        return ",".join(host_port(host, port) for host, port in self.endpoints)
 
 
 def several_nodes(

@@ -125,7 +125,9 @@ def resolve(
     command.check(chosen, start, python, workers_environ)
     command.preload(answers, start, python, workers_environ)
     checks.devices(answers, workers_environ)
-    remarks = checks.hosting(answers, meet) if meet else checks.master(answers, meeting)
+    remarks = [] if meet else checks.master(answers, meeting)
+    if meet:
+        checks.hosting(answers, meet)
     remarks += checks.remarks(answers, chosen, meeting, alone=meet is None, environ=environ)
     return Settings(
         **{

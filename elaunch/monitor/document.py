@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from msgspec import structs
-
-from elaunch.monitor.jobview import JobView, NodeView
 from elaunch.monitor.snapshot import RunView, WorkerView
 from elaunch.monitor.standing import Standing
 from elaunch.run.record import SCHEMA
+
+if TYPE_CHECKING:
+    from elaunch.monitor.jobview import JobView, NodeView
 
 JOB_SCHEMA: Final = 1
 
@@ -52,6 +52,8 @@ def list_document(standings: Sequence[Standing]) -> list[dict[str, Any]]:
 
 def job_document(view: JobView) -> dict[str, Any]:
     """Return a whole job as its store has it; of an unreadable one the plan's fields are null."""
+    from msgspec import structs  # what tells of one run is quicker there without it
+
     plan = view.plan
     return {
         "schema": JOB_SCHEMA,

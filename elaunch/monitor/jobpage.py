@@ -13,7 +13,7 @@ from elaunch.monitor.jobview import JobView, NodeView
 from elaunch.monitor.page import Cell, Column, Fields, Page, Paragraph, Part, Table, Title
 from elaunch.monitor.runpage import NOTHING, SHOWN_MESSAGE_LINES, restarts_text
 from elaunch.rendezvous.plan import Plan, WorkerFailure
-from elaunch.text import duration, one_line
+from elaunch.text import duration, host_port, one_line
 
 _NO_ROLES = ("default", "")
 
@@ -128,7 +128,7 @@ def _facts(view: JobView) -> Iterator[tuple[str, str]]:
     if plan.round >= 0:
         yield "resumed", _resumed(plan)
     if plan.master_addr:
-        yield "master", f"{_bracketed(plan.master_addr)}:{plan.master_port}"
+        yield "master", host_port(plan.master_addr, plan.master_port)
     if plan.coordinator:
         hosts = {node.name: node.host for node in view.everyone}
         known = hosts.get(plan.coordinator)
@@ -153,10 +153,6 @@ def _resumed(plan: Plan) -> str:
     if found is None:
         return f"round {plan.round} began without a checkpoint"
     return f"round {plan.round} from step {found.step}: {found.path}"
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
 
 
 def _table(nodes: Sequence[NodeView]) -> Table:

@@ -36,6 +36,7 @@ from elaunch.rendezvous.plan import Plan
 from elaunch.rendezvous.records import RecordError
 from elaunch.store.etcd.keys import EtcdPlace
 from elaunch.store.protocol import Lease, Post, Store
+from elaunch.text import host_port
 
 OPEN_TIMEOUT_S: Final = 5.0
 LOOKS: Final = 3
@@ -202,7 +203,7 @@ def open_for_reading(rendezvous: RendezvousSettings, run_id: str) -> Store:
 
     its_run_id, (host, port) = _hello(rendezvous)
     if its_run_id != run_id:
-        raise no_such_job(run_id, f"the TCPStore at {_shown(host, port)}", (its_run_id,))
+        raise no_such_job(run_id, f"the TCPStore at {host_port(host, port)}", (its_run_id,))
     return client.connect(host, port, run_id, deadline=_patience(rendezvous))
 
 
@@ -290,7 +291,7 @@ def _hello(rendezvous: RendezvousSettings) -> tuple[str, tuple[str, int]]:
     host, port = rendezvous.endpoints[0]
     said = client.hello(host, port, _patience(rendezvous))
     if said is None:
-        raise StoreUnreachable(f"what answers at {_shown(host, port)} is no store of elaunch")
+        raise StoreUnreachable(f"what answers at {host_port(host, port)} is no store of elaunch")
     host, port = said.get("store") or (host, port)
     return str(said["run_id"]), (str(host), int(port))
 
@@ -298,7 +299,3 @@ def _hello(rendezvous: RendezvousSettings) -> tuple[str, tuple[str, int]]:
 def _patience(rendezvous: RendezvousSettings) -> float:
     """Return for how many seconds to try; an agent may wait for its store, a person does not."""
     return min(OPEN_TIMEOUT_S, rendezvous.connect_timeout)
-
-
-def _shown(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

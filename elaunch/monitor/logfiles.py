@@ -7,13 +7,13 @@ was is in the run's record. A detached agent's own output is in ``console.log``.
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Final
 
 from elaunch.errors import RunDirError, UsageError
-from elaunch.monitor.watch import pause
 from elaunch.run.directory import CONSOLE, RunDir, is_live, run_id_of
 from elaunch.run.record import Record
 
@@ -139,7 +139,7 @@ class Reader:
                 stream.flush()
             if not live:
                 return
-            pause(PAUSE_S)
+            threading.Event().wait(PAUSE_S)
 
     def _known(self) -> list[_FollowedFile]:
         if self._console:

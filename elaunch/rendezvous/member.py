@@ -60,7 +60,7 @@ from elaunch.rendezvous.events import (
     Withdraw,
 )
 from elaunch.rendezvous.plan import JobSeen, NodeStatus, Plan
-from elaunch.rendezvous.waiting import RESTING, Still, Waiting, Writes, is_last
+from elaunch.rendezvous.waiting import Still, Waiting, Writes, is_last
 from elaunch.store.protocol import Post
 
 RENEWALS = 6
@@ -244,7 +244,7 @@ class MemberState:
 
         The answers are for :meth:`receive` and :meth:`looked`.
         """
-        rests = self._record is not None and self._record.state in RESTING
+        rests = self._record is not None and self._record.rests
         over = self.plan is not None and self.plan.phase == "over"
         if self._moved or not self.name or not rests or over or self._withdrawing:
             self._moved = False

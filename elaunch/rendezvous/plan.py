@@ -142,6 +142,15 @@ class NodeStatus(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=
     courier: Port = 0
     probe: Line = ""
 
+    @property
+    def rests(self) -> bool:
+        """Whether the agent has no workers, and waits for the others."""
+        return self.state in ("ready", "ended", "finished")
+
+    def has_ended(self, round_number: int) -> bool:
+        """Return whether nothing of that round is left on its node."""
+        return self.round >= round_number and self.state in ("ended", "finished")
+
 
 class Node(Struct, frozen=True):
     """One node of a round; the node's rank is its place in ``Plan.nodes``.

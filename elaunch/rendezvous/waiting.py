@@ -35,8 +35,6 @@ from elaunch.rendezvous.decide.view import Rules
 from elaunch.rendezvous.events import StoreBack, StoreSilent
 from elaunch.rendezvous.plan import Node, NodeStatus, Plan
 
-RESTING = ("ready", "ended", "finished")
-"""States of an agent without workers that waits for others."""
 LONGEST = 20
 """The longest time between two looks, in ``remind``, while others work."""
 NODES = 64
@@ -108,7 +106,7 @@ def working(plan: Plan | None, name: str, members: Mapping[str, NodeStatus]) -> 
         record = members.get(node.name)
         if record is None or node.name == name:
             continue
-        if record.round < plan.round or record.state not in RESTING:
+        if record.round < plan.round or not record.rests:
             busy.append(node)
     return busy
 

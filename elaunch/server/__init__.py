@@ -21,8 +21,8 @@ agent       sweep               round, signum (0: none), grace (s), deadline (s)
 agent       fence               until: kill all workers when it has passed, unless a later comes;
                                 hold (s): stop them then, and kill them that much later
 agent       count_devices       kind, interpreter
-server      ready               pid, problem (text or null), preload_s, unforkable (why it must not
-                                be forked any more, or "")
+server      ready               problem (text or null), unforkable (why it must not be forked any
+                                more, or "")
 server      warmed              problem (text or null), seconds, settings (variables that the script
                                 sets, so that the later modules are left to the workers)
 server      started             round, local_rank, pid, at

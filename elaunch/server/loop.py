@@ -174,7 +174,6 @@ class Server:
 
     def _configure(self, message: Message) -> None:
         self._fork_start = message["start"] == "fork"
-        began = time.monotonic()
         self._open_files = tuple(message["open_files"])
         path, self._temp = message["import_path"], message["temp"]
         found = preload(message["preload"], path) if self._fork_start else Preloaded()
@@ -186,9 +185,7 @@ class Server:
             self._stores.start()
         gc.freeze()  # what is imported is never collected, so its pages stay shared with workers
         processes.outlive_parent()
-        seconds = time.monotonic() - began
-        ready = {"op": "ready", "pid": self._pid, "problem": problem, "preload_s": seconds}
-        self._send({**ready, "unforkable": found.unforkable})
+        self._send({"op": "ready", "problem": problem, "unforkable": found.unforkable})
 
     def _import_later(self) -> None:
         if time.monotonic() < self._later.due or self._sweep is not None:

@@ -45,6 +45,7 @@ MAX_ADDRESS: Final = 107
 TAKEN_S: Final = 10.0
 """Seconds for a process to take the answer to its request."""
 _CHUNK: Final = 1 << 16
+_UCRED: Final = struct.Struct("iII")
 _LONGEST_POLL: Final = (1 << 31) - 1
 """Milliseconds that poll(2) can wait; more is for ever."""
 _MOST_WAITING: Final = 16
@@ -363,6 +364,13 @@ def connect(path: Path, seconds: float) -> socket.socket:
             raise TimeoutError(f"{path} does not answer") from None
         raise
     return connection
+
+
+def peer_uid(connection: socket.socket) -> int:
+    """Return the user id of the process at the other end, as the kernel recorded it."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+    uid: int = _UCRED.unpack(raw)[1]
+    return uid
 
 
 def listen(path: Path, backlog: int) -> socket.socket:

@@ -30,6 +30,8 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple
 
 from elaunch.store.tcp import connection
+from elaunch.text import host_port
+from elaunch.wire.local import peer_uid
 
 HELLO: Final = b"elnchan1"
 NONCE: Final = 32
@@ -37,7 +39,6 @@ PROOF: Final = 32
 OPENING: Final = len(HELLO) + NONCE
 REPLY: Final = NONCE + PROOF
 _WHO: Final = struct.Struct("<4sI")
-_UCRED: Final = struct.Struct("3i")
 MOST_UNPROVED: Final = 128
 HANDSHAKE_S: Final = 10.0
 """Seconds that a caller's handshake may take."""
@@ -282,9 +283,7 @@ class Endpoint:
     unix: str = ""
 
     def __str__(self) -> str:
-        if self.unix:
-            return "its Unix socket"
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return "its Unix socket" if self.unix else host_port(self.host, self.port)
 
     def addresses(self, until: float) -> list[tuple[int, Any]]:
         """Return the families and addresses to connect to; raises OSError."""
@@ -353,8 +352,7 @@ def _is_known_user(sock: socket.socket) -> bool:
     """Return whether a process of this user, or root's, is at the other end; TCP cannot tell."""
     if sock.family != socket.AF_UNIX:
         return True
-    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-    return int(_UCRED.unpack(raw)[1]) in (0, os.getuid())
+    return peer_uid(sock) in (0, os.getuid())
 
 
 def keep_alive(sock: socket.socket) -> None:

@@ -96,7 +96,6 @@ class Crowd:
         self._lock = threading.Lock()
         self._read: Counter[str] = Counter()
         self._trouble: Counter[str] = Counter()
-        self._names: dict[int, str] = {}
         self._phases: dict[int, str] = {}
         self.numbers = range(task.first, task.first + task.agents)
         self.meetings: dict[int, Meeting] = {}

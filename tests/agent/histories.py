@@ -18,7 +18,7 @@ from elaunch.rendezvous.decide.view import SearchResult
 from elaunch.rendezvous.plan import PlanCheckpoint
 from elaunch.rendezvous.standalone import Standalone, rules_of_one
 
-READY = events.ServerReady(problem=None, preload_s=0.1)
+READY = events.ServerReady(problem=None)
 DEADLINE = events.DeadlinePassed()
 TERM = events.SignalReceived(signal.SIGTERM)
 INT = events.SignalReceived(signal.SIGINT)

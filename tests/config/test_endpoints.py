@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elaunch.config import endpoints
+from elaunch.text import host_port
 
 
 @pytest.mark.parametrize(
@@ -90,7 +91,7 @@ def test_a_host_alone_may_be_an_ipv6_address_with_or_without_brackets() -> None:
 @given(st.ip_addresses(), st.integers(0, 65535))
 def test_joined_and_split_again(address: ipaddress.IPv4Address, number: int) -> None:
     """Any address with any port."""
-    assert endpoints.split(endpoints.join(str(address), number)) == (str(address), number)
+    assert endpoints.split(host_port(str(address), number)) == (str(address), number)
 
 
 @given(st.text(alphabet="a0.:[]%,-/_ é", max_size=12))
@@ -101,4 +102,4 @@ def test_any_text_is_an_endpoint_or_a_reason(text: str) -> None:
     except ValueError as exc:
         assert str(exc).split()[0] in ("is", "has")
         return
-    assert endpoints.split_all(",".join(endpoints.join(*each) for each in found)) == found
+    assert endpoints.split_all(",".join(host_port(*each) for each in found)) == found

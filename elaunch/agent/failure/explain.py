@@ -12,7 +12,7 @@ import re
 import signal
 from dataclasses import dataclass
 
-from elaunch.endings import Exit
+from elaunch.endings import Exit, signal_name
 
 
 @dataclass(frozen=True)
@@ -224,10 +224,7 @@ def _ordinal(end: Exit, size: int | None) -> str:
 
 
 def _by_signal(number: int, printed: str, shm_free: int | None) -> str:
-    try:
-        name = signal.Signals(number).name
-    except ValueError:
-        return ""
+    name = signal_name(number)
     text = _SIGNALS.get(name, "")
     if name == "SIGBUS" and shm_free is not None:
         return f"{text} {_shm_state(shm_free)}"

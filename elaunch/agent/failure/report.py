@@ -193,15 +193,9 @@ def _others(report: FailureReport) -> Iterator[str]:
         if failure.error and failure.error.problem:
             yield f"    {failure.error.problem}"
     if report.stopped:
-        ends = (f"rank {f.exit.rank} ({_how_stopped(f.exit)})" for f in report.stopped)
+        ends = (f"rank {f.exit.rank} ({f.exit.word})" for f in report.stopped)
         text = "Stopped by elaunch: " + ", ".join(ends)
         yield from _wrap(text, indent="  ")
-
-
-def _how_stopped(end: Exit) -> str:
-    if end.exitcode < 0:
-        return signal_name(end.exitcode) or f"signal {-end.exitcode}"
-    return f"exit code {end.exitcode}"
 
 
 def _table(report: FailureReport) -> str:

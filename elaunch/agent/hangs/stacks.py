@@ -69,6 +69,9 @@ def take(round_number: int, workers: tuple[Worker, ...]) -> events.StacksTaken:
             dumps[worker.rank] = found
     spy = _py_spy()
     for worker in (each for each in workers if each.rank not in dumps):
+        if rests := _at_rest(worker):
+            problems[worker.rank] = rests
+            continue
         spied = None if spy is None else _spy(spy, worker.pid, began + WRITE_S + SPY_S)
         if isinstance(spied, Dump):
             dumps[worker.rank] = spied
@@ -158,15 +161,25 @@ def _py_spy() -> str | None:
     return shutil.which("py-spy") or shutil.which("py-spy", path=own)
 
 
-def _why(worker: Worker, asked: bool, spied: str | Dump | None) -> str:
-    """Return why there are no stacks of a worker, for the report."""
-    status = proc.status(worker.pid)
-    state = status.get("State", "")
-    if not status or state[:1] in "ZX":
+def _at_rest(worker: Worker) -> str:
+    """Return why a process has no stacks to see, or "".
+
+    It is asked before py-spy looks: that traces the process, which changes the state and fails on
+    one that is stopped.
+    """
+    state = proc.status(worker.pid).get("State", "")
+    if not state or state[:1] in "ZX":
         return "the process has ended meanwhile"
     if state[:1] in "Tt":
         return "the process is stopped by a signal (SIGSTOP) or by a debugger"
-    if state[:1] == "D":
+    return ""
+
+
+def _why(worker: Worker, asked: bool, spied: str | Dump | None) -> str:
+    """Return why there are no stacks of a worker, for the report."""
+    if rests := _at_rest(worker):
+        return rests
+    if proc.status(worker.pid).get("State", "")[:1] == "D":
         return f"the process hangs in the kernel{_in_kernel(worker.pid)}"
     if isinstance(spied, str):
         return spied

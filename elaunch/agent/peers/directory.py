@@ -210,12 +210,8 @@ class LocalCopies:
             fetched = workplace / f"{number}"
             sources.fetch(one, fetched)
             _put(fetched, inside(made, one.entry.path, "a file") if one.entry.path else made)
-        for directory in _missing(path.parent):
-            directory.mkdir()
-            sync_directory(directory.parent)
         self._set_aside(path)
-        os.rename(made, path)
-        sync_directory(path.parent)
+        _put(made, path)
 
     def _complete(
         self, path: Path, files: Sequence[Fetched], workplace: Path, sources: NodeSources
@@ -413,7 +409,7 @@ def _pieces(fd: int) -> Iterator[memoryview]:
 
 
 def _put(fetched: Path, target: Path) -> None:
-    """Move a file to where it belongs, and have that on the disk."""
+    """Move a file or a directory to where it belongs, and have that on the disk."""
     for directory in _missing(target.parent):
         directory.mkdir()
         sync_directory(directory.parent)

@@ -35,6 +35,7 @@ from elaunch.checkpoint.nodelocal import Kept, Looked, Seals, Union, merged_seal
 from elaunch.errors import CheckpointError
 from elaunch.rendezvous.decide.view import Search, SearchResult
 from elaunch.rendezvous.plan import NodeStatus, PlanCheckpoint
+from elaunch.text import listed
 
 AT_ONCE: Final = 32
 GATHER_PATIENCE: Final = 3 * PATIENCE
@@ -137,8 +138,8 @@ class _OneSearch:
         seals = self._seals()
         if self.unreached:  # one of them may have what makes a stage of another complete
             return records.SearchOutcome(None)
-        for name, listed in self._of_all(seals, lambda name: self._kept(name, seals[name])).items():
-            for one in listed:
+        for name, theirs in self._of_all(seals, lambda name: self._kept(name, seals[name])).items():
+            for one in theirs:
                 holders.setdefault(one, []).append(name)
         for kept in sorted(holders, key=lambda one: one.age, reverse=True):
             if self.unreached:
@@ -266,7 +267,5 @@ class _OneSearch:
 
 
 def _lacks(union: Union) -> str:
-    shown = ", ".join(path or "it" for path in union.missing[:MOST_SHOWN])
-    more = len(union.missing) - MOST_SHOWN
-    what = f"{shown} and {more} more" if more > 0 else shown
+    what = listed([path or "it" for path in union.missing], MOST_SHOWN)
     return f"no node has all of it: {what}" if union.files else what

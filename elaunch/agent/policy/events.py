@@ -64,7 +64,6 @@ class ServerReady(Struct, frozen=True):
     """
 
     problem: str | None
-    preload_s: float
     unforkable: str = ""
 
 

@@ -60,8 +60,6 @@ class JobFacts:
     hostname: str
     entry_point: str
     rdzv_backend: str
-    group_rank: int = 0
-    group_world_size: int = 1
 
 
 Worker = events.WorkerStarted | events.Exit
@@ -152,7 +150,7 @@ class EventLog:
         metadata = {
             "run_id": facts.run_id,
             "global_rank": self._place.first_rank + worker.local_rank if worker else None,
-            "group_rank": facts.group_rank,
+            "group_rank": 0,
             "worker_id": str(worker.local_rank) if worker else None,
             "role": facts.role,
             "hostname": facts.hostname,
@@ -184,7 +182,7 @@ class EventLog:
 
 def _inner(facts: JobFacts, worker: Worker | None, place: env.NodePlace) -> dict[str, object]:
     inner: dict[str, object] = {
-        "group_world_size": facts.group_world_size,
+        "group_world_size": 1,
         "entry_point": facts.entry_point,
     }
     if worker:

@@ -26,7 +26,7 @@ from elaunch.agent.policy.state import Phase, State
 from elaunch.agent.policy.turn import Round, Turn
 from elaunch.checkpoint.records import Checkpoint
 from elaunch.config import Settings
-from elaunch.endings import PREEMPTED, signal_name
+from elaunch.endings import PREEMPTED
 from elaunch.errors import RunDirError
 from elaunch.rendezvous.plan import Plan, WorkerFailure
 from elaunch.run.directory import RunDir
@@ -95,7 +95,7 @@ class StatusRecord:
         """Write down what the turn has changed."""
         record, state, event, action = self._record, turn.after, turn.event, turn.action
         if isinstance(event, events.WorkerStarted) and event.round == state.round:
-            self._note_start(state, event)
+            self._note_start(event)
         elif isinstance(event, events.Exit) and event.round == state.round:
             self._note_exit(state, event)
         elif isinstance(event, events.HangSeen) and event == state.hang:
@@ -180,7 +180,7 @@ class StatusRecord:
         resumed = None if checkpoint is None else checkpoint.step
         add_round(record, new_round(begun.round, reason, resumed))
 
-    def _note_start(self, state: State, event: events.WorkerStarted) -> None:
+    def _note_start(self, event: events.WorkerStarted) -> None:
         worker = self._record["workers"][event.local_rank]
         worker["pid"], worker["started_at"] = event.pid, wall_time(event.at)
         if worker["state"] == "STARTING":
@@ -197,9 +197,8 @@ class StatusRecord:
             name = "STOPPED"
         else:
             name = "SUCCEEDED" if code == 0 else "FAILED"
-        how = signal_name(-code) if code < 0 else f"exit code {code}"
         worker = self._record["workers"][event.local_rank]
-        worker["state"], worker["exit"], worker["exit_code"] = name, how, code
+        worker["state"], worker["exit"], worker["exit_code"] = name, event.word, code
         worker["ended_at"] = wall_time(event.at)
 
 

@@ -14,7 +14,6 @@ import logging
 import os
 import select
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -22,7 +21,15 @@ from pathlib import Path
 from typing import Any, Final
 
 from elaunch.errors import RunDirError
-from elaunch.wire.local import BadMessage, LocalChannel, Message, Received, close_files, listen
+from elaunch.wire.local import (
+    BadMessage,
+    LocalChannel,
+    Message,
+    Received,
+    close_files,
+    listen,
+    peer_uid,
+)
 
 MAX_REQUEST: Final = 64 * 1024
 MAX_REASON: Final = 500
@@ -39,7 +46,6 @@ ACCEPT_PAUSE_S: Final = 0.5
 Preempt = Callable[[str], str]
 Attach = Callable[[LocalChannel, Message, list[int]], object]
 
-_UCRED = struct.Struct("iII")
 
 log = logging.getLogger(__name__)
 
@@ -160,13 +166,6 @@ class ControlSocket:
                 return {"error": f"'reason' must be a text of 1 to {MAX_REASON} characters"}
             return {"done": self._preempt(" ".join(reason.split()))}
         return {"error": f"unknown op {op!r}, known: 'status', 'preempt', 'worker'"}
-
-
-def peer_uid(client: socket.socket) -> int:
-    """Return the user id of the process that connected, as the kernel recorded it."""
-    raw = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-    uid: int = _UCRED.unpack(raw)[1]
-    return uid
 
 
 def may_ask(uid: int, own_uid: int) -> bool:

@@ -237,7 +237,7 @@ def _event(message: Message) -> events.Event:
     if op == "swept":
         return _tree_gone(message)
     if op == "ready":
-        return events.ServerReady(**{n: v for n, v in _without_op(message).items() if n != "pid"})
+        return events.ServerReady(**_without_op(message))
     if op == "fenced":
         return events.Fenced(message["late"])
     if op == "held":

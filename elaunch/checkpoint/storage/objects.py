@@ -94,13 +94,6 @@ class Objects:
         with self._at(path) as (system, full):
             return bytes(system.cat_file(full))
 
-    def read_numbered(
-        self, path: str, names: Sequence[str], number_of: Callable[[str], int | None]
-    ) -> dict[int, bytes]:
-        """Return the objects below a path whose names have a number: number → content."""
-        numbers = {number_of(name): name for name in names}
-        return {n: self.read(f"{path}/{name}") for n, name in numbers.items() if n is not None}
-
     def put(self, path: str, content: bytes) -> None:
         """Put a small object, as a whole."""
         with self._at(path) as (system, full):

@@ -297,7 +297,8 @@ class ObjectStorage:
                 self._objects.delete(name)
 
     def _manifests(self, name: str, names: Sequence[str]) -> dict[int, bytes]:
-        return self._objects.read_numbered(name, names, layout.parse_manifest_name)
+        ranks = {layout.parse_manifest_name(one): one for one in names}
+        return {r: self._objects.read(f"{name}/{one}") for r, one in ranks.items() if r is not None}
 
     def _forget(self, stage: Stage) -> None:
         if local := self._local.pop(stage.name, None):

@@ -170,7 +170,7 @@ def _idle(view: View) -> list[Node]:
 
 def _never_began(view: View, now: float, rules: Rules) -> Plan | None:
     """Return the job's end if a node has not started its workers for as long as nodes may take."""
-    patience, idle = max(rules.join_timeout, rules.end_timeout), _idle(view)
+    patience, idle = rules.patience, _idle(view)
     if not idle or now < view.since + patience:
         return None
     reason = f"{text.nodes(idle)} did not start round {view.plan.round} in {patience:g} s"
@@ -183,7 +183,7 @@ def _running(view: View, now: float, rules: Rules) -> Decision:
     idle = _idle(view)
     if not idle or not isinstance(step, Wait):
         return step, reason
-    until = view.since + max(rules.join_timeout, rules.end_timeout)
+    until = view.since + rules.patience
     until = until if step.until is None else min(until, step.until)
     return Wait(until), f"waiting for {text.nodes(idle)} to start round {view.plan.round}"
 

@@ -34,7 +34,8 @@ from elaunch.text import count
 def decide(view: View, now: float, rules: Rules) -> Decision:
     """Return what to do while no round runs, or while one is being ended."""
     plan = view.plan
-    late = [n for n in plan.nodes if n.name in view.present and not has_ended(view, n.name)]
+    nodes = ((node, view.present.get(node.name)) for node in plan.nodes)
+    late = [node for node, one in nodes if one and not one.record.has_ended(plan.round)]
     if late:
         return _await_end(view, now, rules, late)
     if plan.phase == "ending":
@@ -94,12 +95,6 @@ def _preempted(view: View) -> Decision:
 # ── the end of the round before ──────────────────────────────────────────────────────────────────
 
 
-def has_ended(view: View, name: str) -> bool:
-    """Return whether a node of the plan's round reports that nothing of it is left there."""
-    record = view.present[name].record
-    return record.round >= view.plan.round and record.state in ("ended", "finished")
-
-
 def ended_at(view: View) -> float:
     """Return when the last node of the round had ended, or was gone."""
     times = [view.began]
@@ -129,8 +124,8 @@ def first_failure(view: View, now: float) -> WorkerFailure | None:
 
 
 def _await_end(view: View, now: float, rules: Rules, late: list[Node]) -> Decision:
-    patience = max(rules.join_timeout, rules.end_timeout)
-    plan, until = view.plan, view.since + patience
+    plan, patience = view.plan, rules.patience
+    until = view.since + patience
     whom = text.nodes(late)
     if now >= until:
         problem = f"{whom} did not end round {plan.round} in {patience:g} s"
@@ -150,7 +145,7 @@ def _judged(view: View, now: float, rules: Rules) -> Plan:
         return plan
     for node in plan.nodes:
         absent = view.absent.get(node.name)
-        if absent is None or _was_done(absent.last, plan.round):
+        if absent is None or (absent.last and absent.last.has_ended(plan.round)):
             continue
         cause: Cause = "left" if absent.cause == "left" else "lost"
         reason = text.gone(node, absent, rules.heartbeat_timeout)
@@ -159,12 +154,6 @@ def _judged(view: View, now: float, rules: Rules) -> Plan:
     if failed is None:
         return plan
     return replace(plan, failure=failed, reason=text.failure(failed))
-
-
-def _was_done(record: NodeStatus | None, round_number: int) -> bool:
-    if record is None or record.round < round_number:
-        return False
-    return record.state in ("ended", "finished")
 
 
 # ── may there be another ─────────────────────────────────────────────────────────────────────────

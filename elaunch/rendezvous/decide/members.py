@@ -147,7 +147,7 @@ def _candidates(
         record = one.record
         if record.state == "leaving":
             continue
-        if name in members or rested(record):
+        if name in members or record.rests:
             there[name] = one
         elif record.state == "joining" and goes_on(record, rules) is None:
             begun = view.plan.round >= 0 and now - one.since > READY_PATIENCE
@@ -163,7 +163,7 @@ def _settled(view: View, now: float, rules: Rules, number: int) -> float:
     if number < rules.max_nodes:
         settled = max(settled, max(view.began, view.stirred) + rules.settle)
     for one in view.present.values():
-        if goes_on(one.record, rules) is not None and not rested(one.record):
+        if goes_on(one.record, rules) is not None and not one.record.rests:
             settled = max(settled, view.began + rules.join_timeout)
     return settled
 
@@ -223,11 +223,6 @@ def _static(
 
 def _one_place(them: Sequence[Present]) -> bool:
     return len({(one.record.host, one.record.addr) for one in them}) == 1
-
-
-def rested(record: NodeStatus) -> bool:
-    """Return whether an agent that is in no round could start workers at once, and has none."""
-    return record.state in ("ready", "ended", "finished")
 
 
 # ── their order ──────────────────────────────────────────────────────────────────────────────────

@@ -18,7 +18,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from elaunch.rendezvous import text
-from elaunch.rendezvous.decide.members import READY_PATIENCE, order, rested, waiting
+from elaunch.rendezvous.decide.members import READY_PATIENCE, order, waiting
 from elaunch.rendezvous.decide.view import Decision, Publish, Rules, View, Wait
 from elaunch.rendezvous.plan import NodeStatus
 from elaunch.text import count
@@ -66,7 +66,7 @@ def _may_begin(view: View, joining: tuple[str, ...], rules: Rules, now: float) -
     begin = max(one.since for one in them)
     if rules.on_join == "graceful":
         begin += rules.debounce
-    ready = [one for one in them if rested(one.record)]
+    ready = [one for one in them if one.record.rests]
     if len(ready) == len(them):
         return begin
     patience = max(begin, min(one.since for one in them) + READY_PATIENCE)

@@ -58,6 +58,11 @@ class Rules(Struct, frozen=True):
     killed_in: int | None = None
     standalone: bool = False
 
+    @property
+    def patience(self) -> float:
+        """Seconds that a node may take for its part of a round's start or end."""
+        return max(self.join_timeout, self.end_timeout)
+
 
 class Present(Struct, frozen=True):
     """One agent that is a member.

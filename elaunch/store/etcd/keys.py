@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import quote, unquote
 
+from elaunch.text import host_port
+
 
 @dataclass(frozen=True)
 class EtcdPlace:
@@ -39,9 +41,7 @@ class EtcdPlace:
     @property
     def addresses(self) -> tuple[str, ...]:
         """``host:port`` of each endpoint, IPv6 in brackets; also what gRPC calls a target."""
-        return tuple(
-            f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in self.endpoints
-        )
+        return tuple(host_port(host, port) for host, port in self.endpoints)
 
     def __str__(self) -> str:
         """Return it for messages: ``etcd at h1:2379,h2:2379``."""

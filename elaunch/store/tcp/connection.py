@@ -34,6 +34,7 @@ from typing import Any, TypeVar
 from elaunch.errors import StoreClosed, StoreReplaced, StoreUnreachable
 from elaunch.store.tcp import wire
 from elaunch.store.tcp.wire import Connection, ForeignAnswer
+from elaunch.text import host_port
 
 LONGEST_NAME = 1_000
 HELLO = "elaunch"
@@ -57,7 +58,7 @@ class Spot:
 
 def spot_name(host: str, port: int) -> str:
     """Return "TCPStore at h:29400", with brackets around an IPv6 address."""
-    return f"TCPStore at [{host}]:{port}" if ":" in host else f"TCPStore at {host}:{port}"
+    return f"TCPStore at {host_port(host, port)}"
 
 
 _resolved: dict[tuple[str, int], list[Address]] = {}

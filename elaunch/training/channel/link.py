@@ -153,12 +153,10 @@ class Parser:
             room = islice(self._room, AT_ONCE)
             count = sock.recvmsg_into(list(_clipped(room, self._left)))[0]
             self._filled(count)
-        else:
-            # While objects are under way no byte of theirs, so that they are read into their place.
-            chunk = sock.recv(min(self._wanted, CHUNK) if self._frame else CHUNK)
-            count = len(chunk)
-            self._received += chunk
-        return self._parse() if count else None
+            return self._parse() if count else None
+        # While objects are under way no byte of theirs, so that they are read into their place.
+        chunk = sock.recv(min(self._wanted, CHUNK) if self._frame else CHUNK)
+        return self.feed(chunk) if chunk else None
 
     def feed(self, data: Bytes) -> list[Frame]:
         """Take what was received; return the frames complete by it; raises BadFrame."""

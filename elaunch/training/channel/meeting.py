@@ -97,7 +97,7 @@ class Layout:
     """How this rank is connected; nodes are in the order of the tree, rank 0's first.
 
     ``chief`` is None on a chief; ``local`` are the other ranks of a chief's node; ``parent`` and
-    ``below`` are its neighbours in the tree of chiefs. ``node_of`` gives a rank's node's place.
+    ``below`` are its neighbours in the tree of chiefs.
     """
 
     me: RankRecord
@@ -113,10 +113,6 @@ class Layout:
     def node(self) -> tuple[RankRecord, ...]:
         """The ranks of this node, the chief first."""
         return self.nodes[self.place]
-
-    def node_of(self) -> dict[int, int]:
-        """Return for each rank the place of its node."""
-        return {m.rank: place for place, node in enumerate(self.nodes) for m in node}
 
 
 def lay_out(members: Sequence[RankRecord], rank: int) -> Layout:

@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from elaunch.checkpoint.storage.storage import Committed
 from elaunch.errors import CheckpointError, DamageError
+from elaunch.text import listed
 from elaunch.training import unpickling
 from elaunch.training.checkpoint import restore as restoring
 from elaunch.training.checkpoint.dcp import image, plan, sources
@@ -294,10 +295,7 @@ def _by_rank(lists: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _listed(title: str, keys: Sequence[str]) -> str:
-    if not keys:
-        return ""
-    more = f" and {len(keys) - _TOLD} more" if len(keys) > _TOLD else ""
-    return f"{title}: {', '.join(keys[:_TOLD])}{more}"
+    return f"{title}: {listed(keys, _TOLD)}" if keys else ""
 
 
 def _hint(unexpected: Sequence[str]) -> str:

@@ -143,6 +143,11 @@ class CallContext:
         """Whether this rank acts for its node where each has a directory of its own."""
         return self.distributed.local_rank == 0
 
+    @property
+    def acts(self) -> bool:
+        """Whether this rank acts for a directory: rank 0; each chief where each node has one."""
+        return self.rank == 0 or (self.local and self.is_node_chief)
+
     def seconds(self, timeout: float | None) -> float:
         """Return the seconds that one wait for the other ranks may take."""
         return self.distributed.timeout if timeout is None else checked_timeout(timeout)

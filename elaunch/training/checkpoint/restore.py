@@ -159,7 +159,7 @@ def _put_aside(
 ) -> None:
     """Take a damaged checkpoint away from all readers, on each node. ALL ranks call it together."""
     parts.known.whole.discard(found.uuid)
-    acts = parts.rank == 0 or (parts.local and parts.is_node_chief)
+    acts = parts.acts
     with together(parts.distributed, wanted.what, wanted.timeout, CheckpointError):
         if acts and parts.known.taken is None:
             log.warning("an older checkpoint is looked for: %s", damage)

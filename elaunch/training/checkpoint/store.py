@@ -28,7 +28,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
-from elaunch import __version__
+from elaunch import __version__, text
 from elaunch.checkpoint import layout
 from elaunch.checkpoint.retention import delete, readers, shelves
 from elaunch.checkpoint.storage.storage import Committed, Part, Stage, Storage
@@ -122,7 +122,7 @@ def finish(
         discard(parts, stage, agreed=False)
         raise
     parts.known.note(found)
-    if parts.rank == 0 or (parts.local and parts.is_node_chief):
+    if parts.acts:
         keep_by_rule(parts, saving.keep, found)
     return found
 
@@ -212,7 +212,7 @@ def writing(saving: Saving, stage: Stage) -> str:
 
 def discard(parts: CallContext, stage: Stage, agreed: bool) -> None:
     """Remove a stage whose save has failed; ``agreed``: all ranks know, so nobody writes there."""
-    own = parts.rank == 0 or (parts.local and parts.is_node_chief)
+    own = parts.acts
     if not own and not (agreed and isinstance(parts.storage.place, str)):
         return
     try:
@@ -332,7 +332,7 @@ def _make_room(parts: CallContext, saving: Saving) -> bool:
     """Have rank 0 remove what may go; return on all ranks whether anything went."""
     removed: list[str] = []
     needed = sum(parts.distributed.allgather(saving.size, saving.timeout))
-    if parts.rank == 0 or (parts.local and parts.is_node_chief):
+    if parts.acts:
         rule = parts.keep if saving.keep is None else saving.keep
         newest = parts.known.newest
         needed = max(needed, 0 if newest is None else newest.size)
@@ -349,16 +349,7 @@ def _told_of_room(parts: CallContext, saving: Saving) -> Iterator[None]:
         if problem.errno not in FULL:
             raise
         place = parts.storage.place
-        needs = f"needs about {in_bytes(saving.size)}, " if saving.size else ""
-        has = in_bytes(delete.free_bytes(place))
-        text = f"no space left on {place}: {needs}has {has}"
-        raise OSError(problem.errno, text, problem.filename) from problem
-
-
-def in_bytes(size: float) -> str:
-    """Return a number of bytes for people."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.3g} {unit}"
-        size /= 1024
-    return f"{size:.3g} TiB"
+        needs = f"needs about {text.size(saving.size)}, " if saving.size else ""
+        has = text.size(delete.free_bytes(place))
+        told = f"no space left on {place}: {needs}has {has}"
+        raise OSError(problem.errno, told, problem.filename) from problem

@@ -131,8 +131,7 @@ def take(storage: Storage, info: Info, run_id: str, given: bool) -> Whose:
     storage.prepare(run_id, given)
     if has_agent:
         return Whose(run_id, info.round)
-    for found in storage.finish_stages(run_id if given else None):
-        log.info("%s was complete, but its writer had died: committed now", found.name)
+    _finish_stages(storage, run_id, given)
     storage.clear_trash()
     rounds = [found.round for found in storage.listed()]
     return Whose(run_id, max(rounds, default=-1) + 1)
@@ -162,10 +161,14 @@ def finish(storage: Storage, run_id: str, given: bool) -> None:
         return
     try:
         with contextlib.closing(storage.lock()):
-            for found in storage.finish_stages(run_id if given else None):
-                log.info("%s was complete, but its writer had died: committed now", found.name)
+            _finish_stages(storage, run_id, given)
     except (SaveError, OSError) as error:
         log.debug("stages in %s stay as they are: %s", storage.place, error)
+
+
+def _finish_stages(storage: Storage, run_id: str, given: bool) -> None:
+    for found in storage.finish_stages(run_id if given else None):
+        log.info("%s was complete, but its writer had died: committed now", found.name)
 
 
 def newest(storage: Storage, run_id: str | None, known: KnownCheckpoints) -> Committed | None:

@@ -98,8 +98,11 @@ def test_a_script_below_a_shell_is_found(tmp_path: Path) -> None:
 def test_a_process_that_is_stopped_is_told_as_such(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is the very cause."""
-    monkeypatch.setattr(stacks, "_py_spy", lambda: None)
+    """It is the very cause; and py-spy does not trace the process, which changes its state."""
+    tracer, traced = tmp_path / "py-spy", tmp_path / "traced"
+    tracer.write_text(f"#!/bin/sh\ntouch {traced}\nexit 1\n")
+    tracer.chmod(0o755)
+    monkeypatch.setattr(stacks, "_py_spy", lambda: str(tracer))
     with running(tmp_path, 3, REGISTER + SLEEPS) as worker:
         os.kill(worker.pid, signal.SIGSTOP)
         eventually(lambda: Path(f"/proc/{worker.pid}/stat").read_text().split()[2] == "T")
@@ -107,6 +110,7 @@ def test_a_process_that_is_stopped_is_told_as_such(
     assert found.problems == (
         ((3,), "the process is stopped by a signal (SIGSTOP) or by a debugger"),
     )
+    assert not traced.exists()
 
 
 def test_a_process_that_has_ended(tmp_path: Path) -> None:

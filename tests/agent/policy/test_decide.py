@@ -62,8 +62,8 @@ LOOKED = (READY, chosen(None), *FAILED[1:])
 SUCCEEDED = (*RUNS, exited(0, 0), exited(1, 0))
 USED, SETTLED = events.SaverUsed(0), events.SavesSettled(0, ("step-00000010.r0",))
 SAVED = (READY, chosen(None), started(0), started(1), USED, *FAILED[3:])
-BROKEN = events.ServerReady("--preload nope: ModuleNotFoundError: nope", 0.0)
-THREADED = events.ServerReady(None, 0.0, unforkable="--preload x: threads")
+BROKEN = events.ServerReady("--preload nope: ModuleNotFoundError: nope")
+THREADED = events.ServerReady(None, unforkable="--preload x: threads")
 SWEEP = EndTree(signal.SIGTERM, 5.0)
 
 Row = tuple[Limits, tuple[events.Event, ...], Action, str]

@@ -30,12 +30,11 @@ from elaunch.agent.status.socket import (
     REQUEST_DEADLINE_S,
     ControlSocket,
     may_ask,
-    peer_uid,
 )
 from elaunch.cli.stop import ANSWER_S
 from elaunch.errors import RunDirError
 from elaunch.wire.control import ask as ask_agent
-from elaunch.wire.local import short_address
+from elaunch.wire.local import peer_uid, short_address
 from tests.launching import wait_until
 
 STATUS = {"op": "status"}

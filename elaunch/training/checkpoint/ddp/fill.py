@@ -26,6 +26,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from elaunch.errors import CheckpointError
+from elaunch.text import listed
 from elaunch.training.checkpoint.ddp import plainstate
 from elaunch.training.checkpoint.state import kinds, modules, optimizers, tensors
 from elaunch.training.checkpoint.state.perrank import PerRank
@@ -47,9 +48,9 @@ def fitting(
     walk = _Filling(rank, ranks)
     walk.members(state, content, "")
     told = [("missing", walk.missing), ("unexpected", walk.unexpected)] if strict else []
-    words = [f"{word}: {_listed(keys, ', ')}" for word, keys in told if keys]
+    words = [f"{word}: {listed(keys, SHOWN)}" for word, keys in told if keys]
     if walk.wrong:
-        words.append(_listed(walk.wrong, "; "))
+        words.append(listed(walk.wrong, SHOWN, "; "))
     if words:
         raise CheckpointError(f"the state does not fit the checkpoint: {'; '.join(words)}")
 
@@ -250,8 +251,3 @@ def _unwrapped(saved: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
     if prefixed and saved.keys() != modules.state_of(model).keys():
         return {key[len(prefix) :]: value for key, value in saved.items()}
     return dict(saved)
-
-
-def _listed(words: list[str], between: str) -> str:
-    more = f" and {len(words) - SHOWN} more" if len(words) > SHOWN else ""
-    return between.join(words[:SHOWN]) + more
