@@ -20,6 +20,7 @@ request                                                 answer, beside ``ok``
 ``sealed``: stage, rank, manifest                       nothing: the rank's shard is on the disk
 ``writing``: stage, rank, world_size                    nothing: the shard is being written still
 ``failed``: stage, rank, problem                        nothing: the shard will not come
+``held``: step, round, uuid                             ``ranks`` whose shards that agent has
 ``part``: step, round, rank                             ``handed``, the bytes of one rank's shard
                                                         from the memory of that agent, a line
                                                         ``whole``: whether they stayed the same

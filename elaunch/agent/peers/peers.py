@@ -119,6 +119,7 @@ class Peers:
         self.handle("sealed", self._on_sealed)
         self.handle("writing", self._on_writing)
         self.handle("failed", self._on_failed)
+        self.handle("held", self._on_held)
         self.handle("part", self._on_part)
         self.handle("replica", self._on_replica)
 
@@ -199,6 +200,16 @@ class Peers:
         told = {"stage": asdict(stage), "rank": rank, "world_size": world_size}
         with self._to_node(node_rank, timeout) as line:
             line.ask({"do": "writing", **told})
+
+    def ask_held(self, node_rank: int, wanted: tuple[int, int, str], timeout: float) -> list[int]:
+        """Return the ranks whose shards of (step, round, uuid) are in that node's memory."""
+        step, round_number, uuid = wanted
+        with self._to_node(node_rank, timeout) as line:
+            said = line.ask({"do": "held", "step": step, "round": round_number, "uuid": uuid})
+        ranks = said.get("ranks")
+        if not isinstance(ranks, list) or not all(type(rank) is int for rank in ranks):
+            raise Undelivered(f"{line.who} sends what are no ranks")
+        return ranks
 
     def fetch_part(
         self,
@@ -306,6 +317,11 @@ class Peers:
         stage, problem = Stage(**request["stage"]), str(request["problem"])
         self._received.on_failed(stage, int(request["rank"]), problem)
         return {"ok": True}
+
+    def _on_held(self, _: PeerConnection, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        assert self._received is not None  # attached
+        wanted = int(request["step"]), int(request["round"]), str(request["uuid"])
+        return {"ok": True, "ranks": self._received.held(wanted)}
 
     def _on_part(self, line: PeerConnection, request: Mapping[str, Any]) -> Mapping[str, Any]:
         assert self._received is not None  # attached

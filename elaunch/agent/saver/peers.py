@@ -41,6 +41,9 @@ class SaverPeers(Protocol):
     ) -> None:
         """Report to it that ``rank``'s shard of the stage is being written still."""
 
+    def ask_held(self, node_rank: int, wanted: tuple[int, int, str], timeout: float) -> list[int]:
+        """Return the ranks whose shards of (step, round, uuid) are in that node's memory."""
+
     def fetch_part(
         self,
         node_rank: int,
@@ -71,6 +74,9 @@ class Received(Protocol):
 
     def on_writing(self, stage: Stage, rank: int, world_size: int) -> None:
         """Note that another node's shard is being written still."""
+
+    def held(self, wanted: tuple[int, int, str]) -> list[int]:
+        """Return the ranks whose shards of (step, round, uuid) are in this agent's memory."""
 
     def serve_part(
         self, step: int, round_number: int, rank: int

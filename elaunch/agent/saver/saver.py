@@ -49,6 +49,7 @@ class AgentSaver:
         self._making = threading.Lock()
         self._service: SaverService | None = None
         self._round: Round | None = None
+        self._lived: set[int] = set()
         plan.finishing.unfinished = self.unfinished
 
     def check(self) -> None:
@@ -72,6 +73,7 @@ class AgentSaver:
             self.finishing.enter(round_.plan.job)
         with self._lock:
             self._round = round_
+            self._lived.add(round_.round)
             service = self._service
         if service is not None:
             service.begin(round_)
@@ -150,6 +152,12 @@ class AgentSaver:
         """Note that another node's shard will not come."""
         self._served().keeping.failed_elsewhere(stage, f"rank {rank}: {problem}")
 
+    def held(self, wanted: tuple[int, int, str]) -> list[int]:
+        """Return the ranks whose shards of a checkpoint are in this agent's memory."""
+        with self._lock:
+            service = self._service
+        return [] if service is None else service.parts.held(wanted)
+
     def serve_part(
         self, step: int, round_number: int, rank: int
     ) -> tuple[Handed, memoryview] | None:
@@ -216,7 +224,7 @@ class AgentSaver:
     def _begin_service(self, place: str) -> SaverService:
         from elaunch.agent.saver.service import SaverService  # jobs without saves do without
 
-        service = SaverService(self._plan, place)
+        service = SaverService(self._plan, place, self._lived)
         with self._lock:
             if self._round is None:
                 raise SaveError("no round runs here")

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final
 
 from elaunch.agent.policy import events
@@ -56,7 +56,7 @@ Answer = tuple[Mapping[str, Any], list[int]]
 class SaverService:
     """Owns memory, saves and connections; the loop calls begin, settle and close."""
 
-    def __init__(self, plan: SaverPlan, place: str) -> None:
+    def __init__(self, plan: SaverPlan, place: str, lived: Collection[int]) -> None:
         self._plan = plan
         self._storage = open_storage(place, plan.settings.checkpoint_local)
         self._memory = CheckpointMemory(plan.settings.checkpoint_memory)
@@ -67,7 +67,7 @@ class SaverService:
         self._round: Round | None = None
         self.world = RoundSurroundings(plan, self._storage, self._released)
         self.keeping = SaveQueue(self._storage, self.world)
-        self.parts = Shards(plan, self._memory)
+        self.parts = Shards(plan, self._memory, lived)
         self._copies = Replicas(self._storage, self.keeping, self._memory)
         self.world.on_commit = self._copies.committed
 

@@ -9,6 +9,11 @@ kept as        what it is, and until when
                is on the disk (elaunch.agent.saver.replicas)
 ``fetched …``  a shard out of another node's memory, for loading; until a save begins here
 =============  =====================================================================================
+
+Every rank leaves its shard of a save with its own agent. So an agent that was in the round of a
+save and has nothing of it asks nobody: at a job's first load no agent asks another. One that was
+not there asks each node what it has, once for all its workers, the likeliest first; it then fetches
+what there is, several shards at the same time.
 """
 
 from __future__ import annotations
@@ -18,11 +23,13 @@ import threading
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from elaunch.agent.policy.turn import Round
 from elaunch.agent.saver.memory import CheckpointMemory, Segment
 from elaunch.agent.saver.round import SaverPlan
+from elaunch.checkpoint.storage.atonce import at_once
 from elaunch.errors import SaveError
 from elaunch.wire.saver import Files, Handed
 
@@ -30,6 +37,7 @@ Found = tuple[Files, Segment]
 Wanted = tuple[int, int, str]  # step, round, uuid or ""
 
 REPLICA: Final = "replica "
+FETCHED_AT_ONCE: Final = 4
 
 log = logging.getLogger("elaunch")
 
@@ -42,30 +50,51 @@ class _Kept:
     segment: Segment
     handed: Handed | None = None
 
-    def is_of(self, wanted: Wanted, rank: int) -> bool:
-        step, round_number, uuid = wanted
-        named = self.stage[:2] == (step, round_number) and uuid in ("", self.stage[2])
-        return named and rank == self.rank
+    def is_of(self, wanted: Wanted) -> bool:
+        return self.stage[:2] == wanted[:2] and wanted[2] in ("", self.stage[2])
+
+
+_Answers = dict[tuple[int, Wanted], list[int]]
+"""What nodes of a round have answered: node rank and checkpoint → ranks."""
+
+
+@dataclass(frozen=True)
+class _Asking:
+    """A shard that is not here: which nodes may have it, and what they have answered before."""
+
+    wanted: Wanted
+    rank: int
+    until: float
+    places: list[int]
+    answers: _Answers
 
 
 class Shards:
-    """Knows what lies in which segment; any thread may call."""
+    """Knows what lies in which segment; any thread may call.
 
-    def __init__(self, plan: SaverPlan, memory: CheckpointMemory) -> None:
+    ``lived`` has the numbers of the rounds that this agent has been in, the one that runs included.
+    """
+
+    def __init__(self, plan: SaverPlan, memory: CheckpointMemory, lived: Collection[int]) -> None:
         self._peers = plan.peers
         self._memory = memory
-        self._lock = threading.Lock()
-        self._fetching = threading.Lock()
+        self._lived = lived
+        self._lock = threading.Condition()
+        self._asking = threading.Lock()
         self._kept: dict[str, _Kept] = {}
+        self._coming: set[tuple[Wanted, int]] = set()
+        self._answers: _Answers = {}
         self._round: Round | None = None
-        self._before: Round | None = None
+        self._rounds: dict[int, Round] = {}
+        """The round that runs, and those of which something is kept."""
 
     def begin(self, round_: Round) -> None:
         """Note where the nodes of the new round are; what is kept stays until a save begins."""
         with self._lock:
-            if self._round is not None and any(k.handed for k in self._kept.values()):
-                self._before = self._round
-            self._round = round_
+            saved = {kept.stage[1] for kept in self._kept.values() if kept.handed}
+            self._rounds = {n: known for n, known in self._rounds.items() if n in saved}
+            self._rounds[round_.round] = self._round = round_
+            self._answers = {}
 
     def keep(self, name: str, handed: Handed, segment: Segment) -> None:
         """Note that ``segment``, called ``name``, holds this shard."""
@@ -108,50 +137,90 @@ class Shards:
             return None
         return kept.handed, kept.segment.view
 
+    def held(self, wanted: Wanted) -> list[int]:
+        """Return the ranks whose shards another node can have from here."""
+        with self._lock:
+            return sorted({k.rank for k in self._kept.values() if k.handed and k.is_of(wanted)})
+
     def find(self, wanted: Wanted, ranks: Collection[int], timeout: float) -> dict[int, Found]:
         """Return those of the shards that are here, or that other nodes send within ``timeout``."""
         until = time.monotonic() + timeout
-        found = {}
-        for rank in ranks:
-            with self._lock:
-                kept = self._local(wanted, rank)
-            if kept is None and self._peers is not None:
-                kept = self._fetch(wanted, rank, until)
-            if kept is not None:
-                found[rank] = (kept.files, kept.segment)
-        return found
+        with self._lock:
+            found = {rank: self._local(wanted, rank) for rank in ranks}
+            asking = {
+                rank: _Asking(wanted, rank, until, places, self._answers)
+                for rank, kept in found.items()
+                if kept is None and (places := self._holders(wanted, rank))
+            }
+        fetches = [partial(self._fetch, one) for one in asking.values()]
+        found.update(zip(asking, at_once(fetches, FETCHED_AT_ONCE, "fetch"), strict=True))
+        return {rank: (kept.files, kept.segment) for rank, kept in found.items() if kept}
 
     def _local(self, wanted: Wanted, rank: int) -> _Kept | None:
-        return next((kept for kept in self._kept.values() if kept.is_of(wanted, rank)), None)
+        of_rank = (kept for kept in self._kept.values() if kept.rank == rank)
+        return next((kept for kept in of_rank if kept.is_of(wanted)), None)
 
-    def _fetch(self, wanted: Wanted, rank: int, until: float) -> _Kept | None:
+    def _fetch(self, asking: _Asking) -> _Kept | None:
         """Ask the nodes that may have it, one after the other; workers here share what comes."""
-        with self._fetching:
-            with self._lock:
-                kept = self._local(wanted, rank)  # another worker may have waited for the same
-            for node_rank in self._holders(rank):
+        wanted, rank, until = asking.wanted, asking.rank, asking.until
+        coming = wanted, rank
+        with self._lock:
+            self._lock.wait_for(lambda: coming not in self._coming, until - time.monotonic())
+            kept = self._local(wanted, rank)  # another worker may have waited for the same
+            if kept is not None or coming in self._coming:
+                return kept
+            self._coming.add(coming)
+        try:
+            for node_rank in asking.places:
+                if rank in self._held_by(node_rank, asking):
+                    kept = self._fetch_from(node_rank, wanted, rank, until)
                 if kept is not None or time.monotonic() >= until:
                     break
-                kept = self._fetch_from(node_rank, wanted, rank, until)
+        finally:
+            with self._lock:
+                self._coming.discard(coming)
+                self._lock.notify_all()
         return kept
 
-    def _holders(self, rank: int) -> list[int]:
+    def _holders(self, wanted: Wanted, rank: int) -> list[int]:
         """Return the nodes that may have the shard of ``rank``, the likeliest first."""
-        now, before = self._round, self._before
-        if now is None or now.plan is None:
+        now, number = self._round, wanted[1]
+        if self._peers is None or now is None or now.plan is None:
             return []
+        nodes = now.plan.nodes
+        has_some = any(kept.handed and kept.is_of(wanted) for kept in self._kept.values())
+        then = self._rounds.get(number) if has_some else None
+        if then is not None and then.plan is not None:
+            before, old = then.plan.nodes, then.node_of(rank)
+            names = [before[old].name, before[(old + 1) % len(before)].name]
+            places = [now.plan.node_rank(name) for name in names]
+        elif number in self._lived or number > now.round:
+            return []
+        else:
+            first = now.node_of(rank)
+            places = [(first + more) % len(nodes) for more in range(len(nodes))]
         own = now.plan.node_rank(now.name)
-        others = [node for node in range(len(now.plan.nodes)) if node != own]
-        if before is None or before.plan is None:
-            return others
-        old = before.node_of(rank)
-        nodes = before.plan.nodes
-        names = [nodes[old].name, nodes[(old + 1) % len(nodes)].name]
-        places = [now.plan.node_rank(name) for name in names]
         return [place for place in places if place is not None and place != own]
 
+    def _held_by(self, node_rank: int, asking: _Asking) -> list[int]:
+        """Return the ranks whose shards a node has; it is asked once, for all workers here."""
+        assert self._peers is not None  # _holders has returned it
+        answers, key = asking.answers, (node_rank, asking.wanted)
+        if not self._asking.acquire(timeout=max(0.0, asking.until - time.monotonic())):
+            return []
+        try:
+            if key not in answers:
+                answers[key] = []
+                left = max(0.1, asking.until - time.monotonic())
+                answers[key] = self._peers.ask_held(node_rank, asking.wanted, left)
+        except (SaveError, OSError) as error:
+            log.warning("rank %d's part is read from the disk: %s", asking.rank, error)
+        finally:
+            self._asking.release()
+        return answers[key]
+
     def _fetch_from(self, node_rank: int, wanted: Wanted, rank: int, until: float) -> _Kept | None:
-        assert self._peers is not None  # asked by find
+        assert self._peers is not None  # _holders has returned it
         step, round_number, uuid = wanted
         name = f"fetched {step} {round_number} {rank}"
 

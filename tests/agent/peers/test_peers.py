@@ -51,6 +51,12 @@ class Keeper:
         """Note it."""
         self.told.append(("failed", stage, rank, problem))
 
+    def held(self, wanted: tuple[int, int, str]) -> list[int]:
+        """Return the ranks whose parts are there."""
+        return [
+            rank for step, round_number, rank in self.parts if wanted[:2] == (step, round_number)
+        ]
+
     def serve_part(
         self, step: int, round_number: int, rank: int
     ) -> tuple[Handed, memoryview] | None:
@@ -98,6 +104,8 @@ def test_a_part_is_copied_from_memory_to_memory() -> None:
     with agents(2) as made:
         saver = Keeper({(120, 3, 1): (handed(size), memory)})
         made[0].attach(saver)
+        assert made[1].ask_held(0, (120, 3, "abc"), DEADLINE) == [1]
+        assert made[1].ask_held(0, (110, 3, "abc"), DEADLINE) == []
         found = made[1].fetch_part(0, (120, 3, 1), lambda _: memoryview(taken), DEADLINE)
         assert found == ("abc", handed(size).images)
         assert taken[:size] == memory[:size]

@@ -128,6 +128,9 @@ class Agent:
     ) -> None:
         self._peer(node_rank).on_failed(stage, rank, problem)
 
+    def ask_held(self, node_rank: int, wanted: tuple[int, int, str], timeout: float) -> list[int]:
+        return self._peer(node_rank).held(wanted)
+
     def fetch_part(
         self,
         node_rank: int,
