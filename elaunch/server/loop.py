@@ -24,6 +24,7 @@ import time
 from collections.abc import Sequence
 from typing import NoReturn
 
+from elaunch import env
 from elaunch.endings import Exit
 from elaunch.proc import Process
 from elaunch.server import devices, processes, worker
@@ -357,11 +358,15 @@ class Server:
 
     def _forget_temp(self) -> None:
         """Remove the run's directory for temporary files if a killed agent has left it empty."""
-        if self._temp is not None:
-            try:
-                os.rmdir(self._temp)
-            except OSError:  # it is not empty, and then not ours to remove; or it is gone
-                return
+        if self._temp is None:
+            return
+        try:
+            for name in os.listdir(self._temp):
+                if name.startswith(env.CACHE_PREFIX):
+                    os.unlink(os.path.join(self._temp, name))  # a link, if it is elaunch's
+            os.rmdir(self._temp)
+        except OSError:  # it is not empty, and then not ours to remove; or it is gone
+            return
 
     def _end(self) -> NoReturn:
         """Leave nothing behind: the agent has ended, so everything below must."""

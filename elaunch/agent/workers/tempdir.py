@@ -7,7 +7,12 @@ a decision (schedulers make it, per job): nothing is changed. The TMPDIR that an
 made for its workers is no decision: a job that a worker starts gets a directory of its own in it.
 
 At the end the directory goes, with what is empty or a socket in it. Files that the workers left are
-kept and pointed out. Caches that are meant to outlive a job (TorchInductor's) stay where they were.
+kept and pointed out.
+
+TorchInductor's cache is meant to outlive a job, and stays where it is without elaunch. A variable
+names it, and a link in the run's directory leads to it: TorchInductor looks for its precompiled
+headers (150 MB, seconds to make) below TMPDIR whatever the variable is. What lies in that cache is
+executed; where another user owns it or may write to it, the job's is in its own directory.
 """
 
 from __future__ import annotations
@@ -31,19 +36,27 @@ class RunTemp:
 
     def __init__(self, choice: str, environ: Mapping[str, str]) -> None:
         self.path: str | None = None
+        self._link: str | None = None
         self.variables: dict[str, str] = {}
         if choice == "shared" or any(_is_decision(environ.get(name, "")) for name in NAMES):
             return
         shared = tempfile.gettempdir()
         self.path = tempfile.mkdtemp(prefix=env.TEMP_PREFIX)
         self.variables = {"TMPDIR": self.path}
+        cache = _own_cache(os.path.join(shared, f"{env.CACHE_PREFIX}{_user()}"))
+        if cache is None:
+            return
+        self._link = os.path.join(self.path, os.path.basename(cache))
+        os.symlink(cache, self._link)
         if not environ.get(INDUCTOR_CACHE):
-            self.variables[INDUCTOR_CACHE] = os.path.join(shared, f"torchinductor_{_user()}")
+            self.variables[INDUCTOR_CACHE] = cache
 
     def close(self) -> str | None:
         """Remove the directory; return its path if files are left in it, which keeps it."""
         if self.path is None:
             return None
+        if self._link is not None:
+            _remove_link(self._link)
         for directory, _, names in os.walk(self.path, topdown=False):
             for name in names:
                 _remove_unless_file(os.path.join(directory, name))
@@ -54,6 +67,30 @@ class RunTemp:
 
 def _is_decision(path: str) -> bool:
     return bool(path) and not os.path.basename(path).startswith(env.TEMP_PREFIX)
+
+
+def _own_cache(path: str) -> str | None:
+    """Return where the directory is that only this user writes to, made if need be; or None."""
+    try:
+        os.mkdir(path, 0o700)
+    except FileExistsError:
+        if os.lstat(path).st_uid != os.getuid():  # also of a link: its owner may change it
+            return None
+    except OSError:
+        return None
+    real = os.path.realpath(path)
+    try:
+        found = os.stat(real)
+    except OSError:
+        return None
+    owned = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+    return real if owned and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) else None
+
+
+def _remove_link(path: str) -> None:
+    with contextlib.suppress(OSError):  # the script has put something else there
+        if os.path.islink(path):
+            os.unlink(path)
 
 
 def _remove_unless_file(path: str) -> None:
@@ -68,5 +105,5 @@ def _user() -> str:
     try:
         name = getpass.getuser()
     except (KeyError, OSError):  # a uid without a name
-        name = str(os.getuid())
+        name = f"uid_{os.getuid()}"
     return re.sub(r'[\\/:*?"<>|]', "_", name)

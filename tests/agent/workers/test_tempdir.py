@@ -34,7 +34,8 @@ def test_each_run_has_its_own_and_leaves_nothing(
         monkeypatch.chdir(shared)
     os.mkfifo(left / "pipe")
     assert (one.close(), other.close()) == (None, None)
-    assert list(shared.iterdir()) == []
+    (cache,) = shared.iterdir()
+    assert list(cache.iterdir()) == []
 
 
 def test_files_are_kept(shared: Path) -> None:
@@ -66,8 +67,40 @@ def test_the_cache_of_the_compiler_outlives_the_run(shared: Path) -> None:
     temp = RunTemp("private", {})
     cache = Path(temp.variables["TORCHINDUCTOR_CACHE_DIR"])
     assert cache.parent == shared and cache.name.startswith("torchinductor_")
+    assert cache.stat().st_mode & 0o777 == 0o700
     decided = RunTemp("private", {"TORCHINDUCTOR_CACHE_DIR": "/cache"})
     assert "TORCHINDUCTOR_CACHE_DIR" not in decided.variables
+    for one in (temp, decided):  # headers go below TMPDIR in either case
+        headers = Path(one.variables["TMPDIR"], cache.name, "precompiled_headers")
+        headers.mkdir(parents=True, exist_ok=True)
+        assert one.close() is None
+    assert [path.name for path in cache.iterdir()] == ["precompiled_headers"]
+
+
+@pytest.mark.parametrize("how", ["writable by others", "another's", "another's link", "a file"])
+def test_a_cache_that_others_may_write_to_is_not_used(shared: Path, how: str) -> None:
+    """What lies there is executed: the job's is in its own directory then."""
+    if how.startswith("another") and os.geteuid() != 0:
+        pytest.skip("only root gives files away")
+    first = RunTemp("private", {})
+    cache = Path(first.variables["TORCHINDUCTOR_CACHE_DIR"])
+    first.close()
+    if how == "writable by others":
+        cache.chmod(0o770)
+    else:
+        cache.rmdir()
+        if how == "a file":
+            cache.touch()
+        elif how == "another's":
+            cache.mkdir()
+        else:
+            cache.symlink_to(shared)
+        if how != "a file":
+            os.chown(cache, 1, -1, follow_symlinks=False)
+    temp = RunTemp("private", {})
+    assert list(temp.variables) == ["TMPDIR"]
+    assert temp.path is not None and os.listdir(temp.path) == []
+    assert temp.close() is None
 
 
 def test_the_directory_of_an_outer_job_is_no_decision(
@@ -77,7 +110,8 @@ def test_the_directory_of_an_outer_job_is_no_decision(
     outer = RunTemp("private", {})
     assert outer.path is not None
     monkeypatch.setattr(tempfile, "tempdir", outer.path)
-    inner = RunTemp("private", outer.variables)
+    inner = RunTemp("private", {"TMPDIR": outer.path})
+    assert inner.variables["TORCHINDUCTOR_CACHE_DIR"] == outer.variables["TORCHINDUCTOR_CACHE_DIR"]
     assert inner.path is not None and Path(inner.path).parent == Path(outer.path)
     assert inner.close() is None and Path(outer.path).is_dir()
     assert RunTemp("shared", outer.variables).path is None
