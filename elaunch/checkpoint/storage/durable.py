@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import secrets
 import shutil
@@ -138,7 +139,8 @@ def _copy_in(source: Path, stage: Path, file: FileEntry) -> FileEntry:
 
 _PIECES = 512  # per call of writev; the system takes 1024 at most
 _PAUSE = 0.05  # seconds between two looks at what another machine has written
-_NO_SUCH_CALL = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)  # CIFS and some FUSE: directories
+# CIFS and some FUSE: to sync a directory, to write past the cache.
+_NO_SUCH_CALL = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 _NOT_YET = (errno.ENOENT, errno.ESTALE)
 
 _T = TypeVar("_T")
@@ -166,7 +168,8 @@ def write_file(
 ) -> FileEntry:
     """Write a file below ``directory``, whose parents are there, and return its entry.
 
-    The checksum is computed of what is just about to be written.
+    The checksum is computed of what is just about to be written. What has a pace is written beside
+    a training, and past the page cache where the storage can do that.
     """
     path = directory / relative
     total = begin()
@@ -175,7 +178,8 @@ def write_file(
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             with naming(path):
-                do_steps(_writes(descriptor, plain_views(pieces), total), pace)
+                write = _writer(descriptor, direct=pace is not None)
+                do_steps(_writes(write, plain_views(pieces), total), pace)
                 os.fsync(descriptor)
             status = os.fstat(descriptor)
         finally:
@@ -300,7 +304,9 @@ def portions(views: Sequence[memoryview]) -> Iterator[memoryview]:
             yield view[start : start + STEP]
 
 
-def _writes(descriptor: int, views: Sequence[memoryview], total: Checksum) -> Iterator[int]:
+def _writes(
+    write: Callable[[list[memoryview]], None], views: Sequence[memoryview], total: Checksum
+) -> Iterator[int]:
     """Write pieces, so many in one call that there are not more than about STEP bytes.
 
     Each is added to ``total`` right before.
@@ -312,19 +318,52 @@ def _writes(descriptor: int, views: Sequence[memoryview], total: Checksum) -> It
         batch.append(piece)
         size += piece.nbytes
         if size >= STEP or len(batch) == _PIECES:
-            _write(descriptor, batch)
+            write(batch)
             yield size
             batch, size = [], 0
-    _write(descriptor, batch)
+    write(batch)
 
 
-def _write(descriptor: int, batch: list[memoryview]) -> None:
-    while batch:
-        written = os.writev(descriptor, batch)
-        while batch and written >= batch[0].nbytes:
-            written -= batch.pop(0).nbytes
-        if written:
-            batch[0] = batch[0][written:]
+def _writer(descriptor: int, direct: bool) -> Callable[[list[memoryview]], None]:
+    """Return what writes batches to a file one after the other; ``direct``: past the page cache.
+
+    The storage then reads the memory itself: a copy, and the pages for it, would take the processor
+    ten times as long, from the training that it shares the processor with, and drive files out of
+    the cache that are read again. Only whole steps go that way. The first batch that is none, or
+    that the storage refuses, goes through the cache, and so does the rest of the file.
+    """
+    direct = direct and _set_direct(descriptor, True)
+
+    def write(batch: list[memoryview]) -> None:
+        nonlocal direct
+        if direct and (len(batch) != 1 or batch[0].nbytes != STEP):
+            direct = _set_direct(descriptor, False)
+        while batch:
+            try:
+                written = os.writev(descriptor, batch)
+            except OSError as error:
+                if not direct or error.errno != errno.EINVAL:
+                    raise
+                direct = _set_direct(descriptor, False)
+                continue
+            while batch and written >= batch[0].nbytes:
+                written -= batch.pop(0).nbytes
+            if written:
+                batch[0] = batch[0][written:]
+
+    return write
+
+
+def _set_direct(descriptor: int, direct: bool) -> bool:
+    """Have a file written past the page cache, or not; return whether it is from here on."""
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~os.O_DIRECT
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | (os.O_DIRECT if direct else 0))
+    except OSError as error:
+        if not direct or error.errno not in _NO_SUCH_CALL:
+            raise
+        return False
+    return direct
 
 
 class _Sync:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import mmap
 import os
 import random
 from collections.abc import Sequence
@@ -12,6 +14,7 @@ import pytest
 
 from elaunch.checkpoint.storage import durable
 from elaunch.checkpoint.storage.checksums import checksum_of
+from elaunch.checkpoint.writing.pace import STEP, Pace
 from elaunch.errors import CheckpointError, SaveError
 
 
@@ -38,6 +41,42 @@ def test_large_pieces_have_the_same_checksum(tmp_path: Path) -> None:
     assert entry.checksum == checksum_of(tmp_path / "a")
     assert durable.seal_file(tmp_path, "a") == entry
     assert entry.mtime_ns == (tmp_path / "a").stat().st_mtime_ns
+
+
+@pytest.mark.parametrize("storage", ["takes it", "refuses the flag", "refuses a write"])
+def test_whole_steps_go_past_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, storage: str
+) -> None:
+    """As far as the storage can do that; the file is the same, and so is its entry."""
+    memory = mmap.mmap(-1, 4 * STEP)
+    memory[:] = random.Random(7).randbytes(1 << 20) * (len(memory) >> 20)
+    view, seen, writev, set_flags = memoryview(memory), list[bool](), os.writev, fcntl.fcntl
+
+    def noted(descriptor: int, views: list[memoryview]) -> int:
+        direct = bool(set_flags(descriptor, fcntl.F_GETFL) & os.O_DIRECT)
+        if direct and storage == "refuses a write" and seen:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        seen.append(direct)
+        return writev(descriptor, views)
+
+    def refused(descriptor: int, command: int, flags: int = 0) -> int:
+        if flags & os.O_DIRECT and storage == "refuses the flag":
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return set_flags(descriptor, command, flags)
+
+    monkeypatch.setattr(os, "writev", noted)
+    monkeypatch.setattr(fcntl, "fcntl", refused)
+    entry = durable.write_file(tmp_path, "a", [view[: 3 * STEP + 5], view[STEP : 2 * STEP]], Pace())
+    content = (tmp_path / "a").read_bytes()
+    assert content == bytes(view[: 3 * STEP + 5]) + bytes(view[STEP : 2 * STEP])
+    assert (entry.size, entry.checksum) == (len(content), checksum_of(tmp_path / "a"))
+    direct = {"takes it": 3, "refuses the flag": 0, "refuses a write": 1}[storage]
+    if storage == "takes it" and not seen[0]:
+        pytest.skip("the file system of the temporary directory cannot do that")
+    assert seen == [True] * direct + [False] * (4 - direct)
+    seen.clear()
+    assert durable.write_file(tmp_path, "b", [view[:STEP]]).size == STEP
+    assert seen == [False]  # it is no save beside a training
 
 
 @pytest.mark.parametrize("call", ["writev", "fsync", "replace"])

@@ -379,15 +379,15 @@ def test_a_write_that_gets_on_is_no_storage_that_hangs(
     monkeypatch.setattr(inflight, "WRITE_DEADLINE_S", 2.0)
     monkeypatch.setattr(pace, "STEP", 1)
     monkeypatch.setattr(durable, "STEP", 1)
-    rig, write = Rig(tmp_path, ranks=(0,), world=1), durable._write
+    rig, write = Rig(tmp_path, ranks=(0,), world=1), os.writev
     steps = itertools.count()
 
-    def slow(descriptor: int, batch: list[memoryview]) -> None:
+    def slow(descriptor: int, batch: list[memoryview]) -> int:
         if next(steps) < 8:  # the bytes of the part
             threading.Event().wait(0.5)
-        write(descriptor, batch)
+        return write(descriptor, batch)
 
-    monkeypatch.setattr(durable, "_write", slow)
+    monkeypatch.setattr(os, "writev", slow)
     begun = time.monotonic()
     rig.stage(10, 0)
     assert rig.begin(0)
