@@ -236,9 +236,7 @@ def look(store: Store, secret: bytes | None) -> StoredJob:
 
 
 def _plan(post: Post | None, secret: bytes | None) -> Plan | None:
-    return (
-        records.decode_plan(post.value, secret, "the coordinator", post.version) if post else None
-    )
+    return records.decode_plan(post, secret, "the coordinator") if post else None
 
 
 def _at_one_moment(store: Store) -> tuple[Post | None, Mapping[str, Lease]]:

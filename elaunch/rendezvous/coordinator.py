@@ -108,7 +108,7 @@ class Coordinator:
 
     def _publish(self, coming: Coming) -> bool | None:
         try:
-            taken = self._store.publish(coming.version, self._state.encoded(coming))
+            taken = self._store.publish(coming.version, *self._state.encoded(coming))
         except StoreUnreachable as exc:
             self._published(exc)
             return None

@@ -33,7 +33,7 @@ from elaunch.rendezvous.decide.view import (
     View,
     Wait,
 )
-from elaunch.rendezvous.plan import NodeStatus, Plan
+from elaunch.rendezvous.plan import Node, NodeStatus, Plan, column
 
 if TYPE_CHECKING:
     from elaunch.store.protocol import Change, Post
@@ -94,6 +94,7 @@ class CoordinatorState:
         self._draw = draw
         self._version = 0
         self._plan = Plan("")
+        self._listed: tuple[Sequence[Node], bytes] = (), b""
         self._members: frozenset[str] = frozenset()
         self._ignored: frozenset[str] = frozenset()
         self._superseded = ""
@@ -154,8 +155,8 @@ class CoordinatorState:
             self._adopt(plan, post.version, now)
             return
         self._superseded = plan.job
-        names = {node.name for node in plan.nodes}
-        self._ignored = frozenset(names.union(plan.spares, plan.joining))
+        names = column(plan.nodes, "name")
+        self._ignored = frozenset((*names, *plan.spares, *plan.joining))
         reason = "the last job with this run id is over; this one begins"
         self._adopt(Plan(self._draw()[0], reason=reason), post.version, now)
         self._view = replace(self._view, unannounced=True)
@@ -221,9 +222,13 @@ class CoordinatorState:
         plan = replace(step.plan, coordinator=self.me)
         return Coming(self._version + 1, plan), reason
 
-    def encoded(self, coming: Coming) -> bytes:
-        """Return a plan as bytes for the store; raises RecordError."""
-        return records.encode(coming.plan, self._secret, coming.version)
+    def encoded(self, coming: Coming) -> tuple[bytes, bytes]:
+        """Return a plan and its nodes as bytes for the store; raises RecordError."""
+        nodes = coming.plan.nodes
+        if nodes is not self._listed[0]:  # of 4,096 nodes it takes milliseconds
+            self._listed = nodes, records.encode_nodes(nodes)
+        listed = self._listed[1]
+        return records.encode_plan(coming.plan, self._secret, coming.version, listed), listed
 
     def on_published(self, coming: Coming, taken: bool | None, now: float) -> None:
         """Take whether the store has taken ``coming``; None: it did not answer."""
@@ -267,7 +272,7 @@ class CoordinatorState:
             self.ended = "another agent leads"
 
     def _decoded(self, post: Post, sender: str) -> Plan:
-        return records.decode_plan(post.value, self._secret, sender, post.version)
+        return records.decode_plan(post, self._secret, sender)
 
     # ── how news are written down ────────────────────────────────────────────────────────────────
 
@@ -281,7 +286,7 @@ class CoordinatorState:
             view = replace(view, ran=now, found=None, searching=False, jitter=self._draw()[1])
         self._view = view
         if plan.nodes != old.nodes:
-            self._members = frozenset(node.name for node in plan.nodes)
+            self._members = frozenset(column(plan.nodes, "name"))
             for name in set(self._absent) - self._members:
                 del self._absent[name]
             if self._members_known:

@@ -167,7 +167,7 @@ class Meeting:
         post = store.latest()
         if post is None:
             raise StoreUnreachable(f"{store.place} has no plan of this job")
-        return decode_plan(post.value, self._secret(), "the coordinator", post.version)
+        return decode_plan(post, self._secret(), "the coordinator")
 
     # ── leaving ──────────────────────────────────────────────────────────────────────────────────
 

@@ -282,7 +282,8 @@ class MemberState:
     def _plan_of(self, post: Post) -> Plan | None:
         """Return a post's plan; None if it is refused, which ``refused`` then keeps."""
         try:
-            plan = records.decode_plan(post.value, self.secret, "the coordinator", post.version)
+            known = () if self.plan is None else self.plan.nodes
+            plan = records.decode_plan(post, self.secret, "the coordinator", known)
         except records.RecordError as exc:
             if str(exc) != self._refusal:
                 log.warning("%s", exc)

@@ -24,8 +24,8 @@ forming: nobody runs, agents gather. running: ``nodes`` run the round. ending: t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal, overload
 
 from msgspec import Meta, Struct
 
@@ -166,6 +166,80 @@ class Node(Struct, frozen=True):
     courier: int = 0
 
 
+class NodeList(Sequence[Node]):
+    """The nodes of a plan as they are sent: a column for each field, with one object for all nodes.
+
+    A column is one text, its values joined by commas, a list, or ``(value, number)`` where all have
+    the same. An agent of a large job needs its place in it and no node; a Node is made for whoever
+    asks for it. ``digest`` names the list: equal digests are equal lists.
+    """
+
+    def __init__(self, columns: Mapping[str, Column], digest: str) -> None:
+        self.digest = digest
+        self._columns = columns
+        self._number = length(columns["name"])
+
+    def column(self, name: str) -> Sequence[Any]:
+        """Return one field of all nodes, in their order."""
+        column = self._columns[name]
+        is_number = name in NUMBERS
+        if isinstance(column, tuple):
+            return [int(column[0]) if is_number else column[0]] * column[1]
+        values = column.split(",") if isinstance(column, str) else column
+        return list(map(int, values)) if is_number else values
+
+    def rank_of(self, name: str) -> int | None:
+        """Return the place of the node ``name``; None: it is not there."""
+        column = self._columns["name"]
+        if isinstance(column, str):  # without an object for each of the others
+            before, found, _ = f",{column},".partition(f",{name},")
+            return before.count(",") if found and "," not in name else None
+        names = self.column("name")
+        return names.index(name) if name in names else None
+
+    def __len__(self) -> int:
+        return self._number
+
+    def __iter__(self) -> Iterator[Node]:
+        return map(Node, *(self.column(name) for name in Node.__struct_fields__))
+
+    @overload
+    def __getitem__(self, place: int) -> Node: ...
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[Node]: ...
+    def __getitem__(self, place: int | slice) -> Node | Sequence[Node]:
+        """Return one node, or some."""
+        if isinstance(place, slice):
+            return tuple(self)[place]
+        return Node(*(self.column(name)[place] for name in Node.__struct_fields__))
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, NodeList):
+            return self.digest == other.digest
+        return isinstance(other, tuple) and len(other) == len(self) and tuple(self) == other
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+Column = str | list[str] | tuple[str, int]
+NUMBERS = ("slots", "courier")
+"""Fields of a node that are numbers; as text in a column."""
+
+
+def length(column: Column) -> int:
+    """Return of how many nodes a column is."""
+    if isinstance(column, str):
+        return column.count(",") + 1
+    return column[1] if isinstance(column, tuple) else len(column)
+
+
+def column(nodes: Sequence[Node], name: str) -> Sequence[Any]:
+    """Return one field of all nodes, in their order."""
+    if isinstance(nodes, NodeList):
+        return nodes.column(name)
+    return [getattr(node, name) for node in nodes]
+
+
 class Plan(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """What the coordinator has decided and published last.
 
@@ -201,7 +275,7 @@ class Plan(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     phase: Phase = "forming"
     reason: Text = ""
     cause: Cause = ""
-    nodes: tuple[Node, ...] = ()
+    nodes: Sequence[Node] = ()
     spares: tuple[Line, ...] = ()
     joining: tuple[Line, ...] = ()
     master_addr: Line = ""
@@ -223,8 +297,10 @@ class Plan(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     @property
     def world_size(self) -> int:
         """Workers of the round on all nodes."""
-        return sum(node.slots for node in self.nodes)
+        return sum(column(self.nodes, "slots"))
 
     def node_rank(self, name: str) -> int | None:
         """Return the rank of the node ``name`` in this round, None if it is not in it."""
+        if isinstance(self.nodes, NodeList):
+            return self.nodes.rank_of(name)
         return next((rank for rank, node in enumerate(self.nodes) if node.name == name), None)

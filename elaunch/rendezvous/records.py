@@ -2,19 +2,22 @@
 
 ::
 
-    [<hex HMAC-SHA256> \\n] {"elaunch": 1, "kind": "agent" | "plan", field: …}
+    [<hex HMAC-SHA256> \\n] {"elaunch": <version>, "kind": "agent" | "plan", field: …}
 
 The signature is of the kind, of the place that the record is for (a plan's version, an agent's
 name) and of the JSON, under a key of this run id alone (``key_of``). So what was signed once is of
 no use as another version, under another name or in another run; an agent's own older records are
 known by ``seq``.
 
-Fields that have their default value are left out. A plan's nodes are columns, joined by commas: the
-plan of 4,096 nodes stays below 200 KB and is read in about two milliseconds, by each of 4,096
-agents. Any process that reaches the store may have written a record, so all of it is checked: size,
+Fields that have their default value are left out. A plan's nodes are apart from it, as ``{field of
+a node: column}`` without a signature; the plan has the digest of that. So the plan, which every
+agent reads twice in a round, has some hundred bytes, and an agent reads and decodes the nodes only
+when they have changed. Columns are joined by commas: 4,096 nodes stay below 200 KB. A plan of
+version 1 has its nodes in it, and is read.
+
+Any process that reaches the store may have written a record, so all of it is checked: size,
 signature, version, each field's type and range (elaunch.rendezvous.plan), and no field that is not
-known. A record that fails
-is refused with its sender named; it can disturb, it cannot run anything.
+known. A record that fails is refused with its sender named; it can disturb, it cannot run anything.
 """
 
 from __future__ import annotations
@@ -22,16 +25,33 @@ from __future__ import annotations
 import hashlib
 import hmac
 import re
-from typing import Annotated, Any, Final, TypeVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct, ValidationError
 from msgspec.structs import replace
 
 from elaunch.errors import StoreError
-from elaunch.rendezvous.plan import Line, Node, NodeStatus, Plan, Port, Slots
+from elaunch.rendezvous.plan import (
+    NUMBERS,
+    Column,
+    Line,
+    Node,
+    NodeList,
+    NodeStatus,
+    Plan,
+    Port,
+    Slots,
+    length,
+)
+from elaunch.rendezvous.plan import column as column_of
 
-VERSION: Final = 1
+if TYPE_CHECKING:
+    from elaunch.store.protocol import Post
+
+VERSIONS: Final = {"agent": (1,), "plan": (2, 1)}
+"""The versions of each kind that are read; the first one is written."""
 MAX_AGENT_BYTES: Final = 64 * 1024
 MAX_PLAN_BYTES: Final = 8 * 1024 * 1024
 MOST_FREE: Final = 5_000
@@ -84,30 +104,59 @@ def key_of(secret: bytes | None, run_id: str) -> bytes | None:
     return hmac.digest(secret, b"elaunch records of " + run_id.encode(), hashlib.sha256)
 
 
-def encode(record: NodeStatus | Plan, secret: bytes | None, at: str | int) -> bytes:
-    """Return a record as bytes for the store, signed if there is a ``secret``.
-
-    ``at`` is the agent's name, or the plan's version.
+def encode(record: NodeStatus, secret: bytes | None, name: str) -> bytes:
+    """Return the record of the agent ``name`` as bytes, signed if there is a ``secret``.
 
     Raises:
         RecordError: no other agent could read it: a field does not fit, or it is too large.
     """
-    nodes: dict[str, Any] = {}
-    kind, most = "agent", MAX_AGENT_BYTES
-    plain = record
-    if isinstance(record, Plan):
-        kind, most = "plan", MAX_PLAN_BYTES
-        nodes = {"nodes": _columns(record.nodes)} if record.nodes else {}
-        plain = replace(record, nodes=())
-    fields = msgspec.to_builtins(plain)
+    return _encoded(record, {}, secret, ("agent", name), MAX_AGENT_BYTES)
+
+
+def encode_plan(plan: Plan, secret: bytes | None, version: int, nodes: bytes) -> bytes:
+    """Return a plan as bytes, without its nodes: those are ``nodes``, as encode_nodes returns them.
+
+    Raises:
+        RecordError: as for :func:`encode`.
+    """
+    told = {"nodes": _digest(nodes)} if nodes else {}
+    return _encoded(replace(plan, nodes=()), told, secret, ("plan", str(version)), MAX_PLAN_BYTES)
+
+
+def encode_nodes(nodes: Sequence[Node]) -> bytes:
+    """Return a plan's nodes as bytes for the store; raises as :func:`encode`."""
+    if not nodes:
+        return b""
+    raw = _json({name: _column(nodes, name) for name in Node.__struct_fields__})
+    _check_size(raw, MAX_PLAN_BYTES, "this agent")
+    return raw
+
+
+def _encoded(
+    record: NodeStatus | Plan,
+    more: dict[str, str],
+    secret: bytes | None,
+    place: tuple[str, str],
+    most: int,
+) -> bytes:
+    fields = msgspec.to_builtins(record)
     _fitted(fields, type(record), "this agent")
-    try:
-        body = msgspec.json.encode({"elaunch": VERSION, "kind": kind, **fields, **nodes})
-    except UnicodeEncodeError:
-        raise _refused("this agent", "it has text that is not Unicode") from None
-    raw = body if secret is None else _signature(f"{kind} {at}", body, secret) + b"\n" + body
+    kind = place[0]
+    body = _json({"elaunch": VERSIONS[kind][0], "kind": kind, **fields, **more})
+    raw = body if secret is None else _signature(" ".join(place), body, secret) + b"\n" + body
     _check_size(raw, most, "this agent")
     return raw
+
+
+def _json(fields: dict[str, Any]) -> bytes:
+    try:
+        return msgspec.json.encode(fields)
+    except UnicodeEncodeError:
+        raise _refused("this agent", "it has text that is not Unicode") from None
+
+
+def _digest(nodes: bytes) -> str:
+    return hashlib.blake2b(nodes, digest_size=16).hexdigest()
 
 
 def fitting(record: NodeStatus) -> NodeStatus:
@@ -122,18 +171,12 @@ def _text(text: str) -> str:
     return text.encode(errors="replace").decode()[:MOST_FREE]
 
 
-def _columns(nodes: tuple[Node, ...]) -> dict[str, Any]:
-    """Return the nodes as one text per field; a list where a comma is part of a value."""
-    columns: dict[str, Any] = {}
-    for name in Node.__struct_fields__:
-        values = [str(getattr(node, name)) for node in nodes]
-        if len(set(values)) == 1 and len(values) > 1:
-            columns[name] = {"all": values[0], "number": len(values)}
-        elif any("," in value for value in values):
-            columns[name] = values
-        else:
-            columns[name] = ",".join(values)
-    return columns
+def _column(nodes: Sequence[Node], name: str) -> Any:
+    """Return one field of all nodes as one text; as a list where a comma is part of a value."""
+    values = list(map(str, column_of(nodes, name)))
+    if len(set(values)) == 1 and len(values) > 1:
+        return {"all": values[0], "number": len(values)}
+    return values if any("," in value for value in values) else ",".join(values)
 
 
 def _signature(place: str, body: bytes, secret: bytes) -> bytes:
@@ -149,25 +192,43 @@ def decode_agent(raw: bytes, secret: bytes | None, sender: str) -> NodeStatus:
     Raises:
         RecordError: it is malformed, too large, of another version or not signed with ``secret``.
     """
-    fields = _read(raw, secret, sender, f"agent {sender}")
-    _kind(fields, "agent", sender)
-    return _fitted(fields, NodeStatus, sender)
+    return _fitted(_read(raw, secret, sender, ("agent", sender))[0], NodeStatus, sender)
 
 
-def decode_plan(raw: bytes, secret: bytes | None, sender: str, version: int) -> Plan:
-    """Return the plan that ``sender`` has published as ``version``.
+def decode_plan(post: Post, secret: bytes | None, sender: str, known: Sequence[Node] = ()) -> Plan:
+    """Return the plan that ``sender`` has published; ``known`` are nodes that were decoded before.
 
     Raises:
         RecordError: as for :func:`decode_agent`.
     """
-    fields = _read(raw, secret, sender, f"plan {version}")
-    _kind(fields, "plan", sender)
-    nodes = _nodes(fields.pop("nodes"), sender) if "nodes" in fields else ()
+    fields, version = _read(post.value, secret, sender, ("plan", str(post.version)))
+    named = fields.pop("nodes", None)
+    nodes: Sequence[Node] = ()
+    if named is not None:
+        nodes = _listed(named, version, post.nodes, sender, known)
     return replace(_fitted(fields, Plan, sender), nodes=nodes)
 
 
-def _read(raw: bytes, secret: bytes | None, sender: str, place: str) -> dict[str, Any]:
-    _check_size(raw, MAX_PLAN_BYTES if place.startswith("plan") else MAX_AGENT_BYTES, sender)
+def _listed(
+    named: Any, version: int, raw: bytes, sender: str, known: Sequence[Node]
+) -> Sequence[Node]:
+    """Return the nodes that a plan names by their digest, or has in it in version 1."""
+    if version == 1:
+        return tuple(_nodes(named, "", sender))
+    if isinstance(known, NodeList) and known.digest == named:
+        return known
+    _check_size(raw, MAX_PLAN_BYTES, sender)
+    if _digest(raw) != named:
+        raise _refused(sender, "the list of its nodes is not there, or is that of another plan")
+    return _nodes(_parsed(raw, sender), named, sender)
+
+
+def _read(
+    raw: bytes, secret: bytes | None, sender: str, place: tuple[str, str]
+) -> tuple[dict[str, Any], int]:
+    """Return the fields of a record of the kind ``place[0]``, and its version."""
+    kind = place[0]
+    _check_size(raw, MAX_PLAN_BYTES if kind == "plan" else MAX_AGENT_BYTES, sender)
     signed = raw[SIGNATURE_BYTES : SIGNATURE_BYTES + 1] == b"\n" and not raw.startswith(b"{")
     body = raw[SIGNATURE_BYTES + 1 :] if signed else raw
     if secret is None and signed:
@@ -175,33 +236,34 @@ def _read(raw: bytes, secret: bytes | None, sender: str, place: str) -> dict[str
     if secret is not None and not signed:
         raise _refused(sender, "it is not signed; start every agent with --rdzv-secret-file")
     if secret is not None and not hmac.compare_digest(
-        raw[:SIGNATURE_BYTES], _signature(place, body, secret)
+        raw[:SIGNATURE_BYTES], _signature(" ".join(place), body, secret)
     ):
         raise _refused(
             sender,
             "its signature is wrong; its --rdzv-secret-file is another one, or it was written for "
             "another place by who cannot sign",
         )
-    try:
-        fields = msgspec.json.decode(body)
-    except (ValueError, RecursionError) as exc:  # not JSON, a huge number, or too deep
-        raise _refused(sender, f"it is not JSON ({type(exc).__name__})") from None
+    fields = _parsed(body, sender)
     if type(fields) is not dict or "elaunch" not in fields:
         raise _refused(sender, "it is no record of elaunch")
     version = fields.pop("elaunch")
-    if version != VERSION or type(version) is not int:
+    if version not in VERSIONS[kind] or type(version) is not int:
         raise _refused(
             sender,
-            f"it is of version {_shown(version)}, this agent reads {VERSION}; "
+            f"it is of version {_shown(version)}, this agent reads {VERSIONS[kind][0]}; "
             "install the same version of elaunch on every node",
         )
-    return fields
+    found = fields.pop("kind", None)
+    if found != kind:
+        raise _refused(sender, f"it is of the kind {_shown(found)}, not {kind!r}")
+    return fields, version
 
 
-def _kind(fields: dict[str, Any], expected: str, sender: str) -> None:
-    kind = fields.pop("kind", None)
-    if kind != expected:
-        raise _refused(sender, f"it is of the kind {_shown(kind)}, not {expected!r}")
+def _parsed(body: bytes, sender: str) -> Any:
+    try:
+        return msgspec.json.decode(body)
+    except (ValueError, RecursionError) as exc:  # not JSON, a huge number, or too deep
+        raise _refused(sender, f"it is not JSON ({type(exc).__name__})") from None
 
 
 def _fitted(fields: Any, kind: type[Fitted], sender: str, part: str = "") -> Fitted:
@@ -230,28 +292,33 @@ def _check_lines(name: str, value: Any, sender: str) -> None:
     elif isinstance(value, (list, tuple)):
         for item in value:
             _check_lines(name, item, sender)
-    elif isinstance(value, str) and _CONTROL.search(value):
+    elif isinstance(value, str) and not value.isprintable() and _CONTROL.search(value):
         raise _refused(sender, f"its {name} is {_shown(value)}, not one line")
 
 
-def _nodes(fields: Any, sender: str) -> tuple[Node, ...]:
-    columns = _fitted(fields, _Columns, sender, "nodes")
-    split = {name: _values(getattr(columns, name)) for name in Node.__struct_fields__}
-    if len({len(values) for values in split.values()}) != 1:
+def _nodes(fields: Any, digest: str, sender: str) -> Sequence[Node]:
+    fitted = _fitted(fields, _Columns, sender, "nodes")
+    columns = {name: _plain(getattr(fitted, name)) for name in Node.__struct_fields__}
+    if len(set(map(length, columns.values()))) != 1:
         raise _refused(sender, "the columns of its nodes differ in length")
-    for name, kind in (("slots", list[Slots]), ("courier", list[Port])):
+    for name, kind in zip(NUMBERS, (list[Slots], list[Port]), strict=True):
         try:
-            split[name] = msgspec.convert(split[name], kind, strict=False)
+            msgspec.convert(_different(columns[name]), kind, strict=False)
         except ValidationError as error:
             problem = str(error).partition(" - at ")[0].replace("`", "")
             raise _refused(sender, f"its nodes.{name} are no numbers: {problem}") from None
-    return tuple(map(Node, *split.values()))
+    return NodeList(columns, digest) if length(columns["name"]) else ()
 
 
-def _values(column: str | list[str] | _Same) -> list[Any]:
+def _plain(column: _Column) -> Column:
+    return (column.all, column.number) if isinstance(column, _Same) else column
+
+
+def _different(column: Column) -> list[str]:
+    """Return the values of a column, those of all nodes once."""
     if isinstance(column, str):
         return column.split(",")
-    return [column.all] * column.number if isinstance(column, _Same) else column
+    return [column[0]] if isinstance(column, tuple) else column
 
 
 def _check_size(raw: bytes, most: int, sender: str) -> None:

@@ -38,10 +38,14 @@ from typing import Literal, Protocol
 
 @dataclass(frozen=True)
 class Post:
-    """One version of the plan; versions count from 1 for as long as its key exists."""
+    """One version of the plan; versions count from 1 for as long as its key exists.
+
+    ``nodes`` is the long part of it, which is the same for many versions.
+    """
 
     version: int
     value: bytes
+    nodes: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -73,10 +77,11 @@ class Store(Protocol):
 
     # ── the plan ─────────────────────────────────────────────────────────────────────────────────
 
-    def publish(self, version: int, value: bytes) -> bool:
+    def publish(self, version: int, value: bytes, nodes: bytes = b"") -> bool:
         """Write ``value`` as ``version``; False if that is not the version that comes next.
 
-        Also False when this agent does not lead (any more).
+        Also False when this agent does not lead (any more). ``nodes`` goes with it: an agent that
+        has read it with an earlier version does not read it again.
         """
 
     def latest(self) -> Post | None:

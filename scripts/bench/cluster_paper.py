@@ -3,12 +3,13 @@
 A round that follows a failure is, for each agent: the plan that ends the old one, its own word that
 it has ended, the plan of the new one, its own word that it runs. Between rounds there is nothing
 but heartbeats. What is added up is the very bytes that elaunch sends and gets, without the headers
-of TCP; a frame of gRPC counts with its 14 bytes.
+of TCP; a frame of gRPC counts with its 14 bytes. Where another node is in the round, each agent
+reads the list of nodes, too.
 
 =========  =====================================  =================================================
 backend    for each agent and plan                for each agent and word of its own
 =========  =====================================  =================================================
-TCPStore   a wait, two reads                      a push, a heartbeat; popped and kept by the host
+TCPStore   a wait, a read                         a push, a heartbeat; popped by the host
 etcd       an event of its watch                  a transaction; an event of the coordinator's watch
 =========  =====================================  =================================================
 """
@@ -55,8 +56,10 @@ def cases(options: Options) -> list[Case]:
     figures = (
         Figure("paper-record", f"{agents}: bytes of one agent's record", "count"),
         Figure("paper-plan", "… bytes of the plan", "count"),
+        Figure("paper-nodes", "… bytes of its list of nodes", "count"),
         Figure("paper-round-requests", "… requests in a round, of all agents", "count"),
         Figure("paper-round-bytes", "… bytes in a round, of all agents", "MB"),
+        Figure("paper-changed-bytes", "… the same in a round with other nodes", "MB"),
         Figure("paper-steady-requests", "… heartbeats and readings, of all agents", "/s"),
         Figure("paper-steady-bytes", "… bytes of one agent between rounds", "B/s"),
     )
@@ -66,14 +69,18 @@ def cases(options: Options) -> list[Case]:
 
 def _measure(agents: int, trial: Trial) -> Mapping[str, Sample]:
     word = records.encode(replace(record_of(agents - 1), state="ended", round=41), None, "agent")
-    plan = records.encode(plan_of(agents), None, 1)
+    ending = plan_of(agents)
+    nodes = records.encode_nodes(ending.nodes)
+    plan = records.encode_plan(ending, None, 1, nodes)
     costs = _tcp if trial.column == C10D else _etcd
     in_round, steady = costs(agents, word, plan)
     return {
         "paper-record": Sample(float(len(word))),
         "paper-plan": Sample(float(len(plan))),
+        "paper-nodes": Sample(float(len(nodes))),
         "paper-round-requests": Sample(in_round.requests),
         "paper-round-bytes": Sample(in_round.size / 1e6),
+        "paper-changed-bytes": Sample((in_round.size + agents * len(nodes)) / 1e6),
         "paper-steady-requests": Sample(steady.requests),
         "paper-steady-bytes": Sample(steady.size / agents),
     }
@@ -105,15 +112,15 @@ def _tcp(agents: int, word: bytes, plan: bytes) -> tuple[Cost, Cost]:
     root, name, version = f"{RUN_ID}/", "00abcd", "123"
     put = host.put_notice(name, TTL, word)
     beat = len(wire.add(f"{root}c/{name}", 1)) + 8
-    kept = len(wire.put(f"{root}s/{name}", b"+" + word))
+    kept = len(wire.multi_put([(f"{root}s/{name}", b"+" + word)]))
     told = len(wire.push(root + "in", put)) + beat
     told += len(wire.pop(root + "in")) + 8 + 8 + len(put) + kept
     post = len(wire.wait(f"{root}b/{version}")) + 1 + 8 + len(plan)
-    post += len(wire.get(root + "head")) + 8 + len(version)
-    post += len(wire.get(f"{root}b/{version}"))
-    posted = len(wire.put(f"{root}b/{version}", plan))
-    in_round = Cost(agents * (PLANS * 3 + WORDS * 4), agents * (PLANS * post + WORDS * told))
-    in_round = Cost(in_round.requests + PLANS * 3, in_round.size + PLANS * posted)
+    keys = [root + "head", f"{root}b/{version}", f"{root}n/{version}"]
+    post += len(wire.multi_get(keys)) + 2 * (8 + len(version))
+    puts = WORDS * -(-agents // host.PUTS)
+    in_round = Cost(agents * (PLANS * 2 + WORDS * 3), agents * (PLANS * post + WORDS * told))
+    in_round = Cost(in_round.requests + puts, in_round.size)
 
     reading = len(wire.multi_get([f"{root}c/{name}"] * agents)) + agents * (8 + 5)
     size = agents * beat * RENEWALS_A_SECOND + reading * READINGS_A_SECOND

@@ -12,7 +12,7 @@ from msgspec import structs
 
 from elaunch.config.rendezvous import RendezvousSettings
 from elaunch.rendezvous.plan import Node, NodeStatus, Plan
-from elaunch.rendezvous.records import encode, key_of
+from elaunch.rendezvous.records import encode, encode_nodes, encode_plan, key_of
 from elaunch.store.protocol import Store
 from tests.etcdserver import etcd
 from tests.launching import wait_until
@@ -144,7 +144,9 @@ class PlayedJob:
         """Publish the plan with ``changes``."""
         self.plan = structs.replace(self.plan, **changes)
         self.version += 1
-        assert self.stores[0].publish(self.version, encode(self.plan, self.secret, self.version))
+        nodes = encode_nodes(self.plan.nodes)
+        value = encode_plan(self.plan, self.secret, self.version, nodes)
+        assert self.stores[0].publish(self.version, value, nodes)
 
     def close(self) -> None:
         """Close the agents' stores, the coordinator's last."""

@@ -16,7 +16,7 @@ from elaunch.errors import StoreUnreachable, UsageError
 from elaunch.monitor.jobreader import JobReader, jobs_reader, look, run_ids
 from elaunch.monitor.watch import WatchReading, changes, watch
 from elaunch.rendezvous.plan import Plan
-from elaunch.rendezvous.records import RecordError, encode
+from elaunch.rendezvous.records import RecordError, encode, encode_plan
 from tests.launching import wait_until
 from tests.monitor.jobs import BACKENDS, Meetings, PlayedJob, record
 from tests.store.memory import MemoryHub
@@ -167,7 +167,7 @@ def test_a_plan_that_is_refused_is_the_answer() -> None:
     with closing(MemoryHub().store()) as store:
         store.enrol("aaaaaa", encode(record(1), None, "aaaaaa"), 60.0)
         assert store.await_leadership("aaaaaa", 10.0)
-        assert store.publish(1, encode(Plan("maple"), b"other", 1))
+        assert store.publish(1, encode_plan(Plan("maple"), b"other", 1, b""))
         with pytest.raises(RecordError, match="the coordinator"):
             look(store, None)
 

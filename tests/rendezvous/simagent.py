@@ -300,7 +300,7 @@ class Agent:
                 state.on_published(step, taken, self.sim.engine.now)
 
             store, name, value = client.store, client.name, state.encoded(step)
-            client.call(lambda: store.publish(name, step.version, value), on(published))
+            client.call(lambda: store.publish(name, step.version, *value), on(published))
         elif isinstance(step, Reread):
 
             def read(value: Any) -> None:

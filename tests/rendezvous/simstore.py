@@ -136,13 +136,13 @@ class SimStore:
         if name in self.entries:
             self._drop(name, "left")
 
-    def publish(self, name: str | None, version: int, value: bytes) -> bool:
+    def publish(self, name: str | None, version: int, value: bytes, nodes: bytes) -> bool:
         """Write the next version, if ``name`` leads."""
         self._check_room()
         newest = 0 if self.post is None else self.post.version
         if self.leader is None or self.leader != name or version != newest + 1:
             return False
-        self.post = Post(version, value)
+        self.post = Post(version, value, nodes)
         self.on_publish(self.post)
         return True
 

@@ -231,7 +231,7 @@ class Simulation:
         return self.agents[int(name[1:].partition(".")[0])].rules.hosted_by_me
 
     def _on_publish(self, post: Post) -> None:
-        plan = records.decode_plan(post.value, b"secret", "sim", post.version)
+        plan = records.decode_plan(post, b"secret", "sim")
         self.note(f"v{post.version} {plan.phase} {plan.job} round {plan.round}: {plan.reason}")
         if post.version > MOST_POSTS:
             raise Broken(f"{post.version} posts")
@@ -256,11 +256,7 @@ class Simulation:
     def on_lost(self) -> None:
         """Take what is on the plan for all that was ever posted: nobody else remembers."""
         post = self.store.post
-        self.plans = (
-            []
-            if post is None
-            else [records.decode_plan(post.value, b"secret", "sim", post.version)]
-        )
+        self.plans = [] if post is None else [records.decode_plan(post, b"secret", "sim")]
         self.stores += 1
 
     def _check_counts_on(self, plan: Plan) -> None:

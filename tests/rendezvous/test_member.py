@@ -40,6 +40,11 @@ def joined() -> MemberState:
     return member
 
 
+def post(version: int, plan: Plan) -> Post:
+    """Return a plan without nodes as a store has it."""
+    return Post(version, records.encode_plan(plan, None, version, b""))
+
+
 def said(task: object) -> str:
     """Return the state in the record that a task writes."""
     assert isinstance(task, Update)
@@ -94,23 +99,23 @@ def test_another_store_in_its_place_is_joined_at_once() -> None:
     """The workers end before their fence; the new host hears how far the job was."""
     member = joined()
     plan = Plan("old", 4, "running", restarts=2)
-    member.receive(Post(7, records.encode(plan, None, 7)))
+    member.receive(post(7, plan))
     assert rejoined(member).seen == JobSeen(job="old", phase="running", round=4, restarts=2)
 
 
 def test_a_plan_without_a_round_makes_nobody_forget() -> None:
     """The new host says that it waits for nodes before the first of its rounds."""
     member = joined()
-    member.receive(Post(7, records.encode(Plan("old", 4, "running"), None, 7)))
+    member.receive(post(7, Plan("old", 4, "running")))
     rejoined(member)
-    member.receive(Post(1, records.encode(Plan("new", reason="1 of 2 nodes"), None, 1)))
+    member.receive(post(1, Plan("new", reason="1 of 2 nodes")))
     member.publish(NodeStatus("node1", "10.0.0.1", 4000, 1, state="ready"))
     task = member.next(0.7)
     assert isinstance(task, Update)
     seen = records.decode_agent(task.value, None, "a1").seen
     assert seen is not None
     assert (seen.job, seen.round) == ("old", 4)
-    member.receive(Post(2, records.encode(Plan("new", 5, "running"), None, 2)))
+    member.receive(post(2, Plan("new", 5, "running")))
     member.publish(NodeStatus("node1", "10.0.0.1", 4000, 1, state="running", round=5))
     task = member.next(0.7)
     assert isinstance(task, Update)
@@ -122,10 +127,10 @@ def test_a_plan_without_a_round_makes_nobody_forget() -> None:
 def test_a_job_is_gone_on_with_where_etcd_has_lost_its_memory() -> None:
     """The plan may be older, or that of a job before; what was seen says that it is known."""
     member = joined()
-    member.receive(Post(7, records.encode(Plan("job", 4, "running"), None, 7)))
+    member.receive(post(7, Plan("job", 4, "running")))
     member.done(member.next(0.6), 0.6, 0.6, StoreReplaced("its revision is 3 and was 9"))
     assert isinstance(member.next(0.6), Open)
-    member.opened("etcd at h1:2379", Post(3, records.encode(Plan("job", 2, "running"), None, 3)))
+    member.opened("etcd at h1:2379", post(3, Plan("job", 2, "running")))
     member.done(Open(), 0.6, 0.6, None)
     task = member.next(0.6)
     assert isinstance(task, Enrol)
@@ -133,12 +138,10 @@ def test_a_job_is_gone_on_with_where_etcd_has_lost_its_memory() -> None:
     assert seen is not None
     assert (seen.job, seen.round, seen.lost) == ("job", 4, True)
     member.done(task, 0.6, 0.6, None)
-    member.receive(Post(3, records.encode(Plan("job", 2, "running"), None, 3)))
-    assert not isinstance(
-        member.receive(Post(4, records.encode(Plan("new", -1), None, 4)))[0], Failed
-    )
-    member.receive(Post(5, records.encode(Plan("new", 5, "running"), None, 5)))
-    assert isinstance(member.receive(Post(9, records.encode(Plan("third", 0), None, 9)))[0], Failed)
+    member.receive(post(3, Plan("job", 2, "running")))
+    assert not isinstance(member.receive(post(4, Plan("new", -1)))[0], Failed)
+    member.receive(post(5, Plan("new", 5, "running")))
+    assert isinstance(member.receive(post(9, Plan("third", 0)))[0], Failed)
 
 
 def test_a_store_that_takes_no_writes_is_named_once_and_left_in_time() -> None:

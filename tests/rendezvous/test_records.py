@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from functools import partial
 from typing import Any, get_args
 
 import pytest
@@ -12,7 +11,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from elaunch.rendezvous import records
 from elaunch.rendezvous.plan import (
     AgentState,
     Cause,
@@ -24,7 +22,16 @@ from elaunch.rendezvous.plan import (
     PlanCheckpoint,
     WorkerFailure,
 )
-from elaunch.rendezvous.records import RecordError, decode_agent, decode_plan, encode, key_of
+from elaunch.rendezvous.records import (
+    RecordError,
+    decode_agent,
+    decode_plan,
+    encode,
+    encode_nodes,
+    encode_plan,
+    key_of,
+)
+from elaunch.store.protocol import Post
 
 SHORT = st.text(st.characters(exclude_categories=("Cs", "Cc", "Zl", "Zp")), max_size=20)
 TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=60)
@@ -92,6 +99,12 @@ JSON = st.recursive(
 AGENT = NodeStatus("node1", "10.0.0.1", 29500, 8)
 
 
+def post_of(plan: Plan, secret: bytes | None = None, version: int = 3) -> Post:
+    """Return a plan as a store has it."""
+    nodes = encode_nodes(plan.nodes)
+    return Post(version, encode_plan(plan, secret, version, nodes), nodes)
+
+
 @given(AGENTS, SECRETS)
 def test_an_agent_comes_back(record: NodeStatus, secret: bytes | None) -> None:
     """Whatever it says."""
@@ -101,7 +114,15 @@ def test_an_agent_comes_back(record: NodeStatus, secret: bytes | None) -> None:
 @given(PLANS, SECRETS)
 def test_a_plan_comes_back(plan: Plan, secret: bytes | None) -> None:
     """Commas and equal values in its columns of nodes included."""
-    assert decode_plan(encode(plan, secret, 3), secret, "a1", 3) == plan
+    assert decode_plan(post_of(plan, secret), secret, "a1") == plan
+
+
+def read(raw: bytes, plan: bool, secret: bytes | None = None) -> None:
+    """Read it as an agent's record, or as a plan."""
+    if plan:
+        decode_plan(Post(3, raw), secret, "a1")
+    else:
+        decode_agent(raw, secret, "a1")
 
 
 @given(st.binary(max_size=200), SECRETS)
@@ -110,9 +131,9 @@ def test_a_plan_comes_back(plan: Plan, secret: bytes | None) -> None:
 @example('{"elaunch":1}'.encode("utf-16"), None)
 def test_any_bytes_are_refused(raw: bytes, secret: bytes | None) -> None:
     """With a RecordError that names the sender, and nothing else."""
-    for decode in (decode_agent, partial(decode_plan, version=3)):
+    for plan in (False, True):
         with pytest.raises(RecordError, match="the record of a1 is refused: "):
-            decode(raw, secret, "a1")
+            read(raw, plan, secret)
 
 
 @pytest.mark.slow
@@ -121,7 +142,7 @@ def test_any_fields_are_read_or_refused(said: dict[str, Any], plan: bool) -> Non
     """A record of the right frame with anything in its fields."""
     raw = json.dumps({"elaunch": 1, "kind": "plan" if plan else "agent", **said}).encode()
     try:
-        decode_plan(raw, None, "a1", 3) if plan else decode_agent(raw, None, "a1")
+        read(raw, plan)
     except RecordError as exc:
         assert str(exc).isprintable()
 
@@ -195,14 +216,13 @@ def test_what_is_wrong_is_said(raw: bytes, secret: bytes | None, problem: str) -
 )
 def test_what_is_wrong_with_a_port_of_a_node_is_said(column: object, problem: str) -> None:
     """No agent calls a port that is none, whoever wrote the plan."""
-    said = json.loads(
-        encode(Plan("job", nodes=(Node("a", "h", "10.0.0.1", 8, "x", 29500),)), None, 3)
-    )
-    said["nodes"]["courier"] = column
+    said = json.loads(encode_nodes((Node("a", "h", "10.0.0.1", 8, "x", 29500),)))
+    said["courier"] = column
     if column is None:
-        del said["nodes"]["courier"]
+        del said["courier"]
+    nodes = json.dumps(said).encode()
     with pytest.raises(RecordError) as caught:
-        decode_plan(json.dumps(said).encode(), None, "a1", 3)
+        decode_plan(Post(3, encode_plan(Plan("job"), None, 3, nodes), nodes), None, "a1")
     assert str(caught.value).startswith(f"the record of a1 is refused: {problem}")
 
 
@@ -220,12 +240,31 @@ def test_a_plan_of_4096_nodes_is_small() -> None:
         Node(f"{n:06x}", f"node-{n:05d}", f"10.12.{n // 256}.{n % 256}", 8, "default", 30000 + n)
         for n in range(4096)
     )
-    raw = encode(Plan("job", nodes=nodes), b"s", 3)
-    assert len(raw) < 200_000
+    plan = Plan("job", nodes=nodes, reason="first start: 4,096 nodes, 32,768 workers")
+    post = post_of(plan, b"s")
+    assert len(post.value) < 300 and len(post.nodes) < 200_000
     began = time.thread_time()
-    assert decode_plan(raw, b"s", "a1", 3).nodes == nodes
-    assert time.thread_time() - began < 1.0
-    assert len(raw) < records.MAX_PLAN_BYTES
+    found = decode_plan(post, b"s", "a1")
+    assert found.node_rank("000fff") == 4095 and found.node_rank("0ff") is None
+    assert time.thread_time() - began < 0.1
+    assert found == plan and found.nodes[7] == nodes[7] and found.nodes[9:11] == nodes[9:11]
+    after = replace(plan, phase="ending", reason="worker rank 8 exited with 1")
+    again = decode_plan(Post(4, post_of(after, b"s", 4).value), b"s", "a1", found.nodes)
+    assert again.nodes is found.nodes
+
+
+def test_nodes_that_are_not_those_of_the_plan_are_refused() -> None:
+    """Whether the store has lost them or another process has written there."""
+    nodes = tuple(Node(name, "h", "10.0.0.1", 8, "x", 29500) for name in ("a", "b"))
+    plan, other = post_of(Plan("job", nodes=nodes), b"s"), encode_nodes(nodes[:1])
+    for listed in (b"", other, other[:-1]):
+        with pytest.raises(RecordError, match="the list of its nodes is not there, or is that"):
+            decode_plan(replace_nodes(plan, listed), b"s", "a1")
+
+
+def replace_nodes(post: Post, nodes: bytes) -> Post:
+    """Return the same plan with other nodes."""
+    return Post(post.version, post.value, nodes)
 
 
 BEFORE = (
@@ -239,7 +278,7 @@ BEFORE = (
 
 def test_a_plan_of_the_version_before_is_read() -> None:
     """Its nodes as columns of all three forms, a failure of which little is known."""
-    assert decode_plan(BEFORE, None, "a1", 3) == Plan(
+    assert decode_plan(Post(3, BEFORE), None, "a1") == Plan(
         "j",
         round=2,
         phase="ending",
@@ -266,15 +305,13 @@ def test_what_an_agent_has_seen_is_written_as_the_version_before_reads_it() -> N
 def test_a_signature_is_good_for_one_place_in_one_run() -> None:
     """What was signed once is refused as another version, under another name, in another run."""
     key, other = key_of(b"s", "mnist"), key_of(b"s", "mnist-2")
-    plan, agent = encode(Plan("job"), key, 7), encode(AGENT, key, "a1")
-    assert (
-        decode_plan(plan, key, "a1", 7) == Plan("job") and decode_agent(agent, key, "a1") == AGENT
-    )
+    plan, agent = post_of(Plan("job"), key, 7), encode(AGENT, key, "a1")
+    assert decode_plan(plan, key, "a1") == Plan("job") and decode_agent(agent, key, "a1") == AGENT
     assert key_of(None, "mnist") is None
     with pytest.raises(RecordError, match="its signature is wrong"):
-        decode_plan(plan, key, "a1", 8)
+        decode_plan(Post(8, plan.value), key, "a1")
     with pytest.raises(RecordError, match="its signature is wrong"):
-        decode_plan(plan, other, "a1", 7)
+        decode_plan(plan, other, "a1")
     for wrong, name in ((key, "a2"), (other, "a1"), (b"s", "a1")):
         with pytest.raises(RecordError, match="its signature is wrong"):
             decode_agent(agent, wrong, name)

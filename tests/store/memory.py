@@ -92,7 +92,7 @@ class MemoryStore:
         """Where the store is, for messages."""
         return "the memory of this process"
 
-    def publish(self, version: int, value: bytes) -> bool:
+    def publish(self, version: int, value: bytes, nodes: bytes = b"") -> bool:
         """Write the next version of the plan; False without leadership or with another version."""
         hub = self._hub
         with hub.changed:
@@ -100,7 +100,7 @@ class MemoryStore:
             newest = 0 if hub.post is None else hub.post.version
             if hub.leader is None or hub.leader != self._name or version != newest + 1:
                 return False
-            hub.post = Post(version, value)
+            hub.post = Post(version, value, nodes)
             hub.changed.notify_all()
             return True
 

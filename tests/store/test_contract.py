@@ -118,6 +118,19 @@ def test_follow_returns_none_at_its_timeout(cluster: Cluster) -> None:
     assert second.follow(0, 0.0) == Post(1, b"one")
 
 
+def test_a_post_comes_with_its_nodes(cluster: Cluster) -> None:
+    """With those that it was published with, whether a reader has seen them before or not."""
+    first, second = leader(cluster), cluster.open()
+    some, others = bytes(range(256)) * 800, b"others"
+    nodes = [some, some, others, b"", others, some]
+    for version, listed in enumerate(nodes, 1):
+        assert first.publish(version, b"%d" % version, listed)
+        post = Post(version, b"%d" % version, listed)
+        assert second.follow(version - 1, LONG) == first.latest() == post
+        if version in (2, 4, 5):
+            assert cluster.open().latest() == post
+
+
 @pytest.mark.slow
 def test_follow_returns_the_newest(cluster: Cluster) -> None:
     """However far behind the reader is; a reader that is ahead of the plan waits."""

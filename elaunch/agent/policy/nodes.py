@@ -28,7 +28,7 @@ from elaunch.agent.policy.state import LOST, Phase, State, failure, failure_code
 from elaunch.checkpoint.records import Checkpoint
 from elaunch.endings import PREEMPTED
 from elaunch.errors import CheckpointError, UsageError
-from elaunch.rendezvous.plan import AgentState, Plan
+from elaunch.rendezvous.plan import AgentState, Plan, column
 
 Decision = tuple[Action, str]
 
@@ -78,14 +78,15 @@ def place(plan: Plan, name: str) -> env.NodePlace:
     """Return where the node ``name`` stands in the plan's round."""
     node_rank = plan.node_rank(name)
     assert node_rank is not None  # the round was begun because the plan names us
-    before, own = plan.nodes[:node_rank], plan.nodes[node_rank]
+    slots, roles = column(plan.nodes, "slots"), column(plan.nodes, "role")
+    in_role = [n if role == roles[node_rank] else 0 for n, role in zip(slots, roles, strict=True)]
     return env.NodePlace(
         node_rank=node_rank,
-        addrs=tuple(node.addr for node in plan.nodes),
-        first_rank=sum(node.slots for node in before),
-        world_size=plan.world_size,
-        first_role_rank=sum(node.slots for node in before if node.role == own.role),
-        role_world_size=sum(node.slots for node in plan.nodes if node.role == own.role),
+        addrs=tuple(column(plan.nodes, "addr")),
+        first_rank=sum(slots[:node_rank]),
+        world_size=sum(slots),
+        first_role_rank=sum(in_role[:node_rank]),
+        role_world_size=sum(in_role),
     )
 
 

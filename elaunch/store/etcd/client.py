@@ -122,10 +122,10 @@ class EtcdStore:
         """The address of the member that answers us now."""
         return self._calls.current.address
 
-    def publish(self, version: int, value: bytes) -> bool:
+    def publish(self, version: int, value: bytes, nodes: bytes = b"") -> bool:
         """Write ``value`` as ``version``; see Store."""
         leadership = self._own.leadership
-        return leadership is not None and self._plan.publish(version, value, leadership)
+        return leadership is not None and self._plan.publish(version, value, nodes, leadership)
 
     def latest(self) -> Post | None:
         """Return the newest post; see Store."""
@@ -187,7 +187,7 @@ class EtcdStore:
         All else goes with the agents' leases.
         """
         self._plan.clear()
-        self._txns.expire(self._shared, CLEARED_SECONDS)
+        self._txns.expire((self._shared,), CLEARED_SECONDS)
 
     def close(self) -> None:
         """Close the connections and wake waiting calls; see Store."""

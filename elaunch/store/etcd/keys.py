@@ -4,6 +4,7 @@
 key                                     value                       lives
 ======================================  ==========================  ================================
 ``<prefix>/<run id>/board``             version, newline, the post  until a minute after ``clear``
+``<prefix>/<run id>/board/nodes``       the nodes of the post       as long as the plan
 ``<prefix>/<run id>/shared``            what all agents share       as long as the plan
 ``<prefix>/<run id>/agents/<name>``     the agent's record          as long as the agent's lease
 ``<prefix>/<run id>/lead/<name>``       empty                       as long as the agent's lease
@@ -58,6 +59,11 @@ class Keys:
     def plan(self) -> bytes:
         """The coordinator's plan."""
         return f"{self.root}board".encode()
+
+    @property
+    def nodes(self) -> bytes:
+        """The plan's nodes; the key begins with that of the plan, to be read with it."""
+        return self.plan + b"/nodes"
 
     @property
     def shared(self) -> bytes:

@@ -1,7 +1,8 @@
-"""The plan in etcd: one key, whose value begins with the version of the post.
+"""The plan in etcd: a key whose value begins with the version of the post, and one for its nodes.
 
 The version is in the value, not etcd's own count of writes, because ``clear`` writes the key once
-more, with a lease.
+more, with a lease. The nodes are written with the post in one transaction, where they have changed;
+who watches both gets both at once, and who reads both reads them at one moment.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from elaunch.errors import StoreError
-from elaunch.store.etcd.keys import Keys
+from elaunch.store.etcd.keys import Keys, end_of
 from elaunch.store.etcd.txn import Transactions
 from elaunch.store.etcd.watch import Watch, Watching
 from elaunch.store.protocol import Post
@@ -35,7 +36,8 @@ class EtcdPlan:
         self, txns: Transactions, keys: Keys, watching: Watching, news: threading.Condition
     ) -> None:
         self._txns = txns
-        self._key = keys.plan
+        self._key, self._listed = keys.plan, keys.nodes
+        self._nodes = b""
         self._watching = watching
         self._news = news
         self._begin = threading.Lock()
@@ -44,24 +46,29 @@ class EtcdPlan:
         self._replaced = False  # the plan was removed: whatever is posted next is news
         self._unsure: Post | None = None  # a post whose answer was lost
 
-    def publish(self, version: int, value: bytes, leadership: tuple[bytes, int]) -> bool:
+    def publish(
+        self, version: int, value: bytes, nodes: bytes, leadership: tuple[bytes, int]
+    ) -> bool:
         """Write a post if it is the next one and we lead; raises as Calls.ask.
 
         Args:
-            version, value: the post.
+            version, value, nodes: the post.
             leadership: the key that we lead with, and its create revision.
         """
-        post = Post(version, value)
-        kv, _ = self._txns.read(self._key)
-        found = _post(kv)
+        post = Post(version, value, nodes)
+        kv, found, listed = self._look()
         if version != (found.version if found else 0) + 1:
             return found == post and self._unsure == post
         txns = self._txns
         self._unsure = post
         modified = kv.mod_revision if kv is not None else 0
+        there = not nodes if listed is None else listed.value == nodes and not listed.lease
         answer = txns.send(
             [txns.modified(self._key, modified), txns.created(*leadership)],
-            [txns.put(self._key, b"%d\n%b" % (version, value))],
+            [
+                *([] if there else [txns.put(self._listed, nodes)]),
+                txns.put(self._key, b"%d\n%b" % (version, value)),
+            ],
             [txns.get(self._key), txns.get(leadership[0])],
         )
         self._unsure = None
@@ -70,11 +77,11 @@ class EtcdPlan:
         # Perhaps it was done, and the answer was lost. If we still lead, nobody else has written.
         plans, leaders = answer.found
         leading = bool(leaders) and leaders[0].create_revision == leadership[1]
-        return leading and bool(plans) and _post(plans[0]) == post
+        return leading and bool(plans) and _post(plans[0], nodes) == post
 
     def latest(self) -> Post | None:
         """Return the newest post; raises as Calls.ask."""
-        return _post(self._txns.read(self._key)[0])
+        return self._look()[1]
 
     def follow(self, after: int, timeout: float) -> Post | None:
         """Wait for a post newer than ``after``; raises as Calls.ask, and StoreClosed."""
@@ -95,25 +102,40 @@ class EtcdPlan:
 
     def clear(self) -> None:
         """Have the plan removed in a minute, unless one is posted again; raises as Calls.ask."""
-        self._txns.expire(self._key, CLEARED_SECONDS)
+        self._txns.expire((self._key, self._listed), CLEARED_SECONDS)
+
+    def _look(self) -> tuple[Any | None, Post | None, Any | None]:
+        """Return what is at the plan's key, the post, and what is at the key of its nodes."""
+        return self._found(self._txns.read_all(self._key)[0])
+
+    def _found(self, kvs: Sequence[Any]) -> tuple[Any | None, Post | None, Any | None]:
+        there = {kv.key: kv for kv in kvs}
+        plan, listed = there.get(self._key), there.get(self._listed)
+        return plan, _post(plan, b"" if listed is None else listed.value), listed
 
     def _begin_to_watch(self) -> None:
         with self._begin:
             if self._watch is not None:
                 return
-            watch = Watch(self._key, b"", 0, self._take, self._read)
+            watch = Watch(self._key, end_of(self._key), 0, self._take, self._read)
             watch.revision = watch.reread() + 1
             self._watching.add(watch)
             self._watch = watch
 
     def _read(self) -> int:
-        kv, revision = self._txns.read(self._key)
-        self._show(_post(kv))
+        kvs, revision = self._txns.read_all(self._key)
+        _, post, listed = self._found(kvs)
+        self._nodes = b"" if listed is None else listed.value
+        self._show(post)
         return revision
 
     def _take(self, events: Sequence[Any]) -> None:
-        for event in events:
-            self._show(None if event.type == event.DELETE else _post(event.kv))
+        for event in events:  # of the nodes before the post that they belong to
+            gone = event.type == event.DELETE
+            if event.kv.key == self._listed:
+                self._nodes = b"" if gone else event.kv.value
+            elif event.kv.key == self._key:
+                self._show(None if gone else _post(event.kv, self._nodes))
 
     def _show(self, post: Post | None) -> None:
         with self._news:
@@ -126,11 +148,11 @@ LONGEST_VERSION = 18
 """Digits of a version of the plan."""
 
 
-def _post(kv: Any | None) -> Post | None:
+def _post(kv: Any | None, nodes: bytes) -> Post | None:
     """Return the post in a key and value of etcd; raises StoreError if that is none."""
     if kv is None:
         return None
     version, _, value = kv.value.partition(b"\n")
     if not version.isdigit() or len(version) > LONGEST_VERSION:
         raise StoreError(f"what is at {kv.key.decode()} in etcd was not written by elaunch")
-    return Post(int(version), value)
+    return Post(int(version), value, nodes)

@@ -87,14 +87,16 @@ class Transactions:
         )
         return Txn(bool(answer.succeeded), int(answer.header.revision), found)
 
-    def expire(self, key: bytes, seconds: int) -> None:
-        """Have what is at ``key`` removed in some seconds, unless it is written again."""
-        kv, _ = self.read(key)
-        if kv is None or kv.lease:
+    def expire(self, keys: Sequence[bytes], seconds: int) -> None:
+        """Have what is at ``keys`` removed together in some seconds, if it is not written again."""
+        kvs = [self.read(key)[0] for key in keys]
+        found = [kv for kv in kvs if kv is not None and not kv.lease]
+        if not found:
             return
         lease, _ = self.grant(seconds)
-        unchanged = self.modified(key, kv.mod_revision)
-        self.send([unchanged], [self.put(key, kv.value, lease)], [])
+        for kv in found:
+            unchanged = self.modified(kv.key, kv.mod_revision)
+            self.send([unchanged], [self.put(kv.key, kv.value, lease)], [])
 
     def grant(self, seconds: int) -> tuple[int, int]:
         """Return a new lease and for how many seconds it holds, which may be more than asked."""

@@ -13,6 +13,8 @@ key            written by                                 what
                comes or goes                              heartbeat
 ``head``       the host                                   the newest version of the plan
 ``b/<v>``      the host; the last 64 are kept             version ``v`` of the plan
+``n/<v>``      the same                                   since which version its nodes are there
+``l/<v>``      the host; the last two are kept            the nodes of version ``v`` and of the next
 ``shared``     the host, before it writes its hello;      what all agents share, if they do
                else the first to offer it
 =============  =========================================  ========================================
@@ -62,6 +64,8 @@ PERIOD = (0.02, 0.5)
 AGES_EVERY = 1.0
 AGES_AT_MOST_EVERY = 0.05
 POPS = 512
+PUTS = 256
+"""Entries that one request writes for readers; one that is longer is parsed again and again."""
 IDLE_EVERY = 5.0
 """Seconds between two looks for connections that no client uses."""
 SILENT = 30.0
@@ -186,7 +190,8 @@ class MembersThread:
         self._judge_at = 0.0
         self._ages_at = 0.0
         self._ages_due: float | None = None
-        self._unsent: list[bytes] = []  # what readers must see and the store has not taken yet
+        # Keys and values that readers must see and the store has not taken yet.
+        self._unsent: list[tuple[str, bytes]] = []
         self._port = port
         self._idle_at = self._looked + IDLE_EVERY
         threading.Thread(target=self._run, name="elaunch-members", daemon=True).start()
@@ -262,7 +267,9 @@ class MembersThread:
         if self._ages_due is not None and self._now >= self._ages_due:
             self._unsent.append(self._ages())
         if self._unsent:
-            self._line.exchange(lambda line, by: line.send(self._unsent, by))
+            parts = range(0, len(self._unsent), PUTS)
+            puts = [wire.multi_put(self._unsent[first : first + PUTS]) for first in parts]
+            self._line.exchange(lambda line, by: line.send(puts, by))
             self._unsent.clear()
 
     def _tick(self) -> None:
@@ -277,7 +284,7 @@ class MembersThread:
                 self._unsent += self._take_one(notice)
             self.changed.notify_all()
 
-    def _take_one(self, notice: AgentNotice) -> list[bytes]:
+    def _take_one(self, notice: AgentNotice) -> list[tuple[str, bytes]]:
         name = notice.name
         entry, counter = f"{self._prefix}s/{name}", f"{self._prefix}c/{name}"
         here = name in self._pulses
@@ -285,7 +292,7 @@ class MembersThread:
             if not here:
                 return []
             self._drop(name, left=True)
-            return [wire.put(entry, b""), wire.put(counter, str(GONE).encode())]
+            return [(entry, b""), (counter, str(GONE).encode())]
         if not here and self._entries.knows(name):
             return []  # it is gone, and learns that from its counter
         if not here and len(self._pulses) >= MOST_ENTRIES:
@@ -295,7 +302,7 @@ class MembersThread:
             self._judge_at = min(self._judge_at, self._now + self._period())
             self._plan_ages()
         self._entries.put(name, notice.value)
-        return [wire.put(entry, b"+" + notice.value)]
+        return [(entry, b"+" + notice.value)]
 
     def _period(self) -> float:
         shortest = min((pulse.ttl for pulse in self._pulses.values()), default=PERIOD[1] * 12)
@@ -323,7 +330,7 @@ class MembersThread:
         self._judge_at = min(self._now + self._period(), *dues, float("inf"))
         if self._pulses and self._now >= self._ages_at + AGES_EVERY:
             self._ages_due = self._now
-        self._unsent += [wire.put(f"{self._prefix}s/{name}", b"") for name in gone]
+        self._unsent += [(f"{self._prefix}s/{name}", b"") for name in gone]
 
     def _bury(self, name: str) -> bool:
         """Move the counter below zero unless it has moved meanwhile; whether it has not."""
@@ -345,10 +352,10 @@ class MembersThread:
         if self._ages_due is None:
             self._ages_due = max(self._now, self._ages_at + AGES_AT_MOST_EVERY)
 
-    def _ages(self) -> bytes:
+    def _ages(self) -> tuple[str, bytes]:
         self._ages_at, self._ages_due = self._now, None
         ages = {name: round(self._now - pulse.moved, 2) for name, pulse in self._pulses.items()}
-        return wire.put(self._prefix + "ages", json.dumps(ages, separators=(",", ":")).encode())
+        return self._prefix + "ages", json.dumps(ages, separators=(",", ":")).encode()
 
 
 def _drain(line: Connection, inbox: str, until: float, by: float, taken: list[bytes]) -> bool:

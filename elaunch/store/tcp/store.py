@@ -1,8 +1,8 @@
 """One agent's view of the store in a TCPStore; the keys are in elaunch.store.tcp.host.
 
 An agent has two connections: one on which it waits for the plan, one for what is answered at once;
-the agent that hosts has a third for the inbox. A round costs an agent four exchanges: its record,
-the wait for the post, the post, its next record.
+the agent that hosts has a third for the inbox. A round costs an agent six exchanges, of ten
+requests: twice a wait for a plan, the plan, and its record.
 """
 
 from __future__ import annotations
@@ -71,6 +71,9 @@ class TcpStore:
         self._lease: tuple[str, float] | None = None
         self._leads_as: str | None = None
         self._head = self._known = 0
+        self._followed: int | None = None
+        self._nodes = (0, b"")  # the newest that were read or written, and since which version
+        self._older = 0  # the version of the nodes before
         self._posted: Post | None = None
         self._server = server
         hosted = server is not None
@@ -85,13 +88,22 @@ class TcpStore:
         """Where the store is, for messages."""
         return self._spot.name
 
-    def publish(self, version: int, value: bytes) -> bool:
+    def publish(self, version: int, value: bytes, nodes: bytes = b"") -> bool:
         """Write the next version of the plan; False without leadership or with another version."""
         head = self._prefix + "head"
+        since, old = 0, self._nodes[0]
+        if nodes:
+            since = old if nodes == self._nodes[1] else version
+        over = [f"n/{version - KEPT}", f"b/{version - KEPT}"]
+        over += [f"l/{self._older}"] if since != old else []
+        # Always, since another process may have written there.
+        listed = [wire.put(f"{self._prefix}l/{since}", nodes)] if nodes else []
         post = [
+            *listed,
+            wire.put(f"{self._prefix}n/{version}", b"%d" % since),
             wire.put(f"{self._prefix}b/{version}", value),
-            wire.put(head, str(version).encode()),
-            wire.delete(f"{self._prefix}b/{version - KEPT}"),
+            wire.put(head, b"%d" % version),
+            *(wire.delete(self._prefix + key) for key in over),
         ]
 
         def talk(line: Connection, until: float) -> bool:
@@ -104,8 +116,11 @@ class TcpStore:
             if version != self._head + 1:
                 return False
             line.send(post, until)
-            line.integer(until)
-            self._head, self._posted = version, Post(version, value)
+            for _ in over:
+                line.integer(until)
+            if since != old:
+                self._older, self._nodes = old, (since, nodes)
+            self._head, self._posted = version, Post(version, value, nodes)
             return True
 
         return self._calls.exchange(talk)
@@ -120,18 +135,26 @@ class TcpStore:
         """Wait for a post newer than ``after``; None after ``timeout`` seconds."""
         end = time.monotonic() + timeout
         self._known = max(self._known, after)
-        post = self._calls.exchange(lambda line, by: self._newer(line, by, after))
-        if post is not None or not self._following.acquire(timeout=timeout):
-            return post
+        post = None
+        if after != self._followed:  # the next version may be there for long, or may never come
+            post = self._calls.exchange(lambda line, by: self._newer(line, by, after))
+        if post is not None:
+            return self._note_followed(post)
+        if not self._following.acquire(timeout=timeout):
+            return None
         try:
             while post is None and time.monotonic() < end:
                 come = self._waits.exchange(lambda line, by: self._await(line, by, end, after + 1))
                 post = self._waits.exchange(lambda line, by: self._newer(line, by, after))
                 if come and post is None:  # another process has written there: not at full speed
                     self._closed.wait(min(SPARSELY, max(0.0, end - time.monotonic())))
-            return post
+            return None if post is None else self._note_followed(post)
         finally:
             self._following.release()
+
+    def _note_followed(self, post: Post) -> Post:
+        self._followed = post.version
+        return post
 
     def enrol(self, name: str, value: bytes, ttl: float) -> None:
         """Write our entry; LeaseLost if the name is or was there already.
@@ -252,16 +275,31 @@ class TcpStore:
 
     def _newer(self, line: Connection, until: float, after: int) -> Post | None:
         """Read the newest post, None if that is ``after``; the next one is asked for at once."""
-        read, head_key = after + 1, self._prefix + "head"
+        read, root, missed = after + 1, self._prefix, 0
         while True:
-            line.send([wire.get(head_key), wire.get(f"{self._prefix}b/{read}")], until)
+            keys = [f"{root}head", f"{root}b/{read}", f"{root}n/{read}"]
+            line.send([wire.multi_get(keys)], until)
             head, value = _version(line.value(until)), line.value(until)
+            since = _version(line.value(until))
             known = max(self._known, self._head)
             if head <= after or (known and head > known + FURTHEST):
                 return None
             if head == read:
-                return Post(head, value)
+                nodes = self._listed(line, until, since)
+                if nodes or not since or head == missed:
+                    return Post(head, value, nodes)
+                missed = head  # a newer post has come, and they were removed
             read = head
+
+    def _listed(self, line: Connection, until: float, since: int) -> bytes:
+        """Return the nodes that are the plan's since a version; b"" if they are not there."""
+        if not since or since == self._nodes[0]:
+            return self._nodes[1] if since else b""
+        line.send([wire.get(f"{self._prefix}l/{since}")], until)
+        nodes = line.value(until)
+        if nodes:
+            self._nodes = since, nodes
+        return nodes
 
     def _await(self, line: Connection, by: float, end: float, version: int) -> bool:
         line.send([wire.wait(f"{self._prefix}b/{version}")], by)

@@ -32,7 +32,7 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 LONGEST = 8 * 1024 * 1024
 """Bytes in a value that TCPStore still accepts."""
@@ -61,6 +61,12 @@ def _key(key: str) -> bytes:
 def put(key: str, value: bytes) -> bytes:
     """Return a request to set ``key``; no reply."""
     return b"\x01" + _key(key) + _bytes(value)
+
+
+def multi_put(pairs: Sequence[tuple[str, bytes]]) -> bytes:
+    """Return a request to set several keys; no reply."""
+    body = b"".join(_key(key) + _bytes(value) for key, value in pairs)
+    return b"\x0b" + _U64.pack(len(pairs)) + body
 
 
 def compare_set(key: str, expected: bytes, value: bytes) -> bytes:

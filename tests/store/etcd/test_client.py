@@ -333,13 +333,13 @@ def test_a_job_with_the_same_run_id_goes_on(one: Cluster, opened: Callable[..., 
     assert store.shared(b"a key") == b"a key"
     store.enrol("n0", b"", 5.0)
     assert store.await_leadership("n0", LONG)
-    assert store.publish(1, b"over")
+    assert store.publish(1, b"over", b"nodes")
     store.clear()
-    assert store.publish(2, b"new")
+    assert store.publish(2, b"new", b"nodes")
     rpc = imports.load().rpc
     assert opened(one.place()).shared(b"another") == b"a key"
     keys = keys_of("/elaunch", "job")
-    for key in (keys.plan, keys.shared):
+    for key in (keys.plan, keys.nodes, keys.shared):
         assert one.call("KV", "Range", rpc.RangeRequest(key=key)).kvs[0].lease == 0
 
 

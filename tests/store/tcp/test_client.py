@@ -227,6 +227,45 @@ def test_a_connection_that_breaks_is_opened_again(hosted: tuple[Store, int]) -> 
         assert wait() == Post(1, b"one")
 
 
+def test_a_round_costs_an_agent_the_same_however_many_nodes_it_has(
+    hosted: tuple[Store, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wait and a read for each of two plans, a notice and a heartbeat for each of two records."""
+    first, port = hosted
+    send, read = wire.Connection.send, wire.Connection._read
+    counted: list[int] = []
+    me = threading.current_thread()
+
+    def counting_send(line: wire.Connection, requests: Iterable[bytes], until: float) -> None:
+        sent = list(requests)
+        counted.extend(len(one) for one in sent if threading.current_thread() is me)
+        send(line, sent, until)
+
+    def counting_read(line: wire.Connection, count: int, until: float) -> bytes:
+        received.extend([count] if threading.current_thread() is me else [])
+        return read(line, count, until)
+
+    monkeypatch.setattr(wire.Connection, "send", counting_send)
+    monkeypatch.setattr(wire.Connection, "_read", counting_read)
+    received: list[int] = []
+    costs = []
+    with closing(connect(port)) as store:
+        store.enrol("a", b"1", 60.0)
+        for version, nodes in enumerate((b"opens it", bytes(9), bytes(200_000)), 1):
+            before = 3 * version - 3
+            assert first.publish(before + 1, b"begins", nodes)
+            assert store.follow(before, LONG) == Post(before + 1, b"begins", nodes)
+            cost = 0, 0
+            for later in (before + 2, before + 3):
+                assert first.publish(later, b"a plan", nodes)
+                counted.clear(), received.clear()
+                assert store.follow(later - 1, LONG) == Post(later, b"a plan", nodes)
+                store.update(b"a record")
+                cost = cost[0] + len(counted), cost[1] + sum(counted) + sum(received)
+            costs.append(cost)
+    assert costs[1] == costs[2] and costs[1][0] == 8 and costs[1][1] < 600
+
+
 def test_two_threads_may_follow(hosted: tuple[Store, int]) -> None:
     """A post that is there is returned at once, whoever else waits."""
     first, port = hosted
