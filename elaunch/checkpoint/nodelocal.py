@@ -29,6 +29,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Final
 
@@ -80,7 +81,7 @@ def committed_places(root: Path) -> dict[str, Path]:
     """Return where the newest committed checkpoints are, by the names that their stages had."""
     if not (root / layout.RUN).exists():
         return {}
-    newest = open_storage(root, local=True).listed()[-NEWEST:]
+    newest = islice(open_storage(root, local=True).newest_first(), NEWEST)
     return {Stage(one.step, one.round, one.uuid).name: Path(one.place) for one in newest}
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
@@ -103,7 +103,7 @@ def look(place: Location, glob: str | None = None) -> Listing:
     committed = {found.name: found for found in storage.listed()}
     entries = [_committed(found, found.name in pinned) for found in committed.values()]
     if isinstance(place, Path):
-        entries += [entry for entry in _others(place, glob) if entry.name not in committed]
+        entries += _others(place, glob, committed)
         entries = [replace(entry, pinned=entry.name in pinned) for entry in entries]
     aside = tuple(_aside(name, reason) for name, reason in storage.quarantined())
     unfinished = tuple(_unfinished(place)) if isinstance(place, Path) else ()
@@ -140,13 +140,17 @@ def _committed(found: Committed, pinned: bool) -> ListedCheckpoint:
     )
 
 
-def _others(place: Path, glob: str | None) -> Iterator[ListedCheckpoint]:
-    """Yield what is no committed checkpoint of elaunch's own: other formats, and damage."""
+def _others(
+    place: Path, glob: str | None, committed: Collection[str]
+) -> Iterator[ListedCheckpoint]:
+    """Yield what is not ``committed`` in elaunch's own layout: other formats, and damage."""
     entries, passed_over = candidates.entries_below(place, glob)
     for passed in passed_over:
         if passed.path == place and os.path.lexists(place):
             raise CheckpointError(f"{place}: {passed.reason}")
     for entry in candidates.distinct(entries, place):
+        if _below(place, entry.path) in committed:
+            continue
         found = candidates.classify(entry, globbed=glob is not None)
         if isinstance(found, PassedOver):
             yield ListedCheckpoint(

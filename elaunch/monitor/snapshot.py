@@ -183,12 +183,11 @@ def _latest_at_url(url: str, now: float) -> tuple[LatestCheckpoint | None, str |
     from elaunch.checkpoint.storage.storage import open_storage
 
     try:
-        listed = open_storage(url).listed()
+        found = next(open_storage(url).newest_first(), None)
     except (ElaunchError, OSError) as exc:
         return None, f"cannot be looked for: {exc}"
-    if not listed:
+    if found is None:
         return None, None
-    found = listed[-1]
     age_s = max(0.0, now - found.committed)
     return LatestCheckpoint(str(found.place), found.step, "elaunch", age_s), None
 

@@ -20,6 +20,7 @@ from elaunch.checkpoint.storage.storage import Committed
 from elaunch.cli import execute
 from tests.checkpoint import makers, storages
 from tests.monitor.conftest import Play, environ, play
+from tests.opens import opened_below
 
 __all__ = ["environ", "play"]
 
@@ -75,6 +76,15 @@ def names(saves: Path) -> list[str]:
 
 
 # ── ls, show ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_list_reads_one_document_of_each(command: Command, saves: Path) -> None:
+    """Not the manifests, nor the files: there may be thousands."""
+    with opened_below(saves) as opened:
+        code, said = command("ls", saves)
+    assert code == 0 and "step-00000120.r0" in said
+    names = sorted(name for name in opened if "/" in name and not name.startswith("."))
+    assert names == [f"step-00000{step}.r0/metadata.json" for step in (100, 110, 120)]
 
 
 def test_the_list(command: Command, saves: Path) -> None:

@@ -122,7 +122,7 @@ def _search(
     from elaunch.checkpoint.storage.storage import open_storage
 
     storage, passed = open_storage(root), []
-    for found in reversed(storage.listed()):
+    for found in storage.newest_first():
         try:
             storage.verify(found, run_id)
         except (CheckpointError, OSError) as error:

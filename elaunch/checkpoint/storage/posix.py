@@ -205,22 +205,29 @@ class PosixStorage:
 
     def listed(self) -> list[Committed]:
         """Return the committed checkpoints from old to new."""
+        return list(self.newest_first())[::-1]
+
+    def newest_first(self) -> Iterator[Committed]:
+        """Yield the committed checkpoints from new to old; the names are those of the first."""
         try:
             names = os.listdir(self._root)
         except FileNotFoundError:
-            return []
-        found = []
-        for name in names:
-            if layout.parse_step_name(name) is None:
-                continue
-            # Removed meanwhile, or damaged: verification reports it.
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError, CheckpointError):
-                found.append(committing.read_committed(self._root / name))
-        return sorted(found, key=lambda committed: committed.age)
+            return
+        ages = {name: age for name in names if (age := layout.parse_step_name(name))}
+        for name in sorted(ages, key=ages.__getitem__, reverse=True):
+            if found := self._committed(name):
+                yield found
 
     def find(self, name_or_uuid: str) -> Committed:
         """Return the checkpoint of this name or uuid."""
-        return choose(self.listed(), name_or_uuid, self._root)
+        named = layout.parse_step_name(name_or_uuid) and self._committed(name_or_uuid)
+        return named or choose(self.newest_first(), name_or_uuid, self._root)
+
+    def _committed(self, name: str) -> Committed | None:
+        """Return a checkpoint; None if it was removed, or is damaged: verification reports it."""
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError, CheckpointError):
+            return committing.read_committed(self._root / name)
+        return None
 
     @contextmanager
     def fetch(self, found: Committed) -> Iterator[Path]:

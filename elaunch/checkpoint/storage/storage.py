@@ -19,7 +19,7 @@ to a name that readers use, and a committed checkpoint is never replaced.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
@@ -133,8 +133,14 @@ class Storage(Protocol):
     def listed(self) -> list[Committed]:
         """Return the committed checkpoints from old to new; files are not looked at."""
 
+    def newest_first(self) -> Iterator[Committed]:
+        """Yield the same from new to old; each is read when it is asked for."""
+
     def find(self, name_or_uuid: str) -> Committed:
-        """Return one by its name, or by its uuid; CheckpointError lists what is there."""
+        """Return one by its name, or by its uuid; CheckpointError lists what is there.
+
+        One that is there under the name is read, and no other.
+        """
 
     def fetch(self, found: Committed) -> AbstractContextManager[Path]:
         """Give a local directory to read from, while the ``with`` block lasts."""

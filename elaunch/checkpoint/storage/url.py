@@ -216,14 +216,26 @@ class ObjectStorage:
 
     def listed(self) -> list[Committed]:
         """Return the committed checkpoints from old to new."""
-        names = [name for name in self._objects.names() if layout.parse_stage_name(name)]
-        found = [self._describe(name, self._objects.names(name)) for name in names]
-        known = [committed for committed in found if committed is not None]
-        return sorted(known, key=lambda committed: (committed.age, committed.uuid))
+        return list(self.newest_first())[::-1]
+
+    def newest_first(self) -> Iterator[Committed]:
+        """Yield the committed checkpoints from new to old; the names are those of the first."""
+        yield from self._described("")
 
     def find(self, name_or_uuid: str) -> Committed:
-        """Return the checkpoint of this name or uuid."""
-        return choose(self.listed(), name_or_uuid, self.place)
+        """Return the checkpoint of this name or uuid, both of which are in its directory's name."""
+        named = next(self._described(name_or_uuid), None)
+        return named or choose(self.newest_first(), name_or_uuid, self.place)
+
+    def _described(self, name_or_uuid: str) -> Iterator[Committed]:
+        """Yield the committed checkpoints of a name or uuid, "" for any, from new to old."""
+        names = self._objects.names()
+        parsed = {name: parts for name in names if (parts := layout.parse_stage_name(name))}
+        for name in sorted(parsed, key=parsed.__getitem__, reverse=True):
+            if name_or_uuid in ("", layout.step_name(*parsed[name][:2]), parsed[name][2]) and (
+                found := self._describe(name, self._objects.names(name))
+            ):
+                yield found
 
     @contextmanager
     def fetch(self, found: Committed) -> Iterator[Path]:

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import PurePosixPath
@@ -303,13 +303,15 @@ def _check_amounts(found: Mapping[str, Any]) -> None:
             raise CheckpointError(f"{layout.METADATA}: {key} is {shown(found[key])}")
 
 
-def choose(listed: Sequence[Committed], name_or_uuid: str, place: Location) -> Committed:
-    """Return one of ``listed`` by its name or uuid; CheckpointError lists what is there."""
-    for committed in reversed(listed):
+def choose(newest_first: Iterable[Committed], name_or_uuid: str, place: Location) -> Committed:
+    """Return the one of this name or uuid; CheckpointError lists what is there."""
+    passed = []
+    for committed in newest_first:
         if name_or_uuid in (committed.name, committed.uuid):
             return committed
-    newest = ", ".join(committed.name for committed in reversed(listed[-10:]))
-    there = f"there are {len(listed)}, the newest: {newest}" if listed else "there is none at all"
+        passed.append(committed.name)
+    newest = ", ".join(passed[:10])
+    there = f"there are {len(passed)}, the newest: {newest}" if passed else "there is none at all"
     raise CheckpointError(f"{place} has no checkpoint {name_or_uuid!r}; {there}")
 
 

@@ -72,7 +72,7 @@ def decide(distributed: DistributedContext, info: Info, run_id: str, given: bool
 
 def newest(storage: Storage, run_id: str | None) -> Committed | None:
     """Return the newest checkpoint of a run, by documents and sizes; ``run_id`` None: of any."""
-    for found in reversed(storage.listed()):
+    for found in storage.newest_first():
         if run_id is not None and found.run_id != run_id:
             continue
         try:
@@ -101,8 +101,8 @@ def _look(distributed: DistributedContext, info: Info, run_id: str, given: bool)
     if not local:
         return Decided(newest(storage, run))
     # What a node lacks of it, the others may have; that is seen when it is read.
-    own = [found for found in storage.listed() if run in (None, found.run_id)]
-    return Decided(own[-1] if own else None)
+    own = (found for found in storage.newest_first() if run in (None, found.run_id))
+    return Decided(next(own, None))
 
 
 def _is_there(run_id: str, environ: Mapping[str, str]) -> bool:

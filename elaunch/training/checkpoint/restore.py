@@ -302,7 +302,7 @@ def _latest(parts: CallContext) -> tuple[Committed | None, str]:
         return None, str(known.problem or "")
     if is_foreign(found):
         return found, ""
-    if not any(found.uuid == other.uuid for other in parts.storage.listed()):
+    if not any(found.uuid == other.uuid for other in parts.storage.newest_first()):
         return None, f"{found.name} is gone"
     if parts.local:
         return found, ""

@@ -177,7 +177,7 @@ def newest(storage: Storage, run_id: str | None, known: KnownCheckpoints) -> Com
     One rank calls it, for all. One that cannot be read just now is passed over, and stays; so does
     another job's. ``run_id`` None: of any run.
     """
-    for found in reversed(storage.listed()):
+    for found in storage.newest_first():
         if run_id is not None and found.run_id != run_id:
             continue
         reason = check(storage, found, known)

@@ -18,6 +18,7 @@ from elaunch.checkpoint.storage.posix import PosixStorage
 from elaunch.checkpoint.storage.storage import Image, Part, Stage, open_storage
 from elaunch.errors import CheckpointError, SaveError
 from tests.checkpoint import makers, storages
+from tests.opens import opened_below
 
 
 @pytest.fixture
@@ -367,6 +368,18 @@ def test_find_by_name_and_uuid(storage: PosixStorage) -> None:
     assert storage.find(two.uuid) == two
     with pytest.raises(CheckpointError, match="there are 2, the newest: step-00000002"):
         storage.find("step-3")
+
+
+def test_only_what_is_asked_for_is_read(storage: PosixStorage) -> None:
+    """However many there are: one by its name, and the newest one."""
+    for step in range(20):
+        makers.own(storage.place, step)
+    with opened_below(storage.place) as opened:
+        assert storage.find("step-00000007.r0").step == 7
+    assert opened == ["step-00000007.r0/metadata.json"]
+    with opened_below(storage.place) as opened:
+        assert next(storage.newest_first()).step == 19
+    assert opened == [".", "step-00000019.r0/metadata.json"]
 
 
 def test_listed_is_by_step_and_round_and_leaves_out_the_damaged(storage: PosixStorage) -> None:

@@ -64,6 +64,28 @@ def overwrite(storage: ObjectStorage, path: str, content: bytes) -> None:
     Objects(storage.place).put(path, content)
 
 
+def test_only_what_is_asked_for_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One by its name or uuid, and the newest one: its COMMIT and its metadata."""
+    storage = open_storage(f"memory://{uuid.uuid4().hex}/ck")
+    storage.prepare("digits", given=True)
+    saved = [storages.save(storage, step) for step in range(6)]
+    read, opened = Objects.read, []
+
+    def noted(self: Objects, path: str) -> bytes:
+        opened.append(path)
+        return read(self, path)
+
+    monkeypatch.setattr(Objects, "read", noted)
+    for found in (saved[2], saved[5]):
+        opened.clear()
+        assert storage.find(found.name) == storage.find(found.uuid) == found
+        place = str(found.place).rpartition("/")[2]
+        assert opened == 2 * [f"{place}/COMMIT", f"{place}/metadata.json"]
+    opened.clear()
+    assert next(storage.newest_first()) == saved[5]
+    assert len(opened) == 2
+
+
 @pytest.mark.slow
 def test_a_checkpoint_of_two_ranks(storage: ObjectStorage) -> None:
     at = storages.stage()

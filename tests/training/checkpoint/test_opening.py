@@ -19,6 +19,8 @@ from elaunch.errors import CheckpointError
 from elaunch.training.checkpoint.context import CheckpointContext
 from elaunch.training.checkpoint.opening import OpenedContext
 from elaunch.training.place.info import read
+from tests.checkpoint import makers
+from tests.opens import opened_below
 from tests.training.checkpoint.agentrig import SavingAgent
 from tests.training.checkpoint.ddprig import Ranks
 from tests.training.checkpoint.rig import Job, checkpoints, stages
@@ -37,6 +39,21 @@ def test_the_choice_of_another_format(monkeypatch: pytest.MonkeyPatch, tmp_path:
     opening = OpenedContext(read(told | PLACE), nobody, nobody, nobody, "digits", given=True)
     latest = opening.latest()
     assert latest is not None and (latest.place, latest.step) == (chosen, 40)
+
+
+def test_the_choice_is_opened_by_its_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each of 512 ranks opens one file, however many checkpoints are beside it."""
+    monkeypatch.setenv("ELAUNCH_CHECKPOINT_DIR", str(tmp_path))
+    for step in range(50):
+        chosen = makers.own(tmp_path, step)
+    told = {"ELAUNCH_RUN_ID": "digits", "ELAUNCH_CHECKPOINT_DIR": str(tmp_path)}
+    info = read({**told, **PLACE, "ELAUNCH_RESUME_FROM": str(chosen), "ELAUNCH_RESUME_STEP": "49"})
+    nobody = cast("Any", None)
+    with opened_below(tmp_path) as opened:
+        for _ in range(512):
+            latest = OpenedContext(info, nobody, nobody, nobody, "digits", given=True).latest()
+            assert latest is not None and latest.step == 49
+    assert opened == [f"{chosen.name}/metadata.json"] * 512
 
 
 def test_the_choice_at_a_url(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -306,8 +306,7 @@ def _owner(place: Location, storage: Storage) -> str:
     if isinstance(place, Path):
         with contextlib.suppress(FileNotFoundError):
             return str(read_json(place / layout.RUN).get("run_id") or "")
-    listed = storage.listed()
-    return listed[-1].run_id if listed else ""
+    return next((found.run_id for found in storage.newest_first()), "")
 
 
 def _first(failures: object) -> str:
