@@ -22,8 +22,10 @@ have if they were executed; what remains of this process is memory.
 from __future__ import annotations
 
 import array
+import atexit
 import ctypes
 import gc
+import importlib
 import importlib.abc
 import importlib.machinery
 import io
@@ -48,6 +50,17 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 IMPORT_TIME: Final = ("PYTHON", "LD_", "MALLOC_", "TORCH_", "KMP_", "MKL_", "OMP_", "FAKETIME")
 """Beginnings of variables that are read when a program starts, or when torch is imported."""
 THREADS: Final = "OMP_NUM_THREADS"
+
+_LATER: Final = (
+    "torch._dynamo",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+)
+"""What torch imports where it is first used, a second and more in each rank that trains."""
+
+_GROUPS: Final = "torch.distributed.distributed_c10d"
+"""Has the process groups, which end with the process."""
 
 ROOM: Final = 32_768
 """Bytes that this process is started with as an argument, and as a variable: room for others."""
@@ -142,6 +155,27 @@ class _Hidden(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         module.__spec__ = self._own
 
 
+def _not_of_python(modules: set[str]) -> set[str]:
+    others = (*sys.stdlib_module_names, "elaunch")
+    return {name for name in modules if name.partition(".")[0] not in others}
+
+
+def _spared_at_exit(modules: Mapping[str, types.ModuleType]) -> None:
+    """Have the end of a process leave these modules as they are.
+
+    To take them apart would touch, so copy, most of the memory that a fork shares with its parent:
+    it costs more than all else that a short command or script does.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(modules))
+
+    def spare() -> None:
+        for name, module in modules.items():
+            if sys.modules.get(name) is module:
+                del sys.modules[name]
+
+    atexit.register(spare)
+
+
 class WarmServer:
     """Serves the requests of one test process; ``run`` returns in the processes that it forks."""
 
@@ -152,14 +186,18 @@ class WarmServer:
 
         self.program = os.path.join(os.path.dirname(loop.__file__), "__main__.py")
         gc.disable()
+        spared: dict[str, types.ModuleType] = {}
+        _spared_at_exit(spared)  # the first that is registered, so the last that is called
         import torch  # noqa: F401
 
         self._server = set(sys.modules)
-        self._torch = {
-            name
-            for name in self._server - first
-            if name.partition(".")[0] not in (*sys.stdlib_module_names, "elaunch")
-        }
+        for name in _LATER:
+            importlib.import_module(name)
+        self._later = _not_of_python(set(sys.modules) - self._server)
+        self._torch = _not_of_python(self._server - first) | self._later
+        spared.update((name, sys.modules[name]) for name in self._torch - {_GROUPS})
+        _LIBC.on_exit(_LIBC._exit, None)  # after what is below, before the destructors of C++
+        _LIBC.on_exit(_LIBC.fcloseall, None)
         import elaunch.agent.main
         import elaunch.cli.run  # noqa: F401
 
@@ -268,6 +306,7 @@ class WarmServer:
         _open_streams(unbuffered=True)
         if THREADS in os.environ:
             sys.modules["torch"].set_num_threads(int(os.environ[THREADS]))
+        _Hidden(self._later)
         for name in set(sys.modules) - self._server:
             del sys.modules[name]
         sys.argv[:] = [start["argv"][2], str(files[0]), *start["argv"][4:]]
