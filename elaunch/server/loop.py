@@ -5,6 +5,9 @@ one ``poll`` on three things: the agent's messages (elaunch.server), the store h
 the wake-up pipe that SIGCHLD writes to. Signals that people send are blocked here and unblocked in
 each worker, so that a signal sent to a worker while it is being forked is kept, not lost.
 
+While it imports modules for the next round, it goes on to report exits, to signal and to sweep;
+other messages are kept until the end of the import.
+
 It must stay single-threaded and without a CUDA context: it is forked for each worker. After
 ``configure`` it imports the modules to preload; where one of them has started threads, the agent
 replaces it by a server that imports nothing.
@@ -21,19 +24,19 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
 from elaunch import env
 from elaunch.endings import Exit
 from elaunch.proc import Process
-from elaunch.server import devices, processes, worker
+from elaunch.server import compiling, devices, processes, worker
 from elaunch.server.preload import Later, Preloaded, preload
 from elaunch.server.stores import Stores
 from elaunch.server.sweep import Sweep
 from elaunch.server.timers import Timers, worker_above
 from elaunch.server.worker import Job
-from elaunch.wire.local import LocalChannel, Message
+from elaunch.wire.local import LocalChannel, Message, close_files
 
 MAX_FILES = 2
 """Descriptors of one message: a worker's stdout and stderr."""
@@ -83,6 +86,8 @@ class Server:
         self._fork_start = False
         self._open_files = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._later = Later()
+        self._kept: list[tuple[Message, list[int]]] = []
+        """Messages that came during an import and wait for its end."""
         self._timers = Timers()
         self._expired: dict[int, str] = {}  # pid of a worker → its timer that has expired
         self._temp: str | None = None
@@ -93,7 +98,10 @@ class Server:
         self._wake_read, self._wake_write = os.pipe()
         for end in (self._wake_read, self._wake_write):
             os.set_blocking(end, False)
-        self._old_handler = signal.signal(signal.SIGCHLD, lambda *_: None)
+        self._old_handlers = {
+            signum: signal.signal(signum, lambda *_: None)
+            for signum in (signal.SIGCHLD, compiling.SIGNAL)
+        }
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
 
     def run(self) -> Job:
@@ -109,7 +117,9 @@ class Server:
             if self._agent.fileno() not in ready:  # a later fence may wait to be read
                 self._keep_fence()
             self._stores.start_waiting()
-            self._import_later()
+            job = self._import_later()
+            if job is not None:
+                return job
 
     def _serve_file(self, fd: int) -> Job | None:
         if fd == self._wake_read:
@@ -118,6 +128,9 @@ class Server:
             return self._serve_agent()
         elif fd in self._timers.files:
             self._timers.read()
+        elif fd in self._later.files:
+            self._later.adopt()
+            gc.freeze()
         else:
             self._stores.hear(fd)
         return None
@@ -134,14 +147,19 @@ class Server:
         return None
 
     def _wait(self) -> list[int]:
-        poll = select.poll()
         own = (self._wake_read, self._agent.fileno())
-        for fd in (*own, *self._stores.files, *self._timers.files):
+        others = (*self._stores.files, *self._timers.files, *self._later.files)
+        soonest = min(self._later.due, self._stores.due, self._timers.due)
+        return self._poll((*own, *others), soonest)
+
+    def _poll(self, files: Iterable[int], soonest: float) -> list[int]:
+        """Wait until ``soonest``, or something is due or can be read; return what can be."""
+        poll = select.poll()
+        for fd in files:
             poll.register(fd, select.POLLIN)
-        deadlines = [self._later.due, self._stores.due, self._timers.due, self._fence_due()]
+        soonest = min(soonest, self._fence_due())
         if self._sweep is not None:
-            deadlines.append(self._sweep.next_look())
-        soonest = min(deadlines)
+            soonest = min(soonest, self._sweep.next_look())
         timeout = None if soonest == math.inf else max(0.0, soonest - time.monotonic()) * 1000
         ready = [fd for fd, _ in poll.poll(timeout)]
         # The host's answer first: an order of the agent may wait for it, and would then take it.
@@ -188,14 +206,47 @@ class Server:
         processes.outlive_parent()
         self._send({"op": "ready", "problem": problem, "unforkable": found.unforkable})
 
-    def _import_later(self) -> None:
+    def _import_later(self) -> Job | None:
+        """Import what is due; returns a job in the worker that was forked for it meanwhile."""
         if time.monotonic() < self._later.due or self._sweep is not None:
-            return
+            return None
         began = time.monotonic()
-        warmed = self._later.carry_out()
+        warmed = self._later.carry_out(self._serve_meanwhile)
         gc.freeze()
         seconds = time.monotonic() - began
         self._send({"op": "warmed", "seconds": seconds, **dataclasses.asdict(warmed)})
+        while self._kept:
+            job = self._handle(*self._kept.pop(0))
+            if job is not None:
+                return job
+        return None
+
+    def _serve_meanwhile(self, until: int | None) -> None:
+        """Do what cannot wait for the end of an import: once, or until that file can be read."""
+        files = [self._wake_read, self._agent.fileno(), *([] if until is None else [until])]
+        done = False
+        while not done:
+            ready = self._poll(files, -math.inf if until is None else math.inf)
+            done = until is None or until in ready
+            if self._wake_read in ready:
+                self._drain_wakeups()
+            if self._agent.fileno() in ready:
+                self._keep_for_later()
+            self._collect()
+            if self._agent.fileno() not in ready:
+                self._keep_fence()
+
+    def _keep_for_later(self) -> None:
+        """Do what the agent has sent as far as it starts nothing, and keep the rest."""
+        try:
+            for message, files in self._agent.drain():
+                stops = message["op"] in ("signal", "sweep") and not self._kept
+                if stops or message["op"] == "fence":
+                    self._handle(message, files)
+                else:
+                    self._kept.append((message, files))
+        except EOFError:
+            self._end()
 
     def _start(self, message: Message, files: Sequence[int]) -> Job | None:
         fields = {key: value for key, value in message.items() if key != "op"}
@@ -225,16 +276,22 @@ class Server:
         worker.detach(job, self._pid, self._mask)
         if not self._fork_start or job.mode == "command":
             worker.replace(job)
+        if self._later.may_compile:
+            compiling.announce(self._pid)
         worker.become(job)
         return job
 
     def _forget(self) -> None:
         """Close, in a fork, what belongs to the server alone."""
         signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, self._old_handler)
+        for signum, handler in self._old_handlers.items():
+            signal.signal(signum, handler)
         os.close(self._wake_read)
         os.close(self._wake_write)
         self._timers.close()
+        self._later.close_in_fork()
+        for _, files in self._kept:
+            close_files(files)
         self._agent.close_here()
         self._stores.close_in_fork()
 
@@ -351,8 +408,9 @@ class Server:
 
     def _drain_wakeups(self) -> None:
         try:
-            while os.read(self._wake_read, 4096):
-                pass
+            while numbers := os.read(self._wake_read, 4096):
+                if compiling.SIGNAL in numbers:
+                    self._later.note_compiling()
         except BlockingIOError:
             return
 

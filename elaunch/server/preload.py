@@ -6,8 +6,10 @@ others, native ones too, are found here and named.
 What workers need only later (``+module`` in ``--preload``) is imported for the next round's
 workers, when the first round has run for a while: the start does not wait for it, a short job never
 pays for it, and a restart finds it there. torch itself imports ``torch._dynamo`` when the first
-optimizer is made, which costs each worker most of a second. While such an import runs the server
-reads no message; an exit in just that second is noticed up to a second late.
+optimizer is made, which costs each worker most of a second. Where that is to be imported and a
+worker begins to compile, so are TorchInductor and what belongs to it (elaunch.server.compiling),
+and at once. While such an import runs the server does before each module what cannot wait; what is
+to be forked waits for the end of all.
 
 The next round must not see other settings than the first one. A script may set variables that such
 a module reads when it is imported (``TORCH_COMPILE_DISABLE``), and in the server it would read the
@@ -26,17 +28,22 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from elaunch import env
-from elaunch.server import processes
+from elaunch.server import compiling, processes
+
+DYNAMO = "torch._dynamo"
 
 THREADS_GONE = 0.1
 """Seconds for the kernel to take a thread that has ended off its list."""
 SETTLE = 10.0
 """Seconds for a worker to set the variables that it sets; they stand at the top of a script."""
+
+Meanwhile = Callable[[int | None], None]
 
 
 @dataclass(frozen=True)
@@ -51,18 +58,36 @@ class Preloaded:
     unforkable: str = ""
 
 
-def preload(modules: Sequence[str], path: str | None) -> Preloaded:
+class _Between:
+    """Finds no module; calls something else before each one is imported."""
+
+    def __init__(self, meanwhile: Callable[[], None]) -> None:
+        self._meanwhile = meanwhile
+
+    def find_spec(self, *_: object) -> None:
+        """Find nothing."""
+        self._meanwhile()
+
+
+def preload(
+    modules: Sequence[str], path: str | None, meanwhile: Callable[[], None] | None = None
+) -> Preloaded:
     """Import ``modules`` in order.
 
-    ``path`` is what a worker has first on ``sys.path``, if it has anything of its own there.
+    ``path`` is what a worker has first on ``sys.path``, if it has anything of its own there;
+    ``meanwhile`` is called before each module that they import.
     """
     if path is not None:
         sys.path.insert(0, path)
+    between = [] if meanwhile is None else [_Between(meanwhile)]
+    sys.meta_path[:0] = between
     gc.disable()  # an import leaves next to no garbage, and looking for it takes a tenth of torch's
     try:
         return _import(modules)
     finally:
         gc.enable()
+        for finder in between:
+            sys.meta_path.remove(finder)
         if path is not None and path in sys.path:
             sys.path.remove(path)
 
@@ -140,6 +165,14 @@ class Later:
         self._not_before: float | None = None
         self._settled_at = math.inf
         self._workers: dict[int, Mapping[str, str]] = {}  # pid → what it was started with
+        self._finding: processes.Asked | None = None
+        self.may_compile = False
+        """Whether a worker that begins to compile should send compiling.SIGNAL."""
+
+    @property
+    def files(self) -> list[int]:
+        """What to wait for: the answer of the fork that finds out what workers would."""
+        return [] if self._finding is None else [self._finding.file]
 
     @property
     def due(self) -> float:
@@ -151,22 +184,35 @@ class Later:
     def plan(self, modules: list[str], path: str | None, delay: float) -> None:
         """Take down what to import ``delay`` seconds after the first worker was started."""
         self._modules, self._path, self._delay = modules, path, delay
+        self.may_compile = DYNAMO in modules
 
     def note_start(self, pid: int, variables: Mapping[str, str]) -> None:
         """Note a worker that was forked from this process, and the variables it was given."""
+        if self._modules or self.may_compile:
+            self._workers[pid] = variables
         if self._modules:
             now = time.monotonic()
-            self._workers[pid] = variables
             self._settled_at = now + min(SETTLE, self._delay)
             if self._not_before is None:
                 self._not_before = now + self._delay
+
+    def note_compiling(self) -> None:
+        """Import what compiling takes as well, and all at once: a worker has begun to compile."""
+        if self.may_compile:
+            self.may_compile = False
+            self._modules += compiling.MODULES
+            self._not_before = self._settled_at = time.monotonic()
 
     def note_end(self, pid: int) -> None:
         """Forget a worker: nothing can be learnt from it any more."""
         self._workers.pop(pid, None)
 
-    def carry_out(self) -> Warmed:
-        """Import the modules if the workers would not notice. Nothing is due any more."""
+    def carry_out(self, meanwhile: Meanwhile | None = None) -> Warmed:
+        """Import the modules if the workers would not notice. Nothing is due any more.
+
+        ``meanwhile`` is called while it goes on, with a file that can be read when a fork has
+        answered, or with None.
+        """
         modules, self._modules = self._modules, []
         changed: dict[str, str | None] = {}
         ours = processes.environment_of_fork(os.getpid())
@@ -179,19 +225,36 @@ class Later:
             given = {**ours, **variables}
             given.pop(env.STACKS_FILE, None)  # the worker takes it out before the script runs
             changed |= {name: found.get(name) for name in _changed(given, found)}
-        self._workers.clear()
         if changed or not all(name.partition(".")[0] == "torch" for name in modules):
-            stopped = self._try(modules, changed)
+            stopped = self._try(modules, changed, meanwhile)
             if stopped is not None:
                 return stopped
-        return Warmed(preload(modules, self._path).problem)
+        between = None if meanwhile is None else partial(meanwhile, None)
+        problem = preload(modules, self._path, between).problem
+        if problem is None and compiling.FIRST in modules:
+            self._finding = processes.Asked(partial(_quietly, compiling.find_out))
+        return Warmed(problem)
 
-    def _try(self, modules: list[str], changed: Mapping[str, str | None]) -> Warmed | None:
+    def adopt(self) -> None:
+        """Take what the fork of :attr:`files` has found out."""
+        asked, self._finding = self._finding, None
+        if asked is not None:
+            compiling.adopt(asked.answer() or {})
+
+    def close_in_fork(self) -> None:
+        """Close, in a process that was forked from the server, what belongs to that alone."""
+        for file in self.files:
+            os.close(file)
+
+    def _try(
+        self, modules: list[str], changed: Mapping[str, str | None], meanwhile: Meanwhile | None
+    ) -> Warmed | None:
         """Import the modules in a fork; return why this process must not, or None.
 
         What they set themselves, and the worker has by them, is no setting of the script's.
         """
-        answer = processes.ask_fork(lambda: _trial(modules, self._path))
+        trial = partial(_quietly, partial(_trial, modules, self._path))
+        answer = processes.ask_fork(trial, meanwhile)
         if answer is None:
             names = ",".join(f"+{name}" for name in modules)
             return Warmed(f"--preload {names}: the process that imported it first died of it")
@@ -207,15 +270,19 @@ def _changed(given: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
     return [name for name in {**given, **found} if given.get(name) != found.get(name)]
 
 
+def _quietly(question: Callable[[], object]) -> object:
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+    return question()
+
+
 def _trial(modules: list[str], path: str | None) -> tuple[list[str], dict[str, str], str]:
     """Import the modules in a fork.
 
     Returns the variables that they read, those that they set, and why that failed or must not be
     done in the server: it would have threads, or a CUDA context.
     """
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    os.dup2(nowhere, 1)
-    os.dup2(nowhere, 2)
     read: set[str] = set()
     kind: Any = type(os.environ)
     look_up = kind.__getitem__

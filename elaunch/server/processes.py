@@ -10,6 +10,7 @@ answer would change this process (:func:`ask_fork`), and its variables can be re
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -104,25 +105,42 @@ def outlive_parent() -> None:
     _prctl(_PR_SET_PDEATHSIG, 0)
 
 
-def ask_fork(question: Callable[[], Any]) -> Any:
-    """Return what ``question()`` returns in a fork of this process, by way of JSON.
+class Asked:
+    """A fork of this process that answers a question; ``file`` can be read when it has."""
 
-    An exception there ends the fork, and the answer is None.
+    def __init__(self, question: Callable[[], Any]) -> None:
+        self.file, write_end = os.pipe()
+        parent = os.getpid()
+        self._pid = os.fork()
+        if self._pid == 0:
+            try:
+                die_with_parent(parent)
+                os.write(write_end, json.dumps(question()).encode())
+            finally:
+                os._exit(0)
+        os.close(write_end)
+
+    def answer(self) -> Any:
+        """Wait for the end of the fork; return what ``question()`` returned, by way of JSON.
+
+        An exception there ends the fork, and the answer is None.
+        """
+        with open(self.file, "rb") as pipe:
+            data = pipe.read()
+        with contextlib.suppress(ChildProcessError):  # who waits for all children was first
+            os.waitpid(self._pid, 0)
+        return json.loads(data) if data else None
+
+
+def ask_fork(question: Callable[[], Any], meanwhile: Callable[[int], None] | None = None) -> Any:
+    """Return what ``question()`` returns in a fork of this process; see :class:`Asked`.
+
+    ``meanwhile`` is called with the file that can be read when the fork has answered.
     """
-    read_end, write_end = os.pipe()
-    parent = os.getpid()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            die_with_parent(parent)
-            os.write(write_end, json.dumps(question()).encode())
-        finally:
-            os._exit(0)
-    os.close(write_end)
-    with open(read_end, "rb") as pipe:
-        data = pipe.read()
-    os.waitpid(pid, 0)
-    return json.loads(data) if data else None
+    asked = Asked(question)
+    if meanwhile is not None:
+        meanwhile(asked.file)
+    return asked.answer()
 
 
 _POINTER = ctypes.sizeof(ctypes.c_void_p)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import os
 import signal
 import socket
 import time
+from pathlib import Path
 
 from elaunch.server import processes
 from elaunch.server.loop import Server
@@ -52,3 +55,39 @@ def _same_pid(server: Server, old: int) -> int:
 def test_a_pid_that_is_used_again_is_not_that_of_a_stopped_worker() -> None:
     """A job that restarts for weeks sees every pid again."""
     assert processes.ask_fork(_exits_of_two_with_one_pid) == [True, False]
+
+
+SLOW = """import contextlib, importlib, os
+with contextlib.suppress(ProcessLookupError):
+    os.kill({worker}, 9)
+for number in range(40):
+    importlib.import_module(f"part_{{number}}_of_slow")
+"""
+
+
+def _while_it_imports(directory: Path) -> list[str]:
+    """Return what a server sends that imports for a while: a worker dies, another is to start."""
+    ours, theirs = socket.socketpair()
+    server, agent = Server(theirs), LocalChannel(ours)
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(600)
+    (directory / "slow_module.py").write_text(SLOW.format(worker=pid))
+    for number in range(40):
+        (directory / f"part_{number}_of_slow.py").write_text("import time\ntime.sleep(0.01)\n")
+    server._workers[pid] = _job(0)
+    server._later.plan(["slow_module"], str(directory), 0.0)
+    server._later.note_start(pid, {})
+    fields = dataclasses.asdict(_job(1)) | {"mode": "command", "entrypoint": "true"}
+    job = {name: value for name, value in fields.items() if not name.startswith("std")}
+    agent.send({"op": "start", **job}, [os.open(os.devnull, os.O_WRONLY) for _ in range(2)])
+    agent.send({"op": "fence", "until": time.monotonic() + 600, "hold": 0.0})
+    server._import_later()
+    found = [agent.receive() for _ in range(3)]
+    return [*(message[0]["op"] for message in found if message), str(server._fence < math.inf)]
+
+
+def test_an_exit_is_reported_while_modules_are_imported(tmp_path: Path) -> None:
+    """What starts a worker waits for the end of the import."""
+    found = processes.ask_fork(lambda: _while_it_imports(tmp_path))
+    assert found == ["exited", "warmed", "started", "True"]

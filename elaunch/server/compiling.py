@@ -1,0 +1,108 @@
+"""Have the next round's workers find done what ``torch.compile`` does once in each process.
+
+A restarted worker finds its kernels in TorchInductor's cache. Its first compiled step still takes
+seconds of what is the same in all: the imports, a hash of torch's source, and whether compiler and
+processor agree on vector instructions, for which other processes are started. So the server does
+that as soon as a worker begins to compile: a finder on the worker's ``sys.meta_path`` sends the
+server SIGNAL when TorchInductor is imported, and is gone.
+
+The imports are elaunch.server.preload's. What takes other processes or threads is found out in a
+fork (:func:`find_out`), since the server must not wait for a compiler, and :func:`adopt` enters it
+into torch's own caches. Those are internal to torch: where they have other names nothing is done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
+
+FIRST = "torch._inductor.compile_fx"
+MODULES = (FIRST, "torch.utils.cpp_extension", "torch._dynamo.backends.inductor")
+SIGNAL = signal.SIGURG
+"""Ignored by default (signal(7)), so that a server which does not ask for it is not ended."""
+_KEY = ("torch._inductor.codecache", "torch_key")
+_ISA = ("torch._inductor.cpu_vec_isa", "valid_vec_isa_list")
+
+Found = dict[str, Any]
+
+
+def announce(server_pid: int) -> None:
+    """Have this worker send its server SIGNAL when it begins to compile."""
+    if FIRST not in sys.modules:
+        sys.meta_path.insert(0, _Announcer(server_pid))
+
+
+class _Announcer:
+    """Finds no module; sends the signal when the first one of TorchInductor is looked for."""
+
+    def __init__(self, server_pid: int) -> None:
+        self._server_pid = server_pid
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return None for any other module."""
+        if name != FIRST:
+            return None
+        sys.meta_path.remove(self)
+        if os.getppid() == self._server_pid:  # not in a process that the worker has forked
+            with contextlib.suppress(OSError):  # the script runs as another user
+                os.kill(self._server_pid, SIGNAL)
+        return PathFinder.find_spec(name, path, target)  # the list's next finder is passed over
+
+
+def find_out() -> Found:
+    """Return what a worker finds out at its first compilation; called in a fork of the server."""
+    found: Found = {}
+    key, isa = _function(*_KEY), _function(*_ISA)
+    if key is not None:
+        found["key"] = key().hex()
+    kind = _vector_isa()
+    if isa is not None and kind is not None:
+        builds: dict[str, bool] = {}
+        build = kind.check_build
+
+        def note(self: Any, code: str) -> bool:
+            builds[_build_name(self, code)] = result = bool(build(self, code))
+            return result
+
+        kind.check_build = note
+        isa()
+        found["builds"] = builds
+    return found
+
+
+def adopt(found: Found) -> None:
+    """Enter what :func:`find_out` has returned into the caches of torch in this process."""
+    key, isa, kind = _function(*_KEY), _function(*_ISA), _vector_isa()
+    if "key" in found:
+        with contextlib.suppress(AttributeError, RuntimeError):  # it cannot be set, or is already
+            key.set(bytes.fromhex(found["key"]))
+    builds = found.get("builds")
+    if kind is None or isa is None or not builds or not any(builds.values()):
+        return  # the script may know of another compiler
+    build = kind.check_build
+    kind.check_build = lambda self, code: builds.get(_build_name(self, code), False)
+    isa()
+    kind.check_build = build
+
+
+def _function(module: str, name: str) -> Any:
+    return getattr(sys.modules.get(module), name, None)
+
+
+def _vector_isa() -> Any:
+    kind = _function(_ISA[0], "VecISA")
+    return kind if hasattr(kind, "check_build") else None
+
+
+def _build_name(isa: Any, code: str) -> str:
+    text = f"{isa} {isa.build_arch_flags()} {code}"
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,56 @@
+"""A script that compiles: its kernels are found again, and so is what its server has imported."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.launching import Launcher
+from tests.programs import needed
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = """
+import os, sys, time
+ahead = "torch._inductor.compile_fx" in sys.modules
+import torch
+from torch._dynamo.utils import counters
+finders = len(sys.meta_path)
+compiled = torch.compile(lambda x: (x.sin() + 1).sum(0))
+assert compiled(torch.zeros(4, 8)).tolist() == [4.0] * 8
+went = finders - len(sys.meta_path)
+found = counters["inductor"]
+hits = found["fxgraph_cache_hit"], found["fxgraph_cache_miss"]
+print(os.environ["ELAUNCH_ROUND"], f"ahead={ahead} {hits=} {went=}", flush=True)
+while os.environ["ELAUNCH_ROUND"] == "0" and not os.path.exists(sys.argv[1]):
+    time.sleep(0.05)
+sys.exit(7 if os.environ["ELAUNCH_ROUND"] == "0" else 0)
+"""
+
+
+def test_a_restarted_worker_compiles_nothing_again(elaunch: Launcher, tmp_path: Path) -> None:
+    """All kernels of the second round are in the cache, and TorchInductor is in its processes."""
+    needed("g++", "as", "ld")
+    script, go = tmp_path / "compiles.py", tmp_path / "go"
+    script.write_text(SCRIPT)
+    variables = {
+        "LOGLEVEL": "INFO",
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
+        "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",  # seconds of work for one kernel
+        "TORCHINDUCTOR_VEC_ISA_OK": "1",
+    }
+    flags = ["--max-restarts=1", "--nproc-per-node=2"]
+    running = elaunch.start(["run", *flags, script, go], env=variables)
+    running.wait_for_line(r"the server has imported the later modules", 100, "stderr")
+    for _ in range(2):
+        running.wait_for_line(r"^0 ahead", 100)
+    go.touch()
+    done = running.wait(100)
+    assert done.returncode == 0, done.stderr
+    shown = sorted(re.findall(r"^\d ahead.*$", done.stdout, re.M))
+    first = [line for line in shown if line.startswith("0 ")]
+    assert all("ahead=False" in line and "went=1" in line for line in first)
+    assert any("hits=(0, 1)" in line for line in first)  # the other one may have come later
+    assert shown[2:] == ["1 ahead=True hits=(1, 0) went=0"] * 2
