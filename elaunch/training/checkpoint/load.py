@@ -4,8 +4,8 @@
 step                    what the ranks send each other
 ======================  ==========================================================================
 choose                  (elaunch.training.checkpoint.restore) which checkpoint
-look                    whether each could read ``.metadata``; where it is not in memory, all open
-                        the directory
+look                    ``.metadata``, which rank 0 reads; where it is not in memory, all open the
+                        directory
 flatten, compare        missing keys, sizes, what each would take: an error names them for all
                         ranks. Nothing was changed up to here
 read                    whether each could read its share
@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
 
 from elaunch.checkpoint.storage.storage import Committed
 from elaunch.errors import CheckpointError, DamageError
@@ -92,8 +91,7 @@ def load(
     def load_from(there: CallContext, found: Committed, recalls: bool) -> None:
         with contextlib.ExitStack() as stack:
             loading = _Loading(there, found, stack, wanted.timeout, recalls=recalls)
-            metadata = loading.look()
-            captured, reads = loading.compare(state, metadata, strict)
+            captured, reads = loading.compare(state, loading.look(), strict)
             loading.read(captured, reads)
             loading.restore(captured)
 
@@ -122,44 +120,49 @@ class _Loading:
         self._source = Source(found.place, Path(found.place) if is_sealed else None)
         stack.callback(self._source.close)
 
-    def look(self) -> Metadata:
-        """Return what ``.metadata`` says."""
-        # Most of what a rank reads lies in the shard that it has saved itself.
-        self._fetch([stored.FILE], None, [image.data_file(self._parts.rank)])
+    def look(self) -> bytes:
+        """Return ``.metadata``, which rank 0 reads for all: it lies in the memory of its agent.
 
-        def work() -> bytes | memoryview:
+        Another node would fetch a whole shard with it.
+        """
+        names = [stored.FILE] if self._parts.rank == 0 else []
+        # Most of what a rank reads lies in the shard that it has saved itself.
+        self._fetch(names, None, [image.data_file(self._parts.rank)])
+
+        def work() -> bytes:
             plan.check_group(self._parts.distributed, WHAT)
-            content = self._source.whole(stored.FILE)
+            content = b"".join(bytes(self._source.whole(name)) for name in names)
             self._source.finish()
             return content
 
-        content, problem = guarded(work, WHAT)
-        metadata = None
-        if content is not None:
-            metadata, problem = guarded(lambda: stored.read(content, self._found.place), WHAT)
-        self._refuse_damage(problem)
-        assert metadata is not None
-        return metadata
+        own, problem = guarded(work, WHAT)
+        content: bytes = self._refuse_damage(problem, own)[0]
+        return content
 
     def compare(
-        self, state: Mapping[str, Any], metadata: Metadata, strict: bool
+        self, state: Mapping[str, Any], content: bytes, strict: bool
     ) -> tuple[Captured, reading.Reads]:
-        """Return the leaves to be loaded, and where they are."""
-        own = Stored(metadata, self._parts.distributed.size)
-        captured, problem = guarded(lambda: flatten.capture(state, self._parts.rank, own), WHAT)
+        """Return the leaves to be loaded, and where they are; ``content`` is ``.metadata``."""
+
+        def work() -> tuple[Stored, Captured]:
+            metadata = stored.read(content, self._found.place)
+            own = Stored(metadata, self._parts.distributed.size)
+            return own, flatten.capture(state, self._parts.rank, own)
+
         fit, taken = None, frozenset[str]()
-        if captured is not None:
+        found, problem = guarded(work, WHAT)
+        if found is not None:
+            own, captured = found
             taken = frozenset(captured.leaves) | own.claimed
             fit = _fit(captured, own, taken)
         fits: list[_Fit] = self._agree(problem, fit)
         self._check(fits, taken, own, strict)
-        assert captured is not None
         for key in [key for key in captured.leaves if key not in own.keys]:
             del captured.leaves[key]
         leaves = captured.leaves.values()
         values = [leaf.key for leaf in leaves if not leaf.is_tensor]
         wanted = {leaf.key: _target(leaf) for leaf in leaves if leaf.is_tensor}
-        reads, problem = guarded(lambda: reading.plan(metadata, wanted, values), WHAT)
+        reads, problem = guarded(lambda: reading.plan(own.metadata, wanted, values), WHAT)
         self._fetch([] if reads is None else reads.files, problem)
         assert reads is not None
         for leaf in leaves:
@@ -212,16 +215,20 @@ class _Loading:
             opened = restoring.opened(self._parts, self._found, self._timeout, WHAT)
             self._source.path = self._stack.enter_context(opened)
 
-    def _refuse_damage(self, problem: BaseException | None) -> None:
-        """Raise, on all ranks, DamageError if one has found damage; else what a rank ran into."""
+    def _refuse_damage(self, problem: BaseException | None, sent: Any = None) -> list[Any]:
+        """Return what each rank has ``sent``.
+
+        Raises, on all ranks, DamageError if one has found damage; else what a rank ran into.
+        """
         told = str(problem) if isinstance(problem, DamageError) else ""
-        everyone: list[tuple[str, bool]]
-        everyone = self._agree(None, (told, isinstance(problem, MemoryDamage)))
-        found = sorted((in_memory, text) for text, in_memory in everyone if text)
+        everyone: list[tuple[str, bool, Any]]
+        everyone = self._agree(None, (told, isinstance(problem, MemoryDamage), sent))
+        found = sorted((in_memory, text) for text, in_memory, _ in everyone if text)
         if found:  # of files first: there is nothing else that they could be read from
             in_memory, text = found[0]
             raise (MemoryDamage if in_memory else DamageError)(text) from problem
         self._agree(problem)
+        return [one for _, _, one in everyone]
 
     def _check(
         self, fits: Sequence[_Fit], taken: frozenset[str], own: Stored, strict: bool
