@@ -10,11 +10,11 @@ import logging
 import math
 import queue
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from elaunch import env
 from elaunch.agent.hangs.watch import HangWatch
 from elaunch.agent.patience import telling
 from elaunch.agent.policy import events, turn
@@ -26,27 +26,23 @@ from elaunch.agent.policy.actions import (
     KillServer,
     Meet,
     Notify,
+    Refuse,
     ReplaceServer,
     RestartServer,
     Settle,
     StopWorkers,
     TakeStacks,
 )
-from elaunch.agent.policy.state import START_S, Phase, State, refusal
+from elaunch.agent.policy.state import Limits, Phase, State, refusal
 from elaunch.agent.policy.turn import Round, Turn
-from elaunch.agent.resume.probe import DirectoryProbe
 from elaunch.agent.saver.saver import AgentSaver
-from elaunch.agent.startup import Interruption, count_devices, known_nproc, limits_of
-from elaunch.agent.status.decisionlog import tell_threads
-from elaunch.agent.status.record import StatusRecord
 from elaunch.agent.workers.group import WorkerGroup
 from elaunch.agent.workers.links import WorkerLinks
 from elaunch.agent.workers.server import KILL_DEADLINE
 from elaunch.config import Settings
-from elaunch.endings import PREEMPTED
+from elaunch.server import devices
 
 if TYPE_CHECKING:
-    from elaunch.agent.nodes.status import StatusPublisher
     from elaunch.rendezvous.standalone import Standalone
 
 SETTLE_LEAST = 5.0
@@ -72,15 +68,29 @@ class LoopParts:
     """
 
     group: WorkerGroup
-    status_record: StatusRecord
     links: WorkerLinks
     hangs: HangWatch
     saver: AgentSaver
-    probing: DirectoryProbe
     early: tuple[Observer, ...]
     late: tuple[Observer, ...]
-    publisher: StatusPublisher
     standalone: Standalone | None
+
+
+def limits_of(settings: Settings, meets: bool) -> Limits:
+    """Return what bounds a job here; ``meets``: other nodes take part."""
+    directory = settings.checkpoint_dir
+    local = settings.checkpoint_local and meets
+    return Limits(
+        nproc=devices.known(settings.nproc_per_node) or 0,
+        max_restarts=settings.max_restarts,
+        shutdown_timeout=settings.shutdown_timeout,
+        sibling_grace=settings.sibling_grace,
+        forwarded=frozenset(settings.forward_signals),
+        preempting=frozenset(settings.preempt_signals),
+        meets=meets,
+        takes_stacks=settings.hang_timeout is not None,
+        checkpoint_root=directory if local and isinstance(directory, Path) else None,
+    )
 
 
 class Agent:
@@ -91,50 +101,38 @@ class Agent:
     ) -> None:
         self._settings = settings
         self._group = parts.group
-        self._status_record = parts.status_record
         self._links = parts.links
         self._hangs = parts.hangs
         self._saver = parts.saver
-        self._probing = parts.probing
         self._early, self._late = parts.early, parts.late
-        self._publisher = parts.publisher
         self._standalone = parts.standalone
         self._inbox = inbox
+        self._state = State(limits_of(settings, meets=parts.standalone is None))
         self._exit_code = 0
         self._deadline: float | None = None
         self._grace_until: float | None = None
         self._starting: tuple[float | None, int] = (None, -1)
 
-    def run(self, environ: Mapping[str, str]) -> int:
-        """Serve events until the policy finishes; the group's server was started."""
-        port = self._group.open_endpoint()
-        nproc = known_nproc(self._settings.nproc_per_node)
-        if nproc is None:
-            counted = count_devices(self._settings, self._group, self._inbox, START_S)
-            if not isinstance(counted, int):
-                return self._stopped_early(counted)
-            nproc = counted
-            self._group.settle(nproc, env.default_omp_threads(environ, nproc))
-        stopped = self._probing.await_answer(self._inbox)
-        if stopped is not None:
-            return self._stopped_early(stopped)
-        tell_threads(environ, nproc)
-        limits = limits_of(self._settings, nproc, meets=self._standalone is None)
-        state = State(limits=limits)
-        self._publisher.join(nproc, port)
-        self._coordinate()
-        self._deadline = time.monotonic() + limits.start_timeout
+    def run(self) -> int:
+        """Serve events until the policy finishes; the group's server was started.
+
+        Raises the error with which the policy refuses to start.
+        """
+        self._deadline = time.monotonic() + self._state.limits.start_timeout
         with telling(self._still_starting):
-            while state.phase is Phase.STARTING:
-                state = self._serve(state, self._next_event())
-        while state.phase is not Phase.ENDED:
-            state = self._serve(state, self._next_event())
+            while self._state.phase is Phase.STARTING:
+                self._serve(self._next_event())
+        while self._state.phase is not Phase.ENDED:
+            self._serve(self._next_event())
         return self._exit_code
 
-    def _serve(self, state: State, event: events.Event) -> State:
-        """Take one event to its end; return the state after it."""
-        taken = turn.take(state, event)
+    def _serve(self, event: events.Event) -> None:
+        """Take one event to its end."""
+        taken = turn.take(self._state, event)
+        self._state = taken.after
         self._answer(taken)
+        if isinstance(taken.action, Refuse):
+            raise taken.action.error(taken.reason)
         for see in self._early:
             see(taken)
         self._perform(taken)
@@ -143,7 +141,6 @@ class Agent:
         self._coordinate()
         if isinstance(taken.action, Finish):
             self._exit_code = taken.action.exit_code
-        return taken.after
 
     def _coordinate(self) -> None:
         """Have the plan of a job of one node follow; between rounds its backoff is the deadline."""
@@ -162,27 +159,17 @@ class Agent:
             return events.WorkerNotStarted(number, 0, SILENT) if passed == until else PASSED
 
     def _still_starting(self, seconds: float) -> str:
-        modules = " ".join(name for name in self._settings.preload if not name.startswith("+"))
-        what = f"it imports {modules} (--preload), " if modules else ""
-        return (
-            f"still waiting for the server that starts the workers, for {seconds:.0f} s: {what}if "
-            f"the file system of {self._settings.interpreter} answers at all"
-        )
-
-    def _stopped_early(self, by: Interruption) -> int:
-        """End before the loop has served anything: no worker was started."""
-        if isinstance(by, events.PreemptAsked) or by.signum in self._settings.preempt_signals:
-            what = (
-                by.reason if isinstance(by, events.PreemptAsked) else f"{by.signum.name} received"
-            )
-            code, state, reason = PREEMPTED, "PREEMPTED", f"{what}: no worker runs; to be continued"
-        else:
-            code, state, reason = 128 + by.signum, "STOPPED", f"stopped by {by.signum.name}"
-        if isinstance(by, events.PreemptAsked):
-            by.answer(reason)
-        self._status_record.note_exit_code(code, reason, state)
-        log.warning("%s", reason)
-        return code
+        settings, state = self._settings, self._state
+        modules = " ".join(name for name in settings.preload if not name.startswith("+"))
+        imports = f"it imports {modules} (--preload), " if modules else ""
+        what = f"the server that starts the workers, for {seconds:.0f} s: {imports}if the"
+        if not state.limits.nproc:
+            what = f"the server to count the devices, for {seconds:.0f} s: it imports torch first, "
+            what += "if the"
+        elif not state.probed:
+            directory = settings.checkpoint_dir
+            return f"still waiting for --checkpoint-dir {directory} to answer, for {seconds:.0f} s"
+        return f"still waiting for {what} file system of {settings.interpreter} answers at all"
 
     # ── doing ────────────────────────────────────────────────────────────────────────────────────
 

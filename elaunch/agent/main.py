@@ -32,7 +32,6 @@ from elaunch.agent.resume.directory import DirectoryFinisher
 from elaunch.agent.resume.probe import DirectoryProbe
 from elaunch.agent.saver.round import SaverPlan
 from elaunch.agent.saver.saver import AgentSaver
-from elaunch.agent.startup import known_nproc
 from elaunch.agent.status.decisionlog import DecisionLog
 from elaunch.agent.status.eventlog import EventLog, JobFacts
 from elaunch.agent.status.record import StatusRecord, shown_code
@@ -70,7 +69,7 @@ def run(settings: Settings, detached: Detached | None = None) -> int:
     main thread, which it keeps until the job has ended. Raises ElaunchError for what is found
     wrong before a worker was started.
     """
-    check_open_files(known_nproc(settings.nproc_per_node) or 1)
+    check_open_files(devices.known(settings.nproc_per_node) or 1)
     inbox: Inbox = queue.SimpleQueue()
     handled = (
         *settings.signals_to_handle,
@@ -146,7 +145,9 @@ def _run_job(
     group_plan = GroupPlan(settings, run_dir, log_root, environ, inbox.put, own_addr, temp)
     group = WorkerGroup(group_plan, pump)
     stack.callback(group.close)
-    _start_server(settings, group, environ)
+    # The server imports what it should while the agent makes its other parts.
+    group.open_endpoint()
+    group.prepare(devices.known(settings.nproc_per_node))
     saver = AgentSaver(SaverPlan(settings, inbox.put, DirectoryFinisher(settings)))
     links, hangs = _start_links(settings, lines, inbox, group, saver, stack)
     status_record.follow(hangs.record, saver.record, links.name)
@@ -159,37 +160,26 @@ def _run_job(
     publisher, standalone = _join(group_plan, group, pump.say, stack, probing.nonce, saver)
     stack.callback(saver.close)
     report_plan = ReportPlan(settings, run_dir, pump, group, pump.say, status_record, publisher)
-    early, late = _observers(report_plan, hangs, standalone is None)
-    parts = LoopParts(
-        *(group, status_record, links, hangs, saver, probing, early, late),
-        publisher=publisher,
-        standalone=standalone,
-    )
+    early, late = _observers(report_plan, hangs, environ, standalone is None)
+    parts = LoopParts(group, links, hangs, saver, early, late, standalone)
     threading.Thread(target=directory.prune, args=(os.environ,), name="prune", daemon=True).start()
     saver.check()
     if place.detached is not None:
         place.detached.ready()
-    return Agent(settings, parts, inbox).run(environ)
+    return Agent(settings, parts, inbox).run()
 
 
 def _observers(
-    plan: ReportPlan, hangs: HangWatch, meets: bool
+    plan: ReportPlan, hangs: HangWatch, environ: Mapping[str, str], meets: bool
 ) -> tuple[tuple[Observer, ...], tuple[Observer, ...]]:
     """Return who sees each turn of the loop before its action, and who after it."""
     group, publisher = plan.group, plan.publisher
-    reporter, decisions = Reporter(plan), DecisionLog(plan.settings)
+    reporter, decisions = Reporter(plan), DecisionLog(plan.settings, environ)
     handler = plan.settings.event_log_handler
     event_log = EventLog(handler, _facts(plan.settings), error_file=group.error_file)
     plans: tuple[Observer, ...] = (publisher.see,) if meets else ()
     early = (group.see, hangs.see, reporter.see, *plans, decisions.see)
     return early, (reporter.report_on, publisher.publish, plan.status_record.see, event_log.see)
-
-
-def _start_server(settings: Settings, group: WorkerGroup, environ: Mapping[str, str]) -> None:
-    """Have the server import what it should while the agent makes its other parts."""
-    group.open_endpoint()
-    nproc = known_nproc(settings.nproc_per_node)
-    group.prepare(nproc, env.default_omp_threads(environ, nproc or 2))
 
 
 def _start_pump(
@@ -296,17 +286,6 @@ def _console_patience(status_record: StatusRecord) -> float:
     A user who stopped the job does not wait for it; the log files are complete either way.
     """
     return 2.0 if status_record.snapshot()["state"] == "STOPPED" else 30.0
-
-
-def resolve_nproc(settings: Settings) -> int:
-    """Return how many workers ``--nproc-per-node`` means here; for what starts no agent."""
-    nproc = known_nproc(settings.nproc_per_node)
-    if nproc is not None:
-        return nproc
-    counted, problem = devices.count_in_fork(settings.nproc_per_node, settings.interpreter)
-    if counted is None:
-        raise UsageError(f"--nproc-per-node {settings.nproc_per_node}: {problem}; give a number")
-    return counted
 
 
 def _own_log_dir(settings: Settings) -> Path | None:

@@ -35,9 +35,9 @@ def show(settings: Settings, environ: Mapping[str, str]) -> None:
     Raises:
         UsageError: the number of workers is not known on this machine.
     """
-    from elaunch.agent.main import resolve_nproc
+    from elaunch.server import devices
 
-    nproc = resolve_nproc(settings)
+    nproc = devices.resolve(settings.nproc_per_node, settings.interpreter)
     launcher = {**environ, **settings.env}
     workers = [worker(settings, rank, nproc, launcher) for rank in range(nproc)]
     shared = {**settings.env, **env.default_omp_threads(launcher, nproc), **workers[0]}

@@ -208,14 +208,15 @@ def _start(line: Line) -> int:
 
         dryrun.show(settings, os.environ)
         return 0
-    from elaunch.agent.main import resolve_nproc
     from elaunch.agent.main import run as run_agent
 
     if settings.detach:
         from elaunch.agent import detach
+        from elaunch.server import devices
 
         detach.check(settings)
-        resolve_nproc(settings)  # that torch knows no such device is an error in the foreground
+        # That torch knows no such device is an error in the foreground.
+        devices.resolve(settings.nproc_per_node, settings.interpreter)
         return detach.run(settings, run_agent)
     return run_agent(settings)
 

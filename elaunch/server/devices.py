@@ -1,4 +1,4 @@
-"""Count accelerators for ``--nproc-per-node gpu|xpu|auto|…`` in a child of the server.
+"""How many workers ``--nproc-per-node`` means: accelerators are counted in a child process.
 
 The rules are torchrun's (torch 2.13, ``torch/distributed/run.py``, ``determine_local_world_size``):
 ``gpu`` and ``xpu`` must be there, ``auto`` takes the accelerator if there is one and else the CPUs
@@ -13,9 +13,27 @@ import subprocess
 import sys
 from typing import Any
 
+from elaunch.errors import UsageError
 from elaunch.server import processes
 
 _DEADLINE = 120.0
+
+
+def known(kind: str) -> int | None:
+    """Return how many workers ``kind`` means here; None if torch must count."""
+    if kind == "cpu":
+        return len(os.sched_getaffinity(0))
+    return int(kind) if kind.isdigit() else None
+
+
+def resolve(kind: str, interpreter: str) -> int:
+    """Return how many workers ``kind`` means here; UsageError where that cannot be known."""
+    number, problem = known(kind), None
+    if number is None:
+        number, problem = count_in_fork(kind, interpreter)
+    if number is None:
+        raise UsageError(str(problem))
+    return number
 
 
 def count(kind: str) -> tuple[int | None, str | None]:
@@ -47,11 +65,17 @@ def _available(there: bool, device_count: object, problem: str) -> tuple[int | N
 def count_in_fork(kind: str, interpreter: str) -> tuple[int | None, str | None]:
     """Run :func:`count` in a child, so that no CUDA state reaches the caller.
 
-    A fork where torch is imported already, else another interpreter.
+    A fork where torch is imported already, else another interpreter. What is returned instead of a
+    number is a sentence for the user.
     """
     if "torch" not in sys.modules:
-        return _count_in_interpreter(kind, interpreter)
-    return _answer(processes.ask_fork(lambda: _count_or_why(kind)))
+        number, problem = _count_in_interpreter(kind, interpreter)
+    else:
+        number, problem = _answer(processes.ask_fork(lambda: _count_or_why(kind)))
+    if number:
+        return number, None
+    why = problem or "torch counts none"
+    return None, f"--nproc-per-node {kind}: {why}; give a number, or cpu"
 
 
 def _count_or_why(kind: str) -> tuple[int | None, str | None]:

@@ -89,18 +89,23 @@ class Job(Limits):
 class Played:
     """One agent that takes events as its loop does; where it is the whole job, its coordinator too.
 
-    The clock shows the time of the last event that has one, from the start of each round.
+    Its directory has been looked at already, unless it is to be ``fresh``. The clock shows the time
+    of the last event that has one, from the start of each round.
     """
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, fresh: bool = False) -> None:
         self.state = State(limits)
         self.searches = 0
         self.due: float | None = None
         self._now = 0.0
         self._pending: list[events.Event] = []
         self._publisher: StatusPublisher | None = None
-        if limits.meets:
-            return
+        if not limits.meets:
+            self._be_alone(limits)
+        if not fresh:
+            self.take(events.DirectoryProbed())
+
+    def _be_alone(self, limits: Limits) -> None:
         asked = limits if isinstance(limits, Job) else Job(limits.nproc, limits.max_restarts)
         self._standalone = Standalone(
             rules_of_one(asked.max_restarts, asked.lifetime_budget, asked.has_checkpoint_dir),
@@ -111,9 +116,6 @@ class Played:
         )
         identity = Identity("", "", "default", None, {}, say=print, post=print)
         self._publisher = StatusPublisher(self._standalone, identity, lambda: self._now)
-        self._publisher.join(limits.nproc, 0)
-        self.due = self._standalone.decide()
-        self._take_plans()
 
     def take(self, event: events.Event) -> list[turn.Turn]:
         """Return the turns that the event makes, with those of the plans that follow from it."""
@@ -163,9 +165,9 @@ def play(limits: Limits, history: Iterable[events.Event]) -> tuple[State, list[D
     return played.state, decided
 
 
-def last(limits: Limits, *history: events.Event) -> Decided:
+def last(limits: Limits, *history: events.Event, fresh: bool = False) -> Decided:
     """Return the last decision that follows from the last event, also if it is to wait."""
-    played = Played(limits)
+    played = Played(limits, fresh)
     for event in history[:-1]:
         played.take(event)
     return ([Decided(Nothing(), ""), *decisions(played.take(history[-1]))])[-1]

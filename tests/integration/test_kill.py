@@ -81,13 +81,19 @@ def test_the_agent_is_killed_while_the_server_imports(elaunch: Launcher, place: 
     wait_until_gone(elaunch)
 
 
-def test_the_server_is_killed_while_it_imports(elaunch: Launcher, place: Path) -> None:
-    """No worker was there yet: another server is started, as often as there are restarts."""
+@pytest.mark.parametrize("nproc", [2, "auto"])
+def test_the_server_is_killed_while_it_imports(
+    elaunch: Launcher, place: Path, nproc: int | str
+) -> None:
+    """No worker was there yet: another server is started, as often as there are restarts.
+
+    It also counts the devices, where the first one was to do that.
+    """
     lines = ["import os, time", "print('importing', flush=True)"]
     lines += ["os.path.exists('go') or time.sleep(110)"]
     (place / "slow.py").write_text("\n".join(lines))
     flags = ["--max-restarts=1"]
-    words = act(("--preload", "slow"), "say=up", flags=flags)
+    words = act(("--preload", "slow"), "say=up", nproc=nproc, flags=flags)
     running = elaunch.start(words, env={"PYTHONPATH": str(place)}, cwd=place)
     running.wait_for_line("importing")
     (place / "go").touch()
@@ -328,7 +334,7 @@ def test_sigterm_while_the_devices_are_counted(elaunch: Launcher) -> None:
     wait_until(lambda: len(elaunch.leftovers()) >= 3, what="the counting process runs")
     running.send_signal(signal.SIGTERM)
     done = running.wait()
-    assert (done.returncode, agent_lines(done.stderr)[-1]) == (143, "stopped by SIGTERM")
+    assert (done.returncode, agent_lines(done.stderr)[-1]) == (143, "round 0: stopped by SIGTERM")
     assert '"STOPPED"' in elaunch.run(["status", "--json", "counting"]).stdout
 
 

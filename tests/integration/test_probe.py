@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
 import pytest
 
-from tests.integration.jobs import SPAWN
+from tests.integration.jobs import ACT, SPAWN
 from tests.integration.nodes import DEADLINE, Build, Job, end, wait_for_worker, wait_until_said
 from tests.integration.test_restart import shown
 from tests.integration.watching import act
@@ -34,11 +35,34 @@ def test_the_directory_is_made(elaunch: Launcher) -> None:
     assert told["ELAUNCH_CHECKPOINT_LOCAL"] == "None"
 
 
-def test_a_directory_that_cannot_be_made_ends_the_job_before_it_begins(elaunch: Launcher) -> None:
-    """Exit code 2, the reason, and no worker; /proc takes no directories, not even from root."""
-    done = elaunch.run(act(SPAWN, "r0:exit=0", nproc=1, flags=["--checkpoint-dir=/proc/ck"]))
+@pytest.mark.parametrize(
+    ("flag", "problem"),
+    [
+        ("--checkpoint-dir=/proc/ck", "--checkpoint-dir /proc/ck cannot be written on"),
+        (
+            "--nproc-per-node=gpu",
+            "--nproc-per-node gpu: no CUDA GPU is there; give a number, or cpu",
+        ),
+    ],
+)
+def test_what_cannot_be_ends_the_job_before_it_begins(
+    elaunch: Launcher, flag: str, problem: str
+) -> None:
+    """Exit code 2 and the reason, also for what has started elaunch, and no worker.
+
+    /proc takes no directories, not even from root.
+    """
+    flags = ["--run-id=refused", "--nproc-per-node=1", flag, "--exit-codes=torchrun"]
+    error_file = elaunch.directory / "error.json"
+    env = {"TORCHELASTIC_ERROR_FILE": str(error_file)}
+    done = elaunch.run(["run", *SPAWN, *flags, ACT, "r0:exit=0"], env=env)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "--checkpoint-dir /proc/ck cannot be written on" in done.stderr
+    assert f"elaunch: error: {problem}" in done.stderr and done.stderr.count(problem) == 1
+    record = json.loads(elaunch.run(["status", "--json", "refused"]).stdout)
+    assert (record["state"], record["exit_code"]) == ("FAILED", 2)
+    for text in (record["reason"], json.loads(error_file.read_text())["message"]["message"]):
+        assert text.startswith(f"UsageError: {problem}")
+    assert not elaunch.leftovers()
 
 
 def test_the_dry_run_makes_nothing(elaunch: Launcher) -> None:

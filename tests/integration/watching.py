@@ -15,7 +15,7 @@ Word = str | PathLike[str]
 
 
 def act(
-    method: Sequence[str], *words: Word, nproc: int = 2, flags: Sequence[Word] = ()
+    method: Sequence[str], *words: Word, nproc: int | str = 2, flags: Sequence[Word] = ()
 ) -> list[Word]:
     """Return the arguments of ``elaunch`` for workers that do what ``words`` say."""
     return ["run", *method, "--nproc-per-node", str(nproc), *flags, ACT, *words]

@@ -82,28 +82,21 @@ class StatusPublisher:
         self._told: tuple[int, str] | None = None
         self._noticed: set[str] = set()
 
-    def join(self, slots: int, port: int) -> None:
-        """Join the rendezvous with ``slots`` workers; ``port`` is bound for a round's store."""
-        own = self._identity
-        self._record = NodeStatus(
-            own.host, own.addr, port, slots, own.role, own.hint, own.facts, courier=own.courier
-        )
-        self._record = replace(self._record, probe=own.probe)
-        self._meeting.start(self._record)
-
     def see(self, turn: Turn) -> None:
         """Log what a new plan says beside rounds."""
         if isinstance(turn.event, events.PlanSeen):
             self._tell_plan(turn.event.plan, turn.event.name)
 
     def publish(self, turn: Turn) -> None:
-        """Publish how this agent is after the turn, if that has changed."""
-        assert self._record is not None  # joined before the first event
-        state, port = turn.after, self._identity.port()
+        """Join as soon as it is known with what; then publish how this agent is, if that is new."""
+        state = turn.after
+        if self._record is None and (not state.can_join or state.phase is Phase.ENDED):
+            return
+        port = self._identity.port()
+        old = self._record or self._join(state.limits.nproc, port)
         word, round_number = nodes.own_state(state)
         self._identity.rests(word in AT_REST)
         made = self._failure(state) if round_number >= 0 else None
-        old = self._record
         listens, preempted, asks = bool(state.listens), _preempted(state), _asks(state)
         same = (old.state, old.round, old.port) == (word, round_number, port)
         same = same and (old.listens, old.preempted, old.asks) == (listens, preempted, asks)
@@ -122,6 +115,16 @@ class StatusPublisher:
             exit_code=_own_code(state),
         )
         self._meeting.publish(self._record)
+
+    def _join(self, slots: int, port: int) -> NodeStatus:
+        own = self._identity
+        self._record = NodeStatus(
+            *(own.host, own.addr, port, slots, own.role, own.hint, own.facts),
+            courier=own.courier,
+            probe=own.probe,
+        )
+        self._meeting.start(self._record)
+        return self._record
 
     def keep(self, report: FailureReport) -> None:
         """Keep the cause of this node's failure as the text that other nodes will print."""

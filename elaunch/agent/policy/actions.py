@@ -7,6 +7,7 @@ import signal
 from msgspec import Struct
 
 from elaunch.checkpoint.records import Checkpoint
+from elaunch.errors import ElaunchError
 from elaunch.wire.worker import Notice
 
 
@@ -90,6 +91,12 @@ class Finish(Struct, frozen=True):
     exit_code: int
 
 
+class Refuse(Struct, frozen=True):
+    """Leave before this node has joined: the reason is raised as ``error``, the command's own."""
+
+    error: type[ElaunchError]
+
+
 Action = (
     Nothing
     | StartRound
@@ -105,4 +112,5 @@ Action = (
     | RestartServer
     | KillServer
     | Finish
+    | Refuse
 )

@@ -22,6 +22,7 @@ from elaunch.agent.policy.actions import (
     Hurry,
     KillServer,
     Nothing,
+    Refuse,
     ReplaceServer,
     RestartServer,
     Settle,
@@ -29,6 +30,7 @@ from elaunch.agent.policy.actions import (
 )
 from elaunch.agent.policy.state import (
     LOST,
+    Limits,
     Phase,
     State,
     failure,
@@ -36,7 +38,7 @@ from elaunch.agent.policy.state import (
     server_ended,
     workers,
 )
-from elaunch.errors import CheckpointError, ServerError, UsageError
+from elaunch.errors import CheckpointError, ElaunchError, ServerError, UsageError
 
 Decision = tuple[Action, str]
 
@@ -59,11 +61,27 @@ def _on_ready(state: State, event: events.ServerReady) -> Decision:
     if state.phase is not Phase.STARTING:
         return NOTHING
     if event.problem is not None:
-        return Finish(UsageError.exit_code), event.problem
+        return _cannot_start(state, UsageError, event.problem)
     if event.unforkable:
         fix = "the workers are started by --start-method spawn instead; leave the module out"
         return ReplaceServer(), f"{event.unforkable}: {fix}"
-    return nodes.at_rest(state, "ready")
+    return _started(state)
+
+
+def _on_answer(state: State, event: events.DirectoryProbed | events.DevicesCounted) -> Decision:
+    if state.phase is not Phase.STARTING:
+        return NOTHING
+    return _cannot_start(state, UsageError, event.problem) if event.problem else _started(state)
+
+
+def _started(state: State) -> Decision:
+    """Go on to MEETING when nothing is missing any more."""
+    return nodes.at_rest(state, "ready") if state.can_join and state.ready else NOTHING
+
+
+def _cannot_start(state: State, error: type[ElaunchError], what: str) -> Decision:
+    """End in STARTING; where the others know nothing of this node yet, the command fails."""
+    return Finish(error.exit_code) if state.can_join else Refuse(error), what
 
 
 def _on_exit(state: State, event: events.Exit) -> Decision:
@@ -152,12 +170,20 @@ def _on_deadline(state: State, event: events.DeadlinePassed) -> Decision:
     if state.phase in preempt.AT_REST and state.told_to_stop:
         return preempt.overdue_at_rest(state)
     if state.phase is Phase.STARTING:
-        seconds = state.limits.start_timeout
-        return Finish(ServerError.exit_code), (
-            f"the server that starts the workers has not been ready for {seconds:g} s: what it "
-            "imports (--preload) hangs, or the file system of its Python does not answer"
-        )
+        return _cannot_start(state, ServerError, _never_ready(state.limits))
     return NOTHING
+
+
+def _never_ready(limits: Limits) -> str:
+    if not limits.nproc:
+        return (
+            f"the server has not counted the devices for {limits.start_timeout:g} s: does the file "
+            "system of its Python answer? --nproc-per-node with a number does not need it"
+        )
+    return (
+        f"the server that starts the workers has not been ready for {limits.start_timeout:g} s: "
+        "what it imports (--preload) hangs, or the file system of its Python does not answer"
+    )
 
 
 def _unkillable(state: State) -> Decision:
@@ -184,10 +210,10 @@ def _lost_at_start(state: State, event: events.ServerLost) -> Decision:
     """Start the server again if a signal has killed it; one that ends by itself would again."""
     how, most = server_ended(event.exitcode), state.limits.max_restarts
     if event.exitcode >= 0 or most == 0 or state.interrupted is not None:
-        return Finish(ServerError.exit_code), how
+        return _cannot_start(state, ServerError, how)
     how += " before it was ready"
     if state.server_restarts >= most:
-        return Finish(ServerError.exit_code), f"{how}; {most} of {most} restarts are used up"
+        return _cannot_start(state, ServerError, f"{how}; {most} of {most} restarts are used up")
     number = state.server_restarts + 1
     return RestartServer(), f"{how}; starting another: restart {number} of {most}"
 
@@ -253,6 +279,8 @@ def _finish(state: State) -> Decision:
 
 _ARMS: dict[type, Callable[[State, Any], Decision]] = {
     events.ServerReady: _on_ready,
+    events.DirectoryProbed: _on_answer,
+    events.DevicesCounted: _on_answer,
     events.WorkerNotStarted: _on_not_started,
     events.Exit: _on_exit,
     events.TreeGone: _on_tree_gone,

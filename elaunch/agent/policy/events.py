@@ -10,8 +10,9 @@ WorkerNotStarted    server reader            a worker could not be forked
 Exit                server reader            a worker's wait returned
 TreeGone            server reader            nothing of the round is left, but for the survivors
 StoreLost           server reader            the round's TCPStore could not be hosted any longer
-DevicesCounted      server reader            the answer to ``count_devices``
-DirectoryProbed     probe                    the checkpoint directory can be used, or cannot
+DevicesCounted      server reader            how many workers this node has, or why that is unknown
+DirectoryProbed     probe                    the checkpoint directory can be used, or cannot; there
+                                             may be none
 ServerLost          reaper                   the server itself ended
 CheckpointChosen    checkpoint search        what was found, and passed over, for the log
 SignalReceived      signal handlers          a person, a scheduler or the kernel signalled the agent
@@ -110,14 +111,14 @@ class StoreLost(Struct, frozen=True):
 
 
 class DirectoryProbed(Struct, frozen=True):
-    """The checkpoint directory was looked at; ``problem``: it cannot be used; else a remark."""
+    """The checkpoint directory, if any, was looked at; ``problem``: it cannot be used."""
 
     problem: str = ""
     remark: str = ""
 
 
 class DevicesCounted(Struct, frozen=True):
-    """How many workers a name like ``gpu`` means on this machine."""
+    """How many workers a name like ``gpu`` means on this machine; ``problem``: none, and why."""
 
     count: int | None
     problem: str | None

@@ -9,8 +9,10 @@
                             └───gone─────────────────────────────────────────────────────────◄─┤
                             └───settled── FLUSHING ◄──gone, saves in memory────────────────────┘
 
-STARTING: the server imports. MEETING: nothing of a round is left here, and the coordinator's plan
-says what comes (elaunch.rendezvous): a round, from which checkpoint, after a backoff, or the end.
+STARTING: the server imports, and counts the devices where no number was given; the checkpoint
+directory is looked at. This node joins the job as soon as the last two are known. MEETING: nothing
+of a round is left here, and the coordinator's plan says what comes (elaunch.rendezvous): a round,
+from which checkpoint, after a backoff, or the end.
 RUNNING: workers run. STOPPING: they were signalled, the grace runs. SWEEPING: what they left is
 ended. FLUSHING: checkpoints that the workers have left in the agent's memory are written out.
 ENDED: the agent leaves its loop.
@@ -32,6 +34,7 @@ from elaunch.agent.policy.actions import (
     KillServer,
     Meet,
     Notify,
+    Refuse,
     RestartServer,
     Settle,
     StartRound,
@@ -67,10 +70,10 @@ class Phase(enum.Enum):
 class Limits:
     """What the user asked for, as far as this agent's decisions depend on it; times in seconds.
 
-    ``meets`` says that other nodes take part, or may; ``takes_stacks`` that workers can be asked
-    what they are doing (--hang-timeout). ``checkpoint_root`` is this node's own directory, to which
-    the path of a plan's checkpoint is relative (--checkpoint-local). ``start_timeout`` bounds what
-    the server imports.
+    ``nproc`` is 0 until the devices are counted, where no number was given. ``meets`` says that
+    other nodes take part, or may; ``takes_stacks`` that workers can be asked what they are doing
+    (--hang-timeout). ``checkpoint_root`` is this node's own directory, to which the path of a
+    plan's checkpoint is relative (--checkpoint-local). ``start_timeout`` bounds STARTING.
     """
 
     nproc: int
@@ -105,6 +108,9 @@ class State:
     name under which this node is in ``round`` (empty: in none), ``first_rank`` the rank of its
     first worker there. ``cut_off`` says that this agent has no name at present, ``parted`` is why
     it can take part no more.
+
+    ``probed`` and ``ready`` are of STARTING: the checkpoint directory, if any, can be used; the
+    server can start workers.
     """
 
     limits: Limits
@@ -140,6 +146,13 @@ class State:
     first_rank: int = 0
     cut_off: bool = False
     parted: events.MeetingFailed | None = None
+    probed: bool = False
+    ready: bool = False
+
+    @property
+    def can_join(self) -> bool:
+        """Whether an agent in STARTING knows what it joins with: workers, and where they save."""
+        return self.probed and self.limits.nproc > 0
 
     @property
     def lost_save(self) -> bool:
@@ -165,7 +178,7 @@ class State:
     @property
     def completed(self) -> bool:
         """Whether every worker has ended with 0 by itself; no signal can undo that."""
-        return len(self.succeeded) == self.limits.nproc
+        return bool(self.succeeded) and len(self.succeeded) == self.limits.nproc
 
     @property
     def preempted(self) -> bool:
@@ -194,7 +207,7 @@ def observe(state: State, event: events.Event) -> State:
     if isinstance(event, events.SignalReceived):
         return _observe_signal(state, event.signum)
     if isinstance(event, events.ServerLost):
-        return replace(state, server_lost=event.exitcode, alive=frozenset())
+        return replace(state, server_lost=event.exitcode, alive=frozenset(), ready=False)
     if isinstance(event, events.WorkerListens) and event.round == state.round:
         return replace(state, listens=state.listens | {event.local_rank})
     if isinstance(event, events.PreemptAcked) and event.round == state.round:
@@ -206,7 +219,19 @@ def observe(state: State, event: events.Event) -> State:
         return replace(state, saves=True)
     if isinstance(event, events.SavesSettled) and event.round == state.round:
         return replace(state, settled=event)
+    if state.phase is Phase.STARTING:
+        state = _observe_start(state, event)
     return _observe_news(state, event)
+
+
+def _observe_start(state: State, event: events.Event) -> State:
+    if isinstance(event, events.ServerReady):
+        return replace(state, ready=event.problem is None and not event.unforkable)
+    if isinstance(event, events.DirectoryProbed):
+        return replace(state, probed=not event.problem)
+    if isinstance(event, events.DevicesCounted):
+        return replace(state, limits=replace(state.limits, nproc=event.count or 0))
+    return state
 
 
 def _observe_news(state: State, event: events.Event) -> State:
@@ -293,6 +318,7 @@ _PHASES: Final = {
     EndTree: Phase.SWEEPING,
     Settle: Phase.FLUSHING,
     Finish: Phase.ENDED,
+    Refuse: Phase.ENDED,
 }
 COMMITTING: Final = (Phase.RUNNING, Phase.STOPPING, Phase.SWEEPING, Phase.FLUSHING)
 

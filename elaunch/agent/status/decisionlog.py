@@ -22,8 +22,9 @@ log = logging.getLogger("elaunch")
 class DecisionLog:
     """Logs events and decisions; remembers what need not be logged again."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, environ: Mapping[str, str]) -> None:
         self._settings = settings
+        self._environ = environ
         self._passed_over: set[str] = set()
 
     def see(self, turn: Turn) -> None:
@@ -37,6 +38,8 @@ class DecisionLog:
             self._tell_warmed(event)
         elif isinstance(event, events.SavesSettled):
             self._tell_settled(event)
+        elif isinstance(event, events.DirectoryProbed | events.DevicesCounted):
+            self._tell_start(turn.before, event)
         elif isinstance(event, events.StoreLost):
             # A script that runs without torch never asks for the store.
             level = logging.INFO if "No module named 'torch'" in event.problem else logging.WARNING
@@ -44,6 +47,21 @@ class DecisionLog:
         if reason:
             level = logging.INFO if _is_quiet(turn) else logging.WARNING
             log.log(level, "%s%s", _round(turn.before, turn.action), reason)
+
+    def _tell_start(
+        self, state: State, event: events.DirectoryProbed | events.DevicesCounted
+    ) -> None:
+        """Log what is odd about the directory, and how many threads a worker gets by default."""
+        if isinstance(event, events.DirectoryProbed) and event.remark:
+            log.warning("%s", event.remark)
+        nproc = state.limits.nproc
+        if state.can_join and env.default_omp_threads(self._environ, nproc):
+            log.warning(
+                "%s is not set: each of the %d workers gets 1 thread, so that they do not overload "
+                "the machine; set it to tune your script",
+                env.OMP_NUM_THREADS,
+                nproc,
+            )
 
     def _tell_settled(self, event: events.SavesSettled) -> None:
         for name in event.committed:
@@ -92,17 +110,6 @@ class DecisionLog:
         if passed_over:
             line = f"no checkpoint of {root} can be resumed from: {passed_over} were passed over"
         log.warning("%s; workers start without one (--require-resume makes this an error)", line)
-
-
-def tell_threads(environ: Mapping[str, str], nproc: int) -> None:
-    """Log how many threads a worker gets, where the user has not set it."""
-    if env.default_omp_threads(environ, nproc):
-        log.warning(
-            "%s is not set: each of the %d workers gets 1 thread, so that they do not overload "
-            "the machine; set it to tune your script",
-            env.OMP_NUM_THREADS,
-            nproc,
-        )
 
 
 def _round(state: State, action: Action) -> str:

@@ -138,10 +138,10 @@ class StatusRecord:
         self._record["job_failure"] = asdict(failure)
         self.write()
 
-    def note_exit_code(self, exit_code: int, reason: str, state: str = "FAILED") -> None:
+    def note_exit_code(self, exit_code: int, reason: str) -> None:
         """Write the end of a run that never came to its loop's end."""
         record = self._record
-        record["state"], record["exit_code"], record["reason"] = state, exit_code, reason
+        record["state"], record["exit_code"], record["reason"] = "FAILED", exit_code, reason
         record["ended_at"] = time.time()
         self.write()
 

@@ -22,6 +22,7 @@ from elaunch.agent.logs import files
 from elaunch.agent.logs.pump import LogPump
 from elaunch.agent.patience import bounded
 from elaunch.agent.policy import events
+from elaunch.agent.policy.state import Phase
 from elaunch.agent.policy.turn import Round, Turn
 from elaunch.agent.workers.server import (
     KILL_DEADLINE,
@@ -103,24 +104,38 @@ class WorkerGroup:
         )
         return WorkerServer(plan, self._plan.post, self._reaper)
 
-    def prepare(self, nproc: int | None, omp: Mapping[str, str]) -> None:
-        """Start the server with ``omp`` in its environment; None: the number is not known yet."""
+    def prepare(self, nproc: int | None) -> None:
+        """Start the server for so many workers; None: it counts them first (DevicesCounted).
+
+        It imports torch with as many threads as a worker is to have.
+        """
         self._nproc = nproc or 0
         check_open_files(self._nproc)
-        self._environ = {**self._plan.environ, **omp}
-        self.server = self._new_server()
-        self.server.start()
+        plan = self._plan
+        self._environ = {**plan.environ, **env.default_omp_threads(plan.environ, nproc or 2)}
+        self._start_server()
 
-    def settle(self, nproc: int, omp: Mapping[str, str]) -> None:
+    def _settle(self, nproc: int) -> None:
         """Set the number of workers that the server counted.
 
-        A server that was started with another ``omp`` has imported torch under it: it is replaced.
+        A server that has imported torch with another number of threads than a worker is to have is
+        replaced.
         """
+        threads = env.default_omp_threads(self._plan.environ, nproc)
+        if self._environ != {**self._plan.environ, **threads}:
+            self.server.close()
+            self.prepare(nproc)
+            return
         self._nproc = nproc
         check_open_files(nproc)
-        if self._environ != {**self._plan.environ, **omp}:
-            self.server.close()
-            self.prepare(nproc, omp)
+
+    def _start_server(self) -> None:
+        settings = self._plan.settings
+        self.server = self._new_server()
+        self.server.start()
+        if not self._nproc:
+            kind, interpreter = settings.nproc_per_node, settings.interpreter
+            self.server.send({"op": "count_devices", "kind": kind, "interpreter": interpreter})
 
     def spawn_from_now_on(self) -> None:
         """Replace the server by one that imports nothing; workers are plain processes then."""
@@ -130,8 +145,7 @@ class WorkerGroup:
     def replace_server(self) -> None:
         """End the server, if it has not ended, and start another; no worker runs."""
         self.server.close()
-        self.server = self._new_server()
-        self.server.start()
+        self._start_server()
         self.between_rounds()
 
     def open_endpoint(self) -> int:
@@ -176,8 +190,7 @@ class WorkerGroup:
     def start(self, start: Round) -> None:
         """Start all workers of a round; a server that was lost is replaced first."""
         if not self.server.pid:
-            self.server = self._new_server()
-            self.server.start()
+            self._start_server()
         settings = self._plan.settings
         if start.place.node_rank == 0:
             self._host_store(start.round)
@@ -299,9 +312,11 @@ class WorkerGroup:
         return grace + SWEEP_OVERDUE
 
     def see(self, turn: Turn) -> None:
-        """Wait, after the end of a round's tree, until all that it wrote is where it goes."""
+        """Take how many workers were counted; after a round, wait for all that its tree wrote."""
         if isinstance(turn.event, events.TreeGone):
             self._pump.finish_round(FLUSH_TIMEOUT)
+        elif isinstance(turn.event, events.DevicesCounted) and turn.before.phase is Phase.STARTING:
+            self._settle(turn.before.limits.nproc)
 
     def close(self) -> None:
         """End the server with all that is below it, and let the store's address go."""

@@ -81,7 +81,7 @@ def publisher(
     own = Identity("node1", "10.0.0.1", "x", 3, {"torch": "2.13"}, said.append, posted.append)
     own = replace(own, port=lambda: ports[-1])
     made = StatusPublisher(meeting, own)  # type: ignore[arg-type]
-    made.join(2, 4000)
+    made.publish(turn_to())
     return made
 
 

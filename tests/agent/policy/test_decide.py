@@ -24,6 +24,7 @@ from elaunch.agent.policy.actions import (
     Meet,
     Nothing,
     Notify,
+    Refuse,
     ReplaceServer,
     RestartServer,
     Settle,
@@ -33,6 +34,7 @@ from elaunch.agent.policy.actions import (
 )
 from elaunch.agent.policy.state import Limits, Phase
 from elaunch.agent.policy.turn import Turn
+from elaunch.errors import ServerError, UsageError
 from tests.agent.histories import (
     DEADLINE,
     INT,
@@ -663,6 +665,84 @@ TABLE: dict[str, Row] = {
     ),
     "nothing is decided after the end": (TWO, (TERM, INT), Nothing(), ""),
 }
+UNCOUNTED, JOINING = Limits(0), Limits(0, meets=True)
+PROBED, COUNTED = events.DirectoryProbed(), events.DevicesCounted(2, None)
+UNUSABLE = events.DirectoryProbed("--checkpoint-dir /ck: it is full")
+NO_GPU = events.DevicesCounted(None, "--nproc-per-node gpu: no CUDA GPU is there")
+BEGINS = (StartRound(0, None), "first start")
+DRAIN = events.PreemptAsked("drain", print)
+FRESH: dict[str, Row] = {
+    "the directory comes last": (TWO, (READY, PROBED), *BEGINS),
+    "the server comes last": (UNCOUNTED, (COUNTED, PROBED, READY), *BEGINS),
+    "the count comes last": (UNCOUNTED, (READY, PROBED, COUNTED), *BEGINS),
+    "one of several counts last": (
+        JOINING,
+        (READY, PROBED, COUNTED),
+        Meet(),
+        "ready; waiting for the other nodes",
+    ),
+    "the directory is missing": (UNCOUNTED, (READY, COUNTED), Nothing(), ""),
+    "the count is missing": (UNCOUNTED, (PROBED, READY), Nothing(), ""),
+    "a server that was replaced is not ready": (TWO, (THREADED, PROBED), Nothing(), ""),
+    "the directory cannot be used": (TWO, (UNUSABLE,), Refuse(UsageError), UNUSABLE.problem),
+    "nor though the server is ready": (
+        UNCOUNTED,
+        (READY, COUNTED, UNUSABLE),
+        Refuse(UsageError),
+        UNUSABLE.problem,
+    ),
+    "there are no devices": (UNCOUNTED, (NO_GPU,), Refuse(UsageError), NO_GPU.problem or ""),
+    "nothing can be preloaded for the count": (
+        UNCOUNTED,
+        (PROBED, BROKEN),
+        Refuse(UsageError),
+        BROKEN.problem or "",
+    ),
+    "the server that counts ends": (
+        UNCOUNTED,
+        (PROBED, lost(1)),
+        Refuse(ServerError),
+        "the server that starts the workers exited with code 1",
+    ),
+    "it is killed, and may count again": (
+        Limits(0, max_restarts=1),
+        (PROBED, lost(-9), READY, COUNTED),
+        *BEGINS,
+    ),
+    "a server that was ready is lost": (
+        Limits(2, max_restarts=1),
+        (READY, lost(-9), PROBED),
+        Nothing(),
+        "",
+    ),
+    "it never counts": (
+        UNCOUNTED,
+        (PROBED, DEADLINE),
+        Refuse(ServerError),
+        "the server has not counted the devices for 600 s: does the file system of its Python "
+        "answer? --nproc-per-node with a number does not need it",
+    ),
+    "SIGTERM while it counts": (UNCOUNTED, (TERM,), Finish(143), "stopped by SIGTERM"),
+    "SIGTERM while one of several counts": (JOINING, (TERM,), Finish(143), "stopped by SIGTERM"),
+    "asked while it counts": (
+        UNCOUNTED,
+        (READY, DRAIN),
+        Finish(75),
+        "drain: no worker runs; to be continued",
+    ),
+    "one of several goes on, since the others have to learn of it": (
+        JOINING,
+        (DRAIN, PROBED, READY, COUNTED),
+        Meet(),
+        "ready; waiting for the other nodes",
+    ),
+    "a signal to forward": (
+        Limits(0, forwarded=frozenset({signal.SIGUSR1})),
+        (USR1,),
+        Nothing(),
+        "SIGUSR1 received: no worker runs to forward it to",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", TABLE)
@@ -672,9 +752,17 @@ def test_the_decision_table(name: str) -> None:
     assert last(limits, *history) == Decided(action, reason)
 
 
+@pytest.mark.parametrize("name", FRESH)
+def test_the_first_moments(name: str) -> None:
+    """The same for an agent that knows neither its directory nor, maybe, its workers."""
+    limits, history, action, reason = FRESH[name]
+    assert last(limits, *history, fresh=True) == Decided(action, reason)
+
+
 def test_every_arm_has_a_row() -> None:
-    """All events, and all actions, are in the table."""
-    seen = {type(event) for _, history, _, _ in TABLE.values() for event in history}
+    """All events, and all actions, are in the tables."""
+    rows = (*TABLE.values(), *FRESH.values())
+    seen = {type(event) for _, history, _, _ in rows for event in history}
     elsewhere = {
         *nodes.ARMS,
         *preempt.ARMS,
@@ -683,8 +771,8 @@ def test_every_arm_has_a_row() -> None:
         events.FenceAsked,
         events.CheckpointChosen,
     }  # tables of their own; and what is logged only
-    assert seen == set(events.Event.__args__) - elsewhere
-    actions = {type(action) for _, _, action, _ in TABLE.values()}
+    assert seen | elsewhere == set(events.Event.__args__)
+    actions = {type(action) for _, _, action, _ in rows}
     assert actions == set(Action.__args__) - {Notify, TakeStacks}
 
 
@@ -730,7 +818,7 @@ def test_two_failures_in_one_moment_are_both_failures() -> None:
 
 LIMITS = st.builds(
     Job,
-    nproc=st.integers(1, 3),
+    nproc=st.integers(0, 3),
     max_restarts=st.integers(0, 3),
     lifetime_budget=st.booleans(),
     has_checkpoint_dir=st.booleans(),
@@ -739,6 +827,7 @@ LIMITS = st.builds(
 CODES = st.sampled_from([0, 0, 1, 3, -9, -15])
 ANY_EVENT = st.one_of(
     st.sampled_from([READY, BROKEN, DEADLINE, TERM, INT, USR1, events.StoreLost("x")]),
+    st.sampled_from([PROBED, UNUSABLE, COUNTED, NO_GPU]),
     st.builds(started, st.integers(0, 2), st.integers(0, 3)),
     st.builds(
         exited, st.integers(0, 2), CODES, st.integers(0, 3), st.floats(0, 100), st.booleans()
@@ -753,10 +842,12 @@ ANY_EVENT = st.one_of(
 
 @pytest.mark.slow
 @settings(max_examples=300, deadline=None)
-@given(LIMITS, st.lists(ANY_EVENT, max_size=40))
-def test_no_history_breaks_the_policy(limits: Job, history: list[events.Event]) -> None:
+@given(LIMITS, st.lists(ANY_EVENT, max_size=40), st.booleans())
+def test_no_history_breaks_the_policy(
+    limits: Job, history: list[events.Event], fresh: bool
+) -> None:
     """Never an exception; rounds count up; the end is the end; restarts keep to the budget."""
-    played = Played(limits)
+    played = Played(limits, fresh)
     for event in history:
         for taken in played.take(event):
             before, action = taken.before, taken.action
