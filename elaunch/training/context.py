@@ -249,6 +249,7 @@ class Context:
                     self._note_saves,
                     self._agent,
                     self._decided,
+                    self.directory,
                 )
             )
             self._stack.callback(self._close_checkpoint, self._checkpoint)

@@ -162,3 +162,17 @@ def test_two_jobs_in_one_directory(elaunch: Launcher, tmp_path: Path) -> None:
     assert second.stdout == ""
     first.send_signal(signal.SIGTERM)
     assert first.wait().returncode == 143
+
+
+def test_a_worker_that_is_killed_between_saves_by_auto(elaunch: Launcher, tmp_path: Path) -> None:
+    """The ranks save the same steps, and resume from the last of them."""
+    line = ["run", "--nproc-per-node=2", f"--checkpoint-dir={tmp_path / 'ck'}", "--max-restarts=1"]
+    done = elaunch.run([*line, str(JOBS / "autosave.py")])
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    saved = {line.split()[-1] for line in lines if " saved " in line}
+    assert len(saved) == 1 and "a save stops the training for" in done.stderr
+    for rank in (0, 1):
+        begun = [line for line in lines if line.startswith(f"rank {rank} begins")]
+        assert begun == [f"rank {rank} begins at {step}" for step in ("0", *saved)]
+        assert f"rank {rank} ends after 11" in lines

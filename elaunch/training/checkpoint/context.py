@@ -18,9 +18,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, overload
 
 from elaunch.checkpoint.retention import shelves
 from elaunch.checkpoint.retention.delete import Keep
@@ -28,15 +29,18 @@ from elaunch.checkpoint.storage.storage import Committed, Location
 from elaunch.errors import ContextError
 from elaunch.training import liveness
 from elaunch.training.checkpoint import blocks, restore, store
+from elaunch.training.checkpoint.handle import SaveHandle
 from elaunch.training.checkpoint.opening import OpenedContext
-from elaunch.training.checkpoint.parts import SECTION, CallContext, Mode, as_given, at_step
+from elaunch.training.checkpoint.parts import SECTION, Mode, as_given, at_step
 from elaunch.training.checkpoint.restore import Which
+from elaunch.training.checkpoint.saver.schedule import Schedule
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from elaunch.training.checkpoint.handle import SaveHandle
-    from elaunch.training.checkpoint.save import Busy, More, Sharded
+    from elaunch.training.checkpoint.handle import Aside, Busy, Either, Scheduled, Waits
+    from elaunch.training.checkpoint.save import Sharded
+    from elaunch.training.checkpoint.saver.schedule import Every
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
@@ -79,6 +83,7 @@ class CheckpointContext:
     def __init__(self, opening: OpenedContext) -> None:
         self._opening = opening
         self._remembered: Sharded | None = None
+        self._schedule = Schedule(opening.directory)
 
     @property
     def directory(self) -> Location:
@@ -177,16 +182,15 @@ class CheckpointContext:
             uuid: see the class; the latest without, or what --init-from names if there is none.
 
         Raises:
-            CheckpointError: on all ranks; there is none, or it is damaged, or a rank cannot reach
-                it.
+            CheckpointError: on all ranks; there is none, it is damaged, or a rank cannot reach it.
         """
         what = "restore_path"
         with self._section():
-            parts, wanted = self._wanted(uuid, None, timeout, what)
+            parts, wanted = restore.wanted(self._opening, uuid, None, timeout=timeout, what=what)
             parts, found = restore.choose(parts, wanted)
             if found is None:
                 raise restore.not_there(what)
-            with restore.opened(parts, found, timeout, what) as path:
+            with restore.opened(parts, found, timeout=timeout, what=what) as path:
                 yield path
 
     @_in_section
@@ -225,23 +229,17 @@ class CheckpointContext:
     # ── sharded, by torch.distributed.checkpoint ─────────────────────────────────────────────────
 
     @overload
-    def save(
-        self,
-        state: Mapping[str, Any],
-        step: int,
-        *,
-        block: Literal[True] = True,
-        **more: Unpack[More],
-    ) -> Committed: ...
+    def save(self, state: Mapping[str, Any], step: int, **how: Unpack[Waits]) -> Committed: ...
+
+    @overload
+    def save(self, state: Mapping[str, Any], step: int, **how: Unpack[Aside]) -> SaveHandle: ...
+
+    @overload
+    def save(self, state: Mapping[str, Any], step: int, **how: Unpack[Scheduled]) -> SaveHandle: ...
 
     @overload
     def save(
-        self, state: Mapping[str, Any], step: int, *, block: Literal[False], **more: Unpack[More]
-    ) -> SaveHandle: ...
-
-    @overload
-    def save(
-        self, state: Mapping[str, Any], step: int, *, block: bool, **more: Unpack[More]
+        self, state: Mapping[str, Any], step: int, **how: Unpack[Either]
     ) -> Committed | SaveHandle: ...
 
     def save(
@@ -251,7 +249,8 @@ class CheckpointContext:
         *,
         metadata: Mapping[str, Any] | None = None,
         keep: Keep | int | None = None,
-        block: bool = True,
+        block: bool | None = None,
+        every: Every | None = None,
         when_busy: Busy = "wait",
         timeout: float | None = None,
     ) -> Committed | SaveHandle:
@@ -268,24 +267,37 @@ class CheckpointContext:
                 ``elaunch.PerRank`` for what each rank has of its own.
             step: number of steps done.
             metadata: more for JSON, beside ``steps_completed``.
-            block: return when it is committed; else when it is in memory.
+            block: return when it is committed (by default, without ``every``), or in memory.
+            every: save, of the steps for which this is called, those that come so many after the
+                last save, or after what the round began with; ``"auto"``: as many as lose least
+                time by saves and failures. At other steps it returns at once, and asks nobody.
             when_busy: with ``block=False``, while the save before is in flight: ``wait`` for it,
-                or ``skip`` this one.
+                or ``skip`` this one, as ``every="auto"`` does.
 
-        Returns what was committed; with ``block=False`` an ``elaunch.SaveHandle``, which says
-        whether it is done or was skipped, and waits for the commit.
+        Returns what was committed; with ``block=False`` or ``every`` an ``elaunch.SaveHandle``,
+        which says whether it is done or was skipped, and waits for the commit.
 
         Raises:
-            SaveError: nothing was committed; or, once, that an earlier save in the background was
-                not.
+            SaveError: nothing was committed; or, once, that a save in the background was not.
             CheckpointError: the state cannot be saved so that it can be loaded; says what to do.
+            ContextError: ``every`` is no interval; or it is ``"auto"``, and nothing may ever go.
         """
         from elaunch.training.checkpoint import save as saving
 
+        asked = at_step(step, metadata, keep, timeout, "save")
+        if every is not None and not self._schedule.is_due(every, asked, self.latest):
+            return SaveHandle(step)
+        block = every is None if block is None else block
         with self._section():
-            parts = self._opening.together(timeout)
-            asked = at_step(step, metadata, keep, timeout, "save")
-            return saving.save(parts, self._sharded(), state, asked, block, when_busy)
+            parts, sharded = self._opening.together(timeout), self._sharded()
+            if every == "auto":
+                when_busy = "skip"
+                self._schedule.prepare(lambda: saving.reserve(parts, sharded, state, timeout))
+            begun = time.monotonic()
+            made = saving.save(parts, sharded, state, asked, block, when_busy)
+            handle = made if isinstance(made, SaveHandle) else SaveHandle(step, made)
+            self._schedule.note(parts, step, begun, skipped=handle.skipped)
+            return made if every is None else handle
 
     @_in_section
     def load(
@@ -305,8 +317,8 @@ class CheckpointContext:
         Args:
             state: as for :meth:`save`.
             source: path or URL of another run's checkpoint, or of a directory with some, to begin
-                from while this run has none of its own; by default what --init-from names.
-                The checkpoint that is returned has step 0 then: a new run begins.
+                from while this run has none of its own; by default what --init-from names. The
+                checkpoint that is returned has step 0 then: a new run begins.
             strict: refuse what is missing in the checkpoint, and what only it has.
 
         Raises:
@@ -315,7 +327,9 @@ class CheckpointContext:
         """
         from elaunch.training.checkpoint import load as loading
 
-        parts, wanted = self._wanted(uuid, source, timeout, loading.WHAT)
+        parts, wanted = restore.wanted(
+            self._opening, uuid, source, timeout=timeout, what=loading.WHAT
+        )
         return loading.load(parts, wanted, state, strict)
 
     @_in_section
@@ -414,7 +428,9 @@ class CheckpointContext:
         from elaunch.training.checkpoint.ddp import singlefile
 
         singlefile.check_mode(mode)
-        parts, wanted = self._wanted(uuid, source, timeout, "load_ddp")
+        parts, wanted = restore.wanted(
+            self._opening, uuid, source, timeout=timeout, what="load_ddp"
+        )
         return singlefile.load_chosen(parts, wanted, state, (mode, strict))
 
     # ── retention ────────────────────────────────────────────────────────────────────────────────
@@ -471,20 +487,6 @@ class CheckpointContext:
         if self._remembered is not None:
             self._remembered.close()
         self._opening.close(patient)
-
-    def _wanted(
-        self,
-        uuid: Which | None,
-        source: str | os.PathLike[str] | None,
-        timeout: float | None,
-        what: str,
-    ) -> tuple[CallContext, restore.Wanted]:
-        """Return what a call reads, and the context to read it with. ALL ranks call it together."""
-        parts = self._opening.together(timeout)
-        if uuid is None:
-            self._opening.ask_for_latest()
-            source = self._opening.info.init_from if source is None else source
-        return parts, restore.Wanted(uuid, source, timeout, what)
 
     def _sharded(self) -> Sharded:
         """Return what is remembered from one sharded save to the next."""

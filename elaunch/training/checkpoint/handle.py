@@ -1,19 +1,64 @@
-"""What ``save(block=False)`` returns: a handle of one save, as ``dcp.async_save`` and orbax do."""
+"""What ``save`` takes, and the handle that ``save(block=False)`` returns."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict
 
 from elaunch.errors import SaveError
 from elaunch.training.checkpoint.together import together
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from typing_extensions import NotRequired
+
     from elaunch.checkpoint.records import Committed, Stage
+    from elaunch.checkpoint.retention.delete import Keep
     from elaunch.training.checkpoint.parts import CallContext
     from elaunch.training.checkpoint.saver.agent import AgentSaverClient
+    from elaunch.training.checkpoint.saver.schedule import Every
+
+Busy = Literal["wait", "skip"]
 
 MARGIN_S: Final = 10.0
 """Seconds that the ranks wait longer for each other than for a save in flight."""
+
+
+class More(TypedDict, total=False):
+    """What ``ctx.checkpoint.save`` takes beside state and step, whatever it returns."""
+
+    metadata: Mapping[str, Any] | None
+    keep: Keep | int | None
+    when_busy: Busy
+    timeout: float | None
+
+
+class Waits(More, total=False):
+    """What it takes to return when the checkpoint is committed."""
+
+    block: Literal[True] | None
+    every: None
+
+
+class Scheduled(More):
+    """What it takes to save some steps only."""
+
+    block: NotRequired[bool | None]
+    every: Every
+
+
+class Aside(More):
+    """What it takes to return before the commit."""
+
+    block: Literal[False]
+    every: NotRequired[Every | None]
+
+
+class Either(More, total=False):
+    """What it takes where only the run tells."""
+
+    block: bool | None
+    every: Every | None
 
 
 class SaveHandle:
@@ -21,7 +66,8 @@ class SaveHandle:
 
     Attributes:
         step: the number of steps done that it saves.
-        skipped: nothing is saved: another save was in flight, and ``when_busy`` was ``skip``.
+        skipped: nothing is saved: another save was in flight, and ``when_busy`` was ``skip``; or
+            the step was not due, as ``every`` has it.
     """
 
     def __init__(self, step: int, committed: Committed | None = None) -> None:

@@ -59,6 +59,7 @@ class OpenedContext:
         noted: gets what was saved so far after each commit, where no agent keeps the run's record.
         link: to this node's agent, if there is one.
         decided: what ``elaunch.init()`` has found, where no agent has chosen.
+        directory: of the run, with its record.
     """
 
     info: Info
@@ -70,6 +71,7 @@ class OpenedContext:
     noted: Callable[[SavesRecord], None] | None = None
     link: AgentLink | None = None
     decided: latest.Decided | None = None
+    directory: Path | None = None
     known: KnownCheckpoints = field(default_factory=KnownCheckpoints)
     _storage: Storage | None = None
     _whose: Whose | None = None

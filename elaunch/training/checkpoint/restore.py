@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from elaunch.checkpoint import layout
 from elaunch.checkpoint.retention import readers
@@ -32,6 +32,9 @@ from elaunch.errors import (
 from elaunch.training.checkpoint import where
 from elaunch.training.checkpoint.parts import CallContext, KnownCheckpoints, newer
 from elaunch.training.checkpoint.together import together
+
+if TYPE_CHECKING:
+    from elaunch.training.checkpoint.opening import OpenedContext
 
 LOOKING: Final = "looking for the latest checkpoint"
 
@@ -106,6 +109,22 @@ class Wanted:
     source: str | os.PathLike[str] | None
     timeout: float | None
     what: str
+
+
+def wanted(
+    opening: OpenedContext,
+    which: Which | None,
+    source: str | os.PathLike[str] | None,
+    *,
+    timeout: float | None,
+    what: str,
+) -> tuple[CallContext, Wanted]:
+    """Return what a call reads, and the context to read it with. ALL ranks call it together."""
+    parts = opening.together(timeout)
+    if which is None:
+        opening.ask_for_latest()
+        source = opening.info.init_from if source is None else source
+    return parts, Wanted(which, source, timeout, what)
 
 
 def choose(parts: CallContext, wanted: Wanted) -> tuple[CallContext, Committed | None]:

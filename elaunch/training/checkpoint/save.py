@@ -23,11 +23,10 @@ import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from elaunch.checkpoint.retention.delete import Keep
 from elaunch.checkpoint.storage.storage import Committed, Image, Stage
 from elaunch.checkpoint.writing.assemble import merge_metadata
 from elaunch.errors import CheckpointError, CollectiveError, ContextError, SaveError
@@ -36,7 +35,7 @@ from elaunch.training.checkpoint.dcp import archives
 from elaunch.training.checkpoint.dcp import image as imaging
 from elaunch.training.checkpoint.dcp import metadata as stored
 from elaunch.training.checkpoint.dcp import plan as planning
-from elaunch.training.checkpoint.handle import MARGIN_S, SaveHandle, SaveInFlight
+from elaunch.training.checkpoint.handle import MARGIN_S, Busy, SaveHandle, SaveInFlight
 from elaunch.training.checkpoint.parts import CallContext, Saving, metadata_of
 from elaunch.training.checkpoint.state import tensors
 from elaunch.training.checkpoint.state.flatten import Captured, Values, capture, slots_for
@@ -46,20 +45,10 @@ from elaunch.wire.saver import Handed
 if TYPE_CHECKING:
     from elaunch.training.checkpoint.saver.agent import AgentSaverClient
 
-__all__ = ["Busy", "Sharded", "reserve", "save", "wait"]
+__all__ = ["Sharded", "reserve", "save", "wait"]
 
-Busy = Literal["wait", "skip"]
 BUSY: Final = ("wait", "skip")
 Filled = tuple[imaging.Content, bytes | None]
-
-
-class More(TypedDict, total=False):
-    """What ``ctx.checkpoint.save`` takes beside state, step and ``block``."""
-
-    metadata: Mapping[str, Any] | None
-    keep: Keep | int | None
-    when_busy: Busy
-    timeout: float | None
 
 
 _PLANS: Final = 4

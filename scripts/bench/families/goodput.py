@@ -6,8 +6,9 @@ save period, so that any number of steps may have to be redone. Repeat *n* uses 
 ranks for both launchers. Time counts from the first step; the score is the highest step reached at
 its end. The undisturbed run is measured once for each launcher, before its first repeat.
 
-elaunch runs twice: with ``--checkpoint-dir``, and, as torchrun does, with a script that saves and
-searches by itself and a launcher that knows nothing of it.
+elaunch runs three times: with ``--checkpoint-dir``; as torchrun does, with a script that saves and
+searches by itself and a launcher that knows nothing of it; and with ``save(every="auto")`` in place
+of a save every 20 steps.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from launchers import ELAUNCH, TORCHRUN
 
 KEY = "goodput"
 OWN = "goodput-own-saves"
+AUTO = "goodput-auto"
 REFERENCE = "goodput-undisturbed"
 WORKERS = 2
 SAVE_PERIOD = 1.1
@@ -72,12 +74,14 @@ def cases(options: Options) -> list[Case]:
     target = Target("at_least", 0.955)
     disturbed = Figure(KEY, "goodput under SIGKILLs", "share", target)
     own = Figure(OWN, "the same, the script saves by itself", "share", target)
+    auto = Figure(AUTO, 'the same, save(every="auto")', "share", Target("at_least", 0.985))
     once = dict.fromkeys((TORCHRUN, ELAUNCH), 1)
     repeats = dict.fromkeys((TORCHRUN, ELAUNCH), options.repeats)
     return [
         Case("goodput", "undisturbed", (reference,), _undisturbed, once),
         Case("goodput", "goodput", (disturbed,), _disturbed, repeats),
         Case("goodput", "goodput, own saves", (own,), _own_saves, {ELAUNCH: options.repeats}),
+        Case("goodput", "goodput, auto", (auto,), _auto, {ELAUNCH: options.repeats}),
     ]
 
 
@@ -105,34 +109,42 @@ def _own_saves(trial: Trial) -> Mapping[str, Sample]:
     return {OWN: _share(trial, told=False)}
 
 
-def _share(trial: Trial, told: bool) -> Sample:
+def _auto(trial: Trial) -> Mapping[str, Sample]:
+    return {AUTO: _share(trial, told=True, program="steps_auto")}
+
+
+def _share(trial: Trial, told: bool, program: str = "steps") -> Sample:
     """Return the steps under kills over those of the undisturbed run."""
     reference = trial.earlier(REFERENCE)
     full = reference[0].value if reference else None
     if not full:
         return Sample(None, "the undisturbed run failed")
-    steps, detail = _run(trial, kills(trial.options, trial.number), told)
+    steps, detail = _run(trial, kills(trial.options, trial.number), told, program=program)
     return Sample(steps / full, str(detail["ended"] or ""), detail)
 
 
-def _run(trial: Trial, planned: Sequence[Kill], told: bool = False) -> tuple[int, dict[str, Any]]:
+def _run(
+    trial: Trial, planned: Sequence[Kill], told: bool = False, *, program: str = "steps"
+) -> tuple[int, dict[str, Any]]:
     """Run the job for one window; return the step reached and what happened.
 
     ``told`` gives the launcher the directory of the checkpoints.
     """
     with contextlib.ExitStack() as stack:
-        job = stack.enter_context(_job(trial, told))
+        job = stack.enter_context(_job(trial, told, program))
         begin = _first_step(job)
         missed = [kill.at for kill in planned if not _kill(job, begin, kill)]
         end = begin + trial.options.goodput_window
         time.sleep(max(0.0, end + MARGIN - time.monotonic()))
-        progress = _progress(job.stamps)
+        progress, saves = _progress(job.stamps), _saves(job.stamps)
         code = job.process.poll()
     steps = progress.reached(end)
     detail = {
         "steps": steps,
         "redone_steps": progress.redone(),
         "gaps_s": progress.gaps(),
+        "saves": len(saves),
+        "saving_s": round(sum(saves), 3),
         "kills": [vars(kill) for kill in planned],
         "missed_kills": missed,
         "ended": None if code is None else f"gave up with exit code {code}",
@@ -140,14 +152,16 @@ def _run(trial: Trial, planned: Sequence[Kill], told: bool = False) -> tuple[int
     return steps, detail
 
 
-def _job(trial: Trial, told: bool) -> Job:
+def _job(trial: Trial, told: bool, program: str) -> Job:
     """Return the job, not started, with checkpoints beside its other files."""
     root = trial.root / f"checkpoints-{trial.launcher.name}-{time.monotonic_ns()}"
     root.mkdir()
     flags = list(FLAGS)
     if told:
-        flags += ["--checkpoint-dir", str(root), "--checkpoint-glob", "step_*.pt"]
-    command = trial.launcher.command("steps", WORKERS, flags, (str(root),))
+        flags += ["--checkpoint-dir", str(root)]
+    if told and program == "steps":
+        flags += ["--checkpoint-glob", "step_*.pt"]
+    command = trial.launcher.command(program, WORKERS, flags, (str(root),))
     return Job(trial.root, command, trial.launcher.for_restarts)
 
 
@@ -158,6 +172,12 @@ def _progress(stamps: Path) -> Progress:
         whole = [line for line in path.read_text().splitlines(keepends=True) if line[-1] == "\n"]
         steps += [(float(line.split()[0]), int(line.split()[1]), number) for line in whole]
     return Progress(tuple(sorted(steps)))
+
+
+def _saves(stamps: Path) -> list[float]:
+    """Return the seconds for which each save of rank 0 stopped it, as far as the script tells."""
+    lines = [line for path in stamps.glob("saves.*.0") for line in path.read_text().splitlines()]
+    return [float(line.split()[1]) for line in lines if line.count(" ") == 1]
 
 
 def _first_step(job: Job) -> float:
