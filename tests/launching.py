@@ -100,7 +100,7 @@ class _Output:
 class Running:
     """A started command: its process, its output so far, and waits with a deadline."""
 
-    def __init__(self, process: subprocess.Popen[bytes] | warm.WarmProcess) -> None:
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self.argv: list[str] = process.args  # type: ignore[assignment]  # Popen keeps what it got
         self.process = process
         assert process.stdout is not None and process.stderr is not None
@@ -256,9 +256,10 @@ class Launcher:
         *,
         may_fork: bool = False,
     ) -> Running:
-        process: subprocess.Popen[bytes] | warm.WarmProcess
         if self._forks and may_fork and warm.can_start(env):
-            process = warm.WarmProcess(argv, env, cwd, machine.namespaces() if machine else ())
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+            spaces = machine.namespaces() if machine else ()
+            process = warm.Popen(argv, env, cwd, spaces, stdin=subprocess.DEVNULL, **pipes)
         else:
             prefix = machine.prefix(cwd) if machine else []
             process = _executed([*prefix, *argv], env, cwd)

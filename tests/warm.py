@@ -1,4 +1,4 @@
-"""Start ``elaunch`` by forking a process that has torch in memory (tests/warmserver.py).
+"""Start Python programs by forking a process that has torch in memory (tests/warmserver.py).
 
 Most of what a job's start costs is the import of torch, a second of CPU; a test suite that starts
 elaunch a thousand times would spend most of its time there. The agents, servers and workers are
@@ -7,80 +7,82 @@ real processes all the same, with the parents, arguments, variables and streams 
 
 from __future__ import annotations
 
+import ctypes
 import os
-import select
-import signal
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from tests import warmserver
 
+_PR_SET_CHILD_SUBREAPER = 36
 _PROGRAM = Path(warmserver.__file__)
 
 
-class WarmProcess:
-    """A forked ``python -m elaunch ...``; like subprocess.Popen, as far as tests need that.
+class Popen(subprocess.Popen[Any]):
+    """A ``python -m MODULE …``, ``python -c CODE …`` or ``python PROGRAM …`` that is forked.
+
+    It is executed where a fork would not see its variables as it does. It is always in a session of
+    its own.
 
     Args:
         argv: the whole command line, the interpreter first.
         env: all its variables.
         cwd: its directory, in the namespaces.
         spaces: paths of the namespaces that it is in, where they are not this process's own.
+        options: of ``subprocess.Popen``, for its streams.
     """
 
     def __init__(
-        self, argv: Sequence[str], env: Mapping[str, str], cwd: Path, spaces: Sequence[str] = ()
+        self,
+        argv: Sequence[str | os.PathLike[str]],
+        env: Mapping[str, str],
+        cwd: Path | None = None,
+        spaces: Sequence[str] = (),
+        **options: Any,
     ) -> None:
-        self.args = list(argv)
-        self.returncode: int | None = None
-        self._lock = threading.Lock()
-        out, out_end = os.pipe()
-        err, err_end = os.pipe()
-        self.stdout: IO[bytes] = open(out, "rb")  # noqa: SIM115 - whoever reads them closes them
-        self.stderr: IO[bytes] = open(err, "rb")  # noqa: SIM115
-        opened = [os.open(path, os.O_RDONLY) for path in (os.devnull, *spaces)]
+        self._spaces = spaces
+        words = [os.fspath(word) for word in argv]
+        super().__init__(
+            words, env=dict(env), cwd=cwd or Path.cwd(), start_new_session=True, **options
+        )
+
+    def _execute_child(self, args: Any, *rest: Any) -> None:
+        cwd, env = rest[4:6]
+        prepare(env)
+        if not can_start(env):
+            assert not self._spaces
+            super()._execute_child(args, *rest)  # type: ignore[misc]
+            return
+        pipes = rest[9:15]
+        streams = [
+            pipe if pipe != -1 else number
+            for number, pipe in enumerate((pipes[0], pipes[3], pipes[5]))
+        ]
+        opened = [os.open(path, os.O_RDONLY) for path in self._spaces]
         try:
-            files = [opened[0], out_end, err_end, *opened[1:]]
-            self.pid = _warm[0].start(self.args, env, cwd, files)
+            self.pid = _warm[0].start(args, env, cwd, [*streams, *opened])
+            self._child_created = True
         finally:
-            for fd in (out_end, err_end, *opened):
+            for fd in opened:
                 os.close(fd)
-        self._ended = os.pidfd_open(self.pid)
+            self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
-    def poll(self) -> int | None:
-        """Return the exit code, None while it runs."""
-        with self._lock:
-            if self.returncode is None:
-                pid, status = os.waitpid(self.pid, os.WNOHANG)
-                if pid:
-                    self.returncode = os.waitstatus_to_exitcode(status)
-                    os.close(self._ended)
-            return self.returncode
 
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for the end and return the exit code; raises subprocess.TimeoutExpired."""
-        if self.returncode is None:
-            poll = select.poll()
-            poll.register(self._ended, select.POLLIN)
-            poll.poll(None if timeout is None else timeout * 1000)
-        code = self.poll()
-        if code is None:
-            raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
-        return code
-
-    def send_signal(self, number: int) -> None:
-        """Send a signal, unless it has ended."""
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        """Send SIGKILL, unless it has ended."""
-        self.send_signal(signal.SIGKILL)
+def run(
+    argv: Sequence[str | os.PathLike[str]],
+    env: Mapping[str, str] | None = None,
+    text: str = "",
+) -> subprocess.CompletedProcess[str]:
+    """Run a forked Python to its end; ``text`` is what it reads, and its output is returned."""
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with Popen(argv, os.environ if env is None else env, text=True, **pipes) as process:
+        out, err = process.communicate(text, timeout=100)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
 class _Warm:
@@ -88,10 +90,11 @@ class _Warm:
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        kept = {name: value for name, value in environ.items() if name != warmserver.PATH}
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, str(_PROGRAM), str(theirs.fileno()), "." * warmserver.ROOM],
-                env={**environ, "ROOM": "." * warmserver.ROOM},
+                env={**kept, "ROOM": "." * warmserver.ROOM},
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
@@ -134,6 +137,7 @@ def pids() -> set[int]:
 def prepare(environ: Mapping[str, str]) -> None:
     """Start the process that forks, if there is none yet; it imports while the tests go on."""
     if not _warm:
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         _warm.append(_Warm(environ))
 
 

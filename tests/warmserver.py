@@ -50,6 +50,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 IMPORT_TIME: Final = ("PYTHON", "LD_", "MALLOC_", "TORCH_", "KMP_", "MKL_", "OMP_", "FAKETIME")
 """Beginnings of variables that are read when a program starts, or when torch is imported."""
 THREADS: Final = "OMP_NUM_THREADS"
+PATH: Final = "PYTHONPATH"
 
 _LATER: Final = (
     "torch._dynamo",
@@ -71,7 +72,7 @@ def settings(environ: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in environ.items()
-        if name.startswith(IMPORT_TIME) and name != THREADS
+        if name.startswith(IMPORT_TIME) and name not in (THREADS, PATH)
     }
 
 
@@ -124,6 +125,7 @@ def _open_streams(unbuffered: bool) -> None:
 def _take_over(argv: Sequence[str], environ: Mapping[str, str]) -> None:
     os.environ.clear()
     os.environ.update(environ)
+    sys.path[1:1] = [os.path.abspath(at) for at in environ.get(PATH, "").split(os.pathsep) if at]
     _show(_ARGUMENTS, argv)
     _show(_VARIABLES, (f"{name}={value}" for name, value in environ.items()))
     sys.orig_argv[:] = argv
@@ -153,6 +155,24 @@ class _Hidden(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def exec_module(self, module: types.ModuleType) -> None:
         """Give the module its own description back; it was executed long ago."""
         module.__spec__ = self._own
+
+
+def _run(argv: Sequence[str]) -> None:
+    """Run what the interpreter would with these arguments, as its ``__main__``."""
+    program, *args = argv
+    if program == "-m":
+        sys.argv[:] = args
+        sys.path[0] = os.getcwd()
+        runpy.run_module(args[0], run_name="__main__", alter_sys=True)
+    elif program == "-c":
+        sys.argv[:] = ["-c", *args[1:]]
+        sys.path[0] = ""
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(compile(args[0], "<string>", "exec", dont_inherit=True), main.__dict__)
+    else:
+        sys.argv[:] = [program, *args]
+        sys.path[0] = os.path.dirname(program)
+        runpy.run_path(program, run_name="__main__")
 
 
 def _not_of_python(modules: set[str]) -> set[str]:
@@ -235,27 +255,30 @@ class WarmServer:
             if _LIBC.setns(space, 0) != 0:
                 raise OSError(ctypes.get_errno(), "setns")
         os.chdir(request["cwd"])
+        argv = request["argv"]
+        if argv[1] == "-c":  # a program that starts no elaunch
+            loop._close_all_but(-1)
+        elif (seed := self._seed()) is None:
+            return
+        else:
+            os.posix_spawnp = self._spawning(seed, os.posix_spawnp)
+        _take_over(argv, request["env"])
+        _open_streams(unbuffered=False)
+        _Hidden(self._torch)
+        _run(argv[1:])
+        sys.exit()
+
+    def _seed(self) -> socket.socket | None:
+        """Return the seed's socket; in the seed's child, once it is the server, None."""
         ours, seeds = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         os.set_inheritable(ours.fileno(), False)
         if os.fork() == 0:
             ours.close()
             loop._close_all_but(seeds.fileno())
             self._wait_as_seed(seeds)
-            return
+            return None
         loop._close_all_but(ours.fileno())
-        _take_over(request["argv"], request["env"])
-        _open_streams(unbuffered=False)
-        _Hidden(self._torch)
-        os.posix_spawnp = self._spawning(ours, os.posix_spawnp)
-        _, program, *args = request["argv"]
-        if program == "-m":
-            sys.argv[:] = args
-            sys.path[0] = os.getcwd()
-            runpy.run_module(args[0], run_name="__main__", alter_sys=True)
-        else:
-            sys.argv[:] = [program, *args]
-            sys.path[0] = os.path.dirname(program)
-            runpy.run_path(program, run_name="__main__")
+        return ours
 
     def _spawning(self, seed: socket.socket, really: Any) -> Any:
         """Return what starts the server of the seed, and all else really."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from elaunch.training.distributed import DistributedContext
 from elaunch.training.place.placement import Placement
 from elaunch.training.preempt.preempt import PreemptContext
 from elaunch.wire.progress import ProgressPage
+from tests import warm
 
 LONG = 100.0
 """Seconds that anything may take on a busy machine."""
@@ -36,9 +38,8 @@ class StoreHost:
     """A process that hosts a TCPStore, as torchrun's and elaunch's agents do."""
 
     def __init__(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", _HOST], stdout=subprocess.PIPE, text=True
-        )
+        argv = [sys.executable, "-c", _HOST]
+        self.process = warm.Popen(argv, os.environ, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         self.port = int(self.process.stdout.readline())
 

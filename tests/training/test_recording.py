@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests import warm
+
 TORCHS = "from torch.distributed.elastic.multiprocessing.errors import record"
 OURS = "from elaunch import record"
 ENDINGS = {
@@ -25,6 +27,7 @@ ENDINGS = {
     "killed": "import os; os.kill(os.getpid(), 11)",
     "no stderr": "raise ValueError('unheard')",
 }
+IGNORE = "import warnings; warnings.simplefilter('ignore')\n"
 SCRIPT = """
 import sys
 {imports}
@@ -45,8 +48,7 @@ def run(imports: str, name: str, file: Path | None) -> subprocess.CompletedProce
     environ = {k: v for k, v in os.environ.items() if k != "TORCHELASTIC_ERROR_FILE"}
     if file is not None:
         environ["TORCHELASTIC_ERROR_FILE"] = str(file)
-    argv = [sys.executable, "-W", "ignore", "-c", code]
-    return subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=100)
+    return warm.run([sys.executable, "-c", IGNORE + code], environ)
 
 
 def shape(value: Any) -> Any:
@@ -112,9 +114,7 @@ def test_a_launcher_passes_the_record_of_its_worker_on(tmp_path: Path) -> None:
         "if __name__ == '__main__': main()\n"
     )
     environ = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}
-    done = subprocess.run(
-        [sys.executable, script], env=environ, capture_output=True, text=True, timeout=100
-    )
+    done = warm.run([sys.executable, script], environ)
     assert done.returncode == 1, done.stderr
     message = json.loads((tmp_path / "error.json").read_text())["message"]
     assert message["message"] == "ValueError: of the worker"

@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 import pickle
-import subprocess
 import sys
 import tracemalloc
 from collections import Counter
@@ -23,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from elaunch.errors import PlacementError, SamplerError
 from elaunch.training.sampler import ElasticDistributedSampler
+from tests import warm
 
 
 def samplers(data: Any, world: int, **options: Any) -> list[ElasticDistributedSampler]:
@@ -417,7 +417,7 @@ def test_rank_and_world_are_the_launchers() -> None:
     ]:
         environ = {k: v for k, v in os.environ.items() if k not in launched} | variables
         argv = [sys.executable, "-c", code, *words]
-        done = subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=100)
+        done = warm.run(argv, environ)
         assert done.stdout == f"{wanted}\n", done.stderr
 
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elaunch.agent.failure import errorfile
-from tests import programs
+from tests import programs, warm
 
 NAME = "TORCHELASTIC_ERROR_FILE"
 NESTED = {
@@ -166,7 +166,7 @@ def test_round_trip_with_torch(tmp_path: Path) -> None:
     source, ours, theirs = (str(tmp_path / name) for name in ("worker", "ours", "theirs"))
     began = int(time.time())
     script = [sys.executable, "-c", RECORD, "rank 1"]
-    done = subprocess.run(script, env=os.environ | {NAME: source}, capture_output=True)
+    done = warm.run(script, os.environ | {NAME: source})
     assert done.returncode == 1
 
     found = errorfile.read(source)
@@ -177,7 +177,7 @@ def test_round_trip_with_torch(tmp_path: Path) -> None:
     assert found.timestamp is not None and found.timestamp >= began
 
     dump = [sys.executable, "-c", DUMP, source, "-9"]
-    subprocess.run(dump, env=os.environ | {NAME: theirs}, check=True, capture_output=True)
+    assert warm.run(dump, os.environ | {NAME: theirs}).returncode == 0
     assert errorfile.write_launcher_file({NAME: ours}, -9, found, "", "")
     assert json.loads(Path(ours).read_text()) == json.loads(Path(theirs).read_text())
     assert json.loads(Path(ours).read_text())["message"]["errorCode"] == -9

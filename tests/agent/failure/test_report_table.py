@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 
 from elaunch.agent.failure.ends import build
 from elaunch.agent.failure.report import HEADING, NO_TRACEBACK, NOT_AVAILABLE, render
+from tests import warm
 from tests.agent.histories import left
 
 TORCH = """
@@ -45,14 +45,8 @@ def record(path: Path, message: object) -> str:
 
 def torch_table(name: str, workers: list[dict[str, Any]]) -> str:
     """Return what torch prints for a ChildFailedError."""
-    done = subprocess.run(
-        [sys.executable, "-c", TORCH],
-        input=json.dumps({"name": name, "workers": workers}),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return done.stdout
+    facts = json.dumps({"name": name, "workers": workers})
+    return warm.run([sys.executable, "-c", TORCH], text=facts).stdout
 
 
 def our_table(name: str, workers: list[dict[str, Any]], first: int) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +14,7 @@ from elaunch.agent.policy import events
 from elaunch.agent.policy.state import Limits
 from elaunch.agent.status.eventlog import EventLog, JobFacts
 from elaunch.errors import UsageError
+from tests import warm
 from tests.agent.histories import READY, Played, exited, gone, started
 from tests.agent.policy.test_nodes import FIRST, seen
 
@@ -83,9 +83,7 @@ def test_lines_are_torch_events() -> None:
     log.record("RENDEZVOUS", duration_ms=1.5)
     log.record("START", WORKER)
     log.record("FAILED", WORKER, restarts=2, raw_error='{"message": "boom"}')
-    done = subprocess.run(
-        [sys.executable, "-c", TORCH], input=stream.getvalue(), capture_output=True, text=True
-    )
+    done = warm.run([sys.executable, "-c", TORCH], text=stream.getvalue())
     assert done.stdout == stream.getvalue(), done.stderr
     assert done.stdout.count("\n") == 3
 

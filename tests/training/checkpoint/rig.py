@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from elaunch.checkpoint import layout
+from tests import warm
 from tests.training.channelrig import PATIENCE, ROOT, StoreHost
 
 HEAD = """
@@ -20,6 +21,7 @@ from pathlib import Path
 import elaunch
 from elaunch import CheckpointError, CollectiveError, CollectiveTimeout, ContextError
 from elaunch import Keep, PeerLost, SaveError
+from tests import warm
 
 def say(*words):
     os.write(1, (" ".join(map(str, words)) + "\\n").encode())
@@ -73,10 +75,10 @@ class Job:
             node = rank // (size // nodes)
             given = {key: value.replace("{node}", str(node)) for key, value in (env or {}).items()}
             self.processes.append(
-                subprocess.Popen(
+                warm.Popen(
                     [sys.executable, "-c", head + script + TAIL],
-                    env=self._environment(rank, size, nodes) | state_of(directory) | given,
-                    cwd=directory,
+                    self._environment(rank, size, nodes) | state_of(directory) | given,
+                    directory,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
                     text=True,
