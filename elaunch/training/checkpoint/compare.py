@@ -3,7 +3,8 @@
 torch.distributed.checkpoint keeps one rank's value of a key that several ranks have, and reports
 nothing. So each save compares: values by their pickles, and by ``==`` where those differ (two equal
 sets can have different pickles); tensors by type, shape and some dozens of elements spread over
-them, so that it costs next to nothing.
+them, so that it costs next to nothing. A rank sends one digest of all keys that the same ranks
+have; only where two such digests differ it sends one for each key.
 
 ``check_same`` compares every bit of what data parallel ranks should have in common: plain tensors
 (parameters, optimizer states, tensors of the state), pieces of sharded tensors that several ranks
@@ -26,6 +27,7 @@ from elaunch.errors import CheckpointError, SaveError
 from elaunch.training import unpickling
 from elaunch.training.checkpoint.dcp import archives, plan
 from elaunch.training.checkpoint.state import tensors
+from elaunch.training.checkpoint.state.digests import digest
 from elaunch.training.checkpoint.state.flatten import BUFFER, OWN, Captured, Values, capture
 from elaunch.training.checkpoint.together import agree, guarded
 from elaunch.training.distributed import DistributedContext
@@ -41,7 +43,10 @@ def check_same(
     ALL ranks call it together. The error names the ranks that differ from most, and the first key.
     """
     digests, problem = guarded(lambda: dict(_digests(capture(state, distributed.rank))), WHAT)
-    everyone = agree(distributed, WHAT, problem, digests, timeout, CheckpointError)
+    total = None if digests is None else digest(repr(sorted(digests.items())).encode())
+    if len(set(agree(distributed, WHAT, problem, total, timeout, CheckpointError))) == 1:
+        return
+    everyone = distributed.allgather(digests, timeout)
     for key in dict.fromkeys(key for held in everyone for key in held):
         own = {rank: held[key] for rank, held in enumerate(everyone) if key in held}
         most = Counter(own.values()).most_common(1)[0][0]
@@ -69,19 +74,9 @@ def _digests(captured: Captured) -> Iterator[tuple[str, bytes]]:
         yield f"{key}{offset}", hashlib.sha256(told + hashlib.sha256(content).digest()).digest()
 
 
-LENGTH: Final = 8
-"""Bytes of a digest."""
 _SAMPLE: Final = 64
 _TOLD: Final = 60
 """Characters of a value in an error."""
-
-
-def digest(*parts: Any) -> bytes:
-    """Return the digest of some bytes."""
-    total = hashlib.blake2b(digest_size=LENGTH)
-    for part in parts:
-        total.update(part)
-    return total.digest()
 
 
 def sampled(values: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
@@ -122,24 +117,6 @@ def _bits(tensor: torch.Tensor) -> torch.dtype:
     """Return an integer type as wide as the tensor's: not every type can be indexed."""
     wide = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return wide.get(tensor.element_size(), tensor.dtype)
-
-
-def differing(
-    compared: Sequence[Sequence[str]], digests: Sequence[bytes]
-) -> dict[str, dict[bytes, list[int]]]:
-    """Return the keys whose digests are not the same on all ranks, with the ranks of each digest.
-
-    ``compared`` has the keys of each rank, or one list for all; ``digests`` theirs, joined.
-    """
-    if len(compared) == 1 and len(set(digests)) == 1:
-        return {}
-    lists = [compared[0]] * len(digests) if len(compared) == 1 else compared
-    seen: dict[str, dict[bytes, list[int]]] = {}
-    for rank, (keys, joined) in enumerate(zip(lists, digests, strict=True)):
-        for number, key in enumerate(keys):
-            one = joined[number * LENGTH : (number + 1) * LENGTH]
-            seen.setdefault(key, {}).setdefault(one, []).append(rank)
-    return {key: groups for key, groups in seen.items() if len(groups) > 1}
 
 
 def settle(

@@ -19,10 +19,12 @@ checkpoint's values.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import logging
+import operator
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -154,7 +156,7 @@ class _Loading:
         if found is not None:
             own, captured = found
             taken = frozenset(captured.leaves) | own.claimed
-            fit = _fit(captured, own, taken)
+            fit = _fit(captured, own, taken, strict)
         fits: list[_Fit] = self._agree(problem, fit)
         self._check(fits, taken, own, strict)
         for key in [key for key in captured.leaves if key not in own.keys]:
@@ -234,10 +236,12 @@ class _Loading:
         self, fits: Sequence[_Fit], taken: frozenset[str], own: Stored, strict: bool
     ) -> None:
         """Raise CheckpointError on all ranks, the same, unless state and checkpoint fit."""
-        everyone = [taken]
+        unexpected = sorted(own.keys - taken) if strict else []
         if len({fit.taken for fit in fits}) > 1:
-            everyone = self._parts.distributed.allgather(taken, self._timeout)
-        unexpected = sorted(own.keys.difference(*everyone)) if strict else []
+            keys = sorted(own.keys)  # a bit for each says which of them a rank leaves
+            lefts = self._parts.distributed.allgather(_bits(keys, unexpected), self._timeout)
+            left = functools.reduce(operator.and_, lefts)
+            unexpected = [key for at, key in enumerate(keys) if left >> at & 1]
         missing = _by_rank([fit.missing for fit in fits]) if strict else []
         told = [
             _listed("missing in the checkpoint", missing),
@@ -257,7 +261,13 @@ class _Loading:
         return agree(distributed, what, problem, payload, self._timeout, CheckpointError)
 
 
-def _fit(captured: Captured, own: Stored, taken: frozenset[str]) -> _Fit:
+def _bits(keys: Sequence[str], some: Collection[str]) -> int:
+    """Return a number that has a bit for each key, set for those of ``some``."""
+    held = frozenset(some)
+    return int("".join("01"[key in held] for key in reversed(keys)) or "0", 2)
+
+
+def _fit(captured: Captured, own: Stored, taken: frozenset[str], strict: bool) -> _Fit:
     missing = [key for key in captured.leaves if key not in own.keys]
     differs = []
     for key, leaf in captured.leaves.items():
@@ -272,7 +282,11 @@ def _fit(captured: Captured, own: Stored, taken: frozenset[str]) -> _Fit:
             there, here = tuple(own.size_of(key)), tuple(leaf.value.size())
             differs.append(f"{key} (size {there} there, {here} here)")
     keys = "\0".join(sorted(taken)).encode("utf-8", "surrogatepass")
-    return _Fit((*missing, *captured.missing), tuple(differs), hashlib.sha256(keys).digest())
+    return _Fit(
+        (*missing, *captured.missing) if strict else (),
+        tuple(differs),
+        hashlib.sha256(keys).digest(),
+    )
 
 
 def _target(leaf: flatten.Leaf) -> torch.Tensor:

@@ -38,6 +38,7 @@ from elaunch.training.checkpoint.dcp import plan as planning
 from elaunch.training.checkpoint.handle import MARGIN_S, Busy, SaveHandle, SaveInFlight
 from elaunch.training.checkpoint.parts import CallContext, Saving, metadata_of
 from elaunch.training.checkpoint.state import tensors
+from elaunch.training.checkpoint.state.digests import digest
 from elaunch.training.checkpoint.state.flatten import Captured, Values, capture, slots_for
 from elaunch.training.checkpoint.together import together
 from elaunch.wire.saver import Handed
@@ -137,6 +138,7 @@ class Ready:
     signature: planning.Signature
     known: PreparedPlan | None
     slots: dict[str, int]
+    digests: bytes
     offer: Offer
 
 
@@ -294,15 +296,16 @@ def _ready(parts: CallContext, sharded: Sharded, state: Mapping[str, Any], savin
     known = sharded.find(signature)
     slots = slots_for(packed, known.sent if known else {})
     changed = known is None or known.sent != slots
+    digests = _digests(captured, packed)
     offer = Offer(
         saving.step,
         dict(saving.metadata),
         uuid.uuid4().hex,
         known.plan.number if known else None,
         slots if changed else None,
-        _digests(captured, packed),
+        known.plan.compared.summed(parts.rank, digests) if known else b"",
     )
-    return Ready(captured, packed, signature, known, slots, offer)
+    return Ready(captured, packed, signature, known, slots, digests, offer)
 
 
 def _digests(captured: Captured, packed: Mapping[str, bytes]) -> bytes:
@@ -310,7 +313,7 @@ def _digests(captured: Captured, packed: Mapping[str, bytes]) -> bytes:
     samples = compare.sampled(
         {key: captured.leaves[key].value for key in keys if key not in packed}
     )
-    return b"".join(compare.digest(packed[key]) if key in packed else samples[key] for key in keys)
+    return b"".join(digest(packed[key]) if key in packed else samples[key] for key in keys)
 
 
 def _planned(
@@ -320,18 +323,24 @@ def _planned(
 
     Raises SaveError, on all ranks; also where the digests of what has to be equal differ.
     """
-    planner = planning.planner_of(ready.captured)
-    known = ready.known
+    planner, distributed = planning.planner_of(ready.captured), parts.distributed
+    known, summed = ready.known, [offer.digests for offer in offers]
     if known is None or any(offer.plan != known.plan.number for offer in offers):
         known = _planned_anew(parts, sharded, ready, planner, saving.timeout)
+        own_sum = known.plan.compared.summed(parts.rank, ready.digests)
+        summed = distributed.allgather(own_sum, saving.timeout)
     else:
         for rank, offer in enumerate(offers):
             if offer.slots is not None:
                 known.everyone[rank], known.metadata = offer.slots, b""
     known.sent = ready.slots
-    suspects = compare.differing(known.plan.compared, [offer.digests for offer in offers])
+    suspects = {}
+    if not known.plan.compared.are_equal(summed):
+        suspects = known.plan.compared.differing(
+            distributed.allgather(ready.digests, saving.timeout)
+        )
     own = (leaf.value for leaf in ready.captured.leaves.values() if not leaf.is_tensor)
-    compare.settle(parts.distributed, suspects, ready.packed, saving.timeout, own)
+    compare.settle(distributed, suspects, ready.packed, saving.timeout, own)
     content = imaging.Content(known.plan, planner, ready.packed, ready.slots)
     if known.plan.metadata is None:
         return content, None

@@ -136,7 +136,7 @@ say(json.dumps([kept, full, left, tried(lambda: [each.step for each in ck.list()
         ) or "[Errno 28]" in text
     assert one[1][1] == other[1][1]
     assert one[1][1].startswith("SaveError: save_ddp of step 90, writing: rank 0 on host")
-    assert f"no space left on {small_disk / 'ckpt'}: needs about 1 MiB, has " in one[1][1]
+    assert f"no space left on {small_disk / 'ckpt'}: needs about 1.00 MiB, has " in one[1][1]
     assert committed(small_disk / "ckpt") == ["step-00000100.r0"]
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +79,45 @@ def test_plans_are_kept_while_the_state_keeps_its_shape(tmp_path: Path) -> None:
     """Values may grow and shrink; new keys need a new plan, and the old one is still known."""
     said = in_group(cached, 2, tmp_path, agent=True)
     assert said[0] == said[1] == [1, 1, 1, 1, 1, 1, 2, 2, 2], said
+
+
+def sent_bytes(ctx: Any) -> Any:
+    """Save, and load, a state of many keys; return the bytes that this rank sends each time."""
+    distributed, rank, sent = ctx.distributed, ctx.distributed.rank, [0]
+    allgather = distributed.allgather
+
+    def counting(obj: Any, timeout: float | None = None) -> Any:
+        sent[0] += len(pickle.dumps(obj))
+        return allgather(obj, timeout)
+
+    def total(work: Callable[[], Any]) -> int:
+        sent[0] = 0
+        work()
+        return sent[0]
+
+    distributed.allgather = counting
+    values = {f"layers.{number}.bias": number for number in range(3000)}
+    tensors = {f"layers.{number}.weight": torch.full((2,), number) for number in range(3000)}
+    state = {"values": values, "tensors": tensors}
+    stage = {key: one for number, (key, one) in enumerate(tensors.items()) if number % 2 == rank}
+    staged = {"values": values, "stage": stage}
+    for step, one in ((1, state), (2, staged)):
+        ctx.checkpoint.save(one, step)
+    newest = ctx.checkpoint.latest()
+    return [
+        total(lambda: ctx.checkpoint.load(staged, uuid=newest.uuid)),
+        total(lambda: ctx.checkpoint.save(state, 3)),
+        total(lambda: ctx.checkpoint.save(staged, 4)),
+        total(lambda: ctx.checkpoint.save_ddp(state, 5)),
+        total(lambda: ctx.checkpoint.check_same(state)),
+    ]
+
+
+def test_ranks_send_few_bytes_for_many_keys(tmp_path: Path) -> None:
+    """Also where they have different ones, as with pipeline stages."""
+    said = in_group(sent_bytes, 2, tmp_path)
+    assert not isinstance(said[1], Raised), said[1]
+    assert max(said[1]) < 8000, said
 
 
 def fresh_optimizer(ctx: Any, kind: str) -> Any:

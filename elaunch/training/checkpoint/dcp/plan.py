@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from torch.distributed.tensor import DTensor
 
 from elaunch.errors import CheckpointError
+from elaunch.training.checkpoint.state.digests import ComparedKeys
 from elaunch.training.checkpoint.state.flatten import Captured, KeyPath
 from elaunch.training.checkpoint.together import together
 
@@ -67,8 +68,7 @@ class WritePlan:
         number: names it, the same on all ranks.
         items: the pieces that this rank writes.
         portion: the same pieces, and the values that it writes.
-        compared: the keys of each rank that have to be equal where several ranks have them; one
-            list if all ranks have the same.
+        compared: the keys that have to be equal where several ranks have them.
         world: what each rank writes; on rank 0 only.
         metadata: what ``.metadata`` says but for the places; on rank 0 only.
     """
@@ -76,7 +76,7 @@ class WritePlan:
     number: int
     items: tuple[WriteItem, ...]
     portion: Portion
-    compared: tuple[tuple[str, ...], ...]
+    compared: ComparedKeys
     world: tuple[Portion, ...] = ()
     metadata: Metadata | None = None
 
@@ -153,7 +153,7 @@ class _Answer:
     """Rank 0's plan: for each rank the positions of its items, and their hints."""
 
     chosen: list[list[tuple[int, int | None]]]
-    compared: tuple[tuple[str, ...], ...]
+    compared: ComparedKeys
     world: tuple[Portion, ...]
     metadata: Metadata
 
@@ -184,10 +184,9 @@ def _decide(proposals: Sequence[_Proposal]) -> _Answer:
     planner = DefaultSavePlanner(flatten_state_dict=False)
     planned, metadata = planner.create_global_plan(left)
     paths = {key: path for proposal in proposals for key, path in proposal.paths.items()}
-    lists = tuple(proposal.compared for proposal in proposals)
     return _Answer(
         [_positions(local, plan) for local, plan in zip(plans, planned, strict=True)],
-        lists[:1] if len(set(lists)) == 1 else lists,
+        ComparedKeys.of([proposal.compared for proposal in proposals]),
         tuple(_portion(plan.items) for plan in planned),
         dataclasses.replace(metadata, planner_data=paths),
     )

@@ -35,6 +35,7 @@ from elaunch.training.checkpoint import compare
 from elaunch.training.checkpoint.dcp import archives
 from elaunch.training.checkpoint.dcp.metadata import key_of
 from elaunch.training.checkpoint.state import kinds, modules, optimizers, tensors
+from elaunch.training.checkpoint.state.digests import differing, digest, split
 from elaunch.training.checkpoint.state.perrank import PerRank
 from elaunch.training.checkpoint.together import guarded
 from elaunch.training.distributed import DistributedContext
@@ -113,19 +114,23 @@ KeyPath = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Told:
-    """What a rank sends the others of its state.
+    """What a rank sends the others of its state where :attr:`digest` is not the same on all.
 
     Attributes:
         kinds: what stands under each key, in words.
         compared: the keys of plain values.
         digests: theirs, joined.
-        own: what the rank has of its own.
     """
 
     kinds: dict[str, str]
     compared: tuple[str, ...]
     digests: bytes
-    own: dict[KeyPath, Any]
+
+    @property
+    def digest(self) -> bytes:
+        """One digest of all that; the order of the keys plays no part."""
+        each = zip(self.compared, split(self.digests), strict=True)
+        return digest(repr((sorted(self.kinds.items()), sorted(each))).encode())
 
 
 @dataclass
@@ -149,14 +154,14 @@ class Plain:
     size: int = 0
 
     def told(self) -> Told:
-        """Return what is sent to the other ranks."""
-        digests = [compare.digest(pickle.dumps(value)) for value in self.values.values()]
-        return Told(self.kinds, tuple(self.values), b"".join(digests), self.own)
+        """Return what is compared with the other ranks'."""
+        digests = [digest(pickle.dumps(value)) for value in self.values.values()]
+        return Told(self.kinds, tuple(self.values), b"".join(digests))
 
-    def complete(self, everyone: Sequence[Told]) -> dict[Any, Any]:
+    def complete(self, everyone: Sequence[Mapping[KeyPath, Any]]) -> dict[Any, Any]:
         """Return the content, with what every rank has of its own."""
         for path, place in self.places.items():
-            place[:] = [told.own[path] for told in everyone]
+            place[:] = [own[path] for own in everyone]
         return self.content
 
 
@@ -200,11 +205,15 @@ def refuse_raw(value: Any, name: str = "") -> None:
 def check_same(
     distributed: DistributedContext,
     made: Plain,
-    everyone: Sequence[Told],
+    told: Told,
     what: str,
     timeout: float | None,
 ) -> None:
-    """Raise SaveError, on all ranks, for keys and plain values that differ. ALL ranks call it."""
+    """Raise SaveError, on all ranks, for keys and plain values that differ. ALL ranks call it.
+
+    They do where the digests of what they have ``told`` are not the same.
+    """
+    everyone = distributed.allgather(told, timeout)
     problems = _differences([told.kinds for told in everyone])
     if problems:
         raise SaveError(
@@ -212,9 +221,7 @@ def check_same(
             "0 writes for all ranks, so all give the same keys; elaunch.PerRank(…) is around what "
             "each has of its own"
         )
-    suspects = compare.differing(
-        [told.compared for told in everyone], [told.digests for told in everyone]
-    )
+    suspects = differing([told.compared for told in everyone], [told.digests for told in everyone])
     packed = {key: archives.pack(made.values[key]) for key in suspects if key in made.values}
     compare.settle(distributed, suspects, packed, timeout, made.values.values())
 

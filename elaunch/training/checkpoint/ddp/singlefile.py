@@ -62,18 +62,21 @@ def save(parts: CallContext, state: Mapping[str, Any], saving: Saving) -> Commit
         return made, made.told()
 
     done, problem = guarded(work, saving.what)
-    own = None if done is None else done[1]
-    everyone = agree(parts.distributed, f"{saving.what}, its state", problem, own, saving.timeout)
+    sent = None if done is None else (done[1].digest, done[0].own)
+    everyone = agree(parts.distributed, f"{saving.what}, its state", problem, sent, saving.timeout)
     assert done is not None
-    made = done[0]
-    plainstate.check_same(parts.distributed, made, everyone, saving.what, saving.timeout)
+    made, told = done
+    if len({one for one, _ in everyone}) > 1:
+        plainstate.check_same(parts.distributed, made, told, saving.what, saving.timeout)
     saving = replace(saving, size=made.size)
 
     def write(stage: Stage) -> bytes | None:
         if parts.rank != 0:
             return None
         path = parts.storage.open_stage(stage) / FILE
-        problem = guarded(lambda: _write(made.complete(everyone), path), "torch.save")[1]
+        problem = guarded(
+            lambda: _write(made.complete([own for _, own in everyone]), path), "torch.save"
+        )[1]
         if problem is not None:
             raise problem
         return parts.storage.seal(stage, part_of(parts, saving, writers=1), [FILE])

@@ -108,13 +108,3 @@ def test_samples_see_type_shape_and_elements() -> None:
     assert len(set(compare.sampled(small).values())) == 4
     fp8 = torch.arange(6000.0).to(torch.float8_e5m2)
     assert compare.sampled({"x": fp8}) == compare.sampled({"x": fp8.clone()})
-
-
-def test_differing_with_other_keys_on_each_rank() -> None:
-    """Only keys that several ranks have are compared."""
-    a, b = bytes(8), b"1" * 8
-    assert compare.differing([("x", "y")], [a + b, a + b]) == {}
-    assert compare.differing([("x", "y")], [a + b, a + a]) == {"y": {b: [0], a: [1]}}
-    lists = [("x",), ("y", "x"), ("z",)]
-    assert compare.differing(lists, [a, b + a, b]) == {}
-    assert compare.differing(lists, [a, b + b, b]) == {"x": {a: [0], b: [1]}}
