@@ -19,6 +19,8 @@ ELAUNCH_RUN_ID_GIVEN            ``1`` where a person chose the run id and there 
 ELAUNCH_CHECKPOINT_KEEP         the ``--checkpoint-keep-…`` flags as JSON; unset without any
 ELAUNCH_RESUME_FROM             the checkpoint that every rank of this round resumes from, or empty
 ELAUNCH_RESUME_STEP             its step, or empty
+ELAUNCH_RESUME_UUID             its uuid, if the agents have it in memory and still write it; else
+                                unset
 ELAUNCH_INIT_FROM               the checkpoint of ``--init-from``, from which the run begins at
                                 step 0 while it has none of its own; unset without it
 ELAUNCH_HPARAMS                 ``hyperparameters`` of the job file as JSON; unset without them
@@ -59,6 +61,7 @@ CHECKPOINT_DIR = "ELAUNCH_CHECKPOINT_DIR"
 OPEN_MPI_RANK = "OMPI_COMM_WORLD_RANK"
 OPEN_MPI_SECRET = "OMPI_MCA_orte_precondition_transports"
 """A random number that mpirun of Open MPI 4 gives to the processes of a job, and to no other."""
+RESUME_UUID = "ELAUNCH_RESUME_UUID"
 RUN_ID_GIVEN = "ELAUNCH_RUN_ID_GIVEN"
 CHECKPOINT_LOCAL = "ELAUNCH_CHECKPOINT_LOCAL"
 CHECKPOINT_KEEP = "ELAUNCH_CHECKPOINT_KEEP"
@@ -72,7 +75,7 @@ FACTS = frozenset(
         *(AGENT_SOCKET, CHANNEL_KEY, CHECKPOINT_DIR, RUN_ID_GIVEN, CHECKPOINT_LOCAL),
         *(CHECKPOINT_KEEP, STACKS_FILE, TIMER_FILE, "ELAUNCH_RUN_ID", "ELAUNCH_ROUND"),
         *("ELAUNCH_RESTART_REASON", "ELAUNCH_NODE_ADDRS", "ELAUNCH_RESUME_FROM"),
-        *("ELAUNCH_RESUME_STEP", HPARAMS, INIT_FROM),
+        *("ELAUNCH_RESUME_STEP", RESUME_UUID, HPARAMS, INIT_FROM),
     }
 )
 """What an agent sets for its own workers alone: it means nothing to another job."""
@@ -133,6 +136,7 @@ class RoundFacts:
     checkpoint_local: bool = False
     checkpoint_keep: str = ""
     init_from: str = ""
+    resume_uuid: str = ""
 
 
 def worker_environment(
@@ -189,6 +193,7 @@ def _only_where_given(facts: RoundFacts) -> dict[str, str]:
         CHECKPOINT_LOCAL: "1" if facts.checkpoint_local else None,
         CHECKPOINT_KEEP: facts.checkpoint_keep or None,
         INIT_FROM: facts.init_from or None,
+        RESUME_UUID: facts.resume_uuid or None,
         CHANNEL_KEY: facts.channel_key or None,
     }
     return {name: value for name, value in given.items() if value is not None}

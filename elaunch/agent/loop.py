@@ -230,7 +230,7 @@ class Agent:
         if state.interrupted is not None and self._grace_until is not None:
             # The sender of the signal may send SIGKILL when the grace is over.
             seconds = min(seconds, max(SETTLE_LEAST, self._grace_until - now))
-        self._saver.settle(seconds)
+        self._saver.settle(seconds, holds=action.holds)
         self._deadline = now + seconds + SETTLE_OVERDUE
 
     def _answer(self, taken: Turn) -> None:
@@ -244,6 +244,6 @@ class Agent:
         elif isinstance(event, events.Ping):
             event.answer()
         elif isinstance(event, events.FenceAsked):
-            event.answer(refusal(taken.before, event.round))
+            event.answer(refusal(taken.before, event.round, event.uuid))
         elif isinstance(event, events.PreemptAsked):
             event.answer(taken.reason)

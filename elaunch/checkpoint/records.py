@@ -35,13 +35,21 @@ class Checkpoint:
 
     ``format`` is ``elaunch``, ``dcp``, ``huggingface``, ``accelerate``, ``deepspeed``,
     ``lightning``, ``torch.save``, ``safetensors``, ``json``, or ``directory`` for one of which
-    only the files are known; ``round`` is known for elaunch's own layout only.
+    only the files are known; ``round`` is known for elaunch's own layout only. ``uuid`` is that of
+    one that agents have in memory and still write: ``path`` is where it will be.
     """
 
     path: Location
     step: int
     format: str
     round: int | None = None
+    uuid: str = ""
+
+    @property
+    def stage(self) -> str:
+        """The name of its stage, if it is one that agents still write; else ""."""
+        name = os.path.basename(str(self.path))
+        return f"{name.removesuffix(f'.{self.uuid}')}.{self.uuid}" if self.uuid else ""
 
 
 @dataclass(frozen=True)

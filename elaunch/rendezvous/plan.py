@@ -69,15 +69,34 @@ class WorkerFailure(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     summary: Text = ""
 
 
-class PlanCheckpoint(Struct, frozen=True, forbid_unknown_fields=True):
+class PlanCheckpoint(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """What a round resumes from.
 
-    The path is relative where every node has a directory of its own (--checkpoint-local).
+    The path is relative where every node has a directory of its own (--checkpoint-local). ``uuid``
+    is that of a checkpoint which the agents have in memory and still write; "" for all others.
     """
 
     path: Text
     step: Whole
     format: Line
+    uuid: Line = ""
+
+
+class HeldShards(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """The shards of one save that an agent has in memory, and that are in no checkpoint yet.
+
+    ``path`` is where the checkpoint will be, ``round`` the one that has saved it, on ``world_size``
+    ranks; ``ranks`` are those whose shards these are. ``writing``: some of them are not on the disk
+    yet.
+    """
+
+    path: Text
+    step: Whole
+    round: Rank
+    uuid: Line
+    world_size: Count
+    ranks: tuple[Rank, ...]
+    writing: bool = False
 
 
 class JobSeen(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -119,6 +138,7 @@ class NodeStatus(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=
         courier: the port on which other agents reach this one; 0: none.
         probe: the name of the file that it has written where all nodes should see it
             (elaunch.rendezvous.decide.sharing), or "".
+        held: what it has in memory of saves that are not committed, while it has no workers.
     """
 
     host: Line
@@ -141,6 +161,7 @@ class NodeStatus(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=
     seq: Count = 0
     courier: Port = 0
     probe: Line = ""
+    held: tuple[HeldShards, ...] = ()
 
     @property
     def rests(self) -> bool:

@@ -157,7 +157,6 @@ class Context:
         self._stack.callback(self._leave)
         self.distributed.open(self._page, options.timeout)
         self.directory = self._own_directory(options)
-        self._decided = latest.decide(self.distributed, self.info, *self._run_id)
         resumed = None
         if self.info.checkpoint_dir is not None and self.info.launcher == "elaunch":
             # elaunch has looked for checkpoints: without one the script begins anew.
@@ -176,6 +175,7 @@ class Context:
             link.start()
         elif _is_free(signal.SIGUSR1):
             self.preempt.on_signal(signal.SIGUSR1)
+        self._decided = latest.decide(self.distributed, self.info, *self._run_id, link)
         liveness.register_stacks(os.environ)
         self._page.beat()
 

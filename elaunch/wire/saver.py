@@ -8,11 +8,14 @@ from the worker:
 =============================================  ====================================================
 ``{"op": "checkpoint", "round": r, "rank": g,  first request; ``d``: the directory or URL of the
 "local_rank": k, "place": d}``                 checkpoints
+``{"op": "resumed", "uuid": u}``               may come before that: which shards of what the round
+                                               resumes from are in this agent's memory
+``{"op": "begin", "wait": b, "timeout": t}``   waits for the save in flight
 ``{"op": "memory", "size": s}``                wants at least ``s`` bytes; the answer brings the
                                                memory's descriptor. It belongs to the agent: it
-                                               outlives the worker, however that ends
-``{"op": "begin", "wait": b, "timeout": t}``   is about to overwrite the memory. Waits for the save
-                                               in flight; what was in it can be recalled no more
+                                               outlives the worker, however that ends. After
+                                               ``begin``, when all ranks have begun: is about to
+                                               overwrite it, so what is there is recalled no more
 ``{"op": "staged", "handed": {…}}``            the memory holds this rank's shard (:class:`Handed`).
                                                From here it is the agent's, also where the worker
                                                is killed before it reads the answer
@@ -32,6 +35,7 @@ from the agent:
 =============================================  ====================================================
 ``{"ok": true, …}``                            done
 ``… "size": s``                                to ``memory``: how large the descriptor beside it is
+``… "shards": [{…}]``                          to ``resumed``: a :class:`Handed` each
 ``… "begun": b``                               to ``begin``: false if a save is in flight
 ``… "committed": {…} | null``                  to ``wait``, ``begin`` and ``staged``: the last
                                                checkpoint that this connection's saves have become
@@ -87,6 +91,7 @@ class Handed:
             None for those of the flags (rank 0's counts).
         protected: names of checkpoints that stay whatever ``keep`` is: the one resumed from.
         local: every node has a directory of its own (--checkpoint-local).
+        loads: the script loads the latest by a call of all ranks, which takes it from memory.
     """
 
     stage: Stage
@@ -96,6 +101,7 @@ class Handed:
     keep: Mapping[str, Any] | None = None
     protected: tuple[str, ...] = ()
     local: bool = False
+    loads: bool = False
 
     @property
     def size(self) -> int:
@@ -118,6 +124,7 @@ def handed_to_json(handed: Handed) -> dict[str, Any]:
         "keep": None if handed.keep is None else dict(handed.keep),
         "protected": list(handed.protected),
         "local": handed.local,
+        "loads": handed.loads,
     }
 
 
@@ -134,6 +141,7 @@ def handed_from_json(fields: Mapping[str, Any]) -> Handed:
             keep=None if fields["keep"] is None else dict(fields["keep"]),
             protected=tuple(str(name) for name in fields["protected"]),
             local=fields["local"] is True,
+            loads=fields.get("loads") is True,
         )
     except (KeyError, TypeError, IndexError, CheckpointError) as error:
         raise ValueError(f"this is no part of a checkpoint: {error!r}") from error

@@ -66,14 +66,14 @@ def lost(exitcode: int = -9) -> events.ServerLost:
     return events.ServerLost(exitcode)
 
 
-def checkpoint(step: int) -> Checkpoint:
+def checkpoint(step: int, path: str = "") -> Checkpoint:
     """Return a complete checkpoint of that step."""
-    return Checkpoint(Path(f"/ck/step_{step}.pt"), step, "torch.save")
+    return Checkpoint(Path(path or f"/ck/step_{step}.pt"), step, "torch.save")
 
 
-def chosen(step: int | None, problem: str = "") -> events.SearchEnded:
+def chosen(step: int | None, problem: str = "", path: str = "") -> events.SearchEnded:
     """Return what the coordinator's search found: a checkpoint of ``step``, or none."""
-    found = None if step is None else checkpoint(step)
+    found = None if step is None else checkpoint(step, path)
     said = found and PlanCheckpoint(str(found.path), found.step, found.format)
     return events.SearchEnded(SearchResult(said, problem))
 

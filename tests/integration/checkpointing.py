@@ -26,7 +26,7 @@ from tests.launching import Launcher, Running, wait_until
 
 JOBS = Path(__file__).with_name("jobs")
 TRAIN, ACT = JOBS / "checkpoint_train.py", JOBS / "checkpoint_act.py"
-AGENT = JOBS / "checkpoint_agent.py"
+AGENT, SLOW = JOBS / "checkpoint_agent.py", JOBS / "checkpoint_slow.py"
 PRELOAD = "torch,torch._dynamo,torch.distributed.checkpoint.state_dict"
 """All that the script imports and that takes long; a restart then costs nothing."""
 ENV = {"OMP_NUM_THREADS": "1"}
@@ -73,6 +73,7 @@ class Job:
         port: (several nodes) where they meet; found when it is needed.
         min_nodes: (several nodes) how few may go on; 0: all.
         host_last: (several nodes) node 0, which hosts the store, has the last ranks, not the first.
+        rate: bytes a second that the storage takes from each agent; 0: it is not throttled.
     """
 
     launcher: Launcher
@@ -89,6 +90,7 @@ class Job:
     port: int = 0
     min_nodes: int = 0
     host_last: bool = False
+    rate: float = 0.0
 
     def __post_init__(self) -> None:
         self.home = self.launcher.directory / self.name
@@ -132,7 +134,9 @@ class Job:
         else:
             script = [TRAIN, self.directory, self.mode, str(self.steps), str(self.every)]
             flags.append(f"--preload={PRELOAD}")
-        python = [sys.executable, AGENT, self.directory / f"agent.{node}"]
+        python: list[str | Path] = [sys.executable, AGENT, self.directory / f"agent.{node}"]
+        if self.rate:
+            python[1:2] = [SLOW, str(self.rate)]
         argv = [*self.prefix, *python, "run", *flags, *script, *self.words, *more]
         return self.launcher.start_around(argv, env=env)
 

@@ -99,7 +99,9 @@ class StatusPublisher:
         made = self._failure(state) if round_number >= 0 else None
         listens, preempted, asks = bool(state.listens), _preempted(state), _asks(state)
         same = (old.state, old.round, old.port) == (word, round_number, port)
+        held = state.held if word in AT_REST and state.finish is None else ()
         same = same and (old.listens, old.preempted, old.asks) == (listens, preempted, asks)
+        same = same and old.held == held
         if same and _without_age(old.failure) == _without_age(made):
             return
         self._record = replace(
@@ -111,6 +113,7 @@ class StatusPublisher:
             listens=listens,
             preempted=preempted,
             asks=asks,
+            held=held,
             reason=_reason(state),
             exit_code=_own_code(state),
         )

@@ -67,10 +67,23 @@ class TakeStacks(Struct, frozen=True):
     """Have every worker's stacks taken, before the round that hangs is ended."""
 
 
+class Finish(Struct, frozen=True):
+    """Leave with ``exit_code``."""
+
+    exit_code: int
+
+
 class Settle(Struct, frozen=True):
-    """Bring to the disk what the round has left in memory; at most ``grace`` seconds."""
+    """Bring to the disk what the round has left in memory; at most ``grace`` seconds.
+
+    ``holds``: what the next round can load from memory is not waited for. ``then`` is what follows
+    for the reason ``why``, if that is decided.
+    """
 
     grace: float
+    holds: bool = False
+    then: Finish | None = None
+    why: str = ""
 
 
 class ReplaceServer(Struct, frozen=True):
@@ -83,12 +96,6 @@ class RestartServer(Struct, frozen=True):
 
 class KillServer(Struct, frozen=True):
     """Kill the server, which does not answer; its end is the next event."""
-
-
-class Finish(Struct, frozen=True):
-    """Leave with ``exit_code``."""
-
-    exit_code: int
 
 
 class Refuse(Struct, frozen=True):

@@ -54,7 +54,11 @@ def decide(state: State, event: events.Event) -> Decision:
     arm = _ARMS.get(type(event))
     if arm is None or state.phase is Phase.ENDED:
         return NOTHING
-    return arm(state, event)
+    action, reason = arm(state, event)
+    if isinstance(action, Finish) and state.phase is Phase.MEETING and state.held:
+        # No round follows that could load it from there.
+        return Settle(state.limits.shutdown_timeout, then=action, why=reason), ""
+    return action, reason
 
 
 def _on_ready(state: State, event: events.ServerReady) -> Decision:
@@ -234,7 +238,10 @@ def _on_tree_gone(state: State, event: events.TreeGone) -> Decision:
         return NOTHING
     if state.saves:
         done = state.completed and not state.preempted and state.interrupted is None
-        return Settle(LAST_SAVE_S if done else state.limits.shutdown_timeout), ""
+        if done:
+            return Settle(LAST_SAVE_S), ""
+        ends = state.interrupted is not None or state.told_to_stop or state.parted is not None
+        return Settle(state.limits.shutdown_timeout, holds=not ends), ""
     return _after_tree(state)
 
 
@@ -245,8 +252,8 @@ def _on_settled(state: State, event: events.SavesSettled) -> Decision:
 
 
 def _after_tree(state: State, also: str = "") -> Decision:
-    """Decide what follows a round of which nothing is left here, in memory neither."""
-    action, reason = _next(state)
+    """Decide what follows a round of which nothing is left here that must be written first."""
+    action, reason = _next(state) if state.finish is None else (state.finish, state.why)
     return action, f"{also}; {reason}" if also and reason else reason or also
 
 

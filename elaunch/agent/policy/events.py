@@ -26,7 +26,8 @@ PreemptAsked        control socket, timer    somebody asks that the job end, to 
 HangSeen            watchdog                 the workers make no progress for too long
 StacksTaken         stacks                   what the workers were doing then
 SaverUsed           saver                   a worker has the agent write its checkpoints
-SavesSettled        saver                   what the round has left in memory is on disk, or lost
+SavesSettled        saver                   what the round has left in memory is on disk, lost, or
+                                             for the next round to load
 FenceAsked          saver                   answer, whether a round may still commit
 Ping                health check             answer, to show that the loop is alive
 PlanSeen, CutOff,   the rendezvous           what the coordinator has decided, and what the other
@@ -55,6 +56,7 @@ from elaunch.rendezvous.events import SearchEnded as SearchEnded
 from elaunch.rendezvous.events import StillWaiting as StillWaiting
 from elaunch.rendezvous.events import StoreBack as StoreBack
 from elaunch.rendezvous.events import StoreSilent as StoreSilent
+from elaunch.rendezvous.plan import HeldShards
 from elaunch.wire.worker import Notice
 
 
@@ -228,19 +230,24 @@ class SaverUsed(Struct, frozen=True):
 
 
 class SavesSettled(Struct, frozen=True):
-    """Nothing of ``round`` is in memory only: names of what was ``committed``, and what is lost."""
+    """Nothing of ``round`` is waited for: names of what was ``committed``, and what is lost.
+
+    ``held`` is in memory, and may be what the next round resumes from.
+    """
 
     round: int
     committed: tuple[str, ...] = ()
     lost: tuple[str, ...] = ()
+    held: tuple[HeldShards, ...] = ()
 
 
 @dataclass(frozen=True)
 class FenceAsked:
-    """May ``round`` still commit a checkpoint? ``answer`` takes why not, or ""."""
+    """May ``round`` still commit the checkpoint ``uuid``? ``answer`` takes why not, or ""."""
 
     round: int
     answer: Callable[[str], None] = field(compare=False)
+    uuid: str = ""
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ def own_state(state: State) -> tuple[AgentState, int]:
         return "ready" if state.phase is Phase.MEETING else "joining", -1
     if state.phase is Phase.RUNNING:
         return "running", state.round
-    if state.phase in (Phase.STOPPING, Phase.SWEEPING, Phase.FLUSHING):
+    if state.phase in (Phase.STOPPING, Phase.SWEEPING, Phase.FLUSHING) and state.finish is None:
         return "failed" if state.failed else "running", state.round
     return "finished" if state.completed and not state.failed else "ended", state.round
 
@@ -146,11 +146,11 @@ def _checkpoint(state: State, plan: Plan) -> Checkpoint | None:
     if found is None:
         return None
     if "://" in found.path:
-        return Checkpoint(found.path, found.step, found.format)
+        return Checkpoint(found.path, found.step, found.format, uuid=found.uuid)
     path = Path(found.path)
     if state.limits.checkpoint_root is not None:
         path = state.limits.checkpoint_root / path
-    return Checkpoint(path, found.step, found.format)
+    return Checkpoint(path, found.step, found.format, uuid=found.uuid)
 
 
 def on_tree_gone(state: State) -> Decision:

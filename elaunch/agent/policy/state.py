@@ -8,13 +8,15 @@
         ENDED ◄──over────┘  │                                     STOPPING ──all exited──────┘ │
                             └───gone─────────────────────────────────────────────────────────◄─┤
                             └───settled── FLUSHING ◄──gone, saves in memory────────────────────┘
+                         MEETING ──over, saves still in memory──► FLUSHING ──settled──► ENDED
 
 STARTING: the server imports, and counts the devices where no number was given; the checkpoint
 directory is looked at. This node joins the job as soon as the last two are known. MEETING: nothing
 of a round is left here, and the coordinator's plan says what comes (elaunch.rendezvous): a round,
 from which checkpoint, after a backoff, or the end.
 RUNNING: workers run. STOPPING: they were signalled, the grace runs. SWEEPING: what they left is
-ended. FLUSHING: checkpoints that the workers have left in the agent's memory are written out.
+ended. FLUSHING: checkpoints that the workers have left in the agent's memory are written out, as
+far as the next round cannot load them from there.
 ENDED: the agent leaves its loop.
 """
 
@@ -44,7 +46,7 @@ from elaunch.agent.policy.actions import (
 from elaunch.checkpoint.records import Checkpoint
 from elaunch.endings import exit_code, how_it_ended
 from elaunch.errors import HangError, ServerError
-from elaunch.rendezvous.plan import Plan
+from elaunch.rendezvous.plan import HeldShards, Plan
 from elaunch.text import count
 from elaunch.wire.worker import Notice
 
@@ -102,7 +104,8 @@ class State:
     the phase in which it came, ``acked`` are those that reported that they end because of it.
     ``hang`` is the hang that ended the round, ``stacks`` what the workers were doing then;
     ``taking`` says that they were asked. ``saves`` says that workers have checkpoints written by
-    the agent, ``settled`` what became of the last.
+    the agent, or that the round resumes from one in its memory; ``settled`` is what became of the
+    last. ``finish`` is the decided end that waits for the disk, ``why`` its reason.
 
     ``plan`` is the coordinator's newest, ``name`` this agent's among the members, ``member`` the
     name under which this node is in ``round`` (empty: in none), ``first_rank`` the rank of its
@@ -140,6 +143,8 @@ class State:
     stacks: events.StacksTaken | None = None
     saves: bool = False
     settled: events.SavesSettled | None = None
+    finish: Finish | None = None
+    why: str = ""
     plan: Plan | None = None
     name: str = ""
     member: str = ""
@@ -159,6 +164,11 @@ class State:
         """Whether all ended well and what they left in memory is not known to be on the disk."""
         written = self.settled is not None and not self.settled.lost
         return self.saves and self.completed and not written
+
+    @property
+    def held(self) -> tuple[HeldShards, ...]:
+        """What this agent has in memory of saves that are not committed, as far as it counts."""
+        return () if self.settled is None else self.settled.held
 
     @property
     def failed(self) -> bool:
@@ -296,6 +306,7 @@ def follow(state: State, action: Action) -> State:
             restarts=state.plan.restarts,
             without_progress=state.plan.without_progress,
             checkpoint=action.checkpoint,
+            saves=action.checkpoint is not None and bool(action.checkpoint.uuid),
             plan=state.plan,
             name=state.name,
             member=state.name,
@@ -309,6 +320,8 @@ def follow(state: State, action: Action) -> State:
         return replace(state, server_lost=None, server_restarts=state.server_restarts + 1)
     if isinstance(action, KillServer):
         return replace(state, killing=True)
+    if isinstance(action, Settle):
+        return replace(state, phase=Phase.FLUSHING, finish=action.then, why=action.why)
     return replace(state, phase=_PHASES.get(type(action), state.phase))
 
 
@@ -316,19 +329,21 @@ _PHASES: Final = {
     Meet: Phase.MEETING,
     StopWorkers: Phase.STOPPING,
     EndTree: Phase.SWEEPING,
-    Settle: Phase.FLUSHING,
     Finish: Phase.ENDED,
     Refuse: Phase.ENDED,
 }
 COMMITTING: Final = (Phase.RUNNING, Phase.STOPPING, Phase.SWEEPING, Phase.FLUSHING)
 
 
-def refusal(state: State, round_number: int) -> str:
+def refusal(state: State, round_number: int, uuid: str = "") -> str:
     """Return why ``round_number`` may not commit a checkpoint, as the agent's loop knows; or "".
 
-    In a job of one node nobody else decides. In one of several the store is asked instead
+    What the round has resumed from out of memory may be: its ``uuid`` tells. In a job of one node
+    nobody else decides. In one of several the store is asked instead
     (elaunch.agent.saver.surroundings).
     """
+    if uuid and state.checkpoint is not None and state.checkpoint.uuid == uuid:
+        return ""
     if state.round != round_number:
         return f"the job is in round {state.round}"
     if state.phase not in COMMITTING:

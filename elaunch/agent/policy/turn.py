@@ -15,7 +15,7 @@ from elaunch import env
 from elaunch.agent.policy import decide, events, nodes
 from elaunch.agent.policy.actions import Action, StartRound
 from elaunch.agent.policy.state import State, follow, observe
-from elaunch.checkpoint.records import Checkpoint
+from elaunch.checkpoint.records import Checkpoint, Stage
 from elaunch.rendezvous.plan import Plan
 
 
@@ -62,6 +62,10 @@ class Round:
     def resumed(self) -> str:
         """The name of the checkpoint that it resumes from, or ""."""
         return "" if self.checkpoint is None else os.path.basename(str(self.checkpoint.path))
+
+    def resumes(self, stage: Stage) -> bool:
+        """Whether it resumes from that save, out of the agents' memory."""
+        return self.checkpoint is not None and self.checkpoint.uuid == stage.uuid
 
     def node_of(self, rank: int) -> int:
         """Return the node rank of the node that ``rank`` runs on."""

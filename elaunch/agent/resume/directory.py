@@ -48,14 +48,17 @@ class DirectoryFinisher:
     """Owns the directory's lock. ``settings`` are the run's.
 
     ``unfinished``, set by the saver, returns the names of stages that this process still writes,
-    ``round`` is the newest that this node took part in, and ``jobs`` are the incarnation ids of
-    this job, if it has several nodes, as far as they are known. ``turn`` is held by the thread that
-    searches.
+    ``held`` are those of which agents have shards in memory, and ``resumed`` is the one that the
+    round has resumed from, out of memory, or "". ``round`` is the newest that this node took part
+    in, and ``jobs`` are the incarnation ids of this job, if it has several nodes, as far as they
+    are known. ``turn`` is held by the thread that searches.
     """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self.unfinished: Callable[[], Collection[str]] = tuple
+        self.held: frozenset[str] = frozenset()
+        self.resumed = ""
         self.round = 0
         self.jobs: frozenset[str] = frozenset()
         self.turn = threading.Lock()
@@ -163,7 +166,8 @@ class DirectoryFinisher:
         place = str(storage.place)
         alone = self._settings.rendezvous is None and place in self._tidied
         self._tidied.add(place)
-        for done in storage.finish_stages(run_id, self.unfinished(), after, alone):
+        held = {*self.held, self.resumed}
+        for done in storage.finish_stages(run_id, self.unfinished(), after, alone, held):
             log.warning("%s was complete and is committed now: its writer had died", done.name)
         storage.clear_trash()
 

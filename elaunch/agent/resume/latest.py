@@ -151,6 +151,7 @@ def for_all_nodes(
             return view.SearchResult(asked=asked.probes, unseen=unseen)
         if finishing is not None:
             finishing.jobs |= asked.jobs
+            finishing.held = _held(asked)
         found = look(settings, finishing)
         post(found)
         if found.problem is not None:
@@ -162,6 +163,14 @@ def for_all_nodes(
         return view.SearchResult(found_there, asked=asked.probes)
 
     return search
+
+
+def _held(asked: view.Search) -> frozenset[str]:
+    """Return the stages of which agents have shards in memory."""
+    from elaunch.checkpoint import layout
+
+    held = (one for status in asked.present.values() for one in status.held)
+    return frozenset(layout.stage_name(one.step, one.round, one.uuid) for one in held)
 
 
 def _unseen(settings: Settings, probes: frozenset[str]) -> frozenset[str]:

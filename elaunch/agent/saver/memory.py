@@ -130,6 +130,11 @@ class CheckpointMemory:
         with self._lock:
             return self._segments.get(name)
 
+    def rename(self, name: str, other: str) -> None:
+        """Call a segment otherwise, so that ``name`` is leased anew."""
+        with self._lock:
+            self._segments[other] = self._segments.pop(name)
+
     def free(self, name: str) -> None:
         """Give the segment ``name`` back, at the latest when nobody reads it any more."""
         with self._lock:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 from elaunch.agent.policy import events
 from elaunch.agent.resume.directory import DirectoryFinisher
+from elaunch.checkpoint.records import Location
+from elaunch.checkpoint.search.placeholder import has_placeholder
 from elaunch.config import Settings
 from elaunch.rendezvous.plan import Plan
 
@@ -33,3 +35,8 @@ class SaverPlan:
     finishing: DirectoryFinisher
     read_plan: Callable[[], Plan] | None = None
     peers: SaverPeers | None = None
+
+    def loads_by_call(self, place: Location) -> bool:
+        """Whether rounds resume from what is at ``place``, and read it by the script's calls."""
+        chosen = self.settings.checkpoint_dir
+        return str(chosen) == str(place) and not has_placeholder(self.settings.args)

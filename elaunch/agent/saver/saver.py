@@ -14,9 +14,9 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from elaunch.agent.patience import telling
 from elaunch.agent.policy import events
@@ -26,6 +26,7 @@ from elaunch.errors import ElaunchError, SaveError
 from elaunch.rendezvous.plan import Plan
 from elaunch.run.record import SavesRecord
 from elaunch.wire.local import Message, Requests
+from elaunch.wire.saver import handed_to_json
 
 if TYPE_CHECKING:
     from elaunch.agent.saver.peers import SaverPeers
@@ -69,6 +70,7 @@ class AgentSaver:
     def begin(self, round_: Round) -> None:
         """Serve the workers of this round, which are about to start, and none of any other."""
         self.finishing.round = round_.round
+        self.finishing.resumed = "" if round_.checkpoint is None else round_.checkpoint.stage
         if round_.plan is not None:
             self.finishing.enter(round_.plan.job)
         with self._lock:
@@ -78,8 +80,12 @@ class AgentSaver:
         if service is not None:
             service.begin(round_)
 
-    def settle(self, seconds: float) -> None:
-        """Bring what is in memory to the disk, for ``seconds`` at most; posts SavesSettled."""
+    def settle(self, seconds: float, *, holds: bool = False) -> None:
+        """Bring what is in memory to the disk, for ``seconds`` at most; posts SavesSettled.
+
+        ``holds``: what the next round can load from memory goes on; what then is held is posted
+        again when it is on the disk.
+        """
         with self._lock:
             round_, service = self._round, self._service
         number = -1 if round_ is None else round_.round
@@ -92,8 +98,11 @@ class AgentSaver:
             saving = service.keeping.record()["saving"]
             what = f"the save of step {saving}" if saving is not None else "what is in memory"
             with telling(lambda passed: f"still writing out {what}, for {passed:.0f} s"):
-                settled = service.settle(number, until)
+                settled = service.settle(number, until, holds)
             self._plan.post(settled)
+            if any(one.writing for one in settled.held):
+                service.await_written(settled.held)
+                self._plan.post(events.SavesSettled(number, held=service.held()))
 
         threading.Thread(target=settle, name="settle checkpoints", daemon=True).start()
 
@@ -114,7 +123,9 @@ class AgentSaver:
         connection: SaverConnection | None = None
         try:
             while (request := requests.next()) is not None:
-                if connection is None:
+                if connection is None and request.get("op") == "resumed":
+                    requests.answer(request, self._resumed(request))
+                elif connection is None:
                     connection = self._let_in(requests, request)
                 else:
                     connection.serve(request)
@@ -173,6 +184,13 @@ class AgentSaver:
     def replica_came(self, handed: Handed) -> None:
         """Keep a replica, which is whole."""
         self._served().replica_came(handed)
+
+    def _resumed(self, request: Message) -> Mapping[str, Any]:
+        with self._lock:
+            service = self._service
+        uuid = str(request.get("uuid"))
+        shards = [] if service is None else service.parts.handed(uuid)
+        return {"shards": [handed_to_json(handed) for handed in shards]}
 
     def _served(self) -> SaverService:
         with self._lock:

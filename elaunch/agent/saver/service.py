@@ -27,10 +27,12 @@ from elaunch.agent.saver.replicas import Replicas
 from elaunch.agent.saver.round import SaverPlan
 from elaunch.agent.saver.shards import REPLICA, Shards
 from elaunch.agent.saver.surroundings import RoundSurroundings
+from elaunch.checkpoint import layout
 from elaunch.checkpoint.records import Stage
 from elaunch.checkpoint.storage.storage import open_storage
 from elaunch.checkpoint.writing.queue import SaveQueue, Settled
 from elaunch.errors import CheckpointError, SaveError
+from elaunch.rendezvous.plan import HeldShards
 from elaunch.wire.local import Message, Requests
 from elaunch.wire.saver import (
     Handed,
@@ -45,6 +47,8 @@ PUSH_S = 300.0
 DRAIN_S = 5.0
 """Seconds at the end of a round for the connections of the workers, which have ended, to end."""
 
+STILL_S: Final = 60.0
+"""Seconds between two looks whether a save still is being written; its end is noticed at once."""
 SEALS_S = 5.0
 """Seconds at the end of a round for other nodes' manifests, where each has its own directory."""
 
@@ -74,18 +78,36 @@ class SaverService:
     # ── rounds ───────────────────────────────────────────────────────────────────────────────────
 
     def begin(self, round_: Round) -> None:
-        """Serve the workers of this round."""
+        """Serve the workers of this round, and go on with the save that it resumes from."""
         with self._changed:
-            self._round = self.world.round = round_
-            self.world.ending = False
+            self._round = round_
+            self.world.begin(round_)
             old, self._connections = list(self._connections.values()), {}
         for connection in old:
             connection.close()
-        self.keeping.end_round()
+        adopted = "" if round_.checkpoint is None else round_.checkpoint.uuid
+        self.keeping.end_round(adopted)
         self.parts.begin(round_)
+        if adopted and round_.plan is not None:
+            name = "go on with a save"
+            threading.Thread(target=self._go_on, args=(adopted,), name=name, daemon=True).start()
 
-    def settle(self, number: int, until: float) -> events.SavesSettled:
-        """Bring to the disk what the workers, which have ended, have left; monotonic ``until``."""
+    def _go_on(self, uuid: str) -> None:
+        """Do what nodes that are gone have had to do for a save that the round resumes from."""
+        for handed, segment in self.parts.replicas():
+            if handed.part.rank in self.world.lost_ranks(handed.stage):
+                self._write_replica(handed, segment)
+        try:
+            self.keeping.send_again(uuid)
+        except SaveError as error:
+            log.warning("the save that this round resumes from: %s", error)
+
+    def settle(self, number: int, until: float, holds: bool = False) -> events.SavesSettled:
+        """Bring to the disk what the workers, which have ended, have left; monotonic ``until``.
+
+        ``holds``: what the next round can load from memory is not waited for.
+        """
+        self.keeping.wake()
         with self._changed:
             # What they sent last may still be unread.
             drained = min(until, time.monotonic() + DRAIN_S)
@@ -96,10 +118,14 @@ class SaverService:
         for connection in connections:
             connection.close()
         self.world.ending = True
-        replicas = threading.Thread(target=self._write_replicas, name="replicas", daemon=True)
-        replicas.start()
-        replicas.join(max(0.0, until - time.monotonic()))
-        settled = self.keeping.settle(until)
+        held = self.held() if holds else ()
+        self.world.decide(not held)
+        if not held:
+            replicas = threading.Thread(target=self._write_replicas, name="replicas", daemon=True)
+            replicas.start()
+            replicas.join(max(0.0, until - time.monotonic()))
+        going_on = {one.uuid for one in held}
+        settled = self.keeping.settle(until, holds=lambda save: save.stage.uuid in going_on)
         if self._plan.settings.checkpoint_local:
             # Nobody can finish it later: each directory lacks what the other nodes have.
             more = self.keeping.settle(min(until, time.monotonic() + SEALS_S), patient=True)
@@ -107,7 +133,39 @@ class SaverService:
             settled = Settled(done, (*settled.lost, *more.lost))
             self._copies.settle(until)
         names = tuple(done.name for done in settled.committed)
-        return events.SavesSettled(number, names, settled.lost)
+        return events.SavesSettled(number, names, settled.lost, self.held() if held else ())
+
+    def held(self) -> tuple[HeldShards, ...]:
+        """Return what is in memory of saves that are not over, and that a round could load.
+
+        They are of the round that was, or what it has resumed from itself.
+        """
+        round_, saves, place = self._round, dict[Stage, list[Handed]](), self._storage.place
+        if not self._plan.loads_by_call(place):
+            return ()
+        for handed in self.parts.handed():
+            stage = handed.stage
+            counts = round_ is not None and (stage.round == round_.round or round_.resumes(stage))
+            if counts and handed.loads and not handed.local and not self.keeping.is_over(stage):
+                saves.setdefault(stage, []).append(handed)
+        return tuple(
+            HeldShards(
+                path=f"{place}/{stage.name if isinstance(place, str) else stage.final}",
+                step=stage.step,
+                round=stage.round,
+                uuid=stage.uuid,
+                world_size=shards[0].part.world_size,
+                ranks=tuple(sorted({handed.part.rank for handed in shards})),
+                writing=self.keeping.is_busy([stage.name]),
+            )
+            for stage, shards in saves.items()
+        )
+
+    def await_written(self, held: Collection[HeldShards]) -> None:
+        """Wait until no shard of these saves is being written here."""
+        names = [layout.stage_name(one.step, one.round, one.uuid) for one in held]
+        while self.keeping.is_busy(names, STILL_S):
+            pass
 
     def close(self, until: float) -> None:
         """End; a save that only lacks shards of other nodes may get them until then."""
@@ -166,13 +224,25 @@ class SaverService:
         self._check_round(connection)
         name = _name(connection)
         before = self._memory.find(name)
+        if connection.begun:  # so have all ranks: no older shard is needed any more
+            self.parts.forget(name)
+            self.parts.forget_others(_worker_names(self._round))
+        elif before is not None and self._is_held(name):
+            if before.size >= size:
+                return before  # it is not written to before a save has begun
+            self.parts.keep_aside(name)
         segment = self._memory.lease(name, size)
         if segment is not before:
             self.parts.forget(name)
         return segment
 
+    def _is_held(self, name: str) -> bool:
+        """Whether a round may have to load what is in a segment."""
+        handed = self.parts.in_segment(name)
+        return handed is not None and handed.loads and not self.keeping.is_over(handed.stage)
+
     def begin_save(self, connection: SaverConnection, wait: bool, timeout: float | None) -> bool:
-        """Wait for the save in flight, then let the worker overwrite its memory."""
+        """Wait for the save in flight."""
         self._check_round(connection)
         until = None if timeout is None else time.monotonic() + timeout
         if not self.keeping.begin(connection.rank, wait, timeout):
@@ -180,11 +250,7 @@ class SaverService:
         name = _name(connection)
         with self._changed:
             left = None if until is None else max(0.0, until - time.monotonic())
-            if not self._changed.wait_for(lambda: name not in self._pushing, left if wait else 0.0):
-                return False
-        self.parts.forget(name)
-        self.parts.forget_others(_worker_names(self._round))
-        return True
+            return self._changed.wait_for(lambda: name not in self._pushing, left if wait else 0.0)
 
     def take(self, connection: SaverConnection, handed: Handed) -> None:
         """Take over a shard: it is written from here on, whatever becomes of its worker."""
@@ -257,13 +323,15 @@ class SaverService:
         """Write out the shards of other nodes that are not on the disk: those nodes may be gone."""
         round_ = self._round
         for handed, segment in self.parts.replicas():
-            if round_ is None or handed.stage.round != round_.round:
-                continue
-            try:
-                if self._is_lacking(handed):
-                    self._write(handed, segment)
-            except (CheckpointError, OSError) as error:
-                log.warning("the copy of rank %d's part: %s", handed.part.rank, error)
+            if round_ is not None and handed.stage.round == round_.round:
+                self._write_replica(handed, segment)
+
+    def _write_replica(self, handed: Handed, segment: Segment) -> None:
+        try:
+            if self._is_lacking(handed):
+                self._write(handed, segment)
+        except (CheckpointError, OSError) as error:
+            log.warning("the copy of rank %d's part: %s", handed.part.rank, error)
 
     def _is_lacking(self, handed: Handed) -> bool:
         if any(done.uuid == handed.stage.uuid for done in self._storage.listed()):
@@ -335,7 +403,7 @@ class SaverConnection:
         return {"size": segment.size}, [segment.fd]
 
     def begin(self, said: Mapping[str, Any]) -> Answer:
-        """Have the worker wait for its turn."""
+        """Have the worker wait for the save before."""
         self.begun = self._service.begin_save(self, said["wait"] is True, said.get("timeout"))
         return self._last({"begun": self.begun})
 
@@ -358,7 +426,7 @@ class SaverConnection:
 
     def fence(self, said: Mapping[str, Any]) -> Answer:
         """Answer whether the worker's round is still the one."""
-        self._service.world.fence(int(said["round"]))
+        self._service.world.check_round(int(said["round"]))
         return {}, []
 
     def committed(self, said: Mapping[str, Any]) -> Answer:

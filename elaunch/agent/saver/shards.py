@@ -3,11 +3,13 @@
 =============  =====================================================================================
 kept as        what it is, and until when
 =============  =====================================================================================
-``worker k``   the shard that the worker with local rank k left; until that one's next save begins
+``worker k``   the shard that the worker with local rank k left; until that one's next save is
+               copied there, which all ranks have begun: no shard of the one before is needed then
 ``replica r``  rank r's shard, of the node before this one (``--checkpoint-replicas``); until the
                next one of that rank comes. With a directory on each node that waits until this one
                is on the disk (elaunch.agent.saver.replicas)
-``fetched …``  a shard out of another node's memory, for loading; until a save begins here
+``fetched …``  a shard out of another node's memory, for loading; until a save is copied here
+``resumed …``  what was ``worker k``: the round resumes from it, and k's memory has to be larger
 =============  =====================================================================================
 
 Every rank leaves its shard of a save with its own agent. So an agent that was in the round of a
@@ -89,7 +91,7 @@ class Shards:
         """The round that runs, and those of which something is kept."""
 
     def begin(self, round_: Round) -> None:
-        """Note where the nodes of the new round are; what is kept stays until a save begins."""
+        """Note where the nodes of the new round are; what is kept stays until a save is copied."""
         with self._lock:
             saved = {kept.stage[1] for kept in self._kept.values() if kept.handed}
             self._rounds = {n: known for n, known in self._rounds.items() if n in saved}
@@ -102,6 +104,12 @@ class Shards:
         kept = _Kept(stage, handed.part.rank, handed.images, segment, handed)
         with self._lock:
             self._kept[name] = kept
+
+    def in_segment(self, name: str) -> Handed | None:
+        """Return the shard that is in the segment ``name``; None without one."""
+        with self._lock:
+            kept = self._kept.get(name)
+        return None if kept is None else kept.handed
 
     def forget(self, name: str) -> None:
         """Note that the segment is about to be written to."""
@@ -122,6 +130,23 @@ class Shards:
                 del self._kept[name]
         for name in going:
             self._memory.free(name)
+
+    def keep_aside(self, name: str) -> None:
+        """Have the shard in the segment ``name`` under another name."""
+        with self._lock:
+            kept = self._kept.pop(name)
+            aside = f"resumed {kept.rank}"
+            self._memory.rename(name, aside)
+            self._kept[aside] = kept
+
+    def handed(self, uuid: str = "") -> list[Handed]:
+        """Return the shards that are here and were handed over here, or came as replicas.
+
+        ``uuid``: only those of that save.
+        """
+        with self._lock:
+            kept = [one for one in self._kept.values() if uuid in ("", one.stage[2])]
+        return [one.handed for one in kept if one.handed is not None]
 
     def replicas(self) -> list[tuple[Handed, Segment]]:
         """Return the shards that this agent keeps for others."""
@@ -222,7 +247,7 @@ class Shards:
     def _fetch_from(self, node_rank: int, wanted: Wanted, rank: int, until: float) -> _Kept | None:
         assert self._peers is not None  # _holders has returned it
         step, round_number, uuid = wanted
-        name = f"fetched {step} {round_number} {rank}"
+        name = f"fetched {step} {round_number} {uuid} {rank}"
 
         def into(size: int) -> memoryview:
             return self._memory.lease(name, size).view

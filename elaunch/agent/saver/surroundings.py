@@ -12,6 +12,7 @@ from typing import Final
 from elaunch.agent.policy import events
 from elaunch.agent.policy.turn import Round
 from elaunch.agent.saver.round import SaverPlan
+from elaunch.checkpoint import layout
 from elaunch.checkpoint.records import Committed, Stage
 from elaunch.checkpoint.retention.delete import Retiring
 from elaunch.checkpoint.storage.storage import Storage
@@ -46,9 +47,29 @@ class RoundSurroundings:
         self.on_commit: Callable[[Stage], object] = lambda _: None
         """Called for each save that was committed here."""
         self.round: Round | None = None
+        self._saved_in: Round | None = None
+        """The round that has saved what this one resumes from, out of memory."""
         self.ending = False
         """Whether the round's workers have ended: the committer may be gone with its node."""
+        self._decided = threading.Condition()
+        self._undecided = False
         self._retiring = Retiring(storage, plan.settings.checkpoint_keep)
+
+    def begin(self, round_: Round) -> None:
+        """Note the round that begins, and with it what may be committed."""
+        before = self.round
+        stage = "" if round_.checkpoint is None else round_.checkpoint.stage
+        parsed = layout.parse_stage_name(stage)
+        if before is not None and parsed is not None and parsed[1] == before.round:
+            self._saved_in = before
+        self.round, self.ending = round_, False
+        self.decide(True)
+
+    def decide(self, decided: bool) -> None:
+        """Note whether it is known what becomes of saves that are still in memory."""
+        with self._decided:
+            self._undecided = not decided
+            self._decided.notify_all()
 
     def own_ranks(self) -> frozenset[int]:
         """Return the ranks of this node's workers."""
@@ -59,18 +80,60 @@ class RoundSurroundings:
         found = self.round
         if found is None or found.plan is None or handed.local:
             return True
-        return found.plan.node_rank(found.name) == found.node_of(0)
+        committer = self._committer(handed.stage)
+        return committer is not None and found.plan.node_rank(found.name) == committer
 
-    def fence(self, round_number: int) -> None:
-        """Ask the store, or the loop where there is none, whether that is still the round."""
+    def _committer(self, stage: Stage) -> int | None:
+        """Return the node that commits a save: rank 0's, or the first that has taken part in it."""
+        found, before = self.round, self._saved_in
+        if found is None or found.plan is None:
+            return None
+        if found.round == stage.round:
+            return found.node_of(0)
+        if not found.resumes(stage) or before is None or before.plan is None:
+            return None
+        there = {node.name for node in before.plan.nodes}
+        places = (rank for rank, node in enumerate(found.plan.nodes) if node.name in there)
+        return next(places, None)
+
+    def lost_ranks(self, stage: Stage) -> frozenset[int]:
+        """Return the ranks of a save that the round resumes from whose nodes are not in it."""
+        found, before = self.round, self._saved_in
+        if found is None or found.plan is None or before is None or before.plan is None:
+            return frozenset()
+        if not found.resumes(stage):
+            return frozenset()
+        there = {node.name for node in found.plan.nodes}.union(found.plan.spares)
+        ranks = range(before.plan.world_size)
+        names = [node.name for node in before.plan.nodes]
+        return frozenset(rank for rank in ranks if names[before.node_of(rank)] not in there)
+
+    def check_round(self, round_number: int, uuid: str = "") -> None:
+        """Raise SaveError unless that is still the round, as the store knows, or else the loop.
+
+        A round that has resumed from the save ``uuid`` out of memory is as good as its own.
+        """
         if self._plan.read_plan is not None:
-            problem = self._ask_store(self._plan.read_plan, round_number)
+            problem = self._ask_store(self._plan.read_plan, round_number, uuid)
         else:
-            problem = self._ask_loop(round_number)
+            problem = self._ask_loop(round_number, uuid)
         if problem:
             raise SaveError(f"round {round_number} may not commit any more: {problem}")
 
-    def _ask_store(self, read_plan: Callable[[], Plan], round_number: int) -> str:
+    def fence(self, stage: Stage) -> None:
+        """Check a save's round when it is known whether the next one resumes from it."""
+        while True:
+            with self._decided:
+                self._decided.wait_for(lambda: not self._undecided)
+            try:
+                self.check_round(stage.round, stage.uuid)
+            except SaveError:
+                if self._undecided:
+                    continue  # the round has ended meanwhile
+                raise
+            return
+
+    def _ask_store(self, read_plan: Callable[[], Plan], round_number: int, uuid: str) -> str:
         known = self.round
         try:
             plan = read_plan()
@@ -78,13 +141,14 @@ class RoundSurroundings:
             return f"the store cannot be asked: {error}"
         if known is None or known.plan is None or plan.job != known.plan.job:
             return "the store has another job with this run id"
-        if plan.round != round_number:
+        resumed = "" if plan.checkpoint is None else plan.checkpoint.uuid
+        if plan.round != round_number and (not uuid or uuid != resumed):
             return f"the job is in round {plan.round}"
         return "the next round is being formed" if plan.phase == "forming" else ""
 
-    def _ask_loop(self, round_number: int) -> str:
+    def _ask_loop(self, round_number: int, uuid: str) -> str:
         answers: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._plan.post(events.FenceAsked(round_number, answers.put))
+        self._plan.post(events.FenceAsked(round_number, answers.put, uuid))
         try:
             return answers.get(timeout=FENCE_S)
         except queue.Empty:
@@ -148,11 +212,11 @@ class RoundSurroundings:
 
     def _committers(self, handed: Handed) -> list[int]:
         """Return the other nodes that wait for this shard."""
-        found = self.round
-        if found is None or found.plan is None or found.round != handed.stage.round:
+        found, committer = self.round, self._committer(handed.stage)
+        if found is None or found.plan is None or committer is None:
             return []
         own = found.plan.node_rank(found.name)
-        nodes = range(len(found.plan.nodes)) if handed.local else [found.node_of(0)]
+        nodes = range(len(found.plan.nodes)) if handed.local else [committer]
         return [node for node in nodes if node != own]
 
     # ── retention ────────────────────────────────────────────────────────────────────────────────

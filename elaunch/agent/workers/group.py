@@ -258,6 +258,7 @@ class WorkerGroup:
             checkpoint_local=settings.checkpoint_local,
             checkpoint_keep=settings.checkpoint_keep.to_json() if settings.checkpoint_keep else "",
             init_from=str(settings.init_from.path) if settings.init_from else "",
+            resume_uuid="" if checkpoint is None else checkpoint.uuid,
         )
 
     def _channel_key(self, start: Round) -> str:

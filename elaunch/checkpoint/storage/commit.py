@@ -127,6 +127,7 @@ def finish(
     run_id: str | None,
     keep: Collection[str],
     after: int,
+    held: Collection[str] = (),
     *,
     patience: float = 0.0,
     local: bool,
@@ -151,7 +152,9 @@ def finish(
         try:
             if _read_foreign(root / layout.STAGE / name, run_id):
                 continue
-            if stage.round < after:
+            if plain in held and not _has_all(root / layout.STAGE / name):
+                continue
+            if stage.round < after and plain not in held:
                 _clear(root, root / layout.STAGE / name, stage, too_late(stage, after))
                 continue
             if patience:
@@ -161,6 +164,14 @@ def finish(
             # Unreadable now is not the same as incomplete: the next round tries again.
             log.warning("%s could not be finished and is left: %s", name, error)
     return sorted(done, key=lambda committed: committed.age)
+
+
+def _has_all(path: Path) -> bool:
+    """Whether the manifests of all ranks are there."""
+    try:
+        return is_complete(read_stage(path))
+    except (FileNotFoundError, CheckpointError):
+        return False
 
 
 def _await_sealed(path: Path, begun: float, patience: float, local: bool, stage: Stage) -> None:

@@ -195,12 +195,17 @@ class PosixStorage:
             committing.discard(self._root, stage)
 
     def finish_stages(
-        self, run_id: str | None, keep: Collection[str] = (), after: int = 0, alone: bool = False
+        self,
+        run_id: str | None,
+        keep: Collection[str] = (),
+        after: int = 0,
+        alone: bool = False,
+        held: Collection[str] = (),
     ) -> list[Committed]:
         """Commit complete stages of the round that is over, and clear the others."""
         patience = 0.0 if alone or self._local else self._wait()
         return committing.finish(
-            self._root, run_id, keep, after, patience=patience, local=self._local
+            self._root, run_id, keep, after, held, patience=patience, local=self._local
         )
 
     def listed(self) -> list[Committed]:

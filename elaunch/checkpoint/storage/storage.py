@@ -119,7 +119,12 @@ class Storage(Protocol):
         """Remove a stage, if it is there; not what is committed, or being committed elsewhere."""
 
     def finish_stages(
-        self, run_id: str | None, keep: Collection[str] = (), after: int = 0, alone: bool = False
+        self,
+        run_id: str | None,
+        keep: Collection[str] = (),
+        after: int = 0,
+        alone: bool = False,
+        held: Collection[str] = (),
     ) -> list[Committed]:
         """Commit the run's complete stages, verified, and clear the others.
 
@@ -127,7 +132,8 @@ class Storage(Protocol):
         still write. ``after``: the round of this job that has just ended. Stages of an earlier one
         came too late, since what was complete was committed then: they are cleared.
         ``alone``: no other machine has written there since the last call, so nothing can be late.
-        Call it only where no other process of an earlier round is left.
+        ``held``: names of stages that are not cleared, and not too late: agents have shards of them
+        in memory. Call it only where no other process of an earlier round is left.
         """
 
     def listed(self) -> list[Committed]:

@@ -172,7 +172,12 @@ class ObjectStorage:
             self._objects.delete(stage.name)
 
     def finish_stages(
-        self, run_id: str | None, keep: Collection[str] = (), after: int = 0, alone: bool = False
+        self,
+        run_id: str | None,
+        keep: Collection[str] = (),
+        after: int = 0,
+        alone: bool = False,
+        held: Collection[str] = (),
     ) -> list[Committed]:
         """Commit complete stages of the round that is over, verified, and clear the others."""
         done = []
@@ -181,13 +186,13 @@ class ObjectStorage:
             if parsed is None or name in keep:
                 continue
             try:
-                done += self._finish(Stage(*parsed), run_id, after)
+                done += self._finish(Stage(*parsed), run_id, after, name in held)
             except OSError as error:
                 # Unreadable now is not the same as incomplete: the next round tries again.
                 log.warning("%s could not be finished and is left: %s", name, error)
         return sorted(done, key=lambda committed: committed.age)
 
-    def _finish(self, stage: Stage, run_id: str | None, after: int) -> list[Committed]:
+    def _finish(self, stage: Stage, run_id: str | None, after: int, held: bool) -> list[Committed]:
         names = self._objects.names(stage.name)
         removed = layout.REMOVED in names
         if layout.QUARANTINED in names or (layout.COMMIT in names and not removed):
@@ -196,7 +201,9 @@ class ObjectStorage:
             contents = {} if removed else self._manifests(stage.name, names)
             if is_foreign(contents, run_id):
                 return []
-            return [self._finish_with(stage, contents, after)]
+            if held and not is_complete(contents):
+                return []
+            return [self._finish_with(stage, contents, stage.round if held else after)]
         except (CheckpointError, FileNotFoundError) as error:
             log.info("clearing the stage %s: %s", stage.name, error)
             self._objects.delete(stage.name)

@@ -60,6 +60,7 @@ class Save:
         problem: why it comes to nothing.
         done: whether nothing is expected of it here any more; threads may still write.
         stays: whether its stage is left to the process that chooses the next checkpoint.
+        adopted: whether it is of an earlier round, and what the round has resumed from.
     """
 
     stage: Stage
@@ -76,6 +77,7 @@ class Save:
     problem: str = ""
     done: bool = False
     stays: bool = False
+    adopted: bool = False
 
     @property
     def busy(self) -> bool:
@@ -135,6 +137,8 @@ class SavesInFlight:
         self.changed = threading.Condition()
         self.saves: dict[str, Save] = {}
         self.gone: set[int] = set()
+        self.ending = False
+        """Whether the round's ranks have ended: none waits any more."""
         self._place = place
         self._ranks: dict[int, _Rank] = {}
         self._seconds = 0.0
@@ -200,6 +204,8 @@ class SavesInFlight:
                 idle = not self._in_flight(rank, now)
                 if idle or (until is not None and now >= until):
                     break
+                if self.ending:
+                    raise SaveError("the round ends while the save before is in flight")
                 self.changed.wait(LOOK_S if until is None else min(LOOK_S, until - now))
             self._raise_untold(rank)
             return idle
@@ -223,9 +229,10 @@ class SavesInFlight:
                     f"the storage at {self._place} hangs: it has {save.stage.name}, given up "
                     "already, still to take; nothing is saved before it answers"
                 )
-            if (rank in save.handed and not save.done) or save.busy:
+            concerned = rank in save.handed or save.adopted
+            if concerned and (save.busy or not save.done):
                 found.append(save)
-        return [save for save in found if rank in save.handed]
+        return found
 
     def _raise_untold(self, rank: int) -> None:
         own = self._ranks.get(rank)
@@ -250,7 +257,7 @@ class SavesInFlight:
     def drop_if_hopeless(self, save: Save) -> bool:
         """Give up a save that lacks the shard of a rank which has ended; whether that is so."""
         never = [rank for rank in save.missing(self.gone) if rank < save.world_size]
-        if save.done or not never:
+        if save.done or save.adopted or not never:
             return False
         self.drop(save, f"{text.ranks(never)} ended before handing over a part")
         return True
@@ -295,12 +302,20 @@ class SavesInFlight:
         if self._last is None or self._last.age <= done.age:
             self._last = done
 
-    def end_round(self) -> None:
-        """Forget the ranks: the next ones are others."""
+    def end_round(self, adopted: str = "") -> list[Save]:
+        """Forget the ranks: the next ones are others. Return the saves that go on.
+
+        They are those whose uuid is ``adopted``.
+        """
         self._ranks.clear()
         self.gone.clear()
+        self.ending = False
         for save in self.saves.values():
-            save.done = True
+            save.adopted = bool(adopted) and save.stage.uuid == adopted and not save.problem
+            if not save.adopted:
+                self.drop(save, "the next round does not resume from it" if save.busy else "")
+                save.done = True
+        return [save for save in self.saves.values() if save.adopted and save.handed]
 
     def record(self) -> SavesRecord:
         """Return what ``elaunch status`` shows of saves."""

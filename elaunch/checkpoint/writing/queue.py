@@ -13,8 +13,9 @@ it is still full, or broken     the save is discarded; the next call of each of 
 a copy cannot be written        that is logged: the node whose shard it is may have written it
 the storage hangs               the save is given up; its memory stays out of use until the
                                 storage answers, and what then is written is discarded
-the round is over               nothing is committed; the process that chooses the next round's
-                                checkpoint finishes or clears the stage (``finish_stages``)
+the round is over               nothing is committed, unless the next one has resumed from it, out
+                                of memory; the process that chooses the next round's checkpoint
+                                finishes or clears the stage (``finish_stages``)
 ==============================  ==================================================================
 
 A save that fails does not fail the job. All methods may be called from any thread.
@@ -26,7 +27,7 @@ import errno
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -57,8 +58,8 @@ class QueueSurroundings(Protocol):
     def commits(self, handed: Handed) -> bool:
         """Whether this process commits the save that ``handed`` belongs to."""
 
-    def fence(self, round_number: int) -> None:
-        """Raise SaveError unless ``round_number`` is still the round."""
+    def fence(self, stage: Stage) -> None:
+        """Raise SaveError unless its round is still the round, or the round has resumed from it."""
 
     def released(self, handed: Handed) -> None:
         """Note that the memory of this shard is read no more, whether it was written or not."""
@@ -189,17 +190,28 @@ class SaveQueue:
 
     # ── the end of a round ───────────────────────────────────────────────────────────────────────
 
-    def settle(self, until: float, patient: bool = False) -> Settled:
+    def wake(self) -> None:
+        """End the waits of ranks, which have ended: their next requests are to be read."""
+        with self._changed:
+            self._books.ending = True
+            self._changed.notify_all()
+
+    def settle(
+        self, until: float, patient: bool = False, holds: Callable[[Save], bool] | None = None
+    ) -> Settled:
         """Bring to an end what is in flight: no rank stages any more; monotonic ``until``.
 
         ``patient``: wait for shards of other nodes, too. Without it they are left to the process
         that chooses the next checkpoint, and so is the commit. A save is lost if it has no shard of
-        an own rank, or if the storage has not taken it by ``until``.
+        an own rank, or if the storage has not taken it by ``until``. Saves of which ``holds`` says
+        that the next round can load them from memory go on.
         """
         with self._changed:
             self._books.gone |= self._around.own_ranks()
             open_ = [save for save in self._books.saves.values() if not save.done]
             hopeless = [save for save in open_ if self._books.drop_if_hopeless(save)]
+            if holds is not None:
+                open_ = [save for save in open_ if save.done or not holds(save)]
 
             def settled() -> bool:
                 return not any(s.busy or (patient and s.commits) for s in open_ if not s.done)
@@ -213,10 +225,48 @@ class SaveQueue:
         done = tuple(save.committed for save in open_ if save.committed is not None)
         return Settled(done, tuple(f"{s.stage.final}: {s.problem}" for s in open_ if s.problem))
 
-    def end_round(self) -> None:
-        """Forget the round's ranks and what is still open of its saves."""
+    def end_round(self, adopted: str = "") -> None:
+        """Forget the round's ranks and what is still open of its saves.
+
+        ``adopted`` is the uuid of the save that the next round resumes from, out of memory: it goes
+        on, also where this process had done its part and commits from now on.
+        """
         with self._changed:
-            self._books.end_round()
+            going_on = self._books.end_round(adopted)
+            for save in going_on:
+                save.commits = self._around.commits(save.lead())
+                save.done = save.committed is not None or not (save.commits or save.busy)
+            commits = [save for save in going_on if self._books.take_commit(save)]
+            self._changed.notify_all()
+        for save in commits:
+            _start(f"checkpoint {save.stage.step} commit", self._commit, save)
+
+    def send_again(self, uuid: str) -> None:
+        """Send the manifests of the shards of this save that are written to those that wait."""
+        with self._changed:
+            known = [
+                (save.handed[rank], seal)
+                for save in self._books.saves.values()
+                for rank, seal in save.sealed.items()
+                if save.stage.uuid == uuid and rank in save.handed
+            ]
+        for handed, manifest in known:
+            self._around.sealed(handed, manifest)
+
+    def is_over(self, stage: Stage) -> bool:
+        """Whether this process has committed a save, or given it up."""
+        with self._changed:
+            save = self._books.saves.get(stage.name)
+            return save is not None and (save.committed is not None or bool(save.problem))
+
+    def is_busy(self, stages: Collection[str], seconds: float = 0.0) -> bool:
+        """Whether threads of this process work on saves with these names after ``seconds``."""
+
+        def rest() -> bool:
+            return not any(save.busy for n, save in self._books.saves.items() if n in stages)
+
+        with self._changed:
+            return not self._changed.wait_for(rest, seconds)
 
     def is_open(self, stage: Stage) -> bool:
         """Whether something is still expected of a save."""
@@ -282,7 +332,7 @@ class SaveQueue:
 
     def _awaited(self, save: Save) -> bool:
         """Whether a rank of this process has yet to stage its shard."""
-        return bool(save.missing(self._around.own_ranks()))
+        return not save.adopted and bool(save.missing(self._around.own_ranks()))
 
     @contextmanager
     def _telling(self, handed: Handed, pace: Pace) -> Iterator[None]:
@@ -326,7 +376,7 @@ class SaveQueue:
 
         def fence() -> None:
             try:
-                self._around.fence(save.stage.round)
+                self._around.fence(save.stage)
             except SaveError:
                 save.stays = True  # the next choice of a checkpoint commits or clears it
                 raise

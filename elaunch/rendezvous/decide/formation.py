@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from elaunch.endings import PREEMPTED, exit_code
 from elaunch.errors import JoinTimeoutError, StoreError, SymmetryError
 from elaunch.rendezvous import text
-from elaunch.rendezvous.decide import budget, members, sharing
+from elaunch.rendezvous.decide import budget, held, members, sharing
 from elaunch.rendezvous.decide.members import Enough, Few, NeverARound
 from elaunch.rendezvous.decide.view import (
     Decision,
@@ -38,6 +38,9 @@ def decide(view: View, now: float, rules: Rules) -> Decision:
     late = [node for node, one in nodes if one and not one.record.has_ended(plan.round)]
     if late:
         return _await_end(view, now, rules, late)
+    late_save = held.awaited(view, rules, ended_at(view))
+    if late_save is not None and late_save[1] > now:
+        return Wait(late_save[1]), late_save[0]
     if plan.phase == "ending":
         plan = _judged(view, now, rules)
         view = replace(view, plan=plan)
@@ -169,7 +172,7 @@ def _verdict(view: View, rules: Rules) -> budget.Again | Decision:
         return _search(view, rules)
     if found is not None and found.problem:
         return _unreadable(plan, found)
-    step = _step(found.checkpoint if found else None)
+    step = _step(held.newest(view))
     spent = spent.refilled(_step(plan.checkpoint), step)
     failed = plan.failure or WorkerFailure(rank=-1, exitcode=1, text=plan.reason)
     told = budget.verdict(allowed, spent, text.failure(failed), step, _lived_long(view))
@@ -254,7 +257,7 @@ def _before(view: View) -> LastKnown:
 def _start(view: View, rules: Rules, enough: Enough, verdict: budget.Again | None) -> Decision:
     plan, before = view.plan, _before(view)
     nodes = tuple(_node(name, view.present[name].record) for name in enough.names)
-    checkpoint = view.found.checkpoint if view.found else None
+    checkpoint = held.newest(view, enough.names)
     notice = differences([(n.host, view.present[n.name].record.facts) for n in nodes])
     if notice and rules.strict_symmetry:
         return _over(plan, SymmetryError.exit_code, f"{notice} (--strict-symmetry)")
@@ -304,7 +307,7 @@ def _why(view: View, rules: Rules, nodes: tuple[Node, ...], before: LastKnown) -
     with_whom = f"{count(len(nodes))}, {workers}"
     start = ""
     if rules.has_checkpoint_dir:
-        found = view.found.checkpoint if view.found else None
+        found = held.newest(view, [node.name for node in nodes])
         start = f", {budget.resumes_from(_step(found))}"
     if plan.round < 0 and before.round < 0:
         return f"first start: {with_whom}{start}"

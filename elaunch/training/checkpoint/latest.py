@@ -1,9 +1,10 @@
-"""What ``latest()`` returns where no agent has chosen: decided in ``elaunch.init()``, by all ranks.
+"""What ``latest()`` returns if it is not read where it lies: decided in ``elaunch.init()``.
 
-Rank 0 looks (with a directory on each node, each node's first rank does), by documents and sizes;
-contents are compared when the checkpoint is read. It makes no directory, and holds the lock only
-while it brings to an end what an earlier job left in stages. A script that has saved nothing yet
-pays one look at a name.
+Agents may have chosen one that they have in memory, and still write: the ranks put together what
+their agents know of it. Where no agent has chosen, rank 0 looks (with a directory on each node,
+each node's first rank does), by documents and sizes; contents are compared when the checkpoint is
+read. It makes no directory, and holds the lock only while it brings to an end what an earlier job
+left in stages. A script that has saved nothing yet pays one look at a name.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from elaunch.errors import CheckpointError, ElaunchError
 
 if TYPE_CHECKING:
     from elaunch.checkpoint.storage.storage import Committed, Location, Storage
+    from elaunch.training.agentlink import AgentLink
     from elaunch.training.distributed import DistributedContext
     from elaunch.training.place.info import Info
 
@@ -50,13 +52,21 @@ def has_chosen(info: Info) -> bool:
     return info.launcher == "elaunch" and info.checkpoint_dir is not None
 
 
-def decide(distributed: DistributedContext, info: Info, run_id: str, given: bool) -> Decided | None:
-    """Return what ``latest()`` is; None where agents have chosen. ALL ranks call it together.
+def decide(
+    distributed: DistributedContext,
+    info: Info,
+    run_id: str,
+    given: bool,
+    link: AgentLink | None = None,
+) -> Decided | None:
+    """Return what ``latest()`` is; None where agents have chosen one that is on the disk.
 
-    ``given``: the run id is the same when the job is started again; else any run's count.
+    ALL ranks call it together. ``given``: the run id is the same when the job is started again;
+    else any run's count. ``link`` leads to this node's agent.
     """
     if has_chosen(info):
-        return None
+        uuid = os.environ.get(env.RESUME_UUID, "")
+        return _in_memory(distributed, info, uuid, link) if uuid else None
     mine = Decided()
     if distributed.rank == 0 or distributed.local_rank == 0:
         try:
@@ -68,6 +78,45 @@ def decide(distributed: DistributedContext, info: Info, run_id: str, given: bool
         return Decided(problem=problem)
     found = [one.found for one in said if one.found is not None]
     return Decided(max(found, key=lambda one: one.age, default=None))
+
+
+def _in_memory(
+    distributed: DistributedContext, info: Info, uuid: str, link: AgentLink | None
+) -> Decided | None:
+    """Return what the agents have in memory as the checkpoint that they write at this time.
+
+    ALL ranks call it together; the first of each node asks its agent.
+    """
+    from elaunch.checkpoint.writing.assemble import describe, merge_metadata
+    from elaunch.wire.saver import ANSWER_S, Handed, handed_from_json
+
+    mine, problem = list[Handed](), ""
+    if distributed.local_rank == 0 and link is not None:
+        try:
+            answer, _ = link.ask("resumed", ANSWER_S, uuid=uuid)
+            mine = [handed_from_json(shard) for shard in answer["shards"]]
+        except (OSError, ValueError, KeyError) as error:
+            problem = f"rank {distributed.rank}: what its agent has in memory: {error}"
+    everyone: list[tuple[list[Handed], str]] = distributed.allgather((mine, problem))
+    if problem := next((one for _, one in everyone if one), ""):
+        return Decided(problem=problem)
+    shards = {handed.part.rank: handed for theirs, _ in everyone for handed in theirs}
+    lead = shards.get(0)
+    if lead is None or len(shards) != lead.part.world_size:
+        return None  # an agent is gone since; it may be on the disk
+    metadata = merge_metadata({rank: handed.part.metadata for rank, handed in shards.items()})
+    document = {
+        **lead.extra,
+        "step": lead.stage.step,
+        "round": lead.stage.round,
+        "uuid": uuid,
+        "run_id": lead.part.run_id,
+        "world_size": lead.part.world_size,
+        "metadata": metadata,
+        "size": sum(handed.size for handed in shards.values()),
+    }
+    assert info.resume_from is not None  # named with its uuid
+    return Decided(describe(info.resume_from, lead.stage.final, document))
 
 
 def newest(storage: Storage, run_id: str | None) -> Committed | None:

@@ -83,6 +83,8 @@ def load(
         CheckpointError: on all ranks; names keys, files, ranks.
     """
 
+    parts.known.loads |= wanted.which is None
+
     def use(there: CallContext, found: Committed) -> None:
         try:
             load_from(there, found, recalls=True)

@@ -153,6 +153,9 @@ class OpenedContext:
                 self.known.resumed = self._chosen_by_agent()
             else:
                 self.known.resumed = self.decided.latest(lambda: self.place)
+                if self.by_agent and self.known.resumed is not None:
+                    self.known.pending = self.known.resumed
+                    self.known.whole.add(self.known.resumed.uuid)
             self.known.asked = True
         return self.known.latest()
 

@@ -43,6 +43,8 @@ class KnownCheckpoints:
         taken: why nothing can be saved here: the directory is another job's.
         problem: why this rank does not find what the round resumed from.
         staged: paths that the script was given to write to, until it commits them.
+        pending: what the round resumes from, while it may be in the agents' memory only.
+        loads: whether the script has called ``load`` for the latest.
     """
 
     asked: bool = False
@@ -54,6 +56,8 @@ class KnownCheckpoints:
     whole: set[str] = field(default_factory=set)
     unrecalled: set[str] = field(default_factory=set)
     staged: dict[str, Stage] = field(default_factory=dict)
+    pending: Committed | None = None
+    loads: bool = False
 
     def note(self, committed: Committed) -> None:
         """Take what all ranks have committed together for the newest, if it is."""

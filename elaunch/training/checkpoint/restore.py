@@ -12,6 +12,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,11 +34,14 @@ from elaunch.errors import (
 from elaunch.training.checkpoint import where
 from elaunch.training.checkpoint.parts import CallContext, KnownCheckpoints, newer
 from elaunch.training.checkpoint.together import together
+from elaunch.wire.saver import MARGIN_S
 
 if TYPE_CHECKING:
     from elaunch.training.checkpoint.opening import OpenedContext
 
 LOOKING: Final = "looking for the latest checkpoint"
+LOOK_S: Final = 0.1
+"""Seconds between two looks for what another node's agent writes."""
 
 log = logging.getLogger("elaunch")
 
@@ -279,6 +284,29 @@ def not_there(what: str) -> CheckpointError:
     )
 
 
+def _is_pending(parts: CallContext, found: Committed) -> bool:
+    """Whether the agents have it in memory, and still write it."""
+    pending = parts.known.pending
+    if pending is None or pending.uuid != found.uuid:
+        return False
+    return not any(found.uuid == other.uuid for other in parts.storage.listed())
+
+
+def _await_written(parts: CallContext, found: Committed, timeout: float | None) -> None:
+    """Return when a checkpoint that was in memory is on the disk, as this node sees it."""
+    seconds = parts.seconds(timeout)
+    until, never = time.monotonic() + seconds, threading.Event()
+    with parts.awaiting(seconds):
+        if parts.saver is not None:
+            parts.saver.wait(seconds)
+        while _is_pending(parts, found):
+            if time.monotonic() >= until:
+                raise CheckpointError(
+                    f"{found.name} is in the agents' memory, and not written after {seconds:g} s"
+                )
+            never.wait(LOOK_S)
+
+
 @contextlib.contextmanager
 def opened(
     parts: CallContext, found: Committed, timeout: float | None, what: str
@@ -291,7 +319,12 @@ def opened(
         at_url = isinstance(parts.storage.place, str) and not is_foreign(found)
         fetches = not at_url or parts.is_node_chief
         path: Path | None = None
-        with together(parts.distributed, what, timeout, CheckpointError):
+        pending = parts.known.pending
+        waits = MARGIN_S if pending is not None and pending.uuid == found.uuid else 0.0
+        longer = None if not waits else parts.seconds(timeout) + waits
+        with together(parts.distributed, what, longer or timeout, CheckpointError):
+            if waits and fetches:
+                _await_written(parts, found, timeout)
             if fetches:
                 path = stack.enter_context(_at(parts, found))
         if at_url:
@@ -305,6 +338,9 @@ def _named(parts: CallContext, name: str) -> tuple[Location | None, Committed]:
     """Return a checkpoint, verified, and where it is if that is not this run's place."""
     if os.sep in name:
         return elsewhere.committed_at(elsewhere.find_at(parse_place(name)))
+    pending = parts.known.pending
+    if pending is not None and name in (pending.name, pending.uuid):
+        return None, pending
     found = parts.storage.find(name)
     if not parts.local and found.uuid not in parts.known.whole:
         with _kept(found):
@@ -319,7 +355,7 @@ def _latest(parts: CallContext) -> tuple[Committed | None, str]:
     found = newer(known.latest(), known.own)
     if found is None:
         return None, str(known.problem or "")
-    if is_foreign(found):
+    if is_foreign(found) or _is_pending(parts, found):
         return found, ""
     if not any(found.uuid == other.uuid for other in parts.storage.newest_first()):
         return None, f"{found.name} is gone"

@@ -190,8 +190,10 @@ def wait(parts: CallContext, sharded: Sharded, timeout: float | None) -> Committ
     if sharded.in_flight is not None:
         sharded.in_flight.result(timeout)
     else:
-        with together(parts.distributed, "wait", timeout):
-            pass
+        seconds, resumed = parts.seconds(timeout), parts.known.pending
+        with together(parts.distributed, "wait", seconds + MARGIN_S), parts.awaiting(seconds):
+            if resumed is not None and parts.saver is not None:
+                parts.saver.wait(seconds)
     return parts.known.latest()
 
 
@@ -465,4 +467,5 @@ def _copied(
         None if saving.keep is None else dataclasses.asdict(saving.keep),
         tuple(parts.known.protected()),
         parts.local,
+        parts.known.loads,
     )

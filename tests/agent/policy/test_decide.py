@@ -7,6 +7,7 @@ happen, and comes to its end.
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -34,7 +35,9 @@ from elaunch.agent.policy.actions import (
 )
 from elaunch.agent.policy.state import Limits, Phase
 from elaunch.agent.policy.turn import Turn
+from elaunch.checkpoint.records import Checkpoint
 from elaunch.errors import ServerError, UsageError
+from elaunch.rendezvous.plan import HeldShards
 from tests.agent.histories import (
     DEADLINE,
     INT,
@@ -76,6 +79,16 @@ def again(round: int, at: float = 1.0) -> tuple[events.Event, ...]:
     ends = (exited(1, 3, round, at), exited(0, -15, round, at, stopped=True))
     return (started(0, round), started(1, round), *ends, gone(round))
 
+
+def still_held(round: int) -> events.SavesSettled:
+    """Return that the save of step 10 is in memory, and is being written."""
+    shards = HeldShards("/ck/step-00000010.r0", 10, 0, "u", 2, (0, 1), writing=True)
+    return events.SavesSettled(round, held=(shards,))
+
+
+HELD = (*SAVED, gone(), still_held(0))
+ONCE = Job(2, max_restarts=1, has_checkpoint_dir=True)
+NO_PROGRESS = "rank 1 exited with code 3; 1 restart brought no progress (--max-restarts)"
 
 TABLE: dict[str, Row] = {
     "ready": (TWO, (READY,), StartRound(0, None), "first start"),
@@ -534,10 +547,52 @@ TABLE: dict[str, Row] = {
     "what is in memory is written out first": (
         SAVING,
         (*SAVED, gone()),
-        Settle(30.0),
+        Settle(30.0, holds=True),
         "",
     ),
     "then the choice is made": (SAVING, (*SAVED, gone(), SETTLED), Meet(), ""),
+    "what a round can load is not waited for": (
+        SAVING,
+        (*HELD, chosen(None)),
+        StartRound(1, Checkpoint(Path("/ck/step-00000010.r0"), 10, "elaunch", uuid="u")),
+        "rank 0 exited with code 7; restart 1 of 2 since the last progress, from step 10",
+    ),
+    "what is on the disk by then is taken from there": (
+        SAVING,
+        (*HELD, chosen(10, path="/ck/step-00000010.r0")),
+        StartRound(1, Checkpoint(Path("/ck/step-00000010.r0"), 10, "torch.save")),
+        "rank 0 exited with code 7; restart 1 of 2 since the last progress, from step 10",
+    ),
+    "a round that has loaded it may leave it there again": (
+        SAVING,
+        (*HELD, chosen(None), *again(1)),
+        Settle(30.0, holds=True),
+        "",
+    ),
+    "it is written out when no round follows": (
+        ONCE,
+        (*HELD, chosen(None), *again(1), still_held(1), chosen(None)),
+        Settle(30.0, then=Finish(3), why=NO_PROGRESS),
+        "",
+    ),
+    "and then the job ends": (
+        ONCE,
+        (*HELD, chosen(None), *again(1), still_held(1), chosen(None), events.SavesSettled(1)),
+        Finish(3),
+        NO_PROGRESS,
+    ),
+    "or when the storage has had its time": (
+        ONCE,
+        (*HELD, chosen(None), *again(1), still_held(1), chosen(None), DEADLINE),
+        Finish(3),
+        NO_PROGRESS,
+    ),
+    "a signal between two rounds has it written out": (
+        SAVING,
+        (*HELD, TERM),
+        Settle(30.0, then=Finish(7), why="rank 0 exited with code 7; no restart after SIGTERM"),
+        "",
+    ),
     "without a directory the next round begins": (
         THREE_RESTARTS,
         (*RUNS, USED, exited(0, 7), exited(1, -15, stopped=True), gone(), SETTLED),
@@ -618,7 +673,12 @@ TABLE: dict[str, Row] = {
         EndTree(),
         "the server that starts the workers was killed by SIGKILL; its workers ended with it",
     ),
-    "and it is settled after that": (SAVING, (*SAVED, gone(), lost(), gone()), Settle(30.0), ""),
+    "and it is settled after that": (
+        SAVING,
+        (*SAVED, gone(), lost(), gone()),
+        Settle(30.0, holds=True),
+        "",
+    ),
     "the next round has left nothing": (
         SAVING,
         (*SAVED, gone(), SETTLED, chosen(10), *again(1)),

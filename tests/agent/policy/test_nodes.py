@@ -163,7 +163,7 @@ TABLE: dict[str, tuple[tuple[events.Event, ...], Action, str]] = {
         "all workers ended with 0; this node took part in no round",
     ),
     # ── checkpoints that are in memory only ──
-    "what is in memory is written out first": ((*SAVED, gone()), Settle(30.0), ""),
+    "what is in memory is written out first": ((*SAVED, gone()), Settle(30.0, True), ""),
     "the plan is heard while it is": ((*SAVED, gone(), seen(ENDING)), Nothing(), ""),
     "then it meets the others": (
         (*SAVED, gone(), SETTLED),

@@ -241,6 +241,8 @@ def test_what_was_begun_is_recalled_no_more(rig: Rig) -> None:
     save(workers, 10)
     workers[0].wait(LONG)
     assert workers[0].begin(True, LONG)
+    assert set(workers[1].recall(10, 0, [0, 1], "", LONG)) == {0, 1}, "not all ranks have begun"
+    workers[0].memory(8)
     assert set(workers[1].recall(10, 0, [0, 1], "", LONG)) == {1}
 
 

@@ -26,13 +26,13 @@ from elaunch.agent.saver.service import SaverConnection
 from elaunch.agent.status.socket import ControlSocket
 from elaunch.agent.workers.links import WorkerLinks
 from elaunch.checkpoint.formats import own
-from elaunch.checkpoint.records import Part, Stage
+from elaunch.checkpoint.records import Checkpoint, Part, Stage
 from elaunch.checkpoint.storage.posix import PosixStorage
 from elaunch.checkpoint.storage.storage import open_storage
 from elaunch.checkpoint.writing import inflight, queue
 from elaunch.config import resolve
 from elaunch.errors import SaveError, StoreUnreachable
-from elaunch.rendezvous.plan import Node, Plan
+from elaunch.rendezvous.plan import Node, Plan, PlanCheckpoint
 from elaunch.training.checkpoint.saver.agent import AgentSaverClient
 from elaunch.wire import local
 from elaunch.wire.local import LocalChannel, Requests
@@ -77,7 +77,9 @@ class Agent:
         name = name or NODES[self.node_rank].name
         rank = plan.node_rank(name)
         assert rank is not None
-        round_ = Round(plan.round, 1, plan=plan, name=name)
+        found = plan.checkpoint
+        checkpoint = found and Checkpoint(Path(found.path), found.step, found.format, 0, found.uuid)
+        round_ = Round(plan.round, 1, checkpoint=checkpoint, plan=plan, name=name)
         self.links.begin(round_)
         self.saver.begin(round_)
 
@@ -169,20 +171,22 @@ def agents(tmp_path: Path) -> Iterator[list[Agent]]:
         agent.close()
 
 
-def handed(step: int, rank: int, number: int = 0, local: bool = False) -> Handed:
+def handed(
+    step: int, rank: int, number: int = 0, local: bool = False, loads: bool = False
+) -> Handed:
     """Return a part of 8 bytes."""
     part = Part(rank, 2, "digits", {"steps_completed": step})
     stage = Stage(step, number, f"u{step}")
-    return Handed(stage, part, ((f"part-{rank}", ((0, 8),)),), local=local)
+    return Handed(stage, part, ((f"part-{rank}", ((0, 8),)),), local=local, loads=loads)
 
 
-def save(workers: list[AgentSaverClient], step: int, local: bool = False) -> None:
+def save(workers: list[AgentSaverClient], step: int, **more: Any) -> None:
     """Have each worker leave ``step`` and its rank in its memory."""
     for worker in workers:
         assert worker.begin(True, LONG)
     for rank, worker in enumerate(workers):
         worker.memory(8)[:8] = b"%04d%04d" % (step, rank)
-        worker.staged(handed(step, rank, local=local))
+        worker.staged(handed(step, rank, **more))
 
 
 def names(agents: list[Agent]) -> list[str]:
@@ -232,6 +236,7 @@ def test_a_part_in_another_nodes_memory(agents: list[Agent]) -> None:
     assert set(workers[0].recall(10, 0, [0, 1], "u10", LONG)) == {0, 1}
     assert workers[0].recall(10, 0, [1], "another", LONG) == {}
     assert workers[0].begin(True, LONG)
+    workers[0].memory(8)
     assert workers[0].recall(10, 0, [0, 1], "u10", LONG) == {}
 
 
@@ -542,3 +547,109 @@ def test_a_torn_answer_ends_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     served.close()
     theirs.close()
     ours.close()
+
+
+def hold_writes(monkeypatch: pytest.MonkeyPatch, ranks: set[int]) -> threading.Event:
+    """Have the storage take nothing of these ranks' shards before the event is set."""
+    write, opened = PosixStorage.write_part, threading.Event()
+
+    def held_up(self: PosixStorage, stage: Stage, part: Part, images: Any) -> bytes:
+        if part.rank in ranks and part.copied is False:
+            assert opened.wait(LONG)
+        return write(self, stage, part, images)
+
+    monkeypatch.setattr(PosixStorage, "write_part", held_up)
+    return opened
+
+
+def left_in_memory(agents: list[Agent]) -> Plan:
+    """Have both nodes leave step 10 in memory; return the plan of a round that resumes from it."""
+    workers = [agents[0].worker(0), agents[1].worker(1)]
+    save(workers, 10, loads=True)
+    end(*workers)
+    path = f"{agents[0].place}/step-00000010.r0"
+    for rank, agent in enumerate(agents):
+        agent.saver.settle(LONG, holds=True)
+        wait_until(agent._settled, LONG)
+        (held,) = agent._settled()[0].held
+        assert (held.path, held.uuid, held.world_size) == (path, "u10", 2)
+        assert rank in held.ranks
+    checkpoint = PlanCheckpoint(path, 10, "elaunch", "u10")
+    return structs.replace(FIRST, round=1, checkpoint=checkpoint)
+
+
+def test_a_save_goes_on_while_the_next_round_runs(
+    agents: list[Agent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its shards are recalled; what saves next waits for it; then it is committed, in round 1."""
+    opened = hold_writes(monkeypatch, {0, 1})
+    second = left_in_memory(agents)
+    for agent in agents:
+        agent.begin(second)
+    workers = [agent.worker(rank, 1) for rank, agent in enumerate(agents)]
+    found = workers[0].recall(10, 0, [0, 1], "u10", LONG)
+    assert bytes(found[1]["part-1"]) == b"00100001"
+    workers[0].memory(8)  # as reserve() does: nothing is overwritten by it
+    assert not workers[0].begin(False) and not workers[1].begin(False)
+    assert names(agents) == []
+    opened.set()
+    done = workers[0].wait(LONG)
+    assert done is not None and (done.name, done.uuid) == ("step-00000010.r0", "u10")
+    save(workers, 20, number=1)
+    last = workers[0].wait(LONG)
+    assert last is not None and last.name == "step-00000020.r1"
+
+
+def test_a_save_that_the_next_round_does_not_resume_from(
+    agents: list[Agent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is never committed, however late the storage takes it, and its stage is cleared."""
+    opened = hold_writes(monkeypatch, {0})
+    second = structs.replace(left_in_memory(agents), checkpoint=None)
+    for agent in agents:
+        agent.begin(second)
+    opened.set()
+    wait_until(lambda: not agents[0].saver.unfinished(), LONG)
+    wait_until(lambda: os.listdir(Path(agents[0].place) / ".stage") == [], LONG)
+    assert names(agents) == []
+
+
+def test_a_save_that_is_ready_before_the_choice_waits_for_it(
+    agents: list[Agent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All is written, and nothing is committed before it is known what the round resumes from."""
+    opened = hold_writes(monkeypatch, {0})
+    second = left_in_memory(agents)
+    opened.set()
+    wait_until(lambda: not agents[0].saver.unfinished(), LONG)
+    for agent in agents:
+        agent.plan = structs.replace(FIRST, phase="forming")
+    assert names(agents) == []
+    for agent in agents:
+        agent.begin(second)
+    wait_until(lambda: names(agents) == ["step-00000010.r0"], LONG)
+
+
+def test_the_node_that_commits_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its neighbour has its shard in memory: it writes that too, and commits, in the next round."""
+    agents = pair(tmp_path, checkpoint_replicas=1)
+    opened = hold_writes(monkeypatch, {0, 1})
+    try:
+        save_both = left_in_memory(agents)
+        survivor = agents[1]
+        wait_until(lambda: survivor.saver.serve_part(10, 0, 0) is not None, LONG)
+        agents[0].gone = True
+        survivor.saver.settle(LONG, holds=True)
+        wait_until(lambda: len(survivor._settled()) > 1, LONG)
+        assert survivor._settled()[-1].held[0].ranks == (0, 1)
+        survivor.begin(structs.replace(save_both, nodes=NODES[1:]))
+        worker = survivor.worker(0, 1)
+        found = worker.recall(10, 0, [0, 1], "u10", LONG)
+        assert bytes(found[0]["part-0"]) == b"00100000"
+        opened.set()
+        done = worker.wait(LONG)
+        assert done is not None and done.uuid == "u10"
+    finally:
+        opened.set()
+        for agent in agents:
+            agent.close()

@@ -70,7 +70,9 @@ class AgentSaverClient:
         self._asking = threading.Lock()
         self._pid = os.getpid()
         self._connected = False
+        self._begun = False
         self._view: memoryview | None = None
+        self._inode = 0
         self.last: Committed | None = None
 
     def connect(self, round_number: int) -> None:
@@ -121,43 +123,51 @@ class AgentSaverClient:
     def memory(self, size: int) -> memoryview:
         """Return ``size`` bytes or more of the agent's memory, mapped and touched.
 
-        It is the same until a larger one is asked for, which ends the views of the old one. Only
-        between :meth:`begin` and :meth:`staged` may it be written to. Raises SaveError if the
-        ranks of the node together would be over --checkpoint-memory.
+        It is mostly the same until a larger one is asked for; another one ends the views of the
+        old one. Between :meth:`begin` and :meth:`staged` it may be written to, once all ranks have
+        begun and this was called: then what it held can be recalled no more. Raises SaveError if
+        the ranks of the node together would be over --checkpoint-memory.
         """
-        if self._view is not None and self._view.nbytes >= size:
+        if not self._begun and self._view is not None and self._view.nbytes >= size:
             return self._view
-        if self._view is not None:
-            release(self._view)
-            self._view = None  # what the script still has of it keeps it mapped
         answer, files = self._ask("memory", MEMORY_S + size / SLOWEST, size=size)
         try:
-            mapping = mmap.mmap(files[0], int(answer["size"]))
+            inode = os.fstat(files[0]).st_ino
+            if self._view is None or inode != self._inode:
+                self._map(files[0], int(answer["size"]), inode)
         except (OSError, ValueError) as error:
             raise SaveError(f"the agent's memory cannot be mapped: {error}") from error
         finally:
             close_files(files)
-        touch(mapping)
-        self._view = memoryview(mapping)
+        assert self._view is not None  # mapped
         return self._view
 
-    def begin(self, wait: bool, timeout: float | None = None) -> bool:
-        """Wait for the save in flight; True: the memory may be overwritten now.
+    def _map(self, file: int, size: int, inode: int) -> None:
+        if self._view is not None:
+            release(self._view)
+            self._view = None  # what the script still has of it keeps it mapped
+        mapping = mmap.mmap(file, size)
+        touch(mapping)
+        self._view, self._inode = memoryview(mapping), inode
 
-        False: one is in flight and ``wait`` is False, or ``timeout`` seconds are over. What the
-        memory held can be recalled no more after True. Raises a lost SaveError if the save before
-        came to nothing.
+    def begin(self, wait: bool, timeout: float | None = None) -> bool:
+        """Wait for the save in flight; True: this rank has nothing in flight any more.
+
+        False: one is in flight and ``wait`` is False, or ``timeout`` seconds are over. Raises a
+        lost SaveError if the save before came to nothing.
         """
         limit = _limit(timeout) if wait else ANSWER_S
         answer, _ = self._ask("begin", limit, wait=wait, timeout=timeout)
         self.last = committed_from_json(answer["committed"])
-        return bool(answer["begun"])
+        self._begun = bool(answer["begun"])
+        return self._begun
 
     def staged(self, handed: Handed) -> None:
         """Stage what is in the memory; it is the agent's, even if this process ends at once.
 
         Every rank of ``handed.stage`` has to stage its shard, or the save is discarded.
         """
+        self._begun = False
         self._ask("staged", ANSWER_S, handed=handed_to_json(handed))
 
     def abandon(self, stage: Stage | None = None) -> None:
@@ -166,6 +176,7 @@ class AgentSaverClient:
         ``stage``: the ranks have agreed, each calling this, that this checkpoint comes to nothing,
         also where this rank has staged its shard. No later call raises for it.
         """
+        self._begun = False
         self._ask("abandon", ANSWER_S, stage=None if stage is None else asdict(stage))
 
     def wait(self, timeout: float | None = None) -> Committed | None:
@@ -190,7 +201,7 @@ class AgentSaverClient:
 
         ``uuid`` is the checkpoint's; "" takes any of that step and round. Only those of ``ranks``
         that are there. Not to be written to, and valid until a rank of this node calls
-        :meth:`begin`: loading ends, on all ranks, before that.
+        :meth:`memory` after :meth:`begin`: loading ends, on all ranks, before that.
         """
         found: dict[int, dict[str, memoryview]] = {}
         wanted, seconds = sorted(set(ranks)), RECALL_S if timeout is None else timeout
