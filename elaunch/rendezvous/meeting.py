@@ -34,7 +34,9 @@ from elaunch.rendezvous.records import RecordError, decode_plan
 from elaunch.store.protocol import Post, Store
 
 SLICE = 5.0
-"""Seconds of one wait for a plan or for leadership."""
+"""Seconds of one wait for leadership, or for a plan where another look at the newest may help."""
+LONG_SLICE = 20.0
+"""Seconds of one wait for a plan; each costs a look at the store."""
 PAUSE = 0.2
 JOIN = 0.5
 """Seconds for the threads to end."""
@@ -300,12 +302,15 @@ class Meeting:
                 self._hear(store, post)
 
     def _next_post(self, store: Store) -> Post | None:
-        """Wait for the next post, for SLICE seconds; raises StoreError."""
+        """Wait a while for the next post; raises StoreError."""
         member = self._member
-        post = store.follow(member.follows, SLICE)
+        removed = member.old_job is not None and member.plan is None
+        looks = member.refused is not None or removed
+        seconds = SLICE if looks else max(SLICE, min(LONG_SLICE, self._rules.remind))
+        post = store.follow(member.follows, seconds)
         if post is None and member.refused is not None:
             post = store.latest()  # the same version may have been written again
-        if post is None and member.old_job is not None and member.plan is None:
+        if post is None and removed:
             post = store.latest()  # the plan of the job before may have been removed
             member.after = 0 if post is None else member.after
         return post

@@ -32,7 +32,6 @@ from elaunch.rendezvous.plan import Node, Plan, PlanCheckpoint
 
 TTL = 3.0
 RENEWALS_A_SECOND = 6 / TTL
-READINGS_A_SECOND = 12 / TTL
 RUN_ID = "pretraining-7b-4711"
 FRAME = 14
 BOOKKEEPING = 92
@@ -111,7 +110,7 @@ def _tcp(agents: int, word: bytes, plan: bytes) -> tuple[Cost, Cost]:
 
     root, name, version = f"{RUN_ID}/", "00abcd", "123"
     put = host.put_notice(name, TTL, word)
-    beat = len(wire.add(f"{root}c/{name}", 1)) + 8
+    beat = len(wire.add(host.counter_of(name), 1)) + 8
     kept = len(wire.multi_put([(f"{root}s/{name}", b"+" + word)]))
     told = len(wire.push(root + "in", put)) + beat
     told += len(wire.pop(root + "in")) + 8 + 8 + len(put) + kept
@@ -122,9 +121,10 @@ def _tcp(agents: int, word: bytes, plan: bytes) -> tuple[Cost, Cost]:
     in_round = Cost(agents * (PLANS * 2 + WORDS * 3), agents * (PLANS * post + WORDS * told))
     in_round = Cost(in_round.requests + puts, in_round.size)
 
-    reading = len(wire.multi_get([f"{root}c/{name}"] * agents)) + agents * (8 + 5)
-    size = agents * beat * RENEWALS_A_SECOND + reading * READINGS_A_SECOND
-    return in_round, Cost(agents * RENEWALS_A_SECOND + READINGS_A_SECOND, size)
+    readings = host.READINGS / TTL
+    reading = len(wire.multi_get([host.counter_of(name)] * agents)) + agents * (8 + 5)
+    size = agents * beat * RENEWALS_A_SECOND + reading * readings
+    return in_round, Cost(agents * RENEWALS_A_SECOND + readings, size)
 
 
 def _etcd(agents: int, word: bytes, plan: bytes) -> tuple[Cost, Cost]:

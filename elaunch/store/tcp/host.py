@@ -1,6 +1,7 @@
 """What the agent that hosts a TCPStore does for all: it keeps the members and judges who is alive.
 
-TCPStore has no leases and does not know who is there. Keys, after ``/<run id>/``:
+TCPStore has no leases and does not know who is there. Keys, after ``/<run id>/`` but for the
+heartbeats', which are short, since most of what is sent is they:
 
 =============  =========================================  ========================================
 key            written by                                 what
@@ -20,16 +21,16 @@ key            written by                                 what
 =============  =========================================  ========================================
 
 One thread waits for notices, takes all that are there in two exchanges, and reads every counter
-in one exchange twelve times per ``ttl``. An entry is gone when its counter has not moved for
+in one exchange five times per ``ttl``. An entry is gone when its counter has not moved for
 ``ttl`` seconds by this thread's clock; that clock counts at most two reading intervals at a time,
 so that the host, after it was frozen itself, does not take everybody for dead. The counter is
 then moved far below zero by compare-and-set: a heartbeat that was under way keeps its sender
 alive, and one that comes later shows its sender that it is gone.
 
 torch's store keeps every connection for ever, and each is a descriptor of the agent. An agent sends
-something twelve times a second to once in five seconds, whatever it waits for; a client that sends
-nothing for SILENT seconds is gone, or never was an agent, and its connection is ended. Of more than
-MOST connections the most silent ones go, too. An agent that was frozen for so long connects again.
+something at least every twenty seconds, whatever it waits for; a client that sends nothing for
+SILENT seconds is gone, or never was an agent, and its connection is ended. Of more than MOST
+connections the most silent ones go, too. An agent that was frozen for so long connects again.
 
 Any process that reaches the port can write there. Malformed notices are dropped; records are
 authenticated by those who read them (elaunch.rendezvous).
@@ -59,8 +60,10 @@ GONE = -(2**62)
 """What the counter of an entry becomes; no number of heartbeats brings it back above zero."""
 TTL = (0.05, 3600.0)
 """Seconds that an agent may ask for."""
-PERIOD = (0.02, 0.5)
-"""Seconds between two readings of the counters."""
+READINGS = 5
+"""Readings of the counters in the shortest ``ttl``, and so how late an agent is missed at most."""
+PERIOD = (0.02, 1.0)
+"""The shortest and the longest time between two of them, in seconds."""
 AGES_EVERY = 1.0
 AGES_AT_MOST_EVERY = 0.05
 POPS = 512
@@ -87,6 +90,11 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 def is_name(name: str) -> bool:
     """Return whether ``name`` can be a member's."""
     return _NAME.fullmatch(name) is not None
+
+
+def counter_of(name: str) -> str:
+    """Return the key of an agent's heartbeats."""
+    return f"c/{name}"
 
 
 def put_notice(name: str, ttl: float, value: bytes) -> bytes:
@@ -286,7 +294,7 @@ class MembersThread:
 
     def _take_one(self, notice: AgentNotice) -> list[tuple[str, bytes]]:
         name = notice.name
-        entry, counter = f"{self._prefix}s/{name}", f"{self._prefix}c/{name}"
+        entry, counter = f"{self._prefix}s/{name}", counter_of(name)
         here = name in self._pulses
         if notice.ttl is None:
             if not here:
@@ -305,13 +313,13 @@ class MembersThread:
         return [(entry, b"+" + notice.value)]
 
     def _period(self) -> float:
-        shortest = min((pulse.ttl for pulse in self._pulses.values()), default=PERIOD[1] * 12)
-        return min(max(shortest / 12, PERIOD[0]), PERIOD[1])
+        shortest = min((pulse.ttl for pulse in self._pulses.values()), default=TTL[1])
+        return min(max(shortest / READINGS, PERIOD[0]), PERIOD[1])
 
     def _judge(self) -> None:
         """Read every counter and remove the members whose counter has not moved."""
         names = list(self._pulses)
-        keys = [f"{self._prefix}c/{name}" for name in names]
+        keys = list(map(counter_of, names))
         counts = self._line.exchange(lambda line, by: _read_all(line, keys, by)) if keys else []
         self._tick()
         silent = []
@@ -335,7 +343,7 @@ class MembersThread:
     def _bury(self, name: str) -> bool:
         """Move the counter below zero unless it has moved meanwhile; whether it has not."""
         tombstone, count = str(GONE).encode(), self._pulses[name].count
-        request = wire.compare_set(f"{self._prefix}c/{name}", count, tombstone)
+        request = wire.compare_set(counter_of(name), count, tombstone)
 
         def talk(line: Connection, by: float) -> bytes:
             line.send([request], by)

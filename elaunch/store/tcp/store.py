@@ -22,13 +22,14 @@ from elaunch.store.tcp.host import (
     SHARED,
     TTL,
     MembersThread,
+    counter_of,
     is_name,
     left_notice,
     put_notice,
 )
 from elaunch.store.tcp.wire import Connection
 
-SLICE = 5.0
+SLICE = 20.0
 """Seconds of one wait for the plan; then the host is asked whether it still answers."""
 KEPT = 64
 """Versions of the plan that are kept for agents that wait for one of them."""
@@ -270,7 +271,7 @@ class TcpStore:
 
     def _add(self, line: Connection, until: float, name: str, notices: list[bytes]) -> int:
         requests = [wire.push(self._prefix + "in", notice) for notice in notices]
-        line.send([*requests, wire.add(f"{self._prefix}c/{name}", 1)], until)
+        line.send([*requests, wire.add(counter_of(name), 1)], until)
         return line.integer(until)
 
     def _newer(self, line: Connection, until: float, after: int) -> Post | None:
