@@ -154,7 +154,7 @@ class DistributedContext:
         self.cross_rank, self.cross_size = placement.cross_rank, placement.cross_size
         self.round_store = RoundStore(placement)
         self.timeout = TIMEOUT_S
-        self.node_addrs: tuple[str, ...] = (placement.addr or "127.0.0.1",)
+        self._node_addrs: tuple[str, ...] | None = None
         self._channel: RankChannel | None = None
         self._page: ProgressPage | None = None
         self._own_page: ProgressPage | None = None
@@ -183,6 +183,19 @@ class DistributedContext:
             if self.size > 1:
                 self._open(page or self._make_page())
             self._opened = True
+
+    @property
+    def node_addrs(self) -> tuple[str, ...]:
+        """Addresses of all nodes, in the order of their node ranks, once the ranks have met.
+
+        Any rank may ask; the first time the round's store is read. Raises CollectiveError where it
+        does not answer.
+        """
+        if self._channel is None:
+            return (self.placement.addr or "127.0.0.1",)
+        if self._node_addrs is None:
+            self._node_addrs = self._channel.node_addrs()
+        return self._node_addrs
 
     def get_rank(self) -> int:
         """Return this process's rank in the job."""
@@ -312,8 +325,6 @@ class DistributedContext:
             raise
         self._channel = channel
         _open.add(self)
-        chiefs = sorted((node[0] for node in channel.layout.nodes), key=lambda chief: chief.node)
-        self.node_addrs = tuple(chief.addr for chief in chiefs)
 
     def _call(self, scope: str, name: str, obj: Any, timeout: float | None) -> list[Any] | None:
         seconds = self.seconds(timeout)

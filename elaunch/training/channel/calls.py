@@ -17,7 +17,7 @@ them, and the next one works again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -59,11 +59,19 @@ class Differs(Exception):
 class Exchange:
     """One call as this rank does it.
 
-    ``shared``: only processes of this job can have sent what comes.
+    ``name_of`` names a rank for an error; ``shared``: only processes of this job can have sent what
+    comes.
     """
 
     def __init__(
-        self, mesh: Mesh, plan: CallPlan, call: Call, until: float, *, shared: bool = True
+        self,
+        mesh: Mesh,
+        plan: CallPlan,
+        call: Call,
+        until: float,
+        *,
+        name_of: Callable[[int], str],
+        shared: bool = True,
     ) -> None:
         self.problem: CollectiveError | None = None
         """Why this rank's object could not be sent."""
@@ -74,18 +82,19 @@ class Exchange:
         self._call = call
         self._until = until
         self._shared = shared
-        self._everywhere = call.scope == "all" and len(self._layout.nodes) > 1
+        self._name_of = name_of
+        self._everywhere = call.scope == "all" and self._layout.nodes > 1
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """The ranks that take part, in the order of the result."""
         if self._call.scope == "all":
-            return tuple(range(len(self._layout.members)))
-        return tuple(member.rank for member in self._layout.node)
+            return tuple(range(self._layout.size))
+        return self._layout.ranks
 
     @property
     def _root(self) -> int:
-        return 0 if self._call.scope == "all" else self._layout.node[0].rank
+        return 0 if self._call.scope == "all" else self._layout.ranks[0]
 
     def run(self, obj: Any) -> dict[int, Any]:
         """Return the objects that this rank gets, by rank; its own is ``obj`` itself.
@@ -160,6 +169,9 @@ class Exchange:
             )
         return list(frame.entries)
 
+    def _refused(self, rank: int) -> str:
+        return f"{self._call}: the object of {self._name_of(rank)} cannot be unpickled here"
+
     def _objects(self, entries: list[Contribution], obj: Any) -> dict[int, Any]:
         errors = [bytes(e.parts[0]).decode() for e in entries if e.form == "error"]
         if errors:
@@ -170,11 +182,10 @@ class Exchange:
             if entry.rank == self._me:
                 found[entry.rank] = obj
                 continue
-            whose = self._layout.members[entry.rank]
-            what = f"{self._call}: the object of {whose} cannot be unpickled here"
             try:
                 found[entry.rank] = objects.attempt(
-                    what, partial(objects.unpack, memoryview(entry.parts[0]), allowed)
+                    partial(self._refused, entry.rank),
+                    partial(objects.unpack, memoryview(entry.parts[0]), allowed),
                 )
             except CollectiveError as error:
                 if not isinstance(error.__cause__, PickleRefused):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -9,13 +10,26 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final, NoReturn
 
-from elaunch.errors import CollectiveError, CollectiveTimeout, ContextError, PeerLost
+from elaunch.errors import (
+    CollectiveError,
+    CollectiveTimeout,
+    ContextError,
+    PeerLost,
+    PlacementError,
+)
 from elaunch.training.channel import forks
 from elaunch.training.channel.calls import PLANS, Differs, Exchange
 from elaunch.training.channel.dial import Activity, Answer, Dialer, ask
 from elaunch.training.channel.link import Call, encode
 from elaunch.training.channel.listener import Listener
-from elaunch.training.channel.meeting import Layout, RankRecord, lay_out, machine_identity, meet
+from elaunch.training.channel.meeting import (
+    ANSWER_S,
+    Layout,
+    RankRecord,
+    look_up,
+    machine_identity,
+    meet,
+)
 from elaunch.training.channel.mesh import Broken, Expired, Mesh
 from elaunch.training.place.placement import Placement
 from elaunch.training.stores.roundstore import RoundStore
@@ -60,6 +74,7 @@ class RankChannel:
         self._dialer: Dialer | None = None
         self._activity = Activity()
         self._shared = False
+        self._known: dict[int, RankRecord] = {}
         self._turn = threading.Lock()
         self._unusable: tuple[type[Exception], str, tuple[int, ...]] | None = None
 
@@ -80,7 +95,8 @@ class RankChannel:
         try:
             machine = self._machine or machine_identity()
             met = meet(self._placement, self._store, self._listener, machine, until)
-            layout = lay_out(met.members, self._placement.rank)
+            layout = met.layout
+            self._known = {member.rank: member for member in layout.known}
             self._dialer = Dialer(layout.me, met.key)
             self._shared = met.shared
             by_unix = met.shared and self._placement.secret is None
@@ -117,7 +133,19 @@ class RankChannel:
 
     def describe(self, ranks: Sequence[int], until: float) -> list[str]:
         """Return what each rank does and did last, in words; blocks until ``until`` at most."""
-        return [str(answer) for answer in self._ask([self.layout.members[r] for r in ranks], until)]
+        answers = {a.member.rank: str(a) for a in self._ask(self._members(ranks), until)}
+        return [answers.get(rank, f"rank {rank} does not answer") for rank in ranks]
+
+    def node_addrs(self) -> tuple[str, ...]:
+        """Return the nodes' addresses by node; raises as RoundStore.line."""
+        if self.layout.nodes == 1:
+            return ((self.layout.chief or self._me).addr,)
+        until = time.monotonic() + ANSWER_S
+        line = self._store.line(until)
+        try:
+            return tuple(map(str, json.loads(line.get("addrs", until))))
+        finally:
+            line.close()
 
     def close(self) -> None:
         """Send bye to the neighbours, and free everything; may be called twice, and from anywhere.
@@ -162,7 +190,9 @@ class RankChannel:
         assert self._mesh is not None
         until = time.monotonic() + timeout
         plan = PLANS[call.name.removesuffix("_local")]
-        exchange = Exchange(self._mesh, plan, call, until, shared=self._shared)
+        exchange = Exchange(
+            self._mesh, plan, call, until, name_of=self._name_of, shared=self._shared
+        )
         try:
             found = exchange.run(obj)
         except Broken as error:
@@ -188,6 +218,22 @@ class RankChannel:
     def _me(self) -> RankRecord:
         return self.layout.me
 
+    def _members(self, wanted: Sequence[int]) -> list[RankRecord]:
+        """Return the records of ranks, as far as they are known or the store has them."""
+        unknown = [rank for rank in wanted if rank not in self._known]
+        if unknown:
+            until = time.monotonic() + ANSWER_S
+            with contextlib.suppress(CollectiveError, ContextError, PlacementError):
+                line = self._store.line(until)
+                try:
+                    self._known |= {m.rank: m for m in look_up(line, unknown, until)}
+                finally:
+                    line.close()
+        return [self._known[rank] for rank in wanted if rank in self._known]
+
+    def _name_of(self, rank: int) -> str:
+        return ", ".join(map(str, self._members([rank]))) or f"rank {rank}"
+
     def _expired(self, call: Call, exchange: Exchange, timeout: float) -> NoReturn:
         """Raise for a deadline; ask all ranks which are missing, if none has found out already."""
         assert self._mesh is not None
@@ -195,7 +241,7 @@ class RankChannel:
             self._fail(call, "other", f"{call}: {exchange.problem}", ())
         if self._me.rank != exchange.ranks[0] and (end := self._mesh.settle(FIRST_WORD_S)):
             self._fail(call, end.error, end.text, end.missing)
-        others = [self.layout.members[rank] for rank in exchange.ranks if rank != self._me.rank]
+        others = self._members([rank for rank in exchange.ranks if rank != self._me.rank])
         missing = [a for a in self._ask(others, time.monotonic() + ASK_S) if a.lacks(call)]
         text = f"{call}: not all ranks came within {timeout:g} s: {'; '.join(map(str, missing))}"
         if not missing:

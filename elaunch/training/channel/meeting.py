@@ -8,14 +8,19 @@ key               written by  what
                               store can read it then, so it keeps jobs apart, but nobody out:
                               ranks on one machine then use Unix sockets alone, of which the kernel
                               knows the owners, and others are not sent what runs code
-``ranks``         every rank  a counter; the rank that completes it sets ``all``
-``all``           the last    all records are there
-``outer/<r>``     rank r      its node's address for other machines, where its record says loopback
+``ranks``         every rank  a counter; the rank that completes it reads all records, and places
+                              the ranks
+``place/<r>``     that rank   rank r's place: the records of its neighbours, or why there is none;
+                              or whom it has to say its address towards, where that is loopback
+``outer/<r>``     rank r      that address
+``placed/<r>``    the last    the place of a rank that was asked for its address
+``addrs``         the last    the nodes' addresses, for whoever asks
 ``expired/…``     any rank    the ranks that a call lacks, by the first whose deadline passed
 ================  ==========  ======================================================================
 
-The last is written later, by channel.py. What all have read gives each rank its place: the nodes,
-and the tree of their chiefs.
+The last is written later, by channel.py. So what a rank reads does not depend on how many there
+are. The places are those of a tree of chiefs, each with the ranks of its node. A rank that is told
+that all are on this machine makes sure of that for its neighbours, which do the same with theirs.
 """
 
 from __future__ import annotations
@@ -40,6 +45,9 @@ from elaunch.wire.stream import session_key
 
 ANSWER_S: Final = 10.0
 """Seconds for the store's answer which ranks have come, once the deadline has passed."""
+TOWARDS: Final = b"towards "
+"""What a rank finds in its place's stead that has to say its address: others' addresses follow."""
+MOST_ADDRS: Final = 8
 
 
 @dataclass(frozen=True)
@@ -65,6 +73,10 @@ class RankRecord:
 
     def __str__(self) -> str:
         return f"rank {self.rank} (host {self.host}, pid {self.pid})"
+
+    def listed(self) -> str:
+        """Return the record as it stands in the places of others: its values alone."""
+        return json.dumps(list(vars(self).values()), separators=(",", ":"))
 
     def packed(self) -> bytes:
         """Return the record as it is stored."""
@@ -94,29 +106,34 @@ def machine_identity() -> str:
 
 @dataclass(frozen=True)
 class Layout:
-    """How this rank is connected; nodes are in the order of the tree, rank 0's first.
+    """How this rank is connected, of ``size`` ranks on ``nodes`` nodes.
 
-    ``chief`` is None on a chief; ``local`` are the other ranks of a chief's node; ``parent`` and
-    ``below`` are its neighbours in the tree of chiefs.
+    Nodes are in the order of the tree, rank 0's first; this one is number ``place`` and has
+    ``ranks``, its chief's first. ``here``: all ranks are on this machine. ``chief`` is None on a
+    chief; ``local`` are the other ranks of a chief's node; ``parent`` and ``below`` are its
+    neighbours in the tree of chiefs.
     """
 
     me: RankRecord
-    members: tuple[RankRecord, ...]
-    nodes: tuple[tuple[RankRecord, ...], ...]
+    size: int
+    nodes: int
     place: int
+    here: bool
+    ranks: tuple[int, ...]
     chief: RankRecord | None
     local: tuple[RankRecord, ...]
     parent: RankRecord | None
     below: tuple[RankRecord, ...]
 
     @property
-    def node(self) -> tuple[RankRecord, ...]:
-        """The ranks of this node, the chief first."""
-        return self.nodes[self.place]
+    def known(self) -> tuple[RankRecord, ...]:
+        """This rank and its neighbours."""
+        found = (self.me, self.chief, *self.local, self.parent, *self.below)
+        return tuple(member for member in found if member is not None)
 
 
-def lay_out(members: Sequence[RankRecord], rank: int) -> Layout:
-    """Return how ``rank`` is connected; PlacementError where the ranks contradict each other."""
+def in_nodes(members: Sequence[RankRecord]) -> list[list[RankRecord]]:
+    """Return the ranks by node, chiefs first; PlacementError where they contradict each other."""
     by_node: dict[int, list[RankRecord]] = {}
     for member in members:
         by_node.setdefault(member.node, []).append(member)
@@ -124,24 +141,53 @@ def lay_out(members: Sequence[RankRecord], rank: int) -> Layout:
         # With --virtual-local-rank all are 0; the order of the ranks is theirs then.
         node.sort(key=lambda m: (m.local, m.rank))
         _check(node)
-    nodes = sorted((tuple(node) for node in by_node.values()), key=lambda node: node[0].rank)
+    nodes = sorted(by_node.values(), key=lambda node: node[0].rank)
     if nodes[0][0].rank != 0:
         raise PlacementError("rank 0 is not the first of its node: its local_rank has to be 0")
-    me = members[rank]
-    place = next(place for place, node in enumerate(nodes) if me in node)
-    chiefs = [node[0] for node in nodes]
-    if me != chiefs[place]:
-        return Layout(me, tuple(members), tuple(nodes), place, chiefs[place], (), None, ())
-    return Layout(
-        me,
-        tuple(members),
-        tuple(nodes),
-        place,
-        chief=None,
-        local=nodes[place][1:],
-        parent=chiefs[(place - 1) // 2] if place else None,
-        below=tuple(chiefs[2 * place + 1 : 2 * place + 3]),
-    )
+    return nodes
+
+
+def places(members: Sequence[RankRecord]) -> dict[int, bytes]:
+    """Return the place of each rank as it is stored; raises as :func:`in_nodes`."""
+    nodes = in_nodes(members)
+    chiefs = [node[0].listed() for node in nodes]
+    here = len({member.machine for member in members}) == 1
+    found = {}
+    for place, node in enumerate(nodes):
+        ranks_here = json.dumps([member.rank for member in node])
+        same = (
+            f'{{"size":{len(members)},"nodes":{len(nodes)},"place":{place},'
+            f'"here":{json.dumps(here)},"ranks":{ranks_here}'
+        )
+        local = ",".join(member.listed() for member in node[1:])
+        parent = chiefs[(place - 1) // 2] if place else "null"
+        below = ",".join(chiefs[2 * place + 1 : 2 * place + 3])
+        for member in node[1:]:
+            text = f'{same},"chief":{chiefs[place]},"local":[],"parent":null,"below":[]}}'
+            found[member.rank] = text.encode()
+        text = f'{same},"chief":null,"local":[{local}],"parent":{parent},"below":[{below}]}}'
+        found[node[0].rank] = text.encode()
+    return found
+
+
+def read_place(raw: bytes, me: RankRecord) -> Layout | str:
+    """Return the place of ``me``, or why there is none; PlacementError for what is none."""
+    try:
+        fields = json.loads(raw)
+        problem = fields.get("problem")
+        if problem is not None:
+            return str(problem)
+        for name in ("chief", "parent"):
+            fields[name] = None if fields[name] is None else RankRecord(*fields[name])
+        for name in ("local", "below"):
+            fields[name] = tuple(RankRecord(*one) for one in fields[name])
+        layout = Layout(me, **{**fields, "ranks": tuple(fields["ranks"])})
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise PlacementError(f"the place of {me} cannot be read: {raw[:80]!r}") from None
+    elsewhere = [m for m in layout.known if layout.here and m.machine != me.machine]
+    if elsewhere:
+        raise PlacementError(f"{elsewhere[0]} is not on this machine, as the place of {me} has it")
+    return layout
 
 
 def _check(node: list[RankRecord]) -> None:
@@ -161,12 +207,12 @@ def _check(node: list[RankRecord]) -> None:
 
 @dataclass(frozen=True)
 class Met:
-    """All ranks of the job, by rank, and the key of this context.
+    """This rank's place among the ranks of the job, and the key of this context.
 
     ``shared``: only processes of this job have the key, or can connect; pickles are trusted.
     """
 
-    members: tuple[RankRecord, ...]
+    layout: Layout
     key: bytes
     shared: bool
 
@@ -205,31 +251,75 @@ def meet(
 def _exchange(
     line: StoreConnection, placement: Placement, store: RoundStore, me: RankRecord, until: float
 ) -> Met:
-    size = placement.size
+    if announce(line, placement, me, until):
+        raw = place_all(line, placement.size, me, until)
+    else:
+        raw = placed(line, placement, store, me, until)
+    layout = read_place(raw, me)
+    if isinstance(layout, str):
+        raise PlacementError(layout)
+    if placement.secret is not None:
+        return Met(layout, session_key(placement.secret, store.prefix), True)
+    # Without a secret only the kernel knows who is at the other end, of Unix sockets. A rank that
+    # sees it otherwise, since records were forged, has another key, and is not let in.
+    ways = "Unix sockets alone" if layout.here else "any way"
+    key = session_key(line.get("key", until), f"{store.prefix} by {ways}")
+    return Met(layout, key, layout.here)
+
+
+def announce(line: StoreConnection, placement: Placement, me: RankRecord, until: float) -> bool:
+    """Write this rank's record; whether it is the last one, which places all."""
     if me.rank == 0 and placement.secret is None:
         line.put("key", secrets.token_bytes(32), until)
     line.put(f"rank/{me.rank}", me.packed(), until)
-    if line.add("ranks", 1, until) == size:
-        line.put("all", b"1", until)
-    names = [f"rank/{rank}" for rank in range(size)]
-    if not line.wait("all", until):
-        records = line.multi_get(names, time.monotonic() + ANSWER_S)
-        raise _missing(me, records, store)
-    records = line.multi_get(names, until)
-    members = [read_member(raw, rank) for rank, raw in enumerate(records)]
-    members = _reachable(line, me, members, until)
-    if placement.secret is not None:
-        return Met(tuple(members), session_key(placement.secret, store.prefix), True)
-    # Without a secret only the kernel knows who is at the other end, of Unix sockets. A rank that
-    # sees it otherwise, since records were forged, has another key, and is not let in.
-    here = all(member.machine == me.machine for member in members)
-    ways = "Unix sockets alone" if here else "any way"
-    key = session_key(line.get("key", until), f"{store.prefix} by {ways}")
-    return Met(tuple(members), key, here)
+    return line.add("ranks", 1, until) == placement.size
+
+
+def placed(
+    line: StoreConnection, placement: Placement, store: RoundStore, me: RankRecord, until: float
+) -> bytes:
+    """Return what the last rank has written of this one's place."""
+    for key in (f"place/{me.rank}", f"placed/{me.rank}"):
+        if not line.wait(key, until):
+            names = [f"rank/{rank}" for rank in range(placement.size)]
+            raise _missing(me, line.multi_get(names, time.monotonic() + ANSWER_S), store)
+        raw = line.get(key, until)
+        if not raw.startswith(TOWARDS):
+            break
+        addr = _address_towards(raw[len(TOWARDS) :].decode().split(","))
+        line.put(f"outer/{me.rank}", addr.encode() or b"-", until)
+    return raw
+
+
+def place_all(line: StoreConnection, size: int, me: RankRecord, until: float) -> bytes:
+    """Tell every rank its place, and return that of this one, which has come last."""
+    asked: list[int] = []
+    try:
+        members = look_up(line, range(size), until)
+        members = _reachable(line, me, members, asked, until)
+        found = places(members)
+    except PlacementError as error:
+        problem = json.dumps({"problem": str(error)}).encode()
+        members, found = [], dict.fromkeys(range(size), problem)
+    chiefs = (
+        sorted((node[0] for node in in_nodes(members)), key=lambda m: m.node) if members else []
+    )
+    line.put("addrs", json.dumps([chief.addr for chief in chiefs]).encode(), until)
+    keys = {rank: f"placed/{rank}" if rank in asked else f"place/{rank}" for rank in found}
+    line.multi_put([(keys[rank], found[rank]) for rank in found if rank != me.rank], until)
+    return found[me.rank]
+
+
+def look_up(line: StoreConnection, wanted: Sequence[int], until: float) -> list[RankRecord]:
+    """Return the records of ranks that have come; PlacementError for what is none."""
+    records = line.multi_get([f"rank/{rank}" for rank in wanted], until)
+    return [read_member(raw, rank) for rank, raw in zip(wanted, records, strict=True)]
 
 
 def _missing(me: RankRecord, records: list[bytes], store: RoundStore) -> CollectiveTimeout:
     missing = tuple(rank for rank, raw in enumerate(records) if not raw)
+    if not missing:
+        return CollectiveTimeout("all ranks have come, but the last one has not placed them", ())
     there = [str(read_member(raw, rank)) for rank, raw in enumerate(records) if raw]
     text = f"{ranks(missing)} of {len(records)} did not open a context in time"
     if store.context_number > 1:
@@ -249,38 +339,54 @@ def _listening_host(placement: Placement, addr: str) -> str | None:
 
 
 def _reachable(
-    line: StoreConnection, me: RankRecord, members: list[RankRecord], until: float
+    line: StoreConnection,
+    me: RankRecord,
+    members: list[RankRecord],
+    asked: list[int],
+    until: float,
 ) -> list[RankRecord]:
-    """Return the members with addresses that other machines can use."""
+    """Return the members with addresses that other machines can use, of ``asked`` as they say."""
     inner = [m for m in members if is_loopback(m.addr) and not m.addr_given]
     if not inner or len({m.machine for m in members}) == 1:
         return members
-    if me in inner:
-        others = [m for m in members if m.machine != me.machine and m not in inner]
-        line.put(f"outer/{me.rank}", _address_towards(others).encode() or b"-", until)
-    found = {m.rank: _outer(line, m, until) for m in inner}
+    lacking = {m.rank for m in inner}
+    outside = {m.machine: m.addr for m in members if m.rank not in lacking}
+    found = {}
+    for member in inner:
+        addrs = [addr for machine, addr in outside.items() if machine != member.machine][
+            :MOST_ADDRS
+        ]
+        if member == me:
+            found[me.rank] = _address_towards(addrs) or "-"
+            continue
+        asked.append(member.rank)
+        line.put(f"place/{member.rank}", TOWARDS + ",".join(addrs).encode(), until)
+    for member in inner:
+        addr = found.setdefault(member.rank, "") or _outer(line, member, until)
+        if addr == "-":
+            raise PlacementError(
+                f"{member} is known by the loopback address {member.addr} only, and ranks on "
+                "other machines cannot reach it: give MASTER_ADDR as an address that they can"
+            )
+        found[member.rank] = addr
+    outer = [replace(m, addr=found[m.rank]) for m in inner]
+    line.multi_put([(f"rank/{m.rank}", m.packed()) for m in outer], until)
     return [replace(m, addr=found.get(m.rank, m.addr)) for m in members]
 
 
 def _outer(line: StoreConnection, member: RankRecord, until: float) -> str:
     if not line.wait(f"outer/{member.rank}", until):
         raise CollectiveTimeout(f"{member} does not say its address", (member.rank,))
-    addr = line.get(f"outer/{member.rank}", until).decode()
-    if addr == "-":
-        raise PlacementError(
-            f"{member} is known by the loopback address {member.addr} only, and ranks on other "
-            "machines cannot reach it: give MASTER_ADDR as an address that they can"
-        )
-    return addr
+    return line.get(f"outer/{member.rank}", until).decode()
 
 
-def _address_towards(others: Iterable[RankRecord]) -> str:
-    """Return this machine's address on the way to one of ``others``; nothing is sent."""
-    for member in others:
-        family = socket.AF_INET6 if ":" in member.addr else socket.AF_INET
+def _address_towards(addrs: Iterable[str]) -> str:
+    """Return this machine's address on the way to one of ``addrs``; nothing is sent."""
+    for other in addrs:
+        family = socket.AF_INET6 if ":" in other else socket.AF_INET
         try:
             with socket.socket(family, socket.SOCK_DGRAM) as sock:
-                sock.connect((member.addr, 9))
+                sock.connect((other, 9))
                 addr = plain(str(sock.getsockname()[0]))
         except OSError:
             continue

@@ -127,11 +127,15 @@ def allowed_of(obj: object) -> Names:
     return unpickling.Records({**unpickling.named_by([obj]), **own})
 
 
-def attempt(what: str, work: Callable[[], Any]) -> Any:
-    """Return what ``work()`` returns; what it raises becomes the cause of a CollectiveError."""
+def attempt(what: str | Callable[[], str], work: Callable[[], Any]) -> Any:
+    """Return what ``work()`` returns; what it raises becomes the cause of a CollectiveError.
+
+    ``what`` has failed then, in words, or a function that returns them.
+    """
     try:
         return work()
     except Exception as error:
+        what = what if isinstance(what, str) else what()
         raise CollectiveError(f"{what}: {type(error).__name__}: {error}") from error
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Final, TypeVar
 from weakref import WeakSet
@@ -27,6 +27,8 @@ from elaunch.training.place.placement import Placement
 
 PAUSES: Final = (0.02, 0.05, 0.1, 0.25)
 """Seconds between two attempts to connect; the last goes on."""
+AT_ONCE: Final = 64
+"""Keys that one request sets."""
 GRACE_S: Final = 10.0
 """Seconds for the store to answer that a wait is over."""
 
@@ -51,6 +53,12 @@ class StoreConnection:
     def put(self, key: str, value: bytes, until: float) -> None:
         """Set ``key``; there is no answer, so only a later call shows whether it was received."""
         self._do(lambda c: c.send([wire.put(self._prefix + key, value)], until))
+
+    def multi_put(self, pairs: Sequence[tuple[str, bytes]], until: float) -> None:
+        """Set several keys; as :meth:`put`."""
+        named = [(self._prefix + key, value) for key, value in pairs]
+        parts = [named[first : first + AT_ONCE] for first in range(0, len(named), AT_ONCE)]
+        self._do(lambda c: c.send(map(wire.multi_put, parts), until))
 
     def get(self, key: str, until: float) -> bytes:
         """Return the value of ``key``, empty if it has none."""
