@@ -162,7 +162,9 @@ def _run_job(
     report_plan = ReportPlan(settings, run_dir, pump, group, pump.say, status_record, publisher)
     early, late = _observers(report_plan, hangs, environ, standalone is None)
     parts = LoopParts(group, links, hangs, saver, early, late, standalone)
-    threading.Thread(target=directory.prune, args=(os.environ,), name="prune", daemon=True).start()
+    threading.Thread(
+        target=directory.prune_for, args=(run_dir, os.environ), name="prune", daemon=True
+    ).start()
     saver.check()
     if place.detached is not None:
         place.detached.ready()

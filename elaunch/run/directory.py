@@ -29,7 +29,7 @@ import re
 import stat
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -39,6 +39,7 @@ from elaunch.run.statedir import (
     claim,
     delete,
     disk_bytes,
+    draw,
     empty_trash,
     fallback_root,
     file_name,
@@ -52,6 +53,7 @@ from elaunch.run.statedir import (
 
 KEEP_RUNS: Final = 20
 KEEP_BYTES: Final = 1 << 30
+PRUNERS: Final = 8
 STATE_FILE: Final = "state.json"
 CONSOLE: Final = "console.log"
 RESERVE_BYTES: Final = 1 << 18
@@ -64,10 +66,14 @@ ELSEWHERE_KEEP_S: Final = 90 * 86_400.0
 
 @dataclass(frozen=True)
 class RunDir:
-    """The directory of one run; ``notice`` says why it is not in its usual place."""
+    """The directory of one run; ``notice`` says why it is not in its usual place.
+
+    ``number`` is the one in its name, where the process that made it has it from :func:`create`.
+    """
 
     path: Path
     notice: str | None = None
+    number: int = field(default=1, compare=False)
 
     @property
     def socket(self) -> Path:
@@ -156,7 +162,7 @@ def create(run_id: str, environ: Mapping[str, str]) -> RunDir:
     else:
         try:
             make_private(root)
-            return _made(claim(root, name))
+            return _made(claim(root, name), name)
         except OSError as exc:
             why = f"{root} cannot be used ({exc.strerror})"
     try:
@@ -170,11 +176,11 @@ def create(run_id: str, environ: Mapping[str, str]) -> RunDir:
             f"no place for the record of the run: {why}, nor the directory for temporary files "
             f"({exc.strerror}); set XDG_STATE_HOME to a directory that you can write to"
         ) from exc
-    return _made(path, f"{why}: the record of this run is in {path}")
+    return _made(path, name, f"{why}: the record of this run is in {path}")
 
 
-def _made(path: Path, notice: str | None = None) -> RunDir:
-    run = RunDir(path, notice)
+def _made(path: Path, name: str, notice: str | None = None) -> RunDir:
+    run = RunDir(path, notice, int(path.name[len(name) + 1 :] or 1))
     run.reserve()
     return run
 
@@ -265,6 +271,16 @@ def is_live(run: RunDir) -> bool:
             return record["state"] in LIVE_STATES and _idle_s(run) < ELSEWHERE_KEEP_S
         case _:
             return False
+
+
+def prune_for(run: RunDir, environ: Mapping[str, str]) -> None:
+    """Prune when a run begins; of very many with one id, on one shared home, only some do.
+
+    Each reads what all have there. The more there are, the rarer one is drawn: of the first N about
+    PRUNERS times log N.
+    """
+    if draw() % run.number < PRUNERS:
+        prune(environ)
 
 
 def prune(

@@ -20,6 +20,8 @@ from typing import Final
 from elaunch import env
 
 TRASH_PREFIX: Final = ".trash-"
+CLOSE: Final = 24
+"""Names that are tried one after the other: more than a user's kept runs of one id."""
 
 # A name in a file system is at most 255 bytes; this leaves room for a suffix.
 MAX_NAME: Final = 128
@@ -77,16 +79,26 @@ def require_own(path: Path) -> None:
 
 
 def claim(root: Path, name: str) -> Path:
-    """Make a directory that did not exist: ``root/name``, else ``name.2``, ``name.3`` and so on."""
-    number = 1
+    """Make a directory that did not exist: ``root/name``, else ``name.2``, ``name.3`` and so on.
+
+    Thousands of agents may share the root. After CLOSE names one that finds its name taken goes on
+    by ever larger numbers drawn at random, so that each of N makes about log N tries and not N.
+    """
+    number = tries = 1
     while True:
         path = root / (name if number == 1 else f"{name}.{number}")
         try:
             _mkdir(path)
         except FileExistsError:
-            number += 1
+            number += 1 if tries < CLOSE else 1 + draw() % (1 << min(tries - CLOSE, 40))
+            tries += 1
             continue
         return path
+
+
+def draw() -> int:
+    """Return a random number below 2**64."""
+    return int.from_bytes(os.urandom(8), "big")
 
 
 def file_name(text: str) -> str:

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Final
 
 from elaunch.endings import INTERRUPTED
 from elaunch.errors import ContextError, RunDirError
-from elaunch.run.directory import RunDir, create, list_runs, prune
+from elaunch.run.directory import RunDir, create, list_runs, prune_for
 from elaunch.run.record import (
     LIVE_STATES,
     AgentRecord,
@@ -176,7 +176,7 @@ class Tracking:
         add_round(record, new_round(placed.round, reason or None))
         run.write_state(record)
         self._pruning = threading.Thread(
-            target=prune, args=(os.environ,), name="prune", daemon=True
+            target=prune_for, args=(run, os.environ), name="prune", daemon=True
         )
         self._pruning.start()
         return run

@@ -224,6 +224,18 @@ def test_prune_keeps_the_newest_and_every_live_one(environ: dict[str, str]) -> N
     }
 
 
+def test_of_many_agents_few_prune(environ: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them reads the directories of all; the first ones always do."""
+    pruned: list[int] = []
+    for number in range(1, 4097):
+        monkeypatch.setattr(directory, "prune", lambda _, number=number: pruned.append(number))
+        directory.prune_for(RunDir(Path("run"), number=number), environ)
+    assert pruned[:8] == list(range(1, 9))
+    assert len(pruned) < 200  # 58 on average
+    create("run.2024", environ)
+    assert [create(run_id, environ).number for run_id in ("run.2024", "run")] == [2, 1]
+
+
 def test_prune_bounds_the_space_but_leaves_the_newest(environ: dict[str, str]) -> None:
     runs = [ended(environ, f"run-{age}", -age) for age in range(3)]
     for run in runs:

@@ -86,6 +86,15 @@ def test_claim_numbers_taken_names(tmp_path: Path) -> None:
     assert names == ["run", "run.2", "run.3"]
 
 
+def test_many_claims_try_few_names_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other would be 125,000 for 500 agents that share a home directory."""
+    tries: list[Path] = []
+    make = statedir._mkdir
+    monkeypatch.setattr(statedir, "_mkdir", lambda path: (tries.append(path), make(path)))
+    assert len({statedir.claim(tmp_path, "run") for _ in range(500)}) == 500
+    assert len(tries) < 500 * (statedir.CLOSE + 16)
+
+
 def test_concurrent_claims_never_share_a_directory(tmp_path: Path) -> None:
     claimed: list[Path] = []
     barrier = threading.Barrier(8)
