@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import resource
 import shutil
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -25,10 +27,11 @@ import machine
 import procfs
 import table
 from job import CLEAN_UP_SECONDS, Job, JobError
-from launchers import ELAUNCH, find
+from launchers import ELAUNCH, JOBS, find
 
 RANKS = 2
 SHARDS, SHARDED_MB = 4, 400
+MANY, MANY_RANKS = 2000, 8
 STEPS_MB = 512
 TIMEOUT = 560.0
 FLOOR, DCP, DCP_THREAD, OURS, ASIDE = "copy", "dcp", "dcp-thread", "elaunch", "elaunch-aside"
@@ -82,6 +85,7 @@ def main() -> int:
                 _resume(root, size, loads[size], problems)
         for _ in range(0 if args.saves_only else args.rounds):
             _others(root, others, problems)
+            _many(root, others, problems)
     finally:
         procfs.kill_job(root, CLEAN_UP_SECONDS)
         shutil.rmtree(root, ignore_errors=True)
@@ -156,6 +160,29 @@ def _others(root: Path, others: Others, problems: list[str]) -> None:
         for found in _ranks(root, ("checkpoint_steps", way, STEPS_MB, RANKS), "steps", problems):
             alone, during = (statistics.median(found[name]) for name in ("alone", "during"))
             others.setdefault(f"{way} slower", []).append(during / alone)
+
+
+def _many(root: Path, others: Others, problems: list[str]) -> None:
+    """Look into a directory of many checkpoints, and list it; add the processor time of each."""
+    place = Path(tempfile.mkdtemp(dir=root)) / "checkpoints"
+    try:
+        job = [sys.executable, str(JOBS / "checkpoint_many.py"), str(place)]
+        looks = subprocess.run(
+            [*job, str(MANY), str(MANY_RANKS)], check=True, capture_output=True, timeout=TIMEOUT
+        )
+        for name, seconds in json.loads(looks.stdout).items():
+            others.setdefault(f"many {name}", []).append(seconds)
+        command = [find(ELAUNCH).program, "checkpoints", "ls", str(place)]
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        listed = subprocess.run(command, check=True, capture_output=True, timeout=TIMEOUT)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert listed.stdout.count(b"step-") == MANY, listed.stdout[-200:]
+        spent = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+        others.setdefault("many ls", []).append(spent)
+    except (subprocess.SubprocessError, ValueError) as error:
+        problems.append(f"{MANY} checkpoints: {error} {getattr(error, 'stderr', b'')!r}")
+    finally:
+        shutil.rmtree(place.parent, ignore_errors=True)
 
 
 def _ranks(
@@ -242,6 +269,20 @@ def _other_verdicts(others: Others) -> list[tuple[str, ...]]:
         if slower := middle.get(f"{way} slower"):
             wanted = ("≤ 1.5", "yes" if slower <= 1.5 else "NO") if way == "elaunch" else ("", "")
             rows.append((f"step during {name} over a step alone", f"{slower:.2f}", *wanted))
+    return [*rows, *_many_verdicts(middle)]
+
+
+def _many_verdicts(middle: Mapping[str, float]) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
+    title = f"{MANY:,} checkpoints of {MANY_RANKS} ranks, processor time: the newest"
+    for name, called, limit in (
+        ("search", title, 0.3),
+        ("name", "… one by its name", 0.01),
+        ("ls", "… elaunch checkpoints ls", 0.5),
+    ):
+        if (found := middle.get(f"many {name}")) is not None:
+            met = "yes" if found <= limit else "NO"
+            rows.append((called, f"{found:.4f} s", f"≤ {limit:g} s", met))
     return rows
 
 
@@ -300,7 +341,7 @@ def _arguments() -> argparse.Namespace:
         "--directory", type=Path, help="where to save (default: below the temporary directory)"
     )
     parser.add_argument(
-        "--saves-only", action="store_true", help="leave out the sharded model and the steps"
+        "--saves-only", action="store_true", help="leave out what is no save of two ranks"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write all samples")
     args = parser.parse_args()
