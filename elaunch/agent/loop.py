@@ -11,7 +11,6 @@ import math
 import queue
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,23 +58,6 @@ log = logging.getLogger("elaunch")
 Observer = Callable[[Turn], None]
 
 
-@dataclass(frozen=True)
-class LoopParts:
-    """What the loop works with; each is started and closed by elaunch.agent.main.
-
-    ``early`` observers see a turn before its action is done, ``late`` ones after it, both in their
-    order. ``standalone`` is the coordinator of a job of one node; None where several meet.
-    """
-
-    group: WorkerGroup
-    links: WorkerLinks
-    hangs: HangWatch
-    saver: AgentSaver
-    early: tuple[Observer, ...]
-    late: tuple[Observer, ...]
-    standalone: Standalone | None
-
-
 def limits_of(settings: Settings, meets: bool) -> Limits:
     """Return what bounds a job here; ``meets``: other nodes take part."""
     directory = settings.checkpoint_dir
@@ -94,20 +76,34 @@ def limits_of(settings: Settings, meets: bool) -> Limits:
 
 
 class Agent:
-    """One run's agent; :meth:`run` returns the exit code."""
+    """One run's agent; :meth:`run` returns the exit code.
+
+    What it works with is started and closed by elaunch.agent.main. Of the ``observers`` the first
+    ones see a turn before its action is done, the second ones after it, both in their order.
+    ``standalone`` is the coordinator of a job of one node; None where several meet.
+    """
 
     def __init__(
-        self, settings: Settings, parts: LoopParts, inbox: queue.SimpleQueue[events.Event]
+        self,
+        settings: Settings,
+        inbox: queue.SimpleQueue[events.Event],
+        *,
+        group: WorkerGroup,
+        links: WorkerLinks,
+        hangs: HangWatch,
+        saver: AgentSaver,
+        observers: tuple[tuple[Observer, ...], tuple[Observer, ...]],
+        standalone: Standalone | None,
     ) -> None:
         self._settings = settings
-        self._group = parts.group
-        self._links = parts.links
-        self._hangs = parts.hangs
-        self._saver = parts.saver
-        self._early, self._late = parts.early, parts.late
-        self._standalone = parts.standalone
+        self._group = group
+        self._links = links
+        self._hangs = hangs
+        self._saver = saver
+        self._early, self._late = observers
+        self._standalone = standalone
         self._inbox = inbox
-        self._state = State(limits_of(settings, meets=parts.standalone is None))
+        self._state = State(limits_of(settings, meets=standalone is None))
         self._exit_code = 0
         self._deadline: float | None = None
         self._grace_until: float | None = None

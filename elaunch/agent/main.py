@@ -15,25 +15,26 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from elaunch import env
 from elaunch.agent import signals
 from elaunch.agent.failure.errorfile import write_launcher_error
-from elaunch.agent.failure.reporter import Reporter, ReportPlan
+from elaunch.agent.failure.reporter import Reporter
 from elaunch.agent.hangs.progress import ProgressLines
-from elaunch.agent.hangs.watch import HangPlan, HangWatch
+from elaunch.agent.hangs.watch import HangWatch
 from elaunch.agent.logs.pump import LogPlan, LogPump
-from elaunch.agent.loop import Agent, LoopParts, Observer
+from elaunch.agent.loop import Agent, Observer
 from elaunch.agent.policy import events
 from elaunch.agent.resume.directory import DirectoryFinisher
 from elaunch.agent.resume.probe import DirectoryProbe
 from elaunch.agent.saver.round import SaverPlan
 from elaunch.agent.saver.saver import AgentSaver
 from elaunch.agent.status.decisionlog import DecisionLog
-from elaunch.agent.status.eventlog import EventLog, JobFacts
+from elaunch.agent.status.eventlog import EventLog
 from elaunch.agent.status.record import StatusRecord, shown_code
 from elaunch.agent.status.socket import ControlSocket
 from elaunch.agent.workers.group import GroupPlan, WorkerGroup, check_open_files
@@ -104,10 +105,18 @@ def _run(
     status_record = StatusRecord(
         settings, run_dir, log_dir, warn=lambda text: log.warning("%s", text)
     )
-    place = _RunPlace(settings, run_dir, log_root, environ, detached)
     with contextlib.ExitStack() as stack:
+        run_ = _Run(
+            settings,
+            run_dir,
+            log_root,
+            environ=environ,
+            status_record=status_record,
+            inbox=inbox,
+            stack=stack,
+        )
         try:
-            return _run_job(place, status_record, inbox, stack)
+            return run_.run(detached)
         except BaseException as error:
             # Also a defect of elaunch ends the record; it goes on to show its traceback.
             code = error.exit_code if isinstance(error, ElaunchError) else 1
@@ -116,101 +125,184 @@ def _run(
             raise
 
 
-@dataclass(frozen=True)
-class _RunPlace:
-    """What a run has before anything of it is started; ``log_root`` as in GroupPlan."""
+class _Run:
+    """One run: starts its parts in order; ``stack`` closes in the reverse order what was started.
 
-    settings: Settings
-    run_dir: directory.RunDir
-    log_root: Path | None
-    environ: Mapping[str, str]
-    detached: Detached | None
+    ``log_root`` as in GroupPlan.
+    """
 
+    def __init__(
+        self,
+        settings: Settings,
+        run_dir: directory.RunDir,
+        log_root: Path | None,
+        *,
+        environ: Mapping[str, str],
+        status_record: StatusRecord,
+        inbox: Inbox,
+        stack: contextlib.ExitStack,
+    ) -> None:
+        self._settings = settings
+        self._run_dir = run_dir
+        self._log_root = log_root
+        self._environ = environ
+        self._status_record = status_record
+        self._inbox = inbox
+        self._stack = stack
 
-def _run_job(
-    place: _RunPlace, status_record: StatusRecord, inbox: Inbox, stack: contextlib.ExitStack
-) -> int:
-    """Start the parts, then serve events to the end; ``stack`` closes what was started."""
-    settings, run_dir, log_root = place.settings, place.run_dir, place.log_root
-    environ = place.environ
-    lines = None if settings.progress_regex is None else ProgressLines(settings.progress_regex)
-    pump = _start_pump(_log_plan(settings, log_root, environ), lines, status_record, stack)
-    stack.enter_context(_logging_to(pump.say, settings.log_level))
-    if run_dir.notice is not None:
-        log.warning("%s", run_dir.notice)
-    status_record.write()
-    temp, temp_variables = _own_temp(settings, environ, stack)
-    environ = {**environ, **temp_variables, **_own_timers(settings, run_dir, stack)}
-    own_addr = _own_addr(settings)
-    group_plan = GroupPlan(settings, run_dir, log_root, environ, inbox.put, own_addr, temp)
-    group = WorkerGroup(group_plan, pump)
-    stack.callback(group.close)
-    # The server imports what it should while the agent makes its other parts.
-    group.open_endpoint()
-    group.prepare(devices.known(settings.nproc_per_node))
-    saver = AgentSaver(SaverPlan(settings, inbox.put, DirectoryFinisher(settings)))
-    links, hangs = _start_links(settings, lines, inbox, group, saver, stack)
-    status_record.follow(hangs.record, saver.record, links.name)
-    _start_control(run_dir, Served(status_record, links, inbox), stack)
-    _start_timer(settings, inbox, stack)
-    _start_health_check(settings, status_record, inbox, stack)
-    probing = DirectoryProbe(settings, inbox.put)
-    stack.callback(probing.close)
-    probing.start()
-    publisher, standalone = _join(group_plan, group, pump.say, stack, probing.nonce, saver)
-    stack.callback(saver.close)
-    report_plan = ReportPlan(settings, run_dir, pump, group, pump.say, status_record, publisher)
-    early, late = _observers(report_plan, hangs, environ, standalone is None)
-    parts = LoopParts(group, links, hangs, saver, early, late, standalone)
-    threading.Thread(
-        target=directory.prune_for, args=(run_dir, os.environ), name="prune", daemon=True
-    ).start()
-    saver.check()
-    if place.detached is not None:
-        place.detached.ready()
-    return Agent(settings, parts, inbox).run()
+    def run(self, detached: Detached | None) -> int:
+        """Start the parts, then serve events to the end; return the exit code."""
+        settings, status_record, inbox = self._settings, self._status_record, self._inbox
+        lines = None if settings.progress_regex is None else ProgressLines(settings.progress_regex)
+        pump = self._start_pump(lines)
+        self._stack.enter_context(_logging_to(pump.say, settings.log_level))
+        if self._run_dir.notice is not None:
+            log.warning("%s", self._run_dir.notice)
+        status_record.write()
+        plan, group = self._start_group(pump)
+        saver = AgentSaver(SaverPlan(settings, inbox.put, DirectoryFinisher(settings)))
+        links, hangs = self._start_links(lines, group, saver)
+        status_record.follow(hangs.record, saver.record, links.name)
+        self._start_control(links)
+        self._start_timer()
+        self._start_health_check()
+        publisher, standalone = self._join(plan, group, pump.say, saver)
+        self._stack.callback(saver.close)
+        agent = Agent(
+            settings,
+            inbox,
+            group=group,
+            links=links,
+            hangs=hangs,
+            saver=saver,
+            observers=self._observers(plan, group, pump, hangs, publisher),
+            standalone=standalone,
+        )
+        threading.Thread(
+            target=directory.prune_for, args=(self._run_dir, os.environ), name="prune", daemon=True
+        ).start()
+        saver.check()
+        if detached is not None:
+            detached.ready()
+        return agent.run()
 
+    def _start_pump(self, lines: ProgressLines | None) -> LogPump:
+        plan = _log_plan(self._settings, self._log_root, self._environ)
+        pump = LogPump(replace(plan, listener=lines.listener) if lines else plan)
+        pump.start()
+        self._stack.callback(lambda: pump.close(_console_patience(self._status_record)))
+        return pump
 
-def _observers(
-    plan: ReportPlan, hangs: HangWatch, environ: Mapping[str, str], meets: bool
-) -> tuple[tuple[Observer, ...], tuple[Observer, ...]]:
-    """Return who sees each turn of the loop before its action, and who after it."""
-    group, publisher = plan.group, plan.publisher
-    reporter, decisions = Reporter(plan), DecisionLog(plan.settings, environ)
-    handler = plan.settings.event_log_handler
-    event_log = EventLog(handler, _facts(plan.settings), error_file=group.error_file)
-    plans: tuple[Observer, ...] = (publisher.see,) if meets else ()
-    early = (group.see, hangs.see, reporter.see, *plans, decisions.see)
-    return early, (reporter.report_on, publisher.publish, plan.status_record.see, event_log.see)
+    def _start_group(self, pump: LogPump) -> tuple[GroupPlan, WorkerGroup]:
+        """Have the server import what it should while the agent makes its other parts."""
+        settings, stack = self._settings, self._stack
+        temp, variables = _own_temp(settings, self._environ, stack)
+        environ = {
+            **self._environ,
+            **variables,
+            **_own_timers(settings, self._run_dir, stack),
+        }
+        own_addr = _own_addr(settings)
+        plan = GroupPlan(
+            *(settings, self._run_dir, self._log_root, environ, self._inbox.put, own_addr, temp)
+        )
+        group = WorkerGroup(plan, pump)
+        stack.callback(group.close)
+        group.open_endpoint()
+        group.prepare(devices.known(settings.nproc_per_node))
+        return plan, group
 
+    def _start_links(
+        self, lines: ProgressLines | None, group: WorkerGroup, saver: AgentSaver
+    ) -> tuple[WorkerLinks, HangWatch]:
+        links = WorkerLinks(self._inbox.put, saver.serve)
+        links.start()
+        self._stack.callback(links.close)
+        hangs = HangWatch(self._settings, links, group, lines=lines, post=self._inbox.put)
+        hangs.start()
+        self._stack.callback(hangs.close)
+        return links, hangs
 
-def _start_pump(
-    plan: LogPlan,
-    lines: ProgressLines | None,
-    status_record: StatusRecord,
-    stack: contextlib.ExitStack,
-) -> LogPump:
-    pump = LogPump(replace(plan, listener=lines.listener) if lines else plan)
-    pump.start()
-    stack.callback(lambda: pump.close(_console_patience(status_record)))
-    return pump
+    def _start_control(self, links: WorkerLinks) -> None:
+        record = self._status_record
+        ask = partial(preempt, self._inbox, record)
+        control = ControlSocket(self._run_dir.socket, record.snapshot, ask, links.adopt)
+        try:
+            control.start()
+        except (RunDirError, OSError) as error:
+            log.warning("%s; `elaunch status` will read the record on disk", error)
+        else:
+            self._stack.callback(control.close)
 
+    def _start_timer(self) -> None:
+        """Have the workers asked to save and to end at --preempt-at."""
+        at = self._settings.preempt_at
+        if at is None:
+            return
+        asked = events.PreemptAsked("the time of --preempt-at has come", lambda _: None)
+        # A wait of C's may not be longer than this; nobody waits for 100 days.
+        seconds = min(max(0.0, at - time.time()), threading.TIMEOUT_MAX, 8_640_000.0)
+        timer = threading.Timer(seconds, self._inbox.put, (asked,))
+        timer.daemon = True
+        timer.start()
+        self._stack.callback(timer.cancel)
 
-def _start_links(
-    settings: Settings,
-    lines: ProgressLines | None,
-    inbox: Inbox,
-    group: WorkerGroup,
-    saver: AgentSaver,
-    stack: contextlib.ExitStack,
-) -> tuple[WorkerLinks, HangWatch]:
-    links = WorkerLinks(inbox.put, saver.serve)
-    links.start()
-    stack.callback(links.close)
-    hangs = HangWatch(HangPlan(settings, links, lines, inbox.put), group)
-    hangs.start()
-    stack.callback(hangs.close)
-    return links, hangs
+    def _start_health_check(self) -> None:
+        port = self._settings.health_check_port
+        if port is None:
+            return
+        from elaunch.agent.status.health import HealthCheck
+
+        def alive() -> dict[str, object]:
+            answered = threading.Event()
+            self._inbox.put(events.Ping(answered.set))
+            if not answered.wait(PING_TIMEOUT):
+                raise TimeoutError(f"the agent's loop did not answer within {PING_TIMEOUT:g} s")
+            record = self._status_record.snapshot()
+            return {name: record[name] for name in ("run_id", "state", "round", "restarts")}
+
+        check = HealthCheck(port, alive)
+        check.start()
+        self._stack.callback(check.close)
+
+    def _join(
+        self, plan: GroupPlan, group: WorkerGroup, say: Callable[[str], None], saver: AgentSaver
+    ) -> tuple[StatusPublisher, Standalone | None]:
+        """Prepare to meet the other nodes' agents, or to be the one node by itself."""
+        probing = DirectoryProbe(self._settings, self._inbox.put)
+        self._stack.callback(probing.close)
+        probing.start()
+        if self._settings.rendezvous is None:
+            from elaunch.agent.nodes.standalone import standalone
+
+            return standalone(plan, say, saver.finishing)
+        from elaunch.agent.nodes.connect import join
+
+        return join(plan, group, say, self._stack, probing.nonce, saver), None
+
+    def _observers(
+        self,
+        plan: GroupPlan,
+        group: WorkerGroup,
+        pump: LogPump,
+        hangs: HangWatch,
+        publisher: StatusPublisher,
+    ) -> tuple[tuple[Observer, ...], tuple[Observer, ...]]:
+        """Return who sees each turn of the loop before its action, and who after it."""
+        settings, record = self._settings, self._status_record
+        reporter = Reporter(
+            settings,
+            self._run_dir,
+            pump,
+            group=group,
+            status_record=record,
+            publisher=publisher,
+        )
+        decisions = DecisionLog(settings, plan.environ)
+        event_log = EventLog(settings, error_file=group.error_file)
+        plans: tuple[Observer, ...] = (publisher.see,) if settings.rendezvous is not None else ()
+        early = (group.see, hangs.see, reporter.see, *plans, decisions.see)
+        return early, (reporter.report_on, publisher.publish, record.see, event_log.see)
 
 
 def _own_addr(settings: Settings) -> str | None:
@@ -219,27 +311,6 @@ def _own_addr(settings: Settings) -> str | None:
     from elaunch.config.rendezvous import own_address
 
     return own_address(settings.rendezvous)
-
-
-def _join(
-    plan: GroupPlan,
-    group: WorkerGroup,
-    say: Callable[[str], None],
-    stack: contextlib.ExitStack,
-    probe: str,
-    saver: AgentSaver,
-) -> tuple[StatusPublisher, Standalone | None]:
-    """Prepare to meet the other nodes' agents, or to be the one node by itself."""
-    if plan.settings.rendezvous is None:
-        from elaunch.agent.nodes.standalone import standalone
-
-        return standalone(plan, say, saver.finishing)
-    from elaunch.agent.nodes.connect import join
-
-    joined = join(plan, group, say, stack, probe, saver.finishing)
-    saver.meet(joined.meeting.read_plan, joined.peers)
-    joined.peers.attach(saver)
-    return joined.publisher, None
 
 
 def _own_temp(
@@ -351,77 +422,14 @@ def _logging_to(say: Callable[[str], None], level: str) -> Iterator[None]:
         log.removeHandler(handler)
 
 
-@dataclass(frozen=True)
-class Served:
-    """What the control socket serves."""
-
-    status_record: StatusRecord
-    links: WorkerLinks
-    inbox: Inbox
-
-    def preempt(self, reason: str) -> str:
-        """Ask that the job end and be continued; return what is done about it."""
-        answers: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self.inbox.put(events.PreemptAsked(reason, answers.put))
-        try:
-            return answers.get(timeout=LOOP_PATIENCE)
-        except queue.Empty:
-            code = self.status_record.snapshot()["exit_code"]
-            if code is not None:
-                return f"{reason}: the job has ended already, with {code}"
-            return f"{reason}: accepted; the agent is busy, and acts on it as soon as it is not"
-
-
-def _start_timer(settings: Settings, inbox: Inbox, stack: contextlib.ExitStack) -> None:
-    """Have the workers asked to save and to end at --preempt-at."""
-    if settings.preempt_at is None:
-        return
-    asked = events.PreemptAsked("the time of --preempt-at has come", lambda _: None)
-    # A wait of C's may not be longer than this; nobody waits for 100 days.
-    seconds = min(max(0.0, settings.preempt_at - time.time()), threading.TIMEOUT_MAX, 8_640_000.0)
-    timer = threading.Timer(seconds, inbox.put, (asked,))
-    timer.daemon = True
-    timer.start()
-    stack.callback(timer.cancel)
-
-
-def _start_control(run_dir: directory.RunDir, served: Served, stack: contextlib.ExitStack) -> None:
-    control = ControlSocket(
-        run_dir.socket,
-        served.status_record.snapshot,
-        served.preempt,
-        served.links.adopt,
-    )
+def preempt(inbox: Inbox, status_record: StatusRecord, reason: str) -> str:
+    """Ask the loop that the job end and be continued; return what is done about it."""
+    answers: queue.SimpleQueue[str] = queue.SimpleQueue()
+    inbox.put(events.PreemptAsked(reason, answers.put))
     try:
-        control.start()
-    except (RunDirError, OSError) as error:
-        log.warning("%s; `elaunch status` will read the record on disk", error)
-    else:
-        stack.callback(control.close)
-
-
-def _start_health_check(
-    settings: Settings, status_record: StatusRecord, inbox: Inbox, stack: contextlib.ExitStack
-) -> None:
-    if settings.health_check_port is None:
-        return
-    from elaunch.agent.status.health import HealthCheck
-
-    def alive() -> dict[str, object]:
-        answered = threading.Event()
-        inbox.put(events.Ping(answered.set))
-        if not answered.wait(PING_TIMEOUT):
-            raise TimeoutError(f"the agent's loop did not answer within {PING_TIMEOUT:g} s")
-        record = status_record.snapshot()
-        return {name: record[name] for name in ("run_id", "state", "round", "restarts")}
-
-    check = HealthCheck(settings.health_check_port, alive)
-    check.start()
-    stack.callback(check.close)
-
-
-def _facts(settings: Settings) -> JobFacts:
-    host = os.uname().nodename
-    return JobFacts(
-        settings.run_id, settings.role, host, settings.entrypoint, settings.rdzv_backend
-    )
+        return answers.get(timeout=LOOP_PATIENCE)
+    except queue.Empty:
+        code = status_record.snapshot()["exit_code"]
+        if code is not None:
+            return f"{reason}: the job has ended already, with {code}"
+        return f"{reason}: accepted; the agent is busy, and acts on it as soon as it is not"

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from elaunch.agent.failure.ends import Failure
-from elaunch.agent.nodes.status import Identity, StatusPublisher
+from elaunch.agent.nodes.status import StatusPublisher
 from elaunch.agent.policy import events, turn
 from elaunch.agent.policy.actions import Action, Nothing
 from elaunch.agent.policy.state import Limits, State
 from elaunch.checkpoint.records import Checkpoint
 from elaunch.rendezvous.decide.view import SearchResult
-from elaunch.rendezvous.plan import PlanCheckpoint
+from elaunch.rendezvous.plan import NodeStatus, PlanCheckpoint
 from elaunch.rendezvous.standalone import Standalone, rules_of_one
 
 READY = events.ServerReady(problem=None)
@@ -114,8 +114,13 @@ class Played:
             clock=lambda: self._now,
             draw=lambda: ("job", 1.0),
         )
-        identity = Identity("", "", "default", None, {}, say=print, post=print)
-        self._publisher = StatusPublisher(self._standalone, identity, lambda: self._now)
+        self._publisher = StatusPublisher(
+            self._standalone,
+            NodeStatus("", "", 0, 0),
+            say=print,
+            post=print,
+            clock=lambda: self._now,
+        )
 
     def take(self, event: events.Event) -> list[turn.Turn]:
         """Return the turns that the event makes, with those of the plans that follow from it."""

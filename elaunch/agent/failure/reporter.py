@@ -14,8 +14,8 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,27 +41,28 @@ TAIL_LINES = 400
 log = logging.getLogger("elaunch")
 
 
-@dataclass(frozen=True)
-class ReportPlan:
-    """What reports are made from; ``say`` prints one block of lines on stderr.
+class Reporter:
+    """Collects what is known of a failing round; the agent's loop calls.
 
     ``publisher`` has what other nodes' agents report.
     """
 
-    settings: Settings
-    run_dir: RunDir
-    pump: LogPump
-    group: WorkerGroup
-    say: Callable[[str], None]
-    status_record: StatusRecord
-    publisher: StatusPublisher
-
-
-class Reporter:
-    """Collects what is known of a failing round; the agent's loop calls."""
-
-    def __init__(self, plan: ReportPlan) -> None:
-        self._plan = plan
+    def __init__(
+        self,
+        settings: Settings,
+        run_dir: RunDir,
+        pump: LogPump,
+        *,
+        group: WorkerGroup,
+        status_record: StatusRecord,
+        publisher: StatusPublisher,
+    ) -> None:
+        self._settings = settings
+        self._run_dir = run_dir
+        self._pump = pump
+        self._group = group
+        self._status_record = status_record
+        self._publisher = publisher
         self._made: ends.FailureReport | None = None
         self._shown = False
         self._noticed: float | None = None
@@ -82,7 +83,7 @@ class Reporter:
 
     def report_on(self, turn: Turn) -> None:
         """Report why a round has failed, here or on another node, once that is known."""
-        state, publisher = turn.before, self._plan.publisher
+        state, publisher = turn.before, self._publisher
         final = isinstance(turn.action, Finish)
         meets = state.limits.meets
         if isinstance(turn.action, Meet) and not meets:
@@ -90,7 +91,7 @@ class Reporter:
         if isinstance(turn.action, StartRound | Finish | Meet):
             if state.reportable and self._made is None:
                 self._made = self._make(state)
-                self._plan.status_record.note_failure(self._made.to_dict())
+                self._status_record.note_failure(self._made.to_dict())
                 publisher.keep(self._made)
             shown_before = self._shown
             self._show(state, final)
@@ -103,28 +104,28 @@ class Reporter:
 
     def _show(self, state: State, final: bool) -> None:
         """Print what ended the round, as soon as the plan says what did."""
-        publisher = self._plan.publisher
+        publisher = self._publisher
         if not (final or nodes.is_decided(state)):
             return
         if publisher.failed_elsewhere(state) is not None:
             found = publisher.tell_failure(state)
             if found is not None:
-                self._plan.status_record.note_job_failure(found)
+                self._status_record.note_job_failure(found)
             return
         if self._made is not None and not self._shown:
             show = report.render if final else report.render_cause
-            self._plan.say(show(self._made))
+            self._pump.say(show(self._made))
             self._shown = True
 
     def _end(self, state: State, shown_before: bool) -> None:
         """Write the launcher's own error file; print the table that is missing so far."""
-        publisher = self._plan.publisher
+        publisher = self._publisher
         found = publisher.failed_elsewhere(state)
         if found is not None:
             publisher.write_launcher_file(found, os.environ)
         elif self._made is not None:
             if shown_before:
-                self._plan.say(report.render_table(self._made))
+                self._pump.say(report.render_table(self._made))
             report.write_launcher_file(self._made, os.environ)
 
     def _notice(self) -> None:
@@ -153,7 +154,7 @@ class Reporter:
             shm_free=self._shm_free,
             hang=_hang(state),
         )
-        settings = self._plan.settings
+        settings = self._settings
         host = socket.gethostname()
         first = _first(state)
 
@@ -172,23 +173,23 @@ class Reporter:
         """Print and write what this node's workers did when another node reported a hang."""
         text = "\n".join(report.stacks_lines(taken)) + "\n"
         self._write_files(taken.round, {"txt": text})
-        self._plan.say(text)
+        self._pump.say(text)
 
     def _write_files(self, round_number: int, contents: Mapping[str, str]) -> None:
         for suffix, content in contents.items():
-            path = self._plan.run_dir.report(round_number, suffix)
+            path = self._run_dir.report(round_number, suffix)
             bounded(partial(_write_private, path, content), None, f"cannot write {path}")
 
     def _left(self, end: Exit, stopped: bool) -> ends.Failure:
-        stdout, stderr = self._plan.pump.paths(end.local_rank)
+        stdout, stderr = self._pump.paths(end.local_rank)
         return ends.Failure(
             exit=end,
             at=wall_time(end.at),
             stopped=stopped,
-            error_file=self._plan.group.error_file(end.round, end.local_rank),
+            error_file=self._group.error_file(end.round, end.local_rank),
             stdout_path=None if stdout is None else str(stdout),
             stderr_path=None if stderr is None else str(stderr),
-            tail=tuple(self._plan.pump.tail(end.local_rank, "stderr", TAIL_LINES)),
+            tail=tuple(self._pump.tail(end.local_rank, "stderr", TAIL_LINES)),
             oom_kill=self._oom and end.exitcode in (-9, 128 + 9) and not stopped,
         )
 

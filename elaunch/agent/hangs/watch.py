@@ -185,25 +185,25 @@ def _event(round_number: int, found: HangVerdict, last: tuple[str, ...]) -> even
     )
 
 
-@dataclass(frozen=True)
-class HangPlan:
-    """What hangs are found by: ``lines`` are those of the log pump, if a pattern is given."""
-
-    settings: Settings
-    links: WorkerLinks
-    lines: ProgressLines | None
-    post: Callable[[events.Event], None]
-
-
 class HangWatch:
-    """Owns the watchdog and what it looks with; the loop's thread calls, but for :meth:`record`."""
+    """Owns the watchdog and what it looks with; the loop's thread calls, but for :meth:`record`.
 
-    def __init__(self, plan: HangPlan, group: WorkerGroup) -> None:
-        settings = plan.settings
-        self._post = plan.post
+    ``lines`` are those of the log pump, if a pattern is given.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        links: WorkerLinks,
+        group: WorkerGroup,
+        *,
+        lines: ProgressLines | None,
+        post: Callable[[events.Event], None],
+    ) -> None:
+        self._post = post
         self._group = group
         several = settings.rendezvous is not None
-        sources = ProgressSources(plan.links.readings, plan.links.left, plan.lines, not several)
+        sources = ProgressSources(links.readings, links.left, lines, not several)
         self._progress = RoundProgress(sources, watched=settings.hang_timeout is not None)
         self._watchdog: Watchdog | None = None
         if settings.hang_timeout is not None:

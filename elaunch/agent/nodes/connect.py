@@ -9,17 +9,17 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from elaunch.agent.nodes.status import Identity, StatusPublisher
+from elaunch.agent.nodes.status import StatusPublisher
 from elaunch.agent.nodes.store import StoreOpener, rules
 from elaunch.agent.peers.directory import LocalCopies, LocalDirectory
 from elaunch.agent.peers.peers import Peers
 from elaunch.agent.peers.search import LocalSearch
 from elaunch.agent.resume.directory import DirectoryFinisher
 from elaunch.agent.resume.latest import for_all_nodes
+from elaunch.agent.saver.saver import AgentSaver
 from elaunch.agent.workers.group import GroupPlan, WorkerGroup
 from elaunch.checkpoint.records import Location
 from elaunch.checkpoint.search.places import is_within
@@ -30,21 +30,12 @@ from elaunch.rendezvous import records
 from elaunch.rendezvous.decide.view import Search, SearchResult
 from elaunch.rendezvous.events import MeetingFailed, News, PlanSeen
 from elaunch.rendezvous.meeting import Meeting, World
-from elaunch.rendezvous.plan import Plan
+from elaunch.rendezvous.plan import NodeStatus, Plan
 from elaunch.run import directory
 from elaunch.store.protocol import Store
 
 if TYPE_CHECKING:
     from elaunch.agent.nodes.mungekey import MungeKey
-
-
-@dataclass(frozen=True)
-class Joined:
-    """The parts that only an agent of several has; closed by the stack that join() was given."""
-
-    publisher: StatusPublisher
-    peers: Peers
-    meeting: Meeting
 
 
 def join(
@@ -53,15 +44,14 @@ def join(
     say: Callable[[str], None],
     stack: contextlib.ExitStack,
     probe: str,
-    finishing: DirectoryFinisher,
-) -> Joined:
-    """Prepare to join the job; nothing is sent to the others before ``StatusPublisher.join``.
+    saver: AgentSaver,
+) -> StatusPublisher:
+    """Prepare to join the job, with the first turn after which this node can.
 
     ``say`` prints lines on stderr, ``probe`` is ``DirectoryProbe.nonce``. Raises ElaunchError where
     an address cannot be listened on.
     """
-    settings, own_addr = plan.settings, plan.own_addr
-    rendezvous = settings.rendezvous
+    settings, own_addr, rendezvous = plan.settings, plan.own_addr, plan.settings.rendezvous
     assert own_addr is not None and rendezvous is not None  # a job of several nodes
     key = _key_by_munge(settings.run_id, rendezvous, os.environ)
     opening = StoreOpener(rendezvous, settings.run_id, own_addr, group.host_hello, key=key)
@@ -70,20 +60,7 @@ def join(
     peers = Peers(own_addr, settings.run_id, rendezvous.secret)
     peers.start()
     stack.callback(peers.close)
-
-    search: Callable[[Search], SearchResult] = for_all_nodes(settings, plan.post, finishing)
-    rests: Callable[[bool], object] = bool
-    if settings.checkpoint_local and isinstance(settings.checkpoint_dir, Path):
-        search = LocalSearch(
-            peers,
-            rendezvous.heartbeat_timeout,
-            plan.post,
-            require=settings.require_resume,
-        )
-        place = LocalDirectory(
-            settings.checkpoint_dir, settings.checkpoint_glob, settings.run_id, finishing.finish
-        )
-        rests = LocalCopies(peers, place).rests
+    search, rests = _search(plan, peers, saver.finishing)
     world = World(post=_post(plan, peers), search=search, fence=group.fence, clock=time.monotonic)
     killed_in = directory.killed_in(settings.run_id, os.environ) if opening.hosts else None
     agreed = rules(settings, rendezvous, opening.hosts, killed_in)
@@ -91,11 +68,40 @@ def join(
     meeting = Meeting(
         open_store, agreed, lambda: records.key_of(opening.secret, settings.run_id), world
     )
-    identity = replace(_identity(plan, say), courier=peers.port, rests=rests, probe=probe)
-    identity = replace(identity, port=group.open_endpoint)
-    publisher = StatusPublisher(meeting, identity)
+    saver.meet(meeting.read_plan, peers)
+    peers.attach(saver)
+    first = NodeStatus(
+        *(os.uname().nodename, own_addr, 0, 0, settings.role, rendezvous.node_hint),
+        facts=facts(settings, plan.environ),
+        courier=peers.port,
+        probe=probe,
+    )
+    publisher = StatusPublisher(
+        meeting,
+        first,
+        say=say,
+        post=plan.post,
+        strict=rendezvous.strict_symmetry,
+        rests=rests,
+        port=group.open_endpoint,
+    )
     stack.callback(publisher.leave)
-    return Joined(publisher, peers, meeting)
+    return publisher
+
+
+def _search(
+    plan: GroupPlan, peers: Peers, finishing: DirectoryFinisher
+) -> tuple[Callable[[Search], SearchResult], Callable[[bool], object]]:
+    """Return the coordinator's search, and what gets whether nothing of a round is left here."""
+    settings, rendezvous = plan.settings, plan.settings.rendezvous
+    if not (settings.checkpoint_local and isinstance(settings.checkpoint_dir, Path)):
+        return for_all_nodes(settings, plan.post, finishing), bool
+    assert rendezvous is not None  # a job of several nodes
+    timeout, require = rendezvous.heartbeat_timeout, settings.require_resume
+    place = LocalDirectory(
+        settings.checkpoint_dir, settings.checkpoint_glob, settings.run_id, finishing.finish
+    )
+    return LocalSearch(peers, timeout, plan.post, require=require), LocalCopies(peers, place).rests
 
 
 def _key_by_munge(
@@ -161,18 +167,3 @@ class CheckpointCheck:
             f"{path!r}, and this node {own}; give the same --checkpoint-dir on all nodes, and "
             "--rdzv-secret-file where others than the job's agents reach the store"
         )
-
-
-def _identity(plan: GroupPlan, say: Callable[[str], None]) -> Identity:
-    settings, rendezvous = plan.settings, plan.settings.rendezvous
-    assert plan.own_addr is not None and rendezvous is not None  # a job of several nodes
-    return Identity(
-        host=os.uname().nodename,
-        addr=plan.own_addr,
-        role=settings.role,
-        hint=rendezvous.node_hint,
-        facts=facts(settings, plan.environ),
-        say=say,
-        post=plan.post,
-        strict=rendezvous.strict_symmetry,
-    )

@@ -6,13 +6,14 @@ import threading
 import time
 from collections.abc import Callable
 
-from elaunch.agent.nodes.status import Identity, StatusPublisher
+from elaunch.agent.nodes.status import StatusPublisher
 from elaunch.agent.resume.directory import DirectoryFinisher
 from elaunch.agent.resume.latest import for_all_nodes
 from elaunch.agent.workers.group import GroupPlan
 from elaunch.rendezvous.coordinatorstate import result_of
 from elaunch.rendezvous.decide.view import Search
 from elaunch.rendezvous.events import SearchEnded
+from elaunch.rendezvous.plan import NodeStatus
 from elaunch.rendezvous.standalone import Standalone, rules_of_one
 
 
@@ -37,5 +38,5 @@ def standalone(
         ).start()
 
     coordinator = Standalone(rules, plan.post, search, clock=time.monotonic)
-    identity = Identity("", "", settings.role, None, {}, say=say, post=plan.post)
-    return StatusPublisher(coordinator, identity), coordinator
+    first = NodeStatus("", "", 0, 0, settings.role)
+    return StatusPublisher(coordinator, first, say=say, post=plan.post), coordinator

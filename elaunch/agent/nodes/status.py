@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
@@ -41,43 +40,41 @@ LEAVE_DEADLINE = 5.0
 log = logging.getLogger("elaunch")
 
 
-@dataclass(frozen=True)
-class Identity:
-    """What this agent publishes of itself and does not change.
-
-    ``say`` prints lines on stderr, ``post`` sends events to the loop; ``strict`` is
-    --strict-symmetry; ``courier`` is the port for other agents; ``rests`` gets whether nothing of a
-    round is left here; ``port`` binds the port of the next round's store, if it is not bound, and
-    returns it; ``probe`` is the name of the mark in the checkpoint directory.
-    """
-
-    host: str
-    addr: str
-    role: str
-    hint: int | None
-    facts: Mapping[str, str]
-    say: Callable[[str], None]
-    post: Callable[[events.Event], None]
-    strict: bool = False
-    courier: int = 0
-    probe: str = ""
-    rests: Callable[[bool], object] = bool
-    port: Callable[[], int] = int
-
-
 class StatusPublisher:
-    """Owns this agent's record among the members."""
+    """Owns this agent's record among the members.
+
+    Args:
+        meeting: the way to the coordinator.
+        first: the record before it is known how many workers this node has.
+        say: prints lines on stderr.
+        post: sends events to the loop.
+        strict: --strict-symmetry.
+        rests: gets whether nothing of a round is left here.
+        port: binds the port of the next round's store, if it is not bound, and returns it.
+        clock: monotonic seconds.
+    """
 
     def __init__(
         self,
         meeting: Meeting | Standalone,
-        identity: Identity,
+        first: NodeStatus,
+        *,
+        say: Callable[[str], None],
+        post: Callable[[events.Event], None],
+        strict: bool = False,
+        rests: Callable[[bool], object] = bool,
+        port: Callable[[], int] = int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._meeting = meeting
+        self._record = first
+        self._say = say
+        self._post = post
+        self._strict = strict
+        self._rests = rests
+        self._port = port
         self._clock = clock
-        self._identity = identity
-        self._record: NodeStatus | None = None
+        self._joined = False
         self._text = ""
         self._told: tuple[int, str] | None = None
         self._noticed: set[str] = set()
@@ -90,12 +87,16 @@ class StatusPublisher:
     def publish(self, turn: Turn) -> None:
         """Join as soon as it is known with what; then publish how this agent is, if that is new."""
         state = turn.after
-        if self._record is None and (not state.can_join or state.phase is Phase.ENDED):
+        if not self._joined and (not state.can_join or state.phase is Phase.ENDED):
             return
-        port = self._identity.port()
-        old = self._record or self._join(state.limits.nproc, port)
+        port = self._port()
+        if not self._joined:
+            self._joined = True
+            self._record = replace(self._record, port=port, slots=state.limits.nproc)
+            self._meeting.start(self._record)
+        old = self._record
         word, round_number = nodes.own_state(state)
-        self._identity.rests(word in AT_REST)
+        self._rests(word in AT_REST)
         made = self._failure(state) if round_number >= 0 else None
         listens, preempted, asks = bool(state.listens), _preempted(state), _asks(state)
         same = (old.state, old.round, old.port) == (word, round_number, port)
@@ -118,16 +119,6 @@ class StatusPublisher:
             exit_code=_own_code(state),
         )
         self._meeting.publish(self._record)
-
-    def _join(self, slots: int, port: int) -> NodeStatus:
-        own = self._identity
-        self._record = NodeStatus(
-            *(own.host, own.addr, port, slots, own.role, own.hint, own.facts),
-            courier=own.courier,
-            probe=own.probe,
-        )
-        self._meeting.start(self._record)
-        return self._record
 
     def keep(self, report: FailureReport) -> None:
         """Keep the cause of this node's failure as the text that other nodes will print."""
@@ -156,7 +147,7 @@ class StatusPublisher:
         return WorkerFailure(
             rank=rank,
             local_rank=local_rank,
-            host=self._identity.host,
+            host=self._record.host,
             pid=pid,
             exitcode=code,
             text=text,
@@ -184,7 +175,7 @@ class StatusPublisher:
             return None
         self._told = mark
         text = found.text.rstrip() or words.failure(found)
-        self._identity.say(f"the first failure of the job was on another node:\n{block(text)}\n")
+        self._say(f"the first failure of the job was on another node:\n{block(text)}\n")
         return found
 
     def _tell_plan(self, plan: Plan, name: str) -> None:
@@ -210,13 +201,13 @@ class StatusPublisher:
 
     def _differences(self, plan: Plan, name: str) -> list[str]:
         """Return how a newcomer differs from the job, if it does; the strict ones then end."""
-        own = self._identity
+        own = self._record
         if not plan.facts or plan.phase == "over" or plan.node_rank(name) is not None:
             return []
         told = differences([(f"the job ({plan.nodes[0].host})", plan.facts), ("here", own.facts)])
-        if told and (plan.strict or own.strict):
+        if told and (plan.strict or self._strict):
             problem = f"{told}; this node may not take part (--strict-symmetry)"
-            own.post(events.MeetingFailed(SymmetryError.exit_code, problem))
+            self._post(events.MeetingFailed(SymmetryError.exit_code, problem))
             return []
         return [told] if told else []
 

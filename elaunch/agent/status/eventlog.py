@@ -29,10 +29,10 @@ writes them. Unlike torchrun's, the timestamp is the true one (torch's is always
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TextIO
 
@@ -43,23 +43,13 @@ from elaunch.agent.policy import events
 from elaunch.agent.policy.actions import Finish
 from elaunch.agent.policy.state import State
 from elaunch.agent.policy.turn import Turn
+from elaunch.config import Settings
 from elaunch.errors import UsageError
 
 HANDLERS = ("console", "null", "dynamic_rendezvous")
 EventState = Literal[
     "RENDEZVOUS", "ASSIGN_WORKER_RANKS", "START", "SUCCEEDED", "FAILED", "TERMINATED"
 ]
-
-
-@dataclass(frozen=True)
-class JobFacts:
-    """What is the same in all events of one agent."""
-
-    run_id: str
-    role: str
-    hostname: str
-    entry_point: str
-    rdzv_backend: str
 
 
 Worker = events.WorkerStarted | events.Exit
@@ -69,8 +59,7 @@ class EventLog:
     """Writes events for one agent; a stderr that is gone ends the writing, not the agent.
 
     Args:
-        handler: ``console``, ``null`` or ``dynamic_rendezvous``.
-        facts: what is the same in all events.
+        settings: of the job, with the handler: ``console``, ``null`` or ``dynamic_rendezvous``.
         stream: where ``console`` writes to; sys.stderr if None.
         clock: seconds since 1970.
         error_file: returns the path of a worker's error record, by round and local rank; None if it
@@ -82,19 +71,19 @@ class EventLog:
 
     def __init__(
         self,
-        handler: str,
-        facts: JobFacts,
+        settings: Settings,
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.time,
         *,
         error_file: Callable[[int, int], str | None] = lambda *_: None,
     ) -> None:
+        handler = settings.event_log_handler
         if handler not in HANDLERS:
             raise UsageError(
                 f"--event-log-handler {handler}: there is no such handler; "
                 f"use one of {', '.join(HANDLERS)}"
             )
-        self._facts = facts
+        self._settings = settings
         self._stream = (stream or sys.stderr) if handler == "console" else None
         self._clock = clock
         self._started_at = clock()
@@ -146,19 +135,19 @@ class EventLog:
         if self._stream is None:
             return
         now = self._clock()
-        facts = self._facts
+        settings = self._settings
         metadata = {
-            "run_id": facts.run_id,
+            "run_id": settings.run_id,
             "global_rank": self._place.first_rank + worker.local_rank if worker else None,
             "group_rank": 0,
             "worker_id": str(worker.local_rank) if worker else None,
-            "role": facts.role,
-            "hostname": facts.hostname,
+            "role": settings.role,
+            "hostname": os.uname().nodename,
             "state": state,
             "total_run_time": int(now - self._started_at),
-            "rdzv_backend": facts.rdzv_backend,
+            "rdzv_backend": settings.rdzv_backend,
             "raw_error": raw_error,
-            "metadata": json.dumps(_inner(facts, worker, self._place)),
+            "metadata": json.dumps(_inner(settings.entrypoint, worker, self._place)),
             "agent_restarts": restarts,
             "duration_ms": duration_ms,
         }
@@ -180,10 +169,10 @@ class EventLog:
             self._stream = None
 
 
-def _inner(facts: JobFacts, worker: Worker | None, place: env.NodePlace) -> dict[str, object]:
+def _inner(entrypoint: str, worker: Worker | None, place: env.NodePlace) -> dict[str, object]:
     inner: dict[str, object] = {
         "group_world_size": 1,
-        "entry_point": facts.entry_point,
+        "entry_point": entrypoint,
     }
     if worker:
         inner["local_rank"] = [worker.local_rank]

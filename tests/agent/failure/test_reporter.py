@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from elaunch.agent.failure.reporter import Reporter, ReportPlan
+from elaunch.agent.failure.reporter import Reporter
 from elaunch.agent.policy import events
 from elaunch.agent.policy.actions import StartRound
 from elaunch.agent.policy.state import Limits
@@ -29,14 +29,16 @@ class Rig:
         self.said: list[str] = []
         self.noted: list[Mapping[str, Any]] = []
         self.tail = ["the last words"]
-        pump = SimpleNamespace(paths=lambda _: (None, None), tail=lambda *_: list(self.tail))
+        pump = SimpleNamespace(
+            paths=lambda _: (None, None), tail=lambda *_: list(self.tail), say=self.said.append
+        )
         group = SimpleNamespace(error_file=lambda *_: None)
         run_dir = SimpleNamespace(report=lambda number, kind: root / f"failure-{number}.{kind}")
         record = SimpleNamespace(note_failure=self.noted.append)
         settings = SimpleNamespace(entrypoint="t.py")
         publisher = SimpleNamespace(failed_elsewhere=lambda _: None, keep=lambda _: None)
-        plan = (settings, run_dir, pump, group, self.said.append, record, publisher)
-        self.reporter = Reporter(ReportPlan(*plan))  # type: ignore[arg-type]
+        known: Any = {"group": group, "status_record": record, "publisher": publisher}
+        self.reporter = Reporter(settings, run_dir, pump, **known)  # type: ignore[arg-type]
 
     def show(self, limits: Limits, *history: events.Event) -> Turn:
         """Show the turns of a history, as the loop does; return the last."""

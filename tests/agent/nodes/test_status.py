@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 from msgspec import structs
 
-from elaunch.agent.nodes.status import Identity, StatusPublisher
+from elaunch.agent.nodes.status import StatusPublisher
 from elaunch.agent.policy import events
 from elaunch.agent.policy.actions import Nothing
 from elaunch.agent.policy.state import Limits, State
@@ -78,9 +77,13 @@ def publisher(
     meeting: Recorder, said: list[str], posted: list[events.Event], ports: list[int]
 ) -> StatusPublisher:
     """Return one that has joined with two slots."""
-    own = Identity("node1", "10.0.0.1", "x", 3, {"torch": "2.13"}, said.append, posted.append)
-    own = replace(own, port=lambda: ports[-1])
-    made = StatusPublisher(meeting, own)  # type: ignore[arg-type]
+    made = StatusPublisher(
+        meeting,  # type: ignore[arg-type]
+        NodeStatus("node1", "10.0.0.1", 0, 0, "x", 3, {"torch": "2.13"}),
+        say=said.append,
+        post=posted.append,
+        port=lambda: ports[-1],
+    )
     made.publish(turn_to())
     return made
 

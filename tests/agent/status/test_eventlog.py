@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from elaunch.agent.policy import events
 from elaunch.agent.policy.state import Limits
-from elaunch.agent.status.eventlog import EventLog, JobFacts
+from elaunch.agent.status.eventlog import EventLog
 from elaunch.errors import UsageError
 from tests import warm
 from tests.agent.histories import READY, Played, exited, gone, started
 from tests.agent.policy.test_nodes import FIRST, seen
 
-FACTS = JobFacts("run7", "default", "node0", "train.py", "c10d")
+JOB = {"run_id": "run7", "role": "default", "entrypoint": "train.py", "rdzv_backend": "c10d"}
 WORKER = exited(1, -9)
 
 # Reads events back with torch's own class and prints them as torch writes them.
@@ -28,6 +30,11 @@ from torch.distributed.elastic.events import Event
 for line in sys.stdin:
     print(Event.deserialize(line).serialize())
 """
+
+
+def job(handler: str = "console") -> Any:
+    """Return the settings that events are made of."""
+    return SimpleNamespace(event_log_handler=handler, **JOB)
 
 
 def clock() -> float:
@@ -52,7 +59,7 @@ def test_the_events_of_a_round() -> None:
     """Who failed, who was stopped, and the agent's own."""
     stream = io.StringIO()
     ends = (exited(1, 7), exited(0, -15, stopped=True), gone())
-    show(EventLog("console", FACTS, stream), Limits(2), READY, started(0), started(1), *ends)
+    show(EventLog(job(), stream), Limits(2), READY, started(0), started(1), *ends)
     found = [(each["state"], each["global_rank"]) for each in written(stream)]
     assert found == [
         ("RENDEZVOUS", None),
@@ -68,7 +75,7 @@ def test_ranks_on_the_second_node() -> None:
     """They follow from the plan."""
     stream = io.StringIO()
     history = (READY, seen(FIRST), started(1))
-    show(EventLog("console", FACTS, stream), Limits(2, meets=True), *history)
+    show(EventLog(job(), stream), Limits(2, meets=True), *history)
     (_, start) = written(stream)
     inner = json.loads(start["metadata"])
     assert (start["global_rank"], start["worker_id"]) == (4, "1")
@@ -79,7 +86,7 @@ def test_ranks_on_the_second_node() -> None:
 def test_lines_are_torch_events() -> None:
     """torch reads them, and would write them letter by letter."""
     stream = io.StringIO()
-    log = EventLog("console", FACTS, stream, clock)
+    log = EventLog(job(), stream, clock)
     log.record("RENDEZVOUS", duration_ms=1.5)
     log.record("START", WORKER)
     log.record("FAILED", WORKER, restarts=2, raw_error='{"message": "boom"}')
@@ -92,7 +99,7 @@ def test_fields() -> None:
     """With the true time."""
     stream = io.StringIO()
     times: Iterator[float] = iter([1_700_000_000.0, 1_700_000_042.25])
-    log = EventLog("console", FACTS, stream, lambda: next(times))
+    log = EventLog(job(), stream, lambda: next(times))
     log.record("FAILED", WORKER, restarts=2, raw_error="boom")
     event = json.loads(stream.getvalue())
     metadata = event.pop("metadata")
@@ -108,7 +115,7 @@ def test_fields() -> None:
         "group_rank": 0,
         "worker_id": "1",
         "role": "default",
-        "hostname": "node0",
+        "hostname": os.uname().nodename,
         "state": "FAILED",
         "total_run_time": 42,
         "rdzv_backend": "c10d",
@@ -130,7 +137,7 @@ def test_fields() -> None:
 def test_events_of_the_agent() -> None:
     """They carry no rank."""
     stream = io.StringIO()
-    EventLog("console", FACTS, stream, clock).record("SUCCEEDED")
+    EventLog(job(), stream, clock).record("SUCCEEDED")
     event = json.loads(stream.getvalue())
     assert event["source"] == "AGENT"
     assert event["metadata"]["global_rank"] is event["metadata"]["worker_id"] is None
@@ -144,13 +151,13 @@ def test_events_of_the_agent() -> None:
 def test_silent_handlers(handler: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Nothing anywhere."""
     stream = io.StringIO()
-    EventLog(handler, FACTS, stream).record("START", WORKER)
+    EventLog(job(handler), stream).record("START", WORKER)
     assert (stream.getvalue(), *capsys.readouterr()) == ("", "", "")
 
 
 def test_console_is_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     """As in torch."""
-    EventLog("console", FACTS).record("START", WORKER)
+    EventLog(job()).record("START", WORKER)
     out, err = capsys.readouterr()
     assert out == "" and json.loads(err)["metadata"]["state"] == "START"
 
@@ -158,13 +165,13 @@ def test_console_is_stderr(capsys: pytest.CaptureFixture[str]) -> None:
 def test_unknown_handler() -> None:
     """Names what there is."""
     with pytest.raises(UsageError, match=r"--event-log-handler scuba.*console, null"):
-        EventLog("scuba", FACTS)
+        EventLog(job("scuba"))
 
 
 def test_a_closed_stderr_is_survived() -> None:
     """Events are not worth an agent."""
     stream = io.StringIO()
-    log = EventLog("console", FACTS, stream)
+    log = EventLog(job(), stream)
     stream.close()
     log.record("START", WORKER)
     log.record("SUCCEEDED")

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -291,9 +292,8 @@ def test_a_loop_that_is_busy_has_accepted(tmp_path: Path) -> None:
     inbox: queue.SimpleQueue[events.Event] = queue.SimpleQueue()
     status_record: Any = SimpleNamespace(snapshot=lambda: {"exit_code": code[0]})
     code: list[int | None] = [None]
-    busy = main.Served(status_record=status_record, links=None, inbox=inbox)  # type: ignore[arg-type]
     assert control.CLIENT_DEADLINE_S != main.LOOP_PATIENCE < ANSWER_S
-    server = ControlSocket(tmp_path / "sock", dict, busy.preempt)
+    server = ControlSocket(tmp_path / "sock", dict, partial(main.preempt, inbox, status_record))
     server.start()
     try:
         answer = ask(tmp_path / "sock", {"op": "preempt", "reason": "drain"}, ANSWER_S)
