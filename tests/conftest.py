@@ -47,6 +47,16 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ[programs.STRICT] = "1"
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the long ones first, those with several nodes before all: no process is left with one."""
+
+    def place(item: pytest.Item) -> int:
+        slow = item.get_closest_marker("slow") is not None
+        return 0 if slow and "cluster" in getattr(item, "fixturenames", ()) else 2 - slow
+
+    items.sort(key=place)
+
+
 def pytest_unconfigure(config: pytest.Config) -> None:
     """Remove what ``pytest_configure`` has made."""
     if _LINKS in config.stash:

@@ -182,7 +182,8 @@ class Launcher:
     """Starts ``elaunch`` for one test with a private state directory; see the module's text.
 
     Args:
-        forks: ``elaunch run`` is forked where no difference can be seen (tests/warm.py).
+        forks: ``elaunch run`` and other Python programs are forked where no difference can be seen
+            (tests/warm.py).
     """
 
     def __init__(self, directory: Path, *, forks: bool = False) -> None:
@@ -228,13 +229,6 @@ class Launcher:
         argv = [sys.executable, "-m", "elaunch", *map(os.fspath, args)]
         return self._begin(argv, env, cwd, machine, may_fork=argv[3:4] == ["run"])
 
-    def start_around(
-        self, argv: Sequence[str | os.PathLike[str]], env: Mapping[str, str] | None = None
-    ) -> Running:
-        """Start ``python PROGRAM ARGS``, a program of the tests that runs elaunch itself."""
-        words, everything = [os.fspath(word) for word in argv], self.env | dict(env or {})
-        return self._begin(words, everything, self.directory, may_fork=words[0] == sys.executable)
-
     def start_command(
         self,
         argv: Sequence[str | os.PathLike[str]],
@@ -242,10 +236,14 @@ class Launcher:
         env: Mapping[str, str] | None = None,
         cwd: Path | None = None,
     ) -> Running:
-        """Start any command (torchrun, nohup elaunch …) under the same rules."""
+        """Start any command (torchrun, nohup elaunch …) under the same rules.
+
+        A program of this very Python is forked as ``elaunch run`` is.
+        """
         words = [os.fspath(word) for word in argv]
         everything = self.env | dict(env or {})
-        return self._begin(words, everything, cwd or self.directory)
+        plain = words[0] == sys.executable and (words[1] in ("-m", "-c") or words[1][:1] != "-")
+        return self._begin(words, everything, cwd or self.directory, may_fork=plain)
 
     def _begin(
         self,

@@ -129,6 +129,14 @@ def _take_over(argv: Sequence[str], environ: Mapping[str, str]) -> None:
     _show(_ARGUMENTS, argv)
     _show(_VARIABLES, (f"{name}={value}" for name, value in environ.items()))
     sys.orig_argv[:] = argv
+    if "tempfile" in sys.modules:
+        sys.modules["tempfile"].tempdir = None  # looked for again, with these variables
+
+
+def _set_threads() -> None:
+    """Have torch read again what it has read when it was imported."""
+    if THREADS in os.environ:
+        sys.modules["torch"].set_num_threads(int(os.environ[THREADS]))
 
 
 class _Hidden(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -264,6 +272,7 @@ class WarmServer:
             os.posix_spawnp = self._spawning(seed, os.posix_spawnp)
         _take_over(argv, request["env"])
         _open_streams(unbuffered=False)
+        _set_threads()
         _Hidden(self._torch)
         _run(argv[1:])
         sys.exit()
@@ -327,8 +336,7 @@ class WarmServer:
         resource.setrlimit(resource.RLIMIT_NOFILE, start["files"])
         _take_over(start["argv"], start["env"])
         _open_streams(unbuffered=True)
-        if THREADS in os.environ:
-            sys.modules["torch"].set_num_threads(int(os.environ[THREADS]))
+        _set_threads()
         _Hidden(self._later)
         for name in set(sys.modules) - self._server:
             del sys.modules[name]

@@ -49,7 +49,16 @@ def test_a_search_passes_over_all_of_it(root: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [["checkpoints", "ls"], ["checkpoints", "verify"], RUN])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["checkpoints", "ls"],
+        *(
+            pytest.param(words, marks=pytest.mark.trial)
+            for words in (["checkpoints", "verify"], RUN)
+        ),
+    ],
+)
 def test_commands_answer(root: Path, words: list[str]) -> None:
     command = [*ELAUNCH, *words, str(root), *(["--no-python", "true"] if words is RUN else [])]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)

@@ -138,7 +138,7 @@ class Job:
         if self.rate:
             python[1:2] = [SLOW, str(self.rate)]
         argv = [*self.prefix, *python, "run", *flags, *script, *self.words, *more]
-        return self.launcher.start_around(argv, env=env)
+        return self.launcher.start_command(argv, env=env)
 
     def run(self, *more: str) -> Running:
         """Run the job of one agent to its end, which is a good one."""

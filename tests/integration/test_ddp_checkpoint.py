@@ -17,7 +17,7 @@ from tests.launching import Launcher, Running, wait_until
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "ddp_checkpoint.py"
-TORCHRUN = Path(sys.executable).with_name("torchrun")
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 DEADLINE = 120.0
 STEPS = "--steps=60"
 SLOWLY = ["--seconds=0.03"]
@@ -31,7 +31,7 @@ def start(elaunch: Launcher, launcher: str, words: Sequence[Word], directory: st
     if launcher == "elaunch":
         flags = ["--nproc-per-node=2", "--max-restarts=1", f"--checkpoint-dir={place}"]
         return elaunch.start(["run", "--rdzv-id=job", *flags, SCRIPT, STEPS, *words], env=env)
-    argv: list[Word] = [TORCHRUN, "--nproc-per-node=2", SCRIPT, STEPS, *words]
+    argv: list[Word] = [*TORCHRUN, "--nproc-per-node=2", SCRIPT, STEPS, *words]
     return elaunch.start_command(argv, env=env | {"ELAUNCH_CHECKPOINT_DIR": str(place)})
 
 

@@ -22,7 +22,7 @@ import pytest
 from tests.launching import Launcher
 
 ROOT = Path(__file__).parents[2]
-TORCHRUN = Path(sys.executable).with_name("torchrun")
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 # Six epochs of 22 steps; the last step is saved, and most others that are saved are in mid-epoch.
 ARGUMENTS = "--epochs 6 --save-every 12 --log-every 1".split()
@@ -96,7 +96,7 @@ def reference(example: Example, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 def torchrun(launcher: Launcher, example: Example, checkpoints: Path, *more: str) -> Any:
     """Start an example with two workers under torchrun."""
-    argv = [TORCHRUN, "--nproc-per-node", "2", example.script, "--checkpoint-dir", checkpoints]
+    argv = [*TORCHRUN, "--nproc-per-node", "2", example.script, "--checkpoint-dir", checkpoints]
     return launcher.start_command([*argv, *ARGUMENTS, *more], env=ONE_THREAD)
 
 

@@ -24,10 +24,11 @@ def losses(output: str) -> dict[int, str]:
     return {int(step): loss for step, loss in found}
 
 
+@pytest.mark.trial
 def test_dcp_corrected(elaunch: Launcher) -> None:
     """It survives a kill with the losses of an undisturbed run, and runs under torchrun."""
     script = str(ROOT / "examples" / "dcp_corrected.py")
-    torchrun = [Path(sys.executable).with_name("torchrun"), "--nproc-per-node", "2"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     plain = elaunch.start_command([*torchrun, script, "plain"], env=ONE_THREAD)
     options = ["--nproc-per-node=2", "--max-restarts=1", "--checkpoint-dir=ck", "--rdzv-id=job"]
     job = elaunch.start(["run", *options, script], env=ONE_THREAD)

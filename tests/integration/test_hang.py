@@ -273,7 +273,7 @@ def test_a_wait_for_the_last_save_is_no_hang(elaunch: Launcher, tmp_path: Path) 
     script.write_text(SAVES)
     held = [sys.executable, SLOW_AGENT, elaunch.directory, "write=10"]
     flags = ["--run-id=saves", "--hang-timeout=1", f"--checkpoint-dir={tmp_path / 'ck'}"]
-    running = elaunch.start_around([*held, "run", *flags, script])
+    running = elaunch.start_command([*held, "run", *flags, script])
 
     def has_waited() -> bool:
         shown = json.loads(elaunch.run(["status", "saves", "--json"]).stdout)

@@ -32,7 +32,7 @@ def names(place: Path) -> list[str]:
 def slowed(elaunch: Launcher, word: str, place: Path, *words: str) -> Running:
     """Start a job whose agent is held up; return when it is."""
     argv = [sys.executable, str(JOBS / "slowagent.py"), str(elaunch.directory), word]
-    running = elaunch.start_around([*argv, *flags(place), *words])
+    running = elaunch.start_command([*argv, *flags(place), *words])
     wait_until((elaunch.directory / "reached").exists, LONG)
     return running
 
@@ -97,7 +97,7 @@ def test_storage_that_hangs_does_not_hold_up_the_end(elaunch: Launcher, tmp_path
     place = tmp_path / "ck"
     argv = [sys.executable, str(JOBS / "slowagent.py"), str(elaunch.directory), "write=20"]
     words = flags(place, "--shutdown-timeout=1")
-    running = elaunch.start_around([*argv, *words, "20:kill=1"])
+    running = elaunch.start_command([*argv, *words, "20:kill=1"])
     running.wait_for_line("lost what was in memory only: step-00000020.r0", stream="stderr")
     line = running.wait_for_line("0 resumes from").string
     assert "resumes from step-00000010.r0" in line
@@ -113,7 +113,7 @@ def test_the_last_save_of_a_job_that_is_done(elaunch: Launcher, tmp_path: Path, 
     place = tmp_path / "ck"
     argv = [sys.executable, str(JOBS / "slowagent.py"), str(elaunch.directory), "write=30"]
     words = flags(place, "--shutdown-timeout=0.1")
-    running = elaunch.start_around([*argv, *words, *filter(None, [word])])
+    running = elaunch.start_command([*argv, *words, *filter(None, [word])])
     running.wait_for_line("0 handed over 30")
     if word:
         running.wait_for_line("still writing out the save of step 30, for 4 s", stream="stderr")
@@ -128,7 +128,7 @@ def test_a_last_save_that_is_lost_is_no_good_end(elaunch: Launcher, tmp_path: Pa
     """A signal cuts the waiting short; the exit code tells, also where all workers ended with 0."""
     place = tmp_path / "ck"
     argv = [sys.executable, str(JOBS / "slowagent.py"), str(elaunch.directory), "write=30"]
-    running = elaunch.start_around([*argv, *flags(place, "--shutdown-timeout=1"), "30:leave"])
+    running = elaunch.start_command([*argv, *flags(place, "--shutdown-timeout=1"), "30:leave"])
     running.wait_for_line("still writing out the save of step 30", stream="stderr")
     running.send_signal(signal.SIGTERM)
     done = running.wait()
@@ -140,7 +140,7 @@ def test_a_request_to_end_leaves_the_last_save_its_time(elaunch: Launcher, tmp_p
     """However short the shutdown may be; and the job is done, not to be queued again."""
     place = tmp_path / "ck"
     argv = [sys.executable, str(JOBS / "slowagent.py"), str(elaunch.directory), "write=30"]
-    running = elaunch.start_around([*argv, *flags(place, "--shutdown-timeout=0.1"), "30:leave"])
+    running = elaunch.start_command([*argv, *flags(place, "--shutdown-timeout=0.1"), "30:leave"])
     running.wait_for_line("still writing out the save of step 30", stream="stderr")
     running.send_signal(signal.SIGUSR1)
     running.wait_for_line("SIGUSR1 received: no round follows this one", stream="stderr")

@@ -165,7 +165,7 @@ def test_a_large_file_goes_in_chunks(cluster: Build) -> None:
     assert_alike(resumed(agents), disks, good.name, 50)
 
 
-@pytest.mark.parametrize("other_has_it", [True, False])
+@pytest.mark.parametrize("other_has_it", [True, pytest.param(False, marks=pytest.mark.trial)])
 def test_a_sender_that_dies_in_the_middle(cluster: Build, other_has_it: bool) -> None:
     """Power off while it sends: another that has it goes on, or the next older one is taken."""
     job = Job(cluster, "etcd", 3)
@@ -228,7 +228,9 @@ def test_what_elaunch_saved_on_each_node_is_brought_together(cluster: Build, way
         assert not (root / layout.QUARANTINE).exists()
 
 
-@pytest.mark.parametrize(("backend", "victim"), [("c10d", 1), ("etcd", 0)])
+@pytest.mark.parametrize(
+    ("backend", "victim"), [("c10d", 1), pytest.param("etcd", 0, marks=pytest.mark.trial)]
+)
 def test_a_neighbour_has_a_dead_nodes_part_on_its_own_disk(
     cluster: Build, backend: str, victim: int
 ) -> None:

@@ -16,7 +16,9 @@ pytestmark = pytest.mark.slow
 JOBS = Path(__file__).with_name("jobs")
 
 
-@pytest.mark.parametrize(("backend", "victim"), [("c10d", 1), ("etcd", 0)])
+@pytest.mark.parametrize(
+    ("backend", "victim"), [("c10d", 1), pytest.param("etcd", 0, marks=pytest.mark.trial)]
+)
 def test_a_node_that_dies_before_its_part_is_on_the_disk(
     cluster: Build, backend: str, victim: int
 ) -> None:

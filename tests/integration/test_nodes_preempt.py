@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration.jobs import FORK, SPAWN
 from tests.integration.nodes import DEADLINE, Build, Job, said, wait_until_said
 from tests.launching import Running
 
@@ -20,7 +21,8 @@ def start(job: Job, number: int, nodes: str, *words: str) -> Running:
     save = [f"--checkpoint-dir={job.share}", "--checkpoint-glob=step_*.json"]
     flags = [f"--nnodes={nodes}", "--nproc-per-node=2", "--max-restarts=0", *save]
     info = {"LOGLEVEL": "INFO"}
-    return job.start(number, flags, [str(job.share), *words], script=ASKS, env=info)
+    method = FORK if "gloo" in words else SPAWN
+    return job.start(number, flags, [str(job.share), *words], script=ASKS, env=info, method=method)
 
 
 def wait_for_steps(agent: Running, rank: int, round: int) -> int:

@@ -25,8 +25,17 @@ pytestmark = pytest.mark.slow
 LONGER_THAN_A_LEASE = 4.0
 
 
-@pytest.mark.parametrize("how", ["killed", "frozen"])
-@pytest.mark.parametrize("who", ["leader", "follower"])
+# What a client sees of each is tried in tests/store/etcd/test_client.py.
+@pytest.mark.parametrize(
+    ("who", "how"),
+    [
+        ("leader", "killed"),
+        *(
+            pytest.param(who, how, marks=pytest.mark.trial)
+            for who, how in (("leader", "frozen"), ("follower", "killed"), ("follower", "frozen"))
+        ),
+    ],
+)
 def test_a_member_of_etcd_fails(cluster: Build, who: str, how: str) -> None:
     """No restart, no step lost; and the job still notices its end."""
     job = Job(cluster, "etcd", 2, members=3)

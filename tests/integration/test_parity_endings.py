@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.parity.launches import HERE, Outcome, Start, launch_alike
+from tests.integration.parity.launches import HERE, Outcome, Start, launch_once
 from tests.launching import Launcher, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.executed]
@@ -40,7 +40,7 @@ def endings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
 def _played(
     factory: pytest.TempPathFactory, name: str, words: list[str], methods: tuple[str, ...]
 ) -> dict[str, dict[str, Any]]:
-    outcomes: dict[str, Outcome] = launch_alike(factory.mktemp(name), Start(words), methods)
+    outcomes: dict[str, Outcome] = launch_once(factory, name, lambda _: Start(words), methods)
     return {method: outcome.read("endings") for method, outcome in outcomes.items()}
 
 

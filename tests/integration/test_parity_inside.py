@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.parity.launches import HERE, Start, launch_alike
+from tests.integration.parity.launches import HERE, Start, launch_once
 
 pytestmark = [pytest.mark.slow, pytest.mark.executed]
 
@@ -17,8 +17,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.executed]
 @pytest.fixture(scope="module")
 def inside(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """What one worker found, by method."""
-    directory = tmp_path_factory.mktemp("inside")
-    outcomes = launch_alike(directory, Start([str(HERE / "inside.py"), "argument"]))
+    start = Start([str(HERE / "inside.py"), "argument"])
+    outcomes = launch_once(tmp_path_factory, "inside", lambda _: start)
     assert [outcome.code for outcome in outcomes.values()] == [0, 0, 0]
     return {method: outcome.read("inside") for method, outcome in outcomes.items()}
 

@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.executed]
 SOURCE = (HERE / "returned.py").read_text()
 
 
+@pytest.mark.trial
 def test_objects_come_back_as_under_torchrun(tmp_path: Path) -> None:
     """Pool, exceptions, Queue, Pipe, executor, DataLoader, from all three kinds of children."""
     (tmp_path / "s.py").write_text(SOURCE)

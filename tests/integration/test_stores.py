@@ -32,7 +32,10 @@ def results(directory: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("options", "lines", "again"),
-    [(["--start-method", "spawn"], 2, []), ([], 0, ["again"])],
+    [
+        pytest.param(["--start-method", "spawn"], 2, [], marks=pytest.mark.trial),
+        ([], 0, ["again"]),
+    ],
     ids=["spawn", "fork"],
 )
 def test_stores_of_scripts(
@@ -80,7 +83,10 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("how", ["variables", "tcp", "worker"])
+@pytest.mark.parametrize(
+    "how",
+    ["variables", *(pytest.param(how, marks=pytest.mark.trial) for how in ("tcp", "worker"))],
+)
 def test_ranks_that_a_worker_spawns_find_each_other(
     elaunch: Launcher, tmp_path: Path, how: str
 ) -> None:

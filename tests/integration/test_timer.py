@@ -29,7 +29,7 @@ print("done", flush=True)
 """
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("method", [pytest.param("spawn", marks=pytest.mark.trial), "forkserver"])
 def test_a_timer_that_expires_is_the_failure_of_its_worker(elaunch: Launcher, method: str) -> None:
     """It is killed and named; the job goes on with the next round, and the agent lives."""
     script = elaunch.directory / "s.py"

@@ -25,7 +25,7 @@ from tests.launching import Launcher, Running, wait_until
 pytestmark = [pytest.mark.slow, pytest.mark.trial, pytest.mark.timeout(600)]
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "elastic_ddp.py"
-TORCHRUN = Path(sys.executable).with_name("torchrun")
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 SAMPLES, BATCH, SAVE_EVERY = 1440, 60, 7
 EPOCH = SAMPLES // BATCH
@@ -174,7 +174,7 @@ def test_trained_to_the_goal_over_launchers_and_sizes(elaunch: Launcher, tmp_pat
         one.directory.mkdir()
     directory = f"--checkpoint-dir={tmp_path / 'checkpoints'}"
     words = ["--epochs=13", f"--save-every={SAVE_EVERY}", "--step-seconds=0.02", "--seen"]
-    argv = [TORCHRUN, "--nproc-per-node=2", SCRIPT, directory, *words, seen[0].directory]
+    argv = [*TORCHRUN, "--nproc-per-node=2", SCRIPT, directory, *words, seen[0].directory]
     torchrun = elaunch.start_command(argv, env=ONE_THREAD)
     seen[0].wait_for(world=2, more=EPOCH)
     torchrun.send_signal(signal.SIGTERM)

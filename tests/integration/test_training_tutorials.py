@@ -43,7 +43,7 @@ LAUNCHERS = [
 HEAVY = [
     ("python", 1),
     ("elaunch", 2),
-    ("torchrun", 2),
+    pytest.param("torchrun", 2, marks=TRIAL),
     pytest.param("elaunch", 1, marks=TRIAL),
     pytest.param("elaunch", 4, marks=TRIAL),
     pytest.param("mpirun", 4, marks=TRIAL),
@@ -60,7 +60,7 @@ def command(launcher: str, size: int, script: Path, words: Sequence[Word] = ()) 
         method = SPAWN if script is INCREMENT else FORK
         return [sys.executable, "-m", "elaunch", "run", count, *method, script, *words]
     if launcher == "torchrun":
-        return [Path(sys.executable).with_name("torchrun"), count, script, *words]
+        return [sys.executable, "-m", "torch.distributed.run", count, script, *words]
     if launcher == "mpirun":
         programs.needed("mpirun", "orted", "ssh")
         # The test's directory is too deep for mpirun's sockets.
@@ -282,7 +282,9 @@ def stand_in(elaunch: Launcher, text: str) -> Path:
     return Path(shutil.copy(OWN_LAUNCHER, elaunch.directory))
 
 
-@pytest.mark.parametrize("way", WAYS, ids=["alone", "inside", "instead"])
+@pytest.mark.parametrize(
+    "way", [*WAYS[:2], pytest.param(WAYS[2], marks=TRIAL)], ids=["alone", "inside", "instead"]
+)
 def test_own_launcher(elaunch: Launcher, way: list[Word]) -> None:
     """By itself, as the only worker of elaunch, and as a worker like any other."""
     done = elaunch.start_command(way).wait(DEADLINE)
@@ -293,7 +295,7 @@ def test_own_launcher(elaunch: Launcher, way: list[Word]) -> None:
     assert len(rows(elaunch, run["run_id"], "--group=training")) == 10
 
 
-@pytest.mark.parametrize(("how", "code"), [("exit", 7), ("die", 137)])
+@pytest.mark.parametrize(("how", "code"), [("exit", 7), pytest.param("die", 137, marks=TRIAL)])
 def test_own_launcher_ends_with_the_first_failure(elaunch: Launcher, how: str, code: int) -> None:
     """Its code, not that of those it ended; also who ignores SIGTERM is gone."""
     script = stand_in(elaunch, STAND_IN)

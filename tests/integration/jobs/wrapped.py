@@ -1,4 +1,4 @@
-"""One rank under ``elaunch wrap``: torch's process group, then elaunch's own collectives.
+"""One rank under ``elaunch wrap``: elaunch's own collectives; with ``torch`` its group, too.
 
 ``exit=RANK:CODE`` ends a rank so; ``wait`` says "up" and waits for SIGTERM, and then says "saved".
 """
@@ -7,9 +7,6 @@ import os
 import signal
 import sys
 import threading
-
-import torch
-import torch.distributed as dist
 
 from elaunch import DistributedContext, info
 
@@ -30,20 +27,31 @@ if "wait" in words:
     say("saved")
     sys.exit(0)
 
-dist.init_process_group("gloo")
-total = torch.tensor([dist.get_rank() + 1])
-dist.all_reduce(total)
+
+def reduced(rank: int) -> int:
+    """Return the sum that torch's process group has of ``rank + 1``."""
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    total = torch.tensor([rank + 1])
+    dist.all_reduce(total)
+    dist.destroy_process_group()
+    return int(total.item())
+
+
 context = DistributedContext.from_environment()
+total = reduced(context.rank) if "torch" in words else None
 ranks = context.allgather(context.rank)
+total = sum(rank + 1 for rank in ranks) if total is None else total
 nodes = context.allgather_local(context.cross_rank)
 place = info()
 say(
-    f"rank={dist.get_rank()} local={os.environ['LOCAL_RANK']} sum={total.item()} ranks={ranks} "
+    f"rank={context.rank} local={os.environ['LOCAL_RANK']} sum={total} ranks={ranks} "
     f"nodes={nodes} launcher={place.launcher} node={place.node_rank}/{place.nodes}"
 )
 context.barrier()
 context.close()
-dist.destroy_process_group()
 rank, _, code = words.get("exit", "-1:0").partition(":")
 if context.rank == int(rank):
     sys.exit(int(code))

@@ -5,13 +5,18 @@ A probing script writes JSON files into ``$PARITY_OUT``, one directory for each 
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import pickle
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from tests.launching import Launcher
 
@@ -97,6 +102,28 @@ def launch_alike(
         return launch(launcher, directory, dict.fromkeys(methods, start))
     finally:
         launcher.close()
+
+
+def launch_once(
+    factory: pytest.TempPathFactory,
+    name: str,
+    prepare: Callable[[Path], Start],
+    methods: Iterable[str] = ("torchrun", "spawn", "fork"),
+) -> dict[str, Outcome]:
+    """Do as ``launch_alike``, once for all processes of pytest: a start takes seconds."""
+    base = factory.getbasetemp()
+    directory = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / f"parity-{name}"
+    directory.mkdir(exist_ok=True)
+    kept = directory / "outcomes"
+    with (directory / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not kept.exists():
+            place = directory / "place"
+            place.mkdir()
+            outcomes = launch_alike(place, prepare(place), methods)
+            kept.write_bytes(pickle.dumps(outcomes))
+    found: dict[str, Outcome] = pickle.loads(kept.read_bytes())
+    return found
 
 
 def differences(reference: Mapping[str, Any], other: Mapping[str, Any]) -> dict[Item, Any]:

@@ -332,7 +332,9 @@ def load_all(ctx: Any) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("saves", "loads"), [(2, 3), (3, 2), (4, 2)])
+@pytest.mark.parametrize(
+    ("saves", "loads"), [(2, 3), (3, 2), pytest.param(4, 2, marks=pytest.mark.trial)]
+)
 def test_all_recipes(tmp_path: Path, saves: int, loads: int) -> None:
     """Bit for bit, on as many ranks as saved, and on another number of them."""
     had = well(in_group(save_all, saves, tmp_path))
