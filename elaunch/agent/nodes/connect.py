@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from elaunch.agent.nodes.status import StatusPublisher
 from elaunch.agent.nodes.store import StoreOpener, rules
+from elaunch.agent.peers.compiled import CompilerCache
 from elaunch.agent.peers.directory import LocalCopies, LocalDirectory
 from elaunch.agent.peers.peers import Peers
 from elaunch.agent.peers.search import LocalSearch
@@ -21,6 +22,7 @@ from elaunch.agent.resume.directory import DirectoryFinisher
 from elaunch.agent.resume.latest import for_all_nodes
 from elaunch.agent.saver.saver import AgentSaver
 from elaunch.agent.workers.group import GroupPlan, WorkerGroup
+from elaunch.agent.workers.tempdir import compiler_caches
 from elaunch.checkpoint.records import Location
 from elaunch.checkpoint.search.places import is_within
 from elaunch.config.facts import facts
@@ -127,8 +129,16 @@ def _store_opener(opening: StoreOpener, peers: Peers, group: WorkerGroup) -> Cal
     return open_store
 
 
+def _compiled(plan: GroupPlan, peers: Peers) -> CompilerCache:
+    rendezvous = plan.settings.rendezvous
+    has_password = rendezvous is not None and rendezvous.etcd.password is not None
+    caches = compiler_caches(plan.environ)
+    return CompilerCache(peers, caches, lambda: bool(peers.secret) or has_password)
+
+
 def _post(plan: GroupPlan, peers: Peers) -> Callable[[News], None]:
     """Return what takes the news of the rendezvous: plans that are not refused, and all else."""
+    compiled = _compiled(plan, peers)
     check = CheckpointCheck(plan.settings.checkpoint_dir)
 
     def post(news: News) -> None:
@@ -137,6 +147,7 @@ def _post(plan: GroupPlan, peers: Peers) -> Callable[[News], None]:
                 plan.post(MeetingFailed(UsageError.exit_code, problem))
                 return
             peers.hear(news.plan, news.name)
+            compiled.hear(news.plan, news.name)
         plan.post(news)
 
     return post

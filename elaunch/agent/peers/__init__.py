@@ -2,7 +2,7 @@
 
 They report shards to the agent that commits, bring shards and replicas from memory to memory, and
 with ``--checkpoint-local`` files from disk to disk: ``directory`` is a node's own, ``search`` asks
-all nodes for theirs.
+all nodes for theirs. ``compiled`` brings a newcomer what the others have compiled.
 """
 
-__all__ = ["directory", "peers", "search"]
+__all__ = ["compiled", "directory", "peers", "search"]

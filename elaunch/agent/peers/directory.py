@@ -161,7 +161,7 @@ class LocalCopies:
         self._check_within(path)
         with open_regular(path) as file:
             line.say({"ok": True, "size": os.fstat(file.fileno()).st_size})
-            line.send_bytes(_pieces(file.fileno()))
+            line.send_bytes(pieces(file.fileno()))
 
     def _check_within(self, path: Path) -> None:
         """Raise CheckpointError where a link leads out of the checkpoint directory."""
@@ -401,7 +401,8 @@ def _is(path: Path, digest: str) -> bool:
         return False
 
 
-def _pieces(fd: int) -> Iterator[memoryview]:
+def pieces(fd: int) -> Iterator[memoryview]:
+    """Yield the bytes of an open file."""
     buffer = bytearray(CHUNK)
     with contextlib.closing(os.fdopen(os.dup(fd), "rb", buffering=0)) as file:
         while size := file.readinto(buffer):

@@ -35,9 +35,13 @@ request                                                 answer, beside ``ok``
                                                         files wanted, problem, format
 ``gather``: checkpoint, files, nodes                    nothing: all these files are here now
 ``file``: checkpoint, file                              ``size``, then the bytes, from the disk
+``compiled``: machine                                   ``files`` of TorchInductor's cache there:
+                                                        rows of root, path and size
+``compiled file``: root, file                           ``size``, the bytes, a line ``signature``
 ======================================================  ==========================================
 
-The last six are those of --checkpoint-local (elaunch.agent.peers.directory). Nothing is encrypted.
+The last two are elaunch.agent.peers.compiled's, the six before them those of --checkpoint-local
+(elaunch.agent.peers.directory). Nothing is encrypted.
 """
 
 from __future__ import annotations

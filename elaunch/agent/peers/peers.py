@@ -154,13 +154,13 @@ class Peers:
         Raises Undelivered; ``gone`` if nobody listens there any more.
         """
         with self._heard:
-            self._heard.wait_for(self._key, max(0.0, until - time.monotonic()))
-        if not self._key():
+            self._heard.wait_for(self.key, max(0.0, until - time.monotonic()))
+        if not self.key():
             raise Undelivered("this agent has not heard of a plan yet")
         caller = Caller(PEER, self.port)
         try:
             sock = stream.dial(
-                peer.endpoint, self._key, peer.port, caller, until, key_may_change=True
+                peer.endpoint, self.key, peer.port, caller, until, key_may_change=True
             )
         except stream.Unreached as error:
             texts = {
@@ -171,7 +171,7 @@ class Peers:
             raise Undelivered(text, error.how == "refused") from None
         return PeerConnection(sock, str(peer), patience)
 
-    def _key(self) -> bytes:
+    def key(self) -> bytes:
         """Return what proves that an agent is of this job; empty before the first plan."""
         return self._listener.key
 

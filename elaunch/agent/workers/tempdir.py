@@ -24,6 +24,7 @@ import re
 import stat
 import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 
 from elaunch import env
 
@@ -63,6 +64,13 @@ class RunTemp:
             with contextlib.suppress(OSError):  # not empty: it holds what is to be kept
                 os.rmdir(directory)
         return self.path if os.path.isdir(self.path) else None
+
+
+def compiler_caches(environ: Mapping[str, str]) -> dict[str, Path]:
+    """Return where workers with these variables have what TorchInductor compiles, and headers."""
+    default = Path(environ.get("TMPDIR") or tempfile.gettempdir(), f"{env.CACHE_PREFIX}{_user()}")
+    cache = Path(environ.get(INDUCTOR_CACHE) or default)
+    return {"cache": cache, "headers": default / "precompiled_headers"}
 
 
 def _is_decision(path: str) -> bool:
