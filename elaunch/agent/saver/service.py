@@ -334,7 +334,7 @@ class SaverService:
             log.warning("the copy of rank %d's part: %s", handed.part.rank, error)
 
     def _is_lacking(self, handed: Handed) -> bool:
-        if any(done.uuid == handed.stage.uuid for done in self._storage.listed()):
+        if self._storage.holds(handed.stage.final, handed.stage.uuid):
             return False
         if handed.local and self.keeping.is_sealed(handed.stage, handed.part.rank):
             return False  # a manifest of this node's would make another checkpoint of it

@@ -223,6 +223,11 @@ class PosixStorage:
             if found := self._committed(name):
                 yield found
 
+    def holds(self, name: str, uuid: str) -> bool:
+        """Tell whether the checkpoint of this name and uuid is committed."""
+        found = self._committed(name)
+        return found is not None and found.uuid == uuid
+
     def find(self, name_or_uuid: str) -> Committed:
         """Return the checkpoint of this name or uuid."""
         named = layout.parse_step_name(name_or_uuid) and self._committed(name_or_uuid)

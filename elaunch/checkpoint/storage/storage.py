@@ -142,6 +142,9 @@ class Storage(Protocol):
     def newest_first(self) -> Iterator[Committed]:
         """Yield the same from new to old; each is read when it is asked for."""
 
+    def holds(self, name: str, uuid: str) -> bool:
+        """Tell whether the checkpoint of this name and uuid is committed; no other one is read."""
+
     def find(self, name_or_uuid: str) -> Committed:
         """Return one by its name, or by its uuid; CheckpointError lists what is there.
 

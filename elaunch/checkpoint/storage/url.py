@@ -229,6 +229,10 @@ class ObjectStorage:
         """Yield the committed checkpoints from new to old; the names are those of the first."""
         yield from self._described("")
 
+    def holds(self, name: str, uuid: str) -> bool:
+        """Tell whether the checkpoint of this name and uuid is committed."""
+        return any(found.name == name for found in self._described(uuid))
+
     def find(self, name_or_uuid: str) -> Committed:
         """Return the checkpoint of this name or uuid, both of which are in its directory's name."""
         named = next(self._described(name_or_uuid), None)

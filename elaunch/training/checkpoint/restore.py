@@ -289,7 +289,7 @@ def _is_pending(parts: CallContext, found: Committed) -> bool:
     pending = parts.known.pending
     if pending is None or pending.uuid != found.uuid:
         return False
-    return not any(found.uuid == other.uuid for other in parts.storage.listed())
+    return not parts.storage.holds(found.name, found.uuid)
 
 
 def _await_written(parts: CallContext, found: Committed, timeout: float | None) -> None:
@@ -357,7 +357,7 @@ def _latest(parts: CallContext) -> tuple[Committed | None, str]:
         return None, str(known.problem or "")
     if is_foreign(found) or _is_pending(parts, found):
         return found, ""
-    if not any(found.uuid == other.uuid for other in parts.storage.newest_first()):
+    if not parts.storage.holds(found.name, found.uuid):
         return None, f"{found.name} is gone"
     if parts.local:
         return found, ""

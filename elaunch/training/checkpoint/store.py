@@ -233,7 +233,7 @@ def delete_one(storage: Storage, known: KnownCheckpoints, found: Committed) -> N
     if found.name in shelves.pinned(storage.place):
         raise CheckpointError(f"{found.name} stays: it is pinned; unpin() it first")
     needed = known.resumed is not None and known.resumed.name == found.name
-    if needed and storage.listed()[-1].name == found.name:
+    if needed and next(storage.newest_first(), found).name == found.name:
         raise CheckpointError(
             f"{found.name} stays: this round resumed from it, and would again; store a newer one "
             "first"

@@ -380,6 +380,12 @@ def test_only_what_is_asked_for_is_read(storage: PosixStorage) -> None:
     with opened_below(storage.place) as opened:
         assert next(storage.newest_first()).step == 19
     assert opened == [".", "step-00000019.r0/metadata.json"]
+    saved = storages.save(storage, 30)
+    with opened_below(storage.place) as opened:
+        assert storage.holds(saved.name, saved.uuid)
+        assert not storage.holds(saved.name, "another")
+        assert not storage.holds("step-00000031.r3", saved.uuid)
+    assert opened == [f"{saved.name}/metadata.json"] * 2
 
 
 def test_listed_is_by_step_and_round_and_leaves_out_the_damaged(storage: PosixStorage) -> None:

@@ -83,7 +83,10 @@ def test_only_what_is_asked_for_is_read(monkeypatch: pytest.MonkeyPatch) -> None
         assert opened == 2 * [f"{place}/COMMIT", f"{place}/metadata.json"]
     opened.clear()
     assert next(storage.newest_first()) == saved[5]
-    assert len(opened) == 2
+    assert storage.holds(saved[1].name, saved[1].uuid)
+    assert len(opened) == 4
+    assert not storage.holds(saved[1].name, saved[2].uuid)
+    assert not storage.holds(saved[1].name, "another")
 
 
 @pytest.mark.slow
