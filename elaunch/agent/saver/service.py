@@ -252,8 +252,11 @@ class SaverService:
             left = None if until is None else max(0.0, until - time.monotonic())
             return self._changed.wait_for(lambda: name not in self._pushing, left if wait else 0.0)
 
-    def take(self, connection: SaverConnection, handed: Handed) -> None:
-        """Take over a shard: it is written from here on, whatever becomes of its worker."""
+    def take(self, connection: SaverConnection, handed: Handed) -> Callable[[], None]:
+        """Take over a shard, which is this agent's from here on, whatever becomes of its worker.
+
+        Returns what has it written: see ``SaveQueue.stage``.
+        """
         self._check_round(connection)
         name = _name(connection)
         segment = self._memory.find(name)
@@ -263,8 +266,9 @@ class SaverService:
             raise SaveError(f"{who} is refused: {problem}")
         connection.begun = False
         self.parts.keep(name, handed, segment)
-        self._write(handed, segment)
+        write = self._write(handed, segment)
         self._replicate(name, handed, segment)
+        return write
 
     def _check_round(self, connection: SaverConnection) -> None:
         now = self._round
@@ -275,12 +279,12 @@ class SaverService:
                 + "; what it saves counts no more"
             )
 
-    def _write(self, handed: Handed, segment: Segment) -> None:
+    def _write(self, handed: Handed, segment: Segment) -> Callable[[], None]:
         self._memory.hold(segment)
         with self._changed:
             self._reading[handed.stage.name, handed.part.rank] = segment
         try:
-            self.keeping.stage(handed, segment.view)
+            return self.keeping.stage(handed, segment.view)
         except CheckpointError:
             self._released(handed)
             raise
@@ -329,7 +333,7 @@ class SaverService:
     def _write_replica(self, handed: Handed, segment: Segment) -> None:
         try:
             if self._is_lacking(handed):
-                self._write(handed, segment)
+                self._write(handed, segment)()
         except (CheckpointError, OSError) as error:
             log.warning("the copy of rank %d's part: %s", handed.part.rank, error)
 
@@ -370,6 +374,7 @@ class SaverConnection:
         self.local_rank = local_rank
         self.round = round_
         self.begun = False
+        self._afterwards: Callable[[], None] | None = None
         self._service = service
         self._requests = requests
 
@@ -393,7 +398,12 @@ class SaverConnection:
             answer = {"error": str(error), "kind": "timeout"}
         except (OSError, ValueError, LookupError, TypeError) as error:
             answer = {"error": f"{type(error).__name__}: {error}", "kind": "request"}
-        self._requests.answer(request, answer, files)
+        afterwards, self._afterwards = self._afterwards, None
+        try:
+            self._requests.answer(request, answer, files)
+        finally:
+            if afterwards is not None:
+                afterwards()
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────
 
@@ -409,7 +419,7 @@ class SaverConnection:
 
     def staged(self, said: Mapping[str, Any]) -> Answer:
         """Take over what the worker has left in its memory."""
-        self._service.take(self, handed_from_json(said["handed"]))
+        self._afterwards = self._service.take(self, handed_from_json(said["handed"]))
         return self._last({})
 
     def abandon(self, said: Mapping[str, Any]) -> Answer:

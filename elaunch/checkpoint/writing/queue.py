@@ -113,11 +113,13 @@ class SaveQueue:
             raise TimeoutError(f"{name} is not committed after {timeout:g} s")
         return self._books.last(rank)
 
-    def stage(self, handed: Handed, memory: memoryview) -> None:
-        """Write the shard in ``memory``, which nobody changes meanwhile, and its manifest.
+    def stage(self, handed: Handed, memory: memoryview) -> Callable[[], None]:
+        """Take the shard in ``memory``, which nobody changes meanwhile; return what has it written.
 
-        Returns at once. A rank that has not joined is another node's, of which this process has a
-        copy. If the save has come to nothing already, the rank's next call raises that.
+        The caller calls that, which returns at once, when it has answered the rank: threads that
+        start, and write, would keep it from that. A rank that has not joined is another node's, of
+        which this process has a copy. If the save has come to nothing already, the rank's next call
+        raises that.
         """
         rank, books = handed.part.rank, self._books
         with self._changed:
@@ -125,7 +127,7 @@ class SaveQueue:
             if save.problem:
                 self._around.released(handed)
                 books.tell(rank, save)
-                return
+                return _nothing
             copied = not books.knows(rank)
             if rank in save.handed or (save.done and not copied):
                 raise SaveError(
@@ -141,9 +143,8 @@ class SaveQueue:
             handed = replace(handed, part=replace(handed.part, copied=copied))
         name = f"checkpoint {handed.stage.step} rank {rank}"
         work = partial(self._write, save, handed, memory)
-        threading.Thread(
-            target=save.writing[rank].lead, args=(work,), name=name, daemon=True
-        ).start()
+        lead = save.writing[rank].lead
+        return threading.Thread(target=lead, args=(work,), name=name, daemon=True).start
 
     def abandon(self, rank: int, stage: Stage | None = None) -> None:
         """Note that ``rank`` stages nothing of the save that it has begun.
@@ -427,6 +428,10 @@ def told(error: Exception) -> str:
         where = f" ({error.filename})" if error.filename else ""
         return f"{error.strerror or error}{where}"
     return str(error) if isinstance(error, ElaunchError) else f"{type(error).__name__}: {error}"
+
+
+def _nothing() -> None:
+    """Stand for the writing of a shard that is not wanted any more."""
 
 
 def _start(name: str, target: Any, *args: Any) -> None:

@@ -105,7 +105,7 @@ class Rig:
         return Handed(Stage(step, 0, uuid), part, files, local=local)
 
     def stage(self, step: int, rank: int, uuid: str = "u") -> None:
-        self.keeping.stage(self.handed(step, rank, uuid), memoryview(b"%04dtail" % step))
+        self.keeping.stage(self.handed(step, rank, uuid), memoryview(b"%04dtail" % step))()
 
     def begin(self, rank: int, wait: bool = True) -> bool:
         return self.keeping.begin(rank, wait, LONG)
@@ -537,7 +537,7 @@ def test_a_directory_on_each_node(tmp_path: Path) -> None:
         rig.disk = Disk(rig.root, local=True)
         rig.keeping = SaveQueue(rig.disk, rig.around)
         rig.keeping.join(rank)
-        rig.keeping.stage(rig.handed(10, rank, local=True), memoryview(b"12345678"))
+        rig.keeping.stage(rig.handed(10, rank, local=True), memoryview(b"12345678"))()
     stage = Stage(10, 0, "u")
     seals = {}
     for rank, rig in enumerate(rigs):
