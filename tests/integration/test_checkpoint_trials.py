@@ -20,7 +20,7 @@ import pytest
 from tests.integration import checkpointing
 from tests.integration.checkpointing import JOBS, Job, Trajectory
 from tests.integration.jobs import checkpoint_fault
-from tests.launching import Launcher
+from tests.launching import Launcher, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.trial, pytest.mark.timeout(600)]
 
@@ -180,3 +180,73 @@ def test_a_save_is_killed_before_each_of_its_calls(elaunch: Launcher) -> None:
         assert set(found["steps"]) == {"2", "3"}, found
         # What retention removes behind the back of a process may be left by its end.
         assert found["left"] == 0 or found["mode"] == "aside", found
+
+
+@dataclass(frozen=True)
+class SlowTrial:
+    """Kills on a storage that takes longer for a save than the training for the steps between two.
+
+    Attributes:
+        nodes: how many; a node's shards have a copy on the next one.
+        rate: bytes a second that the storage takes from each agent; a save has about 40,000.
+        kills: for each kill of a rank its number, and the seconds from the first step of its round.
+        last: who is killed after that: nobody, an agent, or a node.
+    """
+
+    nodes: int
+    rate: float
+    kills: tuple[tuple[int, float], ...]
+    last: str
+
+    @classmethod
+    def drawn(cls, number: int) -> SlowTrial:
+        """Return the trial with this number."""
+        chance = random.Random(5000 + number)
+        nodes = 1 + number % 2
+        kills = tuple((chance.randrange(2), chance.uniform(0, 2)) for _ in range(5))
+        last = chance.choice(["", "agent 0", "node 0"] if nodes == 1 else ["", "node 0", "node 1"])
+        return cls(nodes, chance.choice([2e4, 5e4, 2e5]), kills, last)
+
+
+@pytest.mark.parametrize("number", range(FIRST, FIRST + TRIALS))
+def test_kills_while_the_storage_is_slow(
+    elaunch: Launcher, trajectory: Callable[[int], Trajectory], number: int
+) -> None:
+    """What ranks that are killed have saved is never lost, whether it is on the disk or not."""
+    trial = SlowTrial.drawn(number)
+    print(trial)
+    job = Job(
+        elaunch, f"slow{number}", "aside", steps=12, nodes=trial.nodes, nproc=2 // trial.nodes
+    )
+    job.rate, job.words = trial.rate, ["time=0.05"]
+    job.flags = ["--max-restarts=20", f"--checkpoint-replicas={trial.nodes - 1}"]
+    agents = [job.start(node) for node in range(job.nodes)]
+    struck = 0
+    for rank, delay in trial.kills:
+        _await_round(job, struck)
+        time.sleep(delay)
+        if job.noted("done"):
+            break
+        checkpoint_fault.kill([f"rank {rank}"], job.directory)
+        struck += 1
+    if trial.last:
+        _await_round(job, struck)
+        checkpoint_fault.kill([trial.last], job.directory)
+    job.check_nothing_lost(EVERY if trial.last else 0)
+    every = job.drive({-SIGKILL}, agents)
+    print(f"{struck} ranks were killed\n{checkpointing.told(every)}")
+    job.check_trained(trajectory(2))
+    job.check_nothing_lost(EVERY if trial.last else 0)
+    job.check_clean()
+    lines = [line for agent in every for line in agent.output("stderr").splitlines()]
+    assert trial.last or not [line for line in lines if "lost what was in memory" in line]
+
+
+def _await_round(job: Job, number: int) -> None:
+    """Wait until both ranks make steps in a round, or are done."""
+
+    def trains() -> bool:
+        notes = job.noted("trained")
+        return len({r for r, n in notes if n["round"] >= number}) == 2 or bool(job.noted("done"))
+
+    wait_until(trains, checkpointing.DEADLINE, f"round {number} of {job.name}")

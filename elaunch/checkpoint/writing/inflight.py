@@ -165,7 +165,7 @@ class SavesInFlight:
         """Note that ``rank`` stages no shard of what it has begun; return what that ends."""
         with self.changed:
             open_ = [save for save in self.saves.values() if not save.done]
-            ended = [save for save in open_ if save.missing([rank])]
+            ended = [save for save in open_ if save.missing([rank]) and not save.adopted]
             for save in ended:
                 self.drop(save, f"rank {rank} gave up its part")
             return ended

@@ -8,7 +8,7 @@ from elaunch.errors import SaveError
 from elaunch.training.checkpoint.together import together
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from typing_extensions import NotRequired
 
@@ -61,6 +61,44 @@ class Either(More, total=False):
     every: Every | None
 
 
+def await_saver(
+    parts: CallContext,
+    saver: AgentSaverClient,
+    timeout: float | None,
+    check: Callable[[], object] = bool,
+) -> Committed | None:
+    """Return what rank 0's last save has become, when no rank has one in flight any more.
+
+    ALL ranks call it together; each calls ``check`` first. With a ``timeout`` a save that takes
+    longer is a SaveError; without one the agents say when the storage takes nothing of it any more.
+    """
+    seconds = parts.seconds(timeout)
+    while True:
+        with (
+            parts.awaiting(seconds),
+            together(parts.distributed, "wait", seconds + MARGIN_S) as step,
+        ):
+            check()
+            step.sent = _waited(saver, seconds, patient=timeout is None)
+        if all(over for over, _ in step.received):
+            committed: Committed | None = step.received[0][1]
+            return committed
+
+
+def _waited(
+    saver: AgentSaverClient, seconds: float, *, patient: bool
+) -> tuple[bool, Committed | None]:
+    """Return whether this rank's save is over, and what it has become."""
+    from elaunch.training.checkpoint.saver.agent import StillInFlight
+
+    try:
+        return True, saver.wait(seconds)
+    except StillInFlight:
+        if not patient:
+            raise
+        return False, None
+
+
 class SaveHandle:
     """One ``save(block=False)``, and what has become of it.
 
@@ -87,7 +125,7 @@ class SaveHandle:
         """Return what was committed, when it is; None if the save was skipped.
 
         ALL ranks call it together. It blocks until the save is over, at most ``timeout`` seconds;
-        None: those of ``elaunch.init()``.
+        None: as long as the storage takes something of it.
 
         Raises SaveError on all ranks, each time: the save came to nothing, or is not over yet, and
         goes on.
@@ -131,17 +169,13 @@ class SaveInFlight(SaveHandle):
         """Wait until it is committed, on all ranks."""
         if self.is_settled:
             return super().result()
-        parts, seconds = self._parts, self._parts.seconds(timeout)
         try:
-            with together(parts.distributed, "wait", seconds + MARGIN_S) as step:
-                self.raise_if_lost()
-                with parts.awaiting(seconds):
-                    step.sent = self._saver.wait(seconds)
+            committed = await_saver(self._parts, self._saver, timeout, self.raise_if_lost)
         except SaveError as error:
             if error.lost:
                 self.settle(None, error)
             raise
-        self.settle(step.received[0])
+        self.settle(committed)
         return super().result()
 
     def raise_if_lost(self) -> None:

@@ -22,6 +22,7 @@ import logging
 import time
 import uuid
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -35,7 +36,13 @@ from elaunch.training.checkpoint.dcp import archives
 from elaunch.training.checkpoint.dcp import image as imaging
 from elaunch.training.checkpoint.dcp import metadata as stored
 from elaunch.training.checkpoint.dcp import plan as planning
-from elaunch.training.checkpoint.handle import MARGIN_S, Busy, SaveHandle, SaveInFlight
+from elaunch.training.checkpoint.handle import (
+    MARGIN_S,
+    Busy,
+    SaveHandle,
+    SaveInFlight,
+    await_saver,
+)
 from elaunch.training.checkpoint.parts import CallContext, Saving, metadata_of
 from elaunch.training.checkpoint.state import tensors
 from elaunch.training.checkpoint.state.digests import digest
@@ -189,11 +196,11 @@ def wait(parts: CallContext, sharded: Sharded, timeout: float | None) -> Committ
     """
     if sharded.in_flight is not None:
         sharded.in_flight.result(timeout)
+    elif parts.known.pending is not None and parts.saver is not None:
+        await_saver(parts, parts.saver, timeout)
     else:
-        seconds, resumed = parts.seconds(timeout), parts.known.pending
-        with together(parts.distributed, "wait", seconds + MARGIN_S), parts.awaiting(seconds):
-            if resumed is not None and parts.saver is not None:
-                parts.saver.wait(seconds)
+        with together(parts.distributed, "wait", timeout):
+            pass
     return parts.known.latest()
 
 
@@ -242,11 +249,14 @@ def _offered(
     """
     seconds, saver, begun = parts.seconds(saving.timeout), parts.saver, False
     try:
-        with together(parts.distributed, saving.what, seconds + MARGIN_S) as step:
+        with (
+            _waiting(parts, sharded, waits, seconds),
+            together(parts.distributed, saving.what, seconds + MARGIN_S) as step,
+        ):
             ready = _ready(parts, sharded, state, saving)
             step.sent = dataclasses.replace(ready.offer, block=block)
             if waits is not None and saver is not None:
-                begun = _begun(parts, saver, sharded, waits, seconds)
+                begun = _begun(parts, saver, sharded, waits, saving.timeout)
                 last = saver.last if begun else None
                 step.sent = dataclasses.replace(step.sent, busy=not begun, last=last)
         offers: list[Offer] = step.received
@@ -265,15 +275,31 @@ def _offered(
     return ready, offers
 
 
+def _waiting(
+    parts: CallContext, sharded: Sharded, waits: bool | None, seconds: float
+) -> AbstractContextManager[None]:
+    """Return the section of a wait for a save in flight, on ranks that wait for others', too."""
+    flies = sharded.in_flight is not None or parts.known.pending is not None
+    return parts.awaiting(seconds) if waits and flies else nullcontext()
+
+
 def _begun(
-    parts: CallContext, saver: AgentSaverClient, sharded: Sharded, waits: bool, seconds: float
+    parts: CallContext,
+    saver: AgentSaverClient,
+    sharded: Sharded,
+    waits: bool,
+    timeout: float | None,
 ) -> bool:
-    """Begin with a shard when the save in flight is over; False: it is not, and nobody waits."""
+    """Begin with a shard when the save in flight is over; False: it is not yet.
+
+    That is an error only if the script has given a ``timeout``.
+    """
     if sharded.in_flight is not None:
         sharded.in_flight.raise_if_lost()
+    seconds = parts.seconds(timeout)
     with parts.awaiting(seconds):
         begun = saver.begin(waits, seconds)
-    if waits and not begun:
+    if waits and not begun and timeout is not None:
         raise SaveError(f"the save before is still in flight after {seconds:g} s")
     return begun
 
@@ -390,6 +416,9 @@ def _save_in_background(
     assert saver is not None  # asked by the caller
     waits = when_busy == "wait"
     ready, offers = _offered(parts, sharded, state, saving, waits=waits, block=False)
+    while waits and any(offer.busy for offer in offers):
+        # The agents raise it when the storage takes nothing of the save before any more.
+        ready, offers = _offered(parts, sharded, state, saving, waits=waits, block=False)
     if any(offer.busy for offer in offers):
         return SaveHandle(saving.step)
     if before := sharded.in_flight:

@@ -104,3 +104,33 @@ def test_a_rank_that_has_asked_alone(tmp_path: Path, monkeypatch: pytest.MonkeyP
     said = in_group(known_too_late, 2, tmp_path, agent=True)
     assert said[0] == said[1] and "step-00000001.r0 was not committed" in said[0], said
     assert said[0].startswith("save: ranks 0, 1 on host")
+
+
+def patient(ctx: Any) -> Any:
+    """Save, save again and wait, on storage that takes three times as long as the ranks' limit."""
+    ctx.distributed.timeout = 1.0
+    first = ctx.checkpoint.save({"x": 1}, 10, block=False)
+    second = ctx.checkpoint.save({"x": 1}, 20, block=False)
+    told = [first.result().name, ctx.checkpoint.wait().name, second.result().name]
+    ctx.checkpoint.save({"x": 1}, 30, block=False)
+    try:
+        ctx.checkpoint.save({"x": 1}, 40, block=False, timeout=0.5)
+    except elaunch.SaveError as error:
+        told.append("the save before is still in flight after 0.5 s" in str(error))
+    return [*told, ctx.checkpoint.wait().name]
+
+
+def test_storage_that_takes_longer_than_ranks_wait_for_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is waited for as long as it takes something, where the script gives no timeout."""
+    write = PosixStorage.write_part
+
+    def slow(self: PosixStorage, stage: Stage, part: Part, images: Any) -> bytes:
+        threading.Event().wait(3.0)
+        return write(self, stage, part, images)
+
+    monkeypatch.setattr(PosixStorage, "write_part", slow)
+    said = in_group(patient, 2, tmp_path, agent=True)
+    names = [f"step-{step:08d}.r0" for step in (10, 20, 20)]
+    assert said == 2 * [[*names, True, "step-00000030.r0"]]
