@@ -115,22 +115,22 @@ class RoundFacts:
     """What every worker of one round on this node gets in its environment."""
 
     run_id: str
-    round: int
-    restarts: int
-    max_restarts: int
-    reason: str
-    local_world_size: int
-    role: str
-    place: NodePlace
-    master_addr: str
-    master_port: int
-    agent_socket: str
-    checkpoint_dir: str | None
-    resume_from: str
-    resume_step: str
-    signals_to_handle: str
-    use_agent_store: str
-    virtual_local_rank: bool
+    round: int = 0
+    restarts: int = 0
+    max_restarts: int = 0
+    reason: str = ""
+    local_world_size: int = 1
+    role: str = "default"
+    place: NodePlace = NodePlace(0, ("",), 0, 1, 0, 1)
+    master_addr: str = ""
+    master_port: int = 0
+    agent_socket: str = ""
+    checkpoint_dir: str | None = None
+    resume_from: str = ""
+    resume_step: str = ""
+    signals_to_handle: str = ""
+    use_agent_store: str = ""
+    virtual_local_rank: bool = False
     channel_key: str = ""
     run_id_given: bool = False
     checkpoint_local: bool = False

@@ -11,6 +11,7 @@ import os
 import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import click
 
@@ -97,29 +98,17 @@ def worker(
 ) -> dict[str, str]:
     """Return the variables that elaunch would set for one worker of the first round."""
     place, master = _place(settings, nproc)
-    init_from = str(settings.init_from.path) if settings.init_from else ""
-    round_facts = env.RoundFacts(
-        run_id=settings.run_id,
-        round=0,
-        restarts=0,
-        max_restarts=settings.max_restarts,
-        reason="",
+    facts = settings.worker_facts()
+    round_facts = replace(
+        facts,
         local_world_size=nproc,
-        role=settings.role,
         place=place,
         master_addr=master,
         master_port=settings.master_port or 0,
         agent_socket=LATER,
-        checkpoint_dir=str(settings.checkpoint_dir) if settings.checkpoint_dir else None,
-        resume_from=LATER if settings.checkpoint_dir else init_from,
-        resume_step=LATER if settings.checkpoint_dir else "0" if init_from else "",
-        signals_to_handle=",".join(each.name for each in settings.signals_to_handle),
+        resume_from=LATER if settings.checkpoint_dir else facts.init_from,
+        resume_step=LATER if settings.checkpoint_dir else "0" if facts.init_from else "",
         use_agent_store=LATER,
-        virtual_local_rank=settings.virtual_local_rank,
-        run_id_given=settings.run_id_given,
-        checkpoint_local=settings.checkpoint_local,
-        checkpoint_keep=settings.checkpoint_keep.to_json() if settings.checkpoint_keep else "",
-        init_from=init_from,
     )
     variables = env.worker_environment(round_facts, local_rank, LATER, launcher)
     if settings.master_port is None:

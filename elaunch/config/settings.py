@@ -23,7 +23,7 @@ from elaunch.config.place import Topology
 from elaunch.config.rendezvous import RendezvousSettings, several_nodes
 from elaunch.config.table import TABLE
 from elaunch.config.values import StreamMap
-from elaunch.env import HPARAMS
+from elaunch.env import HPARAMS, NCCL_ASYNC_ERRORS, RoundFacts, worker_environment
 from elaunch.errors import UsageError
 
 __all__ = ["Settings", "StreamMap", "resolve"]
@@ -96,6 +96,22 @@ class Settings:
     detach: bool
     log_level: str
     notices: tuple[str, ...]
+
+    def worker_facts(self) -> RoundFacts:
+        """Return what these settings are to a worker; a round adds its own facts."""
+        directory, keep, start = self.checkpoint_dir, self.checkpoint_keep, self.init_from
+        return RoundFacts(
+            run_id=self.run_id,
+            max_restarts=self.max_restarts,
+            role=self.role,
+            checkpoint_dir=None if directory is None else str(directory),
+            signals_to_handle=",".join(each.name for each in self.signals_to_handle),
+            virtual_local_rank=self.virtual_local_rank,
+            run_id_given=self.run_id_given,
+            checkpoint_local=self.checkpoint_local,
+            checkpoint_keep=keep.to_json() if keep else "",
+            init_from="" if start is None else str(start.path),
+        )
 
 
 def resolve(
@@ -242,29 +258,15 @@ def _environment(job: JobFile) -> dict[str, str]:
 
 
 def _reserved() -> frozenset[str]:
-    from elaunch import env
-
-    facts = env.RoundFacts(
+    facts = RoundFacts(
         run_id="",
-        round=0,
-        restarts=0,
-        max_restarts=0,
-        reason="",
-        local_world_size=1,
-        role="",
-        place=env.only_node("", 1),
-        master_addr="",
-        master_port=0,
-        agent_socket="",
         checkpoint_dir="",
         checkpoint_local=True,
         checkpoint_keep="{}",
         init_from="PATH",
-        resume_from="",
-        resume_step="",
-        signals_to_handle="",
-        use_agent_store="",
-        virtual_local_rank=False,
+        run_id_given=True,
+        channel_key="KEY",
+        resume_uuid="UUID",
     )
-    made = frozenset(env.worker_environment(facts, 0, "", {})) | {HPARAMS}
-    return made - {env.NCCL_ASYNC_ERRORS}
+    made = frozenset(worker_environment(facts, 0, "", {})) | {HPARAMS}
+    return made - {NCCL_ASYNC_ERRORS}

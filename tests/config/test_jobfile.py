@@ -148,6 +148,10 @@ ENTRY = "entrypoint: train.py\n"
         (ENTRY + "environment: {A-B: x}\n", "'A-B' is not the name of a variable"),
         (ENTRY + "environment: {A: x, A: y}\n", "is there twice"),
         (ENTRY + "environment:\n  RANK: 1\n", "j.yaml:3: the variable RANK is set by elaunch"),
+        (
+            ENTRY + "environment:\n  ELAUNCH_RESUME_UUID: 1\n",
+            "j.yaml:3: the variable ELAUNCH_RESUME_UUID is set by elaunch",
+        ),
         (ENTRY + "checkpoint: {dri: x}\n", "unknown key 'dri' in checkpoint; did you mean 'dir'?"),
         (ENTRY + "checkpoint: {glob: '*.pt'}\n", "add --checkpoint-dir"),
         (ENTRY + "resources: {slots: 1}\n", "known: slots_per_trial"),

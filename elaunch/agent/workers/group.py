@@ -12,7 +12,7 @@ import os
 import resource
 import string
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from signal import Signals
@@ -224,40 +224,30 @@ class WorkerGroup:
     def _facts(self, start: Round) -> env.RoundFacts:
         settings = self._plan.settings
         checkpoint = start.checkpoint or settings.init_from
-        directory = settings.checkpoint_dir
         place, plan = start.place, start.plan
         master_addr, master_port = self._endpoint.host, self._endpoint.port
         if plan is None:
             place = env.only_node(master_addr, self._nproc)
         else:
             master_addr, master_port = plan.master_addr, plan.master_port
-        return env.RoundFacts(
-            run_id=settings.run_id,
+        return replace(
+            settings.worker_facts(),
             round=start.round,
             restarts=start.restarts,
-            max_restarts=settings.max_restarts,
             reason=start.reason,
             local_world_size=self._nproc,
-            role=settings.role,
             place=place,
             master_addr=master_addr,
             master_port=master_port,
             agent_socket=str(self._plan.run_dir.socket),
-            checkpoint_dir=None if directory is None else str(directory),
             resume_from="" if checkpoint is None else str(checkpoint.path),
             resume_step="" if checkpoint is None else str(checkpoint.step),
-            signals_to_handle=",".join(s.name for s in settings.signals_to_handle),
             # "1" makes rank 0 try to host and torch's own fallback make it a client where that
             # address is taken, as the launcher's is; a private store of the script, or of what it
             # starts, works with it. In a forked worker elaunch.server.torchfix spares the
             # attempt.
             use_agent_store="1",
-            virtual_local_rank=settings.virtual_local_rank,
             channel_key=self._channel_key(start),
-            run_id_given=settings.run_id_given,
-            checkpoint_local=settings.checkpoint_local,
-            checkpoint_keep=settings.checkpoint_keep.to_json() if settings.checkpoint_keep else "",
-            init_from=str(settings.init_from.path) if settings.init_from else "",
             resume_uuid="" if checkpoint is None else checkpoint.uuid,
         )
 

@@ -211,20 +211,12 @@ def _facts(
         run_id=job or "none",
         round=restarts,
         restarts=restarts,
-        max_restarts=0,
-        reason="",
         local_world_size=numbers.local_size,
         role=request.role,
         place=place,
         master_addr=store[0],
         master_port=store[1],
-        agent_socket="",
-        checkpoint_dir=None,
-        resume_from="",
-        resume_step="",
         signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT",
-        use_agent_store="",
-        virtual_local_rank=False,
     )
 
 
