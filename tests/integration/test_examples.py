@@ -1,7 +1,7 @@
 """The examples train to their goal under each launcher, and a kill changes no bit of the result.
 
-The reference is an undisturbed run under torchrun with two workers. Interrupted runs save at the
-same steps, so their last checkpoint must hold the same bits.
+The reference is an undisturbed run with two workers. Interrupted runs save at the same steps, so
+their last checkpoint must hold the same bits, under torchrun too (a trial).
 """
 
 from __future__ import annotations
@@ -85,10 +85,11 @@ def example(request: pytest.FixtureRequest) -> Example:
 
 @pytest.fixture(scope="module")
 def reference(example: Example, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Return the last checkpoint of an undisturbed run under torchrun."""
-    launcher = Launcher(tmp_path_factory.mktemp("reference"))
+    """Return the last checkpoint of an undisturbed run."""
+    launcher = Launcher(tmp_path_factory.mktemp("reference"), forks=True)
     checkpoints = launcher.directory / "reference"
-    done = finish_under_torchrun(launcher, example, checkpoints)
+    options = ["--nproc-per-node=2", "--checkpoint-dir", checkpoints, *example.run_options]
+    done = launcher.run(["run", *options, example.script, *ARGUMENTS], env=ONE_THREAD)
     assert done.returncode == 0, done.stderr
     yield checkpoints / (LAST + example.suffix)
     launcher.close()

@@ -221,7 +221,11 @@ def test_standard_files(tmp_path: Path, shell: str, expected: dict[str, str]) ->
 
 @pytest.mark.parametrize(
     ("options", "counts"),
-    [(["--start-method", "spawn"], True), ([], False), (["--preload", "none"], True)],
+    [
+        pytest.param(["--start-method", "spawn"], True, marks=pytest.mark.trial),
+        ([], False),
+        (["--preload", "none"], True),
+    ],
     ids=["spawn", "fork", "fork-without-preload"],
 )
 def test_variables_that_are_read_when_torch_is_imported(
@@ -237,7 +241,11 @@ def test_variables_that_are_read_when_torch_is_imported(
     assert (done.stdout, done.returncode) == (f"{counts}\n", 0)
 
 
-@pytest.mark.parametrize("options", [["--start-method", "spawn"], []], ids=["spawn", "fork"])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param(["--start-method", "spawn"], marks=pytest.mark.trial), []],
+    ids=["spawn", "fork"],
+)
 def test_the_debug_level_that_a_script_sets(elaunch: Launcher, options: list[str]) -> None:
     """A forked worker's torch reads it again when the process group is made."""
     script = elaunch.directory / "s.py"
