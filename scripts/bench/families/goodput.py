@@ -38,6 +38,8 @@ FIRST_STEP_TIMEOUT = 60.0
 POLL = 0.05
 MARGIN = 0.2
 FLAGS = ("--max-restarts", "20")
+IMPORTS = "torch,torch.distributed.checkpoint"
+"""What a worker that saves by ``ctx.checkpoint`` imports, most of a second each time without it."""
 
 
 @dataclass(frozen=True)
@@ -161,6 +163,8 @@ def _job(trial: Trial, told: bool, program: str) -> Job:
         flags += ["--checkpoint-dir", str(root)]
     if told and program == "steps":
         flags += ["--checkpoint-glob", "step_*.pt"]
+    elif told:
+        flags += ["--preload", IMPORTS]
     command = trial.launcher.command(program, WORKERS, flags, (str(root),))
     return Job(trial.root, command, trial.launcher.for_restarts)
 

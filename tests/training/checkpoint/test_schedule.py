@@ -156,6 +156,15 @@ def test_storage_that_is_slower_than_the_interval(now: list[float]) -> None:
     assert follow(Schedule(None), now, [0.05] * 4, skip=True) == 39
 
 
+def test_a_save_of_the_round_before_is_still_in_flight(now: list[float]) -> None:
+    """It is looked for again soon, however long the machine has been up."""
+    planned, step = Schedule(None), 0
+    while not planned.is_due("auto", Saving(step, {}, elaunch.Keep(last=1)), nothing):
+        now[0], step = now[0] + 0.1, step + 1
+    planned.note(Alone(), step, now[0], skipped=True)  # type: ignore[arg-type]
+    assert due(planned, "auto", range(step + 1, step + 10))[0] == step + FIRST // 2
+
+
 def numbered(ctx: Any) -> Any:
     """Save every 4 steps, with a save between that counts, too, and in memory by default."""
     made = {}

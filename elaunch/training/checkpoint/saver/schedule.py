@@ -110,7 +110,8 @@ class Schedule:
             if self._last is None:
                 found = latest()
                 self._last = 0 if found is None else found.step
-            self._every, self._marked = every, (time.monotonic(), step)
+            self._begun = time.monotonic()
+            self._every, self._marked = every, (self._begun, step)
             self._due = step + FIRST if every == "auto" else self._last + every
         return step >= self._due
 
