@@ -148,8 +148,9 @@ def _others(
     for passed in passed_over:
         if passed.path == place and os.path.lexists(place):
             raise CheckpointError(f"{place}: {passed.reason}")
+    known = {os.path.join(place, name) for name in committed}
     for entry in candidates.distinct(entries, place):
-        if _below(place, entry.path) in committed:
+        if str(entry.path) in known:
             continue
         found = candidates.classify(entry, globbed=glob is not None)
         if isinstance(found, PassedOver):

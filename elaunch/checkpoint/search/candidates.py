@@ -153,12 +153,14 @@ def distinct(entries: Iterable[Match], root: Path) -> Iterator[Match]:
     top = os.path.realpath(root)
     direct = []
     links: dict[str, Match] = {}
-    for entry in sorted(entries, key=lambda entry: entry.path):
+    for entry in sorted(entries, key=lambda entry: str(entry.path)):
         if entry.linked:
             links.setdefault(os.path.realpath(entry.path), entry)
         else:
             direct.append(entry)
     yield from direct
+    if not links:
+        return
     targets = {os.path.join(top, entry.path.relative_to(root)) for entry in direct}
     for target, entry in links.items():
         if target in targets or _is_closed(target, top):
