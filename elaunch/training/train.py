@@ -17,8 +17,7 @@ from elaunch.errors import ContextError, MetricError
 from elaunch.training.metrics.board import BoardWriter, require
 from elaunch.training.metrics.files import TENSORBOARD, MetricFiles
 from elaunch.training.metrics.history import TRAINING, VALIDATION
-from elaunch.training.metrics.latest import Latest
-from elaunch.training.metrics.rows import Encoder
+from elaunch.training.metrics.rows import Encoder, Latest
 from elaunch.training.metrics.writer import Writer
 from elaunch.training.place.placement import Placement
 from elaunch.wire.progress import ProgressPage

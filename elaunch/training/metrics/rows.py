@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from elaunch.errors import MetricError
+from elaunch.training.metrics.history import VALIDATION
 
 log = logging.getLogger("elaunch")
 
@@ -21,6 +22,8 @@ LARGEST_STEP: Final = 2**63 - 1
 SMALLEST_INT: Final = -(2**63)
 LARGEST_INT: Final = 2**64 - 1
 DEEPEST: Final = 20
+STEPS: Final = 256
+"""Steps that are remembered: a checkpoint is of one of the newest."""
 
 _PLAIN: Final = frozenset({float, int, str, bool, type(None)})
 _encode: Final = json.JSONEncoder(separators=(",", ":")).encode
@@ -199,3 +202,33 @@ def _article(value: object) -> str:
         else f"{kind.__module__}.{kind.__qualname__}"
     )
     return f"{'an' if word[0] in 'aeiouAEIOU' else 'a'} {word}"
+
+
+class Latest:
+    """What this rank reported at the newest steps: the metrics of a checkpoint.
+
+    By step and group; of each name the last.
+    """
+
+    def __init__(self) -> None:
+        self._steps: dict[int, dict[str, dict[str, float]]] = {}
+
+    def take(self, row: Row) -> None:
+        """Remember a row's numbers."""
+        groups = self._steps.pop(row.steps_completed, {})
+        self._steps[row.steps_completed] = groups  # the newest stand last
+        numbers = groups.setdefault(row.group, {})
+        for name, value in row.values.items():
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                numbers[name] = value
+        if len(self._steps) > STEPS:
+            del self._steps[next(iter(self._steps))]
+
+    def at(self, step: int) -> dict[str, float]:
+        """Return the numbers of a step: by their names, and as ``group.name``."""
+        groups = self._steps.get(step, {})
+        plain: dict[str, float] = {}
+        for group in sorted(groups, key=lambda group: group == VALIDATION):
+            plain |= groups[group]
+        named = {f"{group}.{name}": v for group, own in groups.items() for name, v in own.items()}
+        return {**plain, **named}
