@@ -33,6 +33,7 @@ RANKS = 2
 SHARDS, SHARDED_MB = 4, 400
 MANY, MANY_RANKS = 2000, 8
 STEPS_MB = 512
+SLOW_MB, SLOW_RATE = 2000, 50_000_000
 TIMEOUT = 560.0
 FLOOR, DCP, DCP_THREAD, OURS, ASIDE = "copy", "dcp", "dcp-thread", "elaunch", "elaunch-aside"
 WAYS = {
@@ -86,6 +87,8 @@ def main() -> int:
         for _ in range(0 if args.saves_only else args.rounds):
             _others(root, others, problems)
             _many(root, others, problems)
+        for _ in range(0 if args.saves_only else args.rounds):
+            _slow(root, others, problems)
     finally:
         procfs.kill_job(root, CLEAN_UP_SECONDS)
         shutil.rmtree(root, ignore_errors=True)
@@ -160,6 +163,31 @@ def _others(root: Path, others: Others, problems: list[str]) -> None:
         for found in _ranks(root, ("checkpoint_steps", way, STEPS_MB, RANKS), "steps", problems):
             alone, during = (statistics.median(found[name]) for name in ("alone", "during"))
             others.setdefault(f"{way} slower", []).append(during / alone)
+
+
+def _slow(root: Path, others: Others, problems: list[str]) -> None:
+    """Run a job that dies right after it has saved on slow storage; add how soon it steps again."""
+    place = Path(tempfile.mkdtemp(dir=root))
+    command = _command("checkpoint_slow", place, (str(SLOW_MB),), ("--max-restarts", "1"))
+    throttled = [sys.executable, str(JOBS / "slow_storage.py"), str(SLOW_RATE), *command[1:]]
+    preload = "--preload=torch,torch._dynamo,torch.distributed.checkpoint.state_dict"
+    try:
+        with Job(root, [*throttled[:4], preload, *throttled[4:]]) as job:
+            job.expect_exit(TIMEOUT)
+            killed, ranks = job.read_stamps("killed"), job.read_stamps("steps")
+    except JobError as error:
+        problems.append(f"slow storage, {SLOW_MB} MB: {error}")
+        return
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+    at, steps = killed[0, 1]["at"], [found for (round_, _), found in ranks.items() if round_]
+    if [found["step"] for found in steps] != [7] * RANKS:
+        problems.append(f"slow storage, {SLOW_MB} MB: not the step that was saved: {steps}")
+        return
+    for name in ("began", "made", "loaded", "done"):
+        others.setdefault(f"slow {name}", []).append(max(found[name] for found in steps) - at)
+    told = ", ".join(f"{name} {others[f'slow {name}'][-1]:.2f} s" for name in ("began", "done"))
+    print(f"slow storage, {SLOW_MB} MB: {told}", file=sys.stderr, flush=True)
 
 
 def _many(root: Path, others: Others, problems: list[str]) -> None:
@@ -269,6 +297,11 @@ def _other_verdicts(others: Others) -> list[tuple[str, ...]]:
         if slower := middle.get(f"{way} slower"):
             wanted = ("≤ 1.5", "yes" if slower <= 1.5 else "NO") if way == "elaunch" else ("", "")
             rows.append((f"step during {name} over a step alone", f"{slower:.2f}", *wanted))
+    if (done := middle.get("slow done")) is not None:
+        parts = [f"{name} {middle[f'slow {name}']:.2f}" for name in ("began", "made", "loaded")]
+        title = f"{SLOW_MB} MB, storage of 50 MB/s: a death right after the save, next step"
+        found = f"{done:.2f} s (script {', '.join(parts)})"
+        rows.append((title, found, "≤ 1.5 s", "yes" if done <= 1.5 else "NO"))
     return [*rows, *_many_verdicts(middle)]
 
 

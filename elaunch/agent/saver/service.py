@@ -74,6 +74,7 @@ class SaverService:
         self.parts = Shards(plan, self._memory, lived)
         self._copies = Replicas(self._storage, self.keeping, self._memory)
         self.world.on_commit = self._copies.committed
+        self.world.has_all = self.parts.has_all
 
     # ── rounds ───────────────────────────────────────────────────────────────────────────────────
 

@@ -31,6 +31,7 @@ from typing import Final
 from elaunch.agent.policy.turn import Round
 from elaunch.agent.saver.memory import CheckpointMemory, Segment
 from elaunch.agent.saver.round import SaverPlan
+from elaunch.checkpoint.records import Stage
 from elaunch.checkpoint.storage.atonce import at_once
 from elaunch.errors import SaveError
 from elaunch.wire.saver import Files, Handed
@@ -147,6 +148,11 @@ class Shards:
         with self._lock:
             kept = [one for one in self._kept.values() if uuid in ("", one.stage[2])]
         return [one.handed for one in kept if one.handed is not None]
+
+    def has_all(self, stage: Stage) -> bool:
+        """Whether every shard of a save is here."""
+        shards = self.handed(stage.uuid)
+        return bool(shards) and len({s.part.rank for s in shards}) == shards[0].part.world_size
 
     def replicas(self) -> list[tuple[Handed, Segment]]:
         """Return the shards that this agent keeps for others."""

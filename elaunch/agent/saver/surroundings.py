@@ -46,6 +46,8 @@ class RoundSurroundings:
         self.released = released
         self.on_commit: Callable[[Stage], object] = lambda _: None
         """Called for each save that was committed here."""
+        self.has_all: Callable[[Stage], bool] = lambda _: False
+        """Tells whether every shard of a save is in this agent's memory."""
         self.round: Round | None = None
         self._saved_in: Round | None = None
         """The round that has saved what this one resumes from, out of memory."""
@@ -84,7 +86,11 @@ class RoundSurroundings:
         return committer is not None and found.plan.node_rank(found.name) == committer
 
     def _committer(self, stage: Stage) -> int | None:
-        """Return the node that commits a save: rank 0's, or the first that has taken part in it."""
+        """Return the node that commits a save: rank 0's, or the first that has taken part in it.
+
+        Agents that have all got new names, as of a store that has lost its memory, do not know who
+        that is: then each that has all of it commits, and one of them is the first.
+        """
         found, before = self.round, self._saved_in
         if found is None or found.plan is None:
             return None
@@ -94,7 +100,8 @@ class RoundSurroundings:
             return None
         there = {node.name for node in before.plan.nodes}
         places = (rank for rank, node in enumerate(found.plan.nodes) if node.name in there)
-        return next(places, None)
+        own = found.plan.node_rank(found.name) if self.has_all(stage) else None
+        return next(places, own)
 
     def lost_ranks(self, stage: Stage) -> frozenset[int]:
         """Return the ranks of a save that the round resumes from whose nodes are not in it."""

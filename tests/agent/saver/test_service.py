@@ -630,8 +630,11 @@ def test_a_save_that_is_ready_before_the_choice_waits_for_it(
     wait_until(lambda: names(agents) == ["step-00000010.r0"], LONG)
 
 
-def test_the_node_that_commits_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its neighbour has its shard in memory: it writes that too, and commits, in the next round."""
+@pytest.mark.parametrize("name", ["bb", "zz"])
+def test_the_node_that_commits_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Its neighbour has its shard: it writes that too, and commits, whatever its name is now."""
     agents = pair(tmp_path, checkpoint_replicas=1)
     opened = hold_writes(monkeypatch, {0, 1})
     try:
@@ -642,7 +645,8 @@ def test_the_node_that_commits_is_lost(tmp_path: Path, monkeypatch: pytest.Monke
         survivor.saver.settle(LONG, holds=True)
         wait_until(lambda: len(survivor._settled()) > 1, LONG)
         assert survivor._settled()[-1].held[0].ranks == (0, 1)
-        survivor.begin(structs.replace(save_both, nodes=NODES[1:]))
+        nodes = (structs.replace(NODES[1], name=name),)
+        survivor.begin(structs.replace(save_both, nodes=nodes), name)
         worker = survivor.worker(0, 1)
         found = worker.recall(10, 0, [0, 1], "u10", LONG)
         assert bytes(found[0]["part-0"]) == b"00100000"
