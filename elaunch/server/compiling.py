@@ -58,6 +58,12 @@ class _Announcer:
         return PathFinder.find_spec(name, path, target)  # the list's next finder is passed over
 
 
+def may_open_devices() -> bool:
+    """Return whether torch is built for devices, which this process must never open."""
+    version = sys.modules.get("torch.version")
+    return any(getattr(version, kind, None) is not None for kind in ("cuda", "hip", "xpu"))
+
+
 def find_out() -> Found:
     """Return what a worker finds out at its first compilation; called in a fork of the server."""
     found: Found = {}

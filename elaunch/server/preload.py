@@ -148,11 +148,13 @@ def _reason(module: str, others: int) -> str:
 class Warmed:
     """What became of the later modules: imported, or not because of ``problem`` or ``settings``.
 
-    ``settings`` are the variables that the script sets and that the modules read.
+    ``settings`` are the variables that the script sets and that the modules read; ``compiles``:
+    what compiling takes is imported, and no script's settings are against it.
     """
 
     problem: str | None = None
     settings: tuple[str, ...] = ()
+    compiles: bool = False
 
 
 class Later:
@@ -166,6 +168,7 @@ class Later:
         self._settled_at = math.inf
         self._workers: dict[int, Mapping[str, str]] = {}  # pid → what it was started with
         self._finding: processes.Asked | None = None
+        self._ahead = False
         self.may_compile = False
         """Whether a worker that begins to compile should send compiling.SIGNAL."""
 
@@ -177,7 +180,8 @@ class Later:
     @property
     def due(self) -> float:
         """When to call :meth:`carry_out`, on the monotonic clock."""
-        if not self._modules or not self._workers or self._not_before is None:
+        seen = self._workers or self._ahead
+        if not self._modules or not seen or self._not_before is None:
             return math.inf
         return max(self._not_before, self._settled_at)
 
@@ -203,6 +207,11 @@ class Later:
             self._modules += compiling.MODULES
             self._not_before = self._settled_at = time.monotonic()
 
+    def note_compiled_elsewhere(self) -> None:
+        """Do so before any worker runs here: the job's other nodes have, with the same script."""
+        self._ahead = True
+        self.note_compiling()
+
     def note_end(self, pid: int) -> None:
         """Forget a worker: nothing can be learnt from it any more."""
         self._workers.pop(pid, None)
@@ -225,15 +234,18 @@ class Later:
             given = {**ours, **variables}
             given.pop(env.STACKS_FILE, None)  # the worker takes it out before the script runs
             changed |= {name: found.get(name) for name in _changed(given, found)}
-        if changed or not all(name.partition(".")[0] == "torch" for name in modules):
+        compiles = compiling.FIRST in modules
+        foreign = not all(name.partition(".")[0] == "torch" for name in modules)
+        if changed or foreign or (compiles and compiling.may_open_devices()):
             stopped = self._try(modules, changed, meanwhile)
             if stopped is not None:
                 return stopped
         between = None if meanwhile is None else partial(meanwhile, None)
         problem = preload(modules, self._path, between).problem
-        if problem is None and compiling.FIRST in modules:
+        compiles = compiles and problem is None
+        if compiles:
             self._finding = processes.Asked(partial(_quietly, compiling.find_out))
-        return Warmed(problem)
+        return Warmed(problem, compiles=compiles)
 
     def adopt(self) -> None:
         """Take what the fork of :attr:`files` has found out."""

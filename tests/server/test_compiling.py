@@ -129,3 +129,24 @@ def test_compiling_makes_the_imports_due_at_once() -> None:
     later.note_compiling()
     assert later.due < float("inf") and later._modules == list(compiling.MODULES)
     assert not later.may_compile
+
+
+def test_another_nodes_workers_compile() -> None:
+    """What that takes is imported before any worker runs here, unless nothing is to come later."""
+    later = Later()
+    later.plan([DYNAMO], None, 600.0)
+    later.note_compiled_elsewhere()
+    assert later.due < float("inf") and later._modules == [DYNAMO, *compiling.MODULES]
+    spawning = Later()
+    spawning.plan([], None, 600.0)
+    spawning.note_compiled_elsewhere()
+    assert spawning.due == float("inf")
+
+
+@pytest.mark.parametrize("kind", ["", "cuda", "hip"])
+def test_a_torch_for_devices_is_tried_in_a_fork(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """An import that opened a device here would take it from all workers."""
+    version = types.ModuleType("torch.version")
+    vars(version).update({"cuda": None, "hip": None} | ({kind: "12.8"} if kind else {}))
+    monkeypatch.setitem(sys.modules, "torch.version", version)
+    assert compiling.may_open_devices() is bool(kind)

@@ -63,7 +63,8 @@ def join(
     peers.start()
     stack.callback(peers.close)
     search, rests = _search(plan, peers, saver.finishing)
-    world = World(post=_post(plan, peers), search=search, fence=group.fence, clock=time.monotonic)
+    post = _post(plan, peers, group)
+    world = World(post=post, search=search, fence=group.fence, clock=time.monotonic)
     killed_in = directory.killed_in(settings.run_id, os.environ) if opening.hosts else None
     agreed = rules(settings, rendezvous, opening.hosts, killed_in)
     open_store = _store_opener(opening, peers, group)
@@ -129,16 +130,22 @@ def _store_opener(opening: StoreOpener, peers: Peers, group: WorkerGroup) -> Cal
     return open_store
 
 
-def _compiled(plan: GroupPlan, peers: Peers) -> CompilerCache:
+def _compiled(plan: GroupPlan, peers: Peers, group: WorkerGroup) -> CompilerCache:
     rendezvous = plan.settings.rendezvous
     has_password = rendezvous is not None and rendezvous.etcd.password is not None
     caches = compiler_caches(plan.environ)
-    return CompilerCache(peers, caches, lambda: bool(peers.secret) or has_password)
+    return CompilerCache(
+        peers,
+        caches,
+        lambda: bool(peers.secret) or has_password,
+        ahead=lambda: group.compiles,
+        prepare=group.compile_ahead,
+    )
 
 
-def _post(plan: GroupPlan, peers: Peers) -> Callable[[News], None]:
+def _post(plan: GroupPlan, peers: Peers, group: WorkerGroup) -> Callable[[News], None]:
     """Return what takes the news of the rendezvous: plans that are not refused, and all else."""
-    compiled = _compiled(plan, peers)
+    compiled = _compiled(plan, peers, group)
     check = CheckpointCheck(plan.settings.checkpoint_dir)
 
     def post(news: News) -> None:

@@ -2,7 +2,8 @@
 
 A node that comes into a running job has an empty cache, and would compile for minutes what the
 others have on their disks. Its agent asks one of them, when it reads its first plan of a round that
-it is not in, for the files that it lacks: while it stands by or the next round forms.
+it is not in, for the files that it lacks: while it stands by or the next round forms. Where that
+node's server has imported what compiling takes (elaunch.server.compiling), this one does so, too.
 
 What lies in the cache is executed. So it is asked for, and given, only where agents know each other
 by what nobody else can read (a secret, or a password of etcd), signed with a key that is made of
@@ -47,7 +48,7 @@ MOST: Final = 1 << 30
 DAY: Final = 86_400.0
 """The kernel notes a reading of a file at least once a day (relatime)."""
 TRIES: Final = 3
-REACH_S: Final = 5.0
+REACH_S: Final = 15.0
 _NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,250}")
 _DEEPEST: Final = 6
 
@@ -70,14 +71,24 @@ class CompilerCache:
         peers: reaches the others; is given the handlers.
         roots: ``cache`` and ``headers``, where TorchInductor has its files on this node.
         trusted: whether agents know each other by what nobody else can read.
+        ahead: whether this node's server has imported what compiling takes.
+        prepare: has it do so.
     """
 
     def __init__(
-        self, peers: Peers, roots: Mapping[str, Path], trusted: Callable[[], bool]
+        self,
+        peers: Peers,
+        roots: Mapping[str, Path],
+        trusted: Callable[[], bool],
+        *,
+        ahead: Callable[[], bool],
+        prepare: Callable[[], object],
     ) -> None:
         self._peers = peers
         self._roots = roots
         self._trusted = trusted
+        self._ahead = ahead
+        self._prepare = prepare
         self._since = time.time() - DAY
         self._asked = False
         peers.handle("compiled", self._on_compiled)
@@ -97,10 +108,10 @@ class CompilerCache:
     # ── what is here ─────────────────────────────────────────────────────────────────────────────
 
     def _on_compiled(self, _: PeerConnection, request: Mapping[str, Any]) -> Mapping[str, Any]:
-        files: Sequence[CacheFile] = ()
-        if self._trusted() and request["machine"] == machine():
-            files = self.files()
-        return {"ok": True, "files": [[one.root, one.path, one.size] for one in files]}
+        if not self._trusted() or request["machine"] != machine():
+            return {"ok": True, "files": [], "ahead": False}
+        rows = [[one.root, one.path, one.size] for one in self.files()]
+        return {"ok": True, "files": rows, "ahead": self._ahead()}
 
     def files(self) -> list[CacheFile]:
         """Return what may be given, the smallest first."""
@@ -134,7 +145,7 @@ class CompilerCache:
     # ── what others have ─────────────────────────────────────────────────────────────────────────
 
     def fetch(self, ranks: Sequence[int]) -> int:
-        """Fetch what this node lacks from the first of these nodes that answers; return how many.
+        """Fetch what this node lacks from the first of these nodes that has any; return how many.
 
         Without it the workers compile, which takes longer and changes nothing.
         """
@@ -155,13 +166,16 @@ class CompilerCache:
                 seconds = time.monotonic() - began
                 text = "%d files of compiled code have come from node %d in %.2f s"
                 log.info(text, fetched, rank, seconds)
-            return fetched
+                return fetched
         return 0
 
     def _fetch(self, rank: int) -> int:
         fetched = 0
         with self._peers.call(self._peers.node(rank), time.monotonic() + REACH_S) as line:
-            for row in line.ask({"do": "compiled", "machine": machine()})["files"]:
+            offered = line.ask({"do": "compiled", "machine": machine()})
+            if offered["ahead"]:
+                self._prepare()
+            for row in offered["files"]:
                 file = CacheFile(str(row[0]), str(row[1]), int(row[2]))
                 target = self._place(file)
                 if not target.exists():

@@ -36,7 +36,7 @@ request                                                 answer, beside ``ok``
 ``gather``: checkpoint, files, nodes                    nothing: all these files are here now
 ``file``: checkpoint, file                              ``size``, then the bytes, from the disk
 ``compiled``: machine                                   ``files`` of TorchInductor's cache there:
-                                                        rows of root, path and size
+                                                        rows of root, path and size; ``ahead``
 ``compiled file``: root, file                           ``size``, the bytes, a line ``signature``
 ======================================================  ==========================================
 

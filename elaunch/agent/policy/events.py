@@ -74,11 +74,13 @@ class ServerWarmed(Struct, frozen=True):
     """The server has imported the later modules, in ``seconds``, or could not: ``problem``.
 
     ``settings`` are variables that the script sets and those modules read: they are left to it.
+    ``compiles``: those modules are what ``torch.compile`` takes.
     """
 
     problem: str | None
     seconds: float
     settings: tuple[str, ...] = ()
+    compiles: bool = False
 
 
 class WorkerStarted(Struct, frozen=True):

@@ -76,6 +76,8 @@ class WorkerGroup:
         self._key = os.urandom(32)
         self.secret = None if settings.rendezvous is None else settings.rendezvous.secret
         """What this job's agents share; it may be settled when the store was opened."""
+        self.compiles = False
+        """Whether a server here has imported what compiling takes, against no script's settings."""
         self._reaper = Reaper()
         self._open_files = _raise_limit()
         self._endpoint = _endpoint(settings, plan.own_addr)
@@ -308,6 +310,12 @@ class WorkerGroup:
             self._pump.finish_round(FLUSH_TIMEOUT)
         elif isinstance(turn.event, events.DevicesCounted) and turn.before.phase is Phase.STARTING:
             self._settle(turn.before.limits.nproc)
+        elif isinstance(turn.event, events.ServerWarmed):
+            self.compiles = self.compiles or turn.event.compiles
+
+    def compile_ahead(self) -> None:
+        """Have the server import what compiling takes: workers of other nodes compile."""
+        self.server.send({"op": "compile_ahead"})
 
     def close(self) -> None:
         """End the server with all that is below it, and let the store's address go."""

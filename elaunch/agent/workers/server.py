@@ -233,7 +233,9 @@ def _event(message: Message) -> events.Event:
         return events.WorkerNotStarted(**_without_op(message))
     if op == "warmed":
         settings = tuple(message["settings"])
-        return events.ServerWarmed(message["problem"], message["seconds"], settings)
+        return events.ServerWarmed(
+            message["problem"], message["seconds"], settings, message["compiles"]
+        )
     if op == "swept":
         return _tree_gone(message)
     if op == "ready":

@@ -24,7 +24,9 @@ HEADER = "chdr.h.gch"
 def cache(peers: Peers, top: Path, trusted: bool = True) -> CompilerCache:
     """Return the cache of a node below ``top``."""
     roots = {"cache": top / "c", "headers": top / "c" / "precompiled_headers"}
-    return CompilerCache(peers, roots, lambda: trusted)
+    top.mkdir(exist_ok=True)
+    ahead, prepare = (top / "ahead").exists, (top / "prepared").touch
+    return CompilerCache(peers, roots, lambda: trusted, ahead=ahead, prepare=prepare)
 
 
 def compile_there(top: Path) -> None:
@@ -59,7 +61,9 @@ def test_a_newcomer_fetches_what_it_lacks(tmp_path: Path) -> None:
         assert all((one / name).read_bytes() == (two / name).read_bytes() for name in EVERYTHING)
         assert all((two / name).parent.stat().st_mode & 0o777 == 0o700 for name in EVERYTHING[:2])
         (two / EVERYTHING[0]).write_text("my own")
-        assert own.fetch([0]) == 0
+        (one / "ahead").touch()
+        assert own.fetch([0]) == 0 and (two / "prepared").exists()
+        (two / "prepared").unlink()
         assert (two / EVERYTHING[0]).read_text() == "my own"
 
 
@@ -102,6 +106,7 @@ def test_nothing_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what:
     """Where it would be another's code, or of no use."""
     one, two = tmp_path / "1", tmp_path / "2"
     compile_there(one)
+    (one / "ahead").touch()
     if what == "others may write":
         for path in (one / "c").rglob("*"):
             path.chmod(0o777)
@@ -115,10 +120,10 @@ def test_nothing_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what:
             answers = iter(["a Zen", "an Ice Lake"])
             monkeypatch.setattr(compiled, "machine", lambda: next(answers))
         assert own.fetch([0]) == 0
-        assert names(two) == []
+        assert names(two) == (["prepared"] if what in ("others may write", "old") else [])
         if what == "no secret":
             with (
-                made[1].call(made[1].node(0), time.monotonic() + 5) as line,
+                made[1].call(made[1].node(0), time.monotonic() + 30) as line,
                 pytest.raises(Undelivered, match="no secret"),
             ):
                 line.ask({"do": "compiled file", "root": "cache", "file": KERNEL})
@@ -162,7 +167,7 @@ def test_no_other_file_is_given_or_taken(tmp_path: Path, path: str) -> None:
         cache(made[0], tmp_path / "1")
         own = cache(made[1], tmp_path / "2")
         with (
-            made[1].call(made[1].node(0), time.monotonic() + 5) as line,
+            made[1].call(made[1].node(0), time.monotonic() + 30) as line,
             pytest.raises(Undelivered, match="no file of TorchInductor"),
         ):
             line.ask({"do": "compiled file", "root": "cache", "file": path})
@@ -182,7 +187,7 @@ def test_a_link_that_leads_out_of_the_cache_is_not_followed(tmp_path: Path) -> N
         assert listed == {KERNEL, "fxgraph/aa/fkey/entry", HEADER}
         for path in ("ab/link.so", "out/secret.so"):
             with (
-                made[1].call(made[1].node(0), time.monotonic() + 5) as line,
+                made[1].call(made[1].node(0), time.monotonic() + 30) as line,
                 pytest.raises(Undelivered, match="leads out"),
             ):
                 line.ask({"do": "compiled file", "root": "cache", "file": path})
