@@ -28,7 +28,8 @@ def environ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """Give a state directory, and a directory for temporary files, of this test alone."""
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
-    return {"XDG_STATE_HOME": str(tmp_path / "state"), "HOME": str(tmp_path / "home")}
+    places = {"XDG_STATE_HOME": "state", "HOME": "home", "TMPDIR": "tmp"}
+    return {name: str(tmp_path / place) for name, place in places.items()}
 
 
 def recorded(
