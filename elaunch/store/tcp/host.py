@@ -73,8 +73,8 @@ IDLE_EVERY = 5.0
 """Seconds between two looks for connections that no client uses."""
 SILENT = 30.0
 """Seconds without a byte after which a connection is ended."""
-MOST = 8192
-"""Connections that a host keeps."""
+MOST = 40_000
+"""Connections that a host keeps: two for each of MOST_ENTRIES agents."""
 _LAST_DATA_RECEIVED = 52
 """Where tcp_info has the milliseconds since the last byte, or since the connection was made."""
 SPARSELY = 0.1
