@@ -20,8 +20,9 @@ SETUP := setup.cfg pyproject.toml constraints.txt scripts/setup-venv.sh
 # The name holds a digest of all that decides what is installed, and of the place, which the
 # environment's own scripts contain: nothing is installed again until one of these changes.
 STAMP := $(VENV)/.installed-$(shell { cat $(SETUP); pwd; $(PYTHON) -V; } 2>&1 | cksum | cut -d' ' -f1)
+# Half of the time a test of processes waits for one of them, so there are more than cores.
 # Tests rewritten for their assertions are kept, or each process of pytest rewrites all of them.
-PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 4 --dist worksteal
+PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 5 --dist worksteal
 
 .PHONY: demo test trials lint check bench bench-cluster bench-checkpoint size clean venv
 

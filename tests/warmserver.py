@@ -37,6 +37,7 @@ import signal
 import socket
 import sys
 import types
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final
@@ -223,7 +224,14 @@ class WarmServer:
             importlib.import_module(name)
         self._later = _not_of_python(set(sys.modules) - self._server)
         self._torch = _not_of_python(self._server - first) | self._later
-        spared.update((name, sys.modules[name]) for name in self._torch - {_GROUPS})
+        spared.update(
+            (name, module)
+            for name, module in sys.modules.items()
+            if name.partition(".")[0] not in ("__main__", "builtins", "elaunch", "sys")
+            and name != _GROUPS
+        )
+        for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+            finalizer.atexit = False  # torch's would take its operators apart, one by one
         _LIBC.on_exit(_LIBC._exit, None)  # after what is below, before the destructors of C++
         _LIBC.on_exit(_LIBC.fcloseall, None)
         import elaunch.agent.main
