@@ -10,7 +10,8 @@ import pytest
 from tests.launching import Launcher
 from tests.programs import needed
 
-pytestmark = pytest.mark.slow
+# A compilation costs ten seconds of CPU; what the server does is tried in tests/server.
+pytestmark = [pytest.mark.slow, pytest.mark.trial]
 
 SCRIPT = """
 import os, sys, time

@@ -54,14 +54,14 @@ import hashlib
 assert ctx.node_addrs == ("10.20.0.1", "10.20.0.2", "10.20.0.3"), ctx.node_addrs
 blob = os.urandom(1 << 20) * (1 + rank)
 sums = ctx.allgather(hashlib.sha256(blob).digest())
-for _ in range(3):
+for _ in range(2):
     assert [hashlib.sha256(b).digest() for b in ctx.allgather(blob)] == sums
     found = ctx.gather(blob)
     assert (found is None) == (rank > 0)
     assert not found or [hashlib.sha256(b).digest() for b in found] == sums
     assert hashlib.sha256(ctx.broadcast(blob)).digest() == sums[0]
     assert ctx.allgather_local(rank) == [rank // 2 * 2, rank // 2 * 2 + 1]
-for step in range(200):
+for step in range(50):
     assert ctx.allgather((rank, step)) == [(r, step) for r in range(size)]
 say("ok")
 """
@@ -83,7 +83,13 @@ def test_a_host_name_that_is_loopback_on_its_own_machine(
     nodes = cluster(3)
     hosts = nodes[1].machine.directory / "hosts"
     hosts.write_text("127.0.1.1 node1\n" + hosts.read_text().replace("10.20.0.1 node1\n", ""))
-    for running in start(nodes, 2, TALK):
+    addresses = ("10.20.0.1", "10.20.0.2", "10.20.0.3")
+    script = f"""
+assert ctx.node_addrs == {addresses}, ctx.node_addrs
+assert ctx.allgather(rank) == [0, 1, 2]
+say("ok")
+"""
+    for running in start(nodes, 1, script):
         done = running.wait()
         assert (done.returncode, done.stdout) == (0, "ok\n")
 
