@@ -94,10 +94,17 @@ class Munged:
         self._process.send_signal(signal.SIGSTOP)
 
     def stop(self) -> None:
-        """End munged, also a frozen one; it removes its socket."""
-        for number in (signal.SIGTERM, signal.SIGCONT):
-            self._process.send_signal(number)
-        self._process.wait(60.0)
+        """End munged, also a frozen one; it removes its socket.
+
+        It misses a signal that comes between its look for one and its wait for a client.
+        """
+
+        def ended() -> bool:
+            for number in (signal.SIGTERM, signal.SIGCONT):
+                self._process.send_signal(number)
+            return self._process.poll() is not None
+
+        wait_until(ended, 60.0, "munged has ended")
 
     def close(self) -> None:
         """End munged and remove its files."""

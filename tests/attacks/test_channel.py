@@ -10,7 +10,6 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +22,7 @@ import torch
 from elaunch.errors import CollectiveError, PeerLost
 from elaunch.training.channel import meeting
 from elaunch.training.channel.listener import Listener
-from elaunch.training.channel.meeting import RankRecord
+from elaunch.training.channel.meeting import Layout, RankRecord
 from tests.attacks.gadgets import runs_shell
 from tests.training.channelrig import PATIENCE, ROOT, Ranks, StoreHost, in_threads
 
@@ -112,25 +111,24 @@ def _knock(port: int) -> str:
 
 
 @pytest.mark.slow
-def test_records_that_only_one_rank_sees_let_nobody_in(
+def test_a_place_that_only_one_rank_has_lets_nobody_in(
     host: StoreHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank that was made to see another machine is not let in by one that was not.
 
     Else it would hand on, by its Unix socket, what a stranger has sent it. torchrun: any rank does.
     """
-    seen = threading.local()
-    read = meeting.read_member
+    read = meeting.read_place
 
-    def forged(raw: bytes, rank: int) -> RankRecord:
-        member = read(raw, rank)
-        return replace(member, machine="another") if seen.rank == 0 and rank == 1 else member
+    def forged(raw: bytes, me: RankRecord) -> Layout | str:
+        layout = read(raw, me)
+        assert isinstance(layout, Layout) and layout.here
+        return replace(layout, here=False) if me.rank == 0 else layout
 
-    monkeypatch.setattr(meeting, "read_member", forged)
+    monkeypatch.setattr(meeting, "read_place", forged)
     ranks = Ranks(host, 2, 1, machines=False)
 
     def work(rank: int) -> Any:
-        seen.rank = rank
         with ranks.channel(rank, secret=None) as channel:
             return channel.call("all", "allgather", rank, PATIENCE)
 

@@ -23,7 +23,7 @@ def held_up(elaunch: Launcher, job: Job, *flags: str, words: str = "") -> Runnin
     line = [*argv, "run", "--rdzv-id=job", "--nproc-per-node=2", f"--preload={PRELOAD}"]
     line += [f"--checkpoint-dir={job.saves}", *flags, TRAIN, job.directory, "aside", "4", "2"]
     env = {**ENV, "XDG_STATE_HOME": str(job.home / "state0")}
-    return elaunch.start_around([*line, *words.split()], env=env)
+    return elaunch.start_command([*line, *words.split()], env=env)
 
 
 def kill(job: Job, rank: int, number: int) -> None:
@@ -78,10 +78,12 @@ def test_a_node_is_lost_while_a_save_is_written(
 ) -> None:
     """Its neighbour goes on alone, from the memory of both, and writes both parts."""
     expected = checkpointing.undisturbed(tmp_path_factory, 2)
-    job = Job(elaunch, "job", "aside", steps=4, nodes=2, nproc=1, min_nodes=1, rate=2e3)
+    job = Job(elaunch, "job", "aside", steps=4, nodes=2, nproc=1, min_nodes=1, rate=6e3)
     job.flags = ["--checkpoint-replicas=1"]
+    elaunch.env["LOGLEVEL"] = "DEBUG"
     agents = [job.start(node, "time=0.01") for node in (0, 1)]
-    job.wait_for("saved", 2, 1)
+    copied = "memory has a copy of rank 1's part of step-00000002"
+    agents[0].wait_for_line(copied, checkpointing.DEADLINE, "stderr")
     checkpoint_fault.kill(["node 1"], job.directory)
     wait_until(lambda: any(n["round"] for _, n in job.noted("loaded")), checkpointing.DEADLINE)
     ((_, note),) = job.noted("loaded")

@@ -636,7 +636,8 @@ def test_the_node_that_commits_is_lost(
 ) -> None:
     """Its neighbour has its shard: it writes that too, and commits, whatever its name is now."""
     agents = pair(tmp_path, checkpoint_replicas=1)
-    opened = hold_writes(monkeypatch, {0, 1})
+    # The lost node's own write goes no further: its agent is dead.
+    dead, opened = hold_writes(monkeypatch, {0}), hold_writes(monkeypatch, {1})
     try:
         save_both = left_in_memory(agents)
         survivor = agents[1]
@@ -654,6 +655,7 @@ def test_the_node_that_commits_is_lost(
         done = worker.wait(LONG)
         assert done is not None and done.uuid == "u10"
     finally:
+        dead.set()
         opened.set()
         for agent in agents:
             agent.close()
