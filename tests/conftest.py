@@ -48,13 +48,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the long ones first, those with several nodes before all: no process is left with one."""
+    """Put the modules with long ones first, those with several nodes before all.
 
-    def place(item: pytest.Item) -> int:
+    So no process is left with one at the end. A module stays whole, and what it starts is started
+    once.
+    """
+    places: dict[Path, int] = {}
+    for item in items:
         slow = item.get_closest_marker("slow") is not None
-        return 0 if slow and "cluster" in getattr(item, "fixturenames", ()) else 2 - slow
-
-    items.sort(key=place)
+        nodes = slow and "cluster" in getattr(item, "fixturenames", ())
+        places[item.path] = min(places.get(item.path, 2), 0 if nodes else 2 - slow)
+    items.sort(key=lambda item: places[item.path])
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

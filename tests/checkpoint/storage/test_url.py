@@ -40,7 +40,10 @@ def s3() -> Iterator[str]:
         patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
         import s3fs
 
-        s3fs.S3FileSystem().mkdir("bucket")
+        # Instances are kept, and one may be of a server that this process had before.
+        s3fs.S3FileSystem.clear_instance_cache()
+        if not s3fs.S3FileSystem().exists("bucket"):  # moto keeps it for a process
+            s3fs.S3FileSystem().mkdir("bucket")
         yield "s3://bucket"
     server.stop()
 
