@@ -21,8 +21,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from elaunch.store.etcd import imports
 from elaunch.store.etcd.keys import EtcdPlace
 from tests import programs
+
+imports.load()  # before a test, TensorBoard's say, has loaded protobuf in its own way
 
 START_DEADLINE = 60.0
 """Seconds for a cluster to elect its leader; it takes about one on a machine that is not busy."""
