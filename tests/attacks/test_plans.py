@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import signal
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from elaunch.errors import JoinTimeoutError
 from tests.attacks.stranger import stranger
 from tests.launching import Launcher, Running, wait_until
 
@@ -53,13 +55,13 @@ def test_a_plan_cannot_name_anybodys_directory(
 
 
 def pair(
-    elaunch: Launcher, port: int, tmp_path: Path, *flags: str, conf: str = ""
+    elaunch: Launcher, port: int, tmp_path: Path, *flags: str, conf: str = "", patience: int = 60
 ) -> list[Running]:
     """Start both agents of a job on this machine; their workers wait for ``tmp_path/go``."""
     script = tmp_path / "waits.py"
     script.write_text(WAITS)
     meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=job"]
-    options = ["run", "--nnodes=2", *meeting, f"--rdzv-conf=join_timeout=60{conf}"]
+    options = ["run", "--nnodes=2", *meeting, f"--rdzv-conf=join_timeout={patience}{conf}"]
     argv = [*options, "--start-method=spawn", *flags, str(script), str(tmp_path / "go")]
     agents = [elaunch.start(argv) for _ in range(2)]
     for agent in agents:
@@ -148,11 +150,13 @@ def test_another_secret_is_told(elaunch: Launcher, port: int, tmp_path: Path, se
 
 
 def test_without_a_secret_nothing_hangs(elaunch: Launcher, port: int, tmp_path: Path) -> None:
-    """A plan of the stranger's is followed by all, here to the end; garbage is passed over.
+    """A plan of the stranger's is followed, here to the end; garbage is passed over.
 
-    torchrun: as with its own state.
+    The coordinator may write its own above it before all have read it. Then an agent waits for the
+    one that has ended, for as long as agents may take to come; or that one hosted the store, which
+    ends the job. torchrun: as with its own state.
     """
-    agents = pair(elaunch, port, tmp_path)
+    agents = pair(elaunch, port, tmp_path, patience=5)
     with stranger(port, "job") as other:
         version, plan = other.await_plan(phase="running")
         other.post(version + 1, b"\xff")
@@ -160,4 +164,5 @@ def test_without_a_secret_nothing_hangs(elaunch: Launcher, port: int, tmp_path: 
         version, _ = other.await_plan(phase="running")
         over = plan | {"phase": "over", "exit_code": 9, "reason": "a stranger says so"}
         other.post(version + 1, json.dumps(over).encode())
-        assert [agent.wait(60.0).returncode for agent in agents] == [9, 9]
+        codes = {agent.wait(60.0).returncode for agent in agents}
+        assert 9 in codes and codes <= {9, JoinTimeoutError.exit_code, 128 + signal.SIGTERM}
