@@ -305,13 +305,18 @@ def dial(
 
     Every address is tried, and all again where the other side is too busy, until ``until``
     (monotonic clock); with ``key_may_change`` also where it does not know the key. Raises
-    Unreached.
+    Unreached; where the last attempt had no answer, with the answer that came before, too.
     """
+    why = ""
     while True:
         try:
             return _dial_once(endpoint, key, rank, caller, until)
         except ConnectionRefusedError:
             raise Unreached("refused", "nobody listens there") from None
+        except TimeoutError:
+            if why:
+                raise Unreached("busy", f"{why}; then no answer") from None
+            raise Unreached("silent", "no answer") from None
         except Unauthenticated as error:
             why = str(error)
             if not key_may_change:
@@ -319,8 +324,7 @@ def dial(
         except (ConnectionResetError, BrokenPipeError, BlockingIOError) as error:
             why = error.strerror or str(error)
         except OSError as error:
-            why = "no answer" if isinstance(error, TimeoutError) else error.strerror or str(error)
-            raise Unreached("silent", why) from None
+            raise Unreached("silent", error.strerror or str(error)) from None
         if time.monotonic() + AGAIN_S >= until:
             raise Unreached("busy", why)
         threading.Event().wait(AGAIN_S)

@@ -14,8 +14,11 @@ from elaunch.wire.stream import (
     LINK,
     Answering,
     Caller,
+    Endpoint,
     Unauthenticated,
+    Unreached,
     call_up,
+    dial,
     session_key,
 )
 
@@ -80,3 +83,23 @@ def test_who_listens_believes_no_proof_that_is_not_one() -> None:
 def test_contexts_have_keys_of_their_own() -> None:
     """A process of the round before cannot get in."""
     assert session_key(b"secret", "elaunch/job/0/0/") != session_key(b"secret", "elaunch/job/1/0/")
+
+
+def test_an_answer_is_not_forgotten_when_time_runs_out() -> None:
+    """One of another job that then falls silent: the error says both."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        endpoint = Endpoint("127.0.0.1", listening.getsockname()[1])
+
+        def answer_once() -> None:
+            sock, _ = listening.accept()
+            answering = Answering(b"other", 2)
+            with sock:
+                sock.sendall(answering.feed(sock.recv(answering.wanted, socket.MSG_WAITALL)))
+
+        thread = threading.Thread(target=answer_once)
+        thread.start()
+        until = time.monotonic() + 1.0
+        with pytest.raises(Unreached, match=r"not of this job.*; then no answer") as caught:
+            dial(endpoint, lambda: b"key", 2, Caller(LINK, 5), until, key_may_change=True)
+        thread.join()
+    assert caught.value.how == "busy"

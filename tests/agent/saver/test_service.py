@@ -267,10 +267,11 @@ def test_a_node_that_dies_loses_nothing_that_its_neighbour_has(
     """Its part is written by who has the copy; whoever chooses commits it; it is recalled, too."""
     write = PosixStorage.write_part
     agents = pair(tmp_path, checkpoint_replicas=1)
-    hanging = threading.Event()
+    begun, hanging = threading.Event(), threading.Event()
 
     def dead(self: PosixStorage, stage: Stage, part: Part, images: Any) -> bytes:
         if part.rank == 1 and not agents[1].gone:
+            begun.set()
             hanging.wait(LONG)  # the node never gets to it
             raise SaveError("dead")
         return write(self, stage, part, images)
@@ -282,6 +283,7 @@ def test_a_node_that_dies_loses_nothing_that_its_neighbour_has(
         end(*workers)
         first = agents[0].saver
         wait_until(lambda: first.serve_part(10, 0, 1) is not None, LONG)
+        assert begun.wait(LONG)  # or its write would go on after its death
         agents[1].gone = True
         settled = agents[0].settle()
         assert settled.lost == ()
