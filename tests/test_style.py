@@ -24,7 +24,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"elaunch"}),
     frozenset({"errors"}),
     frozenset({"earlysignals", "endings", "env", "hosts", "launchers", "proc", "text"}),
-    frozenset({"errorrecord", "run"}),
+    frozenset({"errorrecord", "runs"}),
     frozenset({"config", "checkpoint", "store", "wire"}),
     frozenset({"server", "rendezvous", "training"}),
     frozenset({"agent"}),

@@ -26,7 +26,7 @@ from typing import Any, Final
 from elaunch.config import Settings
 from elaunch.endings import INTERRUPTED, exit_code
 from elaunch.errors import UsageError
-from elaunch.run.directory import CONSOLE, RunDir
+from elaunch.runs.directory import CONSOLE, RunDir
 
 TAIL_BYTES: Final = 16 * 1024
 

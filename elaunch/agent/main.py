@@ -45,7 +45,7 @@ from elaunch.config import Settings
 from elaunch.config.checks import NO_FILES
 from elaunch.config.table import SECRET_VARIABLES
 from elaunch.errors import ElaunchError, RunDirError, UsageError
-from elaunch.run import directory, statedir
+from elaunch.runs import directory, statedir
 from elaunch.server import devices, processes
 from elaunch.text import one_line
 

@@ -34,7 +34,7 @@ def logs(
     rank. RUN is a run id of this machine, or the beginning of one, or a run directory.
     """
     from elaunch.monitor.logfiles import Choice, Reader, directories
-    from elaunch.run import directory
+    from elaunch.runs import directory
 
     found = directory.find(run, os.environ)
     choice = Choice(rank, number, (stream,) if stream else ("stdout", "stderr"))

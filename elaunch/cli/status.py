@@ -121,7 +121,7 @@ def _refuse_local_words(run: str | None, everything: bool, line: Mapping[str, st
 
 def _reader(run: str | None, everything: bool) -> tuple[Read, Wait]:
     from elaunch.monitor.watch import list_reader, pause, run_reader
-    from elaunch.run.directory import find
+    from elaunch.runs.directory import find
 
     if run is None:
         return list_reader(os.environ, everything), pause

@@ -13,7 +13,7 @@ from typing import Final
 import click
 
 from elaunch.errors import UsageError
-from elaunch.run.directory import RunDir
+from elaunch.runs.directory import RunDir
 
 TIMED_OUT: Final = 1
 ANSWER_S: Final = 15.0
@@ -35,7 +35,7 @@ def stop(run: str, timeout: float | None) -> int:
     of --shutdown-timeout. RUN is a run id of this machine, or the beginning of one; of several
     nodes this one leaves the job.
     """
-    from elaunch.run import directory
+    from elaunch.runs import directory
 
     found = directory.find(run, os.environ)
     name = directory.run_id_of(found)
@@ -61,7 +61,7 @@ def stop(run: str, timeout: float | None) -> int:
 
 def _agent(run: RunDir, name: str) -> int:
     """Return a descriptor of the agent's process; raise UsageError if there is none here."""
-    from elaunch.run.record import condition
+    from elaunch.runs.record import condition
 
     record = run.read_state()
     if "launcher" in record:
@@ -100,7 +100,7 @@ def preempt(run: str, reason: str) -> None:
     after --shutdown-timeout seconds is killed. RUN is a run id of this machine, or the beginning of
     one; one node of several is enough.
     """
-    from elaunch.run import directory
+    from elaunch.runs import directory
     from elaunch.wire import control
 
     found = directory.find(run, os.environ)

@@ -34,7 +34,7 @@ from elaunch.config import files
 from elaunch.config.values import did_you_mean
 from elaunch.errors import RunDirError, UsageError
 from elaunch.monitor.checkpointview import ListedCheckpoint, Listing, look
-from elaunch.run import directory as rundir
+from elaunch.runs import directory as rundir
 
 LATEST = "latest"
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from elaunch.monitor.snapshot import RunView, WorkerView
 from elaunch.monitor.standing import Standing
-from elaunch.run.record import SCHEMA
+from elaunch.runs.record import SCHEMA
 
 if TYPE_CHECKING:
     from elaunch.monitor.jobview import JobView, NodeView

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from elaunch.errors import RunDirError, UsageError
-from elaunch.run.directory import CONSOLE, RunDir, is_live, run_id_of
-from elaunch.run.record import Record
+from elaunch.runs.directory import CONSOLE, RunDir, is_live, run_id_of
+from elaunch.runs.record import Record
 
 PAUSE_S: Final = 0.2
 CHUNK: Final = 1 << 20

@@ -16,8 +16,8 @@ from typing import Any, Final
 from elaunch.monitor.page import Cell, Column, Fields, Page, Paragraph, Part, Table, Title
 from elaunch.monitor.snapshot import RunView, WorkerView
 from elaunch.monitor.standing import Standing
-from elaunch.run.directory import handle
-from elaunch.run.record import (
+from elaunch.runs.directory import handle
+from elaunch.runs.record import (
     ProgressRecord,
     Record,
     RoundRecord,

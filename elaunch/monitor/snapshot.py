@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Final
 
 from elaunch.errors import ElaunchError, RunDirError
 from elaunch.monitor.standing import Standing, living, lost_reason, read_standing
-from elaunch.run.directory import RunDir
-from elaunch.run.record import Record, WorkerRecord
+from elaunch.runs.directory import RunDir
+from elaunch.runs.record import Record, WorkerRecord
 
 if TYPE_CHECKING:
     import psutil

@@ -26,8 +26,8 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from elaunch.errors import RunDirError
-from elaunch.run.directory import RunDir, list_runs
-from elaunch.run.record import LIVE_STATES, Record, WorkerRecord, check, condition, worker_is_alive
+from elaunch.runs.directory import RunDir, list_runs
+from elaunch.runs.record import LIVE_STATES, Record, WorkerRecord, check, condition, worker_is_alive
 from elaunch.wire.control import ask
 
 LOST: Final = "LOST"

@@ -16,7 +16,7 @@ from elaunch.monitor.page import Page
 from elaunch.monitor.runpage import list_page, run_page
 from elaunch.monitor.snapshot import Measurement, RunView, take
 from elaunch.monitor.standing import overview
-from elaunch.run.directory import RunDir
+from elaunch.runs.directory import RunDir
 
 
 @dataclass(frozen=True)

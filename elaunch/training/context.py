@@ -46,7 +46,7 @@ from elaunch.training.train import TrainContext
 from elaunch.wire.progress import ProgressPage
 
 if TYPE_CHECKING:
-    from elaunch.run.record import SavesRecord
+    from elaunch.runs.record import SavesRecord
     from elaunch.training.checkpoint.context import CheckpointContext
 
 log = logging.getLogger("elaunch")

@@ -1,6 +1,6 @@
 """The run directory and the record of a run that no agent keeps: torchrun's, mpirun's, a lone one.
 
-The first worker of each node makes the directory (elaunch.run.directory) and its record; each
+The first worker of each node makes the directory (elaunch.runs.directory) and its record; each
 worker writes its own end into it, under ``record.lock``:
 
 =============================================  ==========================================
@@ -33,8 +33,8 @@ from typing import TYPE_CHECKING, Final
 
 from elaunch.endings import INTERRUPTED
 from elaunch.errors import ContextError, RunDirError
-from elaunch.run.directory import RunDir, create, list_runs, prune_for
-from elaunch.run.record import (
+from elaunch.runs.directory import RunDir, create, list_runs, prune_for
+from elaunch.runs.record import (
     LIVE_STATES,
     AgentRecord,
     Record,
@@ -48,7 +48,7 @@ from elaunch.run.record import (
     this_agent,
     worker_is_alive,
 )
-from elaunch.run.statedir import locked
+from elaunch.runs.statedir import locked
 from elaunch.training.place.placement import Placement
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ A client sends one message (elaunch.wire.local) and gets one; then the agent clo
 =====================  =====================================================================
 request                answer
 =====================  =====================================================================
-``{"op": "status"}``   the run's record (``elaunch.run.record``)
+``{"op": "status"}``   the run's record (``elaunch.runs.record``)
 ``{"op": "preempt",``  ``{"done": "what is done about it"}``; the job is asked to save and to end
 ``"reason": …}``
 ``{"op": "worker",``   a worker stays connected (``elaunch.wire.worker``)

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from elaunch.run.directory import RunDir, create
+from elaunch.runs.directory import RunDir, create
 from elaunch.training.metrics.files import ROWS, MetricFiles
 from elaunch.training.metrics.history import firsts
 from elaunch.training.metrics.rows import Encoder

@@ -19,8 +19,8 @@ import time
 from typing import Any
 
 from elaunch.agent.status.socket import ControlSocket
-from elaunch.run.directory import RunDir, create
-from elaunch.run.record import this_agent
+from elaunch.runs.directory import RunDir, create
+from elaunch.runs.record import this_agent
 
 WORKER = "import sys; sys.stdin.read()"
 _PR_SET_PDEATHSIG = 1

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from elaunch.run.directory import RunDir
+from elaunch.runs.directory import RunDir
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -31,7 +31,7 @@ from elaunch.agent.status.record import StatusRecord, wall_time
 from elaunch.agent.workers.group import WorkerGroup
 from elaunch.config import Settings
 from elaunch.endings import Exit
-from elaunch.run.directory import RunDir
+from elaunch.runs.directory import RunDir
 
 if TYPE_CHECKING:
     from elaunch.agent.nodes.status import StatusPublisher

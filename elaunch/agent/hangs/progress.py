@@ -26,7 +26,7 @@ from typing import Final
 
 from elaunch.agent.hangs.judge import Look, Mark, Source
 from elaunch.agent.policy import events
-from elaunch.run.record import ProgressRecord, WorkerProgressRecord
+from elaunch.runs.record import ProgressRecord, WorkerProgressRecord
 from elaunch.wire.progress import Reading
 
 SILENT: Final = 3

@@ -36,7 +36,7 @@ from elaunch.agent.policy.turn import Round, Turn
 from elaunch.agent.workers.group import WorkerGroup
 from elaunch.agent.workers.links import WorkerLinks
 from elaunch.config import Settings
-from elaunch.run.record import ProgressRecord
+from elaunch.runs.record import ProgressRecord
 
 SHARE: Final = 20
 SHORTEST_S: Final = 0.1

@@ -33,7 +33,7 @@ from elaunch.rendezvous.decide.view import Search, SearchResult
 from elaunch.rendezvous.events import MeetingFailed, News, PlanSeen
 from elaunch.rendezvous.meeting import Meeting, World
 from elaunch.rendezvous.plan import NodeStatus, Plan
-from elaunch.run import directory
+from elaunch.runs import directory
 from elaunch.store.protocol import Store
 
 if TYPE_CHECKING:

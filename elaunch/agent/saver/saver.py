@@ -24,7 +24,7 @@ from elaunch.agent.policy.turn import Round
 from elaunch.agent.saver.round import SaverPlan
 from elaunch.errors import ElaunchError, SaveError
 from elaunch.rendezvous.plan import Plan
-from elaunch.run.record import SavesRecord
+from elaunch.runs.record import SavesRecord
 from elaunch.wire.local import Message, Requests
 from elaunch.wire.saver import handed_to_json
 

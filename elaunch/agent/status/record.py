@@ -1,4 +1,4 @@
-"""Keeps the run's record (elaunch.run.record), which ``status`` shows meanwhile and afterwards.
+"""Keeps the run's record (elaunch.runs.record), which ``status`` shows meanwhile and afterwards.
 
 The record is replaced as a whole at each change. A file system that cannot take it (full, gone) is
 reported once and does not stop the job: training is worth more than its record.
@@ -29,8 +29,8 @@ from elaunch.config import Settings
 from elaunch.endings import PREEMPTED
 from elaunch.errors import RunDirError
 from elaunch.rendezvous.plan import Plan, WorkerFailure
-from elaunch.run.directory import RunDir
-from elaunch.run.record import (
+from elaunch.runs.directory import RunDir
+from elaunch.runs.record import (
     FINAL_STATES,
     CheckpointRecord,
     ProgressRecord,

@@ -35,7 +35,7 @@ from elaunch.agent.workers.storesocket import StoreEndpoint
 from elaunch.checkpoint.search.placeholder import fill_placeholders
 from elaunch.config import Settings
 from elaunch.errors import UsageError
-from elaunch.run.directory import RunDir
+from elaunch.runs.directory import RunDir
 
 FILES_PER_WORKER = 6
 FILES_BESIDE = 64

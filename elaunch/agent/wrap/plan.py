@@ -29,7 +29,7 @@ from elaunch.launchers.meetingpoint import LOOPBACK, meeting_point
 from elaunch.launchers.ranks import Numbers, launcher_numbers
 from elaunch.launchers.table import LauncherNames
 from elaunch.proc import process_name
-from elaunch.run import statedir
+from elaunch.runs import statedir
 
 
 @dataclass(frozen=True)

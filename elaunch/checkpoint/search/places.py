@@ -25,7 +25,7 @@ from typing import Final
 from urllib.parse import unquote
 
 from elaunch.checkpoint.records import Location
-from elaunch.run.statedir import file_name, state_root
+from elaunch.runs.statedir import file_name, state_root
 
 
 def default_place(run_id: str, environ: Mapping[str, str]) -> Path | None:

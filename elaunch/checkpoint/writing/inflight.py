@@ -26,7 +26,7 @@ from elaunch.checkpoint.ownership import NOT_THE_ONE
 from elaunch.checkpoint.records import Committed, Stage
 from elaunch.checkpoint.writing.pace import Pace
 from elaunch.errors import SaveError
-from elaunch.run.record import SavesRecord
+from elaunch.runs.record import SavesRecord
 from elaunch.wire.saver import Handed
 
 PART_DEADLINE_S = 600.0

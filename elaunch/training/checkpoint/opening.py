@@ -32,7 +32,7 @@ from elaunch.wire.saver import CLOSE_S
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from elaunch.run.record import SavesRecord
+    from elaunch.runs.record import SavesRecord
     from elaunch.training.agentlink import AgentLink
     from elaunch.training.checkpoint.saver.agent import AgentSaverClient
     from elaunch.training.distributed import DistributedContext

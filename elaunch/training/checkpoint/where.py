@@ -42,7 +42,7 @@ from elaunch.checkpoint.search.places import default_place, parse_place
 from elaunch.checkpoint.storage.files import read_json
 from elaunch.checkpoint.storage.storage import Closeable, Committed, Location, Storage
 from elaunch.errors import CheckpointError, SaveError, UsageError
-from elaunch.run.statedir import make_private
+from elaunch.runs.statedir import make_private
 from elaunch.training.checkpoint.parts import KnownCheckpoints
 from elaunch.training.checkpoint.together import together
 from elaunch.training.distributed import DistributedContext

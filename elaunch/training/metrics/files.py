@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from elaunch.run.statedir import locked, replace_file
+from elaunch.runs.statedir import locked, replace_file
 from elaunch.training.metrics.history import Beginning, parsed, place_of, written
 
 ROWS: Final = "metrics.jsonl"

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from elaunch.errors import RunDirError
-from elaunch.run.directory import RunDir, find, handle, is_live, list_runs, run_id_of
+from elaunch.runs.directory import RunDir, find, handle, is_live, list_runs, run_id_of
 from elaunch.training.metrics.files import ROUNDS, ROWS, SUPERSEDED, read_rounds
 from elaunch.training.metrics.history import Beginning, RowPlace, place_of
 

@@ -10,7 +10,7 @@ import pytest
 
 import elaunch
 from elaunch.errors import ContextError
-from elaunch.run.directory import RunDir
+from elaunch.runs.directory import RunDir
 from elaunch.training.checkpoint.parts import Saving
 from elaunch.training.checkpoint.saver import schedule
 from elaunch.training.checkpoint.saver.schedule import (

@@ -80,7 +80,7 @@ def test_a_file_of_half_a_line(tmp_path: Path) -> None:
 
 def test_a_killed_writer_holds_nobody_up(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from elaunch.run.statedir import locked; from pathlib import Path\n"
+        "import sys, time; from elaunch.runs.statedir import locked; from pathlib import Path\n"
         "with locked(Path(sys.argv[1], 'metrics.lock')):\n"
         "    print('held', flush=True)\n"
         "    sys.stdin.read()\n"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from elaunch.errors import RunDirError, UsageError
-from elaunch.run.directory import RunDir, create
+from elaunch.runs.directory import RunDir, create
 from elaunch.training.metrics.files import ROWS, SUPERSEDED, MetricFiles
 from elaunch.training.metrics.history import firsts
 from elaunch.training.metrics.reading import MetricRows, directories, read

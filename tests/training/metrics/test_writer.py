@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from elaunch.errors import ContextError, RunDirError
-from elaunch.run.statedir import locked
+from elaunch.runs.statedir import locked
 from elaunch.training.metrics import writer as module
 from elaunch.training.metrics.files import LOCK, ROWS, MetricFiles
 from elaunch.training.metrics.rows import Encoder, Row

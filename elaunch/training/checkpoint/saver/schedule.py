@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from elaunch import text
 from elaunch.errors import ContextError, RunDirError
-from elaunch.run.directory import RunDir
+from elaunch.runs.directory import RunDir
 from elaunch.training.checkpoint import where
 
 if TYPE_CHECKING:

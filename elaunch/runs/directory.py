@@ -4,7 +4,7 @@
 
 ======================  ==========================================================================
 .reserve                room on the disk for the last record, should the disk be full by then
-state.json              the record (``elaunch.run.record``), replaced atomically at each change
+state.json              the record (``elaunch.runs.record``), replaced atomically at each change
 agent.sock              the agent's Unix socket while it lives (``elaunch.wire.control``)
 logs/                   default place of the workers' logs
 console.log             what the agent shows, with ``--detach``
@@ -16,7 +16,7 @@ metrics.*               what the script has reported (``elaunch.training.metrics
 The directory's name is the run id with odd characters as ``%XX``; where it is taken, ``<run id>.2``
 and so on. The process that makes a directory owns it: ``mkdir`` decides between agents that start
 together. Where no state directory can be made (no HOME, read-only, full), another place is taken
-(``elaunch.run.statedir``); readers look in both.
+(``elaunch.runs.statedir``); readers look in both.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from pathlib import Path
 from typing import Final
 
 from elaunch.errors import RunDirError, UsageError
-from elaunch.run.record import FINAL_STATES, LIVE_STATES, Record, condition, parse
-from elaunch.run.statedir import (
+from elaunch.runs.record import FINAL_STATES, LIVE_STATES, Record, condition, parse
+from elaunch.runs.statedir import (
     claim,
     delete,
     disk_bytes,

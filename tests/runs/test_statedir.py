@@ -1,4 +1,4 @@
-"""elaunch.run.statedir: where state is kept, names, atomic files, deletion."""
+"""elaunch.runs.statedir: where state is kept, names, atomic files, deletion."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elaunch.run import statedir
+from elaunch.runs import statedir
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_delete_goes_by_name_first_and_trash_is_emptied(tmp_path: Path) -> None:
 
 def test_a_lock_is_held_by_one_process_at_a_time(tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from elaunch.run.statedir import locked\n"
+        "import sys; from pathlib import Path; from elaunch.runs.statedir import locked\n"
         "count = Path(sys.argv[1], 'count')\n"
         "for _ in range(200):\n"
         "    with locked(Path(sys.argv[1], 'lock')):\n"

@@ -1,4 +1,4 @@
-"""elaunch.run.record: reading foreign and torn records, recognising agents and workers."""
+"""elaunch.runs.record: reading foreign and torn records, recognising agents and workers."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ import pytest
 
 from elaunch import proc
 from elaunch.errors import RunDirError
-from elaunch.run import record
-from elaunch.run.directory import RunDir
-from elaunch.run.record import (
+from elaunch.runs import record
+from elaunch.runs.directory import RunDir
+from elaunch.runs.record import (
     add_round,
     agent_of,
     check,

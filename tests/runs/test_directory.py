@@ -1,4 +1,4 @@
-"""elaunch.run.directory: making, finding, listing and pruning run directories."""
+"""elaunch.runs.directory: making, finding, listing and pruning run directories."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from elaunch.errors import RunDirError, UsageError
-from elaunch.run import directory
-from elaunch.run.directory import RunDir, create, find, list_runs, prune
+from elaunch.runs import directory
+from elaunch.runs.directory import RunDir, create, find, list_runs, prune
 from tests import programs
 from tests.monitor.played_agent import new_record
 
@@ -67,9 +67,7 @@ def test_two_runs_may_share_an_id(environ: dict[str, str]) -> None:
 
 
 def test_concurrent_agents_get_directories_of_their_own(environ: dict[str, str]) -> None:
-    code = (
-        "import os; from elaunch.run.directory import create; print(create('job', os.environ).path)"
-    )
+    code = "import os, elaunch.runs.directory as d; print(d.create('job', os.environ).path)"
     agents = [
         subprocess.Popen(
             [sys.executable, "-c", code], env=os.environ | environ, stdout=subprocess.PIPE
@@ -105,7 +103,7 @@ def test_a_read_only_state_directory(environ: dict[str, str], tmp_path: Path) ->
     (tmp_path / "state").mkdir()
     code = (
         "import os, sys, tempfile; tempfile.tempdir = sys.argv[1]; "
-        "from elaunch.run.directory import create; print(create('job', os.environ).notice)"
+        "from elaunch.runs.directory import create; print(create('job', os.environ).notice)"
     )
     mount = f'mount --bind -o ro "$XDG_STATE_HOME" "$XDG_STATE_HOME" && exec {sys.executable} "$@"'
     done = subprocess.run(
@@ -272,7 +270,7 @@ def test_prune_takes_an_unreadable_record_after_a_day(environ: dict[str, str]) -
 def test_two_may_prune_at_once(environ: dict[str, str]) -> None:
     runs = [ended(environ, f"run-{age}", -age) for age in range(20)]
     code = (
-        "import os; from elaunch.run.directory import prune; print(len(prune(os.environ, keep=1)))"
+        "import os; from elaunch.runs.directory import prune; print(len(prune(os.environ, keep=1)))"
     )
     pruners = [
         subprocess.Popen(
