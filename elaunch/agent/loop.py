@@ -40,6 +40,7 @@ from elaunch.agent.workers.links import WorkerLinks
 from elaunch.agent.workers.server import KILL_DEADLINE
 from elaunch.config import Settings
 from elaunch.server import devices
+from elaunch.text import duration
 
 if TYPE_CHECKING:
     from elaunch.rendezvous.standalone import Standalone
@@ -189,6 +190,7 @@ class Agent:
             self._links.notify(action.notice, action.grace)
             if action.grace is not None:
                 self._grace_until = self._deadline = time.monotonic() + action.grace
+                self._warn_of_slow_save(action.grace)
         elif isinstance(action, TakeStacks):
             self._deadline = time.monotonic() + self._hangs.take_stacks(state.round)
         elif isinstance(action, Forward):
@@ -204,6 +206,16 @@ class Agent:
         elif isinstance(action, KillServer):
             self._group.server.kill()
             self._deadline = time.monotonic() + KILL_DEADLINE
+
+    def _warn_of_slow_save(self, grace: float) -> None:
+        saves = self._saver.record()
+        if saves is not None and saves["seconds"] > grace:
+            log.warning(
+                "the last save took %s until it was committed, and the workers have %s: the next "
+                "one may come to nothing",
+                duration(saves["seconds"]),
+                duration(grace),
+            )
 
     def _start_round(self, state: State, begun: Round) -> None:
         # A server that was lost is replaced, and may hang in its imports as the first one may.
@@ -223,9 +235,11 @@ class Agent:
 
     def _settle(self, state: State, action: Settle) -> None:
         seconds, now = action.grace, time.monotonic()
-        if state.interrupted is not None and self._grace_until is not None:
-            # The sender of the signal may send SIGKILL when the grace is over.
-            seconds = min(seconds, max(SETTLE_LEAST, self._grace_until - now))
+        stated = state.notice is not None and state.notice.grace is not None
+        if self._grace_until is not None and (stated or state.interrupted is not None):
+            # The sender of the signal, or the platform, may send SIGKILL when the grace is over.
+            left = max(SETTLE_LEAST, self._grace_until - now)
+            seconds = left if stated else min(seconds, left)
         self._saver.settle(seconds, holds=action.holds)
         self._deadline = now + seconds + SETTLE_OVERDUE
 

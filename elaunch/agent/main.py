@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import queue
+import signal
 import tempfile
 import threading
 import time
@@ -48,6 +49,7 @@ from elaunch.errors import ElaunchError, RunDirError, UsageError
 from elaunch.runs import directory, statedir
 from elaunch.server import devices, processes
 from elaunch.text import one_line
+from elaunch.wire.worker import Notice
 
 if TYPE_CHECKING:
     from elaunch.agent.detach import Detached
@@ -165,6 +167,7 @@ class _Run:
         status_record.follow(hangs.record, saver.record, links.name)
         self._start_control(links)
         self._start_timer()
+        self._start_notice_command(group)
         self._start_health_check()
         publisher, standalone = self._join(plan, group, pump.say, saver)
         self._stack.callback(saver.close)
@@ -239,13 +242,32 @@ class _Run:
         at = self._settings.preempt_at
         if at is None:
             return
-        asked = events.PreemptAsked("the time of --preempt-at has come", lambda _: None)
+        left = self._settings.preempt_left
+        asked = events.PreemptAsked("the time of --preempt-at has come", lambda _: None, left)
         # A wait of C's may not be longer than this; nobody waits for 100 days.
         seconds = min(max(0.0, at - time.time()), threading.TIMEOUT_MAX, 8_640_000.0)
         timer = threading.Timer(seconds, self._inbox.put, (asked,))
         timer.daemon = True
         timer.start()
         self._stack.callback(timer.cancel)
+
+    def _start_notice_command(self, group: WorkerGroup) -> None:
+        """Have the workers asked to save and to end when --notice-command prints a notice."""
+        settings = self._settings
+        if settings.notice_command is None:
+            return
+        from elaunch.agent.noticecommand import NoticeCommand
+
+        def taken(reason: str, left: float | None) -> None:
+            if settings.rendezvous is None:
+                self._inbox.put(events.PreemptAsked(reason, lambda _: None, left))
+            else:  # this node leaves, as by SIGTERM; the others go on
+                notice = Notice(reason, "resize", left)
+                self._inbox.put(events.SignalReceived(signal.SIGTERM, notice))
+
+        command = NoticeCommand(settings.notice_command, self._environ, group.reaper, taken)
+        command.start()
+        self._stack.callback(command.close)
 
     def _start_health_check(self) -> None:
         port = self._settings.health_check_port
@@ -422,10 +444,15 @@ def _logging_to(say: Callable[[str], None], level: str) -> Iterator[None]:
         log.removeHandler(handler)
 
 
-def preempt(inbox: Inbox, status_record: StatusRecord, reason: str) -> str:
-    """Ask the loop that the job end and be continued; return what is done about it."""
+def preempt(
+    inbox: Inbox, status_record: StatusRecord, reason: str, left: float | None = None
+) -> str:
+    """Ask the loop that the job end and be continued; return what is done about it.
+
+    ``left``: seconds until the platform ends it, if that is known.
+    """
     answers: queue.SimpleQueue[str] = queue.SimpleQueue()
-    inbox.put(events.PreemptAsked(reason, answers.put))
+    inbox.put(events.PreemptAsked(reason, answers.put, left))
     try:
         return answers.get(timeout=LOOP_PATIENCE)
     except queue.Empty:

@@ -14,6 +14,7 @@ import click
 
 from elaunch.errors import UsageError
 from elaunch.runs.directory import RunDir
+from elaunch.wire.worker import MOST_SECONDS
 
 TIMED_OUT: Final = 1
 ANSWER_S: Final = 15.0
@@ -92,13 +93,19 @@ def _agent(run: RunDir, name: str) -> int:
     metavar="TEXT",
     help="What the script, the log and the record call it.",
 )
-def preempt(run: str, reason: str) -> None:
+@click.option(
+    "--deadline",
+    type=click.FloatRange(min=0.0, max=MOST_SECONDS),
+    metavar="SECONDS",
+    help="How long the platform leaves the job.  [default: its --shutdown-timeout]",
+)
+def preempt(run: str, reason: str, deadline: float | None) -> None:
     """Ask the workers of RUN to save and to end.
 
     Their script learns of it by ctx.preempt.should_preempt(), on all ranks and nodes at the same
     call. When all have ended with 0, the run is PREEMPTED and its command ends with 75; who has not
-    after --shutdown-timeout seconds is killed. RUN is a run id of this machine, or the beginning of
-    one; one node of several is enough.
+    by the deadline is killed. RUN is a run id of this machine, or the beginning of one; one node of
+    several is enough.
     """
     from elaunch.runs import directory
     from elaunch.wire import control
@@ -107,8 +114,11 @@ def preempt(run: str, reason: str) -> None:
     if not reason.strip() or not reason.isprintable():
         raise UsageError(f"--reason {reason!r}: give a text of one line")
     name = directory.run_id_of(found)
+    request: dict[str, object] = {"op": "preempt", "reason": reason}
+    if deadline is not None:
+        request["left"] = deadline
     try:
-        answer = control.ask(found.socket, {"op": "preempt", "reason": reason}, timeout=ANSWER_S)
+        answer = control.ask(found.socket, request, timeout=ANSWER_S)
     except (FileNotFoundError, ConnectionRefusedError):
         raise UsageError(
             f"RUN {name} does not run: `elaunch status {name}` tells how it ended"

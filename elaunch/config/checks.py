@@ -144,6 +144,12 @@ def preempt_at(answers: Answers, environ: Mapping[str, str]) -> float | None:
         raise answers.fault("preempt-at", str(error)) from None
 
 
+def preempt_left(answers: Answers) -> float | None:
+    """Return how many seconds after that moment Slurm ends the job; None: it may never."""
+    given = answers["preempt-at"]
+    return None if given is None else given.before_end
+
+
 def devices(answers: Answers, environ: Mapping[str, str]) -> None:
     """Check that --virtual-local-rank has a GPU for each worker; refuse --numa-binding."""
     nproc = answers["nproc-per-node"]

@@ -73,6 +73,8 @@ class Settings:
     forward_signals: tuple[signal.Signals, ...]
     preempt_signals: tuple[signal.Signals, ...]
     preempt_at: float | None
+    preempt_left: float | None
+    notice_command: str | None
     shutdown_timeout: float
     sibling_grace: float
     virtual_local_rank: bool
@@ -156,6 +158,7 @@ def resolve(
             "master_addr": meeting.master_addr,
             "master_port": meeting.master_port,
             "preempt_at": checks.preempt_at(answers, environ),
+            "preempt_left": checks.preempt_left(answers),
             "rendezvous": meet,
             "interpreter": python,
             "env": env,

@@ -275,6 +275,12 @@ _STOP = (
         "When to do the same: after so long, at a time, or before the end of the Slurm job.",
     ),
     _own(
+        "notice-command",
+        Kind(values.text, "COMMAND", "a command of the shell"),
+        None,
+        "Program that prints 'preempt [+120s] TEXT' when this machine will be taken.",
+    ),
+    _own(
         "exit-codes",
         _one_of("elaunch", "torchrun"),
         "elaunch",
@@ -462,9 +468,7 @@ VARIABLES = (
         variables=("TORCHELASTIC_HEALTH_CHECK_PORT",),
     ),
     VariableFlag(
-        "file-timer",
-        Kind(values.switch, "", "1 or 0"),
-        "no",
+        *("file-timer", Kind(values.switch, "", "1 or 0"), "no"),
         "Kill workers whose timers of torch.distributed.elastic.timer expire.",
         variables=("TORCHELASTIC_ENABLE_FILE_TIMER",),
     ),
@@ -476,10 +480,7 @@ VARIABLES = (
         variables=(TIMER_FILE,),
     ),
     VariableFlag(
-        "interpreter",
-        Kind(values.text, "", "a program"),
-        None,
-        "Python of the workers.",
+        *("interpreter", Kind(values.text, "", "a program"), None, "Python of the workers."),
         variables=("PYTHON_EXEC",),
     ),
 )

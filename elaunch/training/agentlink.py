@@ -29,17 +29,17 @@ log = logging.getLogger("elaunch")
 class AgentLink:
     """A connection to this node's agent, from :meth:`start` to :meth:`close`; ``name``: the run's.
 
-    ``on_notice``, to be set before start, is called with (reason, kind, grace) in the link's thread
-    when the agent asks for the job's end; it must return at once. All methods may be called from
-    any thread, and raise nothing but :meth:`ask`; they block only if the agent is frozen, and then
-    for a few seconds. ``problem`` is why there is no agent any more, or ""; ``refusal`` is the
-    agent's own reason, where it has refused this worker.
+    ``on_notice``, to be set before start, is called with (reason, kind, grace, stated) in the
+    link's thread when the agent asks for the job's end; it must return at once. All methods may be
+    called from any thread, and raise nothing but :meth:`ask`; they block only if the agent is
+    frozen, and then for a few seconds. ``problem`` is why there is no agent any more, or "";
+    ``refusal`` is the agent's own reason, where it has refused this worker.
     """
 
     def __init__(
         self, socket_path: Path, page: ProgressPage, placement: Placement, name: str | None = None
     ) -> None:
-        self.on_notice: Callable[[str, worker.Kind, float | None], None] | None = None
+        self.on_notice: Callable[[str, worker.Kind, float | None, bool], None] | None = None
         self._path = socket_path
         self._page = page
         self._first: Message = {
@@ -75,9 +75,9 @@ class AgentLink:
         """Report to the agent that the script asks should_preempt()."""
         self._send({"op": "listens"})
 
-    def heard(self, reason: str, kind: worker.Kind) -> None:
+    def heard(self, notice: worker.Notice) -> None:
         """Report to the agent a notice that did not come from it."""
-        self._send({"op": "heard", "reason": reason, "kind": kind})
+        self._send({"op": "heard", **worker.notice_to_json(notice)})
 
     def ack(self, reason: str, kind: worker.Kind) -> None:
         """Report to the agent that the script ends for ``reason``: exit code 0 is "preempted" now.
@@ -139,13 +139,13 @@ class AgentLink:
             self.refusal = str(message["error"])
             self._give_up(f"refuses this worker: {self.refusal}")
         elif message.get("op") == "preempt" and self.on_notice is not None:
-            reason, kind, grace = (
-                message.get("reason", ""),
-                message.get("kind"),
-                message.get("grace"),
+            kind = message.get("kind")
+            self.on_notice(
+                str(message.get("reason", "")),
+                kind if kind in worker.KINDS else "stop",
+                worker.seconds_of(message.get("grace")),
+                message.get("stated") is True,
             )
-            seconds = float(grace) if isinstance(grace, int | float) else None
-            self.on_notice(str(reason), kind if kind in worker.KINDS else "stop", seconds)
 
     def _give_up(self, why: str, problem: str = "") -> None:
         if self._ended:

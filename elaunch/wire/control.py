@@ -7,7 +7,8 @@ request                answer
 =====================  =====================================================================
 ``{"op": "status"}``   the run's record (``elaunch.runs.record``)
 ``{"op": "preempt",``  ``{"done": "what is done about it"}``; the job is asked to save and to end
-``"reason": …}``
+``"reason": …,``       within ``left`` seconds, which may be left out, the platform ends it
+``"left": …}``
 ``{"op": "worker",``   a worker stays connected (``elaunch.wire.worker``)
 ``…}``
 anything else          ``{"error": "what is wrong with it"}``

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from pathlib import Path
 
@@ -91,6 +92,26 @@ def test_the_time_has_come(elaunch: Launcher) -> None:
     assert record(elaunch)["state"] == "PREEMPTED"
 
 
+def test_the_machine_will_be_taken(elaunch: Launcher) -> None:
+    """--notice-command; the script learns how long it has, and nothing of the command is left."""
+    taken = elaunch.directory / "taken"
+    command = f"until [ -e {taken} ]; do sleep 0.05; done; echo preempt +90s spot; sleep 1000"
+    running = start(elaunch, "left", nproc=2, flags=[f"--notice-command={command}"])
+    taken.touch()
+    done = running.wait()
+    assert done.returncode == 75
+    left = [float(text) for text in re.findall(r"^left rank=\d (.*)$", done.stdout, re.M)]
+    assert len(left) == 2 and all(60.0 < seconds <= 85.0 for seconds in left)
+    assert "round 0: spot: the workers are asked to save and to end (2 of 2" in done.stderr
+
+
+def test_a_killed_agent_leaves_no_notice_command(elaunch: Launcher) -> None:
+    """Whatever it waits for; the launcher of the tests looks for what is left."""
+    running = start(elaunch, nproc=1, flags=["--notice-command=sleep 1000 & sleep 1000"])
+    running.send_signal(signal.SIGKILL)
+    assert running.wait().returncode == -signal.SIGKILL
+
+
 def test_who_asks_late_is_told_late(elaunch: Launcher) -> None:
     """A notice waits for a script that is still loading its data."""
     running = start(elaunch, "late=100")
@@ -168,6 +189,13 @@ def test_one_rank_that_asks_alone_without_a_timeout(elaunch: Launcher) -> None:
     assert done.returncode == 1
     assert "CollectiveTimeout" in done.stderr and "rank 1 (" in done.stderr
     assert "the notice was not followed" not in done.stderr
+
+
+def test_a_deadline_by_the_command(elaunch: Launcher) -> None:
+    """`elaunch preempt --deadline`, as a batch script of Slurm calls it."""
+    running = start(elaunch, "deaf", nproc=1)
+    assert "grace 1 s" in preempt(elaunch, "--deadline=2", "--reason=the time limit")
+    assert running.wait().returncode == 137
 
 
 def test_mistakes(elaunch: Launcher) -> None:

@@ -18,7 +18,7 @@ from elaunch.training.agentlink import AgentLink
 from elaunch.training.place.placement import Placement
 from elaunch.wire.local import LONGEST, Received, close_files
 from elaunch.wire.progress import PageReader, ProgressPage
-from elaunch.wire.worker import WIRE
+from elaunch.wire.worker import WIRE, Notice
 from tests.launching import wait_until
 from tests.training.agentend import Agent
 
@@ -42,7 +42,7 @@ def page() -> Iterator[ProgressPage]:
     opened.close()
 
 
-Notices = list[tuple[str, str, float | None]]
+Notices = list[tuple[str, str, float | None, bool]]
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_what_the_script_does_is_told(agent: Agent, link: AgentLink) -> None:
     link.start()
     agent.accept()
     link.listens()
-    link.heard("node b leaves", "resize")
+    link.heard(Notice("node b leaves", "resize"))
     link.ack("node b leaves", "resize")
     link.close()
     link.ack("after the end", "stop")
@@ -104,6 +104,7 @@ def test_notices_are_handed_on(agent: Agent, link: AgentLink, notices: Notices) 
     agent.say(
         {"op": "attached"},
         {"op": "preempt", "reason": "Slurm's time limit", "kind": "stop", "grace": 30.0},
+        {"op": "preempt", "reason": "a spot notice", "kind": "stop", "grace": 9, "stated": True},
         {"op": "of a later version"},
         {"ok": True, "n": 77},
         {"ok": True, "n": "x"},
@@ -111,14 +112,15 @@ def test_notices_are_handed_on(agent: Agent, link: AgentLink, notices: Notices) 
     assert agent.worker is not None
     agent.worker.setblocking(True)
     agent.worker.sendall(b'{"op": "preempt", "rea')
-    wait_until(lambda: len(notices) == 1, SECONDS)
+    wait_until(lambda: len(notices) == 2, SECONDS)
     agent.worker.sendall('son": "größer", "kind": "resize"}\n'.encode())
     agent.say({"op": "preempt", "reason": "odd", "kind": "of a later version", "grace": "long"})
-    wait_until(lambda: len(notices) == 3, SECONDS)
+    wait_until(lambda: len(notices) == 4, SECONDS)
     assert notices == [
-        ("Slurm's time limit", "stop", 30.0),
-        ("größer", "resize", None),
-        ("odd", "stop", None),
+        ("Slurm's time limit", "stop", 30.0, False),
+        ("a spot notice", "stop", 9.0, True),
+        ("größer", "resize", None, False),
+        ("odd", "stop", None, False),
     ]
 
 
@@ -154,7 +156,7 @@ def go_on(link: AgentLink) -> None:
     """Do what a script does that goes on."""
     for _ in range(3):
         link.listens()
-        link.heard("x", "stop")
+        link.heard(Notice("x"))
         link.ack("x", "stop")
 
 
@@ -209,7 +211,7 @@ def test_an_agent_that_reads_nothing_does_not_hold_the_script_for_long(
     link.start()
     began = time.monotonic()
     for _ in range(20):
-        link.heard("x" * 100_000, "stop")
+        link.heard(Notice("x" * 100_000))
     assert time.monotonic() - began < 30
     assert len(warned(caplog)) == 1
     assert "does not read any more" in warned(caplog)[0]

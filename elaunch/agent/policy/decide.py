@@ -116,25 +116,25 @@ def _stop_siblings(state: State, event: events.Exit) -> Decision:
 
 
 def _on_signal(state: State, event: events.SignalReceived) -> Decision:
-    name = event.signum.name
+    what = f"{event.signum.name} received" if event.notice is None else event.notice.reason
     if event.signum in state.limits.forwarded:
         if state.phase in (Phase.RUNNING, Phase.STOPPING):
-            return Forward(event.signum), f"{name} received: forwarded to the workers"
-        return Nothing(), f"{name} received: no worker runs to forward it to"
+            return Forward(event.signum), f"{what}: forwarded to the workers"
+        return Nothing(), f"{what}: no worker runs to forward it to"
     if event.signum in state.limits.preempting:
-        return preempt.asked(state, f"{name} received")
+        return preempt.asked(state, what)
     if event.signum is signal.SIGTERM:
-        told = preempt.on_sigterm(state)
+        told = preempt.on_sigterm(state, event.notice)
         if told is not None:
             return told
     if state.phase is Phase.RUNNING:
         grace = state.limits.shutdown_timeout
-        reason = f"{name} received: forwarded to the workers, grace {grace:g} s"
+        reason = f"{what}: forwarded to the workers, grace {grace:g} s"
         return StopWorkers(event.signum, grace), reason
     if state.phase in (Phase.STOPPING, Phase.SWEEPING):
         if event.signum is signal.SIGINT and state.sigints == 2:
             return EndTree(), "SIGINT again: killing at once"
-        reason = f"{name} received: the workers are being stopped already"
+        reason = f"{what}: the workers are being stopped already"
         if state.phase is Phase.STOPPING and state.failed and state.interrupted is event.signum:
             return Hurry(state.limits.shutdown_timeout), f"{reason}; no restart"
         return Nothing(), reason
@@ -142,9 +142,7 @@ def _on_signal(state: State, event: events.SignalReceived) -> Decision:
         if event.signum is signal.SIGINT and state.sigints == 2:
             return _after_tree(state, "SIGINT again: what is in memory only is lost")
         grace = state.limits.shutdown_timeout
-        reason = (
-            f"{name} received: the checkpoint in memory is being written out, grace {grace:g} s"
-        )
+        reason = f"{what}: the checkpoint in memory is being written out, grace {grace:g} s"
         return Hurry(grace), reason
     if state.limits.meets:
         return nodes.stopped(event.signum)

@@ -15,14 +15,16 @@ DirectoryProbed     probe                    the checkpoint directory can be use
                                              may be none
 ServerLost          reaper                   the server itself ended
 CheckpointChosen    checkpoint search        what was found, and passed over, for the log
-SignalReceived      signal handlers          a person, a scheduler or the kernel signalled the agent
+SignalReceived      signal handlers,         a person, a scheduler or the kernel signalled the
+                    notice command           agent, or its machine will be taken
 DeadlinePassed      the loop's own clock     the state's deadline has come
 Fenced              server reader            all workers were killed: no renewal came in time
 WorkersHeld         server reader            all workers were stopped for a while, or go on
 WorkerListens       workers' links           a script asks should_preempt()
 NoticeHeard         workers' links           it knows of a notice that another node's agent gave
 PreemptAcked        workers' links           a script reports that it ends because of the notice
-PreemptAsked        control socket, timer    somebody asks that the job end, to be continued
+PreemptAsked        control socket, timer,   somebody asks that the job end, to be continued
+                    notice command
 HangSeen            watchdog                 the workers make no progress for too long
 StacksTaken         stacks                   what the workers were doing then
 SaverUsed           saver                   a worker has the agent write its checkpoints
@@ -146,9 +148,12 @@ class CheckpointChosen(Struct, frozen=True):
 
 
 class SignalReceived(Struct, frozen=True):
-    """The agent got ``signum``."""
+    """The agent got ``signum``; or the same is to be done for ``notice``, which --notice-command
+    has printed: its ``grace`` is the seconds until this machine is taken.
+    """
 
     signum: signal.Signals
+    notice: Notice | None = None
 
 
 class DeadlinePassed(Struct, frozen=True):
@@ -191,10 +196,14 @@ class PreemptAcked(Struct, frozen=True):
 
 @dataclass(frozen=True)
 class PreemptAsked:
-    """Somebody asks that the job end and be continued later; ``answer`` takes what is done."""
+    """Somebody asks that the job end and be continued later; ``answer`` takes what is done.
+
+    ``left``: seconds until the platform ends it; None: nobody knows.
+    """
 
     reason: str
     answer: Callable[[str], None] = field(compare=False)
+    left: float | None = None
 
 
 class HangSeen(Struct, frozen=True):

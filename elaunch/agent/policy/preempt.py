@@ -10,7 +10,9 @@ what comes                             what is done
 SIGTERM, and a worker listens          notice, grace ``--shutdown-timeout``; a second SIGTERM goes
                                        to the workers, as does the first where nobody listens
 a signal of ``--preempt-signals``,     notice, the same grace; a worker that has not asked
-``elaunch preempt``, ``--preempt-at``  should_preempt() yet gets it when it does
+``elaunch preempt``, ``--preempt-at``, should_preempt() yet gets it when it does
+``--notice-command``
+the same with the platform's deadline  notice; the grace ends when the last SIGKILL is due by then
 a node joins                           notice of the kind ``resize``: the next round follows at once
 another node's workers know            the same on this node
 a request on a node without workers    the other nodes' workers get the notice, by way of the plan;
@@ -27,6 +29,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Final
 
 from elaunch.agent.policy import events
@@ -45,16 +48,26 @@ AT_REST: Final = frozenset({Phase.STARTING, Phase.MEETING})
 """Where an agent of several has no worker: a request there goes to the other nodes."""
 
 
-def on_sigterm(state: State) -> Decision | None:
-    """Return what SIGTERM means to workers that can be asked to end; None if none can."""
+def on_sigterm(state: State, given: Notice | None = None) -> Decision | None:
+    """Return what SIGTERM means to workers that can be asked to end; None if none can.
+
+    ``given``: what --notice-command has printed, in place of the signal.
+    """
     if state.phase is not Phase.RUNNING or not state.listens or state.sigterms > 1:
         return None
     if state.notice is not None and state.notice.kind == "stop":
         grace = state.limits.shutdown_timeout
         return Hurry(grace), f"SIGTERM received: {state.notice.reason} already, grace {grace:g} s"
+    if given is not None:
+        return notify(state, Notice(given.reason, "resize", _grace(state, given.grace)))
     if state.limits.meets:
         return notify(state, Notice("a node leaves (SIGTERM)", "resize"))
     return notify(state, Notice("SIGTERM received"))
+
+
+def _grace(state: State, left: float | None) -> float | None:
+    """Return the seconds that workers have, of those that are left until the platform ends them."""
+    return None if left is None else round(left - min(state.limits.sibling_grace, left / 2), 1)
 
 
 def notify(state: State, notice: Notice) -> Decision:
@@ -62,19 +75,26 @@ def notify(state: State, notice: Notice) -> Decision:
     told = f"{len(state.listens)} of {workers(state.limits.nproc)} listen"
     if notice.kind == "resize" and state.interrupted is None:
         return Notify(notice, None), f"{notice.reason}: the workers are asked to save ({told})"
-    grace = state.limits.shutdown_timeout
+    grace = state.limits.shutdown_timeout if notice.grace is None else notice.grace
     reason = (
         f"{notice.reason}: the workers are asked to save and to end ({told}), grace {grace:g} s"
     )
     return Notify(notice, grace), reason
 
 
-def asked(state: State, reason: str) -> Decision:
-    """Return what follows when somebody asks that the whole job end and be continued later."""
-    if state.told_to_stop:
-        return Nothing(), f"{reason}: {state.notice.reason if state.notice else ''} already"
+def asked(state: State, reason: str, left: float | None = None) -> Decision:
+    """Return what follows when somebody asks that the whole job end and be continued later.
+
+    ``left``: seconds until the platform ends it, where that is known; its newest word counts.
+    """
+    grace = _grace(state, left)
+    if state.told_to_stop and state.notice is not None:
+        already = f"{reason}: {state.notice.reason} already"
+        if grace is None or state.phase is not Phase.RUNNING:
+            return Nothing(), already
+        return Notify(replace(state.notice, grace=grace), grace), f"{already}, grace {grace:g} s"
     if state.phase is Phase.RUNNING:
-        return notify(state, Notice(reason))
+        return notify(state, Notice(reason, "stop", grace))
     if state.phase in (Phase.STOPPING, Phase.SWEEPING, Phase.FLUSHING):
         return Notify(Notice(reason), None), f"{reason}: no round follows this one"
     if state.limits.meets:
@@ -100,7 +120,8 @@ def ended(state: State) -> Decision:
 
 def overdue(state: State) -> Decision:
     """Return what becomes of workers that have not ended within the grace of the notice."""
-    grace = state.limits.shutdown_timeout
+    stated = None if state.notice is None else state.notice.grace
+    grace = state.limits.shutdown_timeout if stated is None else stated
     told = f"the notice was not followed for {grace:g} s"
     silent = sorted(state.first_rank + rank for rank in state.alive - state.listens)
     if silent and len(silent) == len(state.alive):
@@ -143,7 +164,7 @@ def newcomers(state: State) -> Decision:
 
 
 def _on_asked(state: State, event: events.PreemptAsked) -> Decision:
-    return asked(state, event.reason)
+    return asked(state, event.reason, event.left)
 
 
 def _on_listens(state: State, event: events.WorkerListens) -> Decision:
@@ -151,9 +172,14 @@ def _on_listens(state: State, event: events.WorkerListens) -> Decision:
 
 
 def _on_heard(state: State, event: events.NoticeHeard) -> Decision:
-    if event.round != state.round or state.phase is not Phase.RUNNING or state.notice is not None:
+    if event.round != state.round or state.phase is not Phase.RUNNING:
         return NOTHING
-    return notify(state, event.notice)
+    told, notice = state.notice, event.notice
+    if told is not None and (told.grace is not None or notice.grace is None):
+        return NOTHING
+    if told is not None and not told.kind == notice.kind == "stop":
+        return NOTHING
+    return notify(state, notice)
 
 
 ARMS: dict[type, Callable[[State, Any], Decision]] = {

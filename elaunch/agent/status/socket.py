@@ -30,6 +30,7 @@ from elaunch.wire.local import (
     listen,
     peer_uid,
 )
+from elaunch.wire.worker import seconds_of
 
 MAX_REQUEST: Final = 64 * 1024
 MAX_REASON: Final = 500
@@ -43,7 +44,7 @@ JOIN_S: Final = 2.0
 # accept() fails without blocking when the process has no descriptor left.
 ACCEPT_PAUSE_S: Final = 0.5
 
-Preempt = Callable[[str], str]
+Preempt = Callable[[str, float | None], str]
 Attach = Callable[[LocalChannel, Message, list[int]], object]
 
 
@@ -56,8 +57,8 @@ class ControlSocket:
     Args:
         path: of the socket.
         snapshot: returns a record that nobody changes any more.
-        preempt: asks, for the reason given, that the job end and be continued; returns what is done
-            about it.
+        preempt: asks, for the reason given, that the job end within so many seconds, if any are
+            given, and be continued; returns what is done about it.
         attach: takes a worker's connection, its message and its descriptors, for good.
     """
 
@@ -164,7 +165,8 @@ class ControlSocket:
             reason = fields.get("reason")
             if not isinstance(reason, str) or not reason.strip() or len(reason) > MAX_REASON:
                 return {"error": f"'reason' must be a text of 1 to {MAX_REASON} characters"}
-            return {"done": self._preempt(" ".join(reason.split()))}
+            left = seconds_of(fields.get("left"))
+            return {"done": self._preempt(" ".join(reason.split()), left)}
         return {"error": f"unknown op {op!r}, known: 'status', 'preempt', 'worker'"}
 
 

@@ -78,7 +78,7 @@ class WorkerGroup:
         """What this job's agents share; it may be settled when the store was opened."""
         self.compiles = False
         """Whether a server here has imported what compiling takes, against no script's settings."""
-        self._reaper = Reaper()
+        self.reaper = Reaper()
         self._open_files = _raise_limit()
         self._endpoint = _endpoint(settings, plan.own_addr)
         self._files_root = plan.log_root or plan.run_dir.logs
@@ -104,7 +104,7 @@ class WorkerGroup:
             temp=self._plan.temp,
             timer_file=self._environ.get(env.TIMER_FILE) if settings.file_timer else None,
         )
-        return WorkerServer(plan, self._plan.post, self._reaper)
+        return WorkerServer(plan, self._plan.post, self.reaper)
 
     def prepare(self, nproc: int | None) -> None:
         """Start the server for so many workers; None: it counts them first (DevicesCounted).

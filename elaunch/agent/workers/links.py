@@ -24,7 +24,7 @@ from elaunch.agent.policy import events
 from elaunch.agent.policy.turn import Round
 from elaunch.wire.local import LONGEST, LocalChannel, Message, Requests, close_files
 from elaunch.wire.progress import PageReader, Reading
-from elaunch.wire.worker import KINDS, WIRE, Notice
+from elaunch.wire.worker import KINDS, WIRE, Notice, seconds_of
 
 LONGEST_NAME: Final = 200
 JOIN_S: Final = 2.0
@@ -253,7 +253,7 @@ def understood(message: Message, round_number: int, local_rank: int) -> events.E
         kind, reason = message.get("kind"), message.get("reason")
         if kind not in KINDS or not isinstance(reason, str):
             return f"{op} without reason and kind"
-        notice = Notice(reason[:1000], kind)
+        notice = Notice(reason[:1000], kind, seconds_of(message.get("grace")))
         if op == "heard":
             return events.NoticeHeard(round_number, notice)
         return events.PreemptAcked(round_number, local_rank, notice)
@@ -261,7 +261,9 @@ def understood(message: Message, round_number: int, local_rank: int) -> events.E
 
 
 def _preempt(notice: Notice, until: float | None) -> Message:
-    message = {"op": "preempt", "reason": notice.reason, "kind": notice.kind}
-    if until is None:
-        return message
-    return {**message, "grace": round(max(0.0, until - time.monotonic()), 3)}
+    message: Message = {"op": "preempt", "reason": notice.reason, "kind": notice.kind}
+    if until is not None:
+        message["grace"] = round(max(0.0, until - time.monotonic()), 3)
+        if notice.grace is not None:
+            message["stated"] = True
+    return message

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import elaunch.server
 from elaunch import proc
@@ -53,16 +54,24 @@ class Reaper:
         self._any_child = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def spawn(self, argv: Sequence[str], environ: Mapping[str, str], ended: Ended) -> int:
+    def spawn(
+        self,
+        argv: Sequence[str],
+        environ: Mapping[str, str],
+        ended: Ended,
+        files: Sequence[tuple[Any, ...]] = (),
+    ) -> int:
         """Start ``argv`` and return its pid; raises OSError.
 
         ``ended`` is called once, in the reaper's thread, with the exit code (negative: signal).
+        ``files`` are file actions of os.posix_spawn.
         """
         with self._lock:  # a child that ends at once is looked up when it is known, not before
             pid = os.posix_spawnp(
                 argv[0],
                 list(argv),
                 environ,
+                file_actions=files,
                 setsid=True,
                 setsigdef=[signal.SIGPIPE, signal.SIGXFSZ],
             )

@@ -5,7 +5,8 @@ elaunch.training.preempt.preempt describes the steps; the ranks take them over t
 ======================  ===================  ======================================================
 key                     written by           what
 ======================  ===================  ======================================================
-``preempt/notice``      any rank with one    JSON: ``{"reason": …, "kind": …}``; the first stays
+``preempt/notice``      any rank with one    JSON: ``{"reason": …, "kind": …}``; the first stays;
+                                             with ``"grace"`` where a deadline is stated
 ``preempt/at/<rank>``   every rank           JSON: ``{"calls": n, "closed": …}``: how often it had
                                              called should_preempt() when it received the notice, or
                                              when it closed
@@ -40,7 +41,7 @@ from elaunch.errors import CollectiveError, CollectiveTimeout, PeerLost
 from elaunch.training.distributed import DistributedContext
 from elaunch.training.stores.connection import SteadyLine
 from elaunch.training.stores.roundstore import StoreConnection
-from elaunch.wire.worker import KINDS, Notice
+from elaunch.wire.worker import KINDS, Notice, notice_to_json, seconds_of
 
 NOTICE: Final = "preempt/notice"
 Stage = Literal["at", "in"]
@@ -276,7 +277,7 @@ class PreemptBoard:
 
     def announce(self, notice: Notice) -> None:
         """Publish ``notice`` to every rank, if there is none yet."""
-        value = _packed(asdict(notice))
+        value = _packed(notice_to_json(notice))
         self._line.run(lambda line, until: line.compare_set(NOTICE, b"", value, until))
 
     def notice(self) -> Notice:
@@ -288,7 +289,7 @@ class PreemptBoard:
 
         def complete(values: list[bytes]) -> bytes:
             call = 1 + max(_count(value).calls for value in values)
-            return _packed({"call": call, **asdict(self.notice())})
+            return _packed({"call": call, **notice_to_json(self.notice())})
 
         self._enter("at", _packed(asdict(count)), complete)
 
@@ -365,7 +366,8 @@ def _fields(raw: bytes) -> dict[str, Any]:
 
 def _notice(fields: dict[str, Any]) -> Notice:
     kind = fields.get("kind")
-    return Notice(str(fields.get("reason", "")), kind if kind in KINDS else "stop")
+    reason, grace = str(fields.get("reason", "")), seconds_of(fields.get("grace"))
+    return Notice(reason, kind if kind in KINDS else "stop", grace)
 
 
 def _count(raw: bytes) -> CallCount:

@@ -74,6 +74,7 @@ class PreemptContext:
         self._closed = False
         self._pid = 0
         self._give_up_at: float | None = None
+        self._ended_at: float | None = None
         self._signals: dict[int, tuple[Any, Any]] = {}
 
     def start(self) -> None:
@@ -94,6 +95,18 @@ class PreemptContext:
         agreed = self._agreement.agreed
         notice = agreed.notice if agreed else self._notice
         return notice.kind if notice else "stop"
+
+    @property
+    def deadline(self) -> float | None:
+        """Seconds that are left to save and to end in; None while no end is asked for, or set.
+
+        They are what the platform leaves where that is known (the end of Slurm's job, a notice with
+        a time), and else those of ``--shutdown-timeout``. The agent ends the ranks after that: what
+        takes longer to save is lost. Any rank may ask, alone; it blocks on nothing. Each node
+        counts by its own clock.
+        """
+        until = self._ended_at
+        return None if until is None else max(0.0, until - time.monotonic())
 
     def should_preempt(self, auto_ack: bool = True, timeout: float | None = None) -> bool:
         """Return whether the script should save and end now: True on all ranks at the same call.
@@ -151,14 +164,18 @@ class PreemptContext:
         """
         self._take(Notice(reason, "stop"), agent_knows=False)
 
-    def on_notice(self, reason: str, kind: Kind, grace: float | None = None) -> None:
+    def on_notice(
+        self, reason: str, kind: Kind, grace: float | None = None, stated: bool = False
+    ) -> None:
         """Take a notice of this node's agent; AgentLink calls it.
 
-        ``grace``: seconds after which the agent ends this rank.
+        ``grace``: seconds after which the agent ends this rank; ``stated``: these are the
+        platform's, and hold on all nodes.
         """
         if grace is not None:
-            self._give_up_at = time.monotonic() + grace - min(BLAME_S, grace / 2)
-        self._take(Notice(reason, kind), agent_knows=True)
+            self._ended_at = time.monotonic() + grace
+            self._give_up_at = self._ended_at - min(BLAME_S, grace / 2)
+        self._take(Notice(reason, kind, grace if stated else None), agent_knows=True)
 
     def on_signal(self, signum: int) -> None:
         """Ask the whole job to end when this process gets the signal ``signum``.
@@ -262,10 +279,13 @@ class PreemptContext:
 
     def _foreign(self, notice: Notice) -> None:
         self._take(notice, agent_knows=False, published=True)
+        if notice.grace is not None:
+            # The agent may have read of it in the plan, which has no deadline in it.
+            self._notify_agent(notice)
 
     def _notify_agent(self, notice: Notice) -> None:
         if self._link is not None:
-            self._link.heard(notice.reason, notice.kind)
+            self._link.heard(notice)
 
     def _restore_signals(self) -> None:
         if threading.current_thread() is not threading.main_thread():

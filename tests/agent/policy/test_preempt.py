@@ -60,6 +60,9 @@ SWEEP = EndTree(signal.SIGTERM, 5.0)
 STOP, SIGNAL, TERMED = Notice("drain"), Notice("SIGUSR1 received"), Notice("SIGTERM received")
 LEAVES, JOINS = Notice("a node leaves (SIGTERM)", "resize"), Notice("a node joins", "resize")
 ASKED = events.PreemptAsked("drain", lambda _: None)
+LEFT_120, LEFT_4 = (events.PreemptAsked("spot", lambda _: None, left) for left in (120.0, 4.0))
+TAKEN = events.SignalReceived(signal.SIGTERM, Notice("spot", "resize", 120.0))
+SPOT = Notice("spot", "stop", 115.0)
 
 
 def seen(plan: Plan) -> events.PlanSeen:
@@ -107,6 +110,65 @@ TABLE: dict[str, Row] = {
         "drain: the workers are asked to save and to end (0 of 2 workers listen), grace 30 s",
     ),
     "again": (TWO, (*RUNS, *LISTEN, ASKED, USR1), Nothing(), "SIGUSR1 received: drain already"),
+    "a deadline leaves time to end them": (
+        TWO,
+        (*RUNS, *LISTEN, LEFT_120),
+        Notify(SPOT, 115.0),
+        "spot: the workers are asked to save and to end (2 of 2 workers listen), grace 115 s",
+    ),
+    "half of a short one": (
+        TWO,
+        (*RUNS, *LISTEN, LEFT_4),
+        Notify(Notice("spot", "stop", 2.0), 2.0),
+        "spot: the workers are asked to save and to end (2 of 2 workers listen), grace 2 s",
+    ),
+    "a deadline after a notice without one": (
+        TWO,
+        (*RUNS, *LISTEN, ASKED, LEFT_120),
+        Notify(Notice("drain", "stop", 115.0), 115.0),
+        "spot: drain already, grace 115 s",
+    ),
+    "the newest deadline counts": (
+        TWO,
+        (*RUNS, *LISTEN, LEFT_120, LEFT_4),
+        Notify(Notice("spot", "stop", 2.0), 2.0),
+        "spot: spot already, grace 2 s",
+    ),
+    "a notice without one changes nothing": (
+        TWO,
+        (*RUNS, *LISTEN, LEFT_120, ASKED),
+        Nothing(),
+        "drain: spot already",
+    ),
+    "a deadline is over": (
+        TWO,
+        (*RUNS, *LISTEN, LEFT_120, DEADLINE),
+        SWEEP,
+        "the notice was not followed for 115 s; ending 2 workers",
+    ),
+    "a deadline that another node knows": (
+        MANY,
+        (*JOB, seen(ASKS), events.NoticeHeard(0, Notice("drain", "stop", 115.0))),
+        Notify(Notice("drain", "stop", 115.0), 115.0),
+        "drain: the workers are asked to save and to end (2 of 2 workers listen), grace 115 s",
+    ),
+    "it is known already": (
+        MANY,
+        (*JOB, LEFT_120, events.NoticeHeard(0, SPOT)),
+        *IDLE,
+    ),
+    "the machine of one node of several is taken": (
+        MANY,
+        (*JOB, TAKEN),
+        Notify(Notice("spot", "resize", 115.0), 115.0),
+        "spot: the workers are asked to save and to end (2 of 2 workers listen), grace 115 s",
+    ),
+    "and its workers cannot save": (
+        MANY,
+        (READY, seen(FIRST), *RUNS[1:], TAKEN),
+        StopWorkers(signal.SIGTERM, 30.0),
+        "spot: forwarded to the workers, grace 30 s",
+    ),
     "SIGTERM to a job that can save": (
         TWO,
         (*RUNS, *LISTEN, TERM),

@@ -273,7 +273,7 @@ def test_an_answer_that_took_long_still_arrives(
     """The client's time to read begins when there is something to read."""
     monkeypatch.setattr(control, "CLIENT_DEADLINE_S", 1.0)
 
-    def slow(reason: str) -> str:
+    def slow(reason: str, _: float | None) -> str:
         threading.Event().wait(1.5)
         return f"{reason}: done"
 
@@ -298,12 +298,14 @@ def test_a_loop_that_is_busy_has_accepted(tmp_path: Path) -> None:
     try:
         answer = ask(tmp_path / "sock", {"op": "preempt", "reason": "drain"}, ANSWER_S)
         code[0] = 3
-        late = ask(tmp_path / "sock", {"op": "preempt", "reason": "drain"}, ANSWER_S)
+        within = {"op": "preempt", "reason": "drain", "left": 120}
+        late = ask(tmp_path / "sock", within, ANSWER_S)
     finally:
         server.close()
     assert str(answer["done"]).startswith("drain: accepted; the agent is busy")
     assert late == {"done": "drain: the job has ended already, with 3"}
-    assert inbox.get(timeout=LONG).reason == "drain"
+    requests = [inbox.get(timeout=LONG) for _ in range(2)]
+    assert [(one.reason, one.left) for one in requests] == [("drain", None), ("drain", 120.0)]
 
 
 def test_a_client_that_gave_up_gets_nothing_done(tmp_path: Path) -> None:
@@ -311,7 +313,7 @@ def test_a_client_that_gave_up_gets_nothing_done(tmp_path: Path) -> None:
     asked: list[str] = []
     going_on = threading.Event()
 
-    def preempt(reason: str) -> str:
+    def preempt(reason: str, _: float | None) -> str:
         asked.append(reason)
         if reason == "first":
             going_on.wait(LONG)

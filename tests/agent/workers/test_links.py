@@ -97,9 +97,13 @@ def test_what_it_says_is_posted(agent: Agent) -> None:
     worker = Worker(agent, 3)
     worker.say(b'{"op": "listens"}\n{"op": "ack", "reason": "drain", "kind": "stop"}')
     worker.say(b'{"op": "heard", "reason": "a node joins", "kind": "resize"}\n{"op": "detach"}')
+    worker.say(b'{"op": "heard", "reason": "spot", "kind": "stop", "grace": 9}')
+    worker.say(b'{"op": "heard", "reason": "odd", "kind": "stop", "grace": -1e99}')
     assert agent.event() == events.WorkerListens(0, 3)
     assert agent.event() == events.PreemptAcked(0, 3, Notice("drain"))
     assert agent.event() == events.NoticeHeard(0, Notice("a node joins", "resize"))
+    assert agent.event() == events.NoticeHeard(0, Notice("spot", "stop", 9.0))
+    assert agent.event() == events.NoticeHeard(0, Notice("odd"))
 
 
 def test_a_notice_reaches_all_of_the_round(agent: Agent) -> None:
@@ -122,7 +126,10 @@ def test_a_notice_says_how_long_there_is(agent: Agent) -> None:
     time.sleep(0.01)
     late = Worker(agent, 1)
     assert late.hear() == {"op": "attached"}
-    assert float(late.hear()["grace"]) <= 29.99
+    told = late.hear()
+    assert float(told["grace"]) <= 29.99 and "stated" not in told
+    agent.links.notify(Notice("drain", "stop", 9.0), 9.0)
+    assert late.hear()["stated"] is True
 
 
 def test_a_new_round_knows_nobody(agent: Agent) -> None:

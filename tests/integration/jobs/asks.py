@@ -13,6 +13,7 @@ late=N         nobody asks before step N
 fail=N         rank 0 exits with 7 at step N after it was told
 gloo           the ranks meet in each step, as in training
 short=R        ranks from R on are done after 5 steps, and wait for nobody
+left           print how many seconds are left, when they are told: ``left rank=R SECONDS``
 =============  ==================================================================================
 
 Rank 0 saves ``DIR/step_<step>.json`` when all are told. Each rank writes the step at whose end it
@@ -84,6 +85,8 @@ def main(directory, words):
             if asked(ctx, given, step):
                 if "fail" in given and rank == 0:
                     sys.exit(7)
+                if "left" in given:
+                    say(f"left rank={rank} {ctx.preempt.deadline}")
                 (directory / f"end.{number}.{rank}").write_text(str(step))
                 if rank == 0:
                     save(directory, step)

@@ -607,6 +607,44 @@ def test_the_script_may_acknowledge_later(agent: Agent) -> None:
     assert agent.hear() == {"op": "detach"}
 
 
+def test_the_seconds_that_are_left(agent: Agent) -> None:
+    """None before a notice, and with one that has no limit; the agent's newest word counts."""
+    rank = linked(agent, 0, 1, 0, "job")
+    agent.accept()
+    assert rank.preempt.should_preempt() is False
+    assert rank.preempt.deadline is None
+    notice = {"op": "preempt", "reason": "spot", "kind": "stop"}
+    agent.say(notice)
+    wait_until(lambda: rank.preempt.reason, LONG)
+    assert rank.preempt.deadline is None
+    agent.say({**notice, "grace": 1000.0})
+    wait_until(lambda: rank.preempt.deadline, LONG)
+    assert 900.0 < (rank.preempt.deadline or 0.0) <= 1000.0
+    agent.say({**notice, "grace": 0.0})
+    wait_until(lambda: rank.preempt.deadline == 0.0, LONG)
+    rank.close()
+    rank.preempt._link.close()
+
+
+def test_the_platforms_deadline_reaches_the_other_nodes_agent(
+    agent: Agent, store: int, scope: str
+) -> None:
+    """It ends its workers by then, and not after its own --shutdown-timeout."""
+
+    def script(number: int) -> Rank:
+        if number == 0:
+            return linked(agent, 0, 2, store, scope)
+        return open_rank(place(1, 2, store, scope))
+
+    opened = together(2, script)
+    agent.accept()
+    opened[1].preempt.on_notice("spot", "stop", 115.0, stated=True)
+    assert agent.hear() == {"op": "heard", "reason": "spot", "kind": "stop", "grace": 115.0}
+    for rank in opened:
+        rank.close()
+    opened[0].preempt._link.close()
+
+
 @pytest.mark.slow
 def test_another_nodes_notice_is_told_to_this_nodes_agent(
     agent: Agent, store: int, scope: str

@@ -1,0 +1,193 @@
+"""``--notice-command``: a program that prints a line when this machine will be taken.
+
+``sh -c`` runs it, as long as it likes, and again when it has ended. Its output, stderr included:
+
+==============================  ==================================================================
+line                            means
+==============================  ==================================================================
+``preempt [WHEN] [TEXT]``       the machine will be taken, for the reason TEXT; WHEN as
+                                --preempt-at has it: ``+120s`` from now, or a time with its offset
+an empty one                    nothing
+anything else                   it is no notice: an error page that asks nobody to end
+==============================  ==================================================================
+
+One that fails, or prints what is no notice, is reported once, and run again, more and more seldom;
+one that prints ``MOST`` bytes and no notice is killed and counts as failed. After a notice it is
+ended. A pipe is the command's lifeline: a shell beside it waits for its end, and kills the
+command's process group then, also when the agent was killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from elaunch.agent.workers.server import Reaper
+from elaunch.config.values import Moment, moment
+from elaunch.endings import how_it_ended
+from elaunch.text import one_line
+
+PAUSE_S: Final = 5.0
+"""Seconds from its end to its next start; twice as long after each failure, up to LONGEST_S."""
+LONGEST_S: Final = 60.0
+MOST: Final = 1 << 16
+"""Bytes that it may print in one go."""
+LINE: Final = 4096
+LATEST_S: Final = 86_400.0
+SHOWN: Final = 300
+JOIN_S: Final = 2.0
+WORD: Final = "preempt"
+_SHELL: Final = '(read -r x <&3; kill -9 0) >/dev/null 2>&1 & exec sh -c "$1" 3<&-'
+
+log = logging.getLogger("elaunch")
+
+Told = tuple[str, float | None]
+Taken = Callable[[str, float | None], None]
+
+
+class NoticeCommand:
+    """Owns the command, from :meth:`start` to :meth:`close`.
+
+    Args:
+        command: text for the shell.
+        environ: its variables.
+        reaper: starts it.
+        taken: is called once, in a thread, with the notice's reason and the seconds until the
+            machine is taken, if those are known.
+    """
+
+    def __init__(
+        self, command: str, environ: Mapping[str, str], reaper: Reaper, taken: Taken
+    ) -> None:
+        self._command = command
+        self._environ = environ
+        self._reaper = reaper
+        self._taken = taken
+        self._reported = False
+        self._closing = threading.Event()
+        self._lock = threading.Lock()
+        self._lifeline = -1
+        self._thread = threading.Thread(target=self._run, name="notice-command", daemon=True)
+
+    def start(self) -> None:
+        """Start it; returns at once."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End it; takes JOIN_S at the most."""
+        self._closing.set()
+        self._cut()
+        self._thread.join(JOIN_S)
+
+    def _run(self) -> None:
+        pause = PAUSE_S
+        while not self._closing.is_set():
+            try:
+                notice, problem = self._once()
+            except OSError as error:
+                notice, problem = None, f"cannot be started: {error.strerror}"
+            if self._closing.is_set():
+                return
+            if notice is not None:
+                self._taken(*notice)
+                return
+            pause = min(2 * pause, LONGEST_S) if problem else PAUSE_S
+            if problem:
+                self._report(f"{problem}; it is run again in {pause:g} s")
+            self._closing.wait(pause)
+
+    def _once(self) -> tuple[Told | None, str]:
+        """Run it to its end; return the notice, if it gives one, and how it failed, if it did."""
+        ends: list[int] = []
+        over = threading.Event()
+
+        def ended(exitcode: int) -> None:
+            ends.append(exitcode)
+            self._cut()  # what it has left behind ends, and with that its output
+            over.set()
+
+        output = self._spawn(ended)
+        try:
+            notice, problem = self._read(output)
+        finally:
+            self._cut()
+            os.close(output)
+        if notice is not None or problem:
+            return notice, problem
+        if not over.wait(JOIN_S):
+            return None, "cannot be killed"
+        return None, how_it_ended(ends[0]) if ends[0] else ""
+
+    def _spawn(self, ended: Callable[[int], None]) -> int:
+        """Start the command with a lifeline; return where its output can be read."""
+        with contextlib.ExitStack() as stack:
+            output, written = os.pipe()
+            stack.callback(os.close, written)
+            with contextlib.ExitStack() as failed:
+                failed.callback(os.close, output)
+                watched, lifeline = os.pipe()
+                stack.callback(os.close, watched)
+                with self._lock:
+                    self._lifeline = lifeline
+                failed.callback(self._cut)
+                files = [
+                    (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0),
+                    (os.POSIX_SPAWN_DUP2, written, 1),
+                    (os.POSIX_SPAWN_DUP2, written, 2),
+                    (os.POSIX_SPAWN_DUP2, watched, 3),
+                ]
+                argv = ["/bin/sh", "-c", _SHELL, "sh", self._command]
+                self._reaper.spawn(argv, self._environ, ended, files)
+                failed.pop_all()
+        return output
+
+    def _read(self, output: int) -> tuple[Told | None, str]:
+        """Read what the command prints until a notice, its end, or too much of it."""
+        held, seen = b"", 0
+        while seen <= MOST:
+            data = os.read(output, MOST)
+            *lines, held = (held + data + b"\n" * (not data)).split(b"\n")
+            for line in lines:
+                text = line[:LINE].decode("utf-8", "replace").strip()
+                notice = parse(text, time.time())
+                if notice is not None:
+                    return notice, ""
+                if text:
+                    self._report(f"prints what is no notice: {one_line(text[:SHOWN])}")
+            if not data:
+                return None, ""
+            seen, held = seen + len(data), held[:LINE]
+        return None, f"has printed {seen} bytes and no notice"
+
+    def _cut(self) -> None:
+        with self._lock:
+            lifeline, self._lifeline = self._lifeline, -1
+        if lifeline >= 0:
+            os.close(lifeline)
+
+    def _report(self, what: str) -> None:
+        level = logging.DEBUG if self._reported else logging.WARNING
+        log.log(level, "--notice-command %s", what)
+        self._reported = True
+
+
+def parse(line: str, now: float) -> Told | None:
+    """Return what a line says, at the time ``now``; None if it is no notice."""
+    word, _, rest = line.strip().partition(" ")
+    if word != WORD:
+        return None
+    first, _, text = rest.strip().partition(" ")
+    try:
+        when = moment(first)
+    except (ValueError, OverflowError):
+        when = Moment()
+    left = when.after if when.at is None else when.at - now
+    text = rest if left is None else text
+    reason = one_line(" ".join(text.split())[:SHOWN]) or "this machine will be taken"
+    # What is over, or far off, is a clock that is wrong: the platform leaves no such time.
+    return reason, left if left is not None and 0 < left <= LATEST_S else None
