@@ -87,9 +87,10 @@ def test_every_exit_code_is_documented() -> None:
     assert rows == {str(kind.exit_code): kind.__name__ for kind in kinds}
 
 
-def test_the_api_page_is_what_the_docstrings_say() -> None:
-    """docs/api.md is written by a script; who changes a docstring runs it."""
-    argv = [sys.executable, ROOT / "scripts" / "api_docs.py", "--check"]
+@pytest.mark.parametrize("script", ["api_docs.py", "error_docs.py"])
+def test_a_page_that_is_written_by_a_script_is_up_to_date(script: str) -> None:
+    """docs/api.md says what the docstrings say, docs/errors.md what the catalogue has."""
+    argv = [sys.executable, ROOT / "scripts" / script, "--check"]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
 

@@ -319,6 +319,7 @@ class _Run:
             group=group,
             status_record=record,
             publisher=publisher,
+            progress=hangs.record,
         )
         decisions = DecisionLog(settings, plan.environ)
         event_log = EventLog(settings, error_file=group.error_file)

@@ -22,6 +22,8 @@ COMMANDS = {
     "stop": ("elaunch.cli.stop", "End a running job, as SIGTERM to its agent does."),
     "preempt": ("elaunch.cli.stop", "Ask a running job to save and to end, to be continued."),
     "status": ("elaunch.cli.status", "Show running and recent jobs, here or on all nodes."),
+    "why": ("elaunch.cli.why", "Show why a run has failed, who caused it, and what to do."),
+    "explain": ("elaunch.cli.why", "Say what a code of a failure report means, and what to do."),
     "metrics": ("elaunch.cli.metrics", "Show what a run's script has reported."),
     "checkpoints": ("elaunch.cli.checkpoints", "List, verify, pin, remove, convert checkpoints."),
     "examples": ("elaunch.cli.examples", "List, show and copy the examples."),

@@ -8,7 +8,7 @@ state.json              the record (``elaunch.runs.record``), replaced atomicall
 agent.sock              the agent's Unix socket while it lives (``elaunch.wire.control``)
 logs/                   default place of the workers' logs
 console.log             what the agent shows, with ``--detach``
-failure-<round>.json    the failure report of a round for programs
+failure-<round>.json    the failure report of a round for programs; those of the last 100 stay
 failure-<round>.txt     the same for people
 metrics.*               what the script has reported (``elaunch.training.metrics``)
 ======================  ==========================================================================
@@ -56,6 +56,8 @@ KEEP_BYTES: Final = 1 << 30
 PRUNERS: Final = 8
 STATE_FILE: Final = "state.json"
 CONSOLE: Final = "console.log"
+KEPT_REPORTS: Final = 100
+_REPORT: Final = re.compile(r"failure-(\d{1,9})\.(?:json|txt)", re.ASCII)
 RESERVE_BYTES: Final = 1 << 18
 
 # How long a directory is left alone when it is unknown whether its agent lives: without a readable
@@ -98,6 +100,17 @@ class RunDir:
     def report(self, round: int, suffix: str) -> Path:
         """Return the path of the failure report of ``round``; ``suffix`` is ``json`` or ``txt``."""
         return self.path / f"failure-{round}.{suffix.removeprefix('.')}"
+
+    def reports(self) -> list[int]:
+        """Return the rounds that have a failure report, the newest first."""
+        found = (_REPORT.fullmatch(name) for name in os.listdir(self.path))
+        return sorted({int(match[1]) for match in found if match}, reverse=True)
+
+    def drop_reports(self) -> None:
+        """Remove the oldest failure reports; KEPT_REPORTS stay."""
+        for number in self.reports()[KEPT_REPORTS:]:
+            for suffix in ("json", "txt"):
+                self.report(number, suffix).unlink(missing_ok=True)
 
     def write_state(self, record: Mapping[str, object] | Record) -> None:
         """Replace the record; raise RunDirError when it cannot be written, the old one stays.

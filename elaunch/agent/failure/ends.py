@@ -16,7 +16,7 @@ programs (docs/failure-report.md), :func:`summary` the one line that becomes a r
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,10 +24,13 @@ from elaunch.agent.failure import errorfile, explain, tracebacks
 from elaunch.agent.failure.errorfile import ErrorFile
 from elaunch.agent.failure.explain import Explanation
 from elaunch.agent.hangs.stackdump import StackGroup
+from elaunch.agent.policy.turn import Round
 from elaunch.endings import Exit, exit_code
 from elaunch.errors import HangError
 
 MAX_MESSAGE = 4000
+MAX_TRACEBACKS = 1 << 20
+"""Characters of tracebacks that a report has of all workers but the first."""
 SCHEMA = 1
 
 
@@ -62,7 +65,9 @@ class Circumstances:
 
     ``noticed_monotonic`` is when the agent's loop got the first exit, by its monotonic clock;
     ``shm_free`` is memory.shm_free() at that time. ``hang`` is there if the round hung: then no
-    exit is the cause, and all but crashes are elaunch's doing.
+    exit is the cause, and all but crashes are elaunch's doing. ``culprit`` names the guilty rank in
+    a sentence, where that is known otherwise; ``at_step`` is the furthest step that a worker has
+    shown.
     """
 
     started_at: float | None = None
@@ -70,6 +75,8 @@ class Circumstances:
     noticed_monotonic: float | None = None
     shm_free: int | None = None
     hang: Hang | None = None
+    culprit: str = ""
+    at_step: int | None = None
 
 
 @dataclass(frozen=True)
@@ -131,6 +138,7 @@ class Failure:
             "traceback": "\n".join(self.traceback) or None,
             "traceback_from": self.traceback_from or None,
             "explanation": self.explanation.text or None,
+            "code": self.explanation.code or None,
         }
 
 
@@ -139,6 +147,7 @@ class FailureReport:
     """Everything that is known of one failed round on this node.
 
     ``first`` is the worker that failed first, or, with a ``hang``, the one that stands still.
+    ``follows`` is the round that follows, once it begins.
     """
 
     name: str
@@ -150,11 +159,36 @@ class FailureReport:
     seconds_into_round: float | None
     noticed_monotonic: float | None
     hang: Hang | None = None
+    culprit: str = ""
+    at_step: int | None = None
+    follows: Round | None = None
 
     @property
     def exit_code(self) -> int:
         """What the command ends with if no restart follows."""
         return HangError.exit_code if self.hang else exit_code(self.first.exit.exitcode)
+
+    @property
+    def likelier(self) -> Failure | None:
+        """The worker that failed for a reason of its own, where the first shows a victim's."""
+        if not self.first.explanation.victim:
+            return None
+        return next((each for each in self.victims if not each.explanation.victim), None)
+
+    @property
+    def code(self) -> str:
+        """The code of the cause in the catalogue; empty where none is known."""
+        if self.hang is not None:
+            return explain.OF_COMMAND[HangError.exit_code].code
+        return (self.likelier or self.first).explanation.code
+
+    @property
+    def steps_lost(self) -> int | None:
+        """How many steps the next round does again, where that is known."""
+        resumed = self.follows.checkpoint if self.follows else None
+        if resumed is None or self.at_step is None or self.at_step < resumed.step:
+            return None
+        return self.at_step - resumed.step
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON-able data, schema 1 of docs/failure-report.md."""
@@ -169,6 +203,12 @@ class FailureReport:
             "noticed_monotonic": self.noticed_monotonic,
             "explanation": self.first.explanation.text or None,
             "likely_victim": self.first.explanation.victim,
+            "likelier": self.likelier.exit.rank if self.likelier else None,
+            "code": self.code or None,
+            "culprit": self.culprit or None,
+            "at_step": self.at_step,
+            "steps_lost": self.steps_lost,
+            "follows": _follows_dict(self.follows) if self.follows else None,
             "hang": self.hang.to_dict() if self.hang else None,
             "first": self.first.to_dict(),
             "victims": [failure.to_dict() for failure in self.victims],
@@ -201,6 +241,7 @@ def build(
         if end.exit.exitcode != 0 or end.stopped or end.exit.local_rank == first
     }
     cause = failures.pop(first)
+    others = _bounded(failures.values())
     began, hang = circumstances.started_at, circumstances.hang
     failed_at = cause.at if hang is None else hang.at
     return FailureReport(
@@ -208,11 +249,13 @@ def build(
         host=host,
         round=round,
         first=cause,
-        victims=tuple(f for f in failures.values() if not f.stopped),
-        stopped=tuple(f for f in failures.values() if f.stopped),
+        victims=tuple(f for f in others if not f.stopped),
+        stopped=tuple(f for f in others if f.stopped),
         seconds_into_round=None if began is None else max(0.0, failed_at - began),
         noticed_monotonic=circumstances.noticed_monotonic,
         hang=hang,
+        culprit=circumstances.culprit,
+        at_step=circumstances.at_step,
     )
 
 
@@ -235,7 +278,7 @@ def _examined(left: Failure, seconds_after: float, known: Circumstances) -> Fail
     source = left.error_file if origin == "error file" else left.stderr_path
     explanation = explain.explain(
         end,
-        "\n".join([message, *lines]),
+        "\n".join([message, *tracebacks.without_frames(lines)]),
         oom_kill=left.oom_kill,
         local_world_size=known.local_world_size,
         shm_free=known.shm_free,
@@ -251,6 +294,16 @@ def _examined(left: Failure, seconds_after: float, known: Circumstances) -> Fail
     )
 
 
+def _bounded(failures: Iterable[Failure]) -> list[Failure]:
+    """Return the failures; those that come late in a long report are without their tracebacks."""
+    kept, size = [], 0
+    for failure in failures:
+        size += sum(map(len, failure.traceback))
+        late = size > MAX_TRACEBACKS
+        kept.append(replace(failure, traceback=(), traceback_from="") if late else failure)
+    return kept
+
+
 def _milliseconds(seconds: float) -> float:
     """Return ``seconds`` in ms with one decimal, not below 0: wall clocks may step back."""
     return max(0.0, round(seconds * 1000, 1))
@@ -262,6 +315,15 @@ def signal_name(exitcode: int) -> str | None:
         return signal.Signals(-exitcode).name if exitcode < 0 else None
     except ValueError:
         return None
+
+
+def _follows_dict(begun: Round) -> dict[str, Any]:
+    resumed = begun.checkpoint
+    return {
+        "round": begun.round,
+        "resumed_step": resumed.step if resumed else None,
+        "checkpoint": str(resumed.path) if resumed else None,
+    }
 
 
 def _group_dict(group: StackGroup) -> dict[str, Any]:

@@ -1,175 +1,203 @@
 """Known causes: from how a worker ended and what it printed to a line or two with the fix.
 
-:func:`explain` is pure. It looks first for a known text (in the traceback if there is one, else in
-the last lines; only after exit codes 1 and 2, SIGABRT and SIGBUS), then at the signal, then at the
-exit code; the first row that fits wins. A cause marked as a *victim's* is what a worker shows when
-another rank ended first.
+:func:`explain` is pure. It looks first for a known text (elaunch.agent.failure.causes): in the last
+exception, then in the whole traceback, without one in the last lines; only after exit codes 1 and
+2, SIGABRT and SIGBUS. Then it looks at the signal, then at the exit code. A cause marked as a
+*victim's* is what a worker shows when another rank ended first. :func:`part` is what
+docs/errors.md and ``elaunch explain`` say of one cause.
 """
 
 from __future__ import annotations
 
 import re
 import signal
-from dataclasses import dataclass
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Final
 
+from elaunch.agent.failure.causes import OOM_FIX, TEXTS, Cause
+from elaunch.agent.failure.tracebacks import HANDLING, HEADER
 from elaunch.endings import Exit, signal_name
+
+_NATIVE: Final = "Rerun with PYTHONFAULTHANDLER=1 to see the Python line it was at."
+_WIDTH: Final = 100
+
+_ENDS: Final = (
+    Cause(
+        "E-OOM-KILLED",
+        "Out of memory: the kernel killed {it}.",
+        OOM_FIX,
+        seen="SIGKILL, and the count of OOM kills of this job's cgroup grew during the round",
+    ),
+    Cause(
+        "E-KILLED",
+        "It was killed from outside elaunch: by the OOM killer of the host's kernel (see dmesg), "
+        "by the scheduler, or by an operator.",
+        ends=("SIGKILL",),
+    ),
+    Cause(
+        "E-TERMINATED",
+        "Something other than elaunch asked it to end: scheduler, operator, or the script.",
+        ends=("SIGTERM",),
+    ),
+    Cause(
+        "E-INTERRUPTED",
+        "Something other than elaunch interrupted it: an operator, or the script.",
+        ends=("SIGINT",),
+    ),
+    Cause(
+        "E-HUNG-UP",
+        "Something other than elaunch hung it up: the end of a session, or the script.",
+        ends=("SIGHUP",),
+    ),
+    Cause(
+        "E-BUS-ERROR",
+        "A page of a mapped file could not be had: most often /dev/shm is full, or the file was "
+        "cut short, or its disk is full.",
+        ends=("SIGBUS",),
+    ),
+    Cause(
+        "E-SEGFAULT",
+        "Native code crashed: an extension, a driver, mismatched binaries.",
+        _NATIVE,
+        ends=("SIGSEGV",),
+    ),
+    Cause(
+        "E-ABORTED",
+        "Native code gave up: a C++ exception, a failed check, a broken heap.",
+        _NATIVE,
+        ends=("SIGABRT",),
+    ),
+    Cause(
+        "E-ILLEGAL-INSTRUCTION",
+        "The CPU lacks an instruction that the code uses: a binary built for another CPU.",
+        ends=("SIGILL",),
+    ),
+    Cause("E-DIVISION", "Native code divided an integer by zero.", _NATIVE, ends=("SIGFPE",)),
+    Cause(
+        "E-FORBIDDEN-CALL",
+        "It made a system call that the sandbox (seccomp) forbids.",
+        ends=("SIGSYS",),
+    ),
+    Cause("E-CPU-LIMIT", "Its limit of CPU time is used up; see ulimit -t.", ends=("SIGXCPU",)),
+    Cause(
+        "E-USER-SIGNAL",
+        "The signal came from outside elaunch and the script had no handler for it (yet).",
+        "--forward-signals is for scripts that do.",
+        ends=("SIGUSR1", "SIGUSR2"),
+    ),
+    Cause("E-FLUSH", "Python could not flush stdout or stderr at its end.", ends=(120,)),
+    Cause(
+        "E-NOT-EXECUTABLE",
+        "The command was found but cannot be run: it is not executable, or no program.",
+        ends=(126,),
+    ),
+    Cause(
+        "E-COMMAND-MISSING",
+        "The command was not found, or a library that it needs was not.",
+        ends=(127,),
+    ),
+    Cause(
+        "E-TIMER",
+        "Its timer {timer} had expired (torch.distributed.elastic.timer), and so it was ended: the "
+        "section took longer than timer.expires(after=…) allows.",
+        seen="the watchdog of torch.distributed.elastic.timer",
+    ),
+)
+
+_JOB: Final = (
+    Cause(
+        "E-USAGE",
+        "A flag, a variable or a job file is wrong; no worker was started.",
+        "The message names the value and what would be right; `elaunch run --dry-run` checks a "
+        "command line without starting anything.",
+        command=2,
+    ),
+    Cause(
+        "E-STORE",
+        "The store in which the nodes' agents meet cannot be reached, was lost, or does not let "
+        "this agent in.",
+        "Look at that host and its port from this node; docs/rendezvous.md has the time limits.",
+        command=69,
+    ),
+    Cause(
+        "E-ELAUNCH",
+        "elaunch itself failed in a way that has no code of its own.",
+        "The message says what was tried; report it with the log.",
+        command=70,
+    ),
+    Cause(
+        "E-SERVER",
+        "The process that starts the workers could not start, was not ready in time, or was lost "
+        "with no restart left.",
+        "Its last lines say why: often a module of --preload, or memory.",
+        command=71,
+    ),
+    Cause(
+        "E-TOO-FEW-NODES",
+        "Too few nodes came together before the join timeout.",
+        "The message names those that came; start the others, or lower MIN of --nnodes MIN:MAX.",
+        command=72,
+    ),
+    Cause(
+        "E-RUN-DIR",
+        "The run directory cannot be created or written.",
+        "Set XDG_STATE_HOME to a directory that this user can write to.",
+        command=73,
+    ),
+    Cause(
+        "E-CHECKPOINT",
+        "The job cannot resume: the checkpoint directory cannot be read, what is there is torn, or "
+        "the last save, in memory only, is lost.",
+        "`elaunch checkpoints verify` says what is there and what is wrong with it.",
+        command=74,
+    ),
+    Cause(
+        "E-PREEMPTED",
+        "The job was asked to end, its workers have saved and ended with 0.",
+        "Start it again to continue.",
+        command=75,
+    ),
+    Cause(
+        "E-ASYMMETRY",
+        "The nodes do not run the same thing, and --strict-symmetry is given.",
+        "The message names what differs; bring the nodes to one version.",
+        command=76,
+    ),
+    Cause(
+        "E-HANG",
+        "The workers made no progress for longer than --hang-timeout.",
+        "The stacks show where each rank stands: the odd one out is where to look; see "
+        "docs/hangs.md.",
+        command=77,
+    ),
+)
+
+CAUSES: Final = {cause.code: cause for rows in (*TEXTS.values(), _ENDS, _JOB) for cause in rows}
+OF_COMMAND: Final = {cause.command: cause for cause in _JOB}
+"""By the exit code of ``elaunch run`` where it is not a worker's."""
+_OF_END: Final = {end: cause for cause in CAUSES.values() for end in cause.ends}
+_SHM_LOW: Final = 64 << 20
+# Other codes are a script's own choice and other signals come from elsewhere: there, a known text
+# among the last lines (a connection that was refused once, say) need not be the cause.
+_TEXT_COUNTS: Final = frozenset({1, 2, -signal.SIGABRT, -signal.SIGBUS})
+_PLACEHOLDERS: Final = {"of": "", "module": "…", "ordinal": "", "it": "it", "timer": "…"}
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """A cause and its fix; ``text`` is empty if none is known."""
+    """A cause and its fix, with the code of the catalogue; empty if none is known."""
 
-    text: str = ""
+    code: str = ""
+    cause: str = ""
+    fix: str = ""
     victim: bool = False
 
-
-@dataclass(frozen=True)
-class _Known:
-    pattern: str
-    text: str
-    victim: bool = False
-
-
-_SHM_FIX = (
-    "Give it more (docker run --shm-size=8g, a Kubernetes emptyDir with medium: Memory) "
-    "or use fewer DataLoader workers."
-)
-_OOM_FIX = "Raise the job's memory limit, or use less: batch size, DataLoader workers, caches."
-_CUDA_FIX = "CUDA reports late: run with CUDA_LAUNCH_BLOCKING=1 to see the call that failed."
-
-_TEXTS = (
-    _Known(
-        r"(?:CUDA|HIP|XPU) out of memory|torch\.(?:cuda\.)?OutOfMemoryError",
-        "The GPU's memory is used up. Lower the batch size or use activation checkpointing; see "
-        "with nvidia-smi whether another process holds memory on this GPU.",
-    ),
-    _Known(
-        r"DefaultCPUAllocator: can't allocate|Cannot allocate memory|^MemoryError",
-        f"The machine refused more memory. {_OOM_FIX}",
-    ),
-    _Known(
-        r"invalid device ordinal|Invalid device id",
-        "The script chose a GPU that this process does not see. Choose it by LOCAL_RANK: "
-        'torch.cuda.set_device(int(os.environ["LOCAL_RANK"])).{ordinal}',
-    ),
-    _Known(
-        r"unable to (?:write to file|open shared memory|mmap).*</?torch_|killed by signal: Bus",
-        f"Shared memory (/dev/shm) is full. {_SHM_FIX}",
-    ),
-    _Known(
-        r"DataLoader worker .*killed by signal: Killed",
-        f"A DataLoader worker was killed, most often for memory. {_OOM_FIX}",
-    ),
-    _Known(
-        r"No space left on device|Errno 28\b",
-        "A file system is full. See df -h (and df -i) for the directories the script writes to: "
-        "checkpoints, logs, caches, /tmp, /dev/shm.",
-    ),
-    _Known(r"Disk quota exceeded", "The disk quota of this user is used up; see quota -s."),
-    _Known(
-        r"Too many open files",
-        "The process has too many open files. Raise ulimit -n, or call "
-        'torch.multiprocessing.set_sharing_strategy("file_system").',
-    ),
-    _Known(
-        r"EADDRINUSE|[Aa]ddress already in use",
-        "The script opened a port that is in use: another job, or each rank opens the same one. "
-        'Use init_method="env://", or a port that only one rank opens.',
-    ),
-    _Known(
-        r"[Aa]ddress family (?:not supported|for hostname)",
-        "A host name resolved to an address of a family (IPv4, IPv6) that this machine does not "
-        "offer. Give --master-addr as an address, or set GLOO_SOCKET_IFNAME/NCCL_SOCKET_IFNAME.",
-    ),
-    _Known(
-        r"ModuleNotFoundError: No module named '(?P<module>[^']+)'",
-        "The module {module!r} is not installed for this interpreter, or not on its path. Install "
-        "it there, set PYTHONPATH, or start with -m from the project's directory.",
-    ),
-    _Known(
-        r"unrecognized arguments: .*--local[-_]rank",
-        "The script has no --local-rank; its launcher gives it the number in LOCAL_RANK.",
-    ),
-    _Known(
-        r"\berror: (?:unrecognized arguments|the following arguments are required|argument )",
-        "The script refused its own arguments; those after the script's name are passed to it.",
-    ),
-    _Known(
-        r"terminate called without an active exception",
-        "A C++ thread was ended by an interpreter that was ending. torch 2.13 does this to a "
-        "finished script when a thread of gloo lets go of its last tensor too late; forked workers "
-        "(--start-method forkserver) wait for it.",
-    ),
-    _Known(
-        r"Watchdog caught collective operation timeout|Timed out waiting \d+ms for",
-        "A collective was waited for until its timeout: another rank was slow, hung, or called "
-        "collectives in another order. That rank's log tells more; TORCH_NCCL_TRACE_BUFFER_SIZE="
-        "2000 with TORCH_NCCL_DUMP_ON_TIMEOUT=1 records who waited for what.",
-        victim=True,
-    ),
-    _Known(
-        r"[Cc]onnection (?:refused|reset|closed|was closed)|[Bb]roken pipe|DistNetworkError"
-        r"|[Cc]onnectFullMesh failed|ncclRemoteError|remote process exited|\bPeerLost:",
-        "It lost the connection to another rank, so it is likely a victim: look for a rank that "
-        "failed or hung before it, on this node or another.",
-        victim=True,
-    ),
-    _Known(
-        r"uncorrectable ECC|fallen off the bus|CUDA error: (?:unknown error|hardware)",
-        "The GPU failed. See dmesg for Xid lines and nvidia-smi -q; take the node out.",
-    ),
-    _Known(r"device-side assert", f"A kernel got a value out of range, an index say. {_CUDA_FIX}"),
-    _Known(
-        r"(?:no NVIDIA driver|No CUDA GPUs are available|CUDA driver version is insuff)",
-        "This process sees no usable GPU: see nvidia-smi and CUDA_VISIBLE_DEVICES.",
-    ),
-    _Known(
-        r"NCCL error|nccl[A-Z]\w+Error|NCCL WARN",
-        "NCCL failed. NCCL_DEBUG=INFO shows why; common: the wrong network interface "
-        "(NCCL_SOCKET_IFNAME), a small /dev/shm, two ranks on one GPU.",
-    ),
-    _Known(r"CUDA error|CUDA_ERROR_|cudaError", f"A CUDA call failed. {_CUDA_FIX}"),
-    _Known(
-        r"process group has not been initialized",
-        "torch.distributed is used before init_process_group() was called in this rank.",
-    ),
-)
-
-_KILL = (
-    "It was killed from outside elaunch: by the OOM killer of the host's kernel (see dmesg), by "
-    "the scheduler, or by an operator."
-)
-_NATIVE = "Rerun with PYTHONFAULTHANDLER=1 to see the Python line it was at."
-_UNHANDLED = (
-    "The signal came from outside elaunch and the script had no handler for it (yet). "
-    "--forward-signals is for scripts that do."
-)
-_SIGNALS = {
-    "SIGKILL": _KILL,
-    "SIGTERM": "Something other than elaunch asked it to end: scheduler, operator, or the script.",
-    "SIGINT": "Something other than elaunch interrupted it: an operator, or the script.",
-    "SIGHUP": "Something other than elaunch hung it up: the end of a session, or the script.",
-    "SIGBUS": "A page of a mapped file could not be had: most often /dev/shm is full, or the file "
-    "was cut short, or its disk is full.",
-    "SIGSEGV": f"Native code crashed: an extension, a driver, mismatched binaries. {_NATIVE}",
-    "SIGABRT": f"Native code gave up: a C++ exception, a failed check, a broken heap. {_NATIVE}",
-    "SIGILL": "The CPU lacks an instruction that the code uses: a binary built for another CPU.",
-    "SIGFPE": f"Native code divided an integer by zero. {_NATIVE}",
-    "SIGSYS": "It made a system call that the sandbox (seccomp) forbids.",
-    "SIGXCPU": "Its limit of CPU time is used up; see ulimit -t.",
-    "SIGXFSZ": "A file outgrew the limit of file sizes; see ulimit -f.",
-    "SIGUSR1": _UNHANDLED,
-    "SIGUSR2": _UNHANDLED,
-}
-_CODES = {
-    120: "Python could not flush stdout or stderr at its end.",
-    126: "The command was found but cannot be run: it is not executable, or no program.",
-    127: "The command was not found, or a library that it needs was not.",
-}
-_SHM_LOW = 64 << 20
-# Other codes are a script's own choice and other signals come from elsewhere: there, a known text
-# among the last lines (a connection that was refused once, say) need not be the cause.
-_TEXT_COUNTS = frozenset({1, 2, -signal.SIGABRT, -signal.SIGBUS})
+    @property
+    def text(self) -> str:
+        """Return the cause and its fix as they are printed."""
+        return f"{self.cause} {self.fix}".strip()
 
 
 def explain(
@@ -184,34 +212,56 @@ def explain(
 
     Args:
         end: how it ended.
-        text: what it printed of that.
+        text: its traceback without the frames; without one its last lines.
         oom_kill: whether the kernel's count of processes killed for memory has grown.
         local_world_size: how many workers the node has.
         shm_free: the free space of /dev/shm in bytes, if known.
     """
     number = -end.exitcode
     if end.timer:
-        return Explanation(
-            f"Its timer {end.timer} had expired (torch.distributed.elastic.timer), and so it was "
-            "ended: the section took longer than timer.expires(after=…) allows."
-        )
+        return _filled(CAUSES["E-TIMER"], timer=end.timer)
     if number == signal.SIGKILL and oom_kill:
-        return Explanation(f"Out of memory: the kernel killed it. {_OOM_FIX}")
-    found = _by_text(end, text, local_world_size) if end.exitcode in _TEXT_COUNTS else None
-    if found:
-        return found
+        return _filled(CAUSES["E-OOM-KILLED"], it="it")
+    if end.exitcode in _TEXT_COUNTS:
+        found = _by_text(end, text, local_world_size)
+        if found is not None:
+            return found
     if number > 0:
-        return Explanation(_by_signal(number, text, shm_free))
-    return Explanation(_by_code(end.exitcode, text, oom_kill, shm_free))
+        return _by_signal(number, text, shm_free)
+    return _by_code(end.exitcode, text, oom_kill, shm_free)
 
 
-def _by_text(end: Exit, text: str, local_world_size: int | None) -> Explanation | None:
-    for known in _TEXTS:
-        match = re.search(known.pattern, text, re.MULTILINE)
-        if match:
-            words = {"ordinal": _ordinal(end, local_world_size), **match.groupdict()}
-            return Explanation(known.text.format(**words), known.victim)
+def _by_text(end: Exit, text: str, size: int | None) -> Explanation | None:
+    """Return what the text is known for.
+
+    The last exception, with those that it was raised from, counts before one that was being handled
+    then; but for a victim's. Lines that are no exception's say little of other ranks: the script
+    may have tried again.
+    """
+    found = _match(end, text.rpartition(HANDLING)[2], size)
+    if HEADER not in text:
+        return None if found and found.victim and end.exitcode > 0 else found
+    if found is None or found.victim:
+        earlier = _match(end, text, size)
+        return found if earlier is None or (found and earlier.victim) else earlier
+    return found
+
+
+def _match(end: Exit, text: str, size: int | None) -> Explanation | None:
+    for cause in (cause for rows in TEXTS.values() for cause in rows):
+        found = re.search(cause.text, text, re.MULTILINE)
+        if found:
+            words = {name: value for name, value in found.groupdict().items() if value}
+            of = f": {words['path']}" if "path" in words else ""
+            return _filled(cause, **words, of=of, ordinal=_ordinal(end, size))
     return None
+
+
+def _filled(cause: Cause, **words: str) -> Explanation:
+    known = _PLACEHOLDERS | words
+    return Explanation(
+        cause.code, cause.cause.format(**known), cause.fix.format(**known), cause.victim
+    )
 
 
 def _ordinal(end: Exit, size: int | None) -> str:
@@ -223,40 +273,80 @@ def _ordinal(end: Exit, size: int | None) -> str:
     )
 
 
-def _by_signal(number: int, printed: str, shm_free: int | None) -> str:
+def _by_signal(number: int, printed: str, shm_free: int | None) -> Explanation:
     name = signal_name(number)
-    text = _SIGNALS.get(name, "")
+    if name not in _OF_END:
+        return Explanation()
+    found = _filled(_OF_END[name])
     if name == "SIGBUS" and shm_free is not None:
-        return f"{text} {_shm_state(shm_free)}"
+        if shm_free < _SHM_LOW:
+            full = CAUSES["E-SHM-FULL"]
+            state = f"{found.cause} /dev/shm has {shm_free >> 20} MiB left."
+            return Explanation(full.code, state, full.fix)
+        free = f" /dev/shm has {shm_free >> 20} MiB free now, after its end."
+        return replace(found, cause=found.cause + free)
     if name == "SIGABRT" and "ProcessGroupNCCL" in printed:
-        return (
+        watchdog = (
             "The NCCL watchdog ended it after a failed or timed-out collective; the rank that did "
             "not take part is the cause, see its log."
         )
-    if "Fatal Python error" in printed:
-        return text.replace(_NATIVE, "").rstrip()
-    return text
+        return Explanation("E-NCCL-TIMEOUT", watchdog, victim=True)
+    if "Fatal Python error" in printed and found.fix == _NATIVE:
+        return replace(found, fix="")
+    return found
 
 
-def _shm_state(free: int) -> str:
-    if free < _SHM_LOW:
-        return f"/dev/shm has {free >> 20} MiB left. {_SHM_FIX}"
-    return f"/dev/shm has {free >> 20} MiB free now, after its end."
-
-
-def _by_code(code: int, text: str, oom_kill: bool, shm_free: int | None) -> str:
-    if code in _CODES:
-        return _CODES[code]
+def _by_code(code: int, text: str, oom_kill: bool, shm_free: int | None) -> Explanation:
+    if code in _OF_END:
+        return _filled(_OF_END[code])
     try:
         name = signal.Signals(code - 128).name if code > 128 else ""
     except ValueError:
-        return ""
+        return Explanation()
     if not name:
-        return ""
+        return Explanation()
     if name == "SIGKILL" and oom_kill:
-        cause = f"Out of memory: the kernel killed a process of it. {_OOM_FIX}"
+        found = _filled(CAUSES["E-OOM-KILLED"], it="a process of it")
     else:
-        cause = _by_signal(code - 128, text, shm_free)
-    return (
-        f"{code} is 128 + {code - 128}: a process it had started ended by {name}. {cause}".rstrip()
-    )
+        found = _by_signal(code - 128, text, shm_free)
+    began = f"{code} is 128 + {code - 128}: a process it had started ended by {name}."
+    return replace(found, cause=f"{began} {found.cause}".strip())
+
+
+# ── the page ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def page() -> Iterator[str]:
+    """Yield the sections of docs/errors.md."""
+    for heading, causes in (*TEXTS.items(), ("Signals and exit codes", _ENDS), ("The job", _JOB)):
+        yield f"## {heading}\n"
+        yield from map(part, causes)
+
+
+def sentence(cause: Cause) -> str:
+    """Return what a cause says where nothing is known of the failure itself."""
+    return cause.cause.format(**_PLACEHOLDERS)
+
+
+def part(cause: Cause) -> str:
+    """Return what docs/errors.md says of a cause, as Markdown."""
+    words = [sentence(cause)]
+    words += [f"*What to do*: {cause.fix.format(**_PLACEHOLDERS)}"] if cause.fix else []
+    words += ["Another rank that ended or hung first is often behind it."] if cause.victim else []
+    folded = [
+        textwrap.fill(text, _WIDTH, break_long_words=False, break_on_hyphens=False)
+        for text in words
+    ]
+    return "\n\n".join([f"### {cause.code}", *folded, f"*Seen by*: {'; '.join(_seen(cause))}\n"])
+
+
+def _seen(cause: Cause) -> Iterator[str]:
+    if cause.text:
+        yield f"the text `` {cause.text} ``"
+    if cause.ends:
+        named = (end if isinstance(end, str) else f"exit code {end}" for end in cause.ends)
+        yield " or ".join(named)
+    if cause.seen:
+        yield cause.seen
+    if cause.command:
+        yield f"exit code {cause.command} of `elaunch run`"

@@ -12,6 +12,8 @@
       rank 0 (local_rank 0, pid 4710) exited with code 1, 35 ms later
     Stopped by elaunch: rank 2 (SIGTERM), rank 3 (SIGKILL)
 
+    Round 1 resumes from step 40; 3 steps lost (it was at step 43): /ckpt/step_40
+
     torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
     ============================================================
     train.py FAILED
@@ -58,10 +60,11 @@ from datetime import datetime
 
 from elaunch.agent.failure import errorfile, tracebacks
 from elaunch.agent.failure.ends import Failure, FailureReport, Hang, signal_name, summary
+from elaunch.agent.failure.explain import Explanation
 from elaunch.agent.hangs.stackdump import StackGroup
 from elaunch.agent.policy import events
 from elaunch.endings import Exit
-from elaunch.text import ranks
+from elaunch.text import count, ranks
 
 WIDTH = 100
 HEADING = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: "
@@ -97,7 +100,7 @@ def render_table(report: FailureReport) -> str:
 
 def render_cause(report: FailureReport) -> str:
     """Return the cause and the others without the table, for a round that is restarted."""
-    parts = ["\n".join(_cause(report)), "\n".join(_others(report))]
+    parts = ["\n".join(lines(report)) for lines in (_cause, _others, _next)]
     return tracebacks.printable("\n\n".join(part for part in parts if part)) + "\n"
 
 
@@ -127,11 +130,12 @@ def _cause(report: FailureReport) -> Iterator[str]:
     when = f" in round {report.round}"
     if report.seconds_into_round is not None:
         when = f", {report.seconds_into_round:.1f} s into round {report.round}"
+    yield from _wrap(report.culprit)
     if report.hang is not None:
         yield from _hang(report, report.hang, when.lstrip(", "))
         return
     yield f"{_identity(end)} on host {report.host} {end.how}{when}"
-    explanations = [first.explanation.text, _likelier(report)]
+    explanations = [_coded(first.explanation), *_likelier(report)]
     yield from (line for text in explanations for line in _wrap(text))
     if first.error and first.error.problem:
         yield from _wrap(f"{first.error.problem} ({first.error.path})")
@@ -171,15 +175,29 @@ def _evidence(failure: Failure) -> Iterator[str]:
     yield from (f"  {line}".rstrip() for line in failure.traceback)
 
 
-def _likelier(report: FailureReport) -> str:
-    """Return a hint at another rank if the first one's error is what a victim shows."""
-    if not report.first.explanation.victim:
-        return ""
-    other = next((f for f in report.victims if not f.explanation.victim), None)
-    if other is None:
-        return ""
-    said = f": {_first_line(other.message)}" if other.message else ""
-    return f"The likelier cause is rank {other.exit.rank}, which {other.exit.how}{said}"
+def _likelier(report: FailureReport) -> Iterator[str]:
+    """Yield a hint at another rank if the first one's error is what a victim shows."""
+    other = report.likelier
+    if other is not None:
+        said = f": {_first_line(other.message)}" if other.message else ""
+        yield f"The likelier cause is rank {other.exit.rank}, which {other.exit.how}{said}"
+        yield _coded(other.explanation)
+
+
+def _coded(known: Explanation) -> str:
+    """Return a cause and its fix with the command that says more of it."""
+    return f"{known.text} (elaunch explain {known.code})" if known.code else known.text
+
+
+def _next(report: FailureReport) -> Iterator[str]:
+    """Yield what the next round resumes from, and what that costs."""
+    if report.follows is None or report.follows.checkpoint is None:
+        return
+    resumed, lost = report.follows.checkpoint, report.steps_lost
+    cost = f"; {count(lost, 'step')} lost (it was at step {report.at_step})" if lost else ""
+    yield from _wrap(
+        f"Round {report.follows.round} resumes from step {resumed.step}{cost}: {resumed.path}"
+    )
 
 
 def _others(report: FailureReport) -> Iterator[str]:

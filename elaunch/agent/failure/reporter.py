@@ -4,7 +4,8 @@ What the dead workers left (last lines, error files) is kept before the next rou
 pump (:meth:`Reporter.see`); the report is made, shown and written after that round was started,
 since it can wait and the workers cannot (:meth:`Reporter.report_on`). Reports of rounds that were
 restarted are shown without torchrun's table. In a job of several nodes the cause is shown as soon
-as the plan says whose failure was the first.
+as the plan says whose failure was the first. What is written is completed when the next round
+begins, since then it is known what that resumes from.
 """
 
 from __future__ import annotations
@@ -14,10 +15,9 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from elaunch.agent.failure import ends, memory, report
@@ -26,12 +26,14 @@ from elaunch.agent.patience import bounded
 from elaunch.agent.policy import events, nodes
 from elaunch.agent.policy.actions import Finish, Meet, StartRound
 from elaunch.agent.policy.state import Phase, State
-from elaunch.agent.policy.turn import Turn
+from elaunch.agent.policy.turn import Round, Turn
 from elaunch.agent.status.record import StatusRecord, wall_time
 from elaunch.agent.workers.group import WorkerGroup
 from elaunch.config import Settings
 from elaunch.endings import Exit
 from elaunch.runs.directory import RunDir
+from elaunch.runs.record import ProgressRecord
+from elaunch.runs.statedir import replace_file
 
 if TYPE_CHECKING:
     from elaunch.agent.nodes.status import StatusPublisher
@@ -44,7 +46,7 @@ log = logging.getLogger("elaunch")
 class Reporter:
     """Collects what is known of a failing round; the agent's loop calls.
 
-    ``publisher`` has what other nodes' agents report.
+    ``publisher`` has what other nodes' agents report, ``progress`` how far the workers are.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Reporter:
         group: WorkerGroup,
         status_record: StatusRecord,
         publisher: StatusPublisher,
+        progress: Callable[[], ProgressRecord | None] = lambda: None,
     ) -> None:
         self._settings = settings
         self._run_dir = run_dir
@@ -63,6 +66,8 @@ class Reporter:
         self._group = group
         self._status_record = status_record
         self._publisher = publisher
+        self._progress = progress
+        self._at_step: int | None = None
         self._made: ends.FailureReport | None = None
         self._shown = False
         self._noticed: float | None = None
@@ -83,16 +88,13 @@ class Reporter:
 
     def report_on(self, turn: Turn) -> None:
         """Report why a round has failed, here or on another node, once that is known."""
-        state, publisher = turn.before, self._publisher
+        state = turn.before
         final = isinstance(turn.action, Finish)
         meets = state.limits.meets
         if isinstance(turn.action, Meet) and not meets:
             return  # the next round does not wait for the report of this one
         if isinstance(turn.action, StartRound | Finish | Meet):
-            if state.reportable and self._made is None:
-                self._made = self._make(state)
-                self._status_record.note_failure(self._made.to_dict())
-                publisher.keep(self._made)
+            self._report(state, turn.begun)
             shown_before = self._shown
             self._show(state, final)
             if final:
@@ -101,6 +103,19 @@ class Reporter:
                 self._made, self._shown = None, False
         elif meets and turn.after.phase is Phase.MEETING:
             self._show(turn.after, final)
+
+    def _report(self, state: State, begun: Round | None) -> None:
+        """Make and write the report, or complete it by the round that follows."""
+        made = self._made
+        if made is None and state.reportable:
+            made = self._make(state)
+            self._publisher.keep(made)
+        if made is None or (made is self._made and begun is None):
+            return
+        self._made = made = replace(made, follows=begun)
+        contents = {"json": json.dumps(made.to_dict(), indent=1), "txt": report.render(made)}
+        self._write_files(made.round, contents)
+        self._status_record.note_failure(made.to_dict())
 
     def _show(self, state: State, final: bool) -> None:
         """Print what ended the round, as soon as the plan says what did."""
@@ -142,9 +157,10 @@ class Reporter:
             first = () if state.first is None else (state.first,)
             everyone = (*first, *state.later, *state.stopped)
             self._kept = tuple(self._left(end, end in state.stopped) for end in everyone)
+            self._at_step = _furthest(self._progress())
 
     def _make(self, state: State) -> ends.FailureReport:
-        """Make and write the report of the failed round that ``state`` describes."""
+        """Make the report of the failed round that ``state`` describes."""
         if not self._kept:
             self._keep(state)
         circumstances = ends.Circumstances(
@@ -153,6 +169,7 @@ class Reporter:
             noticed_monotonic=self._noticed,
             shm_free=self._shm_free,
             hang=_hang(state),
+            at_step=self._at_step,
         )
         settings = self._settings
         host = socket.gethostname()
@@ -165,8 +182,6 @@ class Reporter:
         made = bounded(partial(build, self._kept), None, "cannot read the workers' error files")
         made = made or build(tuple(replace(each, error_file=None) for each in self._kept))
         self._kept = ()
-        contents = {"json": json.dumps(made.to_dict(), indent=1), "txt": report.render(made)}
-        self._write_files(state.round, contents)
         return made
 
     def _show_stacks(self, taken: events.StacksTaken) -> None:
@@ -178,7 +193,9 @@ class Reporter:
     def _write_files(self, round_number: int, contents: Mapping[str, str]) -> None:
         for suffix, content in contents.items():
             path = self._run_dir.report(round_number, suffix)
-            bounded(partial(_write_private, path, content), None, f"cannot write {path}")
+            raw = content.encode("utf-8", "surrogateescape")
+            bounded(partial(replace_file, path, raw), None, f"cannot write {path}")
+        bounded(self._run_dir.drop_reports, None, "cannot remove old failure reports")
 
     def _left(self, end: Exit, stopped: bool) -> ends.Failure:
         stdout, stderr = self._pump.paths(end.local_rank)
@@ -194,9 +211,10 @@ class Reporter:
         )
 
 
-def _write_private(path: Path, content: str) -> None:
-    path.write_text(content, encoding="utf-8", errors="surrogateescape")
-    os.chmod(path, 0o600)
+def _furthest(progress: ProgressRecord | None) -> int | None:
+    """Return the highest step that a worker has shown."""
+    workers = progress["workers"] if progress else ()
+    return max((each["step"] for each in workers if each["step"] is not None), default=None)
 
 
 def _first(state: State) -> int:

@@ -1,6 +1,4 @@
 """What a dead worker's last lines say: the traceback in them, its message, made fit to print.
-from elaunch.text import block
-
 
 A block of text is looked for in this order, depending on how the worker ended:
 
@@ -42,16 +40,19 @@ CRASHES = frozenset(
     )
 )
 
-_HEADER = re.compile(r"(?:  \+ Exception Group )?Traceback \(most recent call last\):")
+HEADER = "Traceback (most recent call last):"
+HANDLING = "During handling of the above exception, another exception occurred:"
+_HEADER = re.compile(r"(?:  \+ Exception Group )?" + re.escape(HEADER))
 _CRASH = re.compile(r"Fatal Python error: |terminate called ")
 _RANK = re.compile(r"\[rank\d+\]: ?")
 _LOG_LINE = re.compile(r"\[(?:rank\d+\]:\[)?[WIEF]\d{0,4} |[WIEF]\d{4} \d\d:\d\d:\d\d")
 _CHAINED = (
     "The above exception was the direct cause of the following exception:",
-    "During handling of the above exception, another exception occurred:",
+    HANDLING,
 )
 _ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\^_])")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
+_FRAME = re.compile(r'  File "|    |  \|   ')
 _EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(?:: .*)?$")
 
 
@@ -97,6 +98,13 @@ def message_of(block: Sequence[str]) -> str:
         elif in_frames and _EXCEPTION.match(line):
             found, in_frames = line, False
     return found
+
+
+def without_frames(block: Sequence[str]) -> Sequence[str]:
+    """Return a traceback without its frames: a line of source may say anything."""
+    if not any(HEADER in line for line in block):
+        return block
+    return [line for line in block if not _FRAME.match(line)]
 
 
 def cap(lines: Sequence[str], source: str) -> tuple[str, ...]:

@@ -134,8 +134,8 @@ class StatusRecord:
         self.write()
 
     def note_job_failure(self, failure: WorkerFailure) -> None:
-        """Put the first failure of the job, on another node, into the record."""
-        self._record["job_failure"] = asdict(failure)
+        """Put the first failure of the job, on another node, into the record, with its round."""
+        self._record["job_failure"] = asdict(failure) | {"round": self._record["round"]}
         self.write()
 
     def note_exit_code(self, exit_code: int, reason: str) -> None:

@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 
 from elaunch.agent.failure.ends import Circumstances, Failure, build, summary
+from elaunch.agent.failure.report import render_cause
+from elaunch.agent.policy import events
+from elaunch.agent.policy.turn import Round
 from elaunch.endings import exit_code
-from tests.agent.histories import left
+from tests.agent.histories import checkpoint, left
 
 TRACEBACK = ("Traceback (most recent call last):", '  File "t.py", line 1, in f', "ValueError: b")
 
@@ -129,6 +132,12 @@ def test_to_dict(tmp_path: Path) -> None:
         "noticed_monotonic": 4.5,
         "explanation": None,
         "likely_victim": False,
+        "likelier": None,
+        "code": None,
+        "culprit": None,
+        "at_step": None,
+        "steps_lost": None,
+        "follows": None,
         "hang": None,
     }
     traceback = worker.pop("traceback").split("\n")
@@ -152,7 +161,36 @@ def test_to_dict(tmp_path: Path) -> None:
         "stdout_path": "/logs/1/stdout.log",
         "stderr_path": "/logs/1/stderr.log",
         "explanation": None,
+        "code": None,
     }
     assert [(w["rank"], w["signal"], w["ms_after_first"]) for w in victims] == [(0, "SIGKILL", 500)]
     assert "killed from outside" in victims[0]["explanation"]
     assert [(w["rank"], w["signal"], w["explanation"]) for w in stopped] == [(2, "SIGTERM", None)]
+
+
+def test_what_follows_and_what_it_costs() -> None:
+    """The checkpoint of the next round, and the steps behind it; nothing where it is not known."""
+    made = build("t.py", "h", 3, [end(1, 1)], 1, Circumstances(at_step=43, culprit="it was rank 1"))
+    assert (made.steps_lost, made.to_dict()["follows"]) == (None, None)
+    made = replace(made, follows=Round(4, 2, checkpoint=checkpoint(40, "/ck/40.pt")))
+    found = made.to_dict()
+    assert (found["at_step"], found["steps_lost"], found["culprit"]) == (43, 3, "it was rank 1")
+    assert found["follows"] == {"round": 4, "resumed_step": 40, "checkpoint": "/ck/40.pt"}
+    assert render_cause(made).startswith("it was rank 1\nrank 1 (local_rank 1, pid 4001) on host h")
+    assert render_cause(made).endswith(
+        "\nRound 4 resumes from step 40; 3 steps lost (it was at step 43): /ck/40.pt\n"
+    )
+    assert replace(made, at_step=39).steps_lost is None
+    assert replace(made, follows=Round(4, 2)).steps_lost is None
+
+
+def test_tracebacks_of_many_are_bounded() -> None:
+    """The first worker's stays, however many others there are."""
+    tail = tuple("x" * 2000 for _ in range(20))
+    exits = [
+        replace(end(n, 3), exit=events.Exit(0, n, n, n, 3, 0.0), tail=tail) for n in range(100)
+    ]
+    made = build("t.py", "h", 0, exits, 0)
+    assert made.first.traceback and made.victims[0].traceback
+    assert not made.victims[-1].traceback
+    assert len(json.dumps(made.to_dict())) < 2 << 20

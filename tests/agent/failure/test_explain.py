@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 
+from elaunch import errors
 from elaunch.agent.failure import explain as causes
-from elaunch.agent.failure.explain import Explanation
+from elaunch.agent.failure.causes import TEXTS
+from elaunch.agent.failure.explain import CAUSES, OF_COMMAND, Explanation
+from elaunch.agent.failure.tracebacks import HANDLING, HEADER
 from tests.agent.histories import changed, left
 
 GIB = 1 << 30
@@ -21,56 +24,170 @@ def explain(exitcode: int, text: str = "", **known: Any) -> Explanation:
     return causes.explain(changed(left(0, exitcode), **facts).exit, text, **known)
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", "GPU's memory"),
-        ("RuntimeError: [enforce] DefaultCPUAllocator: can't allocate memory", "refused more"),
-        ("MemoryError", "refused more memory"),
-        ("RuntimeError: CUDA error: invalid device ordinal", "LOCAL_RANK"),
-        ("OSError: [Errno 28] No space left on device: '/ckpt/step_10.pt'", "df -h"),
-        ("RuntimeError: unable to write to file </torch_123_4>", "/dev/shm"),
-        ("RuntimeError: DataLoader worker (pid 7) is killed by signal: Bus error.", "/dev/shm"),
-        ("RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed.", "memory limit"),
-        ("OSError: [Errno 122] Disk quota exceeded", "quota"),
-        ("OSError: [Errno 24] Too many open files", "ulimit -n"),
-        ("DistNetworkError: listen failed. EADDRINUSE, address already in use", "port"),
-        ("OSError: [Errno 98] Address already in use", "port"),
-        ("OSError: [Errno 97] Address family not supported by protocol", "--master-addr"),
-        ("ModuleNotFoundError: No module named 'einops'", "'einops' is not installed"),
-        ("train.py: error: unrecognized arguments: --local-rank=0", "LOCAL_RANK"),
-        ("train.py: error: unrecognized arguments: --epoch 3", "refused its own arguments"),
-        ("terminate called without an active exception", "a thread of gloo"),
-        ("CUDA error: device-side assert triggered", "CUDA_LAUNCH_BLOCKING"),
-        ("RuntimeError: CUDA error: an illegal memory access", "CUDA_LAUNCH_BLOCKING"),
-        ("CUDA error: uncorrectable ECC error encountered", "take the node out"),
-        ("RuntimeError: No CUDA GPUs are available", "CUDA_VISIBLE_DEVICES"),
-        ("torch.distributed.DistBackendError: NCCL error in: x.cpp, ncclSystemError", "NCCL_DEBUG"),
-        ("ValueError: Default process group has not been initialized", "init_process_group"),
+# Messages as torch, CUDA, NCCL, the kernel and Python write them. Those that a machine without GPUs
+# can bring about are brought about in tests/integration/test_causes.py.
+MESSAGES = {
+    "E-CUDA-OOM": ["torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"],
+    "E-HOST-MEMORY": [
+        "RuntimeError: [enforce] DefaultCPUAllocator: can't allocate memory",
+        "MemoryError",
+        "numpy._core._exceptions._ArrayMemoryError: Unable to allocate 8 TiB",
     ],
-)
-def test_texts(text: str, expected: str) -> None:
-    """After exit code 1 what was printed tells the cause."""
-    found = explain(1, text=f"Traceback …\n{text}")
-    assert expected in found.text
-    assert not found.victim
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
+    "E-SHM-FULL": [
+        "RuntimeError: unable to write to file </torch_123_4>",
+        "RuntimeError: DataLoader worker (pid 7) is killed by signal: Bus error.",
+        "NCCL WARN Error while creating shared memory segment /dev/shm/nccl-X (size 9637888)",
+    ],
+    "E-DATALOADER-KILLED": ["RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed."],
+    "E-DATALOADER-DIED": [
+        "RuntimeError: DataLoader worker (pid 7) is killed by signal: Segmentation fault.",
+        "RuntimeError: DataLoader worker (pid(s) 7, 8) exited unexpectedly",
+    ],
+    "E-DATALOADER-TIMEOUT": ["RuntimeError: DataLoader timed out after 5 seconds"],
+    "E-CHECKPOINT-TORN": [
+        "RuntimeError: PytorchStreamReader failed reading zip archive: failed finding central",
+        "_pickle.UnpicklingError: pickle data was truncated",
+        "EOFError: Ran out of input",
+        "safetensors_rust.SafetensorError: Error while deserializing header: HeaderTooLarge",
+        "elaunch.errors.DamageError: step-00000040.r0: rank-0.bin has other bytes than its "
+        "manifest",
+    ],
+    "E-WEIGHTS-ONLY": ["_pickle.UnpicklingError: Weights only load failed. This file can still be"],
+    "E-CHECKPOINT-KEYS": ["RuntimeError: Error(s) in loading state_dict for Linear:"],
+    "E-DISK-FULL": ["OSError: [Errno 28] No space left on device: '/ckpt/step_10.pt'"],
+    "E-QUOTA": ["OSError: [Errno 122] Disk quota exceeded"],
+    "E-OPEN-FILES": ["OSError: [Errno 24] Too many open files"],
+    "E-FILE-LIMIT": ["OSError: [Errno 27] File too large"],
+    "E-READ-ONLY": ["OSError: [Errno 30] Read-only file system: '/data/x'"],
+    "E-IO": ["OSError: [Errno 116] Stale file handle", "OSError: [Errno 5] Input/output error"],
+    "E-PERMISSION": ["PermissionError: [Errno 13] Permission denied: '/data/x'"],
+    "E-FILE-MISSING": ["FileNotFoundError: [Errno 2] No such file or directory: '/data/x'"],
+    "E-IMPORT": ["ModuleNotFoundError: No module named 'einops'"],
+    "E-IMPORT-BROKEN": ["ImportError: libcudart.so.12: cannot open shared object file"],
+    "E-SYNTAX": ["SyntaxError: invalid syntax"],
+    "E-LOCAL-RANK": ["train.py: error: unrecognized arguments: --local-rank=0"],
+    "E-ARGUMENTS": ["train.py: error: unrecognized arguments: --epoch 3"],
+    "E-MAIN-GUARD": ["An attempt has been made to start a new process before the"],
+    "E-PICKLE": ["AttributeError: Can't get local object 'main.<locals>.Data'"],
+    "E-PROCESS-LIMIT": ["RuntimeError: can't start new thread"],
+    "E-THREAD-AT-EXIT": ["terminate called without an active exception"],
+    "E-PORT-IN-USE": [
+        "DistNetworkError: listen failed. EADDRINUSE, address already in use",
+        "OSError: [Errno 98] Address already in use",
+    ],
+    "E-ADDRESS-FAMILY": ["OSError: [Errno 97] Address family not supported by protocol"],
+    "E-DOWNLOAD": [
+        "requests.exceptions.ConnectionError: HTTPSConnectionPool(host='huggingface.co', "
+        "port=443): Max retries exceeded with url: /x (Caused by NewConnectionError: Connection "
+        "refused)"
+    ],
+    "E-HOST-NAME": ["socket.gaierror: [Errno -2] Name or service not known"],
+    "E-NETWORK-INTERFACE": [
+        "RuntimeError: [enforce fail at device.cc] Unable to find address for: x"
+    ],
+    "E-COLLECTIVE-MISMATCH": [
+        "[enforce fail at pair.cc:490] op.preamble.length <= op.nbytes. 8 vs 4"
+    ],
+    "E-DDP-UNUSED": ["RuntimeError: Expected to have finished reduction in the prior iteration"],
+    "E-DDP-MODEL": [
+        "RuntimeError: DDP expects same model across all ranks, but Rank 0 has 4 params"
+    ],
+    "E-NO-PROCESS-GROUP": ["ValueError: Default process group has not been initialized"],
+    "E-PROCESS-GROUP-TWICE": ["ValueError: trying to initialize the default process group twice!"],
+    "E-NCCL-TIMEOUT": ["[rank0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3)"],
+    "E-COLLECTIVE-TIMEOUT": ["RuntimeError: Timed out waiting 1800000ms for recv operation"],
+    "E-RANKS-MISSING": [
+        "torch.distributed.DistStoreError: wait timeout after 1000ms, keys: "
+        "/default_pg/0//cpu//0/1",
+        "DistStoreError: Timed out after 301 seconds waiting for clients. 1/2 clients joined.",
+    ],
+    "E-STORE-CONNECT": [
+        "torch.distributed.DistNetworkError: The client socket has failed to connect"
+    ],
+    "E-GLOO-CONNECT": ["RuntimeError: Gloo connectFullMesh failed with … Connection refused"],
+    "E-CONNECTION": [
+        "ConnectionRefusedError: [Errno 111] Connection refused",
+        "BrokenPipeError: [Errno 32] Broken pipe",
+    ],
+    "E-PEER-LOST": [
         "RuntimeError: [gloo/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:3",
         "RuntimeError: Connection reset by peer",
-        "torch.distributed.DistNetworkError: The client socket has failed to connect",
-        "RuntimeError: Gloo connectFullMesh failed with … Connection refused",
-        "BrokenPipeError: [Errno 32] Broken pipe",
         "DistBackendError: NCCL error: ncclRemoteError: remote process exited",
-        "RuntimeError: Timed out waiting 1800000ms for recv operation to complete",
+    ],
+    "E-DEVICE-ORDINAL": ["RuntimeError: CUDA error: invalid device ordinal"],
+    "E-CUDA-FORK": ["RuntimeError: Cannot re-initialize CUDA in forked subprocess."],
+    "E-GPU-FAILED": ["CUDA error: uncorrectable ECC error encountered"],
+    "E-DEVICE-ASSERT": ["CUDA error: device-side assert triggered"],
+    "E-GPU-KIND": ["CUDA error: no kernel image is available for execution on the device"],
+    "E-CPU-BUILD": ["AssertionError: Torch not compiled with CUDA enabled"],
+    "E-NO-GPU": ["RuntimeError: No CUDA GPUs are available"],
+    "E-SHARED-GPU": ["Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 101c0"],
+    "E-NCCL": ["torch.distributed.DistBackendError: NCCL error in: x.cpp, ncclSystemError"],
+    "E-CUDA": ["RuntimeError: CUDA error: an illegal memory access"],
+}
+
+
+@pytest.mark.parametrize("code", [cause.code for rows in TEXTS.values() for cause in rows])
+def test_texts(code: str) -> None:
+    """After exit code 1 the exception tells the cause, and whether it is a victim's."""
+    for text in MESSAGES[code]:
+        found = explain(1, text=f"{HEADER}\n{text}")
+        assert (found.code, found.victim) == (code, CAUSES[code].victim), text
+        assert found.cause and "{" not in found.text
+
+
+def test_what_a_text_names_is_in_the_sentence() -> None:
+    """The module, the file; a hostile name is text."""
+    missing = "FileNotFoundError: [Errno 2] No such file or directory: '/data/{x}'"
+    assert ": /data/{x}." in explain(1, text=missing).cause
+    assert "'einops' is not installed" in explain(1, text=MESSAGES["E-IMPORT"][0]).cause
+    assert "is not there." in explain(1, text="FileNotFoundError: train.bin").cause
+
+
+def test_a_victims_text_counts_in_an_exception_only() -> None:
+    """A connection that was refused once, in a log line, was perhaps tried again."""
+    line = MESSAGES["E-PEER-LOST"][0]
+    assert explain(1, text=f"{HEADER}\n{line}").victim
+    assert explain(1, text=f"{line}\nstep 3") == Explanation()
+    assert explain(-6, text=f"terminate called …\n  what(): {line}").victim
+
+
+@pytest.mark.parametrize(
+    ("first", "between", "last", "code"),
+    [
+        (
+            "ModuleNotFoundError: No module named 'apex'",
+            HANDLING,
+            "FileNotFoundError: x",
+            "E-FILE-MISSING",
+        ),
+        (
+            "FileNotFoundError: x",
+            HANDLING,
+            "RuntimeError: Connection reset by peer",
+            "E-FILE-MISSING",
+        ),
+        ("FileNotFoundError: x", HANDLING, "RuntimeError: no data", "E-FILE-MISSING"),
+        (
+            "RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed.",
+            "The above exception was the direct cause of the following exception:",
+            "RuntimeError: DataLoader worker (pid(s) 7) exited unexpectedly",
+            "E-DATALOADER-KILLED",
+        ),
     ],
 )
-def test_victims(text: str) -> None:
-    """These errors come from the end of somebody else."""
-    assert explain(1, text=text).victim
+def test_chained_exceptions(first: str, between: str, last: str, code: str) -> None:
+    """The last counts before one that was being handled, a cause before its consequence."""
+    text = f"{HEADER}\n{first}\n\n{between}\n\n{HEADER}\n{last}"
+    assert explain(1, text=text).code == code
+
+
+def test_every_error_of_elaunch_has_a_row() -> None:
+    """By the exit code that the command ends with."""
+    kinds = [errors.ElaunchError, *errors.ElaunchError.__subclasses__()]
+    assert {kind.exit_code for kind in kinds} <= OF_COMMAND.keys()
+    assert len(CAUSES) >= 25
+    assert all(re.fullmatch(r"E(-[A-Z]+)+", code) for code in CAUSES)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from elaunch.agent.policy import events
 from elaunch.agent.policy.actions import StartRound
 from elaunch.agent.policy.state import Limits
 from elaunch.agent.policy.turn import Turn
+from elaunch.runs.directory import RunDir
 from tests.agent.histories import READY, Played, exited, gone, started
 from tests.agent.policy.test_nodes import ENDING, RUNS, SECOND, seen
 
@@ -33,7 +34,7 @@ class Rig:
             paths=lambda _: (None, None), tail=lambda *_: list(self.tail), say=self.said.append
         )
         group = SimpleNamespace(error_file=lambda *_: None)
-        run_dir = SimpleNamespace(report=lambda number, kind: root / f"failure-{number}.{kind}")
+        run_dir = RunDir(root)
         record = SimpleNamespace(note_failure=self.noted.append)
         settings = SimpleNamespace(entrypoint="t.py")
         publisher = SimpleNamespace(failed_elsewhere=lambda _: None, keep=lambda _: None)

@@ -1,0 +1,73 @@
+"""``elaunch why`` and ``elaunch explain``: why a run failed, and what a code means.
+
+docs/failure-report.md and docs/errors.md.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+
+import click
+
+from elaunch.errors import RunDirError, UsageError
+
+
+@click.command("why")
+@click.argument("run", required=False, metavar="[RUN]")
+@click.option("--round", "number", type=click.IntRange(min=0), metavar="N", help="Of this round.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON (docs/failure-report.md).")
+def why(run: str | None, number: int | None, as_json: bool) -> None:
+    """Show why RUN has failed: its newest failed round, who caused it, and what to do.
+
+    RUN is a run id of this machine, the beginning of one, or a run directory; without it the newest
+    run. It is the same while the job runs, after it ended, and after its agent was killed.
+    """
+    from elaunch.monitor import card
+    from elaunch.runs import directory
+
+    if run is None:
+        runs = directory.list_runs(os.environ)
+        if not runs:
+            raise UsageError("no run is recorded here yet; name a run directory")
+        found = runs[0]
+    else:
+        found = directory.find(run, os.environ)
+    try:
+        read = card.read(found, number)
+    except OSError as error:
+        raise RunDirError(f"cannot read {found.path}: {error.strerror}") from None
+    except LookupError as error:
+        there = f"those that have: {error}" if str(error) else "no round has failed"
+        raise UsageError(f"--round {number}: there is no failure report; {there}") from None
+    if not as_json:
+        click.echo("\n".join(card.lines(read)))
+        return
+    try:
+        click.echo(json.dumps(read.to_dict(), indent=2))
+    except RecursionError:
+        raise RunDirError(f"a failure report in {found.path} is nested too deeply") from None
+
+
+@click.command("explain")
+@click.argument("code", required=False, metavar="[CODE]")
+def explain(code: str | None) -> None:
+    """Say what a code such as E-SHM-FULL means, and what to do; without CODE list all.
+
+    The codes are those of failure reports; docs/errors.md has them on one page.
+    """
+    from elaunch.agent.failure import explain as catalogue
+
+    if code is None:
+        width = max(map(len, catalogue.CAUSES))
+        for name, cause in catalogue.CAUSES.items():
+            click.echo(f"{name:<{width}}  {catalogue.sentence(cause)}")
+        return
+    name = code.upper()
+    found = catalogue.CAUSES.get(name) or catalogue.CAUSES.get(f"E-{name}")
+    if found is None:
+        near = difflib.get_close_matches(name[:80], catalogue.CAUSES, n=3, cutoff=0.4)
+        hint = f"the nearest: {', '.join(near)}" if near else "`elaunch explain` lists all"
+        raise UsageError(f"no code {code!r}; {hint}")
+    click.echo(catalogue.part(found), nl=False)

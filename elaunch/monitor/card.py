@@ -1,0 +1,151 @@
+"""Why a run's rounds have failed: what its agent has written of each, read again.
+
+The reports are in the run directory (elaunch.agent.failure.reporter), so ``elaunch why`` shows the
+same while the job runs, after it ended, and after its agent was killed. A file that is torn, or not
+what it should be, is named with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+from elaunch.agent.failure import explain, report
+from elaunch.checkpoint.storage import files
+from elaunch.errors import CheckpointError
+from elaunch.monitor.standing import Standing, read_standing
+from elaunch.runs.directory import RunDir, run_id_of
+from elaunch.text import block, moment, one_line
+
+SCHEMA: Final = 1
+MAX_BYTES: Final = 16 << 20
+SHOWN_ROUNDS: Final = 10
+
+
+@dataclass(frozen=True)
+class Card:
+    """The report of one failed round: for programs, for people; ``problem``: why one is missing."""
+
+    round: int
+    document: dict[str, Any] | None = None
+    text: str = ""
+    problem: str = ""
+
+    @property
+    def line(self) -> str:
+        """The round with its cause in one line."""
+        found = self.document or {}
+        code = f" ({found['code']})" if found.get("code") else ""
+        return one_line(f"round {self.round}: {found.get('summary') or self.problem}{code}"[:500])
+
+
+@dataclass(frozen=True)
+class RunCards:
+    """How a run stands, the card that is asked for, and those of other rounds, newest first."""
+
+    standing: Standing
+    name: str
+    card: Card | None
+    others: tuple[Card, ...]
+
+    @property
+    def elsewhere(self) -> dict[str, Any] | None:
+        """The first failure of the job, if it was on another node and no later one is known."""
+        found = self.standing.record.get("job_failure") if self.standing.record else None
+        number = found.get("round") if found else None
+        late = self.card and isinstance(number, int) and self.card.round > number
+        return None if late else found
+
+    @property
+    def code(self) -> str:
+        """The code of the cause in the catalogue; empty where none is known."""
+        if self.card is not None and self.card.document is not None:
+            return str(self.card.document.get("code") or "")
+        record = self.standing.record
+        ended = record["exit_code"] if record and self.elsewhere is None else None
+        known = explain.OF_COMMAND.get(ended or 0)
+        return known.code if known and self.card is None else ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as JSON-able data (docs/failure-report.md)."""
+        standing, card = self.standing, self.card
+        return {
+            "schema": SCHEMA,
+            "run_id": self.name,
+            "dir": str(standing.run.path),
+            "state": standing.state,
+            "reason": standing.reason,
+            "exit_code": standing.record["exit_code"] if standing.record else None,
+            "code": self.code or None,
+            "read_at": standing.taken_at,
+            "round": card.round if card else None,
+            "card": card.document if card else None,
+            "problem": card.problem or None if card else None,
+            "job_failure": self.elsewhere,
+            "others": [{"round": each.round, "line": each.line} for each in self.others],
+        }
+
+
+def read(run: RunDir, number: int | None = None) -> RunCards:
+    """Read why the run's newest failed round has failed, or its round ``number``.
+
+    Raises OSError where the directory cannot be read, LookupError where that round has no report.
+    """
+    standing = read_standing(run)
+    rounds = run.reports()
+    if number is not None and number not in rounds:
+        raise LookupError(", ".join(map(str, rounds)))
+    chosen = number if number is not None else next(iter(rounds), None)
+    card = None if chosen is None else read_card(run, chosen)
+    rest = [each for each in rounds if each != chosen][:SHOWN_ROUNDS]
+    return RunCards(standing, run_id_of(run), card, tuple(read_card(run, each) for each in rest))
+
+
+def read_card(run: RunDir, number: int) -> Card:
+    """Read one round's report; whatever is in its files, this raises nothing."""
+    problems, document, text = [], None, ""
+    path = run.report(number, "json")
+    try:
+        document = files.parse_json(files.read_limited(path, MAX_BYTES), path.name)
+    except (CheckpointError, OSError) as error:
+        problems.append(_problem(error, path.name))
+    path = run.report(number, "txt")
+    try:
+        text = files.read_limited(path, MAX_BYTES).decode(errors="replace")
+    except (CheckpointError, OSError) as error:
+        problems.append(_problem(error, path.name))
+    # The table is for those who parse the log; what is above it says the same and more.
+    before, table, _ = text.rpartition(f"\n{report.HEADING}")
+    return Card(number, document, block((before if table else text).rstrip()), "; ".join(problems))
+
+
+def _problem(error: Exception, name: str) -> str:
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return reason if name in reason else f"{name}: {reason}"
+
+
+def lines(found: RunCards) -> Iterator[str]:
+    """Yield what people read: how the run stands, the card, the other failed rounds."""
+    standing, card = found.standing, found.card
+    why = f": {standing.reason}" if standing.reason else ""
+    yield one_line(f"{found.name}: {standing.state}{why}")
+    yield f"(read at {moment(standing.taken_at, standing.taken_at)} from {standing.run.path})"
+    yield ""
+    if found.elsewhere is not None:
+        yield "The first failure of the job was on another node:"
+        yield block(
+            str(found.elsewhere.get("text") or found.elsewhere.get("summary") or "")
+        ).rstrip()
+        yield ""
+    if card is None:
+        known = explain.CAUSES.get(found.code)
+        yield "No round has failed on this node." if known is None else explain.part(known).rstrip()
+        return
+    yield card.text or f"The report of round {card.round} cannot be shown."
+    if card.problem:
+        yield one_line(f"({card.problem})")
+    if found.others:
+        yield ""
+        yield "Other failed rounds (--round N):"
+        yield from (f"  {each.line}" for each in found.others)
