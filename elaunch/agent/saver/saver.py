@@ -101,7 +101,7 @@ class AgentSaver:
                 settled = service.settle(number, until, holds)
             self._plan.post(settled)
             if any(one.writing for one in settled.held):
-                service.await_written(settled.held)
+                service.keeping.await_rest([one.uuid for one in settled.held])
                 self._plan.post(events.SavesSettled(number, held=service.held()))
 
         threading.Thread(target=settle, name="settle checkpoints", daemon=True).start()

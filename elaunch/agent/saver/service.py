@@ -27,7 +27,6 @@ from elaunch.agent.saver.replicas import Replicas
 from elaunch.agent.saver.round import SaverPlan
 from elaunch.agent.saver.shards import REPLICA, Shards
 from elaunch.agent.saver.surroundings import RoundSurroundings
-from elaunch.checkpoint import layout
 from elaunch.checkpoint.records import Stage
 from elaunch.checkpoint.storage.storage import open_storage
 from elaunch.checkpoint.writing.queue import SaveQueue, Settled
@@ -47,8 +46,6 @@ PUSH_S = 300.0
 DRAIN_S = 5.0
 """Seconds at the end of a round for the connections of the workers, which have ended, to end."""
 
-STILL_S: Final = 60.0
-"""Seconds between two looks whether a save still is being written; its end is noticed at once."""
 SEALS_S = 5.0
 """Seconds at the end of a round for other nodes' manifests, where each has its own directory."""
 
@@ -68,20 +65,17 @@ class SaverService:
         self._connections: dict[int, SaverConnection] = {}
         self._reading: dict[tuple[str, int], Segment] = {}
         self._pushing: set[str] = set()
-        self._round: Round | None = None
-        self.world = RoundSurroundings(plan, self._storage, self._released)
-        self.keeping = SaveQueue(self._storage, self.world)
         self.parts = Shards(plan, self._memory, lived)
+        self.world = RoundSurroundings(plan, self._storage, self._released, self.parts.has_all)
+        self.keeping = SaveQueue(self._storage, self.world)
         self._copies = Replicas(self._storage, self.keeping, self._memory)
         self.world.on_commit = self._copies.committed
-        self.world.has_all = self.parts.has_all
 
     # ── rounds ───────────────────────────────────────────────────────────────────────────────────
 
     def begin(self, round_: Round) -> None:
         """Serve the workers of this round, and go on with the save that it resumes from."""
         with self._changed:
-            self._round = round_
             self.world.begin(round_)
             old, self._connections = list(self._connections.values()), {}
         for connection in old:
@@ -125,8 +119,7 @@ class SaverService:
             replicas = threading.Thread(target=self._write_replicas, name="replicas", daemon=True)
             replicas.start()
             replicas.join(max(0.0, until - time.monotonic()))
-        going_on = {one.uuid for one in held}
-        settled = self.keeping.settle(until, holds=lambda save: save.stage.uuid in going_on)
+        settled = self.keeping.settle(until, going_on={one.uuid for one in held})
         if self._plan.settings.checkpoint_local:
             # Nobody can finish it later: each directory lacks what the other nodes have.
             more = self.keeping.settle(min(until, time.monotonic() + SEALS_S), patient=True)
@@ -141,7 +134,7 @@ class SaverService:
 
         They are of the round that was, or what it has resumed from itself.
         """
-        round_, saves, place = self._round, dict[Stage, list[Handed]](), self._storage.place
+        round_, saves, place = self.world.round, dict[Stage, list[Handed]](), self._storage.place
         if not self._plan.loads_by_call(place):
             return ()
         for handed in self.parts.handed():
@@ -157,16 +150,10 @@ class SaverService:
                 uuid=stage.uuid,
                 world_size=shards[0].part.world_size,
                 ranks=tuple(sorted({handed.part.rank for handed in shards})),
-                writing=self.keeping.is_busy([stage.name]),
+                writing=self.keeping.is_busy([stage.uuid]),
             )
             for stage, shards in saves.items()
         )
-
-    def await_written(self, held: Collection[HeldShards]) -> None:
-        """Wait until no shard of these saves is being written here."""
-        names = [layout.stage_name(one.step, one.round, one.uuid) for one in held]
-        while self.keeping.is_busy(names, STILL_S):
-            pass
 
     def close(self, until: float) -> None:
         """End; a save that only lacks shards of other nodes may get them until then."""
@@ -227,7 +214,7 @@ class SaverService:
         before = self._memory.find(name)
         if connection.begun:  # so have all ranks: no older shard is needed any more
             self.parts.forget(name)
-            self.parts.forget_others(_worker_names(self._round))
+            self.parts.forget_others(_worker_names(self.world.round))
         elif before is not None and self._is_held(name):
             if before.size >= size:
                 return before  # it is not written to before a save has begun
@@ -272,7 +259,7 @@ class SaverService:
         return write
 
     def _check_round(self, connection: SaverConnection) -> None:
-        now = self._round
+        now = self.world.round
         if now is None or connection.round != now.round:
             raise SaveError(
                 f"round {connection.round} is over"
@@ -299,7 +286,7 @@ class SaverService:
     # ── replicas ─────────────────────────────────────────────────────────────────────────────────
 
     def _replicate(self, name: str, handed: Handed, segment: Segment) -> None:
-        peers, round_ = self._plan.peers, self._round
+        peers, round_ = self._plan.peers, self.world.round
         if peers is None or round_ is None or round_.plan is None:
             return
         own, nodes = round_.plan.node_rank(round_.name), len(round_.plan.nodes)
@@ -326,7 +313,7 @@ class SaverService:
 
     def _write_replicas(self) -> None:
         """Write out the shards of other nodes that are not on the disk: those nodes may be gone."""
-        round_ = self._round
+        round_ = self.world.round
         for handed, segment in self.parts.replicas():
             if round_ is not None and handed.stage.round == round_.round:
                 self._write_replica(handed, segment)

@@ -36,18 +36,22 @@ log = logging.getLogger("elaunch")
 class RoundSurroundings:
     """The surroundings of an agent's saves; ``round`` is set at the begin of each round.
 
-    ``released`` is called when a shard's memory is read no more.
+    ``released`` is called when a shard's memory is read no more; ``has_all`` returns whether every
+    shard of a save is in this agent's memory.
     """
 
     def __init__(
-        self, plan: SaverPlan, storage: Storage, released: Callable[[Handed], None]
+        self,
+        plan: SaverPlan,
+        storage: Storage,
+        released: Callable[[Handed], None],
+        has_all: Callable[[Stage], bool],
     ) -> None:
         self._plan = plan
         self.released = released
+        self._has_all = has_all
         self.on_commit: Callable[[Stage], object] = lambda _: None
         """Called for each save that was committed here."""
-        self.has_all: Callable[[Stage], bool] = lambda _: False
-        """Tells whether every shard of a save is in this agent's memory."""
         self.round: Round | None = None
         self._saved_in: Round | None = None
         """The round that has saved what this one resumes from, out of memory."""
@@ -100,7 +104,7 @@ class RoundSurroundings:
             return None
         there = {node.name for node in before.plan.nodes}
         places = (rank for rank, node in enumerate(found.plan.nodes) if node.name in there)
-        own = found.plan.node_rank(found.name) if self.has_all(stage) else None
+        own = found.plan.node_rank(found.name) if self._has_all(stage) else None
         return next(places, own)
 
     def lost_ranks(self, stage: Stage) -> frozenset[int]:

@@ -150,9 +150,7 @@ def finish(
             continue
         stage = Stage(*parsed)
         try:
-            if _read_foreign(root / layout.STAGE / name, run_id):
-                continue
-            if plain in held and not _has_all(root / layout.STAGE / name):
+            if _is_left(root / layout.STAGE / name, run_id, plain in held):
                 continue
             if stage.round < after and plain not in held:
                 _clear(root, root / layout.STAGE / name, stage, too_late(stage, after))
@@ -164,14 +162,6 @@ def finish(
             # Unreadable now is not the same as incomplete: the next round tries again.
             log.warning("%s could not be finished and is left: %s", name, error)
     return sorted(done, key=lambda committed: committed.age)
-
-
-def _has_all(path: Path) -> bool:
-    """Whether the manifests of all ranks are there."""
-    try:
-        return is_complete(read_stage(path))
-    except (FileNotFoundError, CheckpointError):
-        return False
 
 
 def _await_sealed(path: Path, begun: float, patience: float, local: bool, stage: Stage) -> None:
@@ -231,11 +221,13 @@ def discard(root: Path, stage: Stage) -> None:
     throw_away(root, stage_path(root, stage))
 
 
-def _read_foreign(path: Path, run_id: str | None) -> bool:
+def _is_left(path: Path, run_id: str | None, held: bool) -> bool:
+    """Whether a stage is another run's, or is ``held`` and lacks manifests still."""
     try:
-        return is_foreign(read_stage(path), run_id)
+        contents = read_stage(path)
+        return is_foreign(contents, run_id) or (held and not is_complete(contents))
     except (FileNotFoundError, CheckpointError):
-        return False  # it cannot be committed; what becomes of it is decided where it is read
+        return held  # else it cannot be committed; what becomes of it is decided where it is read
 
 
 def _gather(path: Path, patience: float) -> dict[int, bytes]:

@@ -198,21 +198,20 @@ class SaveQueue:
             self._changed.notify_all()
 
     def settle(
-        self, until: float, patient: bool = False, holds: Callable[[Save], bool] | None = None
+        self, until: float, patient: bool = False, going_on: Collection[str] = ()
     ) -> Settled:
         """Bring to an end what is in flight: no rank stages any more; monotonic ``until``.
 
         ``patient``: wait for shards of other nodes, too. Without it they are left to the process
         that chooses the next checkpoint, and so is the commit. A save is lost if it has no shard of
-        an own rank, or if the storage has not taken it by ``until``. Saves of which ``holds`` says
-        that the next round can load them from memory go on.
+        an own rank, or if the storage has not taken it by ``until``. Those of ``going_on``, uuids,
+        are not waited for: the next round can load them from memory.
         """
         with self._changed:
             self._books.gone |= self._around.own_ranks()
             open_ = [save for save in self._books.saves.values() if not save.done]
             hopeless = [save for save in open_ if self._books.drop_if_hopeless(save)]
-            if holds is not None:
-                open_ = [save for save in open_ if save.done or not holds(save)]
+            open_ = [save for save in open_ if save.done or save.stage.uuid not in going_on]
 
             def settled() -> bool:
                 return not any(s.busy or (patient and s.commits) for s in open_ if not s.done)
@@ -260,14 +259,15 @@ class SaveQueue:
             save = self._books.saves.get(stage.name)
             return save is not None and (save.committed is not None or bool(save.problem))
 
-    def is_busy(self, stages: Collection[str], seconds: float = 0.0) -> bool:
-        """Whether threads of this process work on saves with these names after ``seconds``."""
-
-        def rest() -> bool:
-            return not any(save.busy for n, save in self._books.saves.items() if n in stages)
-
+    def is_busy(self, uuids: Collection[str]) -> bool:
+        """Whether threads of this process work on one of these saves."""
         with self._changed:
-            return not self._changed.wait_for(rest, seconds)
+            return any(save.busy for save in self._books.saves.values() if save.stage.uuid in uuids)
+
+    def await_rest(self, uuids: Collection[str]) -> None:
+        """Wait until none does, however long that is."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self.is_busy(uuids))
 
     def is_open(self, stage: Stage) -> bool:
         """Whether something is still expected of a save."""

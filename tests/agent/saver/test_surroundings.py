@@ -36,7 +36,7 @@ def sent_by(
 
     peers = SimpleNamespace(send_sealed=reach, send_writing=reach)
     plan: Any = SimpleNamespace(peers=peers, settings=SimpleNamespace(checkpoint_keep=None))
-    world = RoundSurroundings(plan, open_storage(directory), lambda _: None)
+    world = RoundSurroundings(plan, open_storage(directory), lambda _: None, lambda _: False)
     world.round = Round(0, 1, plan=PLAN, name="n0")
     with pytest.raises(SaveError, match="host1 is gone") as raised:
         send(world)
