@@ -90,7 +90,7 @@ class SaverService:
     def _go_on(self, uuid: str) -> None:
         """Do what nodes that are gone have had to do for a save that the round resumes from."""
         for handed, segment in self.parts.replicas():
-            if handed.part.rank in self.world.lost_ranks(handed.stage):
+            if self.world.is_orphaned(handed):
                 self._write_replica(handed, segment)
         try:
             self.keeping.send_again(uuid)

@@ -47,14 +47,15 @@ log = logging.getLogger("elaunch")
 
 @dataclass(frozen=True)
 class _Kept:
-    stage: tuple[int, int, str]
+    stage: Stage
     rank: int
     files: Files
     segment: Segment
     handed: Handed | None = None
 
     def is_of(self, wanted: Wanted) -> bool:
-        return self.stage[:2] == wanted[:2] and wanted[2] in ("", self.stage[2])
+        named = (self.stage.step, self.stage.round) == wanted[:2]
+        return named and wanted[2] in ("", self.stage.uuid)
 
 
 _Answers = dict[tuple[int, Wanted], list[int]]
@@ -94,15 +95,14 @@ class Shards:
     def begin(self, round_: Round) -> None:
         """Note where the nodes of the new round are; what is kept stays until a save is copied."""
         with self._lock:
-            saved = {kept.stage[1] for kept in self._kept.values() if kept.handed}
+            saved = {kept.stage.round for kept in self._kept.values() if kept.handed}
             self._rounds = {n: known for n, known in self._rounds.items() if n in saved}
             self._rounds[round_.round] = self._round = round_
             self._answers = {}
 
     def keep(self, name: str, handed: Handed, segment: Segment) -> None:
         """Note that ``segment``, called ``name``, holds this shard."""
-        stage = (handed.stage.step, handed.stage.round, handed.stage.uuid)
-        kept = _Kept(stage, handed.part.rank, handed.images, segment, handed)
+        kept = _Kept(handed.stage, handed.part.rank, handed.images, segment, handed)
         with self._lock:
             self._kept[name] = kept
 
@@ -125,7 +125,7 @@ class Shards:
         with self._lock:
             number = -1 if self._round is None else self._round.round
             copies = {n: k for n, k in self._kept.items() if n.startswith(REPLICA)}
-            stays = {name for name, kept in copies.items() if kept.stage[1] == number}
+            stays = {name for name, kept in copies.items() if kept.stage.round == number}
             going = [name for name in self._kept if name not in stays and name not in names]
             for name in going:
                 del self._kept[name]
@@ -146,7 +146,7 @@ class Shards:
         ``uuid``: only those of that save.
         """
         with self._lock:
-            kept = [one for one in self._kept.values() if uuid in ("", one.stage[2])]
+            kept = [one for one in self._kept.values() if uuid in ("", one.stage.uuid)]
         return [one.handed for one in kept if one.handed is not None]
 
     def has_all(self, stage: Stage) -> bool:
@@ -268,7 +268,7 @@ class Shards:
         if came is None or segment is None or uuid not in ("", came[0]):
             self._memory.free(name)
             return None
-        kept = _Kept((step, round_number, came[0]), rank, came[1], segment)
+        kept = _Kept(Stage(step, round_number, came[0]), rank, came[1], segment)
         with self._lock:
             self._kept[name] = kept
         return kept

@@ -102,22 +102,19 @@ class RoundSurroundings:
             return found.node_of(0)
         if not found.resumes(stage) or before is None or before.plan is None:
             return None
-        there = {node.name for node in before.plan.nodes}
-        places = (rank for rank, node in enumerate(found.plan.nodes) if node.name in there)
+        nodes, was_there = enumerate(found.plan.nodes), before.plan.node_rank
+        places = (rank for rank, node in nodes if was_there(node.name) is not None)
         own = found.plan.node_rank(found.name) if self._has_all(stage) else None
         return next(places, own)
 
-    def lost_ranks(self, stage: Stage) -> frozenset[int]:
-        """Return the ranks of a save that the round resumes from whose nodes are not in it."""
+    def is_orphaned(self, handed: Handed) -> bool:
+        """Whether the round resumes from this shard's save, and the node of its rank is gone."""
         found, before = self.round, self._saved_in
         if found is None or found.plan is None or before is None or before.plan is None:
-            return frozenset()
-        if not found.resumes(stage):
-            return frozenset()
-        there = {node.name for node in found.plan.nodes}.union(found.plan.spares)
-        ranks = range(before.plan.world_size)
-        names = [node.name for node in before.plan.nodes]
-        return frozenset(rank for rank in ranks if names[before.node_of(rank)] not in there)
+            return False
+        name = before.plan.nodes[before.node_of(handed.part.rank)].name
+        there = found.plan.node_rank(name) is not None or name in found.plan.spares
+        return found.resumes(handed.stage) and not there
 
     def check_round(self, round_number: int, uuid: str = "") -> None:
         """Raise SaveError unless that is still the round, as the store knows, or else the loop.

@@ -141,11 +141,8 @@ class RankChannel:
         if self.layout.nodes == 1:
             return ((self.layout.chief or self._me).addr,)
         until = time.monotonic() + ANSWER_S
-        line = self._store.line(until)
-        try:
+        with contextlib.closing(self._store.line(until)) as line:
             return tuple(map(str, json.loads(line.get("addrs", until))))
-        finally:
-            line.close()
 
     def close(self) -> None:
         """Send bye to the neighbours, and free everything; may be called twice, and from anywhere.
@@ -223,12 +220,11 @@ class RankChannel:
         unknown = [rank for rank in wanted if rank not in self._known]
         if unknown:
             until = time.monotonic() + ANSWER_S
-            with contextlib.suppress(CollectiveError, ContextError, PlacementError):
-                line = self._store.line(until)
-                try:
-                    self._known |= {m.rank: m for m in look_up(line, unknown, until)}
-                finally:
-                    line.close()
+            with (
+                contextlib.suppress(CollectiveError, ContextError, PlacementError),
+                contextlib.closing(self._store.line(until)) as line,
+            ):
+                self._known |= {m.rank: m for m in look_up(line, unknown, until)}
         return [self._known[rank] for rank in wanted if rank in self._known]
 
     def _name_of(self, rank: int) -> str:
@@ -258,17 +254,13 @@ class RankChannel:
         node = self.layout.place if call.scope == "local" else "all"
         key = f"expired/{node}/{call.number}"
         until = time.monotonic() + ASK_S
+        verdict = json.dumps(asdict(own)).encode()
         try:
-            line = self._store.line(until)
-        except (CollectiveError, ContextError):
-            return own
-        try:
-            found = json.loads(line.compare_set(key, b"", json.dumps(asdict(own)).encode(), until))
+            with contextlib.closing(self._store.line(until)) as line:
+                found = json.loads(line.compare_set(key, b"", verdict, until))
             return Absentees(str(found["text"]), tuple(found["missing"]))
-        except (CollectiveError, ValueError, TypeError, KeyError):
+        except (CollectiveError, ContextError, ValueError, TypeError, KeyError):
             return own
-        finally:
-            line.close()
 
     def _ask(self, members: Sequence[RankRecord], until: float) -> list[Answer]:
         if self._dialer is None:

@@ -25,6 +25,7 @@ that all are on this machine makes sure of that for its neighbours, which do the
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -147,16 +148,16 @@ def in_nodes(members: Sequence[RankRecord]) -> list[list[RankRecord]]:
     return nodes
 
 
-def places(members: Sequence[RankRecord]) -> dict[int, bytes]:
-    """Return the place of each rank as it is stored; raises as :func:`in_nodes`."""
-    nodes = in_nodes(members)
+def places(nodes: Sequence[Sequence[RankRecord]]) -> dict[int, bytes]:
+    """Return the place of each rank as it is stored; ``nodes`` as of :func:`in_nodes`."""
     chiefs = [node[0].listed() for node in nodes]
-    here = len({member.machine for member in members}) == 1
+    here = len({node[0].machine for node in nodes}) == 1
+    size = sum(map(len, nodes))
     found = {}
     for place, node in enumerate(nodes):
         ranks_here = json.dumps([member.rank for member in node])
         same = (
-            f'{{"size":{len(members)},"nodes":{len(nodes)},"place":{place},'
+            f'{{"size":{size},"nodes":{len(nodes)},"place":{place},'
             f'"here":{json.dumps(here)},"ranks":{ranks_here}'
         )
         local = ",".join(member.listed() for member in node[1:])
@@ -226,8 +227,7 @@ def meet(
     CollectiveTimeout at ``until`` (monotonic clock) that names those that have not come, and
     PlacementError where no other machine can reach this one.
     """
-    line = store.line(until)
-    try:
+    with contextlib.closing(store.line(until)) as line:
         addr = placement.addr or line.local_addr
         listener.bind(_listening_host(placement, addr))
         me = RankRecord(
@@ -244,8 +244,6 @@ def meet(
             port=listener.port,
         )
         return _exchange(line, placement, store, me, until)
-    finally:
-        line.close()
 
 
 def _exchange(
@@ -292,18 +290,16 @@ def placed(
 
 
 def place_all(line: StoreConnection, size: int, me: RankRecord, until: float) -> bytes:
-    """Tell every rank its place, and return that of this one, which has come last."""
+    """Send every rank its place, and return that of this one, which has come last."""
     asked: list[int] = []
     try:
         members = look_up(line, range(size), until)
-        members = _reachable(line, me, members, asked, until)
-        found = places(members)
+        nodes = in_nodes(_reachable(line, me, members, asked, until))
+        found = places(nodes)
     except PlacementError as error:
         problem = json.dumps({"problem": str(error)}).encode()
-        members, found = [], dict.fromkeys(range(size), problem)
-    chiefs = (
-        sorted((node[0] for node in in_nodes(members)), key=lambda m: m.node) if members else []
-    )
+        nodes, found = [], dict.fromkeys(range(size), problem)
+    chiefs = sorted((node[0] for node in nodes), key=lambda chief: chief.node)
     line.put("addrs", json.dumps([chief.addr for chief in chiefs]).encode(), until)
     keys = {rank: f"placed/{rank}" if rank in asked else f"place/{rank}" for rank in found}
     line.multi_put([(keys[rank], found[rank]) for rank in found if rank != me.rank], until)

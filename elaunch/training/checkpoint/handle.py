@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 Busy = Literal["wait", "skip"]
 
-MARGIN_S: Final = 10.0
+LONGER_S: Final = 10.0
 """Seconds that the ranks wait longer for each other than for a save in flight."""
 
 
@@ -65,7 +65,7 @@ def await_saver(
     parts: CallContext,
     saver: AgentSaverClient,
     timeout: float | None,
-    check: Callable[[], object] = bool,
+    check: Callable[[], None] = lambda: None,
 ) -> Committed | None:
     """Return what rank 0's last save has become, when no rank has one in flight any more.
 
@@ -76,7 +76,7 @@ def await_saver(
     while True:
         with (
             parts.awaiting(seconds),
-            together(parts.distributed, "wait", seconds + MARGIN_S) as step,
+            together(parts.distributed, "wait", seconds + LONGER_S) as step,
         ):
             check()
             step.sent = _waited(saver, seconds, patient=timeout is None)

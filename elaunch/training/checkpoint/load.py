@@ -56,7 +56,10 @@ log = logging.getLogger("elaunch")
 
 @dataclass(frozen=True)
 class _Fit:
-    """How a rank's state and the checkpoint fit: keys in words, and what it takes of them."""
+    """How a rank's state and the checkpoint fit: keys in words, and a digest of those it takes.
+
+    Without ``strict`` nothing is missing.
+    """
 
     missing: tuple[str, ...]
     differs: tuple[str, ...]
@@ -244,9 +247,8 @@ class _Loading:
             lefts = self._parts.distributed.allgather(_bits(keys, unexpected), self._timeout)
             left = functools.reduce(operator.and_, lefts)
             unexpected = [key for at, key in enumerate(keys) if left >> at & 1]
-        missing = _by_rank([fit.missing for fit in fits]) if strict else []
         told = [
-            _listed("missing in the checkpoint", missing),
+            _listed("missing in the checkpoint", _by_rank([fit.missing for fit in fits])),
             _listed("in the checkpoint only", unexpected),
             _listed("not the same", _by_rank([fit.differs for fit in fits])),
         ]

@@ -58,7 +58,7 @@ class OpenedContext:
         given: the run id is the same when the job is started again.
         noted: gets what was saved so far after each commit, where no agent keeps the run's record.
         link: to this node's agent, if there is one.
-        decided: what ``elaunch.init()`` has found, where no agent has chosen.
+        decided: what ``elaunch.init()`` has found, unless agents have chosen what is on the disk.
         directory: of the run, with its record.
     """
 

@@ -32,9 +32,9 @@ from elaunch.errors import (
     SaveError,
 )
 from elaunch.training.checkpoint import where
+from elaunch.training.checkpoint.handle import LONGER_S
 from elaunch.training.checkpoint.parts import CallContext, KnownCheckpoints, newer
 from elaunch.training.checkpoint.together import together
-from elaunch.wire.saver import MARGIN_S
 
 if TYPE_CHECKING:
     from elaunch.training.checkpoint.opening import OpenedContext
@@ -183,9 +183,8 @@ def _put_aside(
 ) -> None:
     """Take a damaged checkpoint away from all readers, on each node. ALL ranks call it together."""
     parts.known.whole.discard(found.uuid)
-    acts = parts.acts
     with together(parts.distributed, wanted.what, wanted.timeout, CheckpointError):
-        if acts and parts.known.taken is None:
+        if parts.acts and parts.known.taken is None:
             log.warning("an older checkpoint is looked for: %s", damage)
             where.put_aside(parts.storage, found, str(damage))
 
@@ -284,12 +283,15 @@ def not_there(what: str) -> CheckpointError:
     )
 
 
-def _is_pending(parts: CallContext, found: Committed) -> bool:
-    """Whether the agents have it in memory, and still write it."""
+def _was_pending(parts: CallContext, found: Committed) -> bool:
+    """Whether the agents had it in memory when the round began."""
     pending = parts.known.pending
-    if pending is None or pending.uuid != found.uuid:
-        return False
-    return not parts.storage.holds(found.name, found.uuid)
+    return pending is not None and pending.uuid == found.uuid
+
+
+def _is_pending(parts: CallContext, found: Committed) -> bool:
+    """Whether they still write it."""
+    return _was_pending(parts, found) and not parts.storage.holds(found.name, found.uuid)
 
 
 def _await_written(parts: CallContext, found: Committed, timeout: float | None) -> None:
@@ -319,10 +321,9 @@ def opened(
         at_url = isinstance(parts.storage.place, str) and not is_foreign(found)
         fetches = not at_url or parts.is_node_chief
         path: Path | None = None
-        pending = parts.known.pending
-        waits = MARGIN_S if pending is not None and pending.uuid == found.uuid else 0.0
-        longer = None if not waits else parts.seconds(timeout) + waits
-        with together(parts.distributed, what, longer or timeout, CheckpointError):
+        waits = _was_pending(parts, found)
+        limit = parts.seconds(timeout) + LONGER_S if waits else timeout
+        with together(parts.distributed, what, limit, CheckpointError):
             if waits and fetches:
                 _await_written(parts, found, timeout)
             if fetches:

@@ -37,7 +37,7 @@ from elaunch.training.checkpoint.dcp import image as imaging
 from elaunch.training.checkpoint.dcp import metadata as stored
 from elaunch.training.checkpoint.dcp import plan as planning
 from elaunch.training.checkpoint.handle import (
-    MARGIN_S,
+    LONGER_S,
     Busy,
     SaveHandle,
     SaveInFlight,
@@ -251,7 +251,7 @@ def _offered(
     try:
         with (
             _waiting(parts, sharded, waits, seconds),
-            together(parts.distributed, saving.what, seconds + MARGIN_S) as step,
+            together(parts.distributed, saving.what, seconds + LONGER_S) as step,
         ):
             ready = _ready(parts, sharded, state, saving)
             step.sent = dataclasses.replace(ready.offer, block=block)
@@ -415,12 +415,12 @@ def _save_in_background(
     saver = parts.saver
     assert saver is not None  # asked by the caller
     waits = when_busy == "wait"
-    ready, offers = _offered(parts, sharded, state, saving, waits=waits, block=False)
-    while waits and any(offer.busy for offer in offers):
-        # The agents raise it when the storage takes nothing of the save before any more.
+    while True:  # the agents raise it when the storage takes nothing of the save before any more
         ready, offers = _offered(parts, sharded, state, saving, waits=waits, block=False)
-    if any(offer.busy for offer in offers):
-        return SaveHandle(saving.step)
+        if not any(offer.busy for offer in offers):
+            break
+        if not waits:
+            return SaveHandle(saving.step)
     if before := sharded.in_flight:
         before.settle(offers[0].last)
     try:

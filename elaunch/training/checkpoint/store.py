@@ -212,8 +212,7 @@ def writing(saving: Saving, stage: Stage) -> str:
 
 def discard(parts: CallContext, stage: Stage, agreed: bool) -> None:
     """Remove a stage whose save has failed; ``agreed``: all ranks know, so nobody writes there."""
-    own = parts.acts
-    if not own and not (agreed and isinstance(parts.storage.place, str)):
+    if not parts.acts and not (agreed and isinstance(parts.storage.place, str)):
         return
     try:
         parts.storage.discard(stage)
