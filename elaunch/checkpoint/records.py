@@ -164,3 +164,8 @@ class Committed:
     def age(self) -> tuple[int, int]:
         """Order checkpoints from old to new."""
         return (self.step, self.round)
+
+
+ReadBefore = dict[str, tuple[object, Committed]]
+"""Checkpoints as a storage has read them before: by its own names, each with a mark that changes
+when its directory does."""

@@ -14,7 +14,7 @@ from elaunch.agent.policy.turn import Round
 from elaunch.agent.saver.round import SaverPlan
 from elaunch.checkpoint import layout
 from elaunch.checkpoint.records import Committed, Stage
-from elaunch.checkpoint.retention.delete import Retiring
+from elaunch.checkpoint.retention.delete import Keep, Retiring
 from elaunch.checkpoint.storage.storage import Storage
 from elaunch.errors import SaveError, StoreError
 from elaunch.rendezvous.plan import Plan
@@ -231,12 +231,19 @@ class RoundSurroundings:
 
     def committed(self, handed: Handed, done: Committed) -> None:
         """Remove what may go now, then report the commit: what comes next needs room."""
-        self._retiring.after(handed, done)
+        self._retiring.apply(_rule_of(handed), {done.name})
         self.on_commit(handed.stage)
 
     def make_room(self, handed: Handed) -> bool:
-        """Remove what may go once this one is committed."""
-        return self._retiring.for_room(handed, self._resumed())
+        """Remove what may go once this one is committed; whether any went."""
+        needed = handed.size * (1 if handed.local else handed.part.world_size)
+        # What the round resumed from is needed until there is a newer one.
+        staying = {*handed.protected, "" if self.round is None else self.round.resumed}
+        gone = self._retiring.make_room(_rule_of(handed), needed, staying)
+        if gone:
+            log.warning("no room for %s: removed %s", handed.stage.final, ", ".join(gone))
+        return bool(gone)
 
-    def _resumed(self) -> tuple[str, ...]:
-        return () if self.round is None or not self.round.resumed else (self.round.resumed,)
+
+def _rule_of(handed: Handed) -> Keep | None:
+    return None if handed.keep is None else Keep(**handed.keep)

@@ -6,9 +6,8 @@ being read at this moment (``readers``), and what the caller protects: the one t
 resumed from, until the next is committed, and the one just committed. Stages and the quarantine are
 neither counted nor touched.
 
-One process of a job removes: the agent of the first node, or rank 0 where there is no agent. A
-removal that fails is logged and never fails a save. ``Retiring`` applies the rule of each
-save after it.
+One process of a job removes (``Retiring``): the agent of the first node, or rank 0 where there is
+no agent. A removal that fails is logged and never fails a save.
 """
 
 from __future__ import annotations
@@ -24,46 +23,89 @@ from pathlib import Path
 from elaunch.checkpoint.records import Committed
 from elaunch.checkpoint.retention import readers, shelves
 from elaunch.checkpoint.retention.rule import Keep
-from elaunch.checkpoint.storage.storage import Storage
+from elaunch.checkpoint.storage.storage import ReadBefore, Storage
 from elaunch.errors import CheckpointError
-from elaunch.wire.saver import Handed
+
+__all__ = ["Keep", "Retiring", "best_of", "decide", "free_bytes"]
 
 log = logging.getLogger("elaunch")
 
 
 class Retiring:
-    """Removes checkpoints of one storage, one at a time; ``rule`` is for saves that bring none."""
+    """Removes checkpoints of one storage; ``rule`` is for saves that bring none.
+
+    One process of a job has one, and calls it for one save at a time; other calls wait. What it has
+    read of the checkpoints once it knows at the next save, which so reads the newest one alone.
+    """
 
     def __init__(self, storage: Storage, rule: Keep) -> None:
         self._storage = storage
         self._rule = rule
         self._lock = threading.Lock()
+        self._known: ReadBefore = {}
 
-    def after(self, handed: Handed, done: Committed) -> None:
-        """Remove what may go now that ``done`` is there; what cannot be removed is logged.
+    def apply(self, keep: Keep | None, protected: Collection[str]) -> list[str]:
+        """Remove what may go and return the names; call it after a commit.
 
-        What the round resumed from was needed until there was a newer one.
+        Args:
+            keep: the rule of that save; None: that of the flags.
+            protected: names that stay beside those that are pinned; among them the one just
+                committed, since a script that has gone back to an older step may commit below the
+                newest.
+
+        What cannot be listed or removed is logged, and stays.
         """
-        rule = self._rule_of(handed)
-        if rule:
-            with self._lock:
-                apply(self._storage, rule, {done.name})
-
-    def for_room(self, handed: Handed, protected: Collection[str]) -> bool:
-        """Remove what may go once this one is committed, for want of room; whether any went."""
-        needed = handed.size * (1 if handed.local else handed.part.world_size)
-        staying = {*handed.protected, *protected}
         with self._lock:
-            gone = make_room(self._storage, self._rule_of(handed), needed, staying)
-        if gone:
-            log.warning("no room for %s: removed %s", handed.stage.final, ", ".join(gone))
-        return bool(gone)
+            return self._removed(self._rule if keep is None else keep, protected, math.inf)
 
-    def _rule_of(self, handed: Handed) -> Keep:
-        return self._rule if handed.keep is None else Keep(**handed.keep)
+    def make_room(self, keep: Keep | None, needed: int, protected: Collection[str]) -> list[str]:
+        """Remove what may go once another one is committed, until there is room for it.
 
+        Args:
+            keep: as for :meth:`apply`; the coming checkpoint counts as one of the newest.
+            needed: bytes of the coming checkpoint.
+            protected: names that stay, as for :meth:`apply`.
 
-__all__ = ["Keep", "apply", "best_of", "decide", "free_bytes", "make_room"]
+        Returns the names of what was removed; the oldest go first. On a URL, whose room is not
+        known, all that may go does.
+        """
+        try:
+            self._storage.clear_trash()
+        except OSError as error:
+            place = self._storage.place
+            log.warning("%s: cannot clear what was removed before: %s", place, error)
+        rule = self._rule if keep is None else keep
+        if rule and rule.last is not None:
+            rule = replace(rule, last=max(1, rule.last - 1))
+        with self._lock:
+            return self._removed(rule, protected, needed)
+
+    def _removed(self, rule: Keep, protected: Collection[str], needed: float) -> list[str]:
+        """Remove what may go until there is room for so many bytes; return the names."""
+        removed = list[str]()
+        for found, reason in self._going(rule, protected):
+            if _has_room(self._storage.place, needed):
+                break
+            with readers.claimed(found.place) as free:
+                if free and _remove(self._storage, found):
+                    log.info("removed %s: %s", found.name, reason)
+                    removed.append(found.name)
+        return removed
+
+    def _going(self, rule: Keep, protected: Collection[str]) -> list[tuple[Committed, str]]:
+        """Return what may go, with the reasons; an empty rule looks at nothing."""
+        if not rule:
+            return []
+        try:
+            staying = {*protected, *shelves.pinned(self._storage.place)}
+            listed = self._storage.listed(self._known)
+        except (OSError, CheckpointError) as error:
+            place = self._storage.place
+            log.warning("%s: cannot tell which checkpoints may go: %s", place, error)
+            return []
+        names = {found.name for found in listed}
+        self._known = {key: seen for key, seen in self._known.items() if seen[1].name in names}
+        return decide(listed, rule, staying)
 
 
 def decide(
@@ -107,71 +149,12 @@ def best_of(listed: Sequence[Committed], rule: Keep) -> Committed | None:
     return max(graded, key=lambda grade: grade[:2])[2] if graded else None
 
 
-def apply(storage: Storage, rule: Keep, protected: Collection[str]) -> list[str]:
-    """Remove what may go and return the names; call it after a commit, in one process of the job.
-
-    Args:
-        storage: where the checkpoints are.
-        rule: what is to be kept.
-        protected: names that stay beside those that are pinned; among them the one just committed,
-            since a script that has gone back to an older step may commit below the newest.
-
-    What cannot be listed or removed is logged, and stays.
-    """
-    if not rule:
-        return []
-    return [found.name for found in _removed(storage, rule, protected, math.inf)]
-
-
-def make_room(storage: Storage, rule: Keep, needed: int, protected: Collection[str]) -> list[str]:
-    """Remove what may go once another one is committed, until there is room for it.
-
-    Args:
-        storage: where the checkpoints are.
-        rule: what is to be kept; the coming checkpoint counts as one of the newest.
-        needed: bytes of the coming checkpoint.
-        protected: names that stay, as for :func:`apply`.
-
-    Returns the names of what was removed; the oldest go first. On a URL, whose room is not known,
-    all that may go does.
-    """
-    try:
-        storage.clear_trash()
-    except OSError as error:
-        log.warning("%s: cannot clear what was removed before: %s", storage.place, error)
-    if not rule:
-        return []
-    if rule.last is not None:
-        rule = replace(rule, last=max(1, rule.last - 1))
-    return [found.name for found in _removed(storage, rule, protected, needed)]
-
-
 def free_bytes(place: Path | str) -> float:
     """Return the room that is left for this user at a place, in bytes; inf where it is unknown."""
     if isinstance(place, str):
         return math.inf
     room = os.statvfs(place)
     return float(room.f_bavail * room.f_frsize)
-
-
-def _removed(
-    storage: Storage, rule: Keep, protected: Collection[str], needed: float
-) -> list[Committed]:
-    try:
-        staying = {*protected, *shelves.pinned(storage.place)}
-        going = decide(storage.listed(), rule, staying)
-    except (OSError, CheckpointError) as error:
-        log.warning("%s: cannot tell which checkpoints may go: %s", storage.place, error)
-        return []
-    removed = []
-    for found, reason in going:
-        if _has_room(storage.place, needed):
-            break
-        with readers.claimed(found.place) as free:
-            if free and _remove(storage, found):
-                log.info("removed %s: %s", found.name, reason)
-                removed.append(found)
-    return removed
 
 
 def _remove(storage: Storage, found: Committed) -> bool:

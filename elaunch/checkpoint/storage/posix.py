@@ -31,7 +31,7 @@ from typing import Any, TypeVar
 from elaunch.checkpoint import layout
 from elaunch.checkpoint.formats import own
 from elaunch.checkpoint.ownership import DirectoryLock, Origin, claim_directory
-from elaunch.checkpoint.records import Committed, Image, Location, Part, Stage
+from elaunch.checkpoint.records import Committed, Image, Location, Part, ReadBefore, Stage
 from elaunch.checkpoint.retention import shelves
 from elaunch.checkpoint.storage import commit as committing
 from elaunch.checkpoint.storage.atonce import at_once
@@ -208,11 +208,11 @@ class PosixStorage:
             self._root, run_id, keep, after, held, patience=patience, local=self._local
         )
 
-    def listed(self) -> list[Committed]:
+    def listed(self, known: ReadBefore | None = None) -> list[Committed]:
         """Return the committed checkpoints from old to new."""
-        return list(self.newest_first())[::-1]
+        return list(self.newest_first(known))[::-1]
 
-    def newest_first(self) -> Iterator[Committed]:
+    def newest_first(self, known: ReadBefore | None = None) -> Iterator[Committed]:
         """Yield the committed checkpoints from new to old; the names are those of the first."""
         try:
             names = os.listdir(self._root)
@@ -220,7 +220,7 @@ class PosixStorage:
             return
         ages = {name: age for name in names if (age := layout.parse_step_name(name))}
         for name in sorted(ages, key=ages.__getitem__, reverse=True):
-            if found := self._committed(name):
+            if found := self._committed(name, known):
                 yield found
 
     def holds(self, name: str, uuid: str) -> bool:
@@ -233,10 +233,17 @@ class PosixStorage:
         named = layout.parse_step_name(name_or_uuid) and self._committed(name_or_uuid)
         return named or choose(self.newest_first(), name_or_uuid, self._root)
 
-    def _committed(self, name: str) -> Committed | None:
+    def _committed(self, name: str, known: ReadBefore | None = None) -> Committed | None:
         """Return a checkpoint; None if it was removed, or is damaged: verification reports it."""
+        path = self._root / name
         with contextlib.suppress(FileNotFoundError, NotADirectoryError, CheckpointError):
-            return committing.read_committed(self._root / name)
+            if known is None:
+                return committing.read_committed(path)
+            status = os.stat(path)
+            mark = status.st_ino, status.st_mtime_ns
+            if name not in known or known[name][0] != mark:
+                known[name] = mark, committing.read_committed(path)
+            return known[name][1]
         return None
 
     @contextmanager

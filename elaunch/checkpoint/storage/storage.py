@@ -24,9 +24,18 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
-from elaunch.checkpoint.records import Committed, Image, Location, Part, Stage
+from elaunch.checkpoint.records import Committed, Image, Location, Part, ReadBefore, Stage
 
-__all__ = ["Committed", "Image", "Location", "Part", "Stage", "Storage", "open_storage"]
+__all__ = [
+    "Committed",
+    "Image",
+    "Location",
+    "Part",
+    "ReadBefore",
+    "Stage",
+    "Storage",
+    "open_storage",
+]
 
 
 class Closeable(Protocol):
@@ -136,10 +145,14 @@ class Storage(Protocol):
         in memory. Call it only where no other process of an earlier round is left.
         """
 
-    def listed(self) -> list[Committed]:
-        """Return the committed checkpoints from old to new; files are not looked at."""
+    def listed(self, known: ReadBefore | None = None) -> list[Committed]:
+        """Return the committed checkpoints from old to new; files are not looked at.
 
-    def newest_first(self) -> Iterator[Committed]:
+        ``known`` has what earlier calls have read, and gets what this one reads: a checkpoint whose
+        directory has not changed is not read again.
+        """
+
+    def newest_first(self, known: ReadBefore | None = None) -> Iterator[Committed]:
         """Yield the same from new to old; each is read when it is asked for."""
 
     def holds(self, name: str, uuid: str) -> bool:

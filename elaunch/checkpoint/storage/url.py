@@ -31,7 +31,7 @@ from typing import Any
 from elaunch.checkpoint import layout, ownership
 from elaunch.checkpoint.formats import own
 from elaunch.checkpoint.ownership import NoLock
-from elaunch.checkpoint.records import Committed, Image, Location, Part, Stage
+from elaunch.checkpoint.records import Committed, Image, Location, Part, ReadBefore, Stage
 from elaunch.checkpoint.retention import shelves
 from elaunch.checkpoint.storage import commit as committing
 from elaunch.checkpoint.storage.durable import list_files, seal_files
@@ -221,13 +221,13 @@ class ObjectStorage:
                 raise SaveError(f"bad checksum: {file.path}")
         return self._publish(stage, documents)
 
-    def listed(self) -> list[Committed]:
+    def listed(self, known: ReadBefore | None = None) -> list[Committed]:
         """Return the committed checkpoints from old to new."""
-        return list(self.newest_first())[::-1]
+        return list(self.newest_first(known))[::-1]
 
-    def newest_first(self) -> Iterator[Committed]:
+    def newest_first(self, known: ReadBefore | None = None) -> Iterator[Committed]:
         """Yield the committed checkpoints from new to old; the names are those of the first."""
-        yield from self._described("")
+        yield from self._described("", known)
 
     def holds(self, name: str, uuid: str) -> bool:
         """Tell whether the checkpoint of this name and uuid is committed."""
@@ -238,13 +238,13 @@ class ObjectStorage:
         named = next(self._described(name_or_uuid), None)
         return named or choose(self.newest_first(), name_or_uuid, self.place)
 
-    def _described(self, name_or_uuid: str) -> Iterator[Committed]:
+    def _described(self, name_or_uuid: str, known: ReadBefore | None = None) -> Iterator[Committed]:
         """Yield the committed checkpoints of a name or uuid, "" for any, from new to old."""
         names = self._objects.names()
         parsed = {name: parts for name in names if (parts := layout.parse_stage_name(name))}
         for name in sorted(parsed, key=parsed.__getitem__, reverse=True):
             if name_or_uuid in ("", layout.step_name(*parsed[name][:2]), parsed[name][2]) and (
-                found := self._describe(name, self._objects.names(name))
+                found := self._describe(name, self._objects.names(name), known)
             ):
                 yield found
 
@@ -344,18 +344,25 @@ class ObjectStorage:
             )
         return found
 
-    def _describe(self, name: str, names: Sequence[str]) -> Committed | None:
+    def _describe(
+        self, name: str, names: Sequence[str], known: ReadBefore | None = None
+    ) -> Committed | None:
         """Return the checkpoint in a directory that has these names, None if it is none."""
         parsed = layout.parse_stage_name(name)
         if parsed is None or layout.COMMIT not in names or set(names) & set(_CLOSED):
             return None
+        if known and name in known:  # with the save's own uuid, it never stands for another
+            return known[name][1]
         step, round_, _uuid = parsed
         with contextlib.suppress(FileNotFoundError, CheckpointError):
             parse_json(self._objects.read(f"{name}/{layout.COMMIT}"), layout.COMMIT)
             metadata = self._objects.read(f"{name}/{layout.METADATA}")
             document = parse_json(metadata, layout.METADATA)
             place = f"{self.place}/{name}"
-            return describe(place, layout.step_name(step, round_), document)
+            found = describe(place, layout.step_name(step, round_), document)
+            if known is not None:
+                known[name] = None, found
+            return found
         return None
 
     def _refuse_other(self, stage: Stage) -> Committed | None:

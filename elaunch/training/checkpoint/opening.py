@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from elaunch.checkpoint import layout
+from elaunch.checkpoint.retention.delete import Retiring
 from elaunch.checkpoint.storage.storage import Committed, Location, Storage, open_storage
 from elaunch.errors import CheckpointError, ContextError, SaveError
 from elaunch.training.checkpoint import latest, where
@@ -234,7 +235,7 @@ class OpenedContext:
             reads=whose.run_id if self.given else None,
             round=whose.round,
             local=self.local,
-            keep=where.keep_of(os.environ),
+            retiring=Retiring(self.storage, where.keep_of(os.environ)),
             train=self.train,
             page=self.page,
             agent=self.by_agent,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from elaunch.checkpoint import layout
-from elaunch.checkpoint.retention.delete import Keep
+from elaunch.checkpoint.retention.delete import Keep, Retiring
 from elaunch.errors import ContextError
 from elaunch.training import liveness
 from elaunch.training.distributed import checked_timeout
@@ -114,7 +114,7 @@ class CallContext:
             where nobody has chosen an id.
         round: of the names of the checkpoints that are written now.
         local: each node has a directory of its own (``--checkpoint-local``).
-        keep: the rule of the flags: which checkpoints may go after a commit.
+        retiring: removes what may go after a commit; knows the rule of the flags.
         train: what is flushed before a commit; knows the metrics of a step.
         page: progress page of this rank, for sections.
         agent: this process has an agent, which then holds the directory's lock and looks after
@@ -131,7 +131,7 @@ class CallContext:
     reads: str | None
     round: int
     local: bool
-    keep: Keep
+    retiring: Retiring
     train: TrainContext
     page: ProgressPage
     agent: bool

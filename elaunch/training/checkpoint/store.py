@@ -222,9 +222,7 @@ def discard(parts: CallContext, stage: Stage, agreed: bool) -> None:
 
 def keep_by_rule(parts: CallContext, keep: delete.Keep | None, committed: Committed) -> None:
     """Remove the checkpoints that may go now that ``committed`` is there; rank 0 does."""
-    rule = parts.keep if keep is None else keep
-    if rule:
-        delete.apply(parts.storage, rule, {*parts.known.protected(), committed.name})
+    parts.retiring.apply(keep, {*parts.known.protected(), committed.name})
 
 
 def delete_one(storage: Storage, known: KnownCheckpoints, found: Committed) -> None:
@@ -332,10 +330,9 @@ def _make_room(parts: CallContext, saving: Saving) -> bool:
     removed: list[str] = []
     needed = sum(parts.distributed.allgather(saving.size, saving.timeout))
     if parts.acts:
-        rule = parts.keep if saving.keep is None else saving.keep
         newest = parts.known.newest
         needed = max(needed, 0 if newest is None else newest.size)
-        removed = delete.make_room(parts.storage, rule, needed, parts.known.protected())
+        removed = parts.retiring.make_room(saving.keep, needed, parts.known.protected())
     return any(parts.distributed.allgather(bool(removed), saving.timeout))
 
 

@@ -15,12 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elaunch.checkpoint import layout
-from elaunch.checkpoint.records import Committed
+from elaunch.checkpoint.records import Committed, ReadBefore
 from elaunch.checkpoint.retention import delete, readers, shelves
-from elaunch.checkpoint.retention.delete import Keep, decide
+from elaunch.checkpoint.retention.delete import Keep, Retiring, decide
 from elaunch.checkpoint.storage.posix import PosixStorage
 from elaunch.checkpoint.storage.storage import Storage
-from tests.checkpoint import storages
+from tests.checkpoint import makers, storages
+from tests.opens import opened_below
 
 NAN, INF = math.nan, math.inf
 
@@ -145,8 +146,9 @@ class Shelf:
         self.problem: OSError | None = None
         self.cleared = 0
 
-    def listed(self) -> list[Committed]:
+    def listed(self, known: ReadBefore | None = None) -> list[Committed]:
         """Return what is there."""
+        del known
         if self.problem:
             raise self.problem
         return sorted(self.there, key=lambda found: found.age)
@@ -176,15 +178,15 @@ def test_what_may_go_is_removed(tmp_path: Path) -> None:
     """By the rule, but for what is pinned or protected."""
     shelf = Shelf(tmp_path, TENS)
     shelves.pin(tmp_path, "step-00000010.r0")
-    removed = delete.apply(shelf.storage, Keep(last=2), {"step-00000030.r0"})
+    removed = Retiring(shelf.storage, Keep(last=2)).apply(None, {"step-00000030.r0"})
     assert removed == [layout.step_name(step, 0) for step in (20, 40, 50, 60, 70, 80)]
     assert shelf.steps == [10, 30, 90, 100]
     shelves.unpin(tmp_path, "step-00000010.r0")
-    assert delete.apply(shelf.storage, Keep(last=2), ()) == [
+    assert Retiring(shelf.storage, Keep(last=2)).apply(None, ()) == [
         "step-00000010.r0",
         "step-00000030.r0",
     ]
-    assert delete.apply(shelf.storage, Keep(), ()) == []
+    assert Retiring(shelf.storage, Keep()).apply(None, ()) == []
 
 
 def test_a_removal_that_fails_is_told_and_the_rest_goes(
@@ -194,13 +196,13 @@ def test_a_removal_that_fails_is_told_and_the_rest_goes(
     shelf = Shelf(tmp_path, TENS[:4])
     shelf.fails["step-00000020.r0"] = PermissionError(errno.EACCES, "Permission denied", "x")
     with caplog.at_level(logging.WARNING, "elaunch"):
-        assert delete.apply(shelf.storage, Keep(last=1), ()) == [
+        assert Retiring(shelf.storage, Keep(last=1)).apply(None, ()) == [
             "step-00000010.r0",
             "step-00000030.r0",
         ]
     assert "step-00000020.r0 cannot be removed: [Errno 13]" in caplog.text
     shelf.problem = OSError(errno.EIO, "Input/output error", "y")
-    assert delete.apply(shelf.storage, Keep(last=1), ()) == []
+    assert Retiring(shelf.storage, Keep(last=1)).apply(None, ()) == []
     assert "cannot tell which checkpoints may go" in caplog.text
 
 
@@ -214,16 +216,16 @@ def test_room_is_made_from_the_oldest_on_and_no_more_than_needed(
         return 100.0 + 10.0 * (5 - len(shelf.there))
 
     monkeypatch.setattr(delete, "free_bytes", free)
-    assert delete.make_room(shelf.storage, Keep(last=2), 100, ()) == []
+    assert Retiring(shelf.storage, Keep(last=2)).make_room(None, 100, ()) == []
     assert shelf.cleared == 1 and len(shelf.there) == 5
-    assert delete.make_room(shelf.storage, Keep(last=2), 120, ()) == [
+    assert Retiring(shelf.storage, Keep(last=2)).make_room(None, 120, ()) == [
         "step-00000010.r0",
         "step-00000020.r0",
     ]
-    assert len(delete.make_room(shelf.storage, Keep(last=2), 10**9, ())) == 2
+    assert len(Retiring(shelf.storage, Keep(last=2)).make_room(None, 10**9, ())) == 2
     assert shelf.steps == [50]
-    assert delete.make_room(shelf.storage, Keep(last=1), 10**9, ()) == []
-    assert delete.make_room(shelf.storage, Keep(), 10**9, ()) == []
+    assert Retiring(shelf.storage, Keep(last=1)).make_room(None, 10**9, ()) == []
+    assert Retiring(shelf.storage, Keep()).make_room(None, 10**9, ()) == []
 
 
 def test_in_a_real_directory(tmp_path: Path) -> None:
@@ -233,11 +235,38 @@ def test_in_a_real_directory(tmp_path: Path) -> None:
     for step in (10, 20, 30, 40):
         storages.save(storage, step)
     with readers.reading(tmp_path / "step-00000020.r3"):
-        assert delete.apply(storage, Keep(last=1), ()) == ["step-00000010.r3", "step-00000030.r3"]
+        assert Retiring(storage, Keep(last=1)).apply(None, ()) == [
+            "step-00000010.r3",
+            "step-00000030.r3",
+        ]
     assert [found.step for found in storage.listed()] == [20, 40]
     assert os.listdir(tmp_path / layout.TRASH) == []
-    assert delete.apply(storage, Keep(last=1), ()) == ["step-00000020.r3"]
+    assert Retiring(storage, Keep(last=1)).apply(None, ()) == ["step-00000020.r3"]
     storage.verify(storage.listed()[0])
+
+
+def test_what_was_read_once_is_not_read_again(tmp_path: Path) -> None:
+    """However many checkpoints there are, a commit opens its own, and what it removes."""
+    storage = PosixStorage(tmp_path)
+    storage.prepare("digits", given=True)
+    for step in range(100):
+        makers.own(tmp_path, step)
+    retiring = Retiring(storage, Keep(last=1, every=10, best="loss"))
+    retiring.apply(None, ())
+    assert len(storage.listed()) == 11
+    for step in (100, 101):
+        done = storages.save(storage, step)
+        with opened_below(tmp_path) as opened:
+            retiring.apply(None, {done.name})
+        read = [path for path in opened if path.startswith("step-")]
+        assert [path for path in read if not path.endswith(layout.COMMIT)] == [
+            f"{done.name}/metadata.json"
+        ]
+    os.rename(tmp_path / "step-00000100.r3", tmp_path / "aside")  # another process's work
+    again = storages.save(storage, 100)
+    with opened_below(tmp_path) as opened:
+        assert retiring.apply(Keep(every=1), ()) == []
+    assert [path for path in opened if path.startswith("step-")] == [f"{again.name}/metadata.json"]
 
 
 def test_the_room_of_a_file_system(tmp_path: Path) -> None:

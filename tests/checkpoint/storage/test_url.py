@@ -17,7 +17,7 @@ import pytest
 
 from elaunch.checkpoint import layout
 from elaunch.checkpoint.storage.objects import Objects
-from elaunch.checkpoint.storage.storage import Image, Part, open_storage
+from elaunch.checkpoint.storage.storage import Image, Part, ReadBefore, open_storage
 from elaunch.checkpoint.storage.url import ObjectStorage
 from elaunch.errors import CheckpointError, SaveError, UsageError
 from tests.checkpoint import storages
@@ -90,6 +90,10 @@ def test_only_what_is_asked_for_is_read(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(opened) == 4
     assert not storage.holds(saved[1].name, saved[2].uuid)
     assert not storage.holds(saved[1].name, "another")
+    known: ReadBefore = {}
+    assert storage.listed(known) == saved
+    opened.clear()
+    assert storage.listed(known) == saved and opened == []
 
 
 @pytest.mark.slow
