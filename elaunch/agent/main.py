@@ -32,7 +32,7 @@ from elaunch.agent.loop import Agent, Observer
 from elaunch.agent.policy import events
 from elaunch.agent.resume.directory import DirectoryFinisher
 from elaunch.agent.resume.probe import DirectoryProbe
-from elaunch.agent.saver.round import SaverPlan
+from elaunch.agent.saver.plan import SaverPlan
 from elaunch.agent.saver.saver import AgentSaver
 from elaunch.agent.status.decisionlog import DecisionLog
 from elaunch.agent.status.eventlog import EventLog

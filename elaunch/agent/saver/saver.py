@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 from elaunch.agent.patience import telling
 from elaunch.agent.policy import events
 from elaunch.agent.policy.turn import Round
-from elaunch.agent.saver.round import SaverPlan
+from elaunch.agent.saver.plan import SaverPlan
 from elaunch.errors import ElaunchError, SaveError
 from elaunch.rendezvous.plan import Plan
 from elaunch.runs.record import SavesRecord

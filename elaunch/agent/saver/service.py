@@ -23,8 +23,8 @@ from typing import Any, Final
 from elaunch.agent.policy import events
 from elaunch.agent.policy.turn import Round
 from elaunch.agent.saver.memory import CheckpointMemory, Segment
+from elaunch.agent.saver.plan import SaverPlan
 from elaunch.agent.saver.replicas import Replicas
-from elaunch.agent.saver.round import SaverPlan
 from elaunch.agent.saver.shards import REPLICA, Shards
 from elaunch.agent.saver.surroundings import RoundSurroundings
 from elaunch.checkpoint.records import Stage

@@ -30,7 +30,7 @@ from typing import Final
 
 from elaunch.agent.policy.turn import Round
 from elaunch.agent.saver.memory import CheckpointMemory, Segment
-from elaunch.agent.saver.round import SaverPlan
+from elaunch.agent.saver.plan import SaverPlan
 from elaunch.checkpoint.records import Stage
 from elaunch.checkpoint.storage.atonce import at_once
 from elaunch.errors import SaveError

@@ -11,7 +11,7 @@ from typing import Final
 
 from elaunch.agent.policy import events
 from elaunch.agent.policy.turn import Round
-from elaunch.agent.saver.round import SaverPlan
+from elaunch.agent.saver.plan import SaverPlan
 from elaunch.checkpoint import layout
 from elaunch.checkpoint.records import Committed, Stage
 from elaunch.checkpoint.retention.delete import Keep, Retiring

@@ -22,7 +22,7 @@ from elaunch.agent.policy.state import Limits, Phase, State, refusal
 from elaunch.agent.policy.turn import Round
 from elaunch.agent.resume.directory import DirectoryFinisher
 from elaunch.agent.saver import service
-from elaunch.agent.saver.round import SaverPlan
+from elaunch.agent.saver.plan import SaverPlan
 from elaunch.agent.saver.saver import AgentSaver
 from elaunch.agent.status.socket import ControlSocket
 from elaunch.agent.workers.links import WorkerLinks

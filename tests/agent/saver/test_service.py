@@ -20,7 +20,7 @@ from elaunch.agent.policy import events
 from elaunch.agent.policy.turn import Round
 from elaunch.agent.resume.directory import DirectoryFinisher
 from elaunch.agent.saver import service
-from elaunch.agent.saver.round import SaverPlan
+from elaunch.agent.saver.plan import SaverPlan
 from elaunch.agent.saver.saver import AgentSaver
 from elaunch.agent.saver.service import SaverConnection
 from elaunch.agent.status.socket import ControlSocket

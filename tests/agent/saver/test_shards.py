@@ -11,7 +11,7 @@ import pytest
 
 from elaunch.agent.policy.turn import Round
 from elaunch.agent.saver.memory import CheckpointMemory
-from elaunch.agent.saver.round import SaverPlan
+from elaunch.agent.saver.plan import SaverPlan
 from elaunch.agent.saver.shards import FETCHED_AT_ONCE, REPLICA, Shards
 from elaunch.checkpoint.records import Part, Stage
 from elaunch.errors import SaveError

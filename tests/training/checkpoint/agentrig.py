@@ -11,7 +11,7 @@ from pathlib import Path
 from elaunch.agent.policy import events
 from elaunch.agent.policy.turn import Round
 from elaunch.agent.resume.directory import DirectoryFinisher
-from elaunch.agent.saver.round import SaverPlan
+from elaunch.agent.saver.plan import SaverPlan
 from elaunch.agent.saver.saver import AgentSaver
 from elaunch.agent.status.socket import ControlSocket
 from elaunch.agent.workers.links import WorkerLinks

@@ -1,4 +1,4 @@
-"""What the saver works with, besides the round that runs."""
+"""What the saver of a node works with from round to round."""
 
 from __future__ import annotations
 
