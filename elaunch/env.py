@@ -7,6 +7,8 @@ torchrun's                      RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, 
                                 GROUP_WORLD_SIZE, ROLE_NAME, ROLE_RANK, ROLE_WORLD_SIZE,
                                 MASTER_ADDR, MASTER_PORT, TORCHELASTIC_*,
                                 TORCH_NCCL_ASYNC_ERROR_HANDLING
+GLOO_SOCKET_IFNAME,             the interface on the route to the other nodes, where these are not
+NCCL_SOCKET_IFNAME              set and it is known
 ELAUNCH_RUN_ID                  the run's id; equal to TORCHELASTIC_RUN_ID
 ELAUNCH_ROUND                   0 at the first start, one more at each restart
 ELAUNCH_RESTART_REASON          why this round began; empty in round 0
@@ -32,7 +34,7 @@ ELAUNCH_STACKS_FILE             where the worker writes its stacks at a signal; 
 TORCHELASTIC_TIMER_FILE         the pipe of torch's timers; with TORCHELASTIC_ENABLE_FILE_TIMER=1
 ==============================  ====================================================================
 
-torchrun's names and value formats are those of torch 2.13, ``torch/distributed/elastic/agent/
+torchrun's names and value formats are those of torch 2.15, ``torch/distributed/elastic/agent/
 server/local_elastic_agent.py``. One value differs on purpose: ``TORCHELASTIC_USE_AGENT_STORE`` is
 ``1``, so that a store of the script's own can be hosted (docs/torchrun.md, trap 5).
 """
@@ -49,6 +51,10 @@ OMP_NUM_THREADS = "OMP_NUM_THREADS"
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 LOG_PREFIX_TEMPLATE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+HIP_DEVICES = "HIP_VISIBLE_DEVICES"
+"""AMD's name for the same; where both are set, ROCm goes by this one."""
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
 NCCL_ASYNC_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 TEMP_PREFIX = "elaunch-"
 """How the name of a run's own TMPDIR begins."""
@@ -181,7 +187,8 @@ def worker_environment(
     variables |= _only_where_given(facts)
     if facts.virtual_local_rank:
         variables["LOCAL_RANK"] = "0"
-        variables[VISIBLE_DEVICES] = _visible_device(launcher, local_rank)
+        names = {VISIBLE_DEVICES, visible_devices(launcher)}
+        variables |= dict.fromkeys(names, _visible_device(launcher, local_rank))
     return variables
 
 
@@ -204,8 +211,13 @@ def named_devices(value: str) -> list[str]:
     return [device.strip() for device in value.split(",") if device.strip()]
 
 
+def visible_devices(environ: Mapping[str, str]) -> str:
+    """Return the name of the variable that says which devices may be used."""
+    return HIP_DEVICES if environ.get(HIP_DEVICES) else VISIBLE_DEVICES
+
+
 def _visible_device(launcher: Mapping[str, str], local_rank: int) -> str:
-    devices = named_devices(launcher.get(VISIBLE_DEVICES, ""))
+    devices = named_devices(launcher.get(visible_devices(launcher), ""))
     return devices[local_rank] if devices else str(local_rank)
 
 

@@ -406,7 +406,7 @@ def _log_plan(settings: Settings, log_root: Path | None, environ: Mapping[str, s
         console_ranks=settings.local_ranks_filter,
         stdout_filters=settings.duplicate_stdout_filters,
         stderr_filters=settings.duplicate_stderr_filters,
-        prefix_template=environ.get(env.LOG_PREFIX_TEMPLATE),
+        prefix_template=settings.log_line_prefix_template or environ.get(env.LOG_PREFIX_TEMPLATE),
         role=settings.role,
     )
 

@@ -20,7 +20,10 @@ from elaunch.config import Settings
 from elaunch.config.endpoints import LOOPBACK
 from elaunch.text import HIDDEN, arguments, count, is_secret
 
-_PER_RANK = ("RANK", "LOCAL_RANK", "ROLE_RANK", env.VISIBLE_DEVICES, env.ERROR_FILE)
+_PER_RANK = (
+    *("RANK", "LOCAL_RANK", "ROLE_RANK"),
+    *(env.VISIBLE_DEVICES, env.HIP_DEVICES, env.ERROR_FILE),
+)
 LATER = "(chosen at the start)"
 MEET = "decided when the nodes meet"
 # What a node cannot know of itself before it has met the others.

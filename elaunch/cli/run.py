@@ -24,11 +24,13 @@ from typing import Any
 
 import click
 
-from elaunch.config.flag import Flag
+from elaunch.cli import completion
+from elaunch.config.flag import Flag, Given, convert
 from elaunch.config.table import FLAGS, GROUPS, TABLE, USUAL
 from elaunch.errors import UsageError
 
-SPELLINGS = {spelling: flag for flag in FLAGS for spelling in flag.spellings}
+LINE_FLAGS = (*FLAGS, completion.FLAG)
+SPELLINGS = {spelling: flag for flag in LINE_FLAGS for spelling in flag.spellings}
 HELP, HELP_ALL = "--help", "--help-all"
 
 
@@ -119,7 +121,7 @@ def _meant(name: str) -> list[str]:
     if len(start) < 3 or start[:2] != "--":
         return []
     for torchrun in (True, False):
-        flags = [flag for flag in FLAGS if flag.torchrun is torchrun]
+        flags = [flag for flag in LINE_FLAGS if flag.torchrun is torchrun]
         found = [f"--{flag.name}" for flag in flags if f"--{flag.name}".startswith(start)]
         found += [text for text in ([HELP] if torchrun else [HELP_ALL]) if text.startswith(start)]
         if not torchrun:
@@ -131,7 +133,7 @@ def _meant(name: str) -> list[str]:
 
 
 def _no_such(word: str) -> click.UsageError:
-    long = [f"--{name}" for flag in FLAGS for name in (flag.name, *flag.aliases)]
+    long = [f"--{name}" for flag in LINE_FLAGS for name in (flag.name, *flag.aliases)]
     name = word.partition("=")[0] if word[:2] == "--" else word[:2]
     return click.NoSuchOption(name, possibilities=[*long, HELP, HELP_ALL])
 
@@ -160,6 +162,11 @@ class _RunCommand(click.Command):
             ctx.obj = line.help
             click.echo(ctx.get_help(), color=ctx.color)
             ctx.exit()
+        shell = line.flags.get(completion.FLAG.name)
+        if shell is not None:
+            given = Given(shell, "command line")
+            click.echo(completion.script(str(convert(completion.FLAG, given))), nl=False)
+            ctx.exit()
         ctx.params = {"line": line}
         return []
 
@@ -176,7 +183,7 @@ class _RunCommand(click.Command):
             with formatter.section(group):
                 formatter.write_dl(list(map(_help, flags)))
         with formatter.section("Help"):
-            formatter.write_dl(_HELP_FLAGS)
+            formatter.write_dl([*_HELP_FLAGS, _help(completion.FLAG)])
 
 
 _HELP_FLAGS = (

@@ -151,25 +151,20 @@ def preempt_left(answers: Answers) -> float | None:
 
 
 def devices(answers: Answers, environ: Mapping[str, str]) -> None:
-    """Check that --virtual-local-rank has a GPU for each worker; refuse --numa-binding."""
+    """Check that --virtual-local-rank has a GPU for each worker."""
     nproc = answers["nproc-per-node"]
     if answers["virtual-local-rank"] and nproc.isdigit():
-        named = environ.get(env.VISIBLE_DEVICES)
+        variable = env.visible_devices(environ)
+        named = environ.get(variable)
         count = installed_gpus() if named is None else len(env.named_devices(named))
         known = named is not None or count > 0
         if known and count < int(nproc):
-            what = "this machine" if named is None else f"CUDA_VISIBLE_DEVICES={named!r}"
+            what = "this machine" if named is None else f"{variable}={named!r}"
             raise answers.fault(
                 "virtual-local-rank",
                 f"gives each of {nproc} workers a GPU, but {what} has {count}",
                 "lower --nproc-per-node or name more devices",
             )
-    if answers["numa-binding"]:
-        raise answers.fault(
-            "numa-binding",
-            "cannot be done: this version does not bind workers to the CPUs near their GPU",
-            "leave it out, or bind in a script of your own that --no-python starts (numactl)",
-        )
 
 
 def master(answers: Answers, meeting: Topology) -> list[str]:

@@ -34,6 +34,7 @@ class Kind:
         comma: how a comma inside an item is written, where a job file may give a list of items.
         pairs: what stands between key and value, where a job file may give a mapping.
         show: what an error may print of a text: a password is not.
+        choices: the values, where there are a few.
     """
 
     read: Callable[[str], object]
@@ -42,6 +43,13 @@ class Kind:
     comma: str = ""
     pairs: str = ""
     show: Callable[[str], str] = str
+    choices: tuple[str, ...] = ()
+
+
+def one_of(*names: str) -> Kind:
+    """Return the kind of a value that is one of these names."""
+    shown = "|".join(names) if len(names) < 4 else "NAME"
+    return Kind(values.choice(names), shown, ", ".join(names), choices=names)
 
 
 @dataclass(frozen=True)

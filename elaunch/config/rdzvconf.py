@@ -20,6 +20,7 @@ user, password, password_file   to etcd
 secret_file                     as --rdzv-secret-file
 rank                            node rank of the static backend, without --node-rank
 close_timeout, use_libuv,       torchrun's, without effect
+cas_backoff_max_seconds,
 store_type
 ==============================  ====================================================================
 
@@ -65,6 +66,7 @@ _READERS: Mapping[str, Callable[[str], object]] = {
     "keep_alive_max_attempt": values.whole(1),
     "store_timeout": values.positive_seconds,
     "close_timeout": values.positive_seconds,
+    "cas_backoff_max_seconds": values.seconds,
     "read_timeout": values.positive_seconds,
     "is_host": values.switch,
     "store_type": _store_type,

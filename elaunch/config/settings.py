@@ -61,6 +61,7 @@ class Settings:
     redirects: StreamMap
     tee: StreamMap
     local_ranks_filter: frozenset[int] | None
+    log_line_prefix_template: str
     duplicate_stdout_filters: tuple[str, ...]
     duplicate_stderr_filters: tuple[str, ...]
     logs_specs: str | None

@@ -9,10 +9,11 @@ sentence that errors show. Only torchrun's flags decide whether an abbreviation 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 
 from elaunch.config import endpoints, rdzvconf, values
-from elaunch.config.flag import Flag, Kind, VariableFlag
+from elaunch.config.flag import Flag, Kind, VariableFlag, one_of
 from elaunch.env import TIMER_FILE
 
 # When a flag has no effect; checks.py knows when that is so.
@@ -23,11 +24,6 @@ WITH_PROGRAM = "with --no-python"
 WITH_RUN_PATH = "with --run-path"
 WITH_SPAWN = "with --start-method spawn"
 WITHOUT_RESTARTS = "without --max-restarts"
-
-
-def _one_of(*names: str) -> Kind:
-    shown = "|".join(names) if len(names) < 4 else "NAME"
-    return Kind(values.choice(names), shown, ", ".join(names))
 
 
 _COUNT = Kind(values.whole(0), "N", "0 or more")
@@ -77,7 +73,7 @@ _CODE = (
     _switch(name="run-path", help="Run the script by runpy.run_path in a forked process."),
     Flag(
         "start-method",
-        _one_of("forkserver", "spawn", "fork"),
+        one_of("forkserver", "spawn", "fork"),
         "forkserver",
         "Fork workers from a process that has imported torch (fork means the same), or start "
         "plain processes.",
@@ -92,7 +88,7 @@ _CODE = (
     _switch(name="virtual-local-rank", help="Give each worker one GPU and LOCAL_RANK=0."),
     Flag(
         "numa-binding",
-        _one_of("node", "socket", "exclusive", "core-complex"),
+        one_of("node", "socket", "exclusive", "core-complex"),
         None,
         "Bind each worker to the CPUs near its GPU.",
     ),
@@ -101,10 +97,7 @@ _CODE = (
         Kind(values.modules, "[+]MODULE,...", "names of modules, or none", comma=","),
         "torch,+torch._dynamo",
         "Modules that the fork server imports once for all; with a +: later, for the next rounds.",
-        idle={
-            WITH_PROGRAM: "nothing is forked from a warm process",
-            WITH_SPAWN: "nothing is forked from a warm process",
-        },
+        idle=dict.fromkeys((WITH_PROGRAM, WITH_SPAWN), "nothing is forked from a warm process"),
     ),
     _own(
         "workdir",
@@ -115,7 +108,7 @@ _CODE = (
     ),
     _own(
         "tmp",
-        _one_of("private", "shared"),
+        one_of("private", "shared"),
         "private",
         "Give the workers a TMPDIR of this run's own, unless TMPDIR is set, or the machine's.",
     ),
@@ -138,7 +131,7 @@ _RESTART = (
     ),
     _own(
         "restart-budget",
-        _one_of("progress", "lifetime"),
+        one_of("progress", "lifetime"),
         "progress",
         "Whether a newer checkpoint refills the restarts, or the job has them once.",
         idle={WITHOUT_RESTARTS: ""},
@@ -282,7 +275,7 @@ _STOP = (
     ),
     _own(
         "exit-codes",
-        _one_of("elaunch", "torchrun"),
+        one_of("elaunch", "torchrun"),
         "elaunch",
         "End with the first failed worker's code, or with 1 for every failure as torchrun does.",
     ),
@@ -311,16 +304,20 @@ _OUTPUT = (
         aliases=("log-ranks",),
     ),
     Flag(
-        "duplicate-stdout-filters",
-        _TEXTS,
+        "log-line-prefix-template",
+        Kind(values.text, "TEMPLATE", "a text"),
         "",
-        "Copy lines of stdout that contain one of these to filtered_stdout.log.",
+        "What a tee'd line begins with; ${role_name}, ${local_rank}, ${rank}, ${hostname} are "
+        "filled in.",
     ),
-    Flag(
-        "duplicate-stderr-filters",
-        _TEXTS,
-        "",
-        "Copy lines of stderr that contain one of these to filtered_stderr.log.",
+    *(
+        Flag(
+            f"duplicate-{name}-filters",
+            _TEXTS,
+            "",
+            f"Copy lines of {name} that contain one of these to filtered_{name}.log.",
+        )
+        for name in ("stdout", "stderr")
     ),
     Flag(
         "logs-specs",
@@ -330,7 +327,7 @@ _OUTPUT = (
     ),
     Flag(
         "event-log-handler",
-        _one_of("null", "console", "dynamic_rendezvous"),
+        one_of("null", "console", "dynamic_rendezvous"),
         "null",
         "Where the job's events go: nowhere, or to stderr as lines of JSON.",
     ),
@@ -340,7 +337,7 @@ _MEETING = (
     _switch(name="standalone", help="One node by itself; the rendezvous flags are not needed."),
     Flag(
         "rdzv-backend",
-        Kind(values.backend, "static|c10d|etcd", "static, c10d, etcd"),
+        replace(one_of("static", "c10d", "etcd"), read=values.backend),
         "static",
         "How nodes meet: node 0 hosts a TCPStore, the node at the endpoint does, or through etcd.",
     ),
@@ -408,7 +405,7 @@ _MEETING = (
     ),
     _own(
         "on-join",
-        _one_of("graceful", "now", "never"),
+        one_of("graceful", "now", "never"),
         "graceful",
         "When a new node starts to take part: after a moment for others to come and for the "
         "workers to save, at once, or in the next round that begins for another reason.",

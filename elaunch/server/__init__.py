@@ -8,7 +8,9 @@ from        op                  fields
 agent       configure           run_id, start ("fork" | "exec"), preload, later, later_delay (s),
                                 import_path, open_files (soft and hard limit of the workers),
                                 timer_file (the pipe of elaunch.server.timers, or null), temp (the
-                                run's own directory for temporary files, or null)
+                                run's own directory for temporary files, or null), numa_binding
+                                (a mode of elaunch.server.numa, or null), nproc (0: as many as
+                                there are devices), interpreter
 agent       start               round, rank, local_rank, mode, entrypoint, args, interpreter, env;
                                 files: its stdout and stderr
 agent       store               round (-1: before the first), host, fixed (whether all rounds have

@@ -1,8 +1,9 @@
-"""How many workers ``--nproc-per-node`` means: accelerators are counted in a child process.
+"""What torch knows of the accelerators, asked in a child process: how many, and where they are.
 
-The rules are torchrun's (torch 2.13, ``torch/distributed/run.py``, ``determine_local_world_size``):
-``gpu`` and ``xpu`` must be there, ``auto`` takes the accelerator if there is one and else the CPUs
-that this process may use, another name must be the type of the accelerator that torch finds.
+How many workers ``--nproc-per-node`` means goes by torchrun's rules (torch 2.15,
+``torch/distributed/run.py``, ``determine_local_world_size``): ``gpu`` and ``xpu`` must be there,
+``auto`` takes the accelerator if there is one and else the CPUs that this process may use, another
+name must be the type of the accelerator that torch finds.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from elaunch.errors import UsageError
@@ -62,36 +64,67 @@ def _available(there: bool, device_count: object, problem: str) -> tuple[int | N
     return int(device_count()), None
 
 
-def count_in_fork(kind: str, interpreter: str) -> tuple[int | None, str | None]:
-    """Run :func:`count` in a child, so that no CUDA state reaches the caller.
+def addresses() -> tuple[list[str], str | None]:
+    """Return the PCI address of each accelerator, or none and the reason; imports torch."""
+    import torch
 
-    A fork where torch is imported already, else another interpreter. What is returned instead of a
-    number is a sentence for the user.
-    """
-    if "torch" not in sys.modules:
-        number, problem = _count_in_interpreter(kind, interpreter)
-    else:
-        number, problem = _answer(processes.ask_fork(lambda: _count_or_why(kind)))
+    current = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if current is None:
+        return [], "torch finds no accelerator, and CPUs are bound by where that is"
+    module = torch.get_device_module(current)
+    found = [module.get_device_properties(i) for i in range(torch.accelerator.device_count())]
+    if not all(hasattr(each, "pci_bus_id") for each in found):
+        return [], f"torch {torch.__version__} does not know where a device of this kind is"
+    return [
+        f"{each.pci_domain_id:04x}:{each.pci_bus_id:02x}:{each.pci_device_id:02x}.0"
+        for each in found
+    ], None
+
+
+def count_in_fork(kind: str, interpreter: str) -> tuple[int | None, str | None]:
+    """Run :func:`count` in a child; what is returned instead of a number is for the user."""
+    number, problem = _in_fork(count, (kind,), interpreter)
     if number:
         return number, None
     why = problem or "torch counts none"
     return None, f"--nproc-per-node {kind}: {why}; give a number, or cpu"
 
 
-def _count_or_why(kind: str) -> tuple[int | None, str | None]:
+def addresses_in_fork(interpreter: str) -> tuple[list[str], str | None]:
+    """Run :func:`addresses` in a child."""
+    found, problem = _in_fork(addresses, (), interpreter)
+    return found or [], problem
+
+
+def _in_fork(
+    question: Callable[..., Any], words: tuple[str, ...], interpreter: str
+) -> tuple[Any, str | None]:
+    """Ask a question of this module in a child, so that no CUDA state reaches the caller.
+
+    A fork where torch is imported already, else another interpreter.
+    """
+    if "torch" not in sys.modules:
+        return _in_interpreter(question.__name__, words, interpreter)
+    return _answer(processes.ask_fork(lambda: _or_why(question, words)))
+
+
+def _or_why(question: Callable[..., Any], words: tuple[str, ...]) -> tuple[Any, str | None]:
     try:
-        return count(kind)
+        found, problem = question(*words)
     except Exception as error:  # whatever a driver raises is the answer
         return None, f"{type(error).__name__}: {error}"
+    return found, problem
 
 
-def _count_in_interpreter(kind: str, interpreter: str) -> tuple[int | None, str | None]:
+def _in_interpreter(
+    question: str, words: tuple[str, ...], interpreter: str
+) -> tuple[Any, str | None]:
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     code = (
         f"import json, sys; sys.path.insert(0, {root!r}); "
         "from elaunch.server import devices, processes; "
         f"processes.die_with_parent({os.getpid()}); "
-        f"print(json.dumps(devices.count({kind!r})))"
+        f"print(json.dumps(devices.{question}(*{words!r})))"
     )
     try:
         done = subprocess.run([interpreter, "-c", code], capture_output=True, timeout=_DEADLINE)
@@ -105,8 +138,8 @@ def _count_in_interpreter(kind: str, interpreter: str) -> tuple[int | None, str 
         return _answer(None)
 
 
-def _answer(pair: Any) -> tuple[int | None, str | None]:
+def _answer(pair: Any) -> tuple[Any, str | None]:
     if pair is None:
         return None, "the process that counts the devices died"
-    number, problem = pair
-    return number, problem
+    found, problem = pair
+    return found, problem

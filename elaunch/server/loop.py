@@ -30,7 +30,7 @@ from typing import NoReturn
 from elaunch import env
 from elaunch.endings import Exit
 from elaunch.proc import Process
-from elaunch.server import compiling, devices, processes, worker
+from elaunch.server import compiling, devices, numa, processes, worker
 from elaunch.server.preload import Later, Preloaded, preload
 from elaunch.server.stores import Stores
 from elaunch.server.sweep import Sweep
@@ -91,6 +91,7 @@ class Server:
         self._timers = Timers()
         self._expired: dict[int, str] = {}  # pid of a worker → its timer that has expired
         self._temp: str | None = None
+        self._bindings: tuple[numa.Binding, ...] = ()
         self._fence = math.inf
         self._hold = 0.0
         self._held = False
@@ -199,6 +200,9 @@ class Server:
         path, self._temp = message["import_path"], message["temp"]
         found = preload(message["preload"], path) if self._fork_start else Preloaded()
         problem = found.problem or self._timers.open(message["timer_file"])
+        if message["numa_binding"] is not None and problem is None:
+            words = (message["numa_binding"], message["nproc"], message["interpreter"])
+            self._bindings, problem = numa.bindings(*words)
         later = message["later"] if self._fork_start else []
         self._later.plan(later, path, message["later_delay"])
         processes.set_title(f"elaunch: server of {message['run_id']}")
@@ -276,6 +280,8 @@ class Server:
         self._forget()
         resource.setrlimit(resource.RLIMIT_NOFILE, self._open_files)
         worker.detach(job, self._pid, self._mask)
+        if self._bindings:
+            numa.bind(self._bindings[job.local_rank])
         if not self._fork_start or job.mode == "command":
             worker.replace(job)
         if self._later.may_compile:

@@ -74,6 +74,16 @@ def test_one_device_for_each_worker(job: Job, capsys: pytest.CaptureFixture[str]
     assert [row.split()[2] for row in out.splitlines()[-2:]] == ["4", "7"]
 
 
+def test_one_device_of_amd_for_each_worker(job: Job) -> None:
+    """ROCm goes by its own variable; libraries may read the other one."""
+    settings = job.settings("--virtual-local-rank --nproc 2 train.py")
+    launcher = {"CUDA_VISIBLE_DEVICES": "0,1", "HIP_VISIBLE_DEVICES": "4,7"}
+    variables = dryrun.worker(settings, 1, 2, launcher)
+    names = ("LOCAL_RANK", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+    assert [variables[name] for name in names] == ["0", "7", "7"]
+    assert "HIP_VISIBLE_DEVICES" not in dryrun.worker(settings, 1, 2, {})
+
+
 def test_the_checkpoint_directory_is_shown(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     """And that the choice is made at the start."""
     out = plain(job, "--checkpoint-dir ck train.py", capsys)

@@ -57,7 +57,10 @@ def test_help_is_short_and_help_all_has_every_flag() -> None:
         (["train.py"], "did you mean 'elaunch run train.py'?"),
         (["frobnicate"], "the commands are run, "),
         (["run", "--nproc-pr-node", "2", "x.py"], "--nproc-per-node"),
-        (["run", "--log=x", "x.py"], "--log is ambiguous: --log-dir, --logs-specs"),
+        (
+            ["run", "--log=x", "x.py"],
+            "--log is ambiguous: --log-dir, --log-line-prefix-template, --logs-specs",
+        ),
         (["run", "--role"], "--role needs a value"),
         (["run", "--max-restarts", "x", "x.py"], "--max-restarts: 'x' is not a whole number"),
         (["run", "no-such-script.py"], "script 'no-such-script.py' does not exist"),

@@ -11,10 +11,11 @@ from unittest import mock
 
 import click
 import pytest
+import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from elaunch.cli.run import parse
+from elaunch.cli.run import LINE_FLAGS, parse
 from elaunch.config.table import FLAGS
 
 Parsed = tuple[dict[str, str], str, list[str]]
@@ -200,6 +201,10 @@ def test_whatever_torchrun_takes_elaunch_cuts_alike(argv: list[str]) -> None:
     }
 
 
+TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
+PINNED = (2, 13)
+ADDED = {(2, 15): "log_line_prefix_template print_completion"}
+"""Flags of torchrun's by the version since PINNED that they came with."""
 _PARSERS: dict[int, argparse.ArgumentParser] = {}
 
 
@@ -217,9 +222,11 @@ def test_every_flag_of_torchrun_is_there_with_its_spellings_and_default(
     torchrun: argparse.ArgumentParser,
 ) -> None:
     """The table has them all, marked as torchrun's, and nothing else is."""
-    table = {flag.dest: flag for flag in FLAGS if flag.torchrun}
+    table = {flag.dest: flag for flag in LINE_FLAGS if flag.torchrun}
     actions = {a.dest: a for a in torchrun._actions if a.option_strings and a.dest != "help"}
-    assert set(table) == set(actions)
+    missing = {name for since, names in ADDED.items() if since > TORCH for name in names.split()}
+    assert set(actions) <= set(table)
+    assert TORCH < PINNED or set(table) == set(actions) | missing
     different = {"start_method": "forkserver", "master_addr": None, "rdzv_id": None}
     different |= {"shutdown_timeout": "30"}
     for dest, action in actions.items():

@@ -238,8 +238,8 @@ def test_node_0_of_static_needs_its_port(job: Job) -> None:
             "--master-addr has no effect with --rdzv-endpoint",
         ),
         (
-            f"{C10D} {ELSEWHERE} --rdzv-conf timeout=9,cert=x,close_timeout=1",
-            "--rdzv-conf: timeout, cert, close_timeout has no effect with --rdzv-backend c10d",
+            f"{C10D} {ELSEWHERE} --rdzv-conf timeout=9,cert=x,cas_backoff_max_seconds=0",
+            "--rdzv-conf: timeout, cert, cas_backoff_max_seconds has no effect with --rdzv-b",
         ),
         (f"{ETCD} h --rdzv-conf is_host=1,rank=0", "is_host, rank has no effect with --rdzv-back"),
         (

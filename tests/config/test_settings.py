@@ -145,7 +145,11 @@ def test_a_variable_can_be_set_off_on_the_command_line(job: Job) -> None:
             "--virtual-local-rank: gives each of 3 workers a GPU, but CUDA_VISIBLE_DEVICES='0,1' "
             "has 2",
         ),
-        ("--numa-binding node train.py", {}, "cannot be done: this version does not bind"),
+        (
+            "--virtual-local-rank --nproc-per-node 3 train.py",
+            {"CUDA_VISIBLE_DEVICES": "0,1,2", "HIP_VISIBLE_DEVICES": "4"},
+            "but HIP_VISIBLE_DEVICES='4' has 1",
+        ),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_starts(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 from pathlib import Path
 
 import pytest
@@ -70,10 +71,15 @@ def test_teed_streams_are_in_the_files_and_prefixed(elaunch: Launcher, tmp_path:
 
 
 def test_a_template_for_the_prefix(elaunch: Launcher) -> None:
-    """torchrun's variable and names."""
-    template = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "<${role_name}|${local_rank}|${rank}> "}
+    """torchrun's names, by its flag or its variable; the flag wins."""
+    name = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
+    template = {name: "<${role_name}|${local_rank}|${rank}> "}
     done = elaunch.run(act(SPAWN, *SPEAK, flags=["--tee=2"]), env=template)
     assert own_lines(done.stderr) == ["<default|0|0> oops", "<default|1|1> oops"]
+    flags = ["--tee=2", "--log-line-prefix-template", "${hostname}:${rank}: "]
+    named = elaunch.run(act(SPAWN, *SPEAK, flags=flags), env=template)
+    host = socket.gethostname()
+    assert own_lines(named.stderr) == [f"{host}:0: oops", f"{host}:1: oops"]
     assert [
         bool(out(rank).fullmatch(line)) for rank, line in enumerate(own_lines(done.stdout))
     ] == [

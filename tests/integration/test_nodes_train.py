@@ -106,8 +106,7 @@ def test_over_ipv6(cluster: Build) -> None:
     agents = []
     for number, node in ((1, one), (2, two)):
         flags = [*TWO, f"--local-addr={node.address6}"]
-        env = {"GLOO_SOCKET_IFNAME": "eth0"}
-        agents.append(job.start(number, flags, ["gloo"], method=FORK, env=env))
+        agents.append(job.start(number, flags, ["gloo"], method=FORK))
     for rank, agent in enumerate(agents):
         wait_for_worker(agent, rank, 0)
     assert end(job, *agents) == [0, 0]
@@ -119,10 +118,12 @@ def test_over_ipv6(cluster: Build) -> None:
     assert shown(again[1])[1] == {
         "MASTER_ADDR": one.address6,
         "ELAUNCH_NODE_ADDRS": f"{one.address6},{two.address6}",
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "NCCL_SOCKET_IFNAME": "=eth0",
     }
 
 
-SHOW = ["show=MASTER_ADDR,ELAUNCH_NODE_ADDRS"]
+SHOW = ["show=MASTER_ADDR,ELAUNCH_NODE_ADDRS,GLOO_SOCKET_IFNAME,NCCL_SOCKET_IFNAME"]
 
 
 @over("etcd", "c10d")

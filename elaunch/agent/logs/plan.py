@@ -14,6 +14,7 @@ Without log files ``-r`` shows the stream after all, since the output would be l
 
 from __future__ import annotations
 
+import os
 import string
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -43,7 +44,8 @@ class LogPlan:
         console_ranks: local ranks that are shown on the console; None for all.
         stdout_filters: strings; stdout lines with any of them are copied to filtered_stdout.log.
         stderr_filters: the same for stderr.
-        prefix_template: with ``${role_name}``, ``${local_rank}``, ``${rank}``; None for torchrun's.
+        prefix_template: with ``${role_name}``, ``${local_rank}``, ``${rank}``, ``${hostname}``;
+            None for torchrun's.
         role: role name, a part of the prefix.
         at_once: show what has no line end yet at once, where the console shows one worker only;
             not where others write to the same place.
@@ -66,6 +68,7 @@ class LogPlan:
         if not self.prefix_template:
             return encode(f"[{self.role}{local_rank}]:")
         names = {"role_name": self.role, "local_rank": local_rank, "rank": rank}
+        names["hostname"] = os.uname().nodename
         return encode(string.Template(self.prefix_template).safe_substitute(names))
 
     def tees(self, local_rank: int, name: str) -> bool:

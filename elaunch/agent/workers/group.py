@@ -103,6 +103,8 @@ class WorkerGroup:
             environ=self._environ,
             temp=self._plan.temp,
             timer_file=self._environ.get(env.TIMER_FILE) if settings.file_timer else None,
+            numa_binding=settings.numa_binding,
+            nproc=self._nproc,
         )
         return WorkerServer(plan, self._plan.post, self.reaper)
 
@@ -197,6 +199,7 @@ class WorkerGroup:
         if start.place.node_rank == 0:
             self._host_store(start.round)
         facts = self._facts(start)
+        sockets = self._sockets(start.place)
         args = fill_placeholders(settings.args, start.checkpoint or settings.init_from)
         ranks = {local_rank: start.first_rank + local_rank for local_rank in range(self._nproc)}
         channels = self._pump.open_round(start.round, ranks)
@@ -206,6 +209,7 @@ class WorkerGroup:
         for local_rank, (stdout, stderr) in channels.items():
             error_file = str(self._error_file(start.round, local_rank))
             variables = env.worker_environment(facts, local_rank, error_file, self._environ)
+            variables |= sockets
             if settings.hang_timeout is not None:
                 variables[env.STACKS_FILE] = str(self.stacks_file(start.round, local_rank))
             job = {
@@ -252,6 +256,15 @@ class WorkerGroup:
             channel_key=self._channel_key(start),
             resume_uuid="" if checkpoint is None else checkpoint.uuid,
         )
+
+    def _sockets(self, place: env.NodePlace) -> dict[str, str]:
+        """Return what gloo and NCCL go by on several nodes."""
+        if place.nodes == 1:
+            return {}
+        from elaunch.agent.workers import interface
+
+        others = [addr for node, addr in enumerate(place.addrs) if node != place.node_rank]
+        return interface.variables(place.addrs[place.node_rank], others, self._environ)
 
     def _channel_key(self, start: Round) -> str:
         """Return the key by which the round's workers know each other; "" if none can be shared.

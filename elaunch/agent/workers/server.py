@@ -98,7 +98,10 @@ class Reaper:
 
 @dataclass(frozen=True)
 class ServerPlan:
-    """How to start the server; ``title_room`` is the length of the longest worker command."""
+    """How to start the server; ``title_room`` is the length of the longest worker command.
+
+    ``nproc`` is 0 where the server is to count the devices.
+    """
 
     run_id: str
     interpreter: str
@@ -111,6 +114,8 @@ class ServerPlan:
     environ: Mapping[str, str] = field(repr=False)
     timer_file: str | None = None
     temp: str | None = None
+    numa_binding: str | None = None
+    nproc: int = 0
 
 
 class WorkerServer:
@@ -155,7 +160,8 @@ class WorkerServer:
         reader.start()
         start = "fork" if self._plan.fork_start else "exec"
         configure: Message = {"op": "configure", "run_id": self._plan.run_id}
-        configure |= {"start": start}
+        configure |= {"start": start, "interpreter": self._plan.interpreter}
+        configure |= {"numa_binding": self._plan.numa_binding, "nproc": self._plan.nproc}
         modules = {"preload": list(self._plan.preload), "later": list(self._plan.later)}
         configure |= {"later_delay": LATER_DELAY, "temp": self._plan.temp}
         configure |= {"timer_file": self._plan.timer_file}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -40,8 +41,9 @@ def test_ranks_that_are_not_shown() -> None:
 def test_prefix() -> None:
     """torchrun's, or the template; an empty template is none."""
     assert LogPlan(ROOT, role="r", prefix_template="").prefix(1, 5) == b"[r1]:"
-    template = "${role_name}|${local_rank}|${rank}|$x$$"
-    assert LogPlan(ROOT, role="é", prefix_template=template).prefix(1, 5) == "é|1|5|$x$".encode()
+    template = "${role_name}|${local_rank}|${rank}|${hostname}|$x$$"
+    expected = f"é|1|5|{socket.gethostname()}|$x$".encode()
+    assert LogPlan(ROOT, role="é", prefix_template=template).prefix(1, 5) == expected
 
 
 def test_bytes_of_the_command_line_survive() -> None:
