@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 
+LOOPBACK = "127.0.0.1"
 _LOOPBACK_NAMES = ("localhost", "localhost.localdomain", "ip6-localhost", "ip6-loopback")
 
 

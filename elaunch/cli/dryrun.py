@@ -17,7 +17,8 @@ import click
 
 from elaunch import env
 from elaunch.config import Settings
-from elaunch.config.endpoints import LOOPBACK
+from elaunch.config.checks import NO_FILES
+from elaunch.hosts import LOOPBACK
 from elaunch.text import HIDDEN, arguments, count, is_secret
 
 _PER_RANK = (
@@ -165,7 +166,7 @@ def shown(name: str, text: str) -> str:
 
 
 def _logs(settings: Settings) -> str:
-    if settings.log_dir == "/dev/null":
+    if settings.log_dir == NO_FILES:
         return "no files"
     return settings.log_dir or "in the run directory"
 

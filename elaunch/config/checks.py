@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from elaunch import env
+from elaunch import env, hosts
 from elaunch.config import checkpoint, endpoints, files, table, values
 from elaunch.config.command import Command
 from elaunch.config.flag import Answers
@@ -174,7 +174,7 @@ def master(answers: Answers, meeting: Topology) -> list[str]:
     flag = "rdzv-endpoint" if meeting.backend == "static" else "master-addr"
     if not (meeting.backend == "static" and answers["rdzv-endpoint"]):
         flag = "master-addr" if answers["master-addr"] else "local-addr"
-    if addr and addr != endpoints.LOOPBACK:
+    if addr and addr != hosts.LOOPBACK:
         found = endpoints.addresses(addr)
         if not found:
             raise answers.fault(flag, "does not resolve to an address", "name this machine")
@@ -184,7 +184,7 @@ def master(answers: Answers, meeting: Topology) -> list[str]:
                 "only if it leads back here"
             )
     if meeting.master_port:
-        why = endpoints.why_not_free(addr or endpoints.LOOPBACK, meeting.master_port)
+        why = endpoints.why_not_free(addr or hosts.LOOPBACK, meeting.master_port)
         if why:
             flag = "rdzv-endpoint" if answers["rdzv-endpoint"] else "master-port"
             what = f"port {meeting.master_port} {why}" if flag == "rdzv-endpoint" else why

@@ -17,7 +17,6 @@ from collections.abc import Iterator
 
 from elaunch import hosts
 
-LOOPBACK = "127.0.0.1"
 # Addresses for documentation, never anybody's: the route to them is the default route.
 _EVERYWHERE = ("192.0.2.1", "2001:db8::1")
 

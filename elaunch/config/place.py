@@ -34,6 +34,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from elaunch import hosts
 from elaunch.config import endpoints, values
 from elaunch.config.flag import Answers
 from elaunch.errors import UsageError
@@ -372,7 +373,7 @@ def _exactly(answers: Answers) -> Topology:
     raw = answers["rdzv-endpoint"]
     if not raw:
         addr, port = (
-            _unbracketed(answers["master-addr"]) or endpoints.LOOPBACK,
+            _unbracketed(answers["master-addr"]) or hosts.LOOPBACK,
             answers["master-port"],
         )
         return Topology("static", f"{addr}:{port}", addr, port, tuple(notices))

@@ -209,10 +209,10 @@ def own_address(rendezvous: RendezvousSettings) -> str:
     host = rendezvous.endpoints[0][0]
     local = hosts.is_loopback(host)
     if local and rendezvous.backend != "etcd":
-        return sources[0] if sources else endpoints.LOOPBACK
+        return sources[0] if sources else hosts.LOOPBACK
     for source in endpoints.own_addresses():
         return source
-    return endpoints.LOOPBACK if local or rendezvous.backend == "etcd" else host
+    return hosts.LOOPBACK if local or rendezvous.backend == "etcd" else host
 
 
 def _settings(

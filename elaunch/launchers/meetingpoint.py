@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from elaunch.errors import PlacementError
+from elaunch.hosts import LOOPBACK
 from elaunch.launchers import table
 from elaunch.launchers.ranks import Numbers
 from elaunch.launchers.table import LauncherNames, number
-
-LOOPBACK = "127.0.0.1"
 
 
 def meeting_point(

@@ -24,10 +24,10 @@ from typing import Any, Final
 
 from elaunch.agent.peers.messages import CHUNK, PeerConnection, Undelivered
 from elaunch.agent.saver.peers import Received
-from elaunch.agent.workers.storesocket import LOOPBACK, listen_for_nodes
+from elaunch.agent.workers.storesocket import listen_for_nodes
 from elaunch.checkpoint.records import Stage
 from elaunch.errors import CheckpointError
-from elaunch.hosts import is_loopback
+from elaunch.hosts import LOOPBACK, is_loopback
 from elaunch.rendezvous.plan import Plan
 from elaunch.wire import stream
 from elaunch.wire.saver import Files, Handed, handed_from_json, handed_to_json

@@ -14,9 +14,8 @@ import socket
 
 from elaunch.config import endpoints
 from elaunch.errors import UsageError
-from elaunch.hosts import is_loopback
+from elaunch.hosts import LOOPBACK, is_loopback
 
-LOOPBACK = "127.0.0.1"
 BACKLOG = 4096
 
 

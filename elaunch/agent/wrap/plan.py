@@ -24,8 +24,9 @@ from elaunch.agent.logs.plan import LogPlan
 from elaunch.config import endpoints
 from elaunch.config.values import StreamMap, did_you_mean
 from elaunch.errors import PlacementError, UsageError
+from elaunch.hosts import LOOPBACK
 from elaunch.launchers import table
-from elaunch.launchers.meetingpoint import LOOPBACK, meeting_point
+from elaunch.launchers.meetingpoint import meeting_point
 from elaunch.launchers.ranks import Numbers, launcher_numbers
 from elaunch.launchers.table import LauncherNames
 from elaunch.proc import process_name

@@ -26,8 +26,8 @@ from typing import Any
 
 from elaunch.env import HPARAMS, INIT_FROM
 from elaunch.errors import PlacementError
+from elaunch.hosts import LOOPBACK
 from elaunch.launchers import table
-from elaunch.launchers.meetingpoint import LOOPBACK
 from elaunch.training.place import placement
 from elaunch.training.place.placement import Launcher, Placement
 
