@@ -12,7 +12,6 @@ import queue
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from elaunch.agent.hangs.watch import HangWatch
 from elaunch.agent.patience import telling
@@ -39,18 +38,15 @@ from elaunch.agent.workers.group import WorkerGroup
 from elaunch.agent.workers.links import WorkerLinks
 from elaunch.agent.workers.server import KILL_DEADLINE
 from elaunch.config import Settings
+from elaunch.rendezvous.standalone import Standalone
 from elaunch.server import devices
 from elaunch.text import duration
-
-if TYPE_CHECKING:
-    from elaunch.rendezvous.standalone import Standalone
 
 SETTLE_LEAST = 5.0
 """Seconds for what is in memory to be written out, however little of a grace is left."""
 SETTLE_OVERDUE = 2.0
 """Seconds beyond that after which the loop goes on without SavesSettled."""
 
-SILENT = "its server is not ready: what it imports hangs, or its file system does not answer"
 PASSED = events.DeadlinePassed()
 
 log = logging.getLogger("elaunch")
@@ -108,7 +104,6 @@ class Agent:
         self._exit_code = 0
         self._deadline: float | None = None
         self._grace_until: float | None = None
-        self._starting: tuple[float | None, int] = (None, -1)
 
     def run(self) -> int:
         """Serve events until the policy finishes; the group's server was started.
@@ -151,9 +146,8 @@ class Agent:
                 return self._inbox.get()
             return self._inbox.get(timeout=max(0.0, self._deadline - time.monotonic()))
         except queue.Empty:
-            passed, self._deadline = self._deadline, None
-            until, number = self._starting
-            return events.WorkerNotStarted(number, 0, SILENT) if passed == until else PASSED
+            self._deadline = None
+            return PASSED
 
     def _still_starting(self, seconds: float) -> str:
         settings, state = self._settings, self._state
@@ -220,7 +214,7 @@ class Agent:
     def _start_round(self, state: State, begun: Round) -> None:
         # A server that was lost is replaced, and may hang in its imports as the first one may.
         self._deadline = time.monotonic() + state.limits.start_timeout
-        self._starting, self._grace_until = (self._deadline, begun.round), None
+        self._grace_until = None
         self._links.begin(begun)
         self._hangs.begin(begun)
         self._saver.begin(begun)
@@ -230,7 +224,7 @@ class Agent:
         grace, now = action.grace, time.monotonic()
         if state.phase is Phase.STOPPING and self._deadline is not None:
             grace = min(grace, max(0.0, self._deadline - now))  # what the workers left of it
-        overdue = self._group.end_tree(state.round, action.signum, grace)
+        overdue = self._group.server.end_tree(state.round, action.signum, grace)
         self._deadline = now + overdue
 
     def _settle(self, state: State, action: Settle) -> None:
@@ -245,15 +239,15 @@ class Agent:
 
     def _answer(self, taken: Turn) -> None:
         """Answer those who wait for the loop, and stop waiting for what has come."""
-        event = taken.event
+        event, state = taken.event, taken.before
         if isinstance(event, events.WorkerStarted):
-            if self._deadline == self._starting[0]:
-                self._deadline = None
+            if state.phase is Phase.RUNNING and self._grace_until is None and not state.taking:
+                self._deadline = None  # the start's: no other one runs
         elif isinstance(event, events.SearchEnded) and self._standalone is not None:
             self._standalone.found(event.result)
         elif isinstance(event, events.Ping):
             event.answer()
         elif isinstance(event, events.FenceAsked):
-            event.answer(refusal(taken.before, event.round, event.uuid))
+            event.answer(refusal(state, event.round, event.uuid))
         elif isinstance(event, events.PreemptAsked):
             event.answer(taken.reason)

@@ -121,3 +121,7 @@ Action = (
     | Finish
     | Refuse
 )
+
+Decision = tuple[Action, str]
+"""What is done, and why: the log line; "" where nothing is decided."""
+NOTHING: Decision = (Nothing(), "")

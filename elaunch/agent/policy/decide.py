@@ -15,7 +15,8 @@ from typing import Any, Final
 
 from elaunch.agent.policy import events, hang, nodes, preempt
 from elaunch.agent.policy.actions import (
-    Action,
+    NOTHING,
+    Decision,
     EndTree,
     Finish,
     Forward,
@@ -40,9 +41,7 @@ from elaunch.agent.policy.state import (
 )
 from elaunch.errors import CheckpointError, ElaunchError, ServerError, UsageError
 
-Decision = tuple[Action, str]
-
-NOTHING: Decision = (Nothing(), "")
+SILENT: Final = "its server is not ready: what it imports hangs, or its file system does not answer"
 SERVER_RESTARTS: Final = 3
 """How often the server is started again in one wait for a plan: nothing of a round is lost."""
 LAST_SAVE_S: Final = 1800.0
@@ -152,8 +151,12 @@ def _on_signal(state: State, event: events.SignalReceived) -> Decision:
 def _on_not_started(state: State, event: events.WorkerNotStarted) -> Decision:
     if event.round != state.round or state.phase is not Phase.RUNNING:
         return NOTHING
-    rank = state.first_rank + event.local_rank
-    return Finish(ServerError.exit_code), f"cannot start rank {rank}: {event.problem}"
+    return _not_started(state, event.local_rank, event.problem)
+
+
+def _not_started(state: State, local_rank: int, problem: str) -> Decision:
+    rank = state.first_rank + local_rank
+    return Finish(ServerError.exit_code), f"cannot start rank {rank}: {problem}"
 
 
 def _on_deadline(state: State, event: events.DeadlinePassed) -> Decision:
@@ -161,6 +164,8 @@ def _on_deadline(state: State, event: events.DeadlinePassed) -> Decision:
         return hang.overdue(state)
     if state.phase is Phase.RUNNING and state.notice is not None:
         return preempt.overdue(state)
+    if state.phase is Phase.RUNNING and state.began is None:
+        return _not_started(state, 0, SILENT)
     if state.phase is Phase.STOPPING:
         return EndTree(), f"the grace is over; killing {workers(len(state.alive))}"
     if state.phase is Phase.SWEEPING and state.killing:

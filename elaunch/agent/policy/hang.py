@@ -18,13 +18,9 @@ from collections.abc import Callable
 from typing import Any
 
 from elaunch.agent.policy import events
-from elaunch.agent.policy.actions import Action, Nothing, StopWorkers, TakeStacks
+from elaunch.agent.policy.actions import NOTHING, Decision, StopWorkers, TakeStacks
 from elaunch.agent.policy.state import Phase, State, workers
 from elaunch.rendezvous.plan import Plan
-
-Decision = tuple[Action, str]
-
-NOTHING: Decision = (Nothing(), "")
 
 
 def _on_hang(state: State, event: events.HangSeen) -> Decision:

@@ -15,7 +15,8 @@ from typing import Any
 from elaunch import env
 from elaunch.agent.policy import events, hang, preempt
 from elaunch.agent.policy.actions import (
-    Action,
+    NOTHING,
+    Decision,
     EndTree,
     Finish,
     Hurry,
@@ -29,10 +30,6 @@ from elaunch.checkpoint.records import Checkpoint
 from elaunch.endings import PREEMPTED
 from elaunch.errors import CheckpointError, UsageError
 from elaunch.rendezvous.plan import AgentState, Plan, column
-
-Decision = tuple[Action, str]
-
-NOTHING: Decision = (Nothing(), "")
 
 
 def own_state(state: State) -> tuple[AgentState, int]:
@@ -261,11 +258,7 @@ def _on_waiting(state: State, event: events.StillWaiting) -> Decision:
     return (Nothing(), event.reason) if state.phase is Phase.MEETING else NOTHING
 
 
-def _on_silent(_: State, event: events.StoreSilent) -> Decision:
-    return Nothing(), event.reason
-
-
-def _on_back(_: State, event: events.StoreBack) -> Decision:
+def _on_store(_: State, event: events.StoreSilent | events.StoreBack) -> Decision:
     return Nothing(), event.reason
 
 
@@ -277,6 +270,6 @@ ARMS: dict[type, Callable[[State, Any], Decision]] = {
     events.MeetingFailed: _on_failed,
     events.Rejoined: _on_rejoined,
     events.StillWaiting: _on_waiting,
-    events.StoreSilent: _on_silent,
-    events.StoreBack: _on_back,
+    events.StoreSilent: _on_store,
+    events.StoreBack: _on_store,
 }

@@ -33,7 +33,15 @@ from dataclasses import replace
 from typing import Any, Final
 
 from elaunch.agent.policy import events
-from elaunch.agent.policy.actions import Action, EndTree, Finish, Hurry, Nothing, Notify
+from elaunch.agent.policy.actions import (
+    NOTHING,
+    Decision,
+    EndTree,
+    Finish,
+    Hurry,
+    Nothing,
+    Notify,
+)
 from elaunch.agent.policy.state import LOST, Phase, State, workers
 from elaunch.endings import KILLED, PREEMPTED
 from elaunch.errors import CheckpointError
@@ -41,9 +49,6 @@ from elaunch.rendezvous.plan import Plan
 from elaunch.text import ranks
 from elaunch.wire.worker import Notice
 
-Decision = tuple[Action, str]
-
-NOTHING: Decision = (Nothing(), "")
 AT_REST: Final = frozenset({Phase.STARTING, Phase.MEETING})
 """Where an agent of several has no worker: a request there goes to the other nodes."""
 

@@ -24,13 +24,7 @@ from elaunch.agent.patience import bounded
 from elaunch.agent.policy import events
 from elaunch.agent.policy.state import Phase
 from elaunch.agent.policy.turn import Round, Turn
-from elaunch.agent.workers.server import (
-    KILL_DEADLINE,
-    SWEEP_OVERDUE,
-    Reaper,
-    ServerPlan,
-    WorkerServer,
-)
+from elaunch.agent.workers.server import Reaper, ServerPlan, WorkerServer
 from elaunch.agent.workers.storesocket import StoreEndpoint
 from elaunch.checkpoint.search.placeholder import fill_placeholders
 from elaunch.config import Settings
@@ -307,15 +301,6 @@ class WorkerGroup:
         """
         group = self._plan.settings.mode == "command"
         self.server.send({"op": "signal", "signum": int(signum), "group": group, "stops": stops})
-
-    def end_tree(self, round_number: int, signum: Signals | None, grace: float) -> float:
-        """Have everything of the round ended; return seconds until TreeGone is overdue."""
-        if not self.server.pid:
-            self.server.sweep_orphans(round_number)
-            return SWEEP_OVERDUE
-        order = {"op": "sweep", "round": round_number, "signum": int(signum or 0)}
-        self.server.send({**order, "grace": grace, "deadline": KILL_DEADLINE})
-        return grace + SWEEP_OVERDUE
 
     def see(self, turn: Turn) -> None:
         """Take how many workers were counted; after a round, wait for all that its tree wrote."""

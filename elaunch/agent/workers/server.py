@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import elaunch.server
 from elaunch import proc
@@ -158,15 +158,23 @@ class WorkerServer:
             target=self._read, args=(channel,), name="server-reader", daemon=True
         )
         reader.start()
-        start = "fork" if self._plan.fork_start else "exec"
-        configure: Message = {"op": "configure", "run_id": self._plan.run_id}
-        configure |= {"start": start, "interpreter": self._plan.interpreter}
-        configure |= {"numa_binding": self._plan.numa_binding, "nproc": self._plan.nproc}
-        modules = {"preload": list(self._plan.preload), "later": list(self._plan.later)}
-        configure |= {"later_delay": LATER_DELAY, "temp": self._plan.temp}
-        configure |= {"timer_file": self._plan.timer_file}
-        configure |= {"import_path": self._plan.import_path, "open_files": self._plan.open_files}
-        self.send({**configure, **modules})
+        plan = self._plan
+        configure: Message = {
+            "op": "configure",
+            "run_id": plan.run_id,
+            "start": "fork" if plan.fork_start else "exec",
+            "interpreter": plan.interpreter,
+            "numa_binding": plan.numa_binding,
+            "nproc": plan.nproc,
+            "later_delay": LATER_DELAY,
+            "temp": plan.temp,
+            "timer_file": plan.timer_file,
+            "import_path": plan.import_path,
+            "open_files": plan.open_files,
+            "preload": list(plan.preload),
+            "later": list(plan.later),
+        }
+        self.send(configure)
 
     def send(self, message: Message, files: Sequence[int] = ()) -> None:
         """Send one message; a server that has just died is reported by the reaper, not here.
@@ -198,6 +206,15 @@ class WorkerServer:
             self.kill()
             self._ended.wait(KILL_DEADLINE)
         self._sweep_own(-1)
+
+    def end_tree(self, round_number: int, signum: signal.Signals | None, grace: float) -> float:
+        """Have everything of the round ended; return seconds until TreeGone is overdue."""
+        if not self.pid:
+            self.sweep_orphans(round_number)
+            return SWEEP_OVERDUE
+        order = {"op": "sweep", "round": round_number, "signum": int(signum or 0)}
+        self.send({**order, "grace": grace, "deadline": KILL_DEADLINE})
+        return grace + SWEEP_OVERDUE
 
     def sweep_orphans(self, round_number: int) -> None:
         """End what a dead server left to the agent, in a thread of its own; posts TreeGone."""
@@ -238,34 +255,29 @@ def open_standard_files() -> None:
             os.open(os.devnull, os.O_RDWR)
 
 
+_EVENTS: Final[Mapping[str, Callable[..., events.Event]]] = {
+    "exited": events.Exit,
+    "started": events.WorkerStarted,
+    "not_started": events.WorkerNotStarted,
+    "warmed": events.ServerWarmed,
+    "ready": events.ServerReady,
+    "fenced": events.Fenced,
+    "held": events.WorkersHeld,
+    "devices": events.DevicesCounted,
+}
+"""The messages of the server that have the fields of their event."""
+
+
 def _event(message: Message) -> events.Event:
     op = message["op"]
-    if op == "exited":
-        return events.Exit(**_without_op(message))
-    if op == "started":
-        return events.WorkerStarted(**_without_op(message))
-    if op == "not_started":
-        return events.WorkerNotStarted(**_without_op(message))
-    if op == "warmed":
-        settings = tuple(message["settings"])
-        return events.ServerWarmed(
-            message["problem"], message["seconds"], settings, message["compiles"]
-        )
     if op == "swept":
         return _tree_gone(message)
-    if op == "ready":
-        return events.ServerReady(**_without_op(message))
-    if op == "fenced":
-        return events.Fenced(message["late"])
-    if op == "held":
-        return events.WorkersHeld(message["on"])
-    if op == "devices":
-        return events.DevicesCounted(message["count"], message["problem"])
-    return events.StoreLost(message["problem"])
-
-
-def _without_op(message: Message) -> Message:
-    return {name: value for name, value in message.items() if name != "op"}
+    if op == "store_failed":
+        return events.StoreLost(message["problem"])
+    fields = {name: value for name, value in message.items() if name != "op"}
+    if op == "warmed":
+        fields["settings"] = tuple(fields["settings"])
+    return _EVENTS[op](**fields)
 
 
 def _tree_gone(message: Message) -> events.TreeGone:

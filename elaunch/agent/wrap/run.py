@@ -39,14 +39,7 @@ from elaunch import env
 from elaunch.agent import signals
 from elaunch.agent.logs.pump import LogPump
 from elaunch.agent.policy import events
-from elaunch.agent.workers.server import (
-    KILL_DEADLINE,
-    SWEEP_OVERDUE,
-    Reaper,
-    ServerPlan,
-    WorkerServer,
-    open_standard_files,
-)
+from elaunch.agent.workers.server import Reaper, ServerPlan, WorkerServer, open_standard_files
 from elaunch.agent.wrap.plan import WrapPlan
 from elaunch.endings import exit_code, how_it_ended
 from elaunch.errors import ServerError
@@ -199,10 +192,9 @@ class Wrapper:
         self._sweep(None, 0.0)
 
     def _sweep(self, signum: Signals | None, grace: float) -> None:
-        order = {"op": "sweep", "round": self._plan.round, "signum": int(signum or 0)}
-        self._server.send({**order, "grace": grace, "deadline": KILL_DEADLINE})
         self._sweeping = True
-        self._deadline = time.monotonic() + grace + SWEEP_OVERDUE
+        overdue = self._server.end_tree(self._plan.round, signum, grace)
+        self._deadline = time.monotonic() + overdue
 
     def _outcome(self, gone: events.TreeGone) -> int:
         if gone.survivors:

@@ -33,6 +33,7 @@ from elaunch.agent.policy.actions import (
     StopWorkers,
     TakeStacks,
 )
+from elaunch.agent.policy.decide import SILENT
 from elaunch.agent.policy.state import Limits, Phase
 from elaunch.agent.policy.turn import Turn
 from elaunch.checkpoint.records import Checkpoint
@@ -410,6 +411,7 @@ TABLE: dict[str, Row] = {
         Finish(71),
         "cannot start rank 1: no more processes",
     ),
+    "no worker starts": (TWO, (READY, DEADLINE), Finish(71), f"cannot start rank 0: {SILENT}"),
     "a worker of another round could not be forked": (
         TWO,
         (*RUNS, events.WorkerNotStarted(3, 1, "no more processes")),
@@ -858,8 +860,8 @@ def test_a_checkpoint_that_is_no_newer_does_not() -> None:
 
 def test_the_backoff_doubles_up_to_its_bound() -> None:
     """Half a second, then twice as long each time; never more than half a minute."""
-    history: list[events.Event] = [READY]
-    for number in range(10):
+    history: list[events.Event] = [READY, *again(0)]
+    for number in range(1, 10):
         history += [*again(number), DEADLINE]
     _, decided = play(Limits(2, max_restarts=99), history)
     waits = [each.reason for each in decided if isinstance(each.action, Nothing)]
