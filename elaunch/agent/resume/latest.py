@@ -25,11 +25,11 @@ STILL = (
 )
 
 
-def look(settings: Settings, finishing: DirectoryFinisher | None = None) -> events.CheckpointChosen:
+def look(settings: Settings, finishing: DirectoryFinisher) -> events.CheckpointChosen:
     """Return what is found below ``--checkpoint-dir``; blocks as long as the storage does.
 
-    With ``finishing``, what the round before has left there is finished first, and what is damaged
-    is put aside: nobody else may write there meanwhile, so an earlier search is waited for.
+    What the round before has left there is finished first, and what is damaged is put aside: nobody
+    else may write there meanwhile, so an earlier search is waited for.
     """
     root = settings.checkpoint_dir
     assert root is not None  # the policy asks only then
@@ -37,14 +37,10 @@ def look(settings: Settings, finishing: DirectoryFinisher | None = None) -> even
     run_id = settings.run_id if shared else None
     problem, exit_code = None, CheckpointError.exit_code
     try:
-        with (
-            telling(lambda seconds: STILL.format(root=root, seconds=seconds)),
-            contextlib.nullcontext() if finishing is None else finishing.turn,
-        ):
-            if finishing is not None:
-                finishing.finish(root, run_id)
+        with telling(lambda seconds: STILL.format(root=root, seconds=seconds)), finishing.turn:
+            finishing.finish(root, run_id)
             search = _search(root, settings.checkpoint_glob, run_id, finishing)
-            if finishing is not None and isinstance(root, Path):
+            if isinstance(root, Path):
                 finishing.put_aside(root, search.passed_over, run_id)
                 _point_to(search)
             if settings.require_resume and search.checkpoint is None:
@@ -106,14 +102,12 @@ def _point_to(search: SearchOutcome) -> None:
 
 
 def _search(
-    root: Path | str, glob: str | None, run_id: str | None, finishing: DirectoryFinisher | None
+    root: Path | str, glob: str | None, run_id: str | None, finishing: DirectoryFinisher
 ) -> SearchOutcome:
     if isinstance(root, Path):
-        from elaunch.checkpoint.search.latest import (
-            find_latest,  # only jobs with checkpoints pay for it
-        )
+        from elaunch.checkpoint.search.latest import find_latest  # not for jobs without any
 
-        doubted = None if finishing is None else finishing.doubted(root)
+        doubted = finishing.doubted(root)
         search = find_latest(root, glob=glob, run_id=run_id, doubted=doubted)
         if doubted is not None and search.checkpoint is not None:
             doubted.discard(Path(search.checkpoint.path).name)
@@ -138,7 +132,7 @@ def _search(
 def for_all_nodes(
     settings: Settings,
     post: Callable[[events.Event], None],
-    finishing: DirectoryFinisher | None = None,
+    finishing: DirectoryFinisher,
 ) -> Callable[[view.Search], view.SearchResult]:
     """Return the coordinator's search: what it finds, every node resumes from.
 
@@ -149,9 +143,8 @@ def for_all_nodes(
         unseen = _unseen(settings, asked.probes)
         if unseen:  # those who share no directory have no checkpoint in common either
             return view.SearchResult(asked=asked.probes, unseen=unseen)
-        if finishing is not None:
-            finishing.jobs |= asked.jobs
-            finishing.held = _held(asked)
+        finishing.jobs |= asked.jobs
+        finishing.held = _held(asked)
         found = look(settings, finishing)
         post(found)
         if found.problem is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,6 +33,14 @@ def settings(directory: Path, cwd: Path, glob: str | None = "step_*.pt") -> Sett
     return resolve(line, [str(script)], {"PATH": os.environ["PATH"]}, cwd)
 
 
+def searched(made: Settings, post: Callable[[events.Event], None] = print) -> SearchResult:
+    """Return what the coordinator's search finds in a directory that nobody has locked."""
+    finishing = DirectoryFinisher(made)
+    found = latest.for_all_nodes(made, post, finishing)(Search())
+    finishing.close()
+    return found
+
+
 def test_every_node_is_told_what_the_coordinator_found(tmp_path: Path) -> None:
     """The newest, as plain data; the loop hears of it too."""
     import torch
@@ -39,7 +48,7 @@ def test_every_node_is_told_what_the_coordinator_found(tmp_path: Path) -> None:
     for step in (2, 10):
         torch.save({"step": step}, tmp_path / f"step_{step}.pt")
     posted: list[events.Event] = []
-    found = latest.for_all_nodes(settings(tmp_path, tmp_path), posted.append)(Search()).checkpoint
+    found = searched(settings(tmp_path, tmp_path), posted.append).checkpoint
     assert found is not None
     assert (found.path, found.step) == (str(tmp_path / "step_10.pt"), 10)
     (event,) = posted
@@ -49,10 +58,7 @@ def test_every_node_is_told_what_the_coordinator_found(tmp_path: Path) -> None:
 def test_nothing_to_resume_from(tmp_path: Path) -> None:
     """A directory that is empty."""
     (tmp_path / "ck").mkdir()
-    assert (
-        latest.for_all_nodes(settings(tmp_path / "ck", tmp_path), lambda _: None)(Search())
-        == SearchResult()
-    )
+    assert searched(settings(tmp_path / "ck", tmp_path)) == SearchResult()
 
 
 def test_storage_that_cannot_be_read_is_no_fresh_start(tmp_path: Path) -> None:
@@ -61,7 +67,7 @@ def test_storage_that_cannot_be_read_is_no_fresh_start(tmp_path: Path) -> None:
     if (tmp_path / "ck").is_dir():
         (tmp_path / "ck").rmdir()
     (tmp_path / "ck").write_text("a file where the directory was")
-    found = latest.for_all_nodes(made, lambda _: None)(Search())
+    found = searched(made)
     assert found.problem.startswith(str(tmp_path / "ck"))
     assert found.exit_code == CheckpointError.exit_code
 
@@ -131,7 +137,7 @@ def test_a_search_that_takes_long_is_told(
     monkeypatch.setattr(patience, "TOLD_S", 0.01)
     monkeypatch.setattr(latest, "_search", hang)
     with caplog.at_level(logging.WARNING, "elaunch"):
-        looking = threading.Thread(target=latest.look, args=(settings(tmp_path, tmp_path),))
+        looking = threading.Thread(target=searched, args=(settings(tmp_path, tmp_path),))
         looking.start()
         wait_until(lambda: bool(caplog.messages), 60.0)
         storage.set()
@@ -146,7 +152,7 @@ def test_a_search_that_takes_long_is_told(
     ("files", "lost"),
     [
         ((), False),
-        (("run.json", ".stage", ".lock"), False),
+        ((".lock", ".stage/step-00000001"), False),
         (("weights.npz",), True),
         ((".quarantine/step-00000001.r0",), True),
         (("step_1.pt",), True),
@@ -158,18 +164,18 @@ def test_a_required_resume_finds_nothing(
     """An empty directory is a fresh start; one with files that nobody understands is not."""
     root = tmp_path / "ck"
     root.mkdir()
+    required = replace(settings(root, tmp_path), require_resume=True)
+    PosixStorage(root).prepare(required.run_id, given=False)
     for name in files:
         (root / name).parent.mkdir(exist_ok=True)
         (root / name).write_text("")
-    required = replace(settings(root, tmp_path), require_resume=True)
-    chosen = latest.look(required)
-    assert chosen.search.checkpoint is None
-    assert (chosen.problem is not None, chosen.exit_code) == (lost, 74)
+    found = searched(required)
+    assert (found.checkpoint, bool(found.problem)) == (None, lost)
     if lost:
-        assert f"none of the 1 entries of {root} can be resumed from" in (chosen.problem or "")
-        found = latest.for_all_nodes(required, lambda _: None)(Search())
         assert found.problem.startswith("--require-resume is given")
-    assert latest.look(settings(root, tmp_path)).problem is None
+        assert f"none of the 1 entries of {root} can be resumed from" in found.problem
+        assert found.exit_code == CheckpointError.exit_code
+    assert not searched(settings(root, tmp_path)).problem
 
 
 def test_deepspeed_loads_what_was_chosen(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -178,7 +184,6 @@ def test_deepspeed_loads_what_was_chosen(tmp_path: Path, caplog: pytest.LogCaptu
     save_checkpoint(root, "global_step10")
     (save_checkpoint(root) / "mp_rank_00_model_states.pt").write_bytes(b"torn")
     made = settings(root, tmp_path, None)
-    assert latest.look(made).search.checkpoint is not None
     assert (root / "latest").read_text() == "global_step20"
     chosen = latest.look(made, DirectoryFinisher(made)).search.checkpoint
     assert (chosen and chosen.path, chosen and chosen.step) == (root, 10)
