@@ -7,8 +7,11 @@ made of the secret of --rdzv-secret-file, and of the job's incarnation id, which
 store.
 
 Calls block for ``timeout`` seconds at most and raise Undelivered, which distinguishes an agent that
-is gone from one that is slow. Requests of others go to the saver (elaunch.agent.saver.peers) and to
-the handlers that :meth:`Peers.handle` was given, in threads of :class:`Peers`.
+is gone from one that is slow. Requests of others go to the handlers that :meth:`Peers.handle` was
+given, those about shards to the saver (:class:`Receiver`), in threads of :class:`Peers`.
+
+A shard is known by (step, round, rank), and by the stage's uuid where two saves could be meant. A
+node is known by its node rank in the round that runs.
 """
 
 from __future__ import annotations
@@ -20,10 +23,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Final
+from functools import partial
+from typing import Any, Final, Protocol
 
 from elaunch.agent.peers.messages import CHUNK, PeerConnection, Undelivered
-from elaunch.agent.saver.peers import Received
 from elaunch.agent.workers.storesocket import listen_for_nodes
 from elaunch.checkpoint.records import Stage
 from elaunch.errors import CheckpointError
@@ -39,7 +42,9 @@ IDLE: Final = 120.0
 """Seconds that a connection may rest between two requests."""
 MOST_SERVED: Final = 256
 
-Handler = Callable[[PeerConnection, Mapping[str, Any]], Mapping[str, Any] | None]
+Fields = Mapping[str, Any]
+"""A request, or an answer."""
+Handler = Callable[[PeerConnection, Fields], Fields | None]
 """Serves one request; returns the answer, or None if it has answered."""
 
 log = logging.getLogger("elaunch")
@@ -61,6 +66,44 @@ class Peer:
     def __str__(self) -> str:
         """Name it for messages."""
         return f"the agent of node {self.host} ({self.endpoint})"
+
+
+class Receiver(Protocol):
+    """The saver of an agent, as other agents' requests call it, in threads of :class:`Peers`.
+
+    No call blocks for longer than memory takes to be made, but for ``replica_room``.
+    """
+
+    def on_sealed(self, stage: Stage, rank: int, manifest: bytes) -> None:
+        """Note that another node's shard is on the disk."""
+
+    def on_failed(self, stage: Stage, rank: int, problem: str) -> None:
+        """Note that another node's shard will not come."""
+
+    def on_writing(self, stage: Stage, rank: int, world_size: int) -> None:
+        """Note that another node's shard is being written still."""
+
+    def held(self, wanted: tuple[int, int, str]) -> list[int]:
+        """Return the ranks whose shards of (step, round, uuid) are in this agent's memory."""
+
+    def serve_part(
+        self, step: int, round_number: int, rank: int
+    ) -> tuple[Handed, memoryview] | None:
+        """Return a shard that is in this agent's memory, its own or a replica; None if not.
+
+        The memory may be overwritten while it is sent: ask again afterwards, and send a shard only
+        as good if the answer is the same one.
+        """
+
+    def replica_room(self, handed: Handed) -> memoryview:
+        """Return room for a replica of another node's shard; SaveError if there is none.
+
+        From here on the replica of that rank that was kept before is gone. With a directory on each
+        node that one is on its way to the disk, and is waited for, for a bounded time.
+        """
+
+    def replica_came(self, handed: Handed) -> None:
+        """Take the replica, which is whole, its checksum right."""
 
 
 class Peers:
@@ -88,7 +131,6 @@ class Peers:
         self._name = ""
         self._heard = threading.Condition()
         self._handlers: dict[str, Handler] = {}
-        self._received: Received | None = None
 
     def start(self) -> int:
         """Listen, and return the port; raises CheckpointError."""
@@ -113,15 +155,10 @@ class Peers:
         """Have requests ``op`` served by ``handler``, from now on."""
         self._handlers[op] = handler
 
-    def attach(self, received: Received) -> None:
+    def attach(self, receiver: Receiver) -> None:
         """Pass shards and replicas that come to the saver, from now on."""
-        self._received = received
-        self.handle("sealed", self._on_sealed)
-        self.handle("writing", self._on_writing)
-        self.handle("failed", self._on_failed)
-        self.handle("held", self._on_held)
-        self.handle("part", self._on_part)
-        self.handle("replica", self._on_replica)
+        for op, serve in _SERVED.items():
+            self.handle(op, partial(serve, receiver))
 
     def hear(self, plan: Plan, name: str) -> None:
         """Take the newest plan: whose job it is, who its nodes are; ``name`` is this agent's."""
@@ -282,7 +319,7 @@ class Peers:
         except Undelivered as error:
             log.debug("a request of another node's agent came to nothing: %s", error)
 
-    def _answer(self, line: PeerConnection, request: Mapping[str, Any]) -> None:
+    def _answer(self, line: PeerConnection, request: Fields) -> None:
         handler = self._handlers.get(str(request.get("do")))
         if handler is None:
             line.say({"error": f"this agent does not serve {request.get('do')!r}"})
@@ -300,51 +337,64 @@ class Peers:
         if answer is not None:
             line.say(answer)
 
-    def _on_sealed(self, _: PeerConnection, request: Mapping[str, Any]) -> Mapping[str, Any]:
-        assert self._received is not None  # attached
-        stage, manifest = Stage(**request["stage"]), str(request["manifest"]).encode("latin-1")
-        self._received.on_sealed(stage, int(request["rank"]), manifest)
+
+# ── requests about shards ────────────────────────────────────────────────────────────────────────
+
+
+def _on_sealed(receiver: Receiver, _: PeerConnection, request: Fields) -> Fields:
+    stage, manifest = Stage(**request["stage"]), str(request["manifest"]).encode("latin-1")
+    receiver.on_sealed(stage, int(request["rank"]), manifest)
+    return {"ok": True}
+
+
+def _on_writing(receiver: Receiver, _: PeerConnection, request: Fields) -> Fields:
+    stage, world_size = Stage(**request["stage"]), int(request["world_size"])
+    receiver.on_writing(stage, int(request["rank"]), world_size)
+    return {"ok": True}
+
+
+def _on_failed(receiver: Receiver, _: PeerConnection, request: Fields) -> Fields:
+    stage, problem = Stage(**request["stage"]), str(request["problem"])
+    receiver.on_failed(stage, int(request["rank"]), problem)
+    return {"ok": True}
+
+
+def _on_held(receiver: Receiver, _: PeerConnection, request: Fields) -> Fields:
+    wanted = int(request["step"]), int(request["round"]), str(request["uuid"])
+    return {"ok": True, "ranks": receiver.held(wanted)}
+
+
+def _on_part(receiver: Receiver, line: PeerConnection, request: Fields) -> Fields:
+    part = int(request["step"]), int(request["round"]), int(request["rank"])
+    found = receiver.serve_part(*part)
+    if found is None:
         return {"ok": True}
+    handed, memory = found
+    line.say({"ok": True, "handed": handed_to_json(handed)})
+    line.send_bytes([memory[: handed.end]])
+    again = receiver.serve_part(*part)
+    return {"ok": True, "whole": again is not None and again[0] == handed}
 
-    def _on_writing(self, _: PeerConnection, request: Mapping[str, Any]) -> Mapping[str, Any]:
-        assert self._received is not None  # attached
-        stage, world_size = Stage(**request["stage"]), int(request["world_size"])
-        self._received.on_writing(stage, int(request["rank"]), world_size)
-        return {"ok": True}
 
-    def _on_failed(self, _: PeerConnection, request: Mapping[str, Any]) -> Mapping[str, Any]:
-        assert self._received is not None  # attached
-        stage, problem = Stage(**request["stage"]), str(request["problem"])
-        self._received.on_failed(stage, int(request["rank"]), problem)
-        return {"ok": True}
+def _on_replica(receiver: Receiver, line: PeerConnection, request: Fields) -> Fields:
+    handed = handed_from_json(request["handed"])
+    room = receiver.replica_room(handed)
+    line.say({"ok": True})
+    line.receive_into(room[: handed.end], lambda _: None)
+    receiver.replica_came(handed)
+    name, rank = handed.stage.final, handed.part.rank
+    log.debug("this node's memory has a copy of rank %d's part of %s", rank, name)
+    return {"ok": True}
 
-    def _on_held(self, _: PeerConnection, request: Mapping[str, Any]) -> Mapping[str, Any]:
-        assert self._received is not None  # attached
-        wanted = int(request["step"]), int(request["round"]), str(request["uuid"])
-        return {"ok": True, "ranks": self._received.held(wanted)}
 
-    def _on_part(self, line: PeerConnection, request: Mapping[str, Any]) -> Mapping[str, Any]:
-        assert self._received is not None  # attached
-        part = int(request["step"]), int(request["round"]), int(request["rank"])
-        found = self._received.serve_part(*part)
-        if found is None:
-            return {"ok": True}
-        handed, memory = found
-        line.say({"ok": True, "handed": handed_to_json(handed)})
-        line.send_bytes([memory[: handed.end]])
-        again = self._received.serve_part(*part)
-        return {"ok": True, "whole": again is not None and again[0] == handed}
-
-    def _on_replica(self, line: PeerConnection, request: Mapping[str, Any]) -> Mapping[str, Any]:
-        assert self._received is not None  # attached
-        handed = handed_from_json(request["handed"])
-        room = self._received.replica_room(handed)
-        line.say({"ok": True})
-        line.receive_into(room[: handed.end], lambda _: None)
-        self._received.replica_came(handed)
-        name, rank = handed.stage.final, handed.part.rank
-        log.debug("this node's memory has a copy of rank %d's part of %s", rank, name)
-        return {"ok": True}
+_SERVED: Final[Mapping[str, Callable[..., Fields]]] = {
+    "sealed": _on_sealed,
+    "writing": _on_writing,
+    "failed": _on_failed,
+    "held": _on_held,
+    "part": _on_part,
+    "replica": _on_replica,
+}
 
 
 def _cut(sock: socket.socket) -> None:
@@ -355,7 +405,7 @@ def _cut(sock: socket.socket) -> None:
         log.debug("a connection had ended before it was cut: %s", error)
 
 
-def _handed(line: PeerConnection, found: Mapping[str, Any]) -> Handed:
+def _handed(line: PeerConnection, found: Fields) -> Handed:
     try:
         return handed_from_json(found["handed"])
     except ValueError as error:

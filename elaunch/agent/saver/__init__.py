@@ -2,7 +2,8 @@
 
 The memory is the agent's, so what lies in it outlives the worker. ``saver`` is what the loop sees,
 and costs nothing until a worker asks for it; ``service`` is the work itself, with one thread for
-each worker. On several nodes shards and replicas are fetched from other agents through ``peers``.
+each worker. On several nodes shards and replicas are fetched from other agents
+(``elaunch.agent.peers``).
 """
 
-__all__ = ["peers", "plan", "saver"]
+__all__ = ["plan", "saver"]

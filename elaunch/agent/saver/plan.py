@@ -14,7 +14,7 @@ from elaunch.config import Settings
 from elaunch.rendezvous.plan import Plan
 
 if TYPE_CHECKING:
-    from elaunch.agent.saver.peers import SaverPeers
+    from elaunch.agent.peers.peers import Peers
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class SaverPlan:
     post: Callable[[events.Event], None]
     finishing: DirectoryFinisher
     read_plan: Callable[[], Plan] | None = None
-    peers: SaverPeers | None = None
+    peers: Peers | None = None
 
     def loads_by_call(self, place: Location) -> bool:
         """Whether rounds resume from what is at ``place``, and read it by the script's calls."""

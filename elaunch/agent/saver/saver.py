@@ -29,7 +29,7 @@ from elaunch.wire.local import Message, Requests
 from elaunch.wire.saver import handed_to_json
 
 if TYPE_CHECKING:
-    from elaunch.agent.saver.peers import SaverPeers
+    from elaunch.agent.peers.peers import Peers
     from elaunch.agent.saver.service import SaverConnection, SaverService
     from elaunch.checkpoint.records import Stage
     from elaunch.wire.saver import Handed
@@ -61,7 +61,7 @@ class AgentSaver:
 
             check_limit(limit)
 
-    def meet(self, read_plan: Callable[[], Plan], peers: SaverPeers) -> None:
+    def meet(self, read_plan: Callable[[], Plan], peers: Peers) -> None:
         """Be the saver of one node among several, from before the first round on."""
         self._plan = replace(self._plan, read_plan=read_plan, peers=peers)
 
@@ -148,7 +148,7 @@ class AgentSaver:
             service = self._service
         return None if service is None else service.keeping.record()
 
-    # ── peers call (elaunch.agent.saver.peers.Received) ──────────────────────────────────────────
+    # ── peers call (elaunch.agent.peers.peers.Receiver) ──────────────────────────────────────────
 
     def on_sealed(self, stage: Stage, rank: int, manifest: bytes) -> None:
         """Note that another node's shard is on the disk."""

@@ -333,7 +333,7 @@ class SaverService:
         return handed.part.rank not in self._storage.manifests(handed.stage)
 
     def replica_room(self, handed: Handed) -> memoryview:
-        """Make room for a replica; see ``Received``."""
+        """Make room for a replica; see ``Receiver``."""
         name = f"{REPLICA}{handed.part.rank}"
         self._copies.await_room(handed.part.rank)
         self.parts.forget(name)

@@ -65,7 +65,7 @@ class Agent:
         settings = dataclasses.replace(settings, **changes)
         self.finishing = DirectoryFinisher(settings)
         self.saver = AgentSaver(SaverPlan(settings, self.seen.append, self.finishing))
-        self.saver.meet(self.read_plan, self)
+        self.saver.meet(self.read_plan, self)  # type: ignore[arg-type]  # its peers, too
         self.links = WorkerLinks(self.seen.append, self.saver.serve)
         self.links.start()
         self.control = ControlSocket(self.home / "agent.sock", dict, attach=self.links.adopt)
