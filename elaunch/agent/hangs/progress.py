@@ -111,29 +111,33 @@ def _step(found: re.Match[str]) -> int | None:
 Readings = Callable[[], Mapping[int, Reading]]
 
 
-@dataclass(frozen=True)
-class ProgressSources:
-    """Where progress is read from: the workers' pages, their lines.
-
-    ``left`` are the last pages of workers that are not attached any more. ``alone`` says that no
-    other node takes part: then lines that match come from here, or from nowhere.
-    """
-
-    readings: Readings
-    left: Readings
-    lines: ProgressLines | None = None
-    alone: bool = True
-
-
 class RoundProgress:
     """Follows the workers of the round that runs; any thread may ask.
 
     The loop reports the living workers (:meth:`begin`, :meth:`hear`). Only the watchdog, which is
     there if it is ``watched``, may call :meth:`look`; :meth:`record` is for everybody.
+
+    Args:
+        readings: returns the pages of the workers that are attached.
+        left: returns the last pages of workers that are not attached any more.
+        lines: of the log pump, if a pattern is given.
+        alone: no other node takes part: then lines that match come from here, or from nowhere.
+        watched: see above.
     """
 
-    def __init__(self, sources: ProgressSources, watched: bool) -> None:
-        self._sources = sources
+    def __init__(
+        self,
+        readings: Readings,
+        left: Readings,
+        lines: ProgressLines | None = None,
+        *,
+        alone: bool = True,
+        watched: bool = True,
+    ) -> None:
+        self._readings = readings
+        self._left = left
+        self._lines = lines
+        self._alone = alone
         self._watched = watched
         self._lock = threading.Lock()
         self._first_rank = 0
@@ -147,8 +151,8 @@ class RoundProgress:
 
     def begin(self, first_rank: int) -> None:
         """Forget the workers of the round before; the first of the next has ``first_rank``."""
-        if self._sources.lines is not None:
-            self._sources.lines.begin()
+        if self._lines is not None:
+            self._lines.begin()
         with self._lock:
             self._first_rank = first_rank
             self._pids, self._held = {}, False
@@ -171,7 +175,7 @@ class RoundProgress:
 
     def look(self) -> Look | None:
         """Return how the living workers are now; None while there is none."""
-        readings = self._sources.readings()
+        readings = self._readings()
         now = time.monotonic()
         with self._lock:
             if not self._pids:
@@ -192,7 +196,7 @@ class RoundProgress:
         self._seen_pages = self._seen_pages or bool(readings)
 
     def _choose(self, readings: Mapping[int, Reading]) -> Source:
-        if self._reports(readings) or self._sources.lines is None:
+        if self._reports(readings) or self._lines is None:
             return "script"
         return "log lines"
 
@@ -202,10 +206,10 @@ class RoundProgress:
 
     def _expects(self, source: Source, readings: Mapping[int, Reading]) -> bool:
         """Whether a source that shows nothing means that there is no progress."""
-        lines = self._sources.lines
+        lines = self._lines
         if source == "script" or lines is None:
             return self._reports(readings)
-        return self._sources.alone or lines.ever
+        return self._alone or lines.ever
 
     def _marks(
         self, source: Source, pids: Mapping[int, int], readings: Mapping[int, Reading]
@@ -213,13 +217,13 @@ class RoundProgress:
         if source == "script":
             heard = self._speakers & readings.keys()
             return {k: _of_page(readings[k]) if k in heard else None for k in pids}
-        found = {} if self._sources.lines is None else self._sources.lines.marks()
+        found = {} if self._lines is None else self._lines.marks()
         return {k: _of_lines(found[k]) if k in found else None for k in pids}
 
     def record(self) -> ProgressRecord | None:
         """Return what the run's record says of progress now; None if nothing is known."""
-        readings, left = self._sources.readings(), self._sources.left()
-        lines = self._sources.lines
+        readings, left = self._readings(), self._left()
+        lines = self._lines
         marks = {} if lines is None else lines.marks()
         with self._lock:
             self._note(readings)

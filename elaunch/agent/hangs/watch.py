@@ -12,7 +12,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Final, Literal
 
 from msgspec import structs
@@ -30,7 +29,7 @@ from elaunch.agent.hangs.judge import (
     last_words,
     limit,
 )
-from elaunch.agent.hangs.progress import ProgressLines, ProgressSources, RoundProgress
+from elaunch.agent.hangs.progress import ProgressLines, RoundProgress
 from elaunch.agent.policy import events
 from elaunch.agent.policy.turn import Round, Turn
 from elaunch.agent.workers.group import WorkerGroup
@@ -55,14 +54,6 @@ FIXES: Final[Mapping[Source, str]] = {
 """What makes a script's progress seen."""
 
 log = logging.getLogger("elaunch")
-
-
-@dataclass(frozen=True)
-class Limit:
-    """What ``--hang-timeout`` comes to at present; ``seconds`` is None while it is learned."""
-
-    seconds: float | None
-    learning: bool
 
 
 class Watchdog:
@@ -113,12 +104,14 @@ class Watchdog:
             self._history = self._history.next_round()
             self._round, self._told, self._yielded = round_number, False, 0
 
-    @property
-    def limit(self) -> Limit:
-        """The limit at present."""
+    def limit(self) -> tuple[float | None, bool]:
+        """Return what ``--hang-timeout`` comes to, in seconds, and whether that is being learned.
+
+        None: not known yet.
+        """
         with self._lock:
             seconds = limit(self._history, self._asked)
-        return Limit(seconds, self._asked == "auto" and seconds is None)
+        return seconds, self._asked == "auto" and seconds is None
 
     def _run(self) -> None:
         try:
@@ -140,7 +133,12 @@ class Watchdog:
             found = self._ripe(judge(self._history, limit(self._history, self._asked)))
             self._told = found is not None
         if found is not None:
-            self._post(_event(round_number, found, self.last_words()))
+            reason, last = found.reason, self.last_words()
+            self._post(
+                events.HangSeen(
+                    round_number, found.ranks, reason, found.source, time.monotonic(), last
+                )
+            )
         self._note_silence()
 
     def _note_silence(self) -> None:
@@ -174,17 +172,6 @@ class Watchdog:
             return last_words(self._history)
 
 
-def _event(round_number: int, found: HangVerdict, last: tuple[str, ...]) -> events.HangSeen:
-    return events.HangSeen(
-        round=round_number,
-        ranks=found.ranks,
-        reason=found.reason,
-        source=found.source,
-        at=time.monotonic(),
-        last=last,
-    )
-
-
 class HangWatch:
     """Owns the watchdog and what it looks with; the loop's thread calls, but for :meth:`record`.
 
@@ -203,8 +190,10 @@ class HangWatch:
         self._post = post
         self._group = group
         several = settings.rendezvous is not None
-        sources = ProgressSources(links.readings, links.left, lines, not several)
-        self._progress = RoundProgress(sources, watched=settings.hang_timeout is not None)
+        watched = settings.hang_timeout is not None
+        self._progress = RoundProgress(
+            links.readings, links.left, lines, alone=not several, watched=watched
+        )
         self._watchdog: Watchdog | None = None
         if settings.hang_timeout is not None:
             look = self._progress.look
@@ -247,6 +236,5 @@ class HangWatch:
         """Return what ``elaunch status`` shows of progress now; any thread may ask."""
         found = self._progress.record()
         if found is not None and self._watchdog is not None:
-            limit = self._watchdog.limit
-            found["limit_s"], found["learning"] = limit.seconds, limit.learning
+            found["limit_s"], found["learning"] = self._watchdog.limit()
         return found

@@ -9,13 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from elaunch.agent.hangs.judge import Look
-from elaunch.agent.hangs.progress import (
-    LONGEST,
-    SILENT,
-    ProgressLines,
-    ProgressSources,
-    RoundProgress,
-)
+from elaunch.agent.hangs.progress import LONGEST, SILENT, ProgressLines, RoundProgress
 from elaunch.agent.policy import events
 from elaunch.wire.progress import PageReader, ProgressPage, Reading
 
@@ -67,7 +61,7 @@ def progress(
     alone: bool = True,
 ) -> RoundProgress:
     """Return the progress of two workers, ranks 4 and 5, which are this process."""
-    made = RoundProgress(ProgressSources(pages.readings, pages.left, lines, alone), watched)
+    made = RoundProgress(pages.readings, pages.left, lines, alone=alone, watched=watched)
     begin(made)
     return made
 
@@ -166,7 +160,7 @@ def test_a_script_that_has_spoken_is_the_source_of_the_next_round_from_its_start
 
 def test_nothing_is_seen_where_no_worker_lives(pages: Pages) -> None:
     """Before the start and after the end."""
-    made = RoundProgress(ProgressSources(pages.readings, pages.left), True)
+    made = RoundProgress(pages.readings, pages.left)
     assert made.look() is None
     begin(made)
     for local_rank in (0, 1):

@@ -169,6 +169,6 @@ def test_how_often_it_looks() -> None:
 def test_what_the_limit_is_at_present() -> None:
     """A number, or nothing yet."""
     nobody: queue.SimpleQueue[events.HangSeen] = queue.SimpleQueue()
-    fixed, auto = (Watchdog(asked, lambda: None, nobody.put).limit for asked in (60.0, "auto"))
-    assert (fixed.seconds, fixed.learning) == (60.0, False)
-    assert (auto.seconds, auto.learning) == (None, True)
+    fixed, auto = (Watchdog(asked, lambda: None, nobody.put) for asked in (60.0, "auto"))
+    assert fixed.limit() == (60.0, False)
+    assert auto.limit() == (None, True)
