@@ -29,8 +29,10 @@ from elaunch.agent.hangs.progress import ProgressLines
 from elaunch.agent.hangs.watch import HangWatch
 from elaunch.agent.logs.pump import LogPlan, LogPump
 from elaunch.agent.loop import Agent, Observer
+from elaunch.agent.nodes.status import StatusPublisher
 from elaunch.agent.policy import events
 from elaunch.agent.resume.directory import DirectoryFinisher
+from elaunch.agent.resume.latest import for_all_nodes
 from elaunch.agent.resume.probe import DirectoryProbe
 from elaunch.agent.saver.plan import SaverPlan
 from elaunch.agent.saver.saver import AgentSaver
@@ -46,6 +48,10 @@ from elaunch.config import Settings
 from elaunch.config.checks import NO_FILES
 from elaunch.config.table import SECRET_VARIABLES
 from elaunch.errors import ElaunchError, RunDirError, UsageError
+from elaunch.rendezvous.coordinatorstate import result_of
+from elaunch.rendezvous.decide.view import Search
+from elaunch.rendezvous.plan import NodeStatus
+from elaunch.rendezvous.standalone import Standalone, rules_of_one
 from elaunch.runs import directory, statedir
 from elaunch.server import devices, processes
 from elaunch.text import one_line
@@ -53,8 +59,6 @@ from elaunch.wire.worker import Notice
 
 if TYPE_CHECKING:
     from elaunch.agent.detach import Detached
-    from elaunch.agent.nodes.status import StatusPublisher
-    from elaunch.rendezvous.standalone import Standalone
 
 PING_TIMEOUT = 2.0
 LOOP_PATIENCE = 1.0
@@ -207,7 +211,7 @@ class _Run:
         }
         own_addr = _own_addr(settings)
         plan = GroupPlan(
-            *(settings, self._run_dir, self._log_root, environ, self._inbox.put, own_addr, temp)
+            settings, self._run_dir, self._log_root, environ, self._inbox.put, own_addr, temp
         )
         group = WorkerGroup(plan, pump)
         stack.callback(group.close)
@@ -295,9 +299,7 @@ class _Run:
         self._stack.callback(probing.close)
         probing.start()
         if self._settings.rendezvous is None:
-            from elaunch.agent.nodes.standalone import standalone
-
-            return standalone(plan, say, saver.finishing)
+            return _alone(plan, say, saver.finishing)
         from elaunch.agent.nodes.connect import join
 
         return join(plan, group, say, self._stack, probing.nonce, saver), None
@@ -326,6 +328,31 @@ class _Run:
         plans: tuple[Observer, ...] = (publisher.see,) if settings.rendezvous is not None else ()
         early = (group.see, hangs.see, reporter.see, *plans, decisions.see)
         return early, (reporter.report_on, publisher.publish, record.see, event_log.see)
+
+
+def _alone(
+    plan: GroupPlan, say: Callable[[str], None], finishing: DirectoryFinisher
+) -> tuple[StatusPublisher, Standalone]:
+    """Return the coordinator of a job of one node, and what gives it this agent's status."""
+    settings = plan.settings
+    rules = rules_of_one(
+        settings.max_restarts,
+        lifetime_budget=settings.restart_budget == "lifetime",
+        has_checkpoint_dir=settings.checkpoint_dir is not None,
+    )
+    look = for_all_nodes(settings, plan.post, finishing)
+
+    def search(asked: Search) -> None:
+        """Look in a thread of its own, since storage may hang."""
+        threading.Thread(
+            target=lambda: plan.post(events.SearchEnded(result_of(look, asked))),
+            name="checkpoints",
+            daemon=True,
+        ).start()
+
+    coordinator = Standalone(rules, plan.post, search, clock=time.monotonic)
+    first = NodeStatus("", "", 0, 0, settings.role)  # the host needs no name
+    return StatusPublisher(coordinator, first, say=say, post=plan.post), coordinator
 
 
 def _own_addr(settings: Settings) -> str | None:

@@ -18,10 +18,10 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 from elaunch.agent.failure import ends, memory, report
 from elaunch.agent.logs.pump import LogPump
+from elaunch.agent.nodes.status import StatusPublisher
 from elaunch.agent.patience import bounded
 from elaunch.agent.policy import events, nodes
 from elaunch.agent.policy.actions import Finish, Meet, StartRound
@@ -34,9 +34,6 @@ from elaunch.endings import Exit
 from elaunch.runs.directory import RunDir
 from elaunch.runs.record import ProgressRecord
 from elaunch.runs.statedir import replace_file
-
-if TYPE_CHECKING:
-    from elaunch.agent.nodes.status import StatusPublisher
 
 TAIL_LINES = 400
 
@@ -176,8 +173,7 @@ class Reporter:
         first = _first(state)
 
         def build(kept: tuple[ends.Failure, ...]) -> ends.FailureReport:
-            words = settings.entrypoint, host, state.round
-            return ends.build(*words, kept, first, circumstances)
+            return ends.build(settings.entrypoint, host, state.round, kept, first, circumstances)
 
         made = bounded(partial(build, self._kept), None, "cannot read the workers' error files")
         made = made or build(tuple(replace(each, error_file=None) for each in self._kept))

@@ -97,28 +97,22 @@ class StatusPublisher:
         old = self._record
         word, round_number = nodes.own_state(state)
         self._rests(word in AT_REST)
-        made = self._failure(state) if round_number >= 0 else None
-        listens, preempted, asks = bool(state.listens), _preempted(state), _asks(state)
-        same = (old.state, old.round, old.port) == (word, round_number, port)
-        held = state.held if word in AT_REST and state.finish is None else ()
-        same = same and (old.listens, old.preempted, old.asks) == (listens, preempted, asks)
-        same = same and old.held == held
-        if same and _without_age(old.failure) == _without_age(made):
-            return
-        self._record = replace(
+        made = replace(
             old,
             state=word,
             round=round_number,
             port=port,
-            failure=made,
-            listens=listens,
-            preempted=preempted,
-            asks=asks,
-            held=held,
+            failure=self._failure(state) if round_number >= 0 else None,
+            listens=bool(state.listens),
+            preempted=_preempted(state),
+            asks=_asks(state),
+            held=state.held if word in AT_REST and state.finish is None else (),
             reason=_reason(state),
             exit_code=_own_code(state),
         )
-        self._meeting.publish(self._record)
+        if _news(made) != _news(old):
+            self._record = made
+            self._meeting.publish(made)
 
     def keep(self, report: FailureReport) -> None:
         """Keep the cause of this node's failure as the text that other nodes will print."""
@@ -253,5 +247,7 @@ def _own_code(state: State) -> int | None:
     return None if state.interrupted is None else 128 + state.interrupted
 
 
-def _without_age(found: WorkerFailure | None) -> WorkerFailure | None:
-    return None if found is None else replace(found, age=0.0)
+def _news(record: NodeStatus) -> NodeStatus:
+    """Return what of a record is published anew when it has changed."""
+    found = None if record.failure is None else replace(record.failure, age=0.0)
+    return replace(record, failure=found, reason="", exit_code=None)

@@ -287,12 +287,9 @@ def _is_written(path: Path) -> bool:
 
 def _make(root: Path, directory: Path) -> None:
     """Make a directory in a cache of this user's own; raises CheckpointError for another's."""
-    for place in (root, *(root / part for part in _below(root, directory))):
-        place.mkdir(mode=0o700, exist_ok=True, parents=place == root)
+    root.mkdir(mode=0o700, exist_ok=True, parents=True)
+    inside = [place for place in (directory, *directory.parents) if root in place.parents]
+    for place in (root, *reversed(inside)):
+        place.mkdir(mode=0o700, exist_ok=True)
         if not _is_own(place):
             raise CheckpointError(f"{place} is another user's, or others may write to it")
-
-
-def _below(root: Path, directory: Path) -> Iterator[Path]:
-    parts = directory.relative_to(root).parts
-    return (Path(*parts[: number + 1]) for number in range(len(parts)))
