@@ -172,12 +172,13 @@ def _place_among_nodes(record: Record) -> Iterator[tuple[str, str]]:
     nodes = record.get("nodes")
     if not nodes:
         return
+    number = record.get("node_count", len(nodes))
     if record.get("standby"):
         yield "node", "stands by as a spare"
     elif (rank := record.get("node_rank")) is not None:
-        yield "node", f"{rank} of {len(nodes)}"
+        yield "node", f"{rank} of {number}"
     shown = [f"{node['host']} ({node['addr']})" for node in nodes[:SHOWN_NODES]]
-    more = f", and {len(nodes) - SHOWN_NODES} more" if len(nodes) > SHOWN_NODES else ""
+    more = f", and {number - SHOWN_NODES} more" if number > SHOWN_NODES else ""
     yield "nodes", ", ".join(shown) + more
     if joining := record.get("joining"):
         yield "joining", f"{joining} more, with the next round"

@@ -198,15 +198,17 @@ class Record(_RecordRequired, total=False):
     """One moment of a run; times in seconds since the epoch, ``argv`` the whole command line.
 
     The optional fields are there in a job of several nodes: this node's rank (None: not in the
-    round), all nodes, whether this one stands by as a spare, how many nodes wait to join, and the
-    first failure of the job where it was on another node. Where the script itself writes it
-    (elaunch.training.tracking): what started it; ``agent`` is then one of the workers.
-    ``progress`` and ``saves`` are there where something is known of them. ``rounds_left_out`` are
-    the rounds before those of ``history``.
+    round), the nodes (the first 64 of them where this is not node 0), how many there are, whether
+    this one stands by as a spare, how many nodes wait to join, and the first failure of the job
+    where it was on another node. Where the script itself writes it (elaunch.training.tracking):
+    what started it; ``agent`` is then one of the workers. ``progress`` and ``saves`` are there
+    where something is known of them. ``rounds_left_out`` are the rounds before those of
+    ``history``.
     """
 
     node_rank: int | None
     nodes: list[NodeRecord]
+    node_count: int
     standby: bool
     joining: int
     job_failure: dict[str, Any] | None

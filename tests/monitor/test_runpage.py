@@ -286,6 +286,15 @@ def hosts(count: int) -> list[dict[str, Any]]:
             ["node        1 of 2", "nodes       node0 (10.0.0.0), node1 (10.0.0.1)"],
         ),
         (
+            {"node_rank": 70, "nodes": hosts(9), "node_count": 4096, "standby": False},
+            [
+                "node        70 of 4096",
+                "nodes       "
+                + ", ".join(f"node{i} (10.0.0.{i})" for i in range(8))
+                + ", and 4088 more",
+            ],
+        ),
+        (
             {"node_rank": None, "nodes": hosts(1), "standby": True},
             ["node        stands by as a spare", "nodes       node0 (10.0.0.0)"],
         ),

@@ -15,6 +15,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from itertools import islice
 from signal import SIGTERM
 from typing import Any, Final
 
@@ -41,6 +42,9 @@ from elaunch.runs.record import (
     new_round,
     new_worker,
 )
+
+MOST_NODES: Final = 64
+"""Nodes in a record, but in that of node 0, which has all: N records of N nodes would be large."""
 
 
 def wall_time(monotonic: float) -> float:
@@ -161,10 +165,12 @@ class StatusRecord:
         """Note what the job is beyond this node; workers' tools read who joins."""
         record = self._record
         record["node_rank"] = plan.node_rank(name)
+        most = None if record["node_rank"] == 0 else MOST_NODES
         record["nodes"] = [
             {"name": node.name, "host": node.host, "addr": node.addr, "slots": node.slots}
-            for node in plan.nodes
+            for node in islice(plan.nodes, most)
         ]
+        record["node_count"] = len(plan.nodes)
         record["standby"] = name in plan.spares
         record["joining"] = len(plan.joining)
 

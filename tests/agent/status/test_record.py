@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from pathlib import Path
@@ -10,9 +11,14 @@ from pathlib import Path
 import pytest
 
 from elaunch.agent import patience
+from elaunch.agent.policy import events, turn
+from elaunch.agent.policy.state import Limits, State
 from elaunch.agent.status import record as recordwriter
-from elaunch.agent.status.record import RecordWriter
+from elaunch.agent.status.record import RecordWriter, StatusRecord
+from elaunch.config import resolve
 from elaunch.errors import RunDirError
+from elaunch.rendezvous.plan import Node, Plan
+from elaunch.runs.directory import RunDir
 from tests.launching import wait_until
 
 LONG = 60.0
@@ -95,3 +101,18 @@ def test_the_loop_waits_for_no_file_system_for_ever(
     hangs.set()
     assert "cannot look: the file system does not answer for 0.1 s; going on" in caplog.text
     assert "cannot read: No such file or directory; going on" in caplog.text
+
+
+def test_of_many_nodes_only_the_first_ones_record_has_all(tmp_path: Path) -> None:
+    """Each agent writes its record at each change: N times N nodes would be most of a round."""
+    script = tmp_path / "train.py"
+    script.write_text("")
+    settings = resolve({}, [str(script)], {"PATH": os.environ["PATH"]}, tmp_path)
+    record = StatusRecord(settings, RunDir(tmp_path), None, print)
+    nodes = tuple(Node(f"n{k}", f"host{k}", "10.0.0.1", 1, "default") for k in range(100))
+    for name, rank, kept in (("n0", 0, 100), ("n70", 70, 64), ("spare", None, 64)):
+        event = events.PlanSeen(Plan("job", 0, "running", nodes=nodes), name)
+        record.see(turn.take(State(Limits(1, meets=True)), event))
+        found = record.snapshot()
+        assert (found["node_rank"], len(found["nodes"]), found["node_count"]) == (rank, kept, 100)
+        assert found["nodes"][1]["host"] == "host1"
