@@ -225,7 +225,14 @@ class _Run:
         links = WorkerLinks(self._inbox.put, saver.serve)
         links.start()
         self._stack.callback(links.close)
-        hangs = HangWatch(self._settings, links, group, lines=lines, post=self._inbox.put)
+        hangs = HangWatch(
+            self._settings,
+            links,
+            group,
+            run_dir=self._run_dir.path,
+            lines=lines,
+            post=self._inbox.put,
+        )
         hangs.start()
         self._stack.callback(hangs.close)
         return links, hangs
@@ -322,6 +329,7 @@ class _Run:
             status_record=record,
             publisher=publisher,
             progress=hangs.record,
+            scene=hangs.scene,
         )
         decisions = DecisionLog(settings, plan.environ)
         event_log = EventLog(settings, error_file=group.error_file)

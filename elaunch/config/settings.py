@@ -81,6 +81,7 @@ class Settings:
     virtual_local_rank: bool
     hang_timeout: float | Literal["auto"] | None
     progress_regex: str | None
+    no_stacks: bool
     checkpoint_dir: Path | str | None
     init_from: Checkpoint | None
     checkpoint_glob: str | None

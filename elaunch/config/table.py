@@ -152,6 +152,7 @@ _RESTART = (
         None,
         "Lines of the workers that show progress; a group in it is the step, as in 'step (\\d+)'.",
     ),
+    _switch(name="no-stacks", help="Ask no worker where it is when another fails.", torchrun=False),
 )
 
 _CHECKPOINT = (

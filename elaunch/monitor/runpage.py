@@ -28,7 +28,7 @@ from elaunch.text import date, duration, moment, one_line, ranks, size
 
 NOTHING: Final = "-"
 SHOWN_MESSAGE_LINES: Final = 5
-BY: Final[Mapping[str, str]] = {"script": "by the script"}
+BY: Final[Mapping[str, str]] = {"script": "by the script", "collectives": "by its collectives"}
 NOTHING_YET: Final[Mapping[str, str]] = {
     "script": "none is known: the script has reported nothing yet",
     "log lines": "none is known: no line has matched --progress-regex yet",

@@ -10,6 +10,7 @@ logs/                   default place of the workers' logs
 console.log             what the agent shows, with ``--detach``
 failure-<round>.json    the failure report of a round for programs; those of the last 100 stay
 failure-<round>.txt     the same for people
+recorder-*              where the workers of a round answer, see ``elaunch.wire.recorder``
 metrics.*               what the script has reported (``elaunch.training.metrics``)
 ======================  ==========================================================================
 

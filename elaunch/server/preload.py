@@ -35,6 +35,7 @@ from typing import Any
 
 from elaunch import env
 from elaunch.server import compiling, processes
+from elaunch.wire import recorder
 
 DYNAMO = "torch._dynamo"
 
@@ -233,6 +234,8 @@ class Later:
                 return Warmed(f"--preload +{names}: {why}")
             given = {**ours, **variables}
             given.pop(env.STACKS_FILE, None)  # the worker takes it out before the script runs
+            given.setdefault(*recorder.LIMIT)  # the worker sets it with its first process group
+            found.setdefault(*recorder.LIMIT)
             changed |= {name: found.get(name) for name in _changed(given, found)}
         compiles = compiling.FIRST in modules
         foreign = not all(name.partition(".")[0] == "torch" for name in modules)

@@ -20,6 +20,7 @@ from typing import TextIO
 from elaunch import env
 from elaunch.server import processes
 from elaunch.server.torchfix import mend_exit, mend_stores
+from elaunch.wire import recorder
 
 _stacks_files: list[TextIO] = []
 """The file that the handler of env.STACKS_SIGNAL writes to."""
@@ -91,6 +92,7 @@ def become(job: Job) -> None:
     threading.main_thread()._set_native_id()  # type: ignore[attr-defined]
     mend_stores()
     mend_exit()
+    recorder.watch(os.environ)
     _write_stacks_when_asked()
 
 

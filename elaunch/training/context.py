@@ -43,6 +43,7 @@ from elaunch.training.metrics.history import FROM_NOTHING
 from elaunch.training.place.info import Info, info
 from elaunch.training.preempt.preempt import PreemptContext
 from elaunch.training.train import TrainContext
+from elaunch.wire import recorder
 from elaunch.wire.progress import ProgressPage
 
 if TYPE_CHECKING:
@@ -177,6 +178,7 @@ class Context:
             self.preempt.on_signal(signal.SIGUSR1)
         self._decided = latest.decide(self.distributed, self.info, *self._run_id, link)
         liveness.register_stacks(os.environ)
+        recorder.watch(os.environ)
         self._page.beat()
 
     def _close_train(self) -> None:

@@ -3,8 +3,9 @@
 ``local`` is the one wire: messages with descriptors over a Unix stream socket. An agent and its
 server use it (the messages are those of ``elaunch.server``), an agent and the commands
 (``control``), an agent and its workers (``worker``, ``saver``). ``progress`` is a page of memory
-that worker and agent both see. ``stream`` connects ranks, and the agents of nodes, once they have
-proved that they belong to one job.
+that worker and agent both see; with ``recorder`` a worker answers which collectives it has entered.
+``stream`` connects ranks, and the agents of nodes, once they have proved that they belong to one
+job.
 """
 
-__all__ = ["control", "local", "progress", "saver", "stream", "worker"]
+__all__ = ["control", "local", "progress", "recorder", "saver", "stream", "worker"]

@@ -23,7 +23,7 @@ from typing import Any
 from elaunch.agent.failure import errorfile, explain, tracebacks
 from elaunch.agent.failure.errorfile import ErrorFile
 from elaunch.agent.failure.explain import Explanation
-from elaunch.agent.hangs.stackdump import StackGroup
+from elaunch.agent.hangs.stackdump import Scene, StackGroup
 from elaunch.agent.policy.turn import Round
 from elaunch.endings import Exit, exit_code
 from elaunch.errors import HangError
@@ -67,7 +67,7 @@ class Circumstances:
     ``shm_free`` is memory.shm_free() at that time. ``hang`` is there if the round hung: then no
     exit is the cause, and all but crashes are elaunch's doing. ``culprit`` names the guilty rank in
     a sentence, where that is known otherwise; ``at_step`` is the furthest step that a worker has
-    shown.
+    shown. ``scene`` is where the others were when it failed.
     """
 
     started_at: float | None = None
@@ -77,6 +77,7 @@ class Circumstances:
     hang: Hang | None = None
     culprit: str = ""
     at_step: int | None = None
+    scene: Scene | None = None
 
 
 @dataclass(frozen=True)
@@ -162,6 +163,7 @@ class FailureReport:
     culprit: str = ""
     at_step: int | None = None
     follows: Round | None = None
+    scene: Scene | None = None
 
     @property
     def exit_code(self) -> int:
@@ -210,6 +212,7 @@ class FailureReport:
             "steps_lost": self.steps_lost,
             "follows": _follows_dict(self.follows) if self.follows else None,
             "hang": self.hang.to_dict() if self.hang else None,
+            "meanwhile": _scene_dict(self.scene) if self.scene else None,
             "first": self.first.to_dict(),
             "victims": [failure.to_dict() for failure in self.victims],
             "stopped": [failure.to_dict() for failure in self.stopped],
@@ -256,6 +259,7 @@ def build(
         hang=hang,
         culprit=circumstances.culprit,
         at_step=circumstances.at_step,
+        scene=circumstances.scene,
     )
 
 
@@ -324,6 +328,11 @@ def _follows_dict(begun: Round) -> dict[str, Any]:
         "resumed_step": resumed.step if resumed else None,
         "checkpoint": str(resumed.path) if resumed else None,
     }
+
+
+def _scene_dict(scene: Scene) -> dict[str, Any]:
+    stacks = [_group_dict(group) for group in scene.groups]
+    return {"collectives": scene.sentence or None, "stacks": stacks}
 
 
 def _group_dict(group: StackGroup) -> dict[str, Any]:

@@ -130,12 +130,14 @@ def _cause(report: FailureReport) -> Iterator[str]:
     when = f" in round {report.round}"
     if report.seconds_into_round is not None:
         when = f", {report.seconds_into_round:.1f} s into round {report.round}"
-    yield from _wrap(report.culprit)
-    if report.hang is not None:
+    if report.hang is not None:  # its reason begins with the culprit
         yield from _hang(report, report.hang, when.lstrip(", "))
         return
+    yield from _wrap(report.culprit)
     yield f"{_identity(end)} on host {report.host} {end.how}{when}"
-    explanations = [_coded(first.explanation), *_likelier(report)]
+    scene = "" if report.scene is None else report.scene.sentence
+    told = f"Meanwhile {scene}." if scene else ""
+    explanations = [_coded(first.explanation), *_likelier(report), told]
     yield from (line for text in explanations for line in _wrap(text))
     if first.error and first.error.problem:
         yield from _wrap(f"{first.error.problem} ({first.error.path})")

@@ -20,6 +20,7 @@ from dataclasses import replace
 from functools import partial
 
 from elaunch.agent.failure import ends, memory, report
+from elaunch.agent.hangs.stackdump import Scene
 from elaunch.agent.logs.pump import LogPump
 from elaunch.agent.nodes.status import StatusPublisher
 from elaunch.agent.patience import bounded
@@ -43,7 +44,8 @@ log = logging.getLogger("elaunch")
 class Reporter:
     """Collects what is known of a failing round; the agent's loop calls.
 
-    ``publisher`` has what other nodes' agents report, ``progress`` how far the workers are.
+    ``publisher`` has what other nodes' agents report, ``progress`` how far the workers are;
+    ``scene`` returns what the others did when the first of a round failed.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Reporter:
         status_record: StatusRecord,
         publisher: StatusPublisher,
         progress: Callable[[], ProgressRecord | None] = lambda: None,
+        scene: Callable[[int], Scene | None] = lambda _: None,
     ) -> None:
         self._settings = settings
         self._run_dir = run_dir
@@ -65,6 +68,7 @@ class Reporter:
         self._publisher = publisher
         self._progress = progress
         self._at_step: int | None = None
+        self._scene = scene
         self._made: ends.FailureReport | None = None
         self._shown = False
         self._noticed: float | None = None
@@ -166,7 +170,9 @@ class Reporter:
             noticed_monotonic=self._noticed,
             shm_free=self._shm_free,
             hang=_hang(state),
+            culprit=state.hang.culprit if state.hang is not None and state.hung else "",
             at_step=self._at_step,
+            scene=self._scene(state.round),
         )
         settings = self._settings
         host = socket.gethostname()

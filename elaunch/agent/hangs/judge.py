@@ -32,7 +32,7 @@ from typing import Final, Literal
 
 from elaunch import text
 
-Source = Literal["script", "log lines"]
+Source = Literal["script", "log lines", "collectives"]
 
 LEARNED: Final = 10
 FACTOR: Final = 5.0
@@ -50,7 +50,8 @@ class Mark:
     """What a source shows of one worker; its progress is that ``value`` changes.
 
     ``begun`` says that there was progress before this one was seen. ``until`` is the deadline of
-    its section, ``said_at`` when it last reported anything; both on the monotonic clock.
+    its section, ``said_at`` when it last reported anything; both on the monotonic clock. ``waits``:
+    it is in a collective. ``early``: its progress so far may be before the first step.
     """
 
     value: Hashable
@@ -60,6 +61,8 @@ class Mark:
     until: float | None = None
     doing: str = ""
     said_at: float | None = None
+    waits: bool = False
+    early: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,7 @@ class Look:
     """All living workers at one moment; ``marks`` by rank, None: nothing is seen of it.
 
     ``expected`` says that the source is known to show this script's progress: then a round in which
-    it shows none hangs at its start.
+    it shows none hangs at its start. ``all_seen``: no other node takes part.
     """
 
     at: float
@@ -75,6 +78,7 @@ class Look:
     marks: Mapping[int, Mark | None]
     held: bool = False
     expected: bool = True
+    all_seen: bool = True
 
 
 @dataclass(frozen=True)
@@ -140,11 +144,13 @@ def advance(history: RoundHistory, look: Look, longest_tick: float) -> RoundHist
     passed = 0.0 if look.held else min(max(0.0, look.at - since), longest_tick)
     marks = {rank: mark for rank, mark in look.marks.items() if mark is not None}
     inside = {rank for rank, mark in marks.items() if mark.section}
+    awaited = not look.all_seen or any(not mark.waits for mark in marks.values())
     rhythm = history.rhythms.get(look.source, Rhythm())
     ranks = {}
     for rank, mark in marks.items():
         before = history.ranks.get(rank)
-        excused = not mark.section and bool(inside - {rank})
+        behind = mark.waits and awaited
+        excused = behind or (not mark.section and bool(inside - {rank}))
         ranks[rank] = _watched(before, mark, look.at, passed, excused)
         if before is not None and _paused(before, mark):
             rhythm = rhythm.heard(rank, before.idle + (0.0 if excused else passed))
@@ -170,7 +176,8 @@ def _watched(
     if allowed is not None and mark.until == before.mark.until:
         allowed, inside = before.allowed, before.inside + passed
     idle = 0.0 if moved else before.idle + (0.0 if excused else passed)
-    return Watched(mark, before.begun or moved, idle, inside, allowed)
+    begun = before.begun or mark.begun or (moved and not mark.early)
+    return Watched(mark, begun, idle, inside, allowed)
 
 
 def _paused(before: Watched, mark: Mark) -> bool:
@@ -191,12 +198,16 @@ def limit(history: RoundHistory, asked: float | Literal["auto"]) -> float | None
 
 @dataclass(frozen=True)
 class HangVerdict:
-    """A hang: ``ranks`` are behind; they are all ranks where none is ``named``."""
+    """A hang: ``ranks`` are behind; they are all ranks where none is ``named``.
+
+    ``culprit`` is what their collectives show of that, with which the reason begins.
+    """
 
     ranks: tuple[int, ...]
     reason: str
     source: Source
     named: bool = True
+    culprit: str = ""
 
 
 def judge(history: RoundHistory, limit: float | None) -> HangVerdict | None:

@@ -7,12 +7,16 @@ script        the script reports something by itself: a step, a   its page (elau
               section, or more than SILENT heartbeats; and        any call of the script API
               where no pattern is given
 log lines     ``--progress-regex`` is given                       a line that matches
+collectives   neither of these, and a worker has made a process   it enters a collective, or leaves
+              group of torch.distributed                          one (elaunch.wire.recorder)
 ============  ==================================================  =================================
 
 A script that only calls ``elaunch.init()`` is not judged by what it never reports, nor are the
 ranks of one that reports on rank 0 only. Once a script has reported, its next rounds are watched by
 that from the first moment, until all have detached. What a process does beyond that (its use of the
-CPU, files that it writes) is no sign of progress: a rank that hangs in a collective computes.
+CPU, files that it writes) is no sign of progress: a rank that hangs in a collective computes. Only
+with ``auto``, and of a rank that is in no collective, it is: nothing else tells an evaluation that
+it makes while the others wait for it.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from elaunch.agent.hangs.collectives import RankPlace
 from elaunch.agent.hangs.judge import Look, Mark, Source
 from elaunch.agent.policy import events
 from elaunch.runs.record import ProgressRecord, WorkerProgressRecord
@@ -31,6 +36,8 @@ from elaunch.wire.progress import Reading
 
 SILENT: Final = 3
 """Heartbeats that elaunch.init() makes by itself, and a few more."""
+SET_UP: Final = 20
+"""Collectives of a worker that may come before its first step, which is compiled, as DDP's do."""
 LONGEST: Final = 4096
 """Bytes of a line of output that are looked at."""
 
@@ -123,6 +130,8 @@ class RoundProgress:
         lines: of the log pump, if a pattern is given.
         alone: no other node takes part: then lines that match come from here, or from nowhere.
         watched: see above.
+        collectives: returns where the workers are whose pids it is given by rank.
+        activity: returns a number that grows while the process with that pid gets anything done.
     """
 
     def __init__(
@@ -133,12 +142,16 @@ class RoundProgress:
         *,
         alone: bool = True,
         watched: bool = True,
+        collectives: Callable[[Mapping[int, int]], Mapping[int, RankPlace]] | None = None,
+        activity: Callable[[int], int] | None = None,
     ) -> None:
         self._readings = readings
         self._left = left
         self._lines = lines
         self._alone = alone
         self._watched = watched
+        self._collectives = collectives
+        self._activity = activity
         self._lock = threading.Lock()
         self._first_rank = 0
         self._pids: dict[int, int] = {}
@@ -148,6 +161,7 @@ class RoundProgress:
         self._seen_pages = False
         self._first_beats: dict[int, int] = {}
         self._speakers: set[int] = set()
+        self._collective = False
 
     def begin(self, first_rank: int) -> None:
         """Forget the workers of the round before; the first of the next has ``first_rank``."""
@@ -176,16 +190,35 @@ class RoundProgress:
     def look(self) -> Look | None:
         """Return how the living workers are now; None while there is none."""
         readings = self._readings()
-        now = time.monotonic()
         with self._lock:
             if not self._pids:
                 return None
             self._note(readings)
+            asks = self._collectives is not None and not (self._lines or self._reports(readings))
+        places = self._places() if asks else {}
+        with self._lock:
+            self._collective = self._collective or bool(places)
             self._source = source = self._choose(readings)
             expected = self._expects(source, readings)
             pids, held, first = dict(self._pids), self._held, self._first_rank
         marks = self._marks(source, pids, readings)
-        return Look(now, source, {first + k: mark for k, mark in marks.items()}, held, expected)
+        if source == "collectives":
+            marks = {k: self._of_place(places.get(first + k), pid) for k, pid in pids.items()}
+        by_rank = {first + k: mark for k, mark in marks.items()}
+        return Look(time.monotonic(), source, by_rank, held, expected, self._alone)
+
+    def _places(self) -> Mapping[int, RankPlace]:
+        assert self._collectives is not None  # its caller has looked
+        return self._collectives({r: pid for r, (_, pid) in self.workers().items()})
+
+    def _of_place(self, place: RankPlace | None, pid: int) -> Mark | None:
+        if place is None or place.problem:
+            return None
+        value: tuple[object, ...] = tuple(sorted(place.groups.items()))
+        if self._activity is not None and not place.waits:
+            value += (self._activity(pid),)
+        entered = sum(group.entered or 0 for group in place.groups.values())
+        return Mark(value, entered > SET_UP, waits=place.waits, early=entered <= SET_UP)
 
     def _note(self, readings: Mapping[int, Reading]) -> None:
         for local_rank, reading in readings.items():
@@ -196,9 +229,11 @@ class RoundProgress:
         self._seen_pages = self._seen_pages or bool(readings)
 
     def _choose(self, readings: Mapping[int, Reading]) -> Source:
-        if self._reports(readings) or self._lines is None:
+        if self._reports(readings):
             return "script"
-        return "log lines"
+        if self._lines is not None:
+            return "log lines"
+        return "collectives" if self._collective else "script"
 
     def _reports(self, readings: Mapping[int, Reading]) -> bool:
         """Whether the script has reported in this run, and has not detached from this round."""
@@ -207,6 +242,8 @@ class RoundProgress:
     def _expects(self, source: Source, readings: Mapping[int, Reading]) -> bool:
         """Whether a source that shows nothing means that there is no progress."""
         lines = self._lines
+        if source == "collectives":
+            return self._alone
         if source == "script" or lines is None:
             return self._reports(readings)
         return self._alone or lines.ever

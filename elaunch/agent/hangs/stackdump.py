@@ -32,6 +32,7 @@ _BOTTOM: Final = re.compile(r'  File "(.*)", line \d+ in <module>$')
 _SPIED_THREAD: Final = re.compile(r"Thread (?:0x)?[0-9A-Fa-f]+ \(.*\)(?:: \"(?P<name>.*)\")?$")
 _SPIED_FRAME: Final = re.compile(r"    (?P<name>.+) \((?P<file>.+):(?P<line>\d+)\)$")
 _OWN_THREADS: Final = ("/elaunch/training/", "/elaunch/server/", "/elaunch/store/")
+_NATIVE: Final = "<no Python frame>"
 _WAITS: Final = ("/selectors.py", "/threading.py", "/socket.py")
 _SCRIPT_API: Final = "/elaunch/training/"
 _SERVER: Final = "/elaunch/server/"
@@ -54,6 +55,18 @@ class StackGroup:
     threads: tuple[tuple[tuple[int, ...], Stack], ...] = ()
 
 
+@dataclass(frozen=True)
+class Scene:
+    """What the other workers of ``round`` did when the first had failed, before any was signalled.
+
+    ``sentence`` is which collective they waited in, or ""; ``groups`` are those that answered.
+    """
+
+    round: int
+    sentence: str
+    groups: tuple[StackGroup, ...]
+
+
 def is_whole(text: str) -> bool:
     """Whether a dump of faulthandler has come to its end, as far as can be seen."""
     last = text.rstrip("\n").rpartition("\n")[2]
@@ -68,6 +81,7 @@ def parse(text: str) -> Dump | None:
             stacks.append([])
         elif stacks and line.startswith("  "):
             stacks[-1].append(line.strip())
+    stacks = [stack for stack in stacks if stack != [_NATIVE]]
     if not stacks:
         return None
     *others, main = (_cut(stack) for stack in stacks)

@@ -69,7 +69,7 @@ def take(round_number: int, workers: tuple[Worker, ...]) -> events.StacksTaken:
             dumps[worker.rank] = found
     spy = _py_spy()
     for worker in (each for each in workers if each.rank not in dumps):
-        if rests := _at_rest(worker):
+        if rests := at_rest(worker.pid):
             problems[worker.rank] = rests
             continue
         spied = None if spy is None else _spy(spy, worker.pid, began + WRITE_S + SPY_S)
@@ -161,13 +161,13 @@ def _py_spy() -> str | None:
     return shutil.which("py-spy") or shutil.which("py-spy", path=own)
 
 
-def _at_rest(worker: Worker) -> str:
+def at_rest(pid: int) -> str:
     """Return why a process has no stacks to see, or "".
 
     It is asked before py-spy looks: that traces the process, which changes the state and fails on
     one that is stopped.
     """
-    state = proc.status(worker.pid).get("State", "")
+    state = proc.status(pid).get("State", "")
     if not state or state[:1] in "ZX":
         return "the process has ended meanwhile"
     if state[:1] in "Tt":
@@ -177,7 +177,7 @@ def _at_rest(worker: Worker) -> str:
 
 def _why(worker: Worker, asked: bool, spied: str | Dump | None) -> str:
     """Return why there are no stacks of a worker, for the report."""
-    if rests := _at_rest(worker):
+    if rests := at_rest(worker.pid):
         return rests
     if proc.status(worker.pid).get("State", "")[:1] == "D":
         return f"the process hangs in the kernel{_in_kernel(worker.pid)}"

@@ -8,15 +8,19 @@ purely (elaunch.agent.hangs.judge).
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Final, Literal
 
 from msgspec import structs
 
-from elaunch.agent.hangs import stacks
+from elaunch.agent.hangs import collectives, stackdump, stacks
+from elaunch.agent.hangs.activity import Activity
+from elaunch.agent.hangs.collectives import RankPlace
 from elaunch.agent.hangs.judge import (
     LEAST,
     LENIENT,
@@ -30,7 +34,10 @@ from elaunch.agent.hangs.judge import (
     limit,
 )
 from elaunch.agent.hangs.progress import ProgressLines, RoundProgress
+from elaunch.agent.hangs.recorders import Recorders
+from elaunch.agent.hangs.stackdump import Scene
 from elaunch.agent.policy import events
+from elaunch.agent.policy.actions import StopWorkers
 from elaunch.agent.policy.turn import Round, Turn
 from elaunch.agent.workers.group import WorkerGroup
 from elaunch.agent.workers.links import WorkerLinks
@@ -44,6 +51,10 @@ AUTO_S: Final = 1.0
 LATE_TICKS: Final = 3
 """Of a longer time between two looks no more than so many ticks count: nobody was looking."""
 YIELD_TICKS: Final = 3
+ANSWER_S: Final = 1.0
+"""Seconds for all workers to answer which collectives they have entered."""
+SCENE_S: Final = 0.05
+"""Seconds for that, and for their stacks, before they are signalled since one has failed."""
 JOIN_S: Final = 2.0
 FIXES: Final[Mapping[Source, str]] = {
     "script": "call ctx.heartbeat() of elaunch.init() in each step, or have the script print its "
@@ -65,6 +76,7 @@ class Watchdog:
         post: takes the hang, once in a round.
         several: whether other nodes take part. A hang in which nobody is named is posted
             YIELD_TICKS later then: the node of the rank that all wait for can name it.
+        explain: returns a verdict with what more is known of the culprit; it may take a while.
     """
 
     def __init__(
@@ -73,10 +85,12 @@ class Watchdog:
         look: Callable[[], Look | None],
         post: Callable[[events.HangSeen], None],
         several: bool = False,
+        explain: Callable[[HangVerdict], HangVerdict] = lambda found: found,
     ) -> None:
         self._asked: float | Literal["auto"] = asked
         self._look = look
         self._post = post
+        self._explain = explain
         self._lock = threading.Lock()
         self._history = RoundHistory()
         self._round = -1
@@ -130,15 +144,14 @@ class Watchdog:
             if round_number != self._round or self._told:
                 return
             self._history = advance(self._history, seen, LATE_TICKS * self.tick)
-            found = self._ripe(judge(self._history, limit(self._history, self._asked)))
-            self._told = found is not None
+            found = judge(self._history, limit(self._history, self._asked))
+        found = self._ripe(None if found is None else self._explain(found))
         if found is not None:
-            reason, last = found.reason, self.last_words()
-            self._post(
-                events.HangSeen(
-                    round_number, found.ranks, reason, found.source, time.monotonic(), last
-                )
-            )
+            with self._lock:
+                if round_number != self._round:
+                    return
+                self._told = True
+            self._post(_event(round_number, found, self.last_words()))
         self._note_silence()
 
     def _note_silence(self) -> None:
@@ -172,6 +185,18 @@ class Watchdog:
             return last_words(self._history)
 
 
+def _event(round_number: int, found: HangVerdict, last: tuple[str, ...]) -> events.HangSeen:
+    return events.HangSeen(
+        round=round_number,
+        ranks=found.ranks,
+        reason=found.reason,
+        source=found.source,
+        at=time.monotonic(),
+        last=last,
+        culprit=found.culprit,
+    )
+
+
 class HangWatch:
     """Owns the watchdog and what it looks with; the loop's thread calls, but for :meth:`record`.
 
@@ -184,20 +209,31 @@ class HangWatch:
         links: WorkerLinks,
         group: WorkerGroup,
         *,
+        run_dir: Path,
         lines: ProgressLines | None,
         post: Callable[[events.Event], None],
     ) -> None:
         self._post = post
         self._group = group
+        self._recorders = Recorders(run_dir)
+        self._takes_scene = not settings.no_stacks
+        self._scene: Scene | None = None
         several = settings.rendezvous is not None
         watched = settings.hang_timeout is not None
         self._progress = RoundProgress(
-            links.readings, links.left, lines, alone=not several, watched=watched
+            links.readings,
+            links.left,
+            lines,
+            alone=not several,
+            watched=watched,
+            collectives=self._places if watched else None,
+            activity=Activity() if settings.hang_timeout == "auto" else None,
         )
         self._watchdog: Watchdog | None = None
         if settings.hang_timeout is not None:
             look = self._progress.look
-            self._watchdog = Watchdog(settings.hang_timeout, look, self._tell, several)
+            asked = settings.hang_timeout
+            self._watchdog = Watchdog(asked, look, self._tell, several, self._explain)
 
     def start(self) -> None:
         """Begin to watch."""
@@ -208,9 +244,11 @@ class HangWatch:
         """End the thread."""
         if self._watchdog is not None:
             self._watchdog.close()
+        self._recorders.close()
 
     def begin(self, begun: Round) -> None:
         """Watch the next round; its workers are about to start."""
+        self._recorders.begin(begun)
         self._progress.begin(begun.first_rank)
         if self._watchdog is not None:
             self._watchdog.begin(begun.round)
@@ -218,6 +256,43 @@ class HangWatch:
     def see(self, turn: Turn) -> None:
         """Take down which workers live, and whether they are held."""
         self._progress.hear(turn.event)
+        self._recorders.see(turn.event)
+        crashed = turn.event == turn.before.first and isinstance(turn.action, StopWorkers)
+        if crashed and self._takes_scene:
+            self._scene = self._take_scene(turn.before.round)
+
+    def _take_scene(self, round_number: int) -> Scene | None:
+        """Ask the workers where they are that are about to be signalled; blocks SCENE_S at most."""
+        pids = {rank: pid for rank, (_, pid) in self._progress.workers().items()}
+        places, dumps = self._recorders.scene(pids, time.monotonic() + SCENE_S)
+        culprit = collectives.find(places, time.time(), failed=True)
+        if not places:
+            return None
+        sentence = "" if culprit is None else culprit.sentence
+        return Scene(round_number, sentence, stackdump.group(dumps))
+
+    def scene(self, round_number: int) -> Scene | None:
+        """Return where the other workers were when the first of a round failed, if it was taken."""
+        found = self._scene
+        return found if found is not None and found.round == round_number else None
+
+    def _places(self, pids: Mapping[int, int]) -> Mapping[int, RankPlace]:
+        patience = ANSWER_S if self._watchdog is None else min(self._watchdog.tick, ANSWER_S)
+        places = self._recorders.places(pids, time.monotonic() + patience)
+        return {rank: place for rank, place in places.items() if rank in pids}
+
+    def _explain(self, found: HangVerdict) -> HangVerdict:
+        """Name the rank that has not entered a collective in which others wait, if there is one."""
+        pids = {rank: pid for rank, (_, pid) in self._progress.workers().items()}
+        places = self._recorders.places(pids, time.monotonic() + ANSWER_S)
+        culprit = collectives.find(places, time.time())
+        if culprit is None:
+            return found
+        reason = f"{culprit.sentence} ({found.reason})"
+        found = dataclasses.replace(found, reason=reason, culprit=culprit.sentence)
+        if not culprit.ranks:
+            return found
+        return dataclasses.replace(found, ranks=culprit.ranks, named=True)
 
     def _tell(self, hang: events.HangSeen) -> None:
         _, pid = self._progress.workers().get(min(hang.ranks, default=-1), (0, 0))

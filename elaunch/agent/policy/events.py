@@ -210,7 +210,8 @@ class HangSeen(Struct, frozen=True):
     """The workers ``ranks`` of ``round`` hang, for ``reason``; ``source`` is what showed it.
 
     ``at`` is when that was found, in monotonic seconds; ``last`` are lines about what each rank
-    reported last; ``pid`` is that of the first of ``ranks``.
+    reported last; ``pid`` is that of the first of ``ranks``. ``culprit`` is what their collectives
+    show, with which the reason begins, or "".
     """
 
     round: int
@@ -220,6 +221,7 @@ class HangSeen(Struct, frozen=True):
     at: float = 0.0
     last: tuple[str, ...] = ()
     pid: int = 0
+    culprit: str = ""
 
 
 class StacksTaken(Struct, frozen=True):

@@ -139,6 +139,7 @@ def test_to_dict(tmp_path: Path) -> None:
         "steps_lost": None,
         "follows": None,
         "hang": None,
+        "meanwhile": None,
     }
     traceback = worker.pop("traceback").split("\n")
     assert len(traceback) == 200 and "… 704 lines left out, see /logs/1/stderr.log" in traceback

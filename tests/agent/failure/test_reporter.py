@@ -39,6 +39,7 @@ class Rig:
         settings = SimpleNamespace(entrypoint="t.py")
         publisher = SimpleNamespace(failed_elsewhere=lambda _: None, keep=lambda _: None)
         known: Any = {"group": group, "status_record": record, "publisher": publisher}
+        known["scene"] = lambda _: None
         self.reporter = Reporter(settings, run_dir, pump, **known)  # type: ignore[arg-type]
 
     def show(self, limits: Limits, *history: events.Event) -> Turn:

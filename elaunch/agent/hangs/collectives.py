@@ -1,0 +1,343 @@
+"""Which rank the others wait for, from the collectives that each has entered. Pure.
+
+Ranks enter the collectives of a process group in one order; torch numbers them. A rank waits while
+one that it has entered has not come to its end. In this order of precedence:
+
+============  ====================================================================================
+finding       evidence
+============  ====================================================================================
+differ        some rank waits in a group, in which two ranks entered different collectives under
+              one number, or one collective with different sizes or types; the fewer are named
+behind        ranks wait in a collective that another one has not entered, and that one waits in
+              none; it has ended, it may be
+apart         ranks wait for each other in different groups: they enter them in different orders
+inside        ranks are still in a collective that all have entered, and that others have left
+silent        ranks wait in a collective that all have entered who answer; another rank does not,
+              and is named if its process is stopped
+together      all ranks are in one collective, and none has left it
+============  ====================================================================================
+
+Nobody is accused without evidence: a rank whose record does not reach back so far, of which no
+answer came although others are missing, or that is on another node, is no culprit. Of ranks that
+differ the fewer are named, of ranks that wait for each other the one for which the most wait;
+nobody where there are as many on both sides.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+from msgspec import Struct
+
+from elaunch import text
+
+_EQUAL: Final = frozenset(
+    {
+        *("all_reduce", "allreduce", "broadcast", "reduce", "all_gather", "allgather"),
+        *("_all_gather_base", "_allgather_base", "reduce_scatter", "_reduce_scatter_base"),
+    }
+)
+"""Collectives of which every rank's input has one size and type."""
+
+
+class Call(Struct, frozen=True):
+    """A collective that a rank has entered ``at`` (seconds since 1970), and whether it waits there.
+
+    ``elements`` and ``dtypes`` are those of its input.
+    """
+
+    number: int
+    name: str
+    elements: int = 0
+    dtypes: tuple[str, ...] = ()
+    at: float = 0.0
+    waits: bool = False
+
+    def __str__(self) -> str:
+        """Return "all_reduce #61"."""
+        return f"{text.one_line(self.name)} #{self.number}"
+
+    @property
+    def shape(self) -> tuple[object, ...]:
+        """What has to be the same on all ranks."""
+        name = self.name.lstrip("_")
+        return (name, self.elements, self.dtypes) if self.name in _EQUAL else (name,)
+
+
+class GroupPlace(Struct, frozen=True):
+    """Where a rank is in a process group that it has made for the ``times``-th time.
+
+    ``members`` are the group's ranks in the job, () where that is unknown; ``calls`` are the newest
+    collectives that the rank has entered. ``known``: if there are none, it has entered none.
+    """
+
+    members: tuple[int, ...]
+    times: int = 1
+    known: bool = True
+    calls: tuple[Call, ...] = ()
+
+    @property
+    def entered(self) -> int | None:
+        """The number of the newest collective; None where that is unknown."""
+        if self.calls:
+            return max(call.number for call in self.calls)
+        return 0 if self.known else None
+
+
+class RankPlace(Struct, frozen=True):
+    """Where a rank is, by group; ``receives`` are sends and receives in which it waits.
+
+    ``problem`` is why that is unknown, ``stopped`` that this is since the process is stopped;
+    ``ended``: it has ended.
+    """
+
+    groups: Mapping[str, GroupPlace] = {}
+    receives: tuple[Call, ...] = ()
+    problem: str = ""
+    stopped: bool = False
+    ended: bool = False
+
+    @property
+    def waits(self) -> bool:
+        """Whether it is in a collective, a send or a receive."""
+        calls = (call for group in self.groups.values() for call in group.calls)
+        return bool(self.receives) or any(call.waits for call in calls)
+
+
+class Culprit(Struct, frozen=True):
+    """What the others wait for, in one sentence; ``ranks`` are named, () where nobody is."""
+
+    ranks: tuple[int, ...]
+    sentence: str
+
+
+class _Wait(Struct, frozen=True):
+    """Ranks that wait in one collective of a group, and the members that have not entered it."""
+
+    group: str
+    call: Call
+    ranks: tuple[int, ...]
+    missing: tuple[int, ...]
+    left: tuple[int, ...]
+    unknown: tuple[int, ...]
+    members: tuple[int, ...]
+
+
+def find(places: Mapping[int, RankPlace], now: float, failed: bool = False) -> Culprit | None:
+    """Return what the places of the ranks show; None where that is no evidence of anything.
+
+    Args:
+        places: by rank; of ranks that are not there nothing is known.
+        now: seconds since 1970, by the clock of the machine whose ranks these are.
+        failed: a rank has failed, so that others leave a collective by an error.
+    """
+    if (found := _differing(places, now)) is not None:
+        return found
+    waits = _waits(places)
+    behind = [wait for wait in waits if wait.missing]
+    if behind:
+        return _behind(behind, places, now)
+    return _inside(waits, places, now, failed)
+
+
+def _waits(places: Mapping[int, RankPlace]) -> list[_Wait]:
+    """Return the collectives in which ranks wait: those first in which the most do."""
+    inside: dict[tuple[str, int, int], list[int]] = {}
+    for rank, group, place in _memberships(places):
+        for call in place.calls:
+            if call.waits:
+                inside.setdefault((group, place.times, call.number), []).append(rank)
+    found = []
+    for (group, times, number), ranks in inside.items():
+        place = places[ranks[0]].groups[group]
+        call = next(one for one in place.calls if one.number == number)
+        at = max(_call(places, rank, group, number).at for rank in ranks)
+        others = {
+            rank: _standing(places, rank, group, (times, number))
+            for rank in place.members
+            if rank not in ranks
+        }
+        found.append(
+            _Wait(
+                group,
+                Call(number, call.name, at=at),
+                tuple(sorted(ranks)),
+                missing=tuple(r for r, standing in others.items() if standing == "behind"),
+                left=tuple(r for r, standing in others.items() if standing == "left"),
+                unknown=tuple(r for r, standing in others.items() if standing == "unknown"),
+                members=place.members,
+            )
+        )
+    return sorted(found, key=lambda wait: (-len(wait.ranks), wait.call.number, wait.group))
+
+
+def _memberships(places: Mapping[int, RankPlace]) -> Iterable[tuple[int, str, GroupPlace]]:
+    """Yield each rank with each group whose members are known."""
+    for rank, place in sorted(places.items()):
+        for name, group in place.groups.items():
+            if rank in group.members:
+                yield rank, name, group
+
+
+def _call(places: Mapping[int, RankPlace], rank: int, group: str, number: int) -> Call:
+    return next(one for one in places[rank].groups[group].calls if one.number == number)
+
+
+def _standing(
+    places: Mapping[int, RankPlace], rank: int, group: str, wanted: tuple[int, int]
+) -> str:
+    """Return whether a member has not entered a collective ("behind"), or has ended it ("left")."""
+    place = places.get(rank)
+    if place is None:
+        return "elsewhere"
+    if place.ended:
+        return "behind"
+    if place.problem:
+        return "unknown"
+    own = place.groups.get(group)
+    if own is None:
+        return "behind"  # it has not made the group
+    if own.times != wanted[0]:
+        return "behind" if own.times < wanted[0] else "left"
+    if own.entered is None:
+        return "unknown"
+    return "left" if own.entered >= wanted[1] else "behind"
+
+
+# ── what is found ────────────────────────────────────────────────────────────────────────────────
+
+
+def _differing(places: Mapping[int, RankPlace], now: float) -> Culprit | None:
+    """Return the first collective of a group that two ranks entered differently, if any waits."""
+    by_number: dict[tuple[str, int, int], dict[int, Call]] = {}
+    waiting: dict[tuple[str, int], int] = {}
+    for rank, group, place in _memberships(places):
+        for call in place.calls:
+            by_number.setdefault((group, place.times, call.number), {})[rank] = call
+            if call.waits:
+                most = waiting.get((group, place.times), call.number)
+                waiting[group, place.times] = max(most, call.number)
+    for (group, times, number), calls in sorted(by_number.items()):
+        if number > waiting.get((group, times), -1):
+            continue
+        shapes: dict[tuple[object, ...], list[int]] = {}
+        for rank, call in calls.items():
+            shapes.setdefault(call.shape, []).append(rank)
+        if len(shapes) > 1:
+            return _told_apart(calls, list(shapes.values()), now)
+    return None
+
+
+def _told_apart(calls: Mapping[int, Call], shapes: list[list[int]], now: float) -> Culprit:
+    fewest = sorted(shapes, key=lambda ranks: (len(ranks), ranks))
+    same_name = len({call.name for call in calls.values()}) == 1
+    parts = [
+        f"{text.ranks(ranks)} {_have(ranks)} entered {_described(calls[ranks[0]], same_name)}"
+        for ranks in fewest
+    ]
+    waiting = [call.at for call in calls.values() if call.waits]
+    since = f" since {_seconds(now - max(waiting))}" if waiting else ""
+    named = fewest[0] if len(fewest[0]) < len(fewest[1]) else []
+    what = "sizes or types" if same_name else "collectives"
+    told = f"{parts[0]}, {', '.join(parts[1:])}: the {what} differ{since}"
+    return Culprit(tuple(sorted(named)), told)
+
+
+def _described(call: Call, sized: bool) -> str:
+    if not sized:
+        return str(call)
+    types = ", ".join(dict.fromkeys(call.dtypes)) or "nothing"
+    return f"{call} with {call.elements} of {text.one_line(types)}"
+
+
+def _behind(waits: list[_Wait], places: Mapping[int, RankPlace], now: float) -> Culprit:
+    for wait in waits:
+        outside = [rank for rank in wait.missing if not places[rank].waits]
+        ended = [rank for rank in outside if places[rank].ended]
+        if outside:
+            waiting = _waiting(wait, now, "there")
+            if ended:
+                return Culprit(
+                    tuple(ended),
+                    f"{text.ranks(ended)} {_have(ended)} ended before {_named(wait)}; {waiting}",
+                )
+            return Culprit(
+                tuple(outside),
+                f"{text.ranks(outside)} {_have(outside)} not entered {_named(wait)}; {waiting}",
+            )
+    parts = [
+        f"{text.ranks(wait.ranks)} {_verb(wait.ranks)} in {_named(wait)} for "
+        f"{text.ranks(wait.missing)}"
+        for wait in sorted(waits, key=lambda one: one.ranks)
+    ]
+    since = _seconds(now - max(wait.call.at for wait in waits))
+    order = "collectives are entered in different orders" if len(waits) > 1 else "it waits as well"
+    return Culprit(_most_awaited(waits), f"{', '.join(parts)} since {since}: {order}")
+
+
+def _most_awaited(waits: list[_Wait]) -> tuple[int, ...]:
+    """Return the rank for which the most others wait; none where two are equal in that."""
+    awaited: Counter[int] = Counter()
+    for wait in waits:
+        awaited.update(dict.fromkeys(wait.missing, len(wait.ranks)))
+    (first, most), *others = awaited.most_common()
+    return (first,) if len(waits) > 1 and all(number < most for _, number in others) else ()
+
+
+def _inside(
+    waits: list[_Wait], places: Mapping[int, RankPlace], now: float, failed: bool
+) -> Culprit | None:
+    for wait in waits:
+        silent = [rank for rank in wait.unknown if places[rank].problem]
+        if silent and len(silent) == len(wait.unknown):
+            why = text.one_line(places[silent[0]].problem)
+            told = f"{text.ranks(silent)} {_does(silent)} not answer ({why})"
+            stopped = tuple(rank for rank in silent if places[rank].stopped)
+            return Culprit(stopped, f"{told}; {_waiting(wait, now, f'in {_named(wait)}')}")
+        if wait.unknown:
+            continue
+        if wait.left and not failed:
+            are = "is" if len(wait.ranks) == 1 else "are"
+            have = f"which {text.ranks(wait.left)} {_have(wait.left)} left"
+            told = f"{text.ranks(wait.ranks)} {are} still in {_named(wait)}, {have}"
+            return Culprit(wait.ranks, f"{told}, since {_seconds(now - wait.call.at)}")
+        elsewhere = len(wait.ranks) < len(wait.members)
+        since = _seconds(now - wait.call.at)
+        if elsewhere:
+            return Culprit((), f"{_waiting(wait, now, f'in {_named(wait)}')}")
+        if len(wait.ranks) > 1:
+            told = f"{text.ranks(wait.ranks)} are all in {_named(wait)} since {since}"
+            return Culprit((), f"{told}, and none has left it")
+    return None
+
+
+# ── words ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _named(wait: _Wait) -> str:
+    if wait.group == "0":
+        return str(wait.call)
+    return f"{wait.call} of the group of {text.ranks(wait.members)}"
+
+
+def _waiting(wait: _Wait, now: float, where: str) -> str:
+    who, since = text.ranks(wait.ranks), _seconds(now - wait.call.at)
+    return f"{who} {_verb(wait.ranks)} {where} since {since}"
+
+
+def _verb(ranks: tuple[int, ...]) -> str:
+    return "waits" if len(ranks) == 1 else "wait"
+
+
+def _have(ranks: Iterable[int]) -> str:
+    return "has" if len(tuple(ranks)) == 1 else "have"
+
+
+def _does(ranks: list[int]) -> str:
+    return "does" if len(ranks) == 1 else "do"
+
+
+def _seconds(seconds: float) -> str:
+    return text.duration(max(0.0, seconds))

@@ -1,0 +1,273 @@
+"""Reads what torch has recorded of each worker's collectives (elaunch.wire.recorder).
+
+All workers are asked at once, and by one deadline: a worker that is stopped, or whose answer is too
+long or is no answer of torch's, costs nothing but itself.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import selectors
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import msgspec
+from msgspec.structs import replace
+
+from elaunch.agent.hangs import stackdump, stacks
+from elaunch.agent.hangs.collectives import Call, GroupPlace, RankPlace
+from elaunch.agent.hangs.stackdump import Dump
+from elaunch.agent.policy import events
+from elaunch.agent.policy.turn import Round
+from elaunch.wire.local import short_address
+from elaunch.wire.recorder import groups_path, socket_path
+
+LONGEST: Final = 8 << 20
+"""Bytes of an answer; 2,000 entries are 0.9 MB."""
+LONGEST_GROUPS: Final = 1 << 20
+_REQUEST: Final = (
+    b"POST /handler/%s HTTP/1.1\r\nHost: worker\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+)
+TRACE: Final = b"fr_trace_json"
+STACKS: Final = b"dump_traceback"
+
+
+class Question(NamedTuple):
+    """What the worker of a rank is asked; ``handler`` is torch's name for it."""
+
+    rank: int
+    handler: bytes
+
+
+class _Entry(msgspec.Struct):
+    """One collective as torch writes it."""
+
+    record_id: int
+    pg_id: int
+    process_group: tuple[str, str]
+    collective_seq_id: int
+    is_p2p: bool
+    profiling_name: str
+    input_sizes: list[list[int]]
+    input_dtypes: list[str]
+    time_created_ns: int
+    retired: bool
+    state: str = ""
+
+
+class _Trace(msgspec.Struct):
+    entries: list[_Entry] = []
+
+
+_decode_trace: Final = msgspec.json.Decoder(_Trace).decode
+_decode_group: Final = msgspec.json.Decoder(tuple[str, int, int | None, list[int]]).decode
+
+
+class Recorders:
+    """Asks the workers of the round that runs; the loop reports them, any thread may ask.
+
+    ``run_dir`` is where they answer.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._round: Round | None = None
+        self._ended: frozenset[int] = frozenset()
+
+    def begin(self, begun: Round) -> None:
+        """Forget the round before, and remove what its workers have left."""
+        self.close()
+        self._ended, self._round = frozenset(), begun
+
+    def see(self, event: events.Event) -> None:
+        """Take down which workers have ended."""
+        if isinstance(event, events.Exit):
+            self._ended |= {event.rank}
+
+    def places(self, pids: Mapping[int, int], until: float) -> dict[int, RankPlace]:
+        """Return where the living workers are, whose ``pids`` these are by rank, and the ended.
+
+        It takes until the last has answered, or until ``until`` (monotonic seconds).
+        """
+        ended = {rank: RankPlace(ended=True) for rank in self._ended - pids.keys()}
+        return self._ask(pids, until, (TRACE,))[0] | ended
+
+    def scene(
+        self, pids: Mapping[int, int], until: float
+    ) -> tuple[dict[int, RankPlace], dict[int, Dump]]:
+        """Return where the living workers are, and the stacks of those that let Python go."""
+        return self._ask(pids, until, (TRACE, STACKS))
+
+    def _ask(
+        self, pids: Mapping[int, int], until: float, handlers: Sequence[bytes]
+    ) -> tuple[dict[int, RankPlace], dict[int, Dump]]:
+        places: dict[int, RankPlace] = {}
+        dumps: dict[int, Dump] = {}
+        begun = self._round
+        if begun is None:
+            return places, dumps
+        paths = {Question(rank, one): self._path(begun, rank) for rank in pids for one in handlers}
+        for question, answer in ask(paths, until).items():
+            rank = question.rank
+            if question.handler == STACKS:
+                text = "" if isinstance(answer, OSError) else answer.decode("utf-8", "replace")
+                dump = stackdump.parse(text)
+                dumps |= {} if dump is None else {rank: dump}
+            elif (
+                found := _read(rank, begun.place.world_size, answer, paths[question])
+            ) is not None:
+                rests = stacks.at_rest(pids[rank]) if found.problem else ""
+                places[rank] = replace(found, problem=rests, stopped=True) if rests else found
+        return places, dumps
+
+    def close(self) -> None:
+        """Remove the sockets of the round; nobody can remove them for a worker that was killed."""
+        begun = self._round
+        for path in [] if begun is None else [self._path(begun, one) for one in begun.own_ranks]:
+            path.unlink(missing_ok=True)
+            groups_path(path).unlink(missing_ok=True)
+
+    def _path(self, begun: Round, rank: int) -> Path:
+        return socket_path(self._run_dir, begun.round, rank - begun.first_rank)
+
+
+def ask(questions: Mapping[Question, Path], until: float) -> dict[Question, bytes | OSError]:
+    """Return what each worker answers until then, or why it does not."""
+    answers: dict[Question, bytes | OSError] = {}
+    with selectors.DefaultSelector() as selector:
+        for question, path in questions.items():
+            try:
+                connection = _send(path, question.handler)
+            except OSError as error:
+                answers[question] = error
+            else:
+                selector.register(connection, selectors.EVENT_READ, (question, bytearray()))
+        while selector.get_map():
+            ready = selector.select(max(0.0, until - time.monotonic()))
+            keys = [key for key, _ in ready] or list(selector.get_map().values())
+            answers |= _taken(selector, keys, late=not ready)
+    return answers
+
+
+def _taken(
+    selector: selectors.BaseSelector, keys: Sequence[selectors.SelectorKey], late: bool
+) -> dict[Question, bytes | OSError]:
+    """Return which of these connections have answered, or are given up, and close them."""
+    answers: dict[Question, bytes | OSError] = {}
+    for key in keys:
+        question, received = key.data
+        timeout = TimeoutError(errno.ETIMEDOUT, "no answer")
+        found = timeout if late else _receive(key.fileobj, received)
+        if found is not None:
+            answers[question] = found
+            selector.unregister(key.fileobj)
+            _close(key.fileobj)
+    return answers
+
+
+def _send(path: Path, handler: bytes) -> socket.socket:
+    """Return a connection on which the question is asked; nothing here waits for the other side."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    try:
+        with short_address(path) as address:
+            connection.connect(address)
+        connection.send(_REQUEST % handler)
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
+def _receive(connection: object, received: bytearray) -> bytes | OSError | None:
+    """Take what has come; return the answer's body when it is whole, or what is wrong with it."""
+    assert isinstance(connection, socket.socket)
+    try:
+        data = connection.recv(1 << 18)
+    except BlockingIOError:
+        return None
+    except OSError as error:
+        return error
+    received += data
+    head, gap, body = received.partition(b"\r\n\r\n")
+    if len(received) > LONGEST:
+        return OSError(errno.EMSGSIZE, "its answer is too long")
+    if not gap:
+        return None if data else OSError(errno.ECONNRESET, "it has hung up")
+    status, _, fields = head.lower().partition(b"\r\n")
+    length = fields.partition(b"content-length:")[2].split(b"\r\n", 1)[0].strip()
+    if status.split()[1:2] != [b"200"] or not length.isdigit():
+        return OSError(errno.EPROTO, "torch has no such record there")
+    if len(body) >= int(length):
+        return bytes(body[: int(length)])
+    return None if data else OSError(errno.ECONNRESET, "it has hung up")
+
+
+def _close(connection: object) -> None:
+    assert isinstance(connection, socket.socket)
+    connection.close()
+
+
+def _read(rank: int, world_size: int, answer: bytes | OSError, path: Path) -> RankPlace | None:
+    """Return where a worker is by its answer; None of one that has made no process group."""
+    if isinstance(answer, FileNotFoundError):
+        return None
+    if isinstance(answer, OSError):
+        return RankPlace(problem=answer.strerror or str(answer))
+    try:
+        return place(rank, world_size, answer, _text(groups_path(path)))
+    except (OSError, ValueError) as error:
+        return RankPlace(problem=f"what it answers is not read: {error}")
+
+
+def place(rank: int, world_size: int, trace: bytes, groups: str) -> RankPlace:
+    """Return where a rank is by the record of torch and its process groups; raises ValueError."""
+    entries = _decode_trace(trace).entries
+    forgets = bool(entries) and entries[0].record_id > 0
+    places: dict[str, GroupPlace] = {}
+    is_jobs = False
+    for line in groups.splitlines():
+        name, size, own_rank, members = _decode_group(line)
+        if not members:  # the default group, whose ranks all others name
+            is_jobs = (size, own_rank) == (world_size, rank)
+        ranks = (members or range(world_size)) if is_jobs else ()
+        times = places[name].times + 1 if name in places else 1
+        places[name] = GroupPlace(tuple(ranks), times, known=not forgets)
+    for name, group in places.items():
+        own = [one for one in entries if one.process_group[0] == name]
+        if group.times > 1 and len({one.pg_id for one in own}) != group.times:
+            places[name] = replace(group, known=False)  # whose collectives these are is unknown
+            continue
+        calls = tuple(_call(one) for one in own if one.pg_id == own[-1].pg_id and not one.is_p2p)
+        places[name] = replace(group, calls=calls)
+    receives = tuple(_call(one) for one in entries if one.is_p2p and _waits(one))
+    return RankPlace(places, receives)
+
+
+def _call(entry: _Entry) -> Call:
+    elements = 0
+    for sizes in entry.input_sizes:
+        count = 1
+        for size in sizes:
+            count *= size
+        elements += count
+    return Call(
+        number=entry.collective_seq_id,
+        name=entry.profiling_name.partition(":")[2] or entry.profiling_name,
+        elements=elements,
+        dtypes=tuple(entry.input_dtypes),
+        at=entry.time_created_ns / 1e9,
+        waits=_waits(entry),
+    )
+
+
+def _waits(entry: _Entry) -> bool:
+    return not entry.retired and entry.state != "completed"
+
+
+def _text(path: Path) -> str:
+    with open(path, "rb") as file:
+        return os.fsdecode(file.read(LONGEST_GROUPS))

@@ -1,0 +1,178 @@
+"""Have a worker answer which collectives it has entered, also while C code keeps Python's lock.
+
+torch records the newest collectives of a process (its flight recorder, for gloo too), and
+``torch._C._distributed_c10d._WorkerServer`` answers with that record over a Unix socket, from
+threads of C++. A worker that the fork server started, or that calls ``elaunch.init()``, starts it
+when it makes its first process group; a script without one has neither thread nor socket of it.
+In the run directory, by round and local rank:
+
+===========================  =====================================================================
+recorder-R-L.sock            HTTP; ``POST /handler/fr_trace_json`` is answered with the record
+recorder-R-L.groups          a line of JSON for each process group that is made: its name, its size,
+                             this process's rank in it, its ranks in the default group (none: it is
+                             the default group)
+===========================  =====================================================================
+
+All of that is internal to torch. Where it has other names nothing is started, and hangs are
+reported without saying which rank has not entered a collective.
+
+The record has RECORDED entries, unless the script sets another number: 2,000, which is torch's own,
+are 0.9 MB at each question. A process that the worker forks closes the socket: whoever asks there
+after the worker's end is refused at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import json
+import logging
+import os
+import socket
+import stat
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from elaunch import env
+from elaunch.wire.local import short_address
+
+RECORDED: Final = 64
+LIMIT: Final = ("TORCH_FR_BUFFER_SIZE", str(RECORDED))
+"""The variable that sets the number of entries, and what it is set to."""
+_SIZES: Final = (LIMIT[0], "TORCH_NCCL_TRACE_BUFFER_SIZE")
+_ERRORS_ONLY: Final = 2
+_OTHER_TORCH: Final = (LookupError, TypeError, ValueError)
+"""What a function of torch's raises that takes other arguments."""
+_C10D: Final = "torch.distributed.distributed_c10d"
+
+log = logging.getLogger("elaunch")
+
+
+def socket_path(run_dir: Path, round_number: int, local_rank: int) -> Path:
+    """Return where a worker answers; it may be longer than an address can be."""
+    return run_dir / f"recorder-{round_number}-{local_rank}.sock"
+
+
+def groups_path(answers_at: Path) -> Path:
+    """Return where the worker that answers there notes its process groups."""
+    return answers_at.with_suffix(".groups")
+
+
+def watch(environ: Mapping[str, str]) -> None:
+    """Start the server when this process makes its first process group.
+
+    Needs torch.distributed imported, and a worker's variables; does nothing without.
+    """
+    distributed: Any = sys.modules.get(_C10D)
+    original = getattr(distributed, "_new_process_group_helper", None)
+    place, number = environ.get(env.AGENT_SOCKET), environ.get("ELAUNCH_ROUND", "")
+    local_rank = environ.get("LOCAL_RANK", "")
+    if original is None or not place or not (number.isdigit() and local_rank.isdigit()):
+        return
+    if isinstance(getattr(original, "__self__", None), _Recorder):
+        return
+    path = socket_path(Path(place).parent, int(number), int(local_rank))
+    recorder = _Recorder(path, original)
+    distributed._new_process_group_helper = recorder.make_group
+    if distributed.is_initialized():
+        recorder.note_made(distributed)
+
+
+class _Recorder:
+    """Stands before the function of torch that makes process groups, in the worker alone."""
+
+    def __init__(self, path: Path, original: Any) -> None:
+        self._path = path
+        self._original = original
+        self._pid = os.getpid()
+        self._server: object = None
+        self._listening: tuple[int, int] | None = None
+        self._tried = False
+
+    def make_group(self, size: int, rank: int, ranks: Any, *rest: Any, **named: Any) -> Any:
+        """Note the group, and make it as torch does."""
+        if os.getpid() == self._pid:  # not in a process that the worker has forked
+            with _reported():
+                name = named["group_name"] if "group_name" in named else rest[2]
+                self._note(str(name), size, rank, list(ranks))
+        return self._original(size, rank, ranks, *rest, **named)
+
+    def note_made(self, distributed: Any) -> None:
+        """Note the groups that there are already."""
+        with _reported():
+            for group, ranks in distributed._world.pg_group_ranks.items():
+                members = [] if group is distributed._world.default_pg else list(ranks)
+                rank = ranks[distributed.get_rank()]
+                self._note(distributed._world.pg_names[group], len(ranks), rank, members)
+
+    def _note(self, name: str, size: int, rank: int, ranks: list[int]) -> None:
+        if not self._tried:
+            self._tried = True
+            self._start()
+        if self._server is not None:
+            with open(groups_path(self._path), "a") as file:
+                file.write(json.dumps([name, size, rank, ranks]) + "\n")
+
+    def _start(self) -> None:
+        binding: Any = importlib.import_module("torch._C._distributed_c10d")
+        if not any(name in os.environ for name in _SIZES):
+            os.environ.update([LIMIT])
+        with short_address(self._path) as address, _silent():
+            server = binding._WorkerServer(address)
+            self._listening = _descriptor(address)
+        self._server = server
+        # It is not ended with the interpreter: that would wait for its threads, which a fork of
+        # this process does not have.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(server))
+        os.chmod(self._path, 0o600)
+        os.register_at_fork(after_in_child=self._close_in_fork)
+
+    def _close_in_fork(self) -> None:
+        listening, self._listening = self._listening, None
+        if listening is not None and _inode(listening[0]) == listening[1]:
+            os.close(listening[0])
+
+
+@contextlib.contextmanager
+def _reported() -> Iterator[None]:
+    """Log what torch has otherwise, or the machine refuses; the script goes on without it."""
+    try:
+        yield
+    except (OSError, RuntimeError, AttributeError, ImportError, *_OTHER_TORCH) as error:
+        log.debug("which collectives this worker enters cannot be asked: %s", error)
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Keep torch from logging on the worker's stderr that it listens."""
+    torch: Any = sys.modules["torch"]
+    library = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libc10.so"))
+    level = ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level")
+    before = level.value
+    level.value = max(before, _ERRORS_ONLY)
+    try:
+        yield
+    finally:
+        level.value = before
+
+
+def _descriptor(address: str) -> tuple[int, int]:
+    """Return the descriptor of this process that listens there, and its inode."""
+    numbers = map(int, os.listdir("/proc/self/fd"))
+    for number, inode in [(number, found) for number in numbers if (found := _inode(number))]:
+        with socket.socket(fileno=os.dup(number)) as sock:
+            if sock.family == socket.AF_UNIX and sock.getsockname() == address:
+                return number, inode
+    raise OSError(f"nothing here listens at {address}")
+
+
+def _inode(number: int) -> int:
+    """Return the inode of a descriptor that is a socket; 0 of any other, and of a closed one."""
+    try:
+        found = os.fstat(number)
+    except OSError:
+        return 0
+    return found.st_ino if stat.S_ISSOCK(found.st_mode) else 0

@@ -1,0 +1,134 @@
+"""An unchanged script with gloo: ranks that meet in collectives, and one that does something else.
+
+Arguments: what, the rank that does it, the step, the number of steps. It knows nothing of elaunch.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
+
+WHAT, WHO, WHEN, STEPS = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+FOREVER = 600
+
+
+class Samples(Dataset):
+    """Some samples; the worker process that reads one of them never comes back."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 5:
+            time.sleep(FOREVER)
+        return torch.ones(4)
+
+
+def stand() -> None:
+    """Stand still."""
+    time.sleep(FOREVER)
+
+
+def compute(seconds: float) -> None:
+    """Use the processor."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        torch.ones(64, 64) @ torch.ones(64, 64)
+
+
+def fault(step: int) -> None:
+    """Do what only one rank does, in one step."""
+    x = torch.ones(4)
+    if WHAT == "before":
+        stand()
+    elif WHAT == "after":
+        dist.all_reduce(x)
+        stand()
+    elif WHAT == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif WHAT == "collective":
+        dist.broadcast(x, WHO)
+    elif WHAT == "size":
+        dist.all_reduce(torch.ones(8))
+    elif WHAT == "type":
+        dist.all_reduce(torch.ones(4, dtype=torch.float64))
+    elif WHAT == "order":
+        dist.all_reduce(x, group=halves[RANK // 2])
+        dist.all_reduce(x)
+    elif WHAT == "gil":
+        ctypes.PyDLL(None).sleep(FOREVER)
+    elif WHAT == "loader":
+        for _ in DataLoader(Samples(), batch_size=2, num_workers=1):
+            pass
+    elif WHAT == "ends":
+        os._exit(0)
+    elif WHAT == "segfault":
+        ctypes.string_at(0)
+    elif WHAT == "oom":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif WHAT == "raises":
+        raise ValueError("boom")
+    elif WHAT == "busy":
+        compute(FOREVER)
+
+
+def clean(step: int) -> None:
+    """Do what a healthy script does now and then."""
+    if WHAT == "eval" and step % WHEN == 0 and RANK == WHO:
+        compute(8)
+    elif WHAT == "save" and step % WHEN == 0 and RANK == WHO:
+        with open("checkpoint.bin", "wb") as file:
+            for _ in range(80):
+                file.write(bytes(1 << 20))
+                file.flush()
+                time.sleep(0.1)
+    elif WHAT == "uneven" and RANK == WHO:
+        compute(0.05)
+    elif WHAT == "first" and step == 0:
+        compute(8)
+    elif WHAT == "loads":
+        for _ in DataLoader(torch.ones(8, 4), batch_size=4, num_workers=1 if step == WHEN else 0):
+            pass
+
+
+dist.init_process_group("gloo")
+halves = [dist.new_group([0, 1]), dist.new_group([2, 3])] if SIZE == 4 else []
+model = torch.nn.Linear(4, 4)
+if WHAT.startswith("ddp"):
+    model = torch.nn.parallel.DistributedDataParallel(model)
+elif WHAT.startswith("fsdp"):
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(model)
+for step in range(STEPS):
+    mine = RANK == WHO and step == WHEN
+    if WHAT in ("ddp", "fsdp"):
+        if mine:
+            stand()
+        model(torch.ones(2, 4)).sum().backward()
+    elif WHAT == "groups":
+        if mine:
+            stand()
+        dist.all_reduce(torch.ones(4), group=halves[RANK // 2])
+        dist.all_reduce(torch.ones(4))
+    else:
+        if mine:
+            fault(step)
+        clean(step)
+        if WHAT in ("ddp-clean", "fsdp-clean"):
+            model(torch.ones(2, 4)).sum().backward()
+        if WHAT == "order" and step == WHEN and not mine:
+            dist.all_reduce(torch.ones(4))
+            dist.all_reduce(torch.ones(4), group=halves[RANK // 2])
+        dist.all_reduce(torch.ones(4))
+        if WHAT == "uneven" and step % 5 == 0 and halves:
+            dist.all_reduce(torch.ones(2), group=halves[RANK // 2])
+    time.sleep(0.01)
+print(f"done {RANK}", flush=True)
+dist.destroy_process_group()

@@ -1,0 +1,47 @@
+"""Unchanged scripts of torch.distributed: which rank the others wait for, in a hang and a crash."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.integration.jobs import WAITING
+from tests.launching import Launcher
+
+pytestmark = pytest.mark.slow
+
+
+def failure(elaunch: Launcher) -> dict[str, Any]:
+    """Return the JSON report of the test's one round."""
+    (path,) = elaunch.state.glob("elaunch/runs/*/failure-0.json")
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def test_the_rank_that_the_others_wait_for_is_named(elaunch: Launcher) -> None:
+    """It holds Python's lock in C, in a script that knows nothing of elaunch."""
+    flags = ["--nproc-per-node=3", "--hang-timeout=2", "-r", "3"]
+    done = elaunch.run(["run", *flags, WAITING, "gil", "1", "30", "60"])
+    assert done.returncode == 77
+    assert "rank 1 has not entered all_reduce #31; ranks 0, 2 wait there since" in done.stderr
+    found = failure(elaunch)
+    assert (found["hang"]["ranks"], found["hang"]["source"]) == ([1], "collectives")
+    assert found["culprit"].startswith("rank 1 has not entered all_reduce #31; ranks 0, 2 wait")
+    (odd,) = (group for group in found["hang"]["stacks"] if group["ranks"] == [1])
+    assert odd["main"][0].endswith("in fault")
+    assert not list(elaunch.state.glob("elaunch/runs/*/recorder-*"))
+
+
+@pytest.mark.parametrize("flags", [(), ("--no-stacks",)], ids=["asked", "not asked"])
+def test_where_the_others_were_when_one_died(elaunch: Launcher, flags: tuple[str, ...]) -> None:
+    """They are asked before they are stopped."""
+    words = ["run", "--nproc-per-node=2", *flags, WAITING, "oom", "1", "30", "60"]
+    done = elaunch.run(words, env={"TORCH_FR_BUFFER_SIZE": "8"})
+    assert done.returncode == 137
+    found = failure(elaunch)["meanwhile"]
+    assert (found is None) is bool(flags)
+    if found is not None and found["collectives"] is not None:  # rank 0 saw that at once, it may be
+        assert f"Meanwhile {found['collectives']}." in done.stderr
+        assert found["collectives"].startswith("rank 0 waits in all_reduce #31 since 0.")

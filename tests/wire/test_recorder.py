@@ -1,0 +1,95 @@
+"""A worker with a process group answers which collectives it has entered, and its forks do not."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from elaunch import env, proc
+from elaunch.agent.hangs.recorders import TRACE, Question, ask, place
+from elaunch.wire.recorder import RECORDED, groups_path, socket_path
+from tests.launching import wait_until
+
+pytestmark = pytest.mark.slow
+
+WORKER = """
+import os, sys, time
+import torch, torch.distributed as dist
+from elaunch.wire import recorder
+from torch._C._distributed_c10d import _WorkerServer
+own = _WorkerServer(sys.argv[1])
+recorder.watch(os.environ)
+recorder.watch(os.environ)
+for again in range(2):
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    for _ in range(70):
+        dist.all_reduce(torch.ones(4))
+    if again == 0:
+        dist.destroy_process_group()
+
+
+def sockets():
+    links = (f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd"))
+    found = {os.readlink(link) for link in links if os.path.lexists(link)}
+    return {link for link in found if link.startswith("socket:")}
+
+
+before = sockets()
+read, write = os.pipe()
+if os.fork() == 0:
+    os.write(write, str(len(before - sockets())).encode())
+    if os.fork() == 0:
+        os.write(write, b",forked")
+        os._exit(0)
+    os.wait()
+    os._exit(0)
+os.wait()
+print(os.read(read, 100).decode(), os.environ.get("TORCH_FR_BUFFER_SIZE"), flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_a_worker_with_a_process_group_answers(tmp_path: Path) -> None:
+    """At a path that is too long for an address, beside a server of the script's own."""
+    directory = tmp_path / ("long" * 40)
+    directory.mkdir()
+    variables = {env.AGENT_SOCKET: str(directory / "agent.sock")}
+    variables |= {"ELAUNCH_ROUND": "3", "LOCAL_RANK": "2"}
+    worker = subprocess.Popen(
+        [sys.executable, "-c", WORKER, str(tmp_path / "own.sock")],
+        env={**os.environ, **variables},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert worker.stdout is not None
+        # One socket is closed in the fork; a fork of that closes nothing in its place.
+        assert worker.stdout.readline() == f"1,forked {RECORDED}\n"
+        path, question = socket_path(directory, 3, 2), Question(0, TRACE)
+        assert path.stat().st_mode & 0o777 == 0o600
+        answer = ask({question: path}, time.monotonic() + 10)[question]
+        assert isinstance(answer, bytes)
+        assert len(json.loads(answer)["entries"]) == RECORDED
+        found = place(0, 1, answer, groups_path(path).read_text())
+        assert (found.groups["0"].members, found.waits) == ((0,), False)
+        os.kill(worker.pid, signal.SIGSTOP)
+        wait_until(lambda: proc.status(worker.pid)["State"][0] == "T")
+        silent = ask({question: path}, time.monotonic() + 0.2)[question]
+        assert isinstance(silent, TimeoutError)
+    finally:
+        os.kill(worker.pid, signal.SIGCONT)
+        _, said = worker.communicate("\n", timeout=30)
+    assert worker.returncode == 0
+    assert str(directory) not in said  # torch does not announce it
+    gone = ask({question: path}, time.monotonic() + 10)[question]
+    assert isinstance(gone, ConnectionRefusedError)
