@@ -24,6 +24,7 @@ _WHERE = {
     "Keep": "elaunch.checkpoint.retention.rule",
     "ElasticDistributedSampler": "elaunch.training.sampler",
     "record": "elaunch.training.recording",
+    "run": "elaunch.torchrun.functions",
     "PerRank": "elaunch.training.checkpoint.state.perrank",
     "rng_state": "elaunch.training.checkpoint.state.perrank",
     "ElaunchError": "elaunch.errors",

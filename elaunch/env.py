@@ -31,6 +31,9 @@ ELAUNCH_CHANNEL_KEY             key by which the round's workers know each other
 ELAUNCH_STARTER                 process that has started ``elaunch wrap``, as pid and tick; set by
                                 it where no launcher names the job
 ELAUNCH_STACKS_FILE             where the worker writes its stacks at a signal; with --hang-timeout
+ELAUNCH_SERVER                  set by elaunch.torchrun for an agent alone: pid of a fork of the
+                                program that has started it, which is to be its server, and the
+                                number of the file that leads there, as 4711:5
 TORCHELASTIC_TIMER_FILE         the pipe of torch's timers; with TORCHELASTIC_ENABLE_FILE_TIMER=1
 ==============================  ====================================================================
 
@@ -75,6 +78,7 @@ INIT_FROM = "ELAUNCH_INIT_FROM"
 HPARAMS = "ELAUNCH_HPARAMS"
 STARTER = "ELAUNCH_STARTER"
 STACKS_FILE = "ELAUNCH_STACKS_FILE"
+SERVER = "ELAUNCH_SERVER"
 TIMER_FILE = "TORCHELASTIC_TIMER_FILE"
 FACTS = frozenset(
     {
@@ -235,4 +239,11 @@ def launcher_environment() -> dict[str, str]:
     torchrun sets, too, is set anew for each worker. What a person has exported reaches both jobs.
     """
     left_out = FACTS if AGENT_SOCKET in os.environ else {STACKS_FILE, RUN_ID_GIVEN}
+    left_out = {*left_out, SERVER}
     return {name: value for name, value in os.environ.items() if name not in left_out}
+
+
+def take_server() -> tuple[int, int] | None:
+    """Return pid and file of a server that this agent was given, once; None without one."""
+    pid, _, fd = os.environ.pop(SERVER, "").partition(":")
+    return (int(pid), int(fd)) if fd else None

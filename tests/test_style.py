@@ -31,6 +31,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"monitor"}),
     frozenset({"cli"}),
     frozenset({"__main__"}),
+    frozenset({"torchrun"}),
 )
 
 FILE_LINES, FUNCTION_LINES, PARAMETERS, NESTING, MODULES = 500, 45, 8, 3, 14
@@ -81,9 +82,12 @@ BROAD_EXCEPTS: dict[str, str] = {
     "elaunch.server.preload:_import": "whatever a user's module raises is the answer to the agent",
 }
 
-# Modules that run in the server or in processes that it forks, and the store that is torch's own:
-# they alone may import torch.
-TORCH_ALLOWED = ("elaunch.server", "elaunch.store.tcp.client", "elaunch.training")
+# Modules that run in the server or in processes that it forks, the store that is torch's own, and
+# what a program imports in the place of torch's: they alone may import torch.
+TORCH_ALLOWED = (
+    *("elaunch.server", "elaunch.store.tcp.client", "elaunch.training"),
+    *("elaunch.torchrun.api", "elaunch.torchrun.outcome"),
+)
 
 BLOCKS = (
     ast.For,

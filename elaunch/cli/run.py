@@ -27,7 +27,7 @@ import click
 from elaunch.cli import completion
 from elaunch.config.flag import Flag, Given, convert
 from elaunch.config.table import FLAGS, GROUPS, TABLE, USUAL
-from elaunch.errors import UsageError
+from elaunch.errors import ElaunchError, UsageError
 
 LINE_FLAGS = (*FLAGS, completion.FLAG)
 SPELLINGS = {spelling: flag for flag in LINE_FLAGS for spelling in flag.spellings}
@@ -207,7 +207,13 @@ def _start(line: Line) -> int:
         cwd = Path.cwd()
     except FileNotFoundError:
         raise UsageError("the working directory was deleted; go to one that is there") from None
-    settings = resolve(line.flags, line.command, os.environ, cwd)
+    try:
+        settings = resolve(line.flags, line.command, os.environ, cwd)
+    except ElaunchError as error:
+        from elaunch.agent.failure.errorfile import write_launcher_error
+
+        write_launcher_error(os.environ, error)
+        raise
     for notice in settings.notices:
         click.echo(f"elaunch: note: {notice}", err=True)
     if settings.dry_run and not settings.detach:

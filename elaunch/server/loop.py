@@ -53,13 +53,18 @@ BLOCKED = {
 }
 
 
-def serve(lifeline: int) -> Job:
-    """Serve the agent at the other end of ``lifeline``; returns only in a forked worker."""
-    _close_all_but(lifeline)
+def serve(lifeline: int, of_caller: bool = False) -> Job:
+    """Serve the agent at the other end of ``lifeline``; returns only in a forked worker.
+
+    ``of_caller``: this process is a fork of a program, and what that has open, or has set as its
+    random states, is the workers' as well.
+    """
+    if not of_caller:
+        _close_all_but(lifeline)
     os.set_inheritable(lifeline, False)
     processes.become_subreaper()
     processes.die_with_parent()  # until the imports are done: the lifeline is not read before
-    return Server(socket.socket(fileno=lifeline)).run()
+    return Server(socket.socket(fileno=lifeline), of_caller).run()
 
 
 def _close_all_but(kept: int) -> None:
@@ -76,8 +81,9 @@ def _close_all_but(kept: int) -> None:
 class Server:
     """Owns the workers of one agent, their store host, and the files that lead to the agent."""
 
-    def __init__(self, agent: socket.socket) -> None:
+    def __init__(self, agent: socket.socket, of_caller: bool = False) -> None:
         self._agent = LocalChannel(agent, most_files=MAX_FILES)
+        self._of_caller = of_caller
         self._pid = os.getpid()
         self._workers: dict[int, Job] = {}  # by pid
         self._stopped: set[int] = set()  # pids of workers that were alive when sent a signal to end
@@ -196,6 +202,9 @@ class Server:
 
     def _configure(self, message: Message) -> None:
         self._fork_start = message["start"] == "fork"
+        if self._of_caller:
+            os.environ.clear()
+            os.environ.update(message["environ"])
         self._open_files = tuple(message["open_files"])
         path, self._temp = message["import_path"], message["temp"]
         found = preload(message["preload"], path) if self._fork_start else Preloaded()
@@ -286,7 +295,7 @@ class Server:
             worker.replace(job)
         if self._later.may_compile:
             compiling.announce(self._pid)
-        worker.become(job)
+        worker.become(job, fresh=not self._of_caller)
         return job
 
     def _forget(self) -> None:

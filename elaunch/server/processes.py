@@ -42,12 +42,12 @@ def become_subreaper() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def die_with_parent(parent: int = 0) -> None:
-    """Have the kernel SIGKILL this process when the thread that forked it ends.
+def die_with_parent(parent: int = 0, signum: int = signal.SIGKILL) -> None:
+    """Have the kernel signal this process, by SIGKILL, when the thread that forked it ends.
 
     With the parent's pid, a process whose parent has ended already ends here.
     """
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _prctl(_PR_SET_PDEATHSIG, signum)
     if parent and os.getppid() != parent:
         os._exit(1)
 

@@ -81,13 +81,14 @@ def replace(job: Job) -> None:
         os._exit(127 if isinstance(error, FileNotFoundError) else 126)
 
 
-def become(job: Job) -> None:
-    """Give this fork the state of a fresh interpreter.
+def become(job: Job, fresh: bool = True) -> None:
+    """Give this fork the state of a fresh interpreter; not ``fresh``: but for its random states.
 
     The caller then goes to the bottom of the stack and runs the script there (__main__).
     """
     processes.set_title(" ".join(job.command()))
-    _renew_random_states()
+    if fresh:
+        _renew_random_states()
     # A fork knows the main thread by the number that it had in the server.
     threading.main_thread()._set_native_id()  # type: ignore[attr-defined]
     mend_stores()

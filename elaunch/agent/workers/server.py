@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import elaunch.server
-from elaunch import proc
+from elaunch import env, proc
 from elaunch.agent.policy import events
 from elaunch.errors import ServerError
 from elaunch.server.sweep import LOOK_AGAIN, Sweep
@@ -76,11 +76,20 @@ class Reaper:
                 setsigdef=[signal.SIGPIPE, signal.SIGXFSZ],
             )
             self._ended[pid] = ended
+        self._begin()
+        return pid
+
+    def adopt(self, pid: int, ended: Ended) -> None:
+        """Wait for a child that this process had before it was an agent; see :meth:`spawn`."""
+        with self._lock:
+            self._ended[pid] = ended
+        self._begin()
+
+    def _begin(self) -> None:
         self._any_child.set()
         if self._thread is None:
             self._thread = threading.Thread(target=self._reap, name="reaper", daemon=True)
             self._thread.start()
-        return pid
 
     def _reap(self) -> None:
         while True:
@@ -139,20 +148,10 @@ class WorkerServer:
 
     def start(self) -> None:
         """Start the process, its reader and the reaper; ServerReady is posted in time."""
-        ours, theirs = socket.socketpair()
-        entry = str(Path(elaunch.server.__file__).with_name("__main__.py"))
-        padding = "." * min(max(0, self._plan.title_room - len(entry)), 100_000)
-        argv = [self._plan.interpreter, "-u", entry, str(theirs.fileno()), padding]
-        theirs.set_inheritable(True)
         # A program that executed elaunch in its place may have had children: not elaunch's.
         self._strangers = proc.children(os.getpid())
-        try:
-            self._pid = self._reaper.spawn(argv, self._plan.environ, self._note_end)
-        except OSError as error:
-            ours.close()
-            raise ServerError(f"cannot execute {self._plan.interpreter}: {error}") from error
-        finally:
-            theirs.close()
+        given = env.take_server()
+        ours = self._spawn() if given is None else self._adopt(*given)
         self._channel = channel = LocalChannel(ours)
         reader = threading.Thread(
             target=self._read, args=(channel,), name="server-reader", daemon=True
@@ -169,12 +168,37 @@ class WorkerServer:
             "later_delay": LATER_DELAY,
             "temp": plan.temp,
             "timer_file": plan.timer_file,
+            "environ": None if given is None else dict(plan.environ),
             "import_path": plan.import_path,
             "open_files": plan.open_files,
             "preload": list(plan.preload),
             "later": list(plan.later),
         }
         self.send(configure)
+
+    def _spawn(self) -> socket.socket:
+        """Execute the server; return the socket that leads to it."""
+        ours, theirs = socket.socketpair()
+        entry = str(Path(elaunch.server.__file__).with_name("__main__.py"))
+        padding = "." * min(max(0, self._plan.title_room - len(entry)), 100_000)
+        argv = [self._plan.interpreter, "-u", entry, str(theirs.fileno()), padding]
+        theirs.set_inheritable(True)
+        try:
+            self._pid = self._reaper.spawn(argv, self._plan.environ, self._note_end)
+        except OSError as error:
+            ours.close()
+            raise ServerError(f"cannot execute {self._plan.interpreter}: {error}") from error
+        finally:
+            theirs.close()
+        return ours
+
+    def _adopt(self, pid: int, fd: int) -> socket.socket:
+        """Take a child as the server that is a fork of the program which has started this agent."""
+        os.set_inheritable(fd, False)
+        self._strangers.remove(pid)
+        self._pid = pid
+        self._reaper.adopt(pid, self._note_end)
+        return socket.socket(fileno=fd)
 
     def send(self, message: Message, files: Sequence[int] = ()) -> None:
         """Send one message; a server that has just died is reported by the reaper, not here.

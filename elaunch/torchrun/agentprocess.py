@@ -1,0 +1,237 @@
+"""One ``elaunch run`` as a child of the program that asks for it, and what became of the job.
+
+An agent owns its process: its signal handlers, its children, its orphans. So a program gets one in
+a process of its own. The program's signals reach the job through it:
+
+* In the main thread the handled signals are forwarded while the call lasts, and the agent is in a
+  session of its own, so that Ctrl-C at a terminal reaches it once.
+* In another thread nothing can be handled: the agent stays in the program's process group, where
+  the terminal's signals reach it.
+* When the program ends, in whatever way, the agent gets SIGTERM and ends the job.
+
+With a ``serve`` the agent does not start a server: it gets one that is a fork of this very process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn, Protocol
+
+from elaunch import env
+from elaunch.errors import RunDirError
+from elaunch.runs import directory
+from elaunch.runs.record import Record
+
+ERROR_FILE = "error.json"
+_ROOT = str(Path(__file__).parent.parent.parent)
+_BOOT = (
+    "import sys; sys.path[:] = [*filter(None, sys.path), sys.argv.pop(1)]; "
+    "from elaunch.torchrun.agentstart import main; sys.exit(main())"
+)
+"""Neither the working directory nor elaunch's own comes before Python's modules."""
+
+Serve = Callable[[int], NoReturn]
+"""Becomes the server of an agent, given the file that leads to it; in a fork of this process."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What became of a job.
+
+    Attributes:
+        exit_code: of the agent.
+        received: the signals that this process has forwarded.
+        record: of the run; None where the agent never had one.
+        error: what an error of elaunch itself says, as ``UsageError: text``; or empty.
+    """
+
+    exit_code: int
+    received: tuple[signal.Signals, ...]
+    record: Record | None
+    error: str
+
+
+class _Process(Protocol):
+    """An agent that was executed, or forked and executed."""
+
+    pid: int
+
+    def send_signal(self, signum: int, /) -> None:
+        """Send a signal, if it still runs."""
+
+    def wait(self) -> int:
+        """Return its exit code, negative for a signal."""
+
+
+def run_agent(
+    words: Sequence[str],
+    place: Path,
+    handled: Iterable[signal.Signals] = (),
+    *,
+    variables: Mapping[str, str] | None = None,
+    serve: Serve | None = None,
+) -> Ended:
+    """Run ``elaunch run WORDS`` to its end.
+
+    Args:
+        words: flags, script and arguments.
+        place: a directory of this call's own.
+        handled: signals to forward.
+        variables: added to the agent's environment; torchrun's ``PET_`` variables are left out,
+            which programs that call torch's ``elastic_launch`` do not read either.
+        serve: what the fork of this process calls that becomes the server.
+    """
+    kept = {name: text for name, text in os.environ.items() if not name.startswith("PET_")}
+    environ = {**kept, **(variables or {}), env.ERROR_FILE: str(place / ERROR_FILE)}
+    argv = [
+        sys.executable,
+        "-c",
+        _BOOT,
+        _ROOT,
+        str(os.getpid()),
+        "run",
+        "--exit-codes=elaunch",
+        *words,
+    ]
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, ValueError):  # there is none, or it is closed
+            stream.flush()
+    leads = threading.current_thread() is threading.main_thread()
+    with _Forwarding(handled if leads else ()) as forwarding:
+        process: _Process
+        if serve is None:
+            process = subprocess.Popen(argv, env=environ, start_new_session=leads)
+        else:
+            process = _forked(argv, environ, serve, leads, forwarding.restore)
+        forwarding.begin(process)
+        try:
+            code = process.wait()
+        except BaseException:
+            process.send_signal(signal.SIGTERM)
+            process.wait()
+            raise
+    return Ended(code, tuple(forwarding.received), _record(process.pid), _error(place / ERROR_FILE))
+
+
+class _Forwarding:
+    """Handles signals for a while: keeps them, and sends them on to a process once there is one.
+
+    As in the agent itself, SIGHUP stays ignored where it is.
+    """
+
+    def __init__(self, handled: Iterable[signal.Signals]) -> None:
+        self.received: list[signal.Signals] = []
+        self._early: list[int] = []
+        self._handled = handled
+        self._before: dict[signal.Signals, Any] = {}
+        self._process: _Process | None = None
+
+    def __enter__(self) -> _Forwarding:
+        for signum in self._handled:
+            if signum is not signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:
+                self._before[signum] = signal.signal(signum, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.restore()
+
+    def restore(self) -> None:
+        """Put the handlers back that were there before."""
+        for signum, handler in self._before.items():
+            signal.signal(signum, signal.SIG_DFL if handler is None else handler)
+
+    def begin(self, process: _Process) -> None:
+        """Send what comes from now on to ``process``, and of what came before it the first."""
+        self._process = process
+        if self._early:
+            process.send_signal(self._early[0])
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        self.received.append(signal.Signals(signum))
+        if self._process is None:
+            self._early.append(signum)
+        else:
+            self._process.send_signal(signum)
+
+
+class _Forked:
+    """A child that :func:`_forked` has made, as ``subprocess.Popen`` is one."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._code: int | None = None
+
+    def send_signal(self, signum: int, /) -> None:
+        """Send a signal, if it still runs."""
+        if self._code is None:
+            os.kill(self.pid, signum)
+
+    def wait(self) -> int:
+        """Return its exit code, negative for a signal."""
+        if self._code is None:
+            _, status = os.waitpid(self.pid, 0)
+            self._code = os.waitstatus_to_exitcode(status)
+        return self._code
+
+
+def _forked(
+    argv: list[str],
+    environ: Mapping[str, str],
+    serve: Serve,
+    leads: bool,
+    restore: Callable[[], None],
+) -> _Forked:
+    """Fork this process twice: into the agent, which executes ``argv``, and the agent's server."""
+    ours, theirs = socket.socketpair()
+    pid = os.fork()
+    if pid:
+        ours.close()
+        theirs.close()
+        return _Forked(pid)
+    try:
+        restore()
+        server = os.fork()
+        if server == 0:
+            ours.close()
+            serve(theirs.detach())
+        if leads:
+            os.setsid()
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):  # the one that listed the directory
+                os.set_inheritable(int(name), int(name) < 3 or int(name) == ours.fileno())
+        os.execve(argv[0], argv, {**environ, env.SERVER: f"{server}:{ours.fileno()}"})
+    except BaseException:
+        traceback.print_exc()
+        raise
+    finally:
+        os._exit(127)
+
+
+def _record(pid: int) -> Record | None:
+    """Return the record of the run whose agent was ``pid``."""
+    for run in directory.list_runs(os.environ):
+        with contextlib.suppress(RunDirError):
+            record = run.read_state()
+            agent = record["agent"]
+            if (agent["pid"], agent["host"]) == (pid, os.uname().nodename):
+                return record
+    return None
+
+
+def _error(path: Path) -> str:
+    try:
+        return str(json.loads(path.read_bytes())["message"]["message"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""

@@ -1,0 +1,126 @@
+"""A job whose workers call a function: how the function gets to them, and its results come back.
+
+By ``spawn`` and ``forkserver`` function and arguments are pickled as multiprocessing does it for a
+process that it spawns: by name, after the module ``__main__`` was imported there as
+``__mp_main__``. Pipes, queues and tensors in shared memory among the arguments are opened again by
+way of this process, so they are shared with it. By ``fork`` the workers are forks of this process
+and have the function: closures and what a notebook defines work.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import multiprocessing
+import os
+import pickle
+import signal
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from multiprocessing import context, reduction, spawn
+from pathlib import Path
+from typing import Any, Final, NoReturn, cast
+
+from elaunch.server import loop
+from elaunch.torchrun import worker
+from elaunch.torchrun.agentprocess import Ended, run_agent
+from elaunch.training.recording import record
+
+Function = Callable[..., object]
+FORK: Final = "fork"
+_WORDS = ("--module=yes", "--", "elaunch.torchrun.worker")
+
+
+def run_function(
+    function: Function,
+    args: Sequence[object],
+    flags: Sequence[str],
+    *,
+    start_method: str,
+    handled: Iterable[signal.Signals] = (),
+    variables: Mapping[str, str] | None = None,
+) -> tuple[Ended, dict[int, Any]]:
+    """Call ``function(*args)`` in each worker of a job; return its end, and the results by rank.
+
+    The results are those of this node's workers in the last round; there are none unless the job
+    has ended well. Raises what pickling the function, or unpickling a result, raises.
+
+    Args:
+        function: what each worker calls.
+        args: positional arguments.
+        flags: of ``elaunch run``.
+        start_method: ``spawn``, ``forkserver`` or ``fork``.
+        handled: signals to forward to the job.
+        variables: added to the agent's environment.
+    """
+    with tempfile.TemporaryDirectory(prefix="elaunch-call-") as directory:
+        place = Path(directory)
+        method = [f"--start-method={'spawn' if start_method == 'spawn' else 'forkserver'}"]
+        serve = None
+        if start_method == FORK:
+            method.append("--preload=none")
+            serve = partial(_serve, function, args)
+        else:
+            (place / worker.CALL).write_bytes(pickled(function, args))
+        words = [*flags, *method, *_WORDS, directory, "${local_rank}"]
+        ended = run_agent(words, place, handled, variables=variables, serve=serve)
+        return ended, _results(place) if ended.exit_code == 0 else {}
+
+
+def pickled(function: Function, args: Sequence[object]) -> bytes:
+    """Return what a worker loads: how to prepare its process, and the call."""
+    file = io.BytesIO()
+    context.set_spawning_popen(cast("Any", _Spawning()))
+    try:
+        reduction.dump(spawn.get_preparation_data("SpawnProcess-1"), file)
+        reduction.dump((function, tuple(args)), file)
+    finally:
+        context.set_spawning_popen(None)
+    return file.getvalue()
+
+
+class _OpenedAgain:
+    """A file that another process opens by way of the one that has it."""
+
+    def __init__(self, fd: int) -> None:
+        self._path = f"/proc/{os.getpid()}/fd/{fd}"
+        self._mode = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE
+
+    def detach(self) -> int:
+        """Return a descriptor of the calling process."""
+        return os.open(self._path, self._mode | os.O_CLOEXEC)
+
+
+class _Spawning:
+    """What multiprocessing's pickler asks, in the place of the process that it starts."""
+
+    DupFd = _OpenedAgain
+
+    @staticmethod
+    def duplicate_for_child(fd: int) -> int:
+        """Return what identifies a file for DupFd."""
+        return fd
+
+
+def _results(place: Path) -> dict[int, Any]:
+    found = [tuple(map(int, path.name.split("."))) for path in place.glob("[0-9]*.[0-9]*")]
+    last = max((number for number, _ in found), default=0)
+    ranks = sorted(rank for number, rank in found if number == last)
+    return {rank: pickle.loads((place / f"{last}.{rank}").read_bytes()) for rank in ranks}
+
+
+def _serve(function: Function, args: Sequence[object], lifeline: int) -> NoReturn:
+    """Be the server of an agent; in the workers, which are forks of it, call the function."""
+    job = loop.serve(lifeline, of_caller=True)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # as elaunch.server.script has it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    place, local_rank = job.args
+    call = record(partial(worker.deliver, function, args, Path(place), local_rank))
+    name = f"ForkProcess-{job.local_rank + 1}"
+    process: Any = multiprocessing.get_context(FORK).Process(target=call, name=name)
+    code = 1
+    try:
+        code = process._bootstrap()
+    finally:
+        os._exit(code)
