@@ -18,7 +18,6 @@ themselves would go on without the store.
 from __future__ import annotations
 
 import difflib
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -36,7 +35,7 @@ from elaunch.rendezvous.plan import Plan
 from elaunch.rendezvous.records import RecordError
 from elaunch.store.etcd.keys import EtcdPlace
 from elaunch.store.protocol import Lease, Post, Store
-from elaunch.text import host_port
+from elaunch.text import host_port, listed
 
 OPEN_TIMEOUT_S: Final = 5.0
 LOOKS: Final = 3
@@ -219,7 +218,7 @@ def look(store: Store, secret: bytes | None) -> StoredJob:
     plan = _plan(post, secret)
     if plan and plan.phase != "over" and any(node.name not in leases for node in plan.nodes):
         # A TCPStore shows newcomers to its readers a moment later than to its coordinator.
-        threading.Event().wait(MEMBERS_LAG_S)
+        pause(MEMBERS_LAG_S)
         post, leases = _at_one_moment(store)
         plan = _plan(post, secret)
     members: dict[str, PresentAgent] = {}
@@ -260,9 +259,8 @@ def no_such_job(run_id: str, place: str, ids: Sequence[str]) -> UsageError:
         return UsageError(f"there is no job {run_id!r} in {place}: it has none")
     nearest = difflib.get_close_matches(run_id, ids, n=3, cutoff=0.4)
     if nearest:
-        return UsageError(f"there is no job {run_id!r} in {place}; the nearest: {_list(nearest)}")
-    more = f" and {len(ids) - 3} more" if len(ids) > 3 else ""
-    return UsageError(f"there is no job {run_id!r} in {place}; it has {_list(ids[:3])}{more}")
+        return UsageError(f"there is no job {run_id!r} in {place}; the nearest: {listed(nearest)}")
+    return UsageError(f"there is no job {run_id!r} in {place}; it has {listed(ids, 3)}")
 
 
 def no_job(rendezvous: RendezvousSettings) -> UsageError:
@@ -272,10 +270,6 @@ def no_job(rendezvous: RendezvousSettings) -> UsageError:
         f"there is no job in {place} below the prefix {place.prefix!r} "
         f"(--rdzv-conf etcd_prefix=PREFIX names another)"
     )
-
-
-def _list(ids: Sequence[str]) -> str:
-    return ", ".join(ids)
 
 
 def _etcd_place(rendezvous: RendezvousSettings) -> EtcdPlace:

@@ -26,6 +26,7 @@ from elaunch.endings import PREEMPTED
 from elaunch.errors import StoreError
 from elaunch.rendezvous import text
 from elaunch.rendezvous.decide import formation, newcomers
+from elaunch.rendezvous.decide.formation import over, publish
 from elaunch.rendezvous.decide.view import Decision as Decision
 from elaunch.rendezvous.decide.view import Publish, Rules, View, Wait
 from elaunch.rendezvous.decide.view import Search as Search
@@ -86,11 +87,6 @@ def _decide(view: View, now: float, rules: Rules) -> Decision:
     return formation.decide(view, now, rules)
 
 
-def publish(plan: Plan) -> Decision:
-    """Return the decision to publish ``plan``."""
-    return Publish(plan), plan.reason
-
-
 def _stopped(view: View, rules: Rules) -> Plan | None:
     """Return the job's end if all agents were asked to leave, or the one that hosts the store."""
     leaving = [one.record for one in view.present.values() if one.record.state == "leaving"]
@@ -110,11 +106,6 @@ def _stopped(view: View, rules: Rules) -> Plan | None:
         return None
     code = 128 + signal.SIGTERM if first.exit_code is None else first.exit_code
     return over(view.plan, code, reason)
-
-
-def over(plan: Plan, exit_code: int, reason: str) -> Plan:
-    """Return the end of the job."""
-    return replace(plan, phase="over", exit_code=exit_code, reason=reason)
 
 
 def _ended(view: View, now: float, rules: Rules) -> Plan | None:

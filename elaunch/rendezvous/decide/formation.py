@@ -55,7 +55,7 @@ def decide(view: View, now: float, rules: Rules) -> Decision:
     view = sharing.without_strangers(view)
     enough = members.enough(view, now, rules)
     if isinstance(enough, NeverARound):
-        return _over(plan, enough.exit_code, enough.problem)
+        return publish(over(plan, enough.exit_code, enough.problem))
     if isinstance(enough, Few):
         return _too_few(view, now, rules, enough)
     if enough.settled > now:
@@ -64,7 +64,7 @@ def decide(view: View, now: float, rules: Rules) -> Decision:
         return _search(view, rules, enough.names)
     strangers = sharing.strangers(view, enough.names)
     if strangers:
-        return _over(plan, sharing.EXIT_CODE, sharing.problem(view, strangers))
+        return publish(over(plan, sharing.EXIT_CODE, sharing.problem(view, strangers)))
     if view.found is not None and view.found.problem:
         return _unreadable(plan, view.found)
     if verdict is not None:
@@ -89,10 +89,20 @@ def _preempted(view: View) -> Decision:
     plan = view.plan
     if plan.asked and plan.cause == "failure" and plan.failure is not None:
         reason = f"{text.failure(plan.failure)}; no restart: {plan.asked}"
-        return _over(plan, exit_code(plan.failure.exitcode), reason)
+        return publish(over(plan, exit_code(plan.failure.exitcode), reason))
     what = "" if plan.failure is None else f"{text.failure(plan.failure)}; "
     reason = f"{what}preempted: {plan.asked or asked(view)}; to be continued"
-    return _over(replace(plan, failure=None), PREEMPTED, reason)
+    return publish(over(replace(plan, failure=None), PREEMPTED, reason))
+
+
+def publish(plan: Plan) -> Decision:
+    """Return the decision to publish ``plan``."""
+    return Publish(plan), plan.reason
+
+
+def over(plan: Plan, exit_code: int, reason: str) -> Plan:
+    """Return the end of the job."""
+    return replace(plan, phase="over", exit_code=exit_code, reason=reason)
 
 
 # ── the end of the round before ──────────────────────────────────────────────────────────────────
@@ -132,7 +142,7 @@ def _await_end(view: View, now: float, rules: Rules, late: list[Node]) -> Decisi
     whom = text.nodes(late)
     if now >= until:
         problem = f"{whom} did not end round {plan.round} in {patience:g} s"
-        return _over(plan, StoreError.exit_code, problem)
+        return publish(over(plan, StoreError.exit_code, problem))
     return Wait(until), f"waiting for {whom} to end round {plan.round}"
 
 
@@ -178,7 +188,7 @@ def _verdict(view: View, rules: Rules) -> budget.Again | Decision:
     told = budget.verdict(allowed, spent, text.failure(failed), step, _lived_long(view))
     if isinstance(told, budget.Again):
         return told
-    return _over(plan, exit_code(failed.exitcode), told.reason)
+    return publish(over(plan, exit_code(failed.exitcode), told.reason))
 
 
 def _lived_long(view: View) -> bool:
@@ -203,15 +213,11 @@ def _search(view: View, rules: Rules, names: tuple[str, ...] = ()) -> Decision:
 
 
 def _unreadable(plan: Plan, found: SearchResult) -> Decision:
-    return _over(plan, found.exit_code, f"cannot look for checkpoints: {found.problem}")
+    return publish(over(plan, found.exit_code, f"cannot look for checkpoints: {found.problem}"))
 
 
 def _step(checkpoint: PlanCheckpoint | None) -> int | None:
     return None if checkpoint is None else checkpoint.step
-
-
-def _over(plan: Plan, exit_code: int, reason: str) -> Decision:
-    return Publish(replace(plan, phase="over", exit_code=exit_code, reason=reason)), reason
 
 
 # ── waiting where everyone can see why ───────────────────────────────────────────────────────────
@@ -229,7 +235,7 @@ def _too_few(view: View, now: float, rules: Rules, few: Few) -> Decision:
     until = (view.since if waiting else now) + rules.join_timeout
     if now >= until:
         problem = few.text(f" after {rules.join_timeout:g} s", now)
-        return _over(view.plan, JoinTimeoutError.exit_code, problem)
+        return publish(over(view.plan, JoinTimeoutError.exit_code, problem))
     reason = few.text("", None)
     tell = now if not waiting else view.posted + max(rules.settle, 1.0)
     if tell > now or reason == view.plan.reason:
@@ -260,17 +266,16 @@ def _start(view: View, rules: Rules, enough: Enough, verdict: budget.Again | Non
     checkpoint = held.newest(view, enough.names)
     notice = differences([(n.host, view.present[n.name].record.facts) for n in nodes])
     if notice and rules.strict_symmetry:
-        return _over(plan, SymmetryError.exit_code, f"{notice} (--strict-symmetry)")
+        return publish(over(plan, SymmetryError.exit_code, f"{notice} (--strict-symmetry)"))
     spent = budget.Spent(before.restarts, before.without_progress, plan.crashes)
     spent = spent.refilled(before.step, _step(checkpoint))
     if verdict is not None:
         spent = spent.counted(_lived_long(view))
     first = view.present[nodes[0].name].record
-    plan = replace(
+    new = replace(
         plan,
         round=before.round + 1,
         phase="running",
-        reason=_why_again(plan, rules, verdict) if verdict else _why(view, rules, nodes, before),
         cause="",
         nodes=nodes,
         spares=enough.spares,
@@ -286,7 +291,8 @@ def _start(view: View, rules: Rules, enough: Enough, verdict: budget.Again | Non
         facts=first.facts,
         strict=rules.strict_symmetry,
     )
-    return Publish(plan), plan.reason
+    reason = _why_again(plan, rules, verdict) if verdict else _why(plan, new, rules, before)
+    return publish(replace(new, reason=reason))
 
 
 def _node(name: str, record: NodeStatus) -> Node:
@@ -300,15 +306,12 @@ def _why_again(plan: Plan, rules: Rules, verdict: budget.Again) -> str:
     return verdict.reason
 
 
-def _why(view: View, rules: Rules, nodes: tuple[Node, ...], before: LastKnown) -> str:
+def _why(plan: Plan, new: Plan, rules: Rules, before: LastKnown) -> str:
     if rules.standalone:
         return "first start"
-    plan, workers = view.plan, count(sum(node.slots for node in nodes), "worker")
-    with_whom = f"{count(len(nodes))}, {workers}"
-    start = ""
-    if rules.has_checkpoint_dir:
-        found = held.newest(view, [node.name for node in nodes])
-        start = f", {budget.resumes_from(_step(found))}"
+    with_whom = f"{count(len(new.nodes))}, {count(new.world_size, 'worker')}"
+    resumes = budget.resumes_from(_step(new.checkpoint))
+    start = f", {resumes}" if rules.has_checkpoint_dir else ""
     if plan.round < 0 and before.round < 0:
         return f"first start: {with_whom}{start}"
     if plan.round < before.round:

@@ -11,6 +11,7 @@ add            4     key, i64                                         i64: the s
 wait           6     u64 1, key                                       byte 0 once the key exists
 delete_key     8     key                                              i64: how many
 multi_get      10    u64 n, n keys                                    n values
+multi_set      11    u64 n, n keys, each with its value               none
 cancel_wait    12    nothing                                          byte 1
 ping           13    u32                                              the same u32
 queue_push     14    key, value                                       none
