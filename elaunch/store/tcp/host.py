@@ -6,8 +6,9 @@ heartbeats', which are short, since most of what is sent is they:
 =============  =========================================  ========================================
 key            written by                                 what
 =============  =========================================  ========================================
-``in``         each agent: ``queue_push``                 notices: "put <name> <ttl>" or "left
-                                                          <name>", a newline, the entry's value
+``in``         each agent: ``queue_push``                 notices: "new <name> <ttl>", "put <name>
+                                                          <ttl>" or "left <name>", a newline, the
+                                                          entry's value
 ``c/<name>``   the agent ``name``: ``add`` 1              its heartbeats; far below zero: gone
 ``s/<name>``   the host                                   "+" and the entry's value, for readers
 ``ages``       the host, once a second and when an agent  JSON: name → seconds since its last
@@ -97,9 +98,9 @@ def counter_of(name: str) -> str:
     return f"c/{name}"
 
 
-def put_notice(name: str, ttl: float, value: bytes) -> bytes:
-    """Return the notice of a new or changed entry."""
-    return f"put {name} {ttl!r}\n".encode() + value
+def put_notice(name: str, ttl: float, value: bytes, *, new: bool = False) -> bytes:
+    """Return the notice of a changed entry, or of a ``new`` one, which replaces none."""
+    return f"{'new' if new else 'put'} {name} {ttl!r}\n".encode() + value
 
 
 def left_notice(name: str) -> bytes:
@@ -109,11 +110,12 @@ def left_notice(name: str) -> bytes:
 
 @dataclass(frozen=True)
 class AgentNotice:
-    """One notice of an agent; ``ttl`` is None if it leaves."""
+    """One notice of an agent; ``ttl`` is None if it leaves, ``new`` is set when it comes."""
 
     name: str
     ttl: float | None
     value: bytes
+    new: bool = False
 
 
 def read_notice(raw: bytes) -> AgentNotice | None:
@@ -130,8 +132,9 @@ def read_notice(raw: bytes) -> AgentNotice | None:
         ttl = float(words[-1])
     except ValueError:
         return None
-    known = words[0] == "put" and len(words) == 3 and TTL[0] <= ttl <= TTL[1]
-    return AgentNotice(words[1], ttl, raw[len(head) + 1 :]) if known else None
+    known = words[0] in ("new", "put") and len(words) == 3 and TTL[0] <= ttl <= TTL[1]
+    value = raw[len(head) + 1 :]
+    return AgentNotice(words[1], ttl, value, words[0] == "new") if known else None
 
 
 @dataclass
@@ -301,8 +304,8 @@ class MembersThread:
                 return []
             self._drop(name, left=True)
             return [(entry, b""), (counter, str(GONE).encode())]
-        if not here and self._entries.knows(name):
-            return []  # it is gone, and learns that from its counter
+        if self._entries.knows(name) and (notice.new or not here):
+            return []  # the name is taken, or its agent is gone: it learns that from its counter
         if not here and len(self._pulses) >= MOST_ENTRIES:
             return []
         if not here:
@@ -320,7 +323,7 @@ class MembersThread:
         """Read every counter and remove the members whose counter has not moved."""
         names = list(self._pulses)
         keys = list(map(counter_of, names))
-        counts = self._line.exchange(lambda line, by: _read_all(line, keys, by)) if keys else []
+        counts = self._line.exchange(lambda line, by: line.values(keys, by)) if keys else []
         self._tick()
         silent = []
         for name, count in zip(names, counts, strict=True):
@@ -390,11 +393,6 @@ def _drain(line: Connection, inbox: str, until: float, by: float, taken: list[by
 def _remove(line: Connection, key: str, by: float) -> int:
     line.send([wire.delete(key)], by)
     return line.integer(by)
-
-
-def _read_all(line: Connection, keys: list[str], by: float) -> list[bytes]:
-    line.send([wire.multi_get(keys)], by)
-    return [line.value(by) for _ in keys]
 
 
 # ── connections that no client uses ──────────────────────────────────────────────────────────────

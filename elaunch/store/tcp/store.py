@@ -1,8 +1,8 @@
 """One agent's view of the store in a TCPStore; the keys are in elaunch.store.tcp.host.
 
 An agent has two connections: one on which it waits for the plan, one for what is answered at once;
-the agent that hosts has a third for the inbox. A round costs an agent six exchanges, of ten
-requests: twice a wait for a plan, the plan, and its record.
+the agent that hosts has a third for the inbox. A round costs an agent four exchanges, of eight
+requests: twice a plan with the wait for the next, and its record.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from elaunch.store.tcp.host import (
 )
 from elaunch.store.tcp.wire import Connection
 
+_Found = tuple[int, bytes, int]
+"""A post without its nodes: its version, its value, and since which version the nodes are there."""
 SLICE = 20.0
 """Seconds of one wait for the plan; then the host is asked whether it still answers."""
 KEPT = 64
@@ -72,7 +74,6 @@ class TcpStore:
         self._lease: tuple[str, float] | None = None
         self._leads_as: str | None = None
         self._head = self._known = 0
-        self._followed: int | None = None
         self._nodes = (0, b"")  # the newest that were read or written, and since which version
         self._older = 0  # the version of the nodes before
         self._posted: Post | None = None
@@ -110,8 +111,7 @@ class TcpStore:
         def talk(line: Connection, until: float) -> bool:
             if not self._leads():
                 return False
-            line.send([wire.get(head)], until)
-            found = _version(line.value(until))
+            found = _version(*line.values([head], until))
             if self._head < found < self._head + FURTHEST:
                 self._head = found  # another process's: its readers are to read ours after it
             if version != self._head + 1:
@@ -128,7 +128,9 @@ class TcpStore:
 
     def latest(self) -> Post | None:
         """Return the newest post, or None; the host's own where another process has removed it."""
-        found = self._calls.exchange(lambda line, until: self._newer(line, until, 0))
+        found = self._with_nodes(
+            self._calls.exchange(lambda line, by: self._newer(line, by, 0, read=1))
+        )
         own = self._posted
         return own if own and (found is None or found.version < own.version) else found
 
@@ -136,26 +138,25 @@ class TcpStore:
         """Wait for a post newer than ``after``; None after ``timeout`` seconds."""
         end = time.monotonic() + timeout
         self._known = max(self._known, after)
-        post = None
-        if after != self._followed:  # the next version may be there for long, or may never come
-            post = self._calls.exchange(lambda line, by: self._newer(line, by, after))
-        if post is not None:
-            return self._note_followed(post)
-        if not self._following.acquire(timeout=timeout):
-            return None
+        if not self._following.acquire(blocking=False):
+            found = self._calls.exchange(
+                lambda line, by: self._newer(line, by, after, read=after + 1)
+            )
+            if found is not None or not self._following.acquire(timeout=timeout):
+                return self._with_nodes(found)
+        found, come = None, False
         try:
-            while post is None and time.monotonic() < end:
-                come = self._waits.exchange(lambda line, by: self._await(line, by, end, after + 1))
-                post = self._waits.exchange(lambda line, by: self._newer(line, by, after))
-                if come and post is None:  # another process has written there: not at full speed
+            while found is None:
+                if come:  # another process has written there: not at full speed
                     self._closed.wait(min(SPARSELY, max(0.0, end - time.monotonic())))
-            return None if post is None else self._note_followed(post)
+                come, found = self._waits.exchange(
+                    lambda line, by: self._next(line, by, after, end)
+                )
+                if found is None and time.monotonic() >= end:
+                    return None
         finally:
             self._following.release()
-
-    def _note_followed(self, post: Post) -> Post:
-        self._followed = post.version
-        return post
+        return self._with_nodes(found)
 
     def enrol(self, name: str, value: bytes, ttl: float) -> None:
         """Write our entry; LeaseLost if the name is or was there already.
@@ -164,12 +165,19 @@ class TcpStore:
         """
         if not is_name(name) or not TTL[0] <= ttl <= TTL[1]:
             raise ValueError(f"{name!r} with a ttl of {ttl:g} s cannot be enrolled")
-        notice = _fitting(put_notice(name, ttl, value))
+        notice = _fitting(put_notice(name, ttl, value, new=True))
         self.withdraw()
-        if self._calls.exchange(lambda line, until: self._add(line, until, name, [])) != 1:
-            raise LeaseLost(f"the name {name} is or was a member's already")
+        tries: list[Connection] = []
+
+        def talk(line: Connection, until: float) -> int:
+            tries.append(line)
+            return self._add(line, until, name, [notice])
+
         self._lease = (name, ttl)
-        self._tell([notice])
+        if self._calls.exchange(talk) != 1:
+            if len(tries) == 1:  # else the entry may be ours, and the next one withdraws it
+                self._lease = None
+            raise LeaseLost(f"the name {name} is or was a member's already")
 
     def update(self, value: bytes) -> None:
         """Replace the value of our entry; LeaseLost if it is gone."""
@@ -274,45 +282,72 @@ class TcpStore:
         line.send([*requests, wire.add(counter_of(name), 1)], until)
         return line.integer(until)
 
-    def _newer(self, line: Connection, until: float, after: int) -> Post | None:
-        """Read the newest post, None if that is ``after``; the next one is asked for at once."""
-        read, root, missed = after + 1, self._prefix, 0
+    def _next(
+        self, line: Connection, until: float, after: int, end: float
+    ) -> tuple[bool, _Found | None]:
+        """Wait for a post newer than ``after``; whether one was announced, and what was read.
+
+        With each read goes the wait for the version behind it. So none is missed, however long the
+        agent takes until it asks for that.
+        """
+        if line.waits_for != self._key(after + 1):
+            found = self._newer(line, until, after, read=after, waits=True)
+            if found is not None:
+                return True, found
+        if not line.awaited(min(end, time.monotonic() + SLICE), self._timeout):
+            return False, None
+        until = time.monotonic() + self._timeout
+        return True, self._newer(line, until, after, read=after + 1, waits=True)
+
+    def _newer(
+        self, line: Connection, until: float, after: int, *, read: int, waits: bool = False
+    ) -> _Found | None:
+        """Return the newest post, None if that is ``after``; ``read`` is where to look first."""
         while True:
-            keys = [f"{root}head", f"{root}b/{read}", f"{root}n/{read}"]
-            line.send([wire.multi_get(keys)], until)
-            head, value = _version(line.value(until)), line.value(until)
-            since = _version(line.value(until))
-            known = max(self._known, self._head)
+            keys = [
+                f"{self._prefix}{key}" for key in ("head", f"b/{read}", f"n/{read}", f"l/{read}")
+            ]
+            if line.waits_for:
+                line.awaited(0.0, self._timeout)
+            if waits:
+                values = line.values_and_wait(keys, self._key(read + 1), until)
+            else:
+                values = line.values(keys, until)
+            head, known = _version(values[0]), max(self._known, self._head)
             if head <= after or (known and head > known + FURTHEST):
                 return None
             if head == read:
-                nodes = self._listed(line, until, since)
-                if nodes or not since or head == missed:
-                    return Post(head, value, nodes)
-                missed = head  # a newer post has come, and they were removed
+                since = _version(values[2])
+                if values[3] and since == head:
+                    self._nodes = since, values[3]
+                return head, values[1], since
             read = head
 
-    def _listed(self, line: Connection, until: float, since: int) -> bytes:
-        """Return the nodes that are the plan's since a version; b"" if they are not there."""
+    def _key(self, version: int) -> str:
+        return f"{self._prefix}b/{version}"
+
+    def _with_nodes(self, found: _Found | None) -> Post | None:
+        """Return a post with its nodes, which are read if they are others than before."""
+        if found is None:
+            return None
+        version, value, since = found
         if not since or since == self._nodes[0]:
-            return self._nodes[1] if since else b""
-        line.send([wire.get(f"{self._prefix}l/{since}")], until)
-        nodes = line.value(until)
+            return Post(version, value, self._nodes[1] if since else b"")
+        key = f"{self._prefix}l/{since}"
+        (nodes,) = self._calls.exchange(lambda line, by: line.values([key], by))
         if nodes:
             self._nodes = since, nodes
-        return nodes
-
-    def _await(self, line: Connection, by: float, end: float, version: int) -> bool:
-        line.send([wire.wait(f"{self._prefix}b/{version}")], by)
-        return line.awaited(min(end, time.monotonic() + SLICE), self._timeout)
+            return Post(version, value, nodes)
+        newer = self._calls.exchange(
+            lambda line, by: self._newer(line, by, version, read=version + 1)
+        )
+        return Post(version, value) if newer is None else self._with_nodes(newer)
 
     def _read_members(self, line: Connection, until: float) -> dict[str, Lease]:
-        line.send([wire.get(self._prefix + "ages")], until)
-        ages = _ages(line.value(until))
+        ages = _ages(*line.values([self._prefix + "ages"], until))
         if not ages:
             return {}
-        line.send([wire.multi_get([f"{self._prefix}s/{name}" for name in ages])], until)
-        values = [line.value(until) for _ in ages]
+        values = line.values([f"{self._prefix}s/{name}" for name in ages], until)
         entries = zip(ages.items(), values, strict=True)
         return {name: Lease(value[1:], age) for (name, age), value in entries if value}
 
