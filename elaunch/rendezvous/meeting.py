@@ -86,9 +86,11 @@ class Meeting:
         self._rules = rules
         self._secret = secret
         self._world = world
-        self._changed = threading.Condition()
+        lock = threading.RLock()
+        self._changed, self._joined = threading.Condition(lock), threading.Condition(lock)
         self._member = MemberState(rules, secret(), world.make_name, world.clock())
         self._store: Store | None = None
+        self._unheard: Post | None = None  # the plan as it was when the store was opened
         self._coordinator: Coordinator | None = None
         self._decided: CoordinatorState | None = None
         self._closed = False
@@ -145,6 +147,7 @@ class Meeting:
             store, self._closed = self._store, True
             coordinator = self._coordinator
             self._changed.notify_all()
+            self._joined.notify_all()
         if coordinator is not None:
             coordinator.stop()
         if store is not None:
@@ -236,6 +239,8 @@ class Meeting:
                 effects = member.done(task, sent, clock(), problem)
                 self._post(effects)
                 self._changed.notify_all()
+                if member.name:
+                    self._joined.notify_all()
             for effect in effects:
                 if isinstance(effect, Fence):
                     self._world.fence(effect.until, effect.hold)
@@ -267,8 +272,7 @@ class Meeting:
             store.close()
             raise
         with self._changed:
-            self._store = store
-            self._changed.notify_all()
+            self._store, self._unheard = store, post
 
     def _post(self, effects: list[Effect]) -> None:
         for effect in effects:
@@ -278,7 +282,7 @@ class Meeting:
     def _enrolled(self) -> tuple[Store, str] | None:
         """Wait until we are a member; None when this meeting is closed."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or (self._store and self._member.name))
+            self._joined.wait_for(lambda: self._closed or (self._store and self._member.name))
             if self._closed or self._store is None:
                 return None
             return self._store, self._member.name
@@ -304,6 +308,10 @@ class Meeting:
     def _next_post(self, store: Store) -> Post | None:
         """Wait a while for the next post; raises StoreError."""
         member = self._member
+        with self._changed:
+            post, self._unheard = self._unheard, None
+        if post is not None:
+            return post
         removed = member.old_job is not None and member.plan is None
         looks = member.refused is not None or removed
         seconds = SLICE if looks else max(SLICE, min(LONG_SLICE, self._rules.remind))
