@@ -30,7 +30,7 @@ from elaunch.store.etcd.connection import EtcdStream, Member, Metadata
 from elaunch.store.etcd.errors import Refusal
 from elaunch.store.etcd.keys import Keys
 from elaunch.store.etcd.members import LEFT
-from elaunch.store.etcd.txn import Transactions
+from elaunch.store.etcd.txn import Transactions, Txn
 from elaunch.store.etcd.watch import Watch, Watching
 
 _TRIES = 8
@@ -279,11 +279,12 @@ class OwnLease:
         txns, key = self._txns, self._keys.candidate(own.name)
         answer = txns.send(
             [txns.created(own.key, own.created), txns.created(key, 0)],
-            [txns.put(key, b"", own.lease)],
+            [txns.get_before(self._keys.candidates), txns.put(key, b"", own.lease)],
             [txns.get(own.key), txns.get(key)],
         )
         if answer.done:
             self._in_line = key, answer.revision
+            self._stand_behind(answer)
             return
         entry, found = answer.found
         if not entry or entry[0].create_revision != own.created or not found:
@@ -318,6 +319,10 @@ class OwnLease:
         if self._before is not None:
             self._watching.remove(self._before)
             self._before = None
+        self._stand_behind(answer)
+
+    def _stand_behind(self, answer: Txn) -> None:
+        """Lead, or watch the key before ours, by the transaction that has read it."""
         if not answer.found[0]:
             self._leads = True
             return

@@ -59,8 +59,8 @@ class Transactions:
         """Return the operation that reads ``key``."""
         return self._rpc.RequestOp(request_range=self._rpc.RangeRequest(key=key))
 
-    def get_before(self, start: bytes, revision: int) -> Any:
-        """Return the operation that reads the last key created before ``revision``."""
+    def get_before(self, start: bytes, revision: int = 1) -> Any:
+        """Return the operation that reads the last key created before ``revision``; 1: of all."""
         request = self._rpc.RangeRequest(
             key=start,
             range_end=end_of(start),
