@@ -21,11 +21,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from elaunch.store.etcd import imports
 from elaunch.store.etcd.keys import EtcdPlace
 from tests import programs
-
-imports.load()  # before a test, TensorBoard's say, has loaded protobuf in its own way
 
 START_DEADLINE = 60.0
 """Seconds for a cluster to elect its leader; it takes about one on a machine that is not busy."""
@@ -189,9 +186,7 @@ class Cluster:
             credentials = loaded.grpc.ssl_channel_credentials(*(f.read_bytes() for f in files))
             channel = loaded.grpc.secure_channel(target, credentials, options)
         with channel:
-            return getattr(getattr(loaded.rpc, f"{service}Stub")(channel), method)(
-                request, timeout=timeout
-            )
+            return loaded.method(channel, service, method)(request, timeout=timeout)
 
     def fill(self) -> None:
         """Write until it takes no more; give it a small ``--quota-backend-bytes``."""

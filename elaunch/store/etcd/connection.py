@@ -122,7 +122,7 @@ class Member:
         self.loaded = loaded
         self._credentials = credentials
         self._channel: Any = None  # this and the rest belong to the loop's thread
-        self._stubs: dict[str, Any] = {}
+        self._methods: dict[tuple[str, str], Any] = {}
         self._calls: set[asyncio.Task[Any]] = set()
         self._closed = False
 
@@ -162,9 +162,9 @@ class Member:
             raise StoreClosed(f"the connection to {self.address} was closed")
         if self._channel is None:
             self._channel = self._open()
-        if service not in self._stubs:
-            self._stubs[service] = getattr(self.loaded.rpc, f"{service}Stub")(self._channel)
-        return getattr(self._stubs[service], name)
+        if (service, name) not in self._methods:
+            self._methods[service, name] = self.loaded.method(self._channel, service, name)
+        return self._methods[service, name]
 
     def close(self) -> Future[None]:
         """Begin to close the connection; calls that wait on it get StoreClosed.
@@ -176,7 +176,7 @@ class Member:
             self._closed = True
             for task in self._calls:
                 task.cancel()
-            channel, self._channel, self._stubs = self._channel, None, {}
+            channel, self._channel, self._methods = self._channel, None, {}
             if channel is not None:
                 await channel.close()
             _the_loop().collect()

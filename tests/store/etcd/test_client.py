@@ -499,18 +499,26 @@ def test_nothing_is_written_and_nothing_is_left_in_the_environment(
     assert (done.stdout, done.stderr) == ("StoreUnreachable\nStoreDenied\nend\n", "")
 
 
-def test_the_fast_protobuf_is_said_to_be_in_the_way() -> None:
-    """etcd3's generated code cannot be loaded beside it."""
+def test_a_protobuf_that_is_there_already_stays_as_it_is(one: Cluster) -> None:
+    """Its fast runtime too, and whatever else in this process is called rpc.proto."""
+    host, port = one.members[0].endpoint
     code = (
-        "import google.protobuf.descriptor_pb2\n"
-        "from elaunch.store.etcd import imports as etcdload\n"
-        "try: etcdload.load()\n"
-        "except Exception as error: print(type(error).__name__, error)"
+        "import os\n"
+        "from google.protobuf import descriptor_pb2, descriptor_pool\n"
+        "from elaunch.store.etcd import client\n"
+        "from elaunch.store.etcd.keys import EtcdPlace\n"
+        "other = descriptor_pb2.FileDescriptorProto(name='rpc.proto', package='other')\n"
+        "descriptor_pool.Default().Add(other)\n"
+        "before = dict(os.environ)\n"
+        f"store = client.connect(EtcdPlace((({host!r}, {port}),)), 'job', deadline=30.0)\n"
+        "store.enrol('a', b'A', 60.0)\n"
+        "print(store.members()['a'].value, dict(os.environ) == before)\n"
+        "store.close()\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT
     )
-    assert done.stdout.startswith("StoreError etcd3, the client of etcd, cannot be loaded: ")
+    assert (done.stdout, done.stderr) == ("b'A' True\n", "")
 
 
 # ── pure parts ───────────────────────────────────────────────────────────────────────────────────
