@@ -133,7 +133,7 @@ def test_a_report_that_the_file_system_never_takes(elaunch: Launcher, tmp_path: 
     script.write_text(
         "import os, sys\n"
         "run = os.path.dirname(os.environ['ELAUNCH_AGENT_SOCKET'])\n"
-        "os.mkfifo(os.path.join(run, 'failure-0.json'))\n"
+        "os.mkfifo(os.path.join(run, '.failure-0.json.new'))\n"
         "sys.exit(3)\n"
     )
     done = elaunch.run(["run", *SPAWN, "--run-id=pipe", script])

@@ -62,9 +62,8 @@ _MEMORY: Final = (
         "Shared memory (/dev/shm) is full.",
         "Give it more (docker run --shm-size=8g, a Kubernetes emptyDir with medium: Memory) or use "
         "fewer DataLoader workers.",
-        r"unable to (?:write to file|open shared memory|mmap).*</?torch_|killed by signal: Bus"
-        r"|[Ee]rror while (?:creating|attaching to) shared memory segment",
-        seen="SIGBUS while /dev/shm has less than 64 MiB left",
+        r"unable to (?:write to file|open|mmap|allocate shared memory)\b.*</?torch_"
+        r"|killed by signal: Bus|[Ee]rror while (?:creating|attaching to) shared memory segment",
     ),
     Cause(
         "E-DATALOADER-KILLED",
@@ -98,7 +97,8 @@ _FILES: Final = (
         "crash leaves no half file.",
         r"PytorchStreamReader failed|invalid load key|pickle data was truncated|Ran out of input"
         r"|unexpected EOF, expected \d+ more bytes|^(?:[\w.]+\.)?SafetensorError|BadZipFile"
-        r"|Weights only load failed(?s:.*)Unsupported operand|\bDamageError:",
+        r"|Weights only load failed(?s:.*)Unsupported operand|\bDamageError:|legacy \.tar format"
+        r'|/torch/\w+\.py", line \d+, in \w+\nEOFError$',
     ),
     Cause(
         "E-WEIGHTS-ONLY",

@@ -282,7 +282,7 @@ def _examined(left: Failure, seconds_after: float, known: Circumstances) -> Fail
     source = left.error_file if origin == "error file" else left.stderr_path
     explanation = explain.explain(
         end,
-        "\n".join([message, *tracebacks.without_frames(lines)]),
+        "\n".join([message, *tracebacks.without_source(lines)]),
         oom_kill=left.oom_kill,
         local_world_size=known.local_world_size,
         shm_free=known.shm_free,

@@ -212,7 +212,7 @@ def explain(
 
     Args:
         end: how it ended.
-        text: its traceback without the frames; without one its last lines.
+        text: its traceback without lines of source; without one its last lines.
         oom_kill: whether the kernel's count of processes killed for memory has grown.
         local_world_size: how many workers the node has.
         shm_free: the free space of /dev/shm in bytes, if known.
@@ -280,9 +280,8 @@ def _by_signal(number: int, printed: str, shm_free: int | None) -> Explanation:
     found = _filled(_OF_END[name])
     if name == "SIGBUS" and shm_free is not None:
         if shm_free < _SHM_LOW:
-            full = CAUSES["E-SHM-FULL"]
             state = f"{found.cause} /dev/shm has {shm_free >> 20} MiB left."
-            return Explanation(full.code, state, full.fix)
+            return replace(found, cause=state, fix=CAUSES["E-SHM-FULL"].fix)
         free = f" /dev/shm has {shm_free >> 20} MiB free now, after its end."
         return replace(found, cause=found.cause + free)
     if name == "SIGABRT" and "ProcessGroupNCCL" in printed:

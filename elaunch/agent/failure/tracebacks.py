@@ -52,7 +52,7 @@ _CHAINED = (
 )
 _ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\^_])")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
-_FRAME = re.compile(r'  File "|    |  \|   ')
+_SOURCE = re.compile(r"    |  \|     ")
 _EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(?:: .*)?$")
 
 
@@ -100,11 +100,11 @@ def message_of(block: Sequence[str]) -> str:
     return found
 
 
-def without_frames(block: Sequence[str]) -> Sequence[str]:
-    """Return a traceback without its frames: a line of source may say anything."""
+def without_source(block: Sequence[str]) -> Sequence[str]:
+    """Return a traceback without its lines of source, which may say anything."""
     if not any(HEADER in line for line in block):
         return block
-    return [line for line in block if not _FRAME.match(line)]
+    return [line for line in block if not _SOURCE.match(line)]
 
 
 def cap(lines: Sequence[str], source: str) -> tuple[str, ...]:

@@ -35,6 +35,7 @@ MESSAGES = {
     ],
     "E-SHM-FULL": [
         "RuntimeError: unable to write to file </torch_123_4>",
+        "RuntimeError: unable to allocate shared memory(shm) for file </torch_1_2>: No space left",
         "RuntimeError: DataLoader worker (pid 7) is killed by signal: Bus error.",
         "NCCL WARN Error while creating shared memory segment /dev/shm/nccl-X (size 9637888)",
     ],
@@ -48,6 +49,8 @@ MESSAGES = {
         "RuntimeError: PytorchStreamReader failed reading zip archive: failed finding central",
         "_pickle.UnpicklingError: pickle data was truncated",
         "EOFError: Ran out of input",
+        '  File "/x/torch/_weights_only_unpickler.py", line 335, in load\nEOFError',
+        "RuntimeError: Cannot use ``weights_only=True`` with files saved in the legacy .tar format",
         "safetensors_rust.SafetensorError: Error while deserializing header: HeaderTooLarge",
         "elaunch.errors.DamageError: step-00000040.r0: rank-0.bin has other bytes than its "
         "manifest",
