@@ -1,7 +1,8 @@
 """A real Slurm of two nodes on this machine: one slurmctld, two slurmd, on loopback.
 
 Nothing is installed for it but Debian's slurm-wlm, and nothing is read from /etc: SLURM_CONF leads
-to a configuration of its own, without authentication. It needs root, as slurmd does.
+to a configuration of its own, without authentication. It needs root, as slurmd does. What runs on
+the nodes finds their names in an /etc/hosts of its own.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from signal import SIGKILL, SIGTERM
 from tests import programs
 from tests.launching import Launcher, Running, wait_until
 
-PROGRAMS = ("slurmctld", "slurmd", "srun", "sinfo", "scancel", "squeue")
+PROGRAMS = ("slurmctld", "slurmd", "srun", "sbatch", "sinfo", "scancel", "scontrol", "squeue")
 NODES = ("n1", "n2")
 SETTINGS = """\
 ClusterName=test
@@ -24,6 +25,7 @@ SlurmctldHost={host}(127.0.0.1)
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/none
+AuthInfo=cred_expire=5
 CredType=cred/none
 SlurmctldPort={ports[0]}
 StateSaveLocation={directory}/state
@@ -73,8 +75,11 @@ class Slurm:
         Path(self.env["SLURM_CONF"]).write_text(text)
         for name in ("state", *(f"spool-{node}" for node in NODES)):
             (self._directory / name).mkdir()
-        commands = [["slurmctld", "-D"], *(["slurmd", "-D", "-N", node] for node in NODES)]
-        for words in commands:
+        hosts = self._directory / "hosts"
+        hosts.write_text(f"{Path('/etc/hosts').read_text()}\n127.0.0.1 {' '.join(NODES)}\n")
+        mounts = f'mount --bind {hosts} /etc/hosts && exec slurmd -D -N "$0"'
+        inside = ["unshare", "--mount", "sh", "-c", mounts]
+        for words in (["slurmctld", "-D"], *([*inside, node] for node in NODES)):
             self._daemons.append(self._launcher.start_command(words, env=self.env))
         wait_until(lambda: self.ask("sinfo", "-h", "-o", "%T %D") == "idle 2", 60.0, "idle nodes")
 

@@ -27,6 +27,7 @@ COMMANDS = {
     "metrics": ("elaunch.cli.metrics", "Show what a run's script has reported."),
     "checkpoints": ("elaunch.cli.checkpoints", "List, verify, pin, remove, convert checkpoints."),
     "examples": ("elaunch.cli.examples", "List, show and copy the examples."),
+    "manifest": ("elaunch.cli.manifest", "Print a file for Slurm, Kubernetes or Kubeflow."),
     "wrap": ("elaunch.cli.wrap", "Run a command as one rank of mpirun's or srun's job."),
 }
 

@@ -9,9 +9,9 @@ key                     written by           what
                                              with ``"grace"`` where a deadline is stated
 ``preempt/at/<rank>``   every rank           JSON: ``{"calls": n, "closed": …}``: how often it had
                                              called should_preempt() when it received the notice, or
-                                             when it closed
+                                             when it closed; with ``"grace"`` if its agent states it
 ``preempt/at/all``      the last of all      JSON: ``{"call": K, "reason": …, "kind": …}``; K is one
-                                             more than the most calls
+                                             more than the most calls; with the least ``"grace"``
 ``preempt/in/<rank>``   every rank           it has come to call K, or has closed
 ``preempt/in/all``      the last of all      all have: call K returns True
 ======================  ===================  ======================================================
@@ -34,7 +34,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, Literal
 
 from elaunch.errors import CollectiveError, CollectiveTimeout, PeerLost
@@ -82,6 +82,7 @@ class CallCount:
 
     calls: int
     closed: bool
+    grace: float | None = None
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,7 @@ class Agreement:
         self._closing = self._all_came = False
         self._lock = threading.Lock()
         self._count: CallCount | None = None
+        self._grace: float | None = None
         self._announcing = SteadyLine(distributed.round_store, PATIENCE_S)
         self._watching = SteadyLine(distributed.round_store, math.inf)
         self._announcer = _thread(self._announce, "elaunch-preempt")
@@ -132,6 +134,8 @@ class Agreement:
 
     def receive(self, received: ReceivedNotice) -> None:
         """Take a notice; the first one counts. Blocks on nothing: for signal handlers too."""
+        if received.notice.grace is not None:
+            self._grace = received.notice.grace
         if self._received is None:
             self._received = received
         self._inbox.put(received)
@@ -225,10 +229,13 @@ class Agreement:
             self._watching.close()
 
     def _come_to_call(self, received: ReceivedNotice, board: PreemptBoard) -> None:
-        board.stand(self._first_count(CallCount(received.calls, closed=False)))
+        board.stand(self._first_count(CallCount(received.calls, closed=False, grace=self._grace)))
         board.complete("at", math.inf)
         self.agreed = board.agreed()
         self._decided.set()
+        if self.agreed.notice.grace is not None:
+            # This node's agent may have read of it in the plan, which has no deadline.
+            self._notify_agent(self.agreed.notice)
         self._arriving.wait()
         if self._closing:
             return
@@ -288,8 +295,11 @@ class PreemptBoard:
         """Publish how often this rank had called; the last rank to do so publishes the call."""
 
         def complete(values: list[bytes]) -> bytes:
-            call = 1 + max(_count(value).calls for value in values)
-            return _packed({"call": call, **notice_to_json(self.notice())})
+            counts, notice = [_count(value) for value in values], self.notice()
+            graces = [notice.grace, *(count.grace for count in counts)]
+            least = min((one for one in graces if one is not None), default=None)
+            call = 1 + max(count.calls for count in counts)
+            return _packed({"call": call, **notice_to_json(replace(notice, grace=least))})
 
         self._enter("at", _packed(asdict(count)), complete)
 
@@ -372,7 +382,8 @@ def _notice(fields: dict[str, Any]) -> Notice:
 
 def _count(raw: bytes) -> CallCount:
     fields = _fields(raw)
-    return CallCount(_whole(fields.get("calls")), fields.get("closed") is True)
+    closed, grace = fields.get("closed") is True, seconds_of(fields.get("grace"))
+    return CallCount(_whole(fields.get("calls")), closed, grace)
 
 
 def _whole(number: object) -> int:

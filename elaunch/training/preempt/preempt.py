@@ -279,9 +279,6 @@ class PreemptContext:
 
     def _foreign(self, notice: Notice) -> None:
         self._take(notice, agent_knows=False, published=True)
-        if notice.grace is not None:
-            # The agent may have read of it in the plan, which has no deadline in it.
-            self._notify_agent(notice)
 
     def _notify_agent(self, notice: Notice) -> None:
         if self._link is not None:

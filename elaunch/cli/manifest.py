@@ -1,0 +1,401 @@
+"""``elaunch manifest``: ready files for schedulers, from the flags of ``elaunch run``.
+
+============  ===================================================================================
+target        what is printed (docs/schedulers.md)
+============  ===================================================================================
+slurm         a batch script: one agent on each node, asked to save before the time limit, and
+              queued again when it ends with 75
+kubernetes    an indexed Job, with a headless Service where there are several nodes
+jobset        a JobSet with one such Job
+kubeflow      a TrainingRuntime and a TrainJob of Kubeflow Trainer
+============  ===================================================================================
+
+In the last three a pod that ends with 75, or that is evicted, is replaced without being counted.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+from elaunch.cli.run import parse
+from elaunch.config import values
+from elaunch.config.flag import Answers, JobFile, collect
+from elaunch.config.table import TABLE
+from elaunch.endings import KILLED, PREEMPTED
+from elaunch.errors import JoinTimeoutError, ServerError, StoreError, UsageError
+
+PORT: Final = 29400
+MARGIN_S: Final = 15
+"""Seconds of the lead in which the agent ends what has not saved, and itself."""
+CONTAINER: Final = "node"
+TRAINER: Final = "trainer.kubeflow.org/v1alpha1"
+_AGAIN: Final = sorted(
+    {StoreError.exit_code, ServerError.exit_code, JoinTimeoutError.exit_code, PREEMPTED}
+    | {KILLED, 128 + 15}
+)
+"""Exit codes after which another pod may do better; all others are the script's, or a mistake."""
+_MEETING: Final = frozenset(
+    "standalone node-rank master-addr master-port local-addr detach dry-run workdir".split()
+)
+"""Flags that the target decides on, or that make no sense there."""
+_SIZE: Final = ("nnodes", "nproc-per-node", "rdzv-id", "rdzv-backend", "rdzv-endpoint")
+
+_VARIABLES: Final = ("$host:$port", "$SLURM_JOB_ID")
+
+Document = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What all targets are made from.
+
+    ``flags`` and ``command`` are words of ``elaunch run``, without the size and the meeting point,
+    which ``answers`` have; ``lead`` is the seconds between the request to save and the end.
+    """
+
+    name: str
+    answers: Answers
+    flags: tuple[str, ...]
+    command: tuple[str, ...]
+    image: str
+    gpus: int
+    limit: int
+    lead: int
+    claim: str
+
+    @property
+    def least(self) -> int:
+        """The least number of nodes."""
+        return int(self.answers["nnodes"][0])
+
+    @property
+    def most(self) -> int:
+        """The greatest number of nodes."""
+        return int(self.answers["nnodes"][1])
+
+    @property
+    def through_etcd(self) -> bool:
+        """Whether the nodes meet in an etcd that is named."""
+        return bool(self.answers["rdzv-backend"] == "etcd")
+
+    def meeting(self, endpoint: str, run_id: str) -> list[str]:
+        """Return the flags for run and meeting point; ``endpoint`` is where node 0 is, or ""."""
+        asked = self.answers
+        flags = [
+            f"--nproc-per-node={asked['nproc-per-node']}",
+            f"--rdzv-id={asked['rdzv-id'] or run_id}",
+        ]
+        if self.through_etcd:
+            flags += ["--rdzv-backend=etcd", f"--rdzv-endpoint={asked.given['rdzv-endpoint'].text}"]
+        elif self.most == 1:
+            return [*flags, "--standalone"]
+        elif endpoint:
+            flags += ["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}"]
+        else:
+            return flags
+        nodes = f"{self.least}" if self.least == self.most else f"{self.least}:{self.most}"
+        return [f"--nnodes={nodes}", *flags]
+
+
+def slurm(job: Manifest) -> str:
+    """Return a batch script."""
+    nodes = f"{job.least}" if job.least == job.most else f"{job.least}-{job.most}"
+    lead, left = job.lead, max(1, job.lead - MARGIN_S)
+    given = [
+        *("job-name=" + job.name, "nodes=" + nodes, "ntasks-per-node=1"),
+        *([f"gpus-per-node={job.gpus}"] if job.gpus else []),
+        *([f"time={-(-job.limit // 60)}"] if job.limit else []),
+        *(f"signal=B:USR1@{job.lead}", "requeue", "open-mode=append"),
+    ]
+    head = "".join(f"#SBATCH --{one}\n" for one in given)
+    meeting = job.meeting("$host:$port", "$SLURM_JOB_ID")
+    words = [*map(_in_shell, meeting), *map(shlex.quote, job.flags), shlex.join(job.command)]
+    run_id = _in_shell(job.answers["rdzv-id"] or "$SLURM_JOB_ID")
+    started = " \\\n    ".join(["srun --kill-on-bad-exit=0 elaunch run", *words])
+    return f"""\
+#!/bin/bash
+{head}
+# Slurm sends USR1 here {lead} s before the time limit: the job saves, and ends with {PREEMPTED}.
+ask() {{
+    asked=yes
+    elaunch preempt {run_id} --deadline {left} --reason "the time limit of the Slurm job"
+}}
+trap ask USR1
+
+host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+port=$((20000 + SLURM_JOB_ID % 10000))
+{started} &
+step=$!
+while
+    asked=
+    wait "$step"
+    code=$?
+    [ -n "$asked" ]  # the signal has ended the wait, not the step
+do :; done
+
+# {PREEMPTED}: it has saved, and is to be continued.
+[ "$code" -eq {PREEMPTED} ] && scontrol requeue "$SLURM_JOB_ID"
+exit "$code"
+"""
+
+
+def kubernetes(job: Manifest) -> list[Document]:
+    """Return an indexed Job, and the Service that gives its pods names."""
+    meeting = job.meeting(f"{job.name}-0.{job.name}:{PORT}", job.name)
+    spec = _job_spec(job, _pod(job, meeting))
+    made = _object("batch/v1", "Job", job.name, spec)
+    if job.most == 1:
+        return [made]
+    spec["template"]["spec"]["subdomain"] = job.name
+    service = {
+        "clusterIP": "None",
+        "publishNotReadyAddresses": True,
+        "selector": {"batch.kubernetes.io/job-name": job.name},
+    }
+    return [_object("v1", "Service", job.name, service), made]
+
+
+def jobset(job: Manifest) -> list[Document]:
+    """Return a JobSet of one Job."""
+    meeting = job.meeting(f"{job.name}-{CONTAINER}-0-0.{job.name}:{PORT}", job.name)
+    spec = _job_spec(job, _pod(job, meeting))
+    network = {
+        "enableDNSHostnames": True,
+        "publishNotReadyAddresses": True,
+        "subdomain": job.name,
+    }
+    jobs = [{"name": CONTAINER, "replicas": 1, "template": {"spec": spec}}]
+    made = {"network": network, "replicatedJobs": jobs}
+    return [_object("jobset.x-k8s.io/v1alpha2", "JobSet", job.name, made)]
+
+
+def kubeflow(job: Manifest) -> list[Document]:
+    """Return a TrainingRuntime and a TrainJob; the nodes meet where PET_* variables say."""
+    if job.least != job.most:
+        raise UsageError("--nnodes: a TrainJob has a fixed number of nodes; give one number")
+    pod = _pod(job, job.meeting("", job.name))
+    (container,) = pod["containers"]
+    trainer = {"numNodes": job.most}
+    trainer |= {name: container[name] for name in ("image", "command", "args")}
+    if "resources" in container:
+        trainer["resourcesPerNode"] = container["resources"]
+    spec = {
+        name: value
+        for name, value in _job_spec(job, pod).items()
+        if name not in ("completionMode", "completions", "parallelism", "activeDeadlineSeconds")
+    }
+    step = {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}}
+    jobs = [{"name": CONTAINER, "template": {"metadata": step, "spec": spec}}]
+    runtime = {
+        "mlPolicy": {"numNodes": job.most, "torch": {}},
+        "template": {"spec": {"replicatedJobs": jobs}},
+    }
+    made: dict[str, Any] = {
+        "runtimeRef": {
+            "apiGroup": TRAINER.partition("/")[0],
+            "kind": "TrainingRuntime",
+            "name": job.name,
+        },
+        "trainer": trainer,
+    }
+    if job.limit:
+        made["activeDeadlineSeconds"] = job.limit
+    return [
+        _object(TRAINER, "TrainingRuntime", job.name, runtime),
+        _object(TRAINER, "TrainJob", job.name, made),
+    ]
+
+
+def _object(version: str, kind: str, name: str, spec: Document) -> Document:
+    return {"apiVersion": version, "kind": kind, "metadata": {"name": name}, "spec": spec}
+
+
+def _job_spec(job: Manifest, pod: Document) -> dict[str, Any]:
+    """Return what a Job, a JobSet and a TrainingRuntime have alike."""
+    evicted = {"type": "DisruptionTarget", "status": "True"}
+    rules = [
+        {"action": "Ignore", "onPodConditions": [evicted]},
+        {"action": "Ignore", "onExitCodes": _codes("In", [PREEMPTED])},
+        {"action": "FailJob", "onExitCodes": _codes("NotIn", _AGAIN)},
+    ]
+    spec: dict[str, Any] = {
+        "completionMode": "Indexed",
+        "completions": job.most,
+        "parallelism": job.most,
+        "backoffLimit": 3 * job.most,
+        "podFailurePolicy": {"rules": rules},
+        "template": {"spec": dict(pod)},
+    }
+    if job.least < job.most:  # a pod that finds no place, or no job any more, is not missed
+        spec["successPolicy"] = {"rules": [{"succeededIndexes": "0"}]}
+    if job.limit:
+        spec["activeDeadlineSeconds"] = job.limit
+    return spec
+
+
+def _codes(operator: str, codes: Sequence[int]) -> Document:
+    return {"containerName": CONTAINER, "operator": operator, "values": list(codes)}
+
+
+def _pod(job: Manifest, meeting: Sequence[str]) -> Document:
+    grace, flags = job.lead - MARGIN_S, [*meeting, *job.flags]
+    if not job.answers.is_set("shutdown-timeout") and grace > MARGIN_S:
+        flags.append(f"--shutdown-timeout={grace}")
+    volumes: list[Document] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
+    mounts = [{"name": "shm", "mountPath": "/dev/shm"}]
+    if job.claim:
+        claim = {"claimName": job.claim}
+        volumes.append({"name": "checkpoints", "persistentVolumeClaim": claim})
+        where = job.answers["checkpoint-dir"]
+        mounts.append({"name": "checkpoints", "mountPath": where})
+    container: dict[str, Any] = {
+        "name": CONTAINER,
+        "image": job.image,
+        "command": ["elaunch", "run"],
+        # $(NAME) is a variable to Kubernetes; $$ is a dollar.
+        "args": [word.replace("$", "$$") for word in (*flags, *job.command)],
+        "volumeMounts": mounts,
+    }
+    if job.gpus:
+        container["resources"] = {"limits": {"nvidia.com/gpu": job.gpus}}
+    return {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": job.lead,
+        "containers": [container],
+        "volumes": volumes,
+    }
+
+
+TARGETS: Mapping[str, Callable[[Manifest], str | list[Document]]] = {
+    "slurm": slurm,
+    "kubernetes": kubernetes,
+    "jobset": jobset,
+    "kubeflow": kubeflow,
+}
+
+
+def _in_shell(word: str) -> str:
+    """Quote a word, but for the variables that the script sets."""
+    head, equals, tail = word.rpartition("=")
+    return f'{head}{equals}"{tail}"' if tail in _VARIABLES else shlex.quote(word)
+
+
+def to_yaml(documents: Sequence[Document]) -> str:
+    """Return documents in which every text is quoted: no reader takes one for something else."""
+    import yaml
+
+    class Quoting(yaml.SafeDumper):
+        """Writes values in double quotes, keys without."""
+
+    def text(dumper: yaml.SafeDumper, value: str) -> yaml.Node:
+        return dumper.represent_scalar("tag:yaml.org,2002:str", value, style='"')
+
+    def mapping(dumper: yaml.SafeDumper, value: Document) -> yaml.Node:
+        node = dumper.represent_mapping("tag:yaml.org,2002:map", value)
+        for key, _ in node.value:
+            key.style = None
+        return node
+
+    Quoting.add_representer(str, text)
+    Quoting.add_representer(dict, mapping)
+    Quoting.ignore_aliases = lambda *_: True  # type: ignore[method-assign]
+    return yaml.dump_all(
+        documents, Dumper=Quoting, sort_keys=False, width=1 << 20, explicit_start=True
+    )
+
+
+def read(words: Sequence[str], **given: Any) -> Manifest:
+    """Return what the words of ``elaunch run`` ask for.
+
+    Raises UsageError for what is wrong with them, or means nothing to a scheduler.
+    """
+    line = parse(words)
+    if line.help or not (line.command or "file" in line.flags):
+        raise UsageError("give the flags of `elaunch run` and the script; `elaunch run --help`")
+    answers = collect(TABLE.values(), line.flags, {}, JobFile())
+    for name in line.flags:
+        if name in _MEETING:
+            raise answers.fault(name, "has no place in a manifest", "the scheduler decides that")
+    if answers["rdzv-endpoint"] and answers["rdzv-backend"] != "etcd":
+        raise answers.fault("rdzv-endpoint", "is for etcd here", "the nodes meet at the first one")
+    for word in (*line.command, *line.flags.values(), given["image"], given["claim"]):
+        if not _is_text(word):
+            raise UsageError(f"{word!r} has bytes in it that are no text in UTF-8")
+    entry = line.command[0] if line.command else line.flags["file"]
+    flags = [_flag(name, text) for name, text in line.flags.items() if name not in _SIZE]
+    if given["claim"] and not str(answers["checkpoint-dir"] or "").startswith("/"):
+        raise UsageError("--claim: give --checkpoint-dir, an absolute path: it is mounted there")
+    name = label(answers["name"] or Path(entry).stem)
+    return Manifest(name, answers, tuple(flags), line.command, **given)
+
+
+def _is_text(word: str) -> bool:
+    try:
+        return b"\0" not in word.encode()
+    except UnicodeEncodeError:
+        return False
+
+
+def _flag(name: str, text: str) -> str:
+    return f"--{name}" if TABLE[name].is_switch and text == "yes" else f"--{name}={text}"
+
+
+def label(text: str) -> str:
+    """Return a name as Kubernetes allows it for a Service, the strictest."""
+    plain = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:40].strip("-")
+    return plain if plain[:1].isalpha() else f"train-{plain}".strip("-")
+
+
+def _seconds(_: click.Context, __: click.Parameter, value: str) -> int:
+    """Return the seconds of a text such as 90, 30m, 4h or 2d."""
+    try:
+        return int(values.moment(f"+{value}").after or 0)
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is no duration such as 90, 30m, 4h or 2d") from None
+
+
+@click.command(
+    "manifest",
+    context_settings={"allow_interspersed_args": False},
+    options_metavar="[OPTIONS]",
+)
+@click.option("--image", default="", metavar="IMAGE", help="Image of the pods; not for slurm.")
+@click.option("--gpus", type=click.IntRange(0), default=0, metavar="N", help="GPUs of a node.")
+@click.option(
+    *("--time", "limit"),
+    callback=_seconds,
+    default="0",
+    metavar="DURATION",
+    help="Time limit, as in 30m, 4h, 2d.  [default: none]",
+)
+@click.option(
+    "--lead",
+    callback=_seconds,
+    default="2m",
+    metavar="DURATION",
+    help="From the request to save to the end.  [default: 2m]",
+)
+@click.option(
+    "--claim",
+    default="",
+    metavar="NAME",
+    help="PersistentVolumeClaim that is mounted at --checkpoint-dir; not for slurm.",
+)
+@click.argument("target", metavar="|".join(TARGETS), type=click.Choice(list(TARGETS)))
+@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[RUN FLAGS] SCRIPT [ARGS]...")
+def manifest(target: str, words: tuple[str, ...], **given: Any) -> None:
+    """Print a file for a scheduler that starts what `elaunch run` would.
+
+    What follows the target are the flags of `elaunch run`, the script and its arguments.
+    """
+    if target != "slurm" and not given["image"]:
+        raise UsageError(f"--image: {target} needs the image that has elaunch and the script")
+    made = TARGETS[target](read(words, **given))
+    click.echo(made if isinstance(made, str) else to_yaml(made), nl=False)

@@ -1,0 +1,202 @@
+"""``elaunch manifest``: what is printed, and whether those that it is for would read the same."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elaunch.cli import execute
+from elaunch.cli.manifest import TARGETS, label, read, to_yaml
+
+SCHEMAS = json.loads((Path(__file__).parent / "manifest_schemas.json").read_text())
+CLUSTERS = [target for target in TARGETS if target != "slurm"]
+OPTIONS: dict[str, Any] = {"image": "i", "gpus": 0, "limit": 0, "lead": 120, "claim": ""}
+FULL = OPTIONS | {"gpus": 8, "limit": 14400, "claim": "disk"}
+TWO = ["--nnodes=2", "--nproc-per-node=8", "--max-restarts", "3", "--checkpoint-dir=/ckpt"]
+# Texts that a reader of YAML may take for something else, or cannot read, unless they are quoted.
+HOSTILE = [
+    *("yes", "no", "null", "~", "1e3", "0o17", "0x1f", "12:30:45", ".inf", "2026-11-22", "=", "<<"),
+    *(
+        "",
+        " ",
+        "- x",
+        "a: b",
+        "# x",
+        "'",
+        '"',
+        "\\",
+        "a\nb\r\n",
+        "\t",
+        "\x7f\x85\u2028\ufeff",
+        "😀",
+    ),
+    *("$(HOME)", "$$", "${x}", "`id`", "%d", "!!python/object", "&a", "*a", "[", "{", "|", ">"),
+]
+
+
+def made(target: str, words: list[str], **changes: Any) -> list[dict[str, Any]]:
+    """Return the documents of a target as YAML's own reader reads them."""
+    documents = TARGETS[target](read(words, **(OPTIONS | changes)))
+    assert not isinstance(documents, str)
+    return list(yaml.safe_load_all(to_yaml(documents)))
+
+
+def container(document: dict[str, Any]) -> dict[str, Any]:
+    """Return the one container of a Job or JobSet."""
+    spec = document["spec"]
+    if "replicatedJobs" in spec:
+        spec = spec["replicatedJobs"][0]["template"]["spec"]
+    (found,) = spec["template"]["spec"]["containers"]
+    return dict(found)
+
+
+def args(target: str, words: list[str], **changes: Any) -> list[str]:
+    """Return the words that the container gets, as Kubernetes expands them."""
+    found = made(target, words, **changes)[-1]
+    given_ = found["spec"]["trainer"] if target == "kubeflow" else container(found)
+    assert given_["command"] == ["elaunch", "run"]
+    return [word.replace("$$", "$") for word in given_["args"]]
+
+
+@pytest.mark.parametrize("size", ["1", "2", "2:4"])
+@pytest.mark.parametrize("target", CLUSTERS)
+def test_documents_fit_the_published_schemas(target: str, size: str) -> None:
+    """Names, types and values of all fields; rules between fields are the server's own."""
+    if target == "kubeflow" and size == "2:4":
+        pytest.skip("a TrainJob has a fixed number of nodes")
+    words = [*TWO, f"--nnodes={size}", "train.py"]
+    for document in (*made(target, words), *made(target, words, **FULL)):
+        jsonschema.validate(document, SCHEMAS[document["kind"]])
+
+
+def test_a_schema_refuses_what_it_does_not_know() -> None:
+    """So a field with a wrong name is found."""
+    (document,) = made("kubernetes", ["train.py"])
+    document["spec"]["completionmode"] = "Indexed"
+    with pytest.raises(jsonschema.ValidationError, match="completionmode"):
+        jsonschema.validate(document, SCHEMAS["Job"])
+
+
+def test_a_job_of_kubernetes() -> None:
+    """The pods find the first one by the Service; 75 and evictions are not counted."""
+    service, job = made("kubernetes", [*TWO, "--name=My Job", "train.py", "--lr", "1e-3"], **FULL)
+    assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": "my-job"}
+    assert (service["spec"]["clusterIP"], service["metadata"]["name"]) == ("None", "my-job")
+    spec, pod = job["spec"], job["spec"]["template"]["spec"]
+    assert (spec["completions"], spec["parallelism"], spec["completionMode"]) == (2, 2, "Indexed")
+    assert (pod["subdomain"], pod["restartPolicy"]) == ("my-job", "Never")
+    assert spec["activeDeadlineSeconds"] == 14400
+    rules = spec["podFailurePolicy"]["rules"]
+    assert rules[1] == {
+        "action": "Ignore",
+        "onExitCodes": {"containerName": "node", "operator": "In", "values": [75]},
+    }
+    assert rules[2]["onExitCodes"]["values"] == [69, 71, 72, 75, 137, 143]
+    assert container(job)["resources"] == {"limits": {"nvidia.com/gpu": 8}}
+    assert container(job)["args"] == [
+        *("--nnodes=2", "--nproc-per-node=8", "--rdzv-id=my-job", "--rdzv-backend=c10d"),
+        *("--rdzv-endpoint=my-job-0.my-job:29400", "--max-restarts=3", "--checkpoint-dir=/ckpt"),
+        *("--name=My Job", "--shutdown-timeout=105", "train.py", "--lr", "1e-3"),
+    ]
+
+
+def test_where_the_nodes_meet() -> None:
+    """One node does not; etcd is where it is; a TrainJob says it by PET_* variables."""
+    etcd = ["--rdzv-backend=etcd", "--rdzv-endpoint=e1,e2"]
+    assert "--standalone" in args("kubernetes", ["train.py"])
+    assert "--rdzv-endpoint=train-node-0-0.train:29400" in args(
+        "jobset", ["--nnodes=2", "train.py"]
+    )
+    assert not [one for one in args("kubeflow", [*TWO, "train.py"]) if "rdzv-e" in one]
+    for target in CLUSTERS:
+        assert {*etcd, "--nnodes=2"} <= {*args(target, ["--nnodes=2", *etcd, "train.py"])}
+
+
+@pytest.mark.parametrize("target", CLUSTERS)
+def test_any_text_arrives_as_it_is(target: str) -> None:
+    """In a value, whatever YAML or Kubernetes would make of it."""
+    words = [f"--checkpoint-glob={HOSTILE[20]}", "train.py", *HOSTILE]
+    assert args(target, words)[-len(HOSTILE) :] == HOSTILE
+
+
+@settings(max_examples=30)
+@given(st.lists(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"))))
+def test_any_text_is_read_back(words: list[str]) -> None:
+    """From YAML, and from the batch script by a shell's rules."""
+    assert args("jobset", ["train.py", *words])[-len(words) - 1 :] == ["train.py", *words]
+    script = TARGETS["slurm"](read(["train.py", *words], **OPTIONS))
+    assert isinstance(script, str)
+    line = script.partition("\nsrun ")[2].rpartition(" &\nstep=$!")[0]
+    printed = subprocess.run(
+        ["bash", "-c", f"srun() {{ printf '%s\\0' \"$@\"; }}\nsrun {line}"],
+        capture_output=True,
+        timeout=60,
+    ).stdout.decode()
+    assert printed.split("\0")[-len(words) - 2 : -1] == ["train.py", *words]
+
+
+def test_the_batch_script_is_one_of_bash() -> None:
+    """Its syntax; tests/integration/test_slurm.py runs it."""
+    words = [*TWO, "--rdzv-id=it's $HOME", "train.py", *HOSTILE]
+    script = TARGETS["slurm"](read(words, **FULL))
+    assert isinstance(script, str)
+    done = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    head = [line for line in script.splitlines() if line.startswith("#SBATCH")]
+    assert head == [
+        *("#SBATCH --job-name=train", "#SBATCH --nodes=2", "#SBATCH --ntasks-per-node=1"),
+        *("#SBATCH --gpus-per-node=8", "#SBATCH --time=240", "#SBATCH --signal=B:USR1@120"),
+        *("#SBATCH --requeue", "#SBATCH --open-mode=append"),
+    ]
+    assert "'--rdzv-id=it'\"'\"'s $HOME'" in script
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ([], "give the flags of `elaunch run` and the script"),
+        (["--help"], "give the flags of `elaunch run` and the script"),
+        (["--nnodes=x", "train.py"], "--nnodes: 'x'"),
+        (["--node-rank=1", "train.py"], "--node-rank: '1' has no place in a manifest"),
+        (["--rdzv-endpoint=h", "train.py"], "--rdzv-endpoint: 'h' is for etcd here"),
+        (["train.py", "\udcff"], "that are no text in UTF-8"),
+    ],
+)
+def test_mistakes(words: list[str], problem: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Found before anything is printed."""
+    assert execute(["manifest", "slurm", *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and problem in err
+
+
+def test_mistakes_in_its_own_options(capsys: pytest.CaptureFixture[str]) -> None:
+    """An image is needed, a claim has a place, a TrainJob does not grow."""
+    assert execute(["manifest", "jobset", "train.py"]) == 2
+    assert "--image: jobset needs the image" in capsys.readouterr().err
+    assert execute(["manifest", "--image=i", "--claim=c", "jobset", "train.py"]) == 2
+    assert "--claim: give --checkpoint-dir" in capsys.readouterr().err
+    assert execute(["manifest", "--image=i", "kubeflow", "--nnodes=1:2", "train.py"]) == 2
+    assert "fixed number of nodes" in capsys.readouterr().err
+    assert execute(["manifest", "--time=soon", "slurm", "train.py"]) == 2
+    assert "'soon' is no duration" in capsys.readouterr().err
+
+
+def test_names_are_those_of_dns() -> None:
+    """Of a Service: letters, digits and hyphens, a letter first."""
+    names = {
+        "train": "train",
+        "GPT_2 (big)": "gpt-2-big",
+        "7b": "train-7b",
+        "été": "t",
+        "__": "train",
+    }
+    assert {name: label(name) for name in names} == names
+    assert len(label("x" * 99)) == 40
