@@ -3,59 +3,26 @@
 A restarted worker finds its kernels in TorchInductor's cache. Its first compiled step still takes
 seconds of what is the same in all: the imports, a hash of torch's source, and whether compiler and
 processor agree on vector instructions, for which other processes are started. So the server does
-that as soon as a worker begins to compile: a finder on the worker's ``sys.meta_path`` sends the
-server SIGNAL when TorchInductor is imported, and is gone.
+that as soon as a worker begins to compile; the imports are elaunch.server.preload's.
 
-The imports are elaunch.server.preload's. What takes other processes or threads is found out in a
-fork (:func:`find_out`), since the server must not wait for a compiler, and :func:`adopt` enters it
-into torch's own caches. Those are internal to torch: where they have other names nothing is done.
+What takes other processes or threads is found out in a fork (:func:`find_out`), since the server
+must not wait for a compiler, and :func:`adopt` enters it into torch's own caches. Those are
+internal to torch: where they have other names nothing is done.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
-import signal
 import sys
-from collections.abc import Sequence
-from importlib.machinery import ModuleSpec, PathFinder
-from types import ModuleType
 from typing import Any
 
 FIRST = "torch._inductor.compile_fx"
 MODULES = (FIRST, "torch.utils.cpp_extension", "torch._dynamo.backends.inductor")
-SIGNAL = signal.SIGURG
-"""Ignored by default (signal(7)), so that a server which does not ask for it is not ended."""
 _KEY = ("torch._inductor.codecache", "torch_key")
 _ISA = ("torch._inductor.cpu_vec_isa", "valid_vec_isa_list")
 
 Found = dict[str, Any]
-
-
-def announce(server_pid: int) -> None:
-    """Have this worker send its server SIGNAL when it begins to compile."""
-    if FIRST not in sys.modules:
-        sys.meta_path.insert(0, _Announcer(server_pid))
-
-
-class _Announcer:
-    """Finds no module; sends the signal when the first one of TorchInductor is looked for."""
-
-    def __init__(self, server_pid: int) -> None:
-        self._server_pid = server_pid
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """Return None for any other module."""
-        if name != FIRST:
-            return None
-        sys.meta_path.remove(self)
-        if os.getppid() == self._server_pid:  # not in a process that the worker has forked
-            with contextlib.suppress(OSError):  # the script runs as another user
-                os.kill(self._server_pid, SIGNAL)
-        return PathFinder.find_spec(name, path, target)  # the list's next finder is passed over
 
 
 def may_open_devices() -> bool:

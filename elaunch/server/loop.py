@@ -30,8 +30,8 @@ from typing import NoReturn
 from elaunch import env
 from elaunch.endings import Exit
 from elaunch.proc import Process
-from elaunch.server import compiling, devices, numa, processes, worker
-from elaunch.server.preload import Later, Preloaded, preload
+from elaunch.server import devices, numa, processes, worker
+from elaunch.server.preload import ANNOUNCED, Later, Preloaded, preload
 from elaunch.server.stores import Stores
 from elaunch.server.sweep import Sweep
 from elaunch.server.timers import Timers, worker_above
@@ -107,7 +107,7 @@ class Server:
             os.set_blocking(end, False)
         self._old_handlers = {
             signum: signal.signal(signum, lambda *_: None)
-            for signum in (signal.SIGCHLD, compiling.SIGNAL)
+            for signum in (signal.SIGCHLD, *ANNOUNCED)
         }
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
 
@@ -293,8 +293,7 @@ class Server:
             numa.bind(self._bindings[job.local_rank])
         if not self._fork_start or job.mode == "command":
             worker.replace(job)
-        if self._later.may_compile:
-            compiling.announce(self._pid)
+        self._later.announce(self._pid)
         worker.become(job, fresh=not self._of_caller)
         return job
 
@@ -426,8 +425,8 @@ class Server:
     def _drain_wakeups(self) -> None:
         try:
             while numbers := os.read(self._wake_read, 4096):
-                if compiling.SIGNAL in numbers:
-                    self._later.note_compiling()
+                for signum in ANNOUNCED.keys() & numbers:
+                    self._later.note_import(signum)
         except BlockingIOError:
             return
 

@@ -6,10 +6,12 @@ others, native ones too, are found here and named.
 What workers need only later (``+module`` in ``--preload``) is imported for the next round's
 workers, when the first round has run for a while: the start does not wait for it, a short job never
 pays for it, and a restart finds it there. torch itself imports ``torch._dynamo`` when the first
-optimizer is made, which costs each worker most of a second. Where that is to be imported and a
-worker begins to compile, so are TorchInductor and what belongs to it (elaunch.server.compiling),
-and at once. While such an import runs the server does before each module what cannot wait; what is
-to be forked waits for the end of all.
+optimizer is made, which costs each worker most of a second. Where that is to be imported, so is
+what a worker begins to import: TorchInductor and what belongs to it (elaunch.server.compiling), at
+once, and torch.distributed.checkpoint, SETTLE seconds later. A finder on the worker's
+``sys.meta_path`` sends the server a signal (ANNOUNCED) when one of them is looked for, and is gone.
+While such an import runs the server does before each module what cannot wait; what is to be forked
+waits for the end of all.
 
 The next round must not see other settings than the first one. A script may set variables that such
 a module reads when it is imported (``TORCH_COMPILE_DISABLE``), and in the server it would read the
@@ -21,16 +23,20 @@ torch's are always tried in a fork first: the server cannot get rid of threads t
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import math
 import os
+import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
 from typing import Any
 
 from elaunch import env
@@ -38,6 +44,12 @@ from elaunch.server import compiling, processes
 from elaunch.wire import recorder
 
 DYNAMO = "torch._dynamo"
+ANNOUNCED: Mapping[int, tuple[str, ...]] = {
+    signal.SIGURG: compiling.MODULES,
+    signal.SIGWINCH: ("torch.distributed.checkpoint",),
+}
+"""The signal by which a worker lets the server know that it imports the first of these modules.
+Both are ignored by default (signal(7)): a server which does not ask for them is not ended."""
 
 THREADS_GONE = 0.1
 """Seconds for the kernel to take a thread that has ended off its list."""
@@ -68,6 +80,27 @@ class _Between:
     def find_spec(self, *_: object) -> None:
         """Find nothing."""
         self._meanwhile()
+
+
+class _Announcer:
+    """Finds no module; sends a signal when the one that it stands for is looked for."""
+
+    def __init__(self, module: str, signum: int, server_pid: int) -> None:
+        self._module = module
+        self._signum = signum
+        self._server_pid = server_pid
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return None for any other module."""
+        if name != self._module:
+            return None
+        sys.meta_path.remove(self)
+        if os.getppid() == self._server_pid:  # not in a process that the worker has forked
+            with contextlib.suppress(OSError):  # the script runs as another user
+                os.kill(self._server_pid, self._signum)
+        return PathFinder.find_spec(name, path, target)  # the list's next finder is passed over
 
 
 def preload(
@@ -170,8 +203,7 @@ class Later:
         self._workers: dict[int, Mapping[str, str]] = {}  # pid → what it was started with
         self._finding: processes.Asked | None = None
         self._ahead = False
-        self.may_compile = False
-        """Whether a worker that begins to compile should send compiling.SIGNAL."""
+        self._awaited: dict[int, tuple[str, ...]] = {}  # those of ANNOUNCED that no worker has sent
 
     @property
     def files(self) -> list[int]:
@@ -189,11 +221,19 @@ class Later:
     def plan(self, modules: list[str], path: str | None, delay: float) -> None:
         """Take down what to import ``delay`` seconds after the first worker was started."""
         self._modules, self._path, self._delay = modules, path, delay
-        self.may_compile = DYNAMO in modules
+        self._awaited = dict(ANNOUNCED) if DYNAMO in modules else {}
+
+    def announce(self, server_pid: int) -> None:
+        """Have this worker send what is awaited of it."""
+        sys.meta_path[:0] = [
+            _Announcer(modules[0], signum, server_pid)
+            for signum, modules in self._awaited.items()
+            if modules[0] not in sys.modules
+        ]
 
     def note_start(self, pid: int, variables: Mapping[str, str]) -> None:
         """Note a worker that was forked from this process, and the variables it was given."""
-        if self._modules or self.may_compile:
+        if self._modules or self._awaited:
             self._workers[pid] = variables
         if self._modules:
             now = time.monotonic()
@@ -201,17 +241,20 @@ class Later:
             if self._not_before is None:
                 self._not_before = now + self._delay
 
-    def note_compiling(self) -> None:
-        """Import what compiling takes as well, and all at once: a worker has begun to compile."""
-        if self.may_compile:
-            self.may_compile = False
-            self._modules += compiling.MODULES
-            self._not_before = self._settled_at = time.monotonic()
+    def note_import(self, signum: int) -> None:
+        """Import as well what a worker has begun to import, by the first such signal."""
+        modules = self._awaited.pop(signum, ())
+        if modules:
+            self._modules += modules
+            wait = 0.0 if compiling.FIRST in modules else SETTLE
+            due = time.monotonic() + wait
+            self._not_before = due if self._not_before is None else min(self._not_before, due)
+            self._settled_at = min(self._settled_at, due)
 
     def note_compiled_elsewhere(self) -> None:
         """Do so before any worker runs here: the job's other nodes have, with the same script."""
         self._ahead = True
-        self.note_compiling()
+        self.note_import(signal.SIGURG)
 
     def note_end(self, pid: int) -> None:
         """Forget a worker: nothing can be learnt from it any more."""
@@ -224,6 +267,7 @@ class Later:
         answered, or with None.
         """
         modules, self._modules = self._modules, []
+        self._not_before, self._settled_at = None, math.inf
         changed: dict[str, str | None] = {}
         ours = processes.environment_of_fork(os.getpid())
         for pid, variables in self._workers.items():
@@ -239,7 +283,7 @@ class Later:
             changed |= {name: found.get(name) for name in _changed(given, found)}
         compiles = compiling.FIRST in modules
         foreign = not all(name.partition(".")[0] == "torch" for name in modules)
-        if changed or foreign or (compiles and compiling.may_open_devices()):
+        if changed or foreign or (modules != [DYNAMO] and compiling.may_open_devices()):
             stopped = self._try(modules, changed, meanwhile)
             if stopped is not None:
                 return stopped

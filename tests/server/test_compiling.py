@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 import types
 from collections.abc import Iterator
 from typing import ClassVar
@@ -12,7 +13,7 @@ from typing import ClassVar
 import pytest
 
 from elaunch.server import compiling, processes
-from elaunch.server.preload import DYNAMO, Later
+from elaunch.server.preload import DYNAMO, SETTLE, Later
 
 
 class VecISA:
@@ -88,29 +89,34 @@ def test_a_torch_with_other_names_is_left_alone(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_worker_that_begins_to_compile_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it has forked does not; other imports are found as ever."""
-    monkeypatch.setattr(compiling, "FIRST", "wave")  # any module that is not imported yet
-    monkeypatch.delitem(sys.modules, "wave", raising=False)
+    awaited = {signal.SIGURG: ("wave", "x"), signal.SIGWINCH: ("cmd",)}  # any that are not imported
+    for modules in awaited.values():
+        monkeypatch.delitem(sys.modules, modules[0], raising=False)
+    later = Later()
+    monkeypatch.setattr(later, "_awaited", awaited)
     came: list[int] = []
-    before = signal.signal(compiling.SIGNAL, lambda number, _: came.append(number))
+    before = {
+        signum: signal.signal(signum, lambda number, _: came.append(number)) for signum in awaited
+    }
 
     def worker(server: int) -> list[object]:
         finders = list(sys.meta_path)
-        compiling.announce(server)
+        later.announce(server)
+        import cmd
         import wave
 
-        return [wave.__name__, sys.meta_path == finders]
+        return [cmd.__name__, wave.__name__, sys.meta_path == finders]
 
     try:
         here = os.getpid()
-        assert processes.ask_fork(lambda: processes.ask_fork(lambda: worker(here))) == [
-            "wave",
-            True,
-        ]
+        found = ["cmd", "wave", True]
+        assert processes.ask_fork(lambda: processes.ask_fork(lambda: worker(here))) == found
         assert came == []
-        assert processes.ask_fork(lambda: worker(here)) == ["wave", True]
-        assert came == [compiling.SIGNAL]
+        assert processes.ask_fork(lambda: worker(here)) == found
+        assert set(came) == awaited.keys()
     finally:
-        signal.signal(compiling.SIGNAL, before)
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
 
 
 def test_compiling_makes_the_imports_due_at_once() -> None:
@@ -118,17 +124,30 @@ def test_compiling_makes_the_imports_due_at_once() -> None:
     later = Later()
     later.plan(["math"], None, 60.0)
     later.note_start(os.getpid(), {})
-    later.note_compiling()
-    assert not later.may_compile and later.due > 0
+    later.note_import(signal.SIGURG)
+    assert later.due > time.monotonic()
     assert later.carry_out() is not None
     later.plan([DYNAMO], None, 600.0)
-    assert later.may_compile
     later._modules.clear()  # a minute later
     later.note_start(os.getpid(), {})
     assert later.due == float("inf")
-    later.note_compiling()
-    assert later.due < float("inf") and later._modules == list(compiling.MODULES)
-    assert not later.may_compile
+    later.note_import(signal.SIGURG)
+    assert later.due <= time.monotonic() and later._modules == list(compiling.MODULES)
+    later.note_import(signal.SIGURG)
+    assert later._modules == list(compiling.MODULES)
+
+
+def test_a_worker_that_saves_makes_the_imports_due_when_it_has_set_its_variables() -> None:
+    """Also when torch._dynamo is due much later; but not later than what compiling takes."""
+    later = Later()
+    later.plan([DYNAMO], None, 600.0)
+    later.note_start(os.getpid(), {})
+    now = time.monotonic()
+    later.note_import(signal.SIGWINCH)
+    assert 0 < later.due - now <= 2 * SETTLE
+    assert later._modules == [DYNAMO, "torch.distributed.checkpoint"]
+    later.note_import(signal.SIGURG)
+    assert later.due <= time.monotonic()
 
 
 def test_another_nodes_workers_compile() -> None:
