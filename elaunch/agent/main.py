@@ -173,7 +173,7 @@ class _Run:
         self._start_timer()
         self._start_notice_command(group)
         self._start_health_check()
-        publisher, standalone = self._join(plan, group, pump.say, saver)
+        publisher, standalone = self._join(plan, group, pump.say, saver, hangs)
         self._stack.callback(saver.close)
         agent = Agent(
             settings,
@@ -225,14 +225,7 @@ class _Run:
         links = WorkerLinks(self._inbox.put, saver.serve)
         links.start()
         self._stack.callback(links.close)
-        hangs = HangWatch(
-            self._settings,
-            links,
-            group,
-            run_dir=self._run_dir.path,
-            lines=lines,
-            post=self._inbox.put,
-        )
+        hangs = HangWatch(self._settings, links, group, lines=lines, post=self._inbox.put)
         hangs.start()
         self._stack.callback(hangs.close)
         return links, hangs
@@ -299,7 +292,12 @@ class _Run:
         self._stack.callback(check.close)
 
     def _join(
-        self, plan: GroupPlan, group: WorkerGroup, say: Callable[[str], None], saver: AgentSaver
+        self,
+        plan: GroupPlan,
+        group: WorkerGroup,
+        say: Callable[[str], None],
+        saver: AgentSaver,
+        hangs: HangWatch,
     ) -> tuple[StatusPublisher, Standalone | None]:
         """Prepare to meet the other nodes' agents, or to be the one node by itself."""
         probing = DirectoryProbe(self._settings, self._inbox.put)
@@ -309,7 +307,7 @@ class _Run:
             return _alone(plan, say, saver.finishing)
         from elaunch.agent.nodes.connect import join
 
-        return join(plan, group, say, self._stack, probing.nonce, saver), None
+        return join(plan, group, say, self._stack, probing.nonce, saver, hangs), None
 
     def _observers(
         self,

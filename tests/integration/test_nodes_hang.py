@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from tests.integration.jobs import FORK, PROGRESS
+from tests.integration.jobs import FORK, PROGRESS, WAITING
 from tests.integration.nodes import DEADLINE, Build, Job, over
 
 pytestmark = pytest.mark.slow
@@ -46,3 +46,25 @@ def test_the_job_ends_with_the_code_of_a_hang(cluster: Build) -> None:
     records = job.machines.directory.rglob("state.json")
     failures = [json.loads(path.read_text()).get("failure") for path in records]
     assert any(found and found["hang"]["source"] == "script" for found in failures)
+
+
+WORDS = {
+    "before": "rank 3 has not entered all_reduce #31; ranks 0-2 wait there since",
+    "collective": "rank 3 has entered broadcast #31, ranks 0-2 have entered all_reduce #31",
+}
+
+
+@pytest.mark.parametrize("what", ["before", pytest.param("collective", marks=pytest.mark.trial)])
+def test_the_culprit_is_found_among_all_nodes_ranks(cluster: Build, what: str) -> None:
+    """An unchanged script: the agents ask each other which collectives their ranks have entered."""
+    job = Job(cluster, "c10d", 2)
+    flags = ["--nnodes=2", "--nproc-per-node=2", "--hang-timeout=4", "-r", "3"]
+    env = {"GLOO_SOCKET_IFNAME": "eth0"}
+    agents = [
+        job.start(n, flags, [what, "3", "30", "60"], method=(), script=WAITING, env=env)
+        for n in (1, 2)
+    ]
+    done = [agent.wait(DEADLINE) for agent in agents]
+    assert [one.returncode for one in done] == [77, 77], done
+    assert WORDS[what] in done[0].stderr and WORDS[what] in done[1].stderr
+    assert "(on node2)" in done[0].stderr or what == "collective"

@@ -136,7 +136,7 @@ def _cause(report: FailureReport) -> Iterator[str]:
     yield from _wrap(report.culprit)
     yield f"{_identity(end)} on host {report.host} {end.how}{when}"
     scene = "" if report.scene is None else report.scene.sentence
-    told = f"Meanwhile {scene}." if scene else ""
+    told = f"Meanwhile {scene}." if scene and not report.culprit else ""
     explanations = [_coded(first.explanation), *_likelier(report), told]
     yield from (line for text in explanations for line in _wrap(text))
     if first.error and first.error.problem:

@@ -164,15 +164,16 @@ class Reporter:
         """Make the report of the failed round that ``state`` describes."""
         if not self._kept:
             self._keep(state)
+        scene = self._scene(state.round)
         circumstances = ends.Circumstances(
             started_at=None if state.began is None else wall_time(state.began),
             local_world_size=state.limits.nproc,
             noticed_monotonic=self._noticed,
             shm_free=self._shm_free,
             hang=_hang(state),
-            culprit=state.hang.culprit if state.hang is not None and state.hung else "",
+            culprit=_culprit(state, scene),
             at_step=self._at_step,
-            scene=self._scene(state.round),
+            scene=scene,
         )
         settings = self._settings
         host = socket.gethostname()
@@ -227,6 +228,12 @@ def _first(state: State) -> int:
     ended = [event.local_rank for event in (*state.later, *state.stopped)]
     hung = [rank - state.first_rank for rank in state.hang.ranks]
     return next((local_rank for local_rank in hung if local_rank in ended), ended[0])
+
+
+def _culprit(state: State, scene: Scene | None) -> str:
+    if state.hang is not None and state.hung:
+        return state.hang.culprit
+    return scene.sentence if scene is not None and scene.lasting else ""
 
 
 def _hang(state: State) -> ends.Hang | None:

@@ -5,4 +5,4 @@ reports, or at lines that it prints. ``judge`` decides purely from the history o
 asks every worker where it is before the round is ended.
 """
 
-__all__ = ["progress", "stackdump", "watch"]
+__all__ = ["elsewhere", "progress", "stackdump", "watch"]

@@ -17,10 +17,9 @@ silent        ranks wait in a collective that all have entered who answer; anoth
 together      all ranks are in one collective, and none has left it
 ============  ====================================================================================
 
-Nobody is accused without evidence: a rank whose record does not reach back so far, of which no
-answer came although others are missing, or that is on another node, is no culprit. Of ranks that
-differ the fewer are named, of ranks that wait for each other the one for which the most wait;
-nobody where there are as many on both sides.
+Nobody is accused without evidence: a rank whose record does not reach back so far, or of which no
+answer came, is no culprit. Of ranks that differ the fewer are named, of ranks that wait for each
+other the one for which the most wait; nobody where there are as many on both sides.
 """
 
 from __future__ import annotations
@@ -40,6 +39,10 @@ _EQUAL: Final = frozenset(
     }
 )
 """Collectives of which every rank's input has one size and type."""
+
+
+LASTING_S: Final = 10.0
+"""Seconds that ranks have waited for one that is no longer just the slower."""
 
 
 class Call(Struct, frozen=True):
@@ -105,12 +108,22 @@ class RankPlace(Struct, frozen=True):
         calls = (call for group in self.groups.values() for call in group.calls)
         return bool(self.receives) or any(call.waits for call in calls)
 
+    @property
+    def is_held(self) -> bool:
+        """Whether it can go on only if another rank does, or if its process does."""
+        return self.waits or self.stopped or self.ended
+
 
 class Culprit(Struct, frozen=True):
-    """What the others wait for, in one sentence; ``ranks`` are named, () where nobody is."""
+    """What the others wait for, in one sentence; ``ranks`` are named, () where nobody is.
+
+    ``lasting``: it is the cause of a failure that was seen meanwhile, too, and no chance of the
+    moment.
+    """
 
     ranks: tuple[int, ...]
     sentence: str
+    lasting: bool = False
 
 
 class _Wait(Struct, frozen=True):
@@ -242,7 +255,7 @@ def _told_apart(calls: Mapping[int, Call], shapes: list[list[int]], now: float) 
     named = fewest[0] if len(fewest[0]) < len(fewest[1]) else []
     what = "sizes or types" if same_name else "collectives"
     told = f"{parts[0]}, {', '.join(parts[1:])}: the {what} differ{since}"
-    return Culprit(tuple(sorted(named)), told)
+    return Culprit(tuple(sorted(named)), told, lasting=True)
 
 
 def _described(call: Call, sized: bool) -> str:
@@ -257,16 +270,10 @@ def _behind(waits: list[_Wait], places: Mapping[int, RankPlace], now: float) -> 
         outside = [rank for rank in wait.missing if not places[rank].waits]
         ended = [rank for rank in outside if places[rank].ended]
         if outside:
-            waiting = _waiting(wait, now, "there")
-            if ended:
-                return Culprit(
-                    tuple(ended),
-                    f"{text.ranks(ended)} {_have(ended)} ended before {_named(wait)}; {waiting}",
-                )
-            return Culprit(
-                tuple(outside),
-                f"{text.ranks(outside)} {_have(outside)} not entered {_named(wait)}; {waiting}",
-            )
+            who, done = (ended, "ended before") if ended else (outside, "not entered")
+            told = f"{text.ranks(who)} {_have(who)} {done} {_named(wait)}"
+            lasting = bool(ended) or now - wait.call.at > LASTING_S
+            return Culprit(tuple(who), f"{told}; {_waiting(wait, now, 'there')}", lasting)
     parts = [
         f"{text.ranks(wait.ranks)} {_verb(wait.ranks)} in {_named(wait)} for "
         f"{text.ranks(wait.missing)}"

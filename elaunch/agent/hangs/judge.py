@@ -70,7 +70,7 @@ class Look:
     """All living workers at one moment; ``marks`` by rank, None: nothing is seen of it.
 
     ``expected`` says that the source is known to show this script's progress: then a round in which
-    it shows none hangs at its start. ``all_seen``: no other node takes part.
+    it shows none hangs at its start.
     """
 
     at: float
@@ -78,7 +78,6 @@ class Look:
     marks: Mapping[int, Mark | None]
     held: bool = False
     expected: bool = True
-    all_seen: bool = True
 
 
 @dataclass(frozen=True)
@@ -144,7 +143,7 @@ def advance(history: RoundHistory, look: Look, longest_tick: float) -> RoundHist
     passed = 0.0 if look.held else min(max(0.0, look.at - since), longest_tick)
     marks = {rank: mark for rank, mark in look.marks.items() if mark is not None}
     inside = {rank for rank, mark in marks.items() if mark.section}
-    awaited = not look.all_seen or any(not mark.waits for mark in marks.values())
+    awaited = any(not mark.waits for mark in marks.values())
     rhythm = history.rhythms.get(look.source, Rhythm())
     ranks = {}
     for rank, mark in marks.items():

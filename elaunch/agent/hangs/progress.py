@@ -205,7 +205,7 @@ class RoundProgress:
         if source == "collectives":
             marks = {k: self._of_place(places.get(first + k), pid) for k, pid in pids.items()}
         by_rank = {first + k: mark for k, mark in marks.items()}
-        return Look(time.monotonic(), source, by_rank, held, expected, self._alone)
+        return Look(time.monotonic(), source, by_rank, held, expected)
 
     def _places(self) -> Mapping[int, RankPlace]:
         assert self._collectives is not None  # its caller has looked

@@ -84,8 +84,8 @@ class Recorders:
         self._ended, self._round = frozenset(), begun
 
     def see(self, event: events.Event) -> None:
-        """Take down which workers have ended."""
-        if isinstance(event, events.Exit):
+        """Take down which workers have ended with 0."""
+        if isinstance(event, events.Exit) and event.exitcode == 0:
             self._ended |= {event.rank}
 
     def places(self, pids: Mapping[int, int], until: float) -> dict[int, RankPlace]:
@@ -93,8 +93,7 @@ class Recorders:
 
         It takes until the last has answered, or until ``until`` (monotonic seconds).
         """
-        ended = {rank: RankPlace(ended=True) for rank in self._ended - pids.keys()}
-        return self._ask(pids, until, (TRACE,))[0] | ended
+        return self._ask(pids, until, (TRACE,))[0]
 
     def scene(
         self, pids: Mapping[int, int], until: float
@@ -105,7 +104,7 @@ class Recorders:
     def _ask(
         self, pids: Mapping[int, int], until: float, handlers: Sequence[bytes]
     ) -> tuple[dict[int, RankPlace], dict[int, Dump]]:
-        places: dict[int, RankPlace] = {}
+        places = {rank: RankPlace(ended=True) for rank in self._ended - pids.keys()}
         dumps: dict[int, Dump] = {}
         begun = self._round
         if begun is None:

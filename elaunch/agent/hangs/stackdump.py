@@ -59,12 +59,14 @@ class StackGroup:
 class Scene:
     """What the other workers of ``round`` did when the first had failed, before any was signalled.
 
-    ``sentence`` is which collective they waited in, or ""; ``groups`` are those that answered.
+    ``sentence`` is which collective they waited in, or "", and ``lasting`` that this is the cause
+    of the failure; ``groups`` are those that answered.
     """
 
     round: int
     sentence: str
     groups: tuple[StackGroup, ...]
+    lasting: bool = False
 
 
 def is_whole(text: str) -> bool:

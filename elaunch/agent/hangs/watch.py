@@ -13,8 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from msgspec import structs
 
@@ -44,6 +43,9 @@ from elaunch.agent.workers.links import WorkerLinks
 from elaunch.config import Settings
 from elaunch.runs.record import ProgressRecord
 
+if TYPE_CHECKING:
+    from elaunch.agent.hangs.elsewhere import OtherNodes
+
 SHARE: Final = 20
 SHORTEST_S: Final = 0.1
 LONGEST_S: Final = 5.0
@@ -53,6 +55,8 @@ LATE_TICKS: Final = 3
 YIELD_TICKS: Final = 3
 ANSWER_S: Final = 1.0
 """Seconds for all workers to answer which collectives they have entered."""
+AGAIN_S: Final = 10.0
+"""Seconds until the other nodes are asked again, if the workers here wait for one of them."""
 SCENE_S: Final = 0.05
 """Seconds for that, and for their stacks, before they are signalled since one has failed."""
 JOIN_S: Final = 2.0
@@ -76,7 +80,8 @@ class Watchdog:
         post: takes the hang, once in a round.
         several: whether other nodes take part. A hang in which nobody is named is posted
             YIELD_TICKS later then: the node of the rank that all wait for can name it.
-        explain: returns a verdict with what more is known of the culprit; it may take a while.
+        explain: returns a verdict with what more is known of the culprit, or None if it is no hang
+            by that; it may take a while.
     """
 
     def __init__(
@@ -85,7 +90,7 @@ class Watchdog:
         look: Callable[[], Look | None],
         post: Callable[[events.HangSeen], None],
         several: bool = False,
-        explain: Callable[[HangVerdict], HangVerdict] = lambda found: found,
+        explain: Callable[[HangVerdict], HangVerdict | None] = lambda found: found,
     ) -> None:
         self._asked: float | Literal["auto"] = asked
         self._look = look
@@ -209,13 +214,15 @@ class HangWatch:
         links: WorkerLinks,
         group: WorkerGroup,
         *,
-        run_dir: Path,
         lines: ProgressLines | None,
         post: Callable[[events.Event], None],
     ) -> None:
         self._post = post
         self._group = group
-        self._recorders = Recorders(run_dir)
+        self._recorders = Recorders(group.run_dir)
+        self._others: OtherNodes | None = None
+        self._begun: Round | None = None
+        self._ask_again = 0.0
         self._takes_scene = not settings.no_stacks
         self._scene: Scene | None = None
         several = settings.rendezvous is not None
@@ -249,6 +256,7 @@ class HangWatch:
     def begin(self, begun: Round) -> None:
         """Watch the next round; its workers are about to start."""
         self._recorders.begin(begun)
+        self._begun, self._ask_again = begun, 0.0
         self._progress.begin(begun.first_rank)
         if self._watchdog is not None:
             self._watchdog.begin(begun.round)
@@ -268,8 +276,10 @@ class HangWatch:
         culprit = collectives.find(places, time.time(), failed=True)
         if not places:
             return None
-        sentence = "" if culprit is None else culprit.sentence
-        return Scene(round_number, sentence, stackdump.group(dumps))
+        groups = stackdump.group(dumps)
+        if culprit is None:
+            return Scene(round_number, "", groups)
+        return Scene(round_number, culprit.sentence, groups, culprit.lasting)
 
     def scene(self, round_number: int) -> Scene | None:
         """Return where the other workers were when the first of a round failed, if it was taken."""
@@ -281,10 +291,36 @@ class HangWatch:
         places = self._recorders.places(pids, time.monotonic() + patience)
         return {rank: place for rank, place in places.items() if rank in pids}
 
-    def _explain(self, found: HangVerdict) -> HangVerdict:
-        """Name the rank that has not entered a collective in which others wait, if there is one."""
+    def meet(self, others: OtherNodes) -> None:
+        """Ask the other nodes' agents, too, from now on."""
+        self._others = others
+
+    def places(self, round_number: int) -> Mapping[int, RankPlace]:
+        """Return where the workers are, if that round runs here; any thread may ask."""
+        begun = self._begun
+        if begun is None or begun.round != round_number:
+            return {}
         pids = {rank: pid for rank, (_, pid) in self._progress.workers().items()}
-        places = self._recorders.places(pids, time.monotonic() + ANSWER_S)
+        return self._recorders.places(pids, time.monotonic() + ANSWER_S)
+
+    def _explain(self, found: HangVerdict) -> HangVerdict | None:
+        """Name the rank that has not entered a collective in which others wait, if there is one.
+
+        Where all of this node's workers wait, it is no hang while a rank of another node is in no
+        collective, or nothing is known of it: that is its own node's to judge.
+        """
+        begun = self._begun
+        if begun is None or time.monotonic() < self._ask_again:
+            return None
+        places = dict(self.places(begun.round))
+        if self._others is not None:
+            places |= self._others.places(begun)
+        own = [place for rank, place in places.items() if rank in found.ranks]
+        if self._others is not None and own and all(place.waits for place in own):
+            ranks = range(begun.place.world_size)
+            if not all(rank in places and places[rank].is_held for rank in ranks):
+                self._ask_again = time.monotonic() + AGAIN_S
+                return None
         culprit = collectives.find(places, time.time())
         if culprit is None:
             return found

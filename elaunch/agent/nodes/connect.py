@@ -9,9 +9,12 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from elaunch.agent.hangs.elsewhere import OtherNodes
+from elaunch.agent.hangs.watch import HangWatch
 from elaunch.agent.nodes.status import StatusPublisher
 from elaunch.agent.nodes.store import StoreOpener, rules
 from elaunch.agent.peers.compiled import CompilerCache
@@ -47,6 +50,7 @@ def join(
     stack: contextlib.ExitStack,
     probe: str,
     saver: AgentSaver,
+    hangs: HangWatch,
 ) -> StatusPublisher:
     """Prepare to join the job, with the first turn after which this node can.
 
@@ -67,12 +71,11 @@ def join(
     world = World(post=post, search=search, fence=group.fence, clock=time.monotonic)
     killed_in = directory.killed_in(settings.run_id, os.environ) if opening.hosts else None
     agreed = rules(settings, rendezvous, opening.hosts, killed_in)
-    open_store = _store_opener(opening, peers, group)
-    meeting = Meeting(
-        open_store, agreed, lambda: records.key_of(opening.secret, settings.run_id), world
-    )
+    key_of = partial(_key_of, opening, settings.run_id)
+    meeting = Meeting(_store_opener(opening, peers, group), agreed, key_of, world)
     saver.meet(meeting.read_plan, peers)
     peers.attach(saver)
+    hangs.meet(OtherNodes(peers, hangs.places))
     first = NodeStatus(
         *(os.uname().nodename, own_addr, 0, 0, settings.role, rendezvous.node_hint),
         facts=facts(settings, plan.environ),
@@ -90,6 +93,10 @@ def join(
     )
     stack.callback(publisher.leave)
     return publisher
+
+
+def _key_of(opening: StoreOpener, run_id: str) -> bytes | None:
+    return records.key_of(opening.secret, run_id)
 
 
 def _search(

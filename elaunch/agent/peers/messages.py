@@ -38,10 +38,12 @@ request                                                 answer, beside ``ok``
 ``compiled``: machine                                   ``files`` of TorchInductor's cache there:
                                                         rows of root, path and size; ``ahead``
 ``compiled file``: root, file                           ``size``, the bytes, a line ``signature``
+``collectives``: round                                  ``places`` of its ranks, at the time ``now``
 ======================================================  ==========================================
 
-The last two are elaunch.agent.peers.compiled's, the six before them those of --checkpoint-local
-(elaunch.agent.peers.directory). Nothing is encrypted.
+The last is elaunch.agent.hangs.elsewhere's, the two before it are elaunch.agent.peers.compiled's,
+the six before them those of --checkpoint-local (elaunch.agent.peers.directory). Nothing is
+encrypted.
 """
 
 from __future__ import annotations

@@ -65,6 +65,7 @@ class WorkerGroup:
         settings = plan.settings
         self._plan = plan
         self._pump = pump
+        self.run_dir = plan.run_dir.path
         self._nproc = 0
         self._hello = ""
         self._key = os.urandom(32)

@@ -1,0 +1,75 @@
+"""Where the ranks of the job's other nodes are in their collectives: their agents are asked.
+
+All are asked at once, at a suspicion; of a node whose agent does not answer in time nothing is
+known. Two machines' clocks are not compared: an answer has the time at which it was made.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import msgspec
+from msgspec.structs import replace
+
+from elaunch.agent.hangs.collectives import RankPlace
+from elaunch.agent.peers.messages import PeerConnection, Undelivered
+from elaunch.agent.peers.peers import Peers
+from elaunch.agent.policy.turn import Round
+
+ANSWER_S: Final = 3.0
+
+log = logging.getLogger("elaunch")
+
+
+class OtherNodes:
+    """Asks the other nodes' agents, and answers them; ``own`` returns this node's places."""
+
+    def __init__(self, peers: Peers, own: Callable[[int], Mapping[int, RankPlace]]) -> None:
+        self._peers = peers
+        self._own = own
+        peers.handle("collectives", self._on_asked)
+
+    def _on_asked(self, _: PeerConnection, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        places = self._own(int(request["round"]))
+        found = {str(rank): msgspec.to_builtins(place) for rank, place in places.items()}
+        return {"ok": True, "now": time.time(), "places": found}
+
+    def places(self, begun: Round) -> dict[int, RankPlace]:
+        """Return where the ranks of all other nodes are; it takes ANSWER_S at most."""
+        assert begun.plan is not None  # a job of several nodes
+        own, found = begun.place.node_rank, dict[int, RankPlace]()
+        until = time.monotonic() + ANSWER_S
+
+        def ask(node_rank: int) -> None:
+            try:
+                found.update(self._ask(node_rank, begun.round, until))
+            except (Undelivered, LookupError, TypeError, ValueError) as error:
+                log.debug("node %d does not say where its ranks are: %s", node_rank, error)
+
+        nodes = (number for number in range(len(begun.plan.nodes)) if number != own)
+        threads = [threading.Thread(target=ask, args=(each,), daemon=True) for each in nodes]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        return {rank: found[rank] for rank in tuple(found) if rank not in begun.own_ranks}
+
+    def _ask(self, node_rank: int, round_number: int, until: float) -> dict[int, RankPlace]:
+        with self._peers.call(self._peers.node(node_rank), until, ANSWER_S) as line:
+            answer = line.ask({"do": "collectives", "round": round_number})
+        later = time.time() - float(answer["now"])
+        places = msgspec.convert(answer["places"], dict[str, RankPlace])
+        return {int(rank): _moved(place, later) for rank, place in places.items()}
+
+
+def _moved(place: RankPlace, later: float) -> RankPlace:
+    """Return the place by the clock of this machine, which shows that much more."""
+    groups = {
+        name: replace(group, calls=tuple(replace(one, at=one.at + later) for one in group.calls))
+        for name, group in place.groups.items()
+    }
+    return replace(place, groups=groups)
