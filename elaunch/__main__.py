@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -15,7 +16,9 @@ def main() -> int:
     # PID 1 of a container has no default action: a SIGTERM without a handler would be lost. An
     # interrupt in the middle of an import may be swallowed there, and the job would go on.
     signal.signal(signal.SIGTERM, _leave)
-    if sys.argv[1:2] in (["run"], ["wrap"]):
+    gc.set_threshold(50_000)  # imports allocate much, and leave no garbage
+    launches = sys.argv[1:2] in (["run"], ["wrap"])
+    if launches:
         signal.signal(signal.SIGINT, _leave)
         earlysignals.hold()
     for name in ("stdout", "stderr"):
@@ -27,16 +30,17 @@ def main() -> int:
         code = execute(sys.argv[1:])
     except KeyboardInterrupt:
         return 130
-    if sys.argv[1:2] == ["run"] and "torch" in sys.modules:
+    if launches:
         _end(code)
     return code
 
 
 def _end(code: int) -> None:
-    """End without taking the interpreter apart, which costs a second of CPU where torch is.
+    """End without taking the interpreter apart: all that was opened is closed.
 
-    The agent that hosts a TCPStore has imported it, and all that it opened is closed. Returns where
-    the ordinary way has to do something: a thread still works, or the output cannot be written.
+    That costs some ms of CPU, and a second in an agent that hosts a TCPStore, where torch is.
+    Returns where the ordinary way has to do something: a thread still works, or the output cannot
+    be written.
     """
     import logging
     import threading

@@ -68,11 +68,11 @@ def init_from(answers: Answers, start: Path) -> Checkpoint | None:
     Raises:
         UsageError: there is no complete checkpoint.
     """
-    from elaunch.checkpoint.search.elsewhere import find_at
-
     raw = answers["init-from"]
     if not raw:
         return None
+    from elaunch.checkpoint.search.elsewhere import find_at  # 28 modules
+
     try:
         found = find_at(parse_place(raw, start), content=False)
     except (ValueError, CheckpointError) as error:

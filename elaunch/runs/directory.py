@@ -201,7 +201,7 @@ def _made(path: Path, name: str, notice: str | None = None) -> RunDir:
 
 def list_runs(environ: Mapping[str, str]) -> list[RunDir]:
     """Return every kept run of this user, the newest first; those without a record by file time."""
-    return _newest_first(_kept(environ))
+    return [run for run, _ in _newest_first(_kept(environ))]
 
 
 def find(run: str, environ: Mapping[str, str]) -> RunDir:
@@ -232,11 +232,8 @@ def killed_in(run_id: str, environ: Mapping[str, str]) -> int | None:
     None if there is no such run, or if its agent has ended it; -1 if no round had begun.
     """
     same_id = re.compile(re.escape(file_name(run_id)) + r"(\.\d+)?")
-    for run in _newest_first(run for run in _kept(environ) if same_id.fullmatch(run.path.name)):
-        try:
-            record = run.read_state()
-        except RunDirError:
-            continue
+    runs = (run for run in _kept(environ) if same_id.fullmatch(run.path.name))
+    for record in (found for _, found in _newest_first(runs) if found is not None):
         state = condition(record["agent"])
         if record["run_id"] != run_id or state in ("alive", "stopped", "elsewhere"):
             continue
@@ -257,26 +254,26 @@ def _is_file(directory: str, name: str) -> bool:
 def handle(run: RunDir) -> str:
     """Return the run's name, unique among runs of the same id: ``<run id>.<number>``."""
     name = run.path.name
-    try:
-        first = name == file_name(run.read_state()["run_id"])
-    except RunDirError:
-        first = re.search(r"\.\d+$", name) is None
+    record = _read(run)
+    first = re.search(r"\.\d+$", name) is None
+    if record is not None:
+        first = name == file_name(record["run_id"])
     return f"{name}.1" if first else name
 
 
 def run_id_of(run: RunDir) -> str:
     """Return the id in the run's record; the directory's name where there is none."""
-    try:
-        return run.read_state()["run_id"]
-    except RunDirError:
-        return run.path.name
+    record = _read(run)
+    return run.path.name if record is None else record["run_id"]
 
 
 def is_live(run: RunDir) -> bool:
     """Tell whether the run's agent lives, or may live where that cannot be seen."""
-    try:
-        record = run.read_state()
-    except RunDirError:
+    return _is_live(run, _read(run))
+
+
+def _is_live(run: RunDir, record: Record | None) -> bool:
+    if record is None:
         return _idle_s(run) < UNREADABLE_KEEP_S
     match condition(record["agent"]):
         case "alive" | "stopped":
@@ -308,9 +305,9 @@ def prune(
     deleted: list[Path] = []
     for root in roots(environ):
         empty_trash(root)
-    runs = list_runs(environ)
-    sizes = {run: disk_bytes(run.path) for run in runs}
-    ended = [run for run in runs if not is_live(run)]
+    runs = _newest_first(_kept(environ))
+    sizes = {run: disk_bytes(run.path) for run, _ in runs}
+    ended = [run for run, record in runs if not _is_live(run, record)]
     total = sum(sizes.values())
     while len(ended) > 1 and (len(ended) > keep or total > max_bytes):
         oldest = ended.pop()
@@ -327,15 +324,21 @@ def _kept(environ: Mapping[str, str]) -> Iterator[RunDir]:
                 yield RunDir(path)
 
 
-def _newest_first(runs: Iterable[RunDir]) -> list[RunDir]:
-    return sorted(runs, key=_started_at, reverse=True)
+def _newest_first(runs: Iterable[RunDir]) -> list[tuple[RunDir, Record | None]]:
+    """Return runs with their records, each of which is read once."""
+    read = [(run, _read(run)) for run in runs]
+    return sorted(read, key=lambda one: _started_at(*one), reverse=True)
 
 
-def _started_at(run: RunDir) -> float:
+def _read(run: RunDir) -> Record | None:
     try:
-        return run.read_state()["started_at"]
+        return run.read_state()
     except RunDirError:
-        return time.time() - _idle_s(run)
+        return None
+
+
+def _started_at(run: RunDir, record: Record | None) -> float:
+    return time.time() - _idle_s(run) if record is None else record["started_at"]
 
 
 def _idle_s(run: RunDir) -> float:

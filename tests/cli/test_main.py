@@ -120,18 +120,15 @@ ENDING = """
 import atexit, sys
 from elaunch.__main__ import main
 atexit.register(print, "taken apart")
-if sys.argv.pop(1) == "torch":
-    import torch
 sys.exit(main())
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("module", "expected"), [("torch", False), ("os", True)])
-def test_an_agent_that_has_torch_is_not_taken_apart(module: str, expected: bool) -> None:
-    """That takes a second of CPU, after the last line; what was written is there all the same."""
-    argv = [sys.executable, "-c", ENDING, module, "run", "--help"]
+@pytest.mark.parametrize(("command", "expected"), [("run", False), ("logs", True)])
+def test_an_agent_is_not_taken_apart(command: str, expected: bool) -> None:
+    """That takes CPU after the last line; what was written is there all the same."""
+    argv = [sys.executable, "-c", ENDING, command, "--help"]
     ended = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 0
-    assert "--nproc-per-node" in ended.stdout
+    assert "--help" in ended.stdout
     assert ("taken apart" in ended.stdout) == expected
