@@ -28,15 +28,20 @@ import json, os, sys
 def report(**more):
     names = {NAMES!r}
     found = {{name: os.environ.get(name) for name in names}} | {{"argv": sys.argv[1:]}} | more
-    name = os.environ["RANK"] + "." + os.environ["TORCHELASTIC_RESTART_COUNT"]
-    with open(os.path.join(os.environ["OUT"], name), "w") as file:
+    path = os.path.join(os.environ["OUT"], place(os.environ["RANK"]))
+    with open(path + ".part", "w") as file:
         json.dump(found, file)
+    os.rename(path + ".part", path)
+def place(rank):
+    return str(rank) + "." + os.environ["TORCHELASTIC_RESTART_COUNT"]
 """
 SCRIPTS = {
-    "report.py": REPORT + "report(path=os.path.basename(sys.path[0]), main=__name__)\n",
+    "report.py": REPORT
+    + "report(main=__name__, near=sys.path[0] == os.path.dirname(os.path.realpath(__file__)))\n",
     "mod.py": REPORT + "report(package=__package__, file=os.path.basename(__file__))\n",
     "report.sh": 'printf \'{"argv": ["%s", "%s"], "RANK": "%s"}\' "$1" "$2" "$RANK"'
     ' > "$OUT/$RANK.$TORCHELASTIC_RESTART_COUNT"\n',
+    "fails.sh": "exit 4\n",
     "fails.py": REPORT
     + textwrap.dedent("""
         # fails.py RANK HOW [TIMES]: end badly on a rank, so many times
@@ -44,6 +49,10 @@ SCRIPTS = {
         report()
         rank, how, times = sys.argv[1], sys.argv[2], int((sys.argv[3:] or ["99"])[0])
         if rank in (os.environ["RANK"], "all"):
+            everybody = {place(each) for each in range(int(os.environ["WORLD_SIZE"]))}
+            until = time.monotonic() + 30  # nobody is ended before it has reported
+            while not everybody <= set(os.listdir(os.environ["OUT"])) and time.monotonic() < until:
+                time.sleep(0.01)
             if int(os.environ["TORCHELASTIC_RESTART_COUNT"]) < times:
                 if how == "raise":
                     raise ValueError("boom")
@@ -65,9 +74,9 @@ SCRIPTS = {
         """),
     "prints.py": textwrap.dedent("""
         import os, sys
-        for stream in (sys.stdout, sys.stderr):
+        for name in ("stdout", "stderr"):
             for line in ("apple", "pear " + os.environ["RANK"], "last"):
-                print(stream.name.strip("<>"), line, file=stream, flush=True)
+                getattr(sys, name).write(f"{name} {line}\\n")  # in one write, as a whole line
         """),
     "sum.py": textwrap.dedent("""
         # the sum over all ranks, by the address that the launcher gives
@@ -98,7 +107,6 @@ class Row:
         files: contents of the log files, by place in the round's directory; None: none is asked.
         error: what the launcher's own error file says, with the exit code.
         unlike: what of a report differs on purpose.
-        trial: costs too much for every run of the tests.
     """
 
     line: str
@@ -112,7 +120,6 @@ class Row:
     files: Mapping[str, str] | None = None
     error: tuple[str, int] | None = None
     unlike: frozenset[str] = CHANGING
-    trial: bool = False
 
 
 _CPUS = str(len(os.sched_getaffinity(0)))
@@ -151,12 +158,14 @@ ROWS: Mapping[str, Row] = {
         "--nnodes=1 --nproc_per_node=2 --monitor_interval=1 --start_method=spawn "
         "--master_addr=127.0.0.1 --master_port=PORT --node_rank=0 report.py",
         rounds=(2,),
-        env_is={"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "none"},
+        env_is={"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "PORT"},
         unlike=frozenset({"TORCHELASTIC_RUN_ID"}),
     ),
     "a program": Row("--no-python --nproc-per-node 2 sh report.sh x y", rounds=(2,)),
     "a module": Row("--nproc-per-node 2 -m mod x --y", rounds=(2,), env={"PYTHONPATH": "CWD"}),
-    "a path that is run": Row("--nproc-per-node 2 --run-path CWD/report.py x", rounds=(2,)),
+    "a path that is run": Row(
+        "--nproc-per-node 2 --run-path CWD/report.py x", rounds=(2,), unlike=CHANGING | {"near"}
+    ),
     "standalone": Row("--standalone --nproc-per-node 2 report.py", rounds=(2,)),
     "standalone, with its own endpoint": Row(
         "--standalone --rdzv-backend static --rdzv-endpoint nowhere:1 report.py"
@@ -237,7 +246,7 @@ ROWS: Mapping[str, Row] = {
     ),
     "a rank fails once, by exception": Row("--max-restarts 1 fails.py 0 raise 1", rounds=(1, 1)),
     "no restart is left": Row("--max-restarts 2 fails.py 0 6", code=1, rounds=(1, 1, 1)),
-    "a program fails": Row("--no-python false", code=1, rounds=(), err="exitcode  : 1"),
+    "a program fails": Row("--no-python sh fails.sh", code=1, rounds=(), err="exitcode  : 4"),
     # ── elastic/multiprocessing/errors: error files ──────────────────────────────────────────────
     "an error file": Row(
         "records.py", env={"TORCHELASTIC_ERROR_FILE": "FILE"}, code=1, error=("ValueError: boom", 5)
@@ -308,7 +317,7 @@ ROWS: Mapping[str, Row] = {
         f"--node-rank 0 --nproc-per-node 2 {_STATIC} report.py",
         (f"--node-rank 1 --nproc-per-node 1 {_STATIC} report.py",),
         rounds=(3,),
-        env_is={"WORLD_SIZE": "3", "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"},
+        env_is={"WORLD_SIZE": "3", "GROUP_WORLD_SIZE": "2", "MASTER_PORT": "PORT"},
         unlike=frozenset({"TORCHELASTIC_RUN_ID"}),
     ),
     "two agents, c10d, two roles": Row(
@@ -321,10 +330,35 @@ ROWS: Mapping[str, Row] = {
         rounds=(4,),
         env_is={"WORLD_SIZE": "4", "ROLE_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "job"},
         unlike=frozenset({"MASTER_ADDR", "MASTER_PORT", "ROLE_NAME"}),
-        trial=True,
     ),
     # ── with torch in the workers ────────────────────────────────────────────────────────────────
-    "a sum": Row(
-        "--nproc-per-node 2 sum.py", rounds=(), out=("sum 2 True", "sum 2 True"), trial=True
-    ),
+    "a sum": Row("--nproc-per-node 2 sum.py", rounds=(), out=("sum 2 True", "sum 2 True")),
 }
+
+QUICK = frozenset(
+    {
+        "default number of workers",
+        "a script, the old spellings",
+        "a program",
+        "a module",
+        "a path that is run",
+        "variables for flags",
+        "an elastic job of one node",
+        "arguments of the script are its own",
+        "a device for each worker",
+        "NCCL errors, as they were",
+        "an outer launcher's variables",
+        "an exception",
+        "a signal",
+        "a rank fails once",
+        "no restart is left",
+        "a program fails",
+        "an error file",
+        "streams to files",
+        "streams to both",
+        "streams of one rank to the console",
+        "lines that are copied",
+        "two agents, static",
+    }
+)
+"""Rows for every run of the tests; the others are trials."""
