@@ -11,7 +11,6 @@ import contextlib
 import logging
 import os
 import queue
-import signal
 import tempfile
 import threading
 import time
@@ -55,7 +54,6 @@ from elaunch.rendezvous.standalone import Standalone, rules_of_one
 from elaunch.runs import directory, statedir
 from elaunch.server import devices, processes
 from elaunch.text import one_line
-from elaunch.wire.worker import Notice
 
 if TYPE_CHECKING:
     from elaunch.agent.detach import Detached
@@ -173,6 +171,7 @@ class _Run:
         self._start_timer()
         self._start_notice_command(group)
         self._start_health_check()
+        self._start_kubeflow()
         publisher, standalone = self._join(plan, group, pump.say, saver, hangs)
         self._stack.callback(saver.close)
         agent = Agent(
@@ -260,18 +259,21 @@ class _Run:
         settings = self._settings
         if settings.notice_command is None:
             return
-        from elaunch.agent.noticecommand import NoticeCommand
+        from elaunch.agent.noticecommand import NoticeCommand, post_notice
 
-        def taken(reason: str, left: float | None) -> None:
-            if settings.rendezvous is None:
-                self._inbox.put(events.PreemptAsked(reason, lambda _: None, left))
-            else:  # this node leaves, as by SIGTERM; the others go on
-                notice = Notice(reason, "resize", left)
-                self._inbox.put(events.SignalReceived(signal.SIGTERM, notice))
-
+        taken = partial(post_notice, self._inbox.put, settings.rendezvous is None)
         command = NoticeCommand(settings.notice_command, self._environ, group.reaper, taken)
         command.start()
         self._stack.callback(command.close)
+
+    def _start_kubeflow(self) -> None:
+        """Have Kubeflow learn how far the job is, where it asks for that."""
+        if self._environ.get(env.KUBEFLOW_URL):
+            from elaunch.agent.status.kubeflow import TrainJobStatus
+
+            status = TrainJobStatus(self._environ, self._status_record.snapshot)
+            status.start()
+            self._stack.callback(status.close)
 
     def _start_health_check(self) -> None:
         port = self._settings.health_check_port

@@ -22,15 +22,18 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Final
 
+from elaunch.agent.policy import events
 from elaunch.agent.workers.server import Reaper
 from elaunch.config.values import Moment, moment
 from elaunch.endings import how_it_ended
 from elaunch.text import one_line
+from elaunch.wire.worker import Notice
 
 PAUSE_S: Final = 5.0
 """Seconds from its end to its next start; twice as long after each failure, up to LONGEST_S."""
@@ -174,6 +177,19 @@ class NoticeCommand:
         level = logging.DEBUG if self._reported else logging.WARNING
         log.log(level, "--notice-command %s", what)
         self._reported = True
+
+
+def post_notice(
+    post: Callable[[events.Event], None], alone: bool, reason: str, left: float | None
+) -> None:
+    """Post what a notice means: the job ends; where others go on (not ``alone``), its node leaves.
+
+    To leave is what SIGTERM to this agent asks for.
+    """
+    if alone:
+        post(events.PreemptAsked(reason, lambda _: None, left))
+    else:
+        post(events.SignalReceived(signal.SIGTERM, Notice(reason, "resize", left)))
 
 
 def parse(line: str, now: float) -> Told | None:

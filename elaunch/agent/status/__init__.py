@@ -1,8 +1,8 @@
 """What others can see of a running agent, and what it writes down of itself.
 
 ``record`` keeps the run's record and puts it on the disk in a thread of its own; ``socket`` answers
-``elaunch status`` and its like, ``health`` an HTTP probe; ``decisionlog`` writes the log lines and
-``eventlog`` torch's events.
+``elaunch status`` and its like, ``health`` an HTTP probe; ``kubeflow`` posts how far the job is;
+``decisionlog`` writes the log lines and ``eventlog`` torch's events.
 """
 
-__all__ = ["decisionlog", "eventlog", "health", "record", "socket"]
+__all__ = ["decisionlog", "eventlog", "health", "kubeflow", "record", "socket"]

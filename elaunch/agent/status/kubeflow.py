@@ -1,0 +1,171 @@
+"""How far the job is, for ``kubectl get trainjob``: Kubeflow Trainer's status server (KEP-2779).
+
+Kubeflow sets three variables in the pods of a TrainJob where its feature gate TrainJobStatus is on:
+
+=================================  ===============================================================
+``KUBEFLOW_TRAINER_SERVER_URL``    where to post to; without it nothing of this module is imported
+``KUBEFLOW_TRAINER_SERVER_CA_CERT``  file with the authority of its certificate
+``KUBEFLOW_TRAINER_SERVER_TOKEN``  file with the bearer token; it changes, and is read every time
+=================================  ===============================================================
+
+The agent of rank 0 posts what has changed, every INTERVAL_S at most, once the script has reported a
+progress (``ctx.train.report_progress``): one that tells Kubeflow itself is not disturbed::
+
+    {"trainerStatus": {"progressPercentage": 45, "estimatedRemainingSeconds": 7956,
+                       "metrics": [{"name": "step", "value": "1200"}, …], "lastUpdatedTime": …}}
+
+One thread does that, and nobody waits for it. A server that refuses, or does not answer, is
+reported once, and asked more and more seldom.
+"""
+
+from __future__ import annotations
+
+import datetime
+import http.client
+import json
+import logging
+import ssl
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from elaunch.env import KUBEFLOW_URL
+from elaunch.text import one_line
+
+CA_CERT: Final = "KUBEFLOW_TRAINER_SERVER_CA_CERT"
+TOKEN: Final = "KUBEFLOW_TRAINER_SERVER_TOKEN"
+INTERVAL_S: Final = 10.0
+LONGEST_S: Final = 300.0
+"""Seconds between two tries of a server that does not take them."""
+POST_S: Final = 5.0
+CLOSE_S: Final = 2.0
+"""Seconds for the last post; the job's end waits no longer for it."""
+MOST_BYTES: Final = 2000
+MOST_SECONDS: Final = 2**31 - 1
+
+log = logging.getLogger("elaunch")
+
+
+class Estimate:
+    """When the job will be done, from how its progress has grown since the round began to work."""
+
+    def __init__(self) -> None:
+        self._from: tuple[float, float] | None = None
+        self._last = 0.0
+
+    def remaining(self, progress: float, now: float) -> int | None:
+        """Return the seconds that are left; None while that is not known."""
+        if self._from is None or progress < self._last:  # a restart from a checkpoint
+            self._from = now, progress
+        self._last = progress
+        since, begun = self._from
+        if progress >= 1.0:
+            return 0
+        if progress <= begun or now <= since:
+            return None
+        return min(round((1.0 - progress) * (now - since) / (progress - begun)), MOST_SECONDS)
+
+
+def status_of(record: Mapping[str, Any], estimate: Estimate, now: float) -> dict[str, Any] | None:
+    """Return what to post of a run's record; None without rank 0, or a progress of its script."""
+    workers = (record.get("progress") or {}).get("workers", ())
+    first = next((worker for worker in workers if worker["rank"] == 0), None)
+    if first is None or first["progress"] is None:
+        return None
+    progress = 1.0 if record["state"] == "COMPLETED" else min(max(first["progress"], 0.0), 1.0)
+    found: dict[str, Any] = {"progressPercentage": int(100 * progress)}
+    remaining = estimate.remaining(progress, now)
+    if remaining is not None:
+        found["estimatedRemainingSeconds"] = remaining
+    numbers = {"step": first["step"], "restarts": record["restarts"]["used"]}
+    found["metrics"] = [
+        {"name": name, "value": str(value)} for name, value in numbers.items() if value is not None
+    ]
+    return found
+
+
+class TrainJobStatus:
+    """Owns the thread, from :meth:`start` to :meth:`close`.
+
+    Args:
+        environ: has the variables.
+        snapshot: returns the run's record, with the progress of now.
+    """
+
+    def __init__(
+        self, environ: Mapping[str, str], snapshot: Callable[[], Mapping[str, Any]]
+    ) -> None:
+        self._environ = environ
+        self._snapshot = snapshot
+        self._estimate = Estimate()
+        self._posted: dict[str, Any] | None = None
+        self._reported = False
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kubeflow", daemon=True)
+
+    def start(self) -> None:
+        """Begin to post."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Have the end posted, and end the thread; takes CLOSE_S at the most."""
+        self._closing.set()
+        self._thread.join(CLOSE_S)
+
+    def _run(self) -> None:
+        pause = INTERVAL_S
+        while True:
+            last = self._closing.wait(pause)
+            try:
+                self._post_news()
+                pause = INTERVAL_S
+            except (OSError, http.client.HTTPException, ValueError) as error:
+                pause = min(2 * pause, LONGEST_S)
+                self._report(error)
+            if last:
+                return
+
+    def _post_news(self) -> None:
+        found = status_of(self._snapshot(), self._estimate, time.monotonic())
+        if found is None or found == self._posted:
+            return
+        at = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+        post(self._environ, {"trainerStatus": {**found, "lastUpdatedTime": at}})
+        self._posted = found
+
+    def _report(self, error: Exception) -> None:
+        level = logging.DEBUG if self._reported else logging.WARNING
+        said = one_line(str(error)[:MOST_BYTES])
+        log.log(level, "Kubeflow does not learn how far the job is (%s): %s", KUBEFLOW_URL, said)
+        self._reported = True
+
+
+def post(environ: Mapping[str, str], body: Mapping[str, Any]) -> None:
+    """Post ``body``; no proxy and no redirect gets the token.
+
+    Raises OSError, HTTPException or ValueError where it is not taken within some seconds.
+    """
+    url = urlsplit(environ[KUBEFLOW_URL])
+    headers = {"Content-Type": "application/json"}
+    if environ.get(TOKEN):
+        headers["Authorization"] = f"Bearer {Path(environ[TOKEN]).read_text().strip()}"
+    connection: http.client.HTTPConnection
+    if url.scheme == "https":
+        context = ssl.create_default_context(cafile=environ.get(CA_CERT) or None)
+        connection = http.client.HTTPSConnection(
+            url.hostname or "", url.port, timeout=POST_S, context=context
+        )
+    else:
+        connection = http.client.HTTPConnection(url.hostname or "", url.port, timeout=POST_S)
+    try:
+        path = f"{url.path}?{url.query}" if url.query else url.path
+        connection.request("POST", path or "/", json.dumps(body), headers)
+        answer = connection.getresponse()
+        said = answer.read(MOST_BYTES).decode("utf-8", "replace")
+        if not 200 <= answer.status < 300:
+            raise OSError(f"it answers {answer.status} {answer.reason}: {said}")
+    finally:
+        connection.close()
