@@ -19,6 +19,7 @@
     ├── JoinTimeoutError        too few nodes came together before the join timeout
     ├── SymmetryError           the nodes do not run the same thing, and --strict-symmetry is given
     ├── HangError               the workers made no progress for longer than --hang-timeout
+    ├── SameFailureError        rounds in a row failed for one cause (--max-same-failures)
     └── ScriptError             the script API (``import elaunch``) cannot do what a script asks
         ├── ContextError        it is used in a way that it cannot be: twice, after its end
         ├── PlacementError      ranks and sizes that contradict each other, or are nowhere given
@@ -140,6 +141,12 @@ class HangError(ElaunchError):
     """The workers made no progress for longer than ``--hang-timeout``, and no restart was left."""
 
     exit_code = 77
+
+
+class SameFailureError(ElaunchError):
+    """Rounds in a row failed for the same cause without progress, as --max-same-failures allows."""
+
+    exit_code = 78
 
 
 class ScriptError(ElaunchError):

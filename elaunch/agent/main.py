@@ -347,6 +347,7 @@ def _alone(
         settings.max_restarts,
         lifetime_budget=settings.restart_budget == "lifetime",
         has_checkpoint_dir=settings.checkpoint_dir is not None,
+        max_same_failures=settings.max_same_failures,
     )
     look = for_all_nodes(settings, plan.post, finishing)
 

@@ -134,6 +134,8 @@ def _flags(settings: Settings) -> dict[str, str]:
         "checkpoint_dir": short(checkpoints),
         "checkpoint_keep": settings.checkpoint_keep.to_json() if settings.checkpoint_keep else "",
     }
+    if settings.max_same_failures:
+        found["max_same_failures"] = str(settings.max_same_failures)
     if settings.init_from:
         found["init_from"] = short(str(settings.init_from.path))
     if settings.checkpoint_replicas:

@@ -53,6 +53,7 @@ class Settings:
     local_addr: str | None
     max_restarts: int
     restart_budget: Literal["progress", "lifetime"]
+    max_same_failures: int
     monitor_interval: float
     start_method: Literal["forkserver", "spawn"]
     preload: tuple[str, ...]

@@ -25,7 +25,6 @@ WITH_RUN_PATH = "with --run-path"
 WITH_SPAWN = "with --start-method spawn"
 WITHOUT_RESTARTS = "without --max-restarts"
 
-
 _COUNT = Kind(values.whole(0), "N", "0 or more")
 _SECONDS = Kind(values.seconds, "SECONDS", "0 or more seconds")
 _SIGNALS = Kind(values.signals, "SIGNAL,...", "comma-separated names of signals", comma=",")
@@ -107,9 +106,7 @@ _CODE = (
         short="-C",
     ),
     _own(
-        "tmp",
-        one_of("private", "shared"),
-        "private",
+        *("tmp", one_of("private", "shared"), "private"),
         "Give the workers a TMPDIR of this run's own, unless TMPDIR is set, or the machine's.",
     ),
 )
@@ -130,10 +127,13 @@ _RESTART = (
         idle={ALWAYS: "an exit wakes the agent, it does not poll"},
     ),
     _own(
-        "restart-budget",
-        one_of("progress", "lifetime"),
-        "progress",
+        *("restart-budget", one_of("progress", "lifetime"), "progress"),
         "Whether a newer checkpoint refills the restarts, or the job has them once.",
+        idle={WITHOUT_RESTARTS: ""},
+    ),
+    _own(
+        *("max-same-failures", Kind(values.whole(0, 100), "N", "0 (off) to 100"), "0"),
+        "End the job, with 78, after N rounds in a row that fail for one cause without progress.",
         idle={WITHOUT_RESTARTS: ""},
     ),
     _own(

@@ -49,13 +49,23 @@ Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
 StartFacts = Annotated[Mapping[Line, Line], Meta(max_length=100)]
 
 
-class WorkerFailure(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SameFailure(Struct, frozen=True, forbid_unknown_fields=True):
+    """The rounds in a row that failed for one cause without progress."""
+
+    signature: Line
+    rounds: tuple[Rank, ...]
+
+
+class WorkerFailure(
+    Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
+):
     """The first worker of a node that failed, short enough to be sent to every other node.
 
     ``rank`` is the worker's rank in the job, ``exitcode`` negative for a signal, ``text`` the
     cause as people read it (elaunch.agent.failure.report.render_cause), at most 4,000 characters;
     ``age`` is the seconds since then when this was written, for no clock is shared; ``summary`` is
-    what happened in one line where the exit code does not show it: a hang.
+    what happened in one line where the exit code does not show it: a hang; ``signature`` is what
+    the same failure has in common from round to round, where --max-same-failures asks for it.
     """
 
     rank: Rank
@@ -67,6 +77,7 @@ class WorkerFailure(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     age: Seconds = 0.0
     node: Line = ""
     summary: Text = ""
+    signature: Line = ""
 
 
 class PlanCheckpoint(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -279,7 +290,8 @@ class Plan(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
             since a newer checkpoint was last seen. ``crashes``: rounds in a row that failed soon
             after their start (elaunch.rendezvous.decide.budget).
         failure: the first failure of the round that ended last, of the whole job, with its
-            ``host`` and ``node``; None without one.
+            ``host`` and ``node``; None without one. ``same``: the rounds in a row that failed as
+            the one before this did, with --max-same-failures.
         waits: what the coordinator waits for, and for how long, if that takes long; or "".
         notice: a warning for every node (they differ in their start-up facts), or "".
         facts: the start-up facts of ``nodes[0]``, for a newcomer to compare with its own.
@@ -306,6 +318,7 @@ class Plan(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     without_progress: Count = 0
     crashes: Count = 0
     failure: WorkerFailure | None = None
+    same: SameFailure | None = None
     waits: Text = ""
     notice: Text = ""
     facts: StartFacts = {}

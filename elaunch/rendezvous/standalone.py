@@ -20,7 +20,11 @@ NAME = "standalone"
 
 
 def rules_of_one(
-    max_restarts: int, lifetime_budget: bool = False, has_checkpoint_dir: bool = False
+    max_restarts: int,
+    lifetime_budget: bool = False,
+    has_checkpoint_dir: bool = False,
+    *,
+    max_same_failures: int = 0,
 ) -> Rules:
     """Return the rules for one node: nobody else is to come, or is reminded of anything."""
     return Rules(
@@ -33,6 +37,7 @@ def rules_of_one(
         remind=math.inf,
         max_restarts=max_restarts,
         lifetime_budget=lifetime_budget,
+        max_same_failures=max_same_failures,
         has_checkpoint_dir=has_checkpoint_dir,
     )
 

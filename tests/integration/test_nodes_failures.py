@@ -95,6 +95,21 @@ def test_there_is_one_budget_for_the_job(cluster: Build, backend: str) -> None:
         assert any("rank 1 on node2 exited with code 7; 1 restart" in line for line in said(agent))
 
 
+def test_the_same_failure_ends_the_job(cluster: Build) -> None:
+    """On whatever node it happens: both end with 78, and name the rounds."""
+    job = Job(cluster, "etcd", 2)
+    flags = ["--nnodes=2", "--max-restarts=9", "--max-same-failures=2"]
+    one, two = job.pair(flags, ["fail=0r0,1r1"])
+    (job.share / "fail.0").touch()
+    for rank, agent in enumerate((one, two)):
+        wait_for_worker(agent, rank, 1)
+    (job.share / "fail.1").touch()
+    assert [agent.wait(DEADLINE).returncode for agent in (one, two)] == [78, 78]
+    why = "rank 1 on node2 exited with code 7; the same failure in rounds 0, 1 without progress"
+    for agent in (one, two):
+        assert any(why in line for line in said(agent))
+
+
 @over("etcd", "c10d")
 def test_a_killed_agent_is_missed_and_welcome_again(cluster: Build, backend: str) -> None:
     """The survivor goes on alone, uncounted; the next agent on that node gets its place."""

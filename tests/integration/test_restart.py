@@ -234,3 +234,19 @@ def test_two_ranks_that_fail_in_one_moment(elaunch: Launcher, tmp_path: Path) ->
     failure = state(elaunch)["failure"]
     others = [each["rank"] for each in (*failure["victims"], *failure["stopped"])]
     assert sorted([failure["first"]["rank"], *others]) == [0, 1, 2]
+
+
+def test_the_same_failure_ends_the_job(elaunch: Launcher, tmp_path: Path) -> None:
+    """Numbers in a message make no other failure; the rounds are named, the code is its own."""
+    script = tmp_path / "fails.py"
+    script.write_text(
+        "import os\n"
+        "number = int(os.environ['ELAUNCH_ROUND'])\n"
+        "raise ValueError(f'no batch {number} at 0x7f{number}' if number else 'something else')\n"
+    )
+    flags = [*SPAWN, "--run-id=same", "--max-restarts=9", "--max-same-failures=3"]
+    done = elaunch.run(["run", *flags, script])
+    why = "the same failure in rounds 1, 2, 3 without progress (--max-same-failures)"
+    assert done.returncode == 78 and f"rank 0 exited with code 1; {why}" in done.stderr
+    record = state(elaunch)
+    assert (record["state"], record["exit_code"], record["round"]) == ("FAILED", 78, 3)

@@ -15,6 +15,7 @@ programs (docs/failure-report.md), :func:`summary` the one line that becomes a r
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,11 +28,14 @@ from elaunch.agent.hangs.stackdump import Scene, StackGroup
 from elaunch.agent.policy.turn import Round
 from elaunch.endings import Exit, exit_code
 from elaunch.errors import HangError
+from elaunch.text import one_line
 
 MAX_MESSAGE = 4000
 MAX_TRACEBACKS = 1 << 20
 """Characters of tracebacks that a report has of all workers but the first."""
+MAX_SIGNATURE = 300
 SCHEMA = 1
+_NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
 
 
 @dataclass(frozen=True)
@@ -183,6 +187,15 @@ class FailureReport:
         if self.hang is not None:
             return explain.OF_COMMAND[HangError.exit_code].code
         return (self.likelier or self.first).explanation.code
+
+    @property
+    def signature(self) -> str:
+        """What the same failure has in common from round to round: its text without numbers."""
+        guilty = self.likelier or self.first
+        end, told = guilty.exit.word, guilty.message
+        if self.hang is not None:
+            end, told = "hang", self.hang.reason
+        return one_line(f"{self.code} {end} {_NUMBER.sub('#', told)}")[:MAX_SIGNATURE]
 
     @property
     def steps_lost(self) -> int | None:

@@ -172,6 +172,14 @@ _JOB: Final = (
         "docs/hangs.md.",
         command=77,
     ),
+    Cause(
+        "E-SAME-FAILURE",
+        "Rounds in a row failed for the same cause without progress, so another restart would not "
+        "have helped.",
+        "`elaunch why --round N` shows the cause of each; --max-same-failures says how many are "
+        "enough.",
+        command=78,
+    ),
 )
 
 CAUSES: Final = {cause.code: cause for rows in (*TEXTS.values(), _ENDS, _JOB) for cause in rows}

@@ -92,7 +92,7 @@ class Reporter:
         state = turn.before
         final = isinstance(turn.action, Finish)
         meets = state.limits.meets
-        if isinstance(turn.action, Meet) and not meets:
+        if isinstance(turn.action, Meet) and not (meets or self._settings.max_same_failures):
             return  # the next round does not wait for the report of this one
         if isinstance(turn.action, StartRound | Finish | Meet):
             self._report(state, turn.begun)
@@ -110,7 +110,8 @@ class Reporter:
         made = self._made
         if made is None and state.reportable:
             made = self._make(state)
-            self._publisher.keep(made)
+            signature = made.signature if self._settings.max_same_failures else ""
+            self._publisher.keep(made, signature)
         if made is None or (made is self._made and begun is None):
             return
         self._made = made = replace(made, follows=begun)

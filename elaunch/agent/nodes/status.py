@@ -75,7 +75,7 @@ class StatusPublisher:
         self._port = port
         self._clock = clock
         self._joined = False
-        self._text = ""
+        self._text = self._signature = ""
         self._told: tuple[int, str] | None = None
         self._noticed: set[str] = set()
 
@@ -114,13 +114,13 @@ class StatusPublisher:
             self._record = made
             self._meeting.publish(made)
 
-    def keep(self, report: FailureReport) -> None:
+    def keep(self, report: FailureReport, signature: str) -> None:
         """Keep the cause of this node's failure as the text that other nodes will print."""
-        self._text = render_cause(report)[:MAX_TEXT]
+        self._text, self._signature = render_cause(report)[:MAX_TEXT], signature
 
     def _failure(self, state: State) -> WorkerFailure | None:
         if not state.failed:
-            self._text = ""
+            self._text = self._signature = ""
             return None
         first = state.first
         if state.hang is not None and state.hung:
@@ -146,6 +146,7 @@ class StatusPublisher:
             exitcode=code,
             text=text,
             age=max(0.0, age),
+            signature=self._signature,
         )
 
     # ── printing what others have published ──────────────────────────────────────────────────────

@@ -69,6 +69,7 @@ def rules(
         end_timeout=2 * settings.shutdown_timeout + SWEEP_OVERDUE + END_MARGIN,
         max_restarts=settings.max_restarts,
         lifetime_budget=settings.restart_budget == "lifetime",
+        max_same_failures=settings.max_same_failures,
         on_join=rendezvous.on_join,
         static=rendezvous.backend == "static",
         strict_symmetry=rendezvous.strict_symmetry,

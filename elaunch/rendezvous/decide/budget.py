@@ -5,6 +5,7 @@ budget                         a restart is possible while
 =============================  =================================================================
 ``--max-restarts N``           fewer than N rounds in a row ended without a newer checkpoint
 the same, for life             fewer than N rounds have failed in all
+``--max-same-failures K``      fewer than K rounds in a row failed for one cause, without progress
 =============================  =================================================================
 
 A backoff is for a crash loop only: for a round that failed within LONG_ENOUGH of its start, without
@@ -19,11 +20,15 @@ from typing import Final
 from msgspec import Struct
 from msgspec.structs import replace
 
+from elaunch.rendezvous.plan import SameFailure
+
 BACKOFF_FIRST: Final = 0.5
 BACKOFF_MOST: Final = 30.0
 LONG_ENOUGH: Final = 10.0
 """Seconds after which a round has not died at its start: much longer than a start takes, and a loop
 of such rounds loads nobody."""
+MOST_SAME: Final = 100
+"""Failed rounds in a row that are kept; --max-same-failures is not more."""
 
 
 class Budget(Struct, frozen=True):
@@ -101,6 +106,24 @@ def verdict(
     seconds = min(BACKOFF_MOST, BACKOFF_FIRST * 2.0 ** min(spent.crashes - 1, 20))
     wait = f"after a backoff of up to {seconds:g} s: it failed within {LONG_ENOUGH:g} s again"
     return Again(f"{reason}, {wait}", seconds)
+
+
+def repeated(
+    before: SameFailure | None, signature: str, round_number: int, progressed: bool
+) -> SameFailure | None:
+    """Return the rounds in a row that failed as this one did; None where that is not asked for.
+
+    Args:
+        before: those up to the failed round before.
+        signature: of this failure.
+        round_number: the round that failed.
+        progressed: whether a newer checkpoint was found since.
+    """
+    if not signature:
+        return None
+    goes_on = before is not None and before.signature == signature and not progressed
+    rounds = before.rounds if before is not None and goes_on else ()
+    return SameFailure(signature, (*rounds, round_number)[-MOST_SAME:])
 
 
 def resumes_from(step: int | None) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from elaunch.endings import PREEMPTED, exit_code
-from elaunch.errors import JoinTimeoutError, StoreError, SymmetryError
+from elaunch.errors import JoinTimeoutError, SameFailureError, StoreError, SymmetryError
 from elaunch.rendezvous import text
 from elaunch.rendezvous.decide import budget, held, members, sharing
 from elaunch.rendezvous.decide.members import Enough, Few, NeverARound
@@ -26,7 +26,15 @@ from elaunch.rendezvous.decide.view import (
     View,
     Wait,
 )
-from elaunch.rendezvous.plan import Cause, Node, NodeStatus, Plan, PlanCheckpoint, WorkerFailure
+from elaunch.rendezvous.plan import (
+    Cause,
+    Node,
+    NodeStatus,
+    Plan,
+    PlanCheckpoint,
+    SameFailure,
+    WorkerFailure,
+)
 from elaunch.rendezvous.text import differences
 from elaunch.text import count
 
@@ -186,9 +194,24 @@ def _verdict(view: View, rules: Rules) -> budget.Again | Decision:
     spent = spent.refilled(_step(plan.checkpoint), step)
     failed = plan.failure or WorkerFailure(rank=-1, exitcode=1, text=plan.reason)
     told = budget.verdict(allowed, spent, text.failure(failed), step, _lived_long(view))
-    if isinstance(told, budget.Again):
-        return told
-    return publish(over(plan, exit_code(failed.exitcode), told.reason))
+    if isinstance(told, budget.NoMore):
+        return publish(over(plan, exit_code(failed.exitcode), told.reason))
+    same = _same(view)
+    if same is not None and 0 < rules.max_same_failures <= len(same.rounds):
+        numbers = ", ".join(map(str, same.rounds))
+        reason = f"the same failure in rounds {numbers} without progress (--max-same-failures)"
+        return publish(over(plan, SameFailureError.exit_code, f"{text.failure(failed)}; {reason}"))
+    return told
+
+
+def _same(view: View) -> SameFailure | None:
+    """Return the rounds in a row that failed as the plan's did."""
+    plan = view.plan
+    if plan.failure is None:
+        return plan.same
+    before, found = _step(plan.checkpoint), _step(held.newest(view))
+    progressed = found is not None and found > (-1 if before is None else before)
+    return budget.repeated(plan.same, plan.failure.signature, plan.round, progressed)
 
 
 def _lived_long(view: View) -> bool:
@@ -287,6 +310,7 @@ def _start(view: View, rules: Rules, enough: Enough, verdict: budget.Again | Non
         without_progress=spent.without_progress,
         crashes=spent.crashes,
         failure=plan.failure if verdict else None,
+        same=_same(view),
         notice="; ".join(filter(None, (notice, _anew(before, rules)))),
         facts=first.facts,
         strict=rules.strict_symmetry,

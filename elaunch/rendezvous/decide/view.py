@@ -49,6 +49,7 @@ class Rules(Struct, frozen=True):
     remind: float = 30.0
     max_restarts: int = 0
     lifetime_budget: bool = False
+    max_same_failures: int = 0
     on_join: OnJoin = "graceful"
     static: bool = False
     strict_symmetry: bool = False

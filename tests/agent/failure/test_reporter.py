@@ -36,8 +36,8 @@ class Rig:
         group = SimpleNamespace(error_file=lambda *_: None)
         run_dir = RunDir(root)
         record = SimpleNamespace(note_failure=self.noted.append)
-        settings = SimpleNamespace(entrypoint="t.py")
-        publisher = SimpleNamespace(failed_elsewhere=lambda _: None, keep=lambda _: None)
+        settings = SimpleNamespace(entrypoint="t.py", max_same_failures=0)
+        publisher = SimpleNamespace(failed_elsewhere=lambda _: None, keep=lambda *_: None)
         known: Any = {"group": group, "status_record": record, "publisher": publisher}
         known["scene"] = lambda _: None
         self.reporter = Reporter(settings, run_dir, pump, **known)  # type: ignore[arg-type]

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from elaunch.rendezvous.decide.budget import Again, Budget, NoMore, Spent, hopeless, verdict
+from elaunch.rendezvous.decide.budget import (
+    Again,
+    Budget,
+    NoMore,
+    Spent,
+    hopeless,
+    repeated,
+    verdict,
+)
+from elaunch.rendezvous.plan import SameFailure
 
 FAILED = "rank 1 exited with code 7"
 AGAIN = "it failed within 10 s again"
@@ -71,3 +80,15 @@ def test_what_counts_as_a_crash_loop() -> None:
     """Rounds in a row that failed at their start; one that lived long ends the row."""
     assert Spent(4, 2, 1).counted(lived_long=False) == Spent(5, 3, 2)
     assert Spent(4, 2, 1).counted(lived_long=True) == Spent(5, 3, 0)
+
+
+def test_the_same_failure_is_counted_in_a_row() -> None:
+    """Another failure begins anew, as does one after progress; without a signature none counts."""
+    first = repeated(None, "a", 3, False)
+    assert first == SameFailure("a", (3,))
+    assert repeated(first, "a", 4, False) == SameFailure("a", (3, 4))
+    assert repeated(first, "b", 4, False) == SameFailure("b", (4,))
+    assert repeated(first, "a", 4, True) == SameFailure("a", (4,))
+    assert repeated(first, "", 4, False) is None
+    many = SameFailure("a", tuple(range(100)))
+    assert repeated(many, "a", 100, False) == SameFailure("a", tuple(range(1, 101)))
