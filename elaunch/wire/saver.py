@@ -39,6 +39,9 @@ from the agent:
 ``… "begun": b``                               to ``begin``: false if a save is in flight
 ``… "committed": {…} | null``                  to ``wait``, ``begin`` and ``staged``: the last
                                                checkpoint that this connection's saves have become
+``… "replicated": u``                          beside that, and to a ``wait`` that was too long: the
+                                               uuid of the last save whose shard of this rank
+                                               another node has in its memory, too, or ""
 ``… "parts": [{"rank": g, "files": […]}]``     to ``recall``: one descriptor per shard beside it
 ``… "error": "…", "kind": "save"``             not done: that save, or one before it, came to
                                                nothing; sent once. ``kind`` "timeout": the wait was

@@ -65,6 +65,7 @@ class SaverService:
         self._connections: dict[int, SaverConnection] = {}
         self._reading: dict[tuple[str, int], Segment] = {}
         self._pushing: set[str] = set()
+        self._replicated: dict[str, str] = {}  # segment → uuid of the save that a neighbour has
         self.parts = Shards(plan, self._memory, lived)
         self.world = RoundSurroundings(plan, self._storage, self._released, self.parts.has_all)
         self.keeping = SaveQueue(self._storage, self.world)
@@ -297,6 +298,7 @@ class SaverService:
         def push() -> None:
             try:
                 peers.push_replica(node_rank, handed, segment.view, PUSH_S)
+                self._replicated[name] = handed.stage.uuid
             except (SaveError, OSError) as error:
                 log.warning("%s has no copy on another node: %s", handed.stage.final, error)
             finally:
@@ -310,6 +312,10 @@ class SaverService:
             self._pushing.add(name)
         name_of_thread = f"replica of rank {handed.part.rank}"
         threading.Thread(target=push, name=name_of_thread, daemon=True).start()
+
+    def replicated(self, connection: SaverConnection) -> str:
+        """Return the uuid of the worker's newest save whose shard a neighbour has, or ""."""
+        return self._replicated.get(_name(connection), "")
 
     def _write_replicas(self) -> None:
         """Write out the shards of other nodes that are not on the disk: those nodes may be gone."""
@@ -383,7 +389,8 @@ class SaverConnection:
         except CheckpointError as error:
             answer = {"error": str(error), "kind": "save"}
         except TimeoutError as error:
-            answer = {"error": str(error), "kind": "timeout"}
+            replicated = self._service.replicated(self)
+            answer = {"error": str(error), "kind": "timeout", "replicated": replicated}
         except (OSError, ValueError, LookupError, TypeError) as error:
             answer = {"error": f"{type(error).__name__}: {error}", "kind": "request"}
         afterwards, self._afterwards = self._afterwards, None
@@ -443,7 +450,8 @@ class SaverConnection:
         return {"parts": parts}, [segment.fd for _, segment in found.values()]
 
     def _last(self, fields: dict[str, Any]) -> Answer:
-        return {**fields, "committed": committed_to_json(self._service.keeping.last(self.rank))}, []
+        last, replicated = self._service.keeping.last(self.rank), self._service.replicated(self)
+        return {**fields, "committed": committed_to_json(last), "replicated": replicated}, []
 
 
 _SERVED: Final[Mapping[str, Callable[[SaverConnection, Mapping[str, Any]], Answer]]] = {

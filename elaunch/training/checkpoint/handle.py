@@ -121,6 +121,15 @@ class SaveHandle:
         """
         return True
 
+    def replicated(self) -> bool:
+        """Return whether this rank's part is in the memory of another node, too.
+
+        Any rank may ask, alone; it does not block. The part is sent there
+        (``--checkpoint-replicas 1``) after ``save`` has returned: until it has come, or the save is
+        committed, the loss of this node costs the step.
+        """
+        return False
+
     def result(self, timeout: float | None = None) -> Committed | None:
         """Return what was committed, when it is; None if the save was skipped.
 
@@ -164,6 +173,11 @@ class SaveInFlight(SaveHandle):
                     raise
                 self._lost = error  # the agent sends it once; the next call of all ranks raises it
         return True
+
+    def replicated(self) -> bool:
+        """Return whether another node has this rank's part, as far as this one's agent knows."""
+        self.done()
+        return self._saver.replicated == self._stage.uuid
 
     def result(self, timeout: float | None = None) -> Committed | None:
         """Wait until it is committed, on all ranks."""

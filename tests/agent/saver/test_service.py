@@ -33,6 +33,7 @@ from elaunch.checkpoint.writing import inflight, queue
 from elaunch.config import resolve
 from elaunch.errors import SaveError, StoreUnreachable
 from elaunch.rendezvous.plan import Node, Plan, PlanCheckpoint
+from elaunch.training.checkpoint.handle import SaveInFlight
 from elaunch.training.checkpoint.saver.agent import AgentSaverClient
 from elaunch.wire import local
 from elaunch.wire.local import LocalChannel, Requests
@@ -299,6 +300,42 @@ def test_a_node_that_dies_loses_nothing_that_its_neighbour_has(
             agent.close()
 
 
+def test_a_handle_knows_when_another_node_has_the_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is sent there after the save has returned, beside the write to the disk."""
+    pushed, written = threading.Event(), threading.Event()
+    push, write = Agent.push_replica, PosixStorage.write_part
+
+    def late(self: Agent, *args: Any) -> None:
+        pushed.wait(LONG)
+        push(self, *args)
+
+    def slow(self: PosixStorage, *args: Any) -> bytes:
+        written.wait(LONG)
+        return write(self, *args)
+
+    monkeypatch.setattr(Agent, "push_replica", late)
+    monkeypatch.setattr(PosixStorage, "write_part", slow)
+    agents = pair(tmp_path, checkpoint_replicas=1)
+    try:
+        workers = [agents[0].worker(0), agents[1].worker(1)]
+        save(workers, 10)
+        parts: Any = None  # of a call of all ranks
+        handles = [SaveInFlight(parts, worker, Stage(10, 0, "u10")) for worker in workers]
+        assert not any(handle.replicated() or handle.done() for handle in handles)
+        pushed.set()
+        wait_until(lambda: all(handle.replicated() for handle in handles), LONG)
+        assert not any(handle.done() for handle in handles)
+        written.set()
+        wait_until(lambda: all(handle.done() for handle in handles), LONG)
+    finally:
+        pushed.set()
+        written.set()
+        for agent in agents:
+            agent.close()
+
+
 def test_what_the_other_node_has_written_needs_no_copy(tmp_path: Path) -> None:
     """The round ends, both live: nothing is written twice, nothing is left in the stages."""
     agents = pair(tmp_path, checkpoint_replicas=1)
@@ -538,7 +575,8 @@ def test_a_torn_answer_ends_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
             wait=lambda rank, timeout: None,
             last=lambda rank: None,
             abandon=lambda rank, stage: abandoned.append(rank),
-        )
+        ),
+        replicated=lambda connection: "",
     )
     ours, theirs = (LocalChannel(end) for end in socket.socketpair())
     served = SaverConnection(serving, Requests(theirs), rank=3, local_rank=0, round_=0)

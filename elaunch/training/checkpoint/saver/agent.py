@@ -60,7 +60,8 @@ class AgentSaverClient:
     raised once.
 
     ``last`` is the newest checkpoint that a save of this rank has become, as far as the agent has
-    reported; None on nodes other than rank 0's, whose agents do not commit.
+    reported; None on nodes other than rank 0's, whose agents do not commit. ``replicated`` is the
+    uuid of the newest save whose shard of this rank is in another node's memory, too.
     """
 
     def __init__(self, link: AgentLink, placement: Placement, place: str) -> None:
@@ -74,6 +75,7 @@ class AgentSaverClient:
         self._view: memoryview | None = None
         self._inode = 0
         self.last: Committed | None = None
+        self.replicated = ""
 
     def connect(self, round_number: int) -> None:
         """Have the agent serve this rank.
@@ -254,6 +256,7 @@ class AgentSaverClient:
                 answer, files = self._link.ask(op, seconds, **fields)
             except OSError as error:
                 raise SaveError(_gone(error)) from error
+        self.replicated = str(answer.get("replicated", self.replicated))
         if not answer.get("ok"):
             close_files(files)
             raise _refusal(answer)
