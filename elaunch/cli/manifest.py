@@ -95,7 +95,8 @@ class Manifest:
         if self.through_etcd:
             flags += ["--rdzv-backend=etcd", f"--rdzv-endpoint={asked.given['rdzv-endpoint'].text}"]
         elif self.most == 1:
-            return [*flags, "--standalone"]
+            # A pod's name, which Kubeflow gives by PET_MASTER_ADDR, need not resolve yet.
+            return [*flags, "--standalone", "--master-addr=127.0.0.1"]
         elif endpoint:
             flags += ["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}"]
         else:

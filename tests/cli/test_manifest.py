@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 
 from elaunch.cli import execute
 from elaunch.cli.manifest import TARGETS, label, read, to_yaml
+from tests.etcdserver import free_port
+from tests.launching import Launcher
 
 SCHEMAS = json.loads((Path(__file__).parent / "manifest_schemas.json").read_text())
 CLUSTERS = [target for target in TARGETS if target != "slurm"]
@@ -66,12 +68,13 @@ def args(target: str, words: list[str], **changes: Any) -> list[str]:
     return [word.replace("$$", "$") for word in given_["args"]]
 
 
-@pytest.mark.parametrize("size", ["1", "2", "2:4"])
-@pytest.mark.parametrize("target", CLUSTERS)
+SIZES = [(target, size) for target in CLUSTERS for size in ("1", "2", "2:4")]
+SIZES.remove(("kubeflow", "2:4"))  # a TrainJob has a fixed number of nodes
+
+
+@pytest.mark.parametrize(("target", "size"), SIZES)
 def test_documents_fit_the_published_schemas(target: str, size: str) -> None:
     """Names, types and values of all fields; rules between fields are the server's own."""
-    if target == "kubeflow" and size == "2:4":
-        pytest.skip("a TrainJob has a fixed number of nodes")
     words = [*TWO, f"--nnodes={size}", "train.py"]
     for document in (*made(target, words), *made(target, words, **FULL)):
         jsonschema.validate(document, SCHEMAS[document["kind"]])
@@ -111,7 +114,7 @@ def test_a_job_of_kubernetes() -> None:
 def test_where_the_nodes_meet() -> None:
     """One node does not; etcd is where it is; a TrainJob says it by PET_* variables."""
     etcd = ["--rdzv-backend=etcd", "--rdzv-endpoint=e1,e2"]
-    assert "--standalone" in args("kubernetes", ["train.py"])
+    assert {"--standalone", "--master-addr=127.0.0.1"} <= {*args("kubeflow", ["train.py"])}
     assert "--rdzv-endpoint=train-node-0-0.train:29400" in args(
         "jobset", ["--nnodes=2", "train.py"]
     )
@@ -200,3 +203,26 @@ def test_names_are_those_of_dns() -> None:
     }
     assert {name: label(name) for name in names} == names
     assert len(label("x" * 99)) == 40
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_the_words_of_a_trainjob_start_it(elaunch: Launcher, nodes: int) -> None:
+    """With the variables that Kubeflow sets; the name of one node's pod does not resolve yet."""
+    script = elaunch.directory / "train.py"
+    script.write_text('import os; print("up", os.environ["RANK"], os.environ["WORLD_SIZE"])')
+    words = args("kubeflow", [f"--nnodes={nodes}", "--preload=none", str(script)])
+    place = "127.0.0.1" if nodes > 1 else "train-node-0-0.train"
+    variables = {"PET_NNODES": str(nodes), "PET_NPROC_PER_NODE": "auto", "PET_MASTER_ADDR": place}
+    variables["PET_MASTER_PORT"] = str(free_port("127.0.0.1"))
+    agents = [
+        elaunch.start(
+            ["run", *words],
+            env=variables
+            | {"PET_NODE_RANK": str(rank), "XDG_STATE_HOME": str(elaunch.directory / str(rank))},
+        )
+        for rank in range(nodes)
+    ]
+    ended = [agent.wait() for agent in agents]
+    assert [done.returncode for done in ended] == [0] * nodes, ended
+    assert [done.stdout for done in ended] == [f"up {rank} {nodes}\n" for rank in range(nodes)]

@@ -84,6 +84,23 @@ def test_sigterm_is_forwarded(
     assert (tmp_path / "saved").read_text() == "saved"
 
 
+def test_docker_stop_lets_the_workers_save(
+    elaunch: Launcher, as_pid_1: list[str], tmp_path: Path
+) -> None:
+    """Those that ask should_preempt(): the container ends with 75, to be started again."""
+    asks = ACT.with_name("asks.py")
+    words = ["run", "--preload=none", "--nproc-per-node=2", asks, tmp_path, "left"]
+    running = elaunch.start_command([*as_pid_1, sys.executable, "-m", "elaunch", *words])
+    for rank in range(2):
+        running.wait_for_line(rf"^steps rank={rank} ", 60.0)
+    (agent,) = children(running.pid)
+    os.kill(agent, signal.SIGTERM)
+    done = running.wait()
+    assert done.returncode == 75
+    assert len({path.read_text() for path in tmp_path.glob("end.0.*")}) == 1
+    assert len(list(tmp_path.glob("end.0.*"))) == done.stdout.count("left rank=") == 2
+
+
 def test_all_options_may_come_from_the_environment(elaunch: Launcher, as_pid_1: list[str]) -> None:
     """ENTRYPOINT ["elaunch", "run"], with the script as the container's command."""
     variables = {"ELAUNCH_START_METHOD": "spawn", "PET_NPROC_PER_NODE": "3"}
