@@ -25,7 +25,7 @@ TRIALS = int(os.environ.get("ELAUNCH_CULPRIT_TRIALS", "18"))
 IMPATIENT = WAITING.with_name("impatient.py")
 HANGS = (
     *("before", "after", "stopped", "collective", "size", "type", "order", "gil", "loader"),
-    *("ends", "busy", "groups", "ddp", "fsdp"),
+    *("ends", "busy", "groups", "ddp", "fsdp", "receives"),
 )
 CRASHES = ("segfault", "oom", "raises")
 CLEAN = ("plain", "eval", "save", "uneven", "first", "loads", "ddp-clean", "fsdp-clean")
@@ -63,7 +63,8 @@ def test_the_culprit_is_named(elaunch: Launcher, capsys: pytest.CaptureFixture[s
             continue
         found = report(elaunch, f"t{number}")
         named = accused(found)
-        right += named == [who]
+        # A rank that receives waits as those do that wait for it: nobody can say who is right.
+        right += named == ([] if what == "receives" else [who])
         wrong += any(rank != who for rank in named)
         told = found["summary"], (found["meanwhile"] or {}).get("collectives")
         lines.append(f"{number} {what} rank {who}: {named} {told}")

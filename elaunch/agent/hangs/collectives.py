@@ -93,11 +93,12 @@ class RankPlace(Struct, frozen=True):
     """Where a rank is, by group; ``receives`` are sends and receives in which it waits.
 
     ``problem`` is why that is unknown, ``stopped`` that this is since the process is stopped;
-    ``ended``: it has ended.
+    ``ended``: it has ended. ``done`` grows with all that it begins and ends in its groups.
     """
 
     groups: Mapping[str, GroupPlace] = {}
     receives: tuple[Call, ...] = ()
+    done: int = 0
     problem: str = ""
     stopped: bool = False
     ended: bool = False
@@ -280,8 +281,14 @@ def _behind(waits: list[_Wait], places: Mapping[int, RankPlace], now: float) -> 
         for wait in sorted(waits, key=lambda one: one.ranks)
     ]
     since = _seconds(now - max(wait.call.at for wait in waits))
-    order = "collectives are entered in different orders" if len(waits) > 1 else "it waits as well"
-    return Culprit(_most_awaited(waits), f"{', '.join(parts)} since {since}: {order}")
+    own = dict.fromkeys(one.name for rank in waits[0].missing for one in places[rank].receives)
+    order = "collectives are entered in different orders"
+    if len(waits) == 1:
+        order = f"which waits in {text.one_line(', '.join(own)) or 'another one'}"
+    return Culprit(
+        _most_awaited(waits),
+        f"{', '.join(parts)} since {since}{': ' if len(waits) > 1 else ', '}{order}",
+    )
 
 
 def _most_awaited(waits: list[_Wait]) -> tuple[int, ...]:

@@ -161,7 +161,10 @@ def advance(history: RoundHistory, look: Look, longest_tick: float) -> RoundHist
         ranks=ranks,
         rhythms={**history.rhythms, look.source: rhythm},
     )
-    return made if made.begun else replace(made, waited=history.waited + passed)
+    if made.begun:
+        return made
+    moved = any(r in history.ranks and history.ranks[r].mark.value != marks[r].value for r in marks)
+    return replace(made, waited=0.0 if moved else history.waited + passed)
 
 
 def _watched(

@@ -36,8 +36,8 @@ from elaunch.wire.progress import Reading
 
 SILENT: Final = 3
 """Heartbeats that elaunch.init() makes by itself, and a few more."""
-SET_UP: Final = 20
-"""Collectives of a worker that may come before its first step, which is compiled, as DDP's do."""
+SET_UP: Final = 40
+"""Beginnings and ends of collectives that may come before the first step, which is compiled."""
 LONGEST: Final = 4096
 """Bytes of a line of output that are looked at."""
 
@@ -214,11 +214,10 @@ class RoundProgress:
     def _of_place(self, place: RankPlace | None, pid: int) -> Mark | None:
         if place is None or place.problem:
             return None
-        value: tuple[object, ...] = tuple(sorted(place.groups.items()))
-        if self._activity is not None and not place.waits:
-            value += (self._activity(pid),)
-        entered = sum(group.entered or 0 for group in place.groups.values())
-        return Mark(value, entered > SET_UP, waits=place.waits, early=entered <= SET_UP)
+        busy = 0 if self._activity is None or place.waits else self._activity(pid)
+        value = (place.done, tuple(sorted(place.groups.items())), busy)
+        early = place.done <= SET_UP
+        return Mark(value, not early, waits=place.waits, early=early)
 
     def _note(self, readings: Mapping[int, Reading]) -> None:
         for local_rank, reading in readings.items():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import selectors
 import socket
 import time
@@ -43,6 +44,9 @@ class Question(NamedTuple):
     handler: bytes
 
 
+_RECEIVE: Final = re.compile(r'File ".*/distributed_c10d\.py", line \d+ in (send|recv)\w*')
+
+
 class _Entry(msgspec.Struct):
     """One collective as torch writes it."""
 
@@ -61,6 +65,7 @@ class _Entry(msgspec.Struct):
 
 class _Trace(msgspec.Struct):
     entries: list[_Entry] = []
+    pg_status: dict[str, dict[str, str]] = {}
 
 
 _decode_trace: Final = msgspec.json.Decoder(_Trace).decode
@@ -94,6 +99,21 @@ class Recorders:
         It takes until the last has answered, or until ``until`` (monotonic seconds).
         """
         return self._ask(pids, until, (TRACE,))[0]
+
+    def with_receives(
+        self, places: Mapping[int, RankPlace], pids: Mapping[int, int], until: float
+    ) -> dict[int, RankPlace]:
+        """Return the places, with the sends and receives that gloo does not record.
+
+        A rank in no collective whose stack is there waits for another rank, too.
+        """
+        outside = [rank for rank, one in places.items() if not (one.is_held or one.problem)]
+        asked = {rank: pids[rank] for rank in outside if rank in pids}
+        found = dict(places)
+        for rank, dump in self._ask(asked, until, (STACKS,))[1].items():
+            if receive := _RECEIVE.fullmatch(dump.main[0]):
+                found[rank] = replace(places[rank], receives=(Call(0, receive[1], waits=True),))
+        return found
 
     def scene(
         self, pids: Mapping[int, int], until: float
@@ -224,7 +244,8 @@ def _read(rank: int, world_size: int, answer: bytes | OSError, path: Path) -> Ra
 
 def place(rank: int, world_size: int, trace: bytes, groups: str) -> RankPlace:
     """Return where a rank is by the record of torch and its process groups; raises ValueError."""
-    entries = _decode_trace(trace).entries
+    found = _decode_trace(trace)
+    entries = found.entries
     forgets = bool(entries) and entries[0].record_id > 0
     places: dict[str, GroupPlace] = {}
     is_jobs = False
@@ -243,7 +264,9 @@ def place(rank: int, world_size: int, trace: bytes, groups: str) -> RankPlace:
         calls = tuple(_call(one) for one in own if one.pg_id == own[-1].pg_id and not one.is_p2p)
         places[name] = replace(group, calls=calls)
     receives = tuple(_call(one) for one in entries if one.is_p2p and _waits(one))
-    return RankPlace(places, receives)
+    # These count sends and receives, too, which gloo does not record.
+    counts = [int(number) for status in found.pg_status.values() for number in status.values()]
+    return RankPlace(places, receives, done=sum(max(0, number) for number in counts))
 
 
 def _call(entry: _Entry) -> Call:

@@ -55,6 +55,8 @@ LATE_TICKS: Final = 3
 YIELD_TICKS: Final = 3
 ANSWER_S: Final = 1.0
 """Seconds for all workers to answer which collectives they have entered."""
+RECEIVE_S: Final = 0.3
+"""Seconds for those that are in no collective to answer whether they receive."""
 AGAIN_S: Final = 10.0
 """Seconds until the other nodes are asked again, if the workers here wait for one of them."""
 SCENE_S: Final = 0.05
@@ -173,7 +175,7 @@ class Watchdog:
             "of this node has shown any progress; %s (docs/hangs.md)",
             self._asked if self._asked == "auto" else f"{self._asked:g}",
             waited,
-            FIXES[source],
+            FIXES.get(source, FIXES["script"]),
         )
 
     def _ripe(self, found: HangVerdict | None) -> HangVerdict | None:
@@ -301,7 +303,8 @@ class HangWatch:
         if begun is None or begun.round != round_number:
             return {}
         pids = {rank: pid for rank, (_, pid) in self._progress.workers().items()}
-        return self._recorders.places(pids, time.monotonic() + ANSWER_S)
+        places = self._recorders.places(pids, time.monotonic() + ANSWER_S)
+        return self._recorders.with_receives(places, pids, time.monotonic() + RECEIVE_S)
 
     def _explain(self, found: HangVerdict) -> HangVerdict | None:
         """Name the rank that has not entered a collective in which others wait, if there is one.
@@ -326,6 +329,9 @@ class HangWatch:
             return found
         reason = f"{culprit.sentence} ({found.reason})"
         found = dataclasses.replace(found, reason=reason, culprit=culprit.sentence)
+        if not culprit.ranks and found.source == "collectives":
+            everyone = tuple(self._progress.workers())
+            return dataclasses.replace(found, ranks=everyone, reason=culprit.sentence, named=False)
         if not culprit.ranks:
             return found
         return dataclasses.replace(found, ranks=culprit.ranks, named=True)

@@ -152,7 +152,7 @@ TABLE: dict[str, tuple[Mapping[int, RankPlace], Culprit | None]] = {
         {0: WAITS, 1: RankPlace(BEFORE.groups, calls("recv", waits=True)), 2: WAITS, 3: WAITS},
         Culprit(
             (),
-            "ranks 0, 2, 3 wait in all_reduce #61 for rank 1 since 4.9 s: it waits as well",
+            "ranks 0, 2, 3 wait in all_reduce #61 for rank 1 since 4.9 s, which waits in recv",
         ),
     ),
     "different before, and gone on since": (

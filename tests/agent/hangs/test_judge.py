@@ -386,3 +386,43 @@ def test_what_each_rank_said_last() -> None:
     assert second.startswith("rank 1: step 42, silent for ")
     assert second.endswith(" s, last call allgather #1")
     assert last_words(begun(source="log lines").history) == ()
+
+
+# ── collectives ──────────────────────────────────────────────────────────────────────────────────
+
+
+def waiting(play: Play, *ranks: int, waits: bool = True) -> None:
+    """Let ranks wait in a collective, or leave it."""
+    for rank in ranks:
+        mark = play.marks[rank] or Mark(0)
+        play.marks[rank] = replace(mark, value=("in", rank, play.now), waits=waits)
+
+
+def test_a_rank_that_waits_is_not_judged_while_another_is_in_no_collective() -> None:
+    """That one is: any time while it gets something done, for the limit while it does not."""
+    play = begun(source="collectives")
+    waiting(play, 0, 2)
+    assert play.wait(5 * LIMIT, moving=(1,)) is None
+    found = play.wait(LIMIT + 5)
+    assert found is not None and (found.ranks, found.named) == ((1,), True)
+
+
+def test_where_all_ranks_wait_they_are_judged() -> None:
+    """Whom they wait for is found otherwise."""
+    play = begun(source="collectives")
+    waiting(play, 0, 1, 2)
+    found = play.wait(LIMIT + 5)
+    assert found is not None and not found.named
+
+
+def test_collectives_before_the_first_step_are_no_rhythm() -> None:
+    """The first step may be compiled; what goes on meanwhile is progress all the same."""
+    play = Play(source="collectives")
+    for rank in range(3):
+        play.marks[rank] = Mark(0, early=True)
+    for _ in range(12):
+        assert play.wait(LENIENT * LIMIT - 5) is None
+        play.marks[0] = Mark(play.now, early=True)
+        play.look(TICK)
+    found = play.wait(LENIENT * LIMIT + 5)
+    assert found is not None and "in the first" in found.reason

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import pytest
 
+from elaunch.agent.hangs.collectives import Call, GroupPlace, RankPlace
 from elaunch.agent.hangs.judge import Look
-from elaunch.agent.hangs.progress import LONGEST, SILENT, ProgressLines, RoundProgress
+from elaunch.agent.hangs.progress import LONGEST, SET_UP, SILENT, ProgressLines, RoundProgress
 from elaunch.agent.policy import events
 from elaunch.wire.progress import PageReader, ProgressPage, Reading
 
@@ -290,3 +291,40 @@ def test_the_record_names_the_source_before_the_first_look(pages: Pages) -> None
     lines = ProgressLines("x")
     found = progress(pages, lines, watched=False).record()
     assert found is not None and found["source"] == "log lines"
+
+
+# ── collectives ──────────────────────────────────────────────────────────────────────────────────
+
+
+def test_an_unchanged_script_is_seen_by_its_collectives(pages: Pages) -> None:
+    """Once it has a process group; a rank that does not answer is not seen."""
+    places: dict[int, RankPlace] = {}
+    asked: list[Mapping[int, int]] = []
+
+    def collectives(pids: Mapping[int, int]) -> Mapping[int, RankPlace]:
+        asked.append(pids)
+        return places
+
+    busy = {os.getpid(): 0}
+    made = RoundProgress(
+        pages.readings, pages.left, collectives=collectives, activity=busy.__getitem__
+    )
+    begin(made)
+    assert (seen(made).source, asked) == ("script", [{4: os.getpid(), 5: os.getpid()}])
+    inside = Call(61, "all_reduce", waits=True)
+    places |= {
+        4: RankPlace({"0": GroupPlace((4, 5), calls=(inside,))}, done=SET_UP + 1),
+        5: RankPlace({"0": GroupPlace((4, 5))}, done=SET_UP),
+    }
+    first = seen(made)
+    assert (first.source, first.expected) == ("collectives", True)
+    four, five = first.marks[4], first.marks[5]
+    assert four is not None and (four.waits, four.begun, four.early) == (True, True, False)
+    assert five is not None and (five.waits, five.begun, five.early) == (False, False, True)
+    busy[os.getpid()] += 1  # what a rank does that waits is no progress
+    second = seen(made)
+    assert second.marks[4] == four and second.marks[5] != five
+    places[5] = RankPlace(problem="no answer")
+    assert seen(made).marks[5] is None
+    pages.attach(0).step(1)
+    assert seen(made).source == "script"

@@ -66,6 +66,8 @@ def fault(step: int) -> None:
     elif WHAT == "loader":
         for _ in DataLoader(Samples(), batch_size=2, num_workers=1):
             pass
+    elif WHAT == "receives":
+        dist.recv(x, (WHO + 1) % SIZE)
     elif WHAT == "ends":
         os._exit(0)
     elif WHAT == "segfault":

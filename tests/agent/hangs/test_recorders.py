@@ -1,0 +1,118 @@
+"""What workers answer of their collectives: read by a deadline, whatever it is."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elaunch.agent.hangs import recorders
+from elaunch.agent.hangs.recorders import TRACE, Question, Recorders, ask, place
+from elaunch.agent.policy.turn import Round
+from elaunch.wire.local import listen
+from elaunch.wire.recorder import groups_path, socket_path
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n"
+GROUPS = '["0", 2, 1, []]\n["1", 1, null, [0]]\n'
+
+
+def entry(number: int, **others: Any) -> dict[str, Any]:
+    """Return a collective as torch writes it."""
+    return {
+        "record_id": number,
+        "pg_id": 0,
+        "process_group": ["0", "default_pg"],
+        "collective_seq_id": number,
+        "is_p2p": False,
+        "profiling_name": "gloo:all_reduce",
+        "input_sizes": [[2, 3], []],
+        "input_dtypes": ["Float"],
+        "time_created_ns": 4 * 10**9,
+        "retired": True,
+        "state": "scheduled",
+        **others,
+    }
+
+
+def answering(path: Path, answer: bytes) -> None:
+    """Have somebody at ``path`` say that to whoever connects, once."""
+    listener = listen(path, 8)
+
+    def serve() -> None:
+        with listener, listener.accept()[0] as connection:
+            connection.recv(4096)
+            for at in range(0, len(answer), 1 << 20):
+                try:
+                    connection.sendall(answer[at : at + (1 << 20)])
+                except OSError:
+                    return
+            connection.shutdown(socket.SHUT_WR)
+            connection.recv(1)
+
+    threading.Thread(target=serve, daemon=True).start()
+
+
+BROKEN = {
+    "hung up": (b"HTTP/1.1 200 OK\r\n", "it has hung up"),
+    "cut off": (HEAD % 10 + b"12345", "it has hung up"),
+    "no such record": (b"HTTP/1.1 404 Not Found\r\nContent-Length: 2\r\n\r\nno", "no such record"),
+    "no length": (b"HTTP/1.1 200 OK\r\nContent-Length: ten\r\n\r\n", "no such record"),
+    "too long": (HEAD % (1 << 30) + bytes(1 << 20), "too long"),
+    "no JSON": (HEAD % 5 + b"\xff\xfe123", "is not read"),
+    "something else": (HEAD % 14 + b'{"entries":[1]', "is not read"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_an_answer_that_is_none(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is known of that worker, and why."""
+    monkeypatch.setattr(recorders, "LONGEST", 1 << 18)
+    path = socket_path(tmp_path, 0, 0)
+    answering(path, BROKEN[name][0])
+    groups_path(path).write_text(GROUPS)
+    asked = Recorders(tmp_path)
+    asked.begin(Round(0, 1))
+    found = asked.places({0: 1}, time.monotonic() + 5)[0]
+    assert BROKEN[name][1] in found.problem and not found.groups
+
+
+def test_who_says_nothing_costs_the_deadline_once(tmp_path: Path) -> None:
+    """All are asked at once; the others' answers count."""
+    answer = b'{"entries": []}'
+    paths = {Question(rank, TRACE): tmp_path / str(rank) for rank in range(4)}
+    silent = [listen(tmp_path / str(rank), 8) for rank in range(2)]
+    answering(tmp_path / "2", HEAD % len(answer) + answer)
+    began = time.monotonic()
+    found = {question.rank: said for question, said in ask(paths, began + 0.3).items()}
+    assert time.monotonic() - began < 3
+    assert [type(found[rank]) for rank in range(4)] == [
+        *(TimeoutError, TimeoutError, bytes, FileNotFoundError)
+    ]
+    for listener in silent:
+        listener.close()
+
+
+def test_where_a_rank_is() -> None:
+    """By its newest collectives, in the groups whose ranks are known."""
+    entries = [entry(5), entry(6, retired=False, input_sizes=[[8]])]
+    status = {"0": {"last_enqueued_collective": "7", "last_completed_collective": "-1"}}
+    trace = json.dumps({"entries": entries, "pg_status": status}).encode()
+    found = place(1, 2, trace, GROUPS)
+    assert found.groups["0"].members == (0, 1)
+    assert [(call.number, call.elements, call.waits) for call in found.groups["0"].calls] == [
+        *((5, 7, False), (6, 8, True))
+    ]
+    assert found.groups["0"].calls[0].at == 4.0
+    assert (found.waits, found.done) == (True, 7)
+    # The record begins at 5: of a group without an entry nothing is known.
+    assert (found.groups["1"].members, found.groups["1"].entered) == ((0,), None)
+    # A default group of other ranks than the job's: nobody is compared.
+    assert place(0, 2, b"{}", GROUPS).groups["0"].members == ()
+    # A group of that name was made again, and its collectives may be those of the first.
+    again = place(1, 2, json.dumps({"entries": [entry(5, time_created_ns=1)]}).encode(), GROUPS * 2)
+    assert again.groups["0"].entered is None
