@@ -18,11 +18,11 @@ import argparse
 import itertools
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import click
+from msgspec import Struct
 
 from elaunch.cli import completion
 from elaunch.config.flag import Flag, Given, convert
@@ -34,8 +34,7 @@ SPELLINGS = {spelling: flag for flag in LINE_FLAGS for spelling in flag.spelling
 HELP, HELP_ALL = "--help", "--help-all"
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(Struct, frozen=True):
     """A command line in parts.
 
     Attributes:
@@ -44,7 +43,7 @@ class Line:
         help: the flag that asks for help, without which this is empty; then there is nothing else.
     """
 
-    flags: Mapping[str, str] = field(default_factory=dict)
+    flags: Mapping[str, str] = {}
     command: tuple[str, ...] = ()
     help: str = ""
 

@@ -16,10 +16,11 @@ import re
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path, PurePath
 from typing import Literal
+
+from msgspec import Struct
 
 from elaunch.config import files, values
 from elaunch.config.files import near_file
@@ -30,8 +31,7 @@ Mode = Literal["script", "module", "command", "run-path"]
 _PYTHON = re.compile(r"python(\d+(\.\d+)?)?")
 
 
-@dataclass(frozen=True)
-class Command:
+class Command(Struct, frozen=True):
     """One command; ``interpreter`` is a path that the job file names, or None."""
 
     entrypoint: str

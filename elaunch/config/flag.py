@@ -13,8 +13,9 @@ allowed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from msgspec import Struct
 
 from elaunch.config import values
 from elaunch.env import AGENT_SOCKET, FACTS
@@ -23,8 +24,7 @@ from elaunch.errors import UsageError
 Source = Literal["command line", "variable", "file", "default"]
 
 
-@dataclass(frozen=True)
-class Kind:
+class Kind(Struct, frozen=True):
     """What the text of a flag is.
 
     Attributes:
@@ -52,8 +52,7 @@ def one_of(*names: str) -> Kind:
     return Kind(values.choice(names), shown, ", ".join(names), choices=names)
 
 
-@dataclass(frozen=True)
-class Flag:
+class Flag(Struct, frozen=True):
     """One row of the table.
 
     Attributes:
@@ -79,7 +78,7 @@ class Flag:
     keys: tuple[str, ...] = ()
     variables: tuple[str, ...] = ()
     torchrun: bool = True
-    idle: Mapping[str, str] = field(default_factory=dict)
+    idle: Mapping[str, str] = {}
 
     @property
     def dest(self) -> str:
@@ -105,7 +104,7 @@ class Flag:
         return (*(f"ELAUNCH_{name}" for name in names), f"PET_{names[0]}", *self.variables)
 
 
-class VariableFlag(Flag):
+class VariableFlag(Flag, frozen=True):
     """A row for a variable of torchrun's that no flag stands for."""
 
     @property
@@ -114,8 +113,7 @@ class VariableFlag(Flag):
         return self.variables
 
 
-@dataclass(frozen=True)
-class Given:
+class Given(Struct, frozen=True):
     """The text of one value; ``where`` is a variable's name or ``file:line``."""
 
     text: str
@@ -123,27 +121,24 @@ class Given:
     where: str = ""
 
 
-@dataclass(frozen=True)
-class Entrypoint:
+class Entrypoint(Struct, frozen=True):
     """The entry point of a job file; ``words`` is empty where it has none."""
 
     words: tuple[str, ...] = ()
     where: str = ""
 
 
-@dataclass(frozen=True)
-class JobFile:
+class JobFile(Struct, frozen=True):
     """A job file as it was read: texts with their lines, nothing converted yet."""
 
-    flags: Mapping[str, Given] = field(default_factory=dict)
+    flags: Mapping[str, Given] = {}
     entrypoint: Entrypoint = Entrypoint()
-    environment: Mapping[str, Given] = field(default_factory=dict)
+    environment: Mapping[str, Given] = {}
     notices: tuple[str, ...] = ()
     hparams: Given | None = None
 
 
-@dataclass(frozen=True)
-class Answers:
+class Answers(Struct, frozen=True):
     """Every flag's converted value and the source that decided it, by the flag's name."""
 
     flags: Mapping[str, Flag]

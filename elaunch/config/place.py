@@ -31,8 +31,9 @@ Nothing is connected to here. A host that does not resolve is no error: it may c
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Literal
+
+from msgspec import Struct
 
 from elaunch import hosts
 from elaunch.config import endpoints, values
@@ -51,8 +52,7 @@ HINT_VARIABLES = ("SLURM_PROCID", "JOB_COMPLETION_INDEX")
 _HOW_TO_BE_SEVERAL = "the only node is 0; for several nodes add --nnodes N"
 
 
-@dataclass(frozen=True)
-class MeetingPlace:
+class MeetingPlace(Struct, frozen=True):
     """Where the agents meet; ``node_hint`` is the rank of the node with the static backend."""
 
     backend: Backend
@@ -62,8 +62,7 @@ class MeetingPlace:
     notices: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Topology:
+class Topology(Struct, frozen=True):
     """Where the workers' store is; ``infos`` are notices that lose the user nothing."""
 
     backend: str

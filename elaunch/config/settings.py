@@ -10,9 +10,10 @@ import os
 import re
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
+
+from msgspec import Struct
 
 from elaunch.checkpoint.records import Checkpoint
 from elaunch.checkpoint.retention.rule import Keep
@@ -29,8 +30,7 @@ from elaunch.errors import UsageError
 __all__ = ["Settings", "StreamMap", "resolve"]
 
 
-@dataclass(frozen=True)
-class Settings:
+class Settings(Struct, frozen=True):
     """Everything that a job is asked to be; field by field in docs/torchrun.md."""
 
     entrypoint: str
@@ -184,7 +184,7 @@ def _job_file(line: Mapping[str, str], environ: Mapping[str, str], cwd: Path) ->
 
 def _plain(answers: Answers) -> dict[str, Any]:
     """Return the converted value of each flag of which ``Settings`` has a field."""
-    names = {field.name: field.name.replace("_", "-") for field in fields(Settings)}
+    names = {name: name.replace("_", "-") for name in Settings.__struct_fields__}
     return {name: answers[flag] for name, flag in names.items() if flag in answers.flags}
 
 

@@ -9,8 +9,9 @@ sentence that errors show. Only torchrun's flags decide whether an abbreviation 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
+
+from msgspec.structs import replace
 
 from elaunch.config import endpoints, rdzvconf, values
 from elaunch.config.flag import Flag, Kind, VariableFlag, one_of

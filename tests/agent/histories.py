@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from msgspec import structs
 
 from elaunch.agent.failure.ends import Failure
 from elaunch.agent.nodes.status import StatusPublisher
@@ -53,7 +56,7 @@ def left(rank: int, exitcode: int, at: float = 0.0, **known: Any) -> Failure:
 
 def changed(failure: Failure, **facts: Any) -> Failure:
     """Return a worker's end that differs in these facts of its exit."""
-    return replace(failure, exit=replace(failure.exit, **facts))
+    return structs.replace(failure, exit=dataclasses.replace(failure.exit, **facts))
 
 
 def gone(round: int = 0) -> events.TreeGone:
@@ -78,8 +81,7 @@ def chosen(step: int | None, problem: str = "", path: str = "") -> events.Search
     return events.SearchEnded(SearchResult(said, problem))
 
 
-@dataclass(frozen=True)
-class Job(Limits):
+class Job(Limits, frozen=True):
     """The limits of an agent that is the whole job, and what else was asked of its coordinator."""
 
     lifetime_budget: bool = False
@@ -126,7 +128,7 @@ class Played:
         """Return the turns that the event makes, with those of the plans that follow from it."""
         self._now = getattr(event, "at", self._now)
         if isinstance(event, events.Exit):
-            event = replace(event, rank=self.state.first_rank + event.local_rank)
+            event = dataclasses.replace(event, rank=self.state.first_rank + event.local_rank)
         if isinstance(event, events.DeadlinePassed) and self.due is not None:
             self._now = self.due
         if isinstance(event, events.SearchEnded):

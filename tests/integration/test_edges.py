@@ -156,9 +156,10 @@ def test_a_server_whose_imports_hang(elaunch: Launcher, tmp_path: Path, first: b
     if first:
         (tmp_path / "block").touch()
     code = (
-        "import dataclasses, sys; from elaunch.agent import loop; limits_of = loop.limits_of\n"
+        "import sys; from msgspec.structs import replace; from elaunch.agent import loop\n"
+        "limits_of = loop.limits_of\n"
         "def short(*words, **named):\n"
-        "    return dataclasses.replace(limits_of(*words, **named), start_timeout=5.0)\n"
+        "    return replace(limits_of(*words, **named), start_timeout=5.0)\n"
         "loop.limits_of = short; from elaunch.__main__ import main; sys.exit(main())"
     )
     words = ["run", "--max-restarts=3", "--preload=slow", "--run-id=hangs", script]

@@ -7,12 +7,12 @@ is special comes before what is general. Codes are stable: programs and people s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
 
+from msgspec import Struct
 
-@dataclass(frozen=True)
-class Cause:
+
+class Cause(Struct, frozen=True):
     """One known cause of a failure.
 
     Attributes:

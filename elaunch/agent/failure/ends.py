@@ -18,8 +18,10 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from elaunch.agent.failure import errorfile, explain, tracebacks
 from elaunch.agent.failure.errorfile import ErrorFile
@@ -38,8 +40,7 @@ SCHEMA = 1
 _NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
 
 
-@dataclass(frozen=True)
-class Hang:
+class Hang(Struct, frozen=True):
     """A hang as it is reported; ``at`` in seconds since 1970, the rest as in events.HangSeen."""
 
     ranks: tuple[int, ...]
@@ -48,7 +49,7 @@ class Hang:
     at: float
     last: tuple[str, ...] = ()
     groups: tuple[StackGroup, ...] = ()
-    problems: tuple[tuple[tuple[int, ...], str], ...] = field(default=())
+    problems: tuple[tuple[tuple[int, ...], str], ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON-able data (docs/failure-report.md)."""
@@ -63,8 +64,7 @@ class Hang:
         }
 
 
-@dataclass(frozen=True)
-class Circumstances:
+class Circumstances(Struct, frozen=True):
     """What is known of the round; times are in seconds, ``started_at`` since 1970.
 
     ``noticed_monotonic`` is when the agent's loop got the first exit, by its monotonic clock;
@@ -84,8 +84,10 @@ class Circumstances:
     scene: Scene | None = None
 
 
-@dataclass(frozen=True)
-class Failure:
+NOTHING_KNOWN = Circumstances()
+
+
+class Failure(Struct, frozen=True):
     """One worker's end with what it left behind.
 
     At first there is what goes away with the round; :func:`build` adds what its error file and its
@@ -147,8 +149,7 @@ class Failure:
         }
 
 
-@dataclass(frozen=True)
-class FailureReport:
+class FailureReport(Struct, frozen=True):
     """Everything that is known of one failed round on this node.
 
     ``first`` is the worker that failed first, or, with a ``hang``, the one that stands still.
@@ -238,7 +239,7 @@ def build(
     round: int,
     ends: Sequence[Failure],
     first: int,
-    circumstances: Circumstances = Circumstances(),
+    circumstances: Circumstances = NOTHING_KNOWN,
 ) -> FailureReport:
     """Read the error files of a failed round and make its report.
 

@@ -13,8 +13,10 @@ import re
 import signal
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from typing import Final
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from elaunch.agent.failure.causes import OOM_FIX, TEXTS, Cause
 from elaunch.agent.failure.tracebacks import HANDLING, HEADER
@@ -193,8 +195,7 @@ _TEXT_COUNTS: Final = frozenset({1, 2, -signal.SIGABRT, -signal.SIGBUS})
 _PLACEHOLDERS: Final = {"of": "", "module": "…", "ordinal": "", "it": "it", "timer": "…"}
 
 
-@dataclass(frozen=True)
-class Explanation:
+class Explanation(Struct, frozen=True):
     """A cause and its fix, with the code of the catalogue; empty if none is known."""
 
     code: str = ""

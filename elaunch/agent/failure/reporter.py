@@ -16,8 +16,9 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
+
+from msgspec.structs import replace
 
 from elaunch.agent.failure import ends, memory, report
 from elaunch.agent.hangs.stackdump import Scene

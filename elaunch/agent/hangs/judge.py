@@ -27,8 +27,10 @@ not less than LEAST. Until each worker has made LEARNED pauses it is no limit at
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Final, Literal
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from elaunch import text
 
@@ -45,8 +47,7 @@ _LEFT: Final = ("not left", "left")
 """What ranks have not done; what no rank has done."""
 
 
-@dataclass(frozen=True)
-class Mark:
+class Mark(Struct, frozen=True):
     """What a source shows of one worker; its progress is that ``value`` changes.
 
     ``begun`` says that there was progress before this one was seen. ``until`` is the deadline of
@@ -65,8 +66,7 @@ class Mark:
     early: bool = False
 
 
-@dataclass(frozen=True)
-class Look:
+class Look(Struct, frozen=True):
     """All living workers at one moment; ``marks`` by rank, None: nothing is seen of it.
 
     ``expected`` says that the source is known to show this script's progress: then a round in which
@@ -80,8 +80,7 @@ class Look:
     expected: bool = True
 
 
-@dataclass(frozen=True)
-class Watched:
+class Watched(Struct, frozen=True):
     """One worker as it was watched; seconds as observed."""
 
     mark: Mark
@@ -91,11 +90,10 @@ class Watched:
     allowed: float | None = None
 
 
-@dataclass(frozen=True)
-class Rhythm:
+class Rhythm(Struct, frozen=True):
     """The pauses of a run by one source: how many of each rank, and the longest, in seconds."""
 
-    pauses: Mapping[int, int] = field(default_factory=dict)
+    pauses: Mapping[int, int] = {}
     longest: float = 0.0
 
     def heard(self, rank: int, pause: float) -> Rhythm:
@@ -104,8 +102,7 @@ class Rhythm:
         return Rhythm(pauses, max(self.longest, pause))
 
 
-@dataclass(frozen=True)
-class RoundHistory:
+class RoundHistory(Struct, frozen=True):
     """What was observed of a round; ``rhythms`` of all rounds. ``waited``: without any progress.
 
     ``everyone`` are the living ranks, ``ranks`` those of which the source shows anything.
@@ -116,8 +113,8 @@ class RoundHistory:
     waited: float = 0.0
     expected: bool = True
     everyone: tuple[int, ...] = ()
-    ranks: Mapping[int, Watched] = field(default_factory=dict)
-    rhythms: Mapping[Source, Rhythm] = field(default_factory=dict)
+    ranks: Mapping[int, Watched] = {}
+    rhythms: Mapping[Source, Rhythm] = {}
 
     def next_round(self) -> RoundHistory:
         """Return what is kept when a new round begins."""
@@ -198,8 +195,7 @@ def limit(history: RoundHistory, asked: float | Literal["auto"]) -> float | None
     return max(LEAST, FACTOR * rhythm.longest)
 
 
-@dataclass(frozen=True)
-class HangVerdict:
+class HangVerdict(Struct, frozen=True):
     """A hang: ``ranks`` are behind; they are all ranks where none is ``named``.
 
     ``culprit`` is what their collectives show of that, with which the reason begins.

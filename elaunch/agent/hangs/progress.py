@@ -25,8 +25,9 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Final
+
+from msgspec import Struct
 
 from elaunch.agent.hangs.collectives import RankPlace
 from elaunch.agent.hangs.judge import Look, Mark, Source
@@ -42,8 +43,7 @@ LONGEST: Final = 4096
 """Bytes of a line of output that are looked at."""
 
 
-@dataclass(frozen=True)
-class LineMark:
+class LineMark(Struct, frozen=True):
     """The matching lines of one worker so far; ``at`` is when the newest came (monotonic)."""
 
     count: int

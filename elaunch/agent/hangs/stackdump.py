@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final
+
+from msgspec import Struct
 
 MOST_FRAMES: Final = 100
 MOST_THREADS: Final = 8
@@ -38,16 +39,14 @@ _SCRIPT_API: Final = "/elaunch/training/"
 _SERVER: Final = "/elaunch/server/"
 
 
-@dataclass(frozen=True)
-class Dump:
+class Dump(Struct, frozen=True):
     """The stacks of one process, most recent call first; ``threads`` are the other threads'."""
 
     main: Stack
     threads: tuple[Stack, ...] = ()
 
 
-@dataclass(frozen=True)
-class StackGroup:
+class StackGroup(Struct, frozen=True):
     """Ranks whose main threads are at the same place; other threads, with whose they are."""
 
     ranks: tuple[int, ...]
@@ -55,8 +54,7 @@ class StackGroup:
     threads: tuple[tuple[tuple[int, ...], Stack], ...] = ()
 
 
-@dataclass(frozen=True)
-class Scene:
+class Scene(Struct, frozen=True):
     """What the other workers of ``round`` did when the first had failed, before any was signalled.
 
     ``sentence`` is which collective they waited in, or "", and ``lasting`` that this is the cause

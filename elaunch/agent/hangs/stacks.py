@@ -21,11 +21,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from msgspec import structs
+from msgspec import Struct, structs
 
 from elaunch import env, proc
 from elaunch.agent.hangs import stackdump
@@ -44,8 +43,7 @@ QUIET_S: Final = 0.3
 _LOOK_S: Final = 0.02
 
 
-@dataclass(frozen=True)
-class Worker:
+class Worker(Struct, frozen=True):
     """One worker whose stacks are wanted; ``file`` is where it writes them."""
 
     rank: int

@@ -8,7 +8,6 @@ purely (elaunch.agent.hangs.judge).
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import threading
 import time
@@ -328,13 +327,13 @@ class HangWatch:
         if culprit is None:
             return found
         reason = f"{culprit.sentence} ({found.reason})"
-        found = dataclasses.replace(found, reason=reason, culprit=culprit.sentence)
+        found = structs.replace(found, reason=reason, culprit=culprit.sentence)
         if not culprit.ranks and found.source == "collectives":
             everyone = tuple(self._progress.workers())
-            return dataclasses.replace(found, ranks=everyone, reason=culprit.sentence, named=False)
+            return structs.replace(found, ranks=everyone, reason=culprit.sentence, named=False)
         if not culprit.ranks:
             return found
-        return dataclasses.replace(found, ranks=culprit.ranks, named=True)
+        return structs.replace(found, ranks=culprit.ranks, named=True)
 
     def _tell(self, hang: events.HangSeen) -> None:
         _, pid = self._progress.workers().get(min(hang.ranks, default=-1), (0, 0))

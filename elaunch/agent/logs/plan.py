@@ -17,8 +17,9 @@ from __future__ import annotations
 import os
 import string
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 STREAM_BITS = {"stdout": 1, "stderr": 2}
 
@@ -33,8 +34,7 @@ def nothing(local_rank: int) -> int:
     return 0
 
 
-@dataclass(frozen=True)
-class LogPlan:
+class LogPlan(Struct, frozen=True):
     """Where the workers' output goes; the same for every round of a job.
 
     Args:

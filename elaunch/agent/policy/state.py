@@ -24,9 +24,11 @@ from __future__ import annotations
 
 import enum
 import signal
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from elaunch.agent.policy import events
 from elaunch.agent.policy.actions import (
@@ -68,8 +70,7 @@ class Phase(enum.Enum):
     ENDED = "ENDED"
 
 
-@dataclass(frozen=True)
-class Limits:
+class Limits(Struct, frozen=True):
     """What the user asked for, as far as this agent's decisions depend on it; times in seconds.
 
     ``nproc`` is 0 until the devices are counted, where no number was given. ``meets`` says that
@@ -90,8 +91,7 @@ class Limits:
     start_timeout: float = START_S
 
 
-@dataclass(frozen=True)
-class State:
+class State(Struct, frozen=True):
     """All that decisions depend on.
 
     ``first`` is the worker whose failure ended the round, ``later`` those that failed by themselves

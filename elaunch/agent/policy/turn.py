@@ -8,8 +8,9 @@ group, the workers' links, the hang watch, the saver, the run's record and the e
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from functools import cached_property
+
+from msgspec import Struct
 
 from elaunch import env
 from elaunch.agent.policy import decide, events, nodes
@@ -19,8 +20,7 @@ from elaunch.checkpoint.records import Checkpoint, Stage
 from elaunch.rendezvous.plan import Plan
 
 
-@dataclass(frozen=True)
-class Round:
+class Round(Struct, frozen=True, dict=True):
     """A round on this node.
 
     Attributes:
@@ -77,8 +77,7 @@ class Round:
         return 0
 
 
-@dataclass(frozen=True)
-class Turn:
+class Turn(Struct, frozen=True):
     """One turn of the loop: an event, the decision about it, the states before and after that.
 
     ``before`` has the event written into it already, ``after`` is where the action leads; ``begun``

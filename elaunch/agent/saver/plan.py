@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 from elaunch.agent.policy import events
 from elaunch.agent.resume.directory import DirectoryFinisher
@@ -17,8 +18,7 @@ if TYPE_CHECKING:
     from elaunch.agent.peers.peers import Peers
 
 
-@dataclass(frozen=True)
-class SaverPlan:
+class SaverPlan(Struct, frozen=True):
     """What the saver works with.
 
     Attributes:

@@ -15,8 +15,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
+
+from msgspec.structs import replace
 
 from elaunch.agent.patience import telling
 from elaunch.agent.policy import events

@@ -12,10 +12,12 @@ import os
 import resource
 import string
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from signal import Signals
+
+from msgspec import Struct
 
 from elaunch import env
 from elaunch.agent.logs import files
@@ -41,8 +43,7 @@ FLUSH_TIMEOUT = 2.0
 """Seconds for the log pump to read what dead workers left in their pipes."""
 
 
-@dataclass(frozen=True)
-class GroupPlan:
+class GroupPlan(Struct, frozen=True):
     """What a worker group is made of; ``log_root`` holds ``attempt_<round>/<local_rank>/``.
 
     ``own_addr`` is where the other nodes reach this one; None in a job of one node. ``temp`` is the

@@ -17,8 +17,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Final
+
+from msgspec import Struct
 
 from elaunch.agent.policy import events
 from elaunch.agent.policy.turn import Round
@@ -36,8 +37,7 @@ log = logging.getLogger("elaunch")
 Serve = Callable[[Requests], None]
 
 
-@dataclass
-class _Link:
+class _Link(Struct):
     """One attached worker."""
 
     channel: LocalChannel

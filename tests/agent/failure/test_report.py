@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from elaunch.agent.failure.ends import Circumstances, Failure, FailureReport, Hang, build
 from elaunch.agent.failure.report import (

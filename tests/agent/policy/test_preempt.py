@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import signal
-from dataclasses import replace
 
 import pytest
 from msgspec import structs
+from msgspec.structs import replace
 
 from elaunch.agent.policy import events, nodes, preempt
 from elaunch.agent.policy.actions import (

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import signal
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from elaunch.agent.policy import events
 from elaunch.agent.policy.actions import (

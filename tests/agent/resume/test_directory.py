@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import json
 import os
@@ -12,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from elaunch.agent.resume import directory, latest
 from elaunch.agent.resume.directory import DirectoryFinisher
@@ -30,7 +30,7 @@ def settings(tmp_path: Path) -> Settings:
     script.write_text("")
     line = {"checkpoint-dir": str(tmp_path / "ck")}
     found = resolve(line, [str(script)], {"PATH": os.environ["PATH"]}, tmp_path)
-    return dataclasses.replace(found, run_id="digits", run_id_given=True)
+    return structs.replace(found, run_id="digits", run_id_given=True)
 
 
 @pytest.fixture

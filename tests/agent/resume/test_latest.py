@@ -6,10 +6,10 @@ import logging
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from elaunch.agent import patience
 from elaunch.agent.policy import events

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from elaunch.agent.policy import events
 from elaunch.agent.policy.state import Limits, Phase, State, refusal
@@ -85,7 +86,7 @@ class Rig:
         line = {"checkpoint-dir": str(self.place)}
         settings = resolve(line, [str(script)], {"PATH": os.environ["PATH"]}, tmp_path)
         changes = {"run_id": "digits", "run_id_given": True, **changes}
-        self.settings = dataclasses.replace(settings, **changes)
+        self.settings = structs.replace(settings, **changes)
         self.storage = open_storage(self.place)
         self.storage.prepare("digits", given=True)
         self.inbox: queue.SimpleQueue[events.Event] = queue.SimpleQueue()
@@ -101,7 +102,7 @@ class Rig:
         threading.Thread(target=self._loop, daemon=True).start()
 
     def begin(self, number: int) -> None:
-        self.state = dataclasses.replace(self.state, round=number)
+        self.state = structs.replace(self.state, round=number)
         round_ = Round(number, 2)
         self.links.begin(round_)
         self.saver.begin(round_)

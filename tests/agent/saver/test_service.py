@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import shutil
@@ -63,7 +62,7 @@ class Agent:
         line = {"checkpoint-dir": str(self.place), "nnodes": "2", "rdzv-id": "digits"}
         line |= {"rdzv-backend": "c10d", "rdzv-endpoint": "localhost:29400"}
         settings = resolve(line, [str(script)], {"PATH": os.environ["PATH"]}, self.home)
-        settings = dataclasses.replace(settings, **changes)
+        settings = structs.replace(settings, **changes)
         self.finishing = DirectoryFinisher(settings)
         self.saver = AgentSaver(SaverPlan(settings, self.seen.append, self.finishing))
         self.saver.meet(self.read_plan, self)  # type: ignore[arg-type]  # its peers, too

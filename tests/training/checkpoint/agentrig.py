@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import queue
 import threading
 from pathlib import Path
+
+from msgspec import structs
 
 from elaunch.agent.policy import events
 from elaunch.agent.policy.turn import Round
@@ -31,7 +32,7 @@ class SavingAgent:
         script.write_text("")
         line = {"checkpoint-dir": str(place)}
         settings = resolve(line, [str(script)], {"PATH": os.environ["PATH"]}, directory)
-        settings = dataclasses.replace(settings, run_id=RUN_ID, run_id_given=True)
+        settings = structs.replace(settings, run_id=RUN_ID, run_id_given=True)
         self.storage = open_storage(place)
         self.storage.prepare(RUN_ID, given=True)
         self._inbox: queue.SimpleQueue[events.Event | None] = queue.SimpleQueue()
