@@ -259,11 +259,12 @@ def _too_few(view: View, now: float, rules: Rules, few: Few) -> Decision:
     if now >= until:
         problem = few.text(f" after {rules.join_timeout:g} s", now)
         return publish(over(view.plan, JoinTimeoutError.exit_code, problem))
+    tell = view.posted + max(rules.settle, 1.0)
+    if waiting and tell > now:  # to name them all for each that comes takes long where many do
+        return Wait(min(until, tell, few.again or until)), view.plan.reason
     reason = few.text("", None)
-    tell = now if not waiting else view.posted + max(rules.settle, 1.0)
-    if tell > now or reason == view.plan.reason:
-        times = [until, few.again, tell if reason != view.plan.reason else None]
-        return Wait(min(time for time in times if time is not None)), reason
+    if reason == view.plan.reason:
+        return Wait(min(until, few.again or until)), reason
     return _pause(view, reason, until)
 
 

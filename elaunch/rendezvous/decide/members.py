@@ -88,12 +88,12 @@ def enough(view: View, now: float, rules: Rules) -> Enough | Few | NeverARound:
     there, late = _candidates(view, now, rules)
     if len(there) < rules.min_nodes:
         there.update(late)
+    if len(there) < rules.min_nodes and not rules.static:
+        return _few(view, rules, there.values())
     candidates = waiting(view.plan.spares, there)
     previous = [node.name for node in view.plan.nodes]
     if rules.static:
         return _static(view, now, rules, static_order(previous, candidates))
-    if len(there) < rules.min_nodes:
-        return _few(view, rules, there.values())
     ranked = order(previous, candidates)
     names, rest = ranked[: rules.max_nodes], ranked[rules.max_nodes :]
     return Enough(names, rest, _settled(view, now, rules, len(names)))
