@@ -11,7 +11,7 @@ key            written by                                 what
                                                           entry's value
 ``c/<name>``   the agent ``name``: ``add`` 1              its heartbeats; far below zero: gone
 ``s/<name>``   the host                                   "+" and the entry's value, for readers
-``ages``       the host, once a second and when an agent  JSON: name → seconds since its last
+``ages``       the host, every two seconds and when an    JSON: name → seconds since its last
                comes or goes                              heartbeat
 ``head``       the host                                   the newest version of the plan
 ``b/<v>``      the host; the last 64 are kept             version ``v`` of the plan
@@ -65,7 +65,7 @@ READINGS = 5
 """Readings of the counters in the shortest ``ttl``, and so how late an agent is missed at most."""
 PERIOD = (0.02, 1.0)
 """The shortest and the longest time between two of them, in seconds."""
-AGES_EVERY = 1.0
+AGES_EVERY = 2.0
 AGES_AT_MOST_EVERY = 0.05
 POPS = 512
 PUTS = 256
