@@ -153,7 +153,7 @@ class Crowd:
                 self._count(number, news.plan.phase, now)
         elif not isinstance(news, Rejoined | StoreBack):
             with self._lock:
-                self._trouble[f"{type(news).__name__}: {vars(news)}"[:200]] += 1
+                self._trouble[f"{news}"[:200]] += 1
 
     def _is_news(self, number: int, plan: Plan, name: str) -> bool:
         """Look our rank up, as an agent does, and whether this phase is new to us."""

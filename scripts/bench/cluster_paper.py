@@ -115,8 +115,8 @@ def _tcp(agents: int, word: bytes, plan: bytes) -> tuple[Cost, Cost]:
     told = len(wire.push(root + "in", put)) + beat
     told += len(wire.pop(root + "in")) + 8 + 8 + len(put) + kept
     post = len(wire.wait(f"{root}b/{version}")) + 1 + 8 + len(plan)
-    keys = [root + "head", f"{root}b/{version}", f"{root}n/{version}"]
-    post += len(wire.multi_get(keys)) + 2 * (8 + len(version))
+    keys = [root + key for key in ("head", f"b/{version}", f"n/{version}", f"l/{version}")]
+    post += len(wire.multi_get(keys)) + 2 * (8 + len(version)) + 8
     puts = WORDS * -(-agents // host.PUTS)
     in_round = Cost(agents * (PLANS * 2 + WORDS * 3), agents * (PLANS * post + WORDS * told))
     in_round = Cost(in_round.requests + puts, in_round.size)
