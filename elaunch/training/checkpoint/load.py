@@ -133,8 +133,9 @@ class _Loading:
         Another node would fetch a whole shard with it.
         """
         names = [stored.FILE] if self._parts.rank == 0 else []
-        # Most of what a rank reads lies in the shard that it has saved itself.
-        self._fetch(names, None, [image.data_file(self._parts.rank)])
+        # With as many ranks as have saved, most of what one reads lies in the shard of its number.
+        as_saved = self._found.world_size == self._parts.distributed.size
+        self._fetch(names, None, [image.data_file(self._parts.rank)] if as_saved else [])
 
         def work() -> bytes:
             plan.check_group(self._parts.distributed, WHAT)

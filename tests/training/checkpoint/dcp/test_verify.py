@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -256,6 +258,31 @@ def test_memory_that_has_changed(tmp_path: Path) -> None:
     said = in_group(from_memory, 2, tmp_path, agent=True)
     assert said[0] == said[1] and not isinstance(said[0], Raised), said[0]
     assert said[0] == ((bits(plain(1).state_dict()), [1.0], 1), 1, 1)
+
+
+def one_tensor(ctx: Any) -> Any:
+    """Save what one rank writes for all."""
+    ctx.checkpoint.save({"x": torch.ones(4)}, 1)
+
+
+def asked_for(ctx: Any) -> Any:
+    """Load; return whose shards were asked for, and whose there are."""
+    asked, opening = set[int](), ctx.checkpoint._opening
+    saver: Any = SimpleNamespace(recall=lambda _step, _round, ranks, *_: asked.update(ranks) or {})
+    opening._parts = replace(opening.together(None), saver=saver)
+    found = ctx.checkpoint.load({"x": torch.zeros(4)})
+    there = [rank for rank in range(3) if Path(found.place, f"__{rank}_0.distcp").exists()]
+    return sorted(asked), there
+
+
+def test_another_number_of_ranks_asks_for_what_it_reads(tmp_path: Path) -> None:
+    """A shard is fetched as a whole: that of the rank's own number may be one that nobody needs."""
+    assert in_group(one_tensor, 3, tmp_path) == [None] * 3
+    said = in_group(asked_for, 2, tmp_path)
+    assert not isinstance(said[0], Raised), said[0]
+    first, second = said
+    assert second[0] == second[1] == first[1], (first, second)
+    assert first[0] == sorted({0, *first[1]})
 
 
 @pytest.mark.parametrize("mode", ["all", "broadcast", "sequential"])
