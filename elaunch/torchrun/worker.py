@@ -62,6 +62,8 @@ def deliver(
 
 def _loaded(path: Path) -> tuple[Callable[..., object], Sequence[object]]:
     """Return function and arguments, in a process that is prepared as a spawned one is."""
+    if not path.exists():
+        raise RuntimeError("the fork of the program that had the function was lost, killed perhaps")
     current: Any = process.current_process()
     # A process that the module ``__main__`` would start while it is imported here is refused.
     current._inheriting = True

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import socket
 import sys
 from pathlib import Path
 
@@ -39,6 +42,34 @@ print(elaunch.run(lambda: int(os.environ["RANK"]) + len(os.listdir()), nproc=2))
 """
 
 
+THREAD = """
+import elaunch, os, signal, threading, time
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the program itself
+def job():
+    try:
+        elaunch.run(waits)
+    except BaseException as error:
+        print(type(error).__name__, error.sigval.name)
+def waits():
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.write(1, b"in\\n")
+    time.sleep(60)
+thread = threading.Thread(target=job)
+thread.start()
+thread.join()
+"""
+LOST = """
+import elaunch, os, time
+def waits():
+    os.write(1, b"of %d\\n" % os.getppid())
+    time.sleep(60)
+try:
+    elaunch.run(waits, max_restarts=1)
+except Exception as error:
+    print(type(error).__name__, "the fork of the program" in str(error))
+"""
+
+
 def test_a_function_of_a_script(elaunch: Launcher) -> None:
     """By its name, in forks of a process that has torch; errors are torch's and elaunch's."""
     script = elaunch.directory / "script.py"
@@ -59,6 +90,56 @@ def test_a_function_without_a_file(elaunch: Launcher, tmp_path: Path) -> None:
     place.mkdir()
     done = elaunch.start_command([sys.executable, "-c", NO_FILE], cwd=place).wait()
     assert done.stdout == "{0: 0, 1: 1}\n", done.stderr
+
+
+NODE = """
+import os, sys, time, elaunch
+node, port = sys.argv[1:]
+
+def fails():
+    if os.environ["RANK"] == "2":
+        raise LookupError("on the other node")
+    time.sleep(60)
+
+where = dict(nnodes=2, node_rank=node, master_addr="127.0.0.1", master_port=port, preload="none")
+print(elaunch.run(lambda: os.environ["LOCAL_RANK"], nproc=2, start_method="fork", **where))
+try:
+    elaunch.run(fails, nproc=2, start_method="fork", **where)
+except Exception as error:
+    rank, failure = error.get_first_failure()
+    print(type(error).__name__, rank, failure.exitcode, "on the other node" in str(error))
+"""
+
+
+def test_two_programs_are_two_nodes(elaunch: Launcher) -> None:
+    """Each gets its own workers' results; a failure is raised in both, the same."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = str(sock.getsockname()[1])
+    script = elaunch.directory / "node.py"
+    script.write_text(NODE)
+    nodes = [elaunch.start_command([sys.executable, script, str(n), port]) for n in range(2)]
+    shown = [node.wait().stdout.splitlines() for node in nodes]
+    failed = "ChildFailedError 2 1 True"
+    assert shown == [["{0: '0', 1: '1'}", failed], ["{2: '0', 3: '1'}", failed]]
+
+
+def test_a_signal_in_a_thread_s_job_reaches_it_by_the_terminal(elaunch: Launcher) -> None:
+    """The agent is in the program's process group, since nothing could be forwarded to it."""
+    running = elaunch.start_command([sys.executable, "-c", THREAD])
+    running.wait_for_line("^in$")
+    os.killpg(running.pid, signal.SIGINT)
+    done = running.wait()
+    assert (done.stdout, done.returncode) == ("in\nSignalException SIGINT\n", 0), done.stderr
+
+
+def test_a_server_that_is_killed_is_named(elaunch: Launcher) -> None:
+    """A function that only a fork of the program has cannot be called without one."""
+    running = elaunch.start_command([sys.executable, "-c", LOST])
+    server = int(running.wait_for_line("^of ([0-9]+)$")[1])
+    os.kill(server, signal.SIGKILL)
+    done = running.wait()
+    assert "ChildFailedError True" in done.stdout, done.stderr
 
 
 def test_nothing_outlives_a_program_that_is_killed(elaunch: Launcher) -> None:

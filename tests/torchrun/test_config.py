@@ -1,0 +1,112 @@
+"""What a LaunchConfig is on the command line of ``elaunch run``."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elaunch.cli.run import parse
+
+pytestmark = pytest.mark.slow  # imports torch
+
+ALWAYS = {
+    "nnodes": "1:1",
+    "nproc-per-node": "2",
+    "role": "default_role",
+    "max-restarts": "3",
+    "signals-to-handle": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+    "shutdown-timeout": "30",
+    "event-log-handler": "null",
+}
+
+
+def flags(**config: Any) -> dict[str, str]:
+    """Return the flags of a configuration of one node, without those that all have."""
+    from elaunch.torchrun import LaunchConfig
+    from elaunch.torchrun.api import _flags
+
+    made = LaunchConfig(**{"min_nodes": 1, "max_nodes": 1, "nproc_per_node": 2, **config})
+    found = dict(parse([*_flags(made), "script.py"]).flags)
+    return {name: text for name, text in found.items() if ALWAYS.get(name) != text}
+
+
+CASES: list[tuple[dict[str, Any], dict[str, str]]] = [
+    ({}, {}),  # torch's default backend is etcd, which one node does not need
+    ({"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0"}, {}),
+    ({"rdzv_backend": "static", "rdzv_configs": {"rank": 0}}, {}),
+    (
+        {"rdzv_backend": "static", "rdzv_endpoint": "127.0.0.1:29500", "run_id": "none"},
+        {"rdzv-endpoint": "127.0.0.1:29500", "rdzv-id": "none"},
+    ),
+    (
+        {"max_nodes": 4, "rdzv_backend": "c10d", "rdzv_endpoint": "h:1", "run_id": "job"},
+        {"nnodes": "1:4", "rdzv-backend": "c10d", "rdzv-endpoint": "h:1", "rdzv-id": "job"},
+    ),
+    (
+        {"min_nodes": 2, "max_nodes": 2, "rdzv_endpoint": "h:1", "rdzv_timeout": 60}
+        | {"rdzv_backend": "static", "rdzv_configs": {"rank": 1}},
+        {"nnodes": "2:2", "rdzv-endpoint": "h:1", "rdzv-conf": "rank=1,timeout=60"},
+    ),
+    ({"duplicate_stdout_filters": ["a,b", "c"]}, {"duplicate-stdout-filters": "a,,b,c"}),
+    (
+        {"virtual_local_rank": True, "shutdown_timeout": 5, "local_addr": "h", "role": "r"},
+        {"virtual-local-rank": "yes", "shutdown-timeout": "5", "local-addr": "h", "role": "r"},
+    ),
+    (
+        {"monitor_interval": 2.0, "max_restarts": 0},
+        {"monitor-interval": "2.0", "max-restarts": "0"},
+    ),
+]
+
+
+@pytest.mark.parametrize(("config", "expected"), CASES, ids=range(len(CASES)))
+def test_a_configuration_is_flags(config: dict[str, Any], expected: dict[str, str]) -> None:
+    """What torch itself puts in and means nothing is left out."""
+    assert flags(**config) == expected
+
+
+def test_logs_are_where_they_are_asked_for(tmp_path: Path) -> None:
+    """A directory, streams of all ranks or of some, the ranks of the console; nothing in /tmp."""
+    from elaunch.torchrun import DefaultLogsSpecs, LaunchConfig, Std
+
+    assert LaunchConfig(1, 1, 2).logs_specs.root_log_dir == os.devnull
+    streams: dict[int, Any] = {0: Std.OUT, 1: Std.ALL}
+    specs = DefaultLogsSpecs(str(tmp_path), Std.ERR, streams, local_ranks_filter={1, 0})
+    assert flags(logs_specs=specs) == {
+        "log-dir": str(tmp_path),
+        "redirects": "2",
+        "tee": "0:1,1:3",
+        "local-ranks-filter": "0,1",
+    }
+
+
+def test_what_has_no_effect_is_named_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the log of elaunch."""
+    from elaunch.torchrun.api import _no_effect
+
+    _no_effect.cache_clear()
+    monkeypatch.setattr(logging.getLogger("elaunch"), "propagate", True)
+    flags(metrics_cfg={"a": "b"})
+    flags(metrics_cfg={"a": "b"})
+    (line,) = [each.getMessage() for each in caplog.records]
+    assert line.startswith("elaunch: metrics_cfg has no effect: ")
+
+
+def test_torchs_own_configuration_is_taken() -> None:
+    """A program may import the one from torch, and the other from elaunch."""
+    from torch.distributed.launcher.api import LaunchConfig
+
+    import elaunch.torchrun
+    from elaunch.torchrun.api import _flags
+
+    config = LaunchConfig(1, 1, 2, rdzv_backend="c10d", rdzv_endpoint="localhost:0")
+    assert isinstance(elaunch.torchrun.LaunchConfig(1, 1, 2), LaunchConfig)
+    named = parse([*_flags(config), "script.py"]).flags
+    assert named["log-dir"] == config.logs_specs.root_log_dir
+    os.rmdir(named["log-dir"])
