@@ -7,6 +7,8 @@ import signal
 
 import pytest
 
+from elaunch.monitor import card
+from elaunch.runs.directory import RunDir
 from tests.cluster import freeze, thaw
 from tests.integration.jobs import ACT
 from tests.integration.nodes import (
@@ -108,6 +110,15 @@ def test_the_same_failure_ends_the_job(cluster: Build) -> None:
     why = "rank 1 on node2 exited with code 7; the same failure in rounds 0, 1 without progress"
     for agent in (one, two):
         assert any(why in line for line in said(agent))
+    # Each node's directory says why: node 1 had the failure before, the last was elsewhere.
+    runs = [RunDir(job.machines[number].state / "elaunch" / "runs" / "job") for number in (1, 2)]
+    here, there = (card.read(run) for run in runs)
+    assert here.card is not None and (here.card.round, there.elsewhere) == (0, None)
+    assert here.elsewhere is not None and here.elsewhere["round"] == 1
+    shown = "\n".join(card.lines(here))
+    assert shown.index("another node:\nrank 1 (local_rank 0") < shown.index("rank 0 (local_rank 0")
+    follows = here.card.document and here.card.document["follows"]
+    assert follows == {"round": 1, "resumed_step": None, "checkpoint": None}
 
 
 @over("etcd", "c10d")
