@@ -66,7 +66,7 @@ class DirectoryFinisher:
         self._taking = threading.Lock()
         self._held: dict[str, Closeable] = {}
         self._origins: dict[str, Origin] = {}
-        self._tidied: set[str] = set()
+        self._tidied: dict[str, int] = {}
         self._doubted: set[str] | None = None
 
     def enter(self, job: str) -> None:
@@ -156,16 +156,22 @@ class DirectoryFinisher:
     def tidy(self, storage: Storage) -> None:
         """Bring to an end what rounds before this one left in a directory that has been locked.
 
-        For one that is not ``--checkpoint-dir``: no checkpoint was looked for there before this
-        round. Raises CheckpointError, OSError.
+        All but what this round resumes from: a save of which the search found shards in some
+        agent's memory, and which the round does not resume from, comes to nothing. Where nothing
+        was searched (it is not ``--checkpoint-dir``), complete stages of the last round are
+        committed. Once a round; raises CheckpointError, OSError.
         """
         settings = self._settings
-        self._tidy(storage, settings.run_id if settings.run_id_given else None, self.round - 1)
+        if self._tidied.get(str(storage.place)) == self.round:
+            return
+        self.held = frozenset()
+        last = self.round if settings.checkpoint_dir is not None else self.round - 1
+        self._tidy(storage, settings.run_id if settings.run_id_given else None, last)
 
     def _tidy(self, storage: Storage, run_id: str | None, after: int) -> None:
         place = str(storage.place)
         alone = self._settings.rendezvous is None and place in self._tidied
-        self._tidied.add(place)
+        self._tidied[place] = self.round
         held = {*self.held, self.resumed}
         for done in storage.finish_stages(run_id, self.unfinished(), after, alone, held):
             log.warning("%s was complete and is committed now: its writer had died", done.name)

@@ -195,8 +195,7 @@ class SaverService:
         alone = self._plan.settings.checkpoint_local and connection.local_rank == 0
         if connection.rank == 0 or alone:
             self._plan.finishing.lock(self._storage)
-            if self._plan.settings.checkpoint_dir is None:
-                self._plan.finishing.tidy(self._storage)
+            self._plan.finishing.tidy(self._storage)
 
     def left(self, connection: SaverConnection) -> None:
         """Note that a worker's connection has ended."""

@@ -93,9 +93,9 @@ class Agent:
         saver.connect(number)
         return saver
 
-    def settle(self) -> events.SavesSettled:
+    def settle(self, holds: bool = False) -> events.SavesSettled:
         before = len(self._settled())
-        self.saver.settle(LONG)
+        self.saver.settle(LONG, holds=holds)
         wait_until(lambda: len(self._settled()) > before, LONG)
         return self._settled()[-1]
 
@@ -331,6 +331,32 @@ def test_a_handle_knows_when_another_node_has_the_part(
     finally:
         pushed.set()
         written.set()
+        for agent in agents:
+            agent.close()
+
+
+def test_a_save_that_no_round_resumes_from_is_removed(tmp_path: Path) -> None:
+    """One node has left before its part was handed over; the other one still has its own."""
+    agents = pair(tmp_path)
+    try:
+        workers = [agents[0].worker(0), agents[1].worker(1)]
+        save(workers, 10)
+        assert workers[0].wait(LONG) is not None
+        assert all(worker.begin(True, LONG) for worker in workers)
+        workers[0].memory(8)[:8] = b"00200000"
+        workers[0].staged(handed(20, 0, loads=True))
+        stages = Path(agents[0].place) / ".stage"
+        wait_until(lambda: len(os.listdir(stages)) == 1, LONG)
+        agents[1].gone = True
+        end(*workers)
+        assert [one.step for one in agents[0].settle(holds=True).held] == [20]
+        agents[0].finishing.held = frozenset(os.listdir(stages))  # as the coordinator's search does
+        agents[0].finishing.finish(agents[0].place, "digits")
+        assert os.listdir(stages) != []  # a round may resume from it
+        agents[0].begin(structs.replace(FIRST, round=1, nodes=NODES[:1]))
+        agents[0].worker(0, 1)
+        wait_until(lambda: os.listdir(stages) == [], LONG)
+    finally:
         for agent in agents:
             agent.close()
 
