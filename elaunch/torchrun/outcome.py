@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from elaunch import errors
-from elaunch.endings import PREEMPTED
+from elaunch.endings import PREEMPTED, how_it_ended
 from elaunch.torchrun.agentprocess import Ended
 
 
@@ -39,6 +39,8 @@ def check(ended: Ended, name: str) -> None:
         _raise_signal(signum)
     if code == 0:
         return
+    if code < 0:
+        raise errors.ElaunchError(f"the agent {how_it_ended(code)}; the job has ended with it")
     if state == "PREEMPTED":
         sys.exit(PREEMPTED)
     if record is not None and record["reason"] != ended.error:

@@ -61,12 +61,15 @@ thread.join()
 LOST = """
 import elaunch, os, time
 def waits():
-    os.write(1, b"of %d\\n" % os.getppid())
+    server = os.getppid()
+    with open(f"/proc/{server}/stat") as stat:
+        agent = int(stat.read().rpartition(")")[2].split()[1])
+    os.write(1, b"of %d %d\\n" % (server, agent))
     time.sleep(60)
 try:
     elaunch.run(waits, max_restarts=1)
-except Exception as error:
-    print(type(error).__name__, "the fork of the program" in str(error))
+except BaseException as error:
+    print(type(error).__name__, "the fork of the program" in str(error), str(error)[:33])
 """
 
 
@@ -82,6 +85,17 @@ def test_a_function_of_a_script(elaunch: Launcher) -> None:
         "ChildFailedError True",
         "UsageError --nnodes",
     ], done.stderr
+
+
+@pytest.mark.trial
+def test_the_example_of_the_page(elaunch: Launcher) -> None:
+    """Its first block prints what its comment says."""
+    page = Path(__file__).parent.parent.parent / "docs" / "from-python.md"
+    block = page.read_text().split("```python\n")[1].split("```")[0]
+    script = elaunch.directory / "example.py"
+    script.write_text(block)
+    done = elaunch.start_command([sys.executable, script]).wait()
+    assert done.stdout == block.strip().rpartition("# ")[2] + "\n", done.stderr
 
 
 def test_a_function_without_a_file(elaunch: Launcher, tmp_path: Path) -> None:
@@ -136,10 +150,23 @@ def test_a_signal_in_a_thread_s_job_reaches_it_by_the_terminal(elaunch: Launcher
 def test_a_server_that_is_killed_is_named(elaunch: Launcher) -> None:
     """A function that only a fork of the program has cannot be called without one."""
     running = elaunch.start_command([sys.executable, "-c", LOST])
-    server = int(running.wait_for_line("^of ([0-9]+)$")[1])
+    server = int(running.wait_for_line("^of ([0-9]+) ")[1])
     os.kill(server, signal.SIGKILL)
     done = running.wait()
     assert "ChildFailedError True" in done.stdout, done.stderr
+
+
+def test_an_agent_that_is_killed_and_an_interrupt_are_raised(elaunch: Launcher) -> None:
+    """Neither leaves a process; Ctrl-C is KeyboardInterrupt."""
+    killed, interrupted = (elaunch.start_command([sys.executable, "-c", LOST]) for _ in range(2))
+    os.kill(int(killed.wait_for_line("^of [0-9]+ ([0-9]+)$")[1]), signal.SIGKILL)
+    interrupted.wait_for_line("^of ")
+    interrupted.send_signal(signal.SIGINT)
+    last = [each.wait().stdout.splitlines()[-1] for each in (killed, interrupted)]
+    assert last == [
+        "ElaunchError False the agent was killed by SIGKILL; ",
+        "KeyboardInterrupt False ",
+    ]
 
 
 def test_nothing_outlives_a_program_that_is_killed(elaunch: Launcher) -> None:
