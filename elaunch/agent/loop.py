@@ -31,7 +31,7 @@ from elaunch.agent.policy.actions import (
     StopWorkers,
     TakeStacks,
 )
-from elaunch.agent.policy.state import Limits, Phase, State, refusal
+from elaunch.agent.policy.state import Limits, Phase, State, late_save, refusal
 from elaunch.agent.policy.turn import Round, Turn
 from elaunch.agent.saver.saver import AgentSaver
 from elaunch.agent.workers.group import WorkerGroup
@@ -40,7 +40,6 @@ from elaunch.agent.workers.server import KILL_DEADLINE
 from elaunch.config import Settings
 from elaunch.rendezvous.standalone import Standalone
 from elaunch.server import devices
-from elaunch.text import duration
 
 SETTLE_LEAST = 5.0
 """Seconds for what is in memory to be written out, however little of a grace is left."""
@@ -184,7 +183,8 @@ class Agent:
             self._links.notify(action.notice, action.grace)
             if action.grace is not None:
                 self._grace_until = self._deadline = time.monotonic() + action.grace
-                self._warn_of_slow_save(action.grace)
+                if late := late_save(self._saver.record(), action.grace):
+                    log.warning("%s", late)
         elif isinstance(action, TakeStacks):
             self._deadline = time.monotonic() + self._hangs.take_stacks(state.round)
         elif isinstance(action, Forward):
@@ -200,16 +200,6 @@ class Agent:
         elif isinstance(action, KillServer):
             self._group.server.kill()
             self._deadline = time.monotonic() + KILL_DEADLINE
-
-    def _warn_of_slow_save(self, grace: float) -> None:
-        saves = self._saver.record()
-        if saves is not None and saves["seconds"] > grace:
-            log.warning(
-                "the last save took %s until it was committed, and the workers have %s: the next "
-                "one may come to nothing",
-                duration(saves["seconds"]),
-                duration(grace),
-            )
 
     def _start_round(self, state: State, begun: Round) -> None:
         # A server that was lost is replaced, and may hang in its imports as the first one may.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -16,10 +18,10 @@ pytestmark = pytest.mark.slow
 ASKS = Path(__file__).with_name("jobs") / "asks.py"
 
 
-def start(job: Job, number: int, nodes: str, *words: str) -> Running:
+def start(job: Job, number: int, nodes: str, *words: str, more: Sequence[str] = ()) -> Running:
     """Start an agent with two workers that ask should_preempt()."""
     save = [f"--checkpoint-dir={job.share}", "--checkpoint-glob=step_*.json"]
-    flags = [f"--nnodes={nodes}", "--nproc-per-node=2", "--max-restarts=0", *save]
+    flags = [f"--nnodes={nodes}", "--nproc-per-node=2", "--max-restarts=0", *save, *more]
     info = {"LOGLEVEL": "INFO"}
     method = FORK if "gloo" in words else SPAWN
     return job.start(number, flags, [str(job.share), *words], script=ASKS, env=info, method=method)
@@ -54,6 +56,27 @@ def test_one_node_leaves(cluster: Build, backend: str) -> None:
     one.send_signal(signal.SIGUSR1)
     assert one.wait(DEADLINE).returncode == 75
     assert said(one)[-1] == "round 1: preempted: SIGUSR1 received; to be continued"
+
+
+@pytest.mark.trial
+def test_the_machine_of_one_node_is_taken(cluster: Build) -> None:
+    """--notice-command on one of them: its ranks and the others know how long there is."""
+    job = Job(cluster, "c10d", 2)
+    taken = job.share / "taken"
+    command = f"until [ -e {taken} ]; do sleep 0.1; done; echo preempt +90s spot"
+    one = start(job, 1, "1:2", "gloo", "left")
+    two = start(job, 2, "1:2", "gloo", "left", more=[f"--notice-command={command}"])
+    for rank, agent in enumerate((one, one, two, two)):
+        wait_for_steps(agent, rank, 0)
+    taken.touch()
+    assert two.wait(DEADLINE).returncode == 75
+    (step,) = set(ends(job, 0).values())
+    assert sorted(ends(job, 0)) == [0, 1, 2, 3]
+    assert wait_for_steps(one, 0, 1) == step
+    for agent in (one, two):
+        left = re.findall(r"^left rank=\d (.*)$", agent.output(), re.M)
+        assert len(left) == 2 and all(60.0 < float(seconds) <= 85.0 for seconds in left)
+    wait_until_said(two, "spot: the workers are asked to save and to end")
 
 
 @pytest.mark.parametrize("backend", ["c10d"])

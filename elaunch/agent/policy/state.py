@@ -49,7 +49,8 @@ from elaunch.checkpoint.records import Checkpoint
 from elaunch.endings import exit_code, how_it_ended
 from elaunch.errors import HangError, ServerError
 from elaunch.rendezvous.plan import HeldShards, Plan
-from elaunch.text import count
+from elaunch.runs.record import SavesRecord
+from elaunch.text import count, duration
 from elaunch.wire.worker import Notice
 
 LOST = "all workers ended with 0, but their last checkpoint was in memory only, and is lost"
@@ -373,6 +374,14 @@ def failure_code(state: State) -> int:
 def server_ended(exitcode: int) -> str:
     """Return how the server ended."""
     return f"the server that starts the workers {how_it_ended(exitcode)}"
+
+
+def late_save(saves: SavesRecord | None, grace: float) -> str:
+    """Return what to log if the last save took longer than ``grace``, which the next one has."""
+    if saves is None or saves["seconds"] <= grace:
+        return ""
+    took, left = duration(saves["seconds"]), duration(grace)
+    return f"the last save took {took} until its commit, and there are {left} for the next one"
 
 
 def workers(number: int) -> str:

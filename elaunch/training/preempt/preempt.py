@@ -102,8 +102,8 @@ class PreemptContext:
 
         They are what the platform leaves where that is known (the end of Slurm's job, a notice with
         a time), and else those of ``--shutdown-timeout``. The agent ends the ranks after that: what
-        takes longer to save is lost. Any rank may ask, alone; it blocks on nothing. Each node
-        counts by its own clock.
+        takes longer to save is lost. Any rank may ask, alone; it blocks on nothing. Each rank
+        counts by its own clock: what all ranks are to do alike, one of them decides.
         """
         until = self._ended_at
         return None if until is None else max(0.0, until - time.monotonic())
@@ -281,6 +281,9 @@ class PreemptContext:
         self._take(notice, agent_knows=False, published=True)
 
     def _notify_agent(self, notice: Notice) -> None:
+        if notice.grace is not None and self._ended_at is None:
+            # A node that leaves is none that this node's agent limits its own workers for.
+            self._ended_at = time.monotonic() + notice.grace
         if self._link is not None:
             self._link.heard(notice)
 

@@ -22,8 +22,9 @@ from elaunch.agent.policy.actions import (
     StopWorkers,
 )
 from elaunch.agent.policy.decide import LAST_SAVE_S
-from elaunch.agent.policy.state import Limits
+from elaunch.agent.policy.state import Limits, late_save
 from elaunch.rendezvous.plan import Node, Plan
+from elaunch.runs.record import SavesRecord
 from elaunch.wire.worker import Notice
 from tests.agent.histories import (
     DEADLINE,
@@ -494,6 +495,20 @@ def test_the_decision_table(name: str) -> None:
     """The last event of each history, the action, and the words for it."""
     limits, history, action, reason = TABLE[name]
     assert last(limits, *history) == Decided(action, reason)
+
+
+def test_a_save_that_may_be_late_is_named() -> None:
+    """By how long the last one took until its commit; nothing is known before the first."""
+    saves: SavesRecord = {
+        "step": 7,
+        "committed_at": 1.0,
+        "seconds": 90.0,
+        "saving": None,
+        "problem": "",
+    }
+    text = "the last save took 1m 30s until its commit, and there are 30 s for the next one"
+    assert late_save(saves, 30.0) == text
+    assert late_save(saves, 90.0) == late_save(None, 30.0) == ""
 
 
 def test_every_arm_has_a_row() -> None:
