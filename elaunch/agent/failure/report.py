@@ -154,6 +154,7 @@ def _hang(report: FailureReport, hang: Hang, when: str) -> Iterator[str]:
     only = hang.ranks == (end.rank,)
     who = f"local_rank {end.local_rank}, pid {end.pid}, " if only else ""
     yield f"({who}on host {report.host}, {when}; known by {source_text(hang.source)})"
+    yield f"(elaunch explain {report.code})"
     yield from hang_lines(hang)
     logs = [path for path in (first.stderr_path, first.stdout_path) if path and only]
     if logs:

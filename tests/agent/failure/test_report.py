@@ -195,6 +195,7 @@ def test_a_hang() -> None:
     assert out == [
         "rank 1 has made no progress for 60 s (step 41; the others are at step 42)",
         "(local_rank 1, pid 4001, on host node0, 75.2 s into round 0; known by the script)",
+        "(elaunch explain E-HANG)",
         "What each rank said last:",
         "  rank 0: step 42, silent for 60 s",
         "  rank 1: step 41, silent for 61 s",
