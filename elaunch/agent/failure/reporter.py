@@ -20,6 +20,7 @@ from functools import partial
 
 from msgspec.structs import replace
 
+from elaunch import text
 from elaunch.agent.failure import ends, memory, report
 from elaunch.agent.hangs.stackdump import Scene
 from elaunch.agent.logs.pump import LogPump
@@ -73,6 +74,7 @@ class Reporter:
         self._made: ends.FailureReport | None = None
         self._shown = False
         self._noticed: float | None = None
+        self._ended: frozenset[int] = frozenset()
         self._oom_kills = memory.oom_kill_count()
         self._oom = False
         self._shm_free: int | None = None
@@ -82,6 +84,7 @@ class Reporter:
         """Take down what cannot be seen any more when the turn's action is done."""
         state, event = turn.before, turn.event
         if event in (state.first, state.hang):
+            self._ended = state.succeeded
             self._notice()
         elif isinstance(event, events.StacksTaken) and event == state.stacks and not state.hang:
             self._show_stacks(event)
@@ -187,7 +190,9 @@ class Reporter:
         made = bounded(partial(build, self._kept), None, "cannot read the workers' error files")
         made = made or build(tuple(replace(each, error_file=None) for each in self._kept))
         self._kept = ()
-        return made
+        if made.culprit or state.limits.meets or made.code != "E-PEER-LOST":
+            return made
+        return replace(made, culprit=_lost_peer(self._ended, state.first_rank))
 
     def _show_stacks(self, taken: events.StacksTaken) -> None:
         """Print and write what this node's workers did when another node reported a hang."""
@@ -236,6 +241,15 @@ def _culprit(state: State, scene: Scene | None) -> str:
     if state.hang is not None and state.hung:
         return state.hang.culprit
     return scene.sentence if scene is not None and scene.lasting else ""
+
+
+def _lost_peer(ended: frozenset[int], first_rank: int) -> str:
+    """Return which ranks had ended with 0 when the first lost its connection to another, or ""."""
+    if not ended:
+        return ""
+    ranks = [first_rank + local_rank for local_rank in ended]
+    have, them = ("has", "it") if len(ranks) == 1 else ("have", "them")
+    return f"{text.ranks(ranks)} {have} ended with 0, and the others have lost {them}"
 
 
 def _hang(state: State) -> ends.Hang | None:

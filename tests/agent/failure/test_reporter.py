@@ -83,6 +83,20 @@ def test_what_workers_left_is_kept_where_the_next_plan_is_there_already(tmp_path
     assert "the last words" in text
 
 
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_rank_that_ended_with_0_is_what_the_others_lost(tmp_path: Path, ended: bool) -> None:
+    """If it had ended before the first of them failed."""
+    rig = Rig(tmp_path)
+    lines = ("Traceback (most recent call last):", '  File "t.py", line 1, in <module>')
+    rig.tail[:] = [*lines, "RuntimeError: Connection closed by peer [127.0.0.1]:40312"]
+    early = (started(0), started(1), exited(1, 0), exited(0, 1))
+    late = (started(0), started(1), exited(0, 1), exited(1, 0))
+    rig.show(Limits(2), READY, *(early if ended else late), gone())
+    told = "rank 1 has ended with 0, and the others have lost it"
+    assert rig.noted[-1]["culprit"] == (told if ended else None)
+    assert rig.said[0].startswith(told) is ended
+
+
 @pytest.mark.parametrize("event", [events.DeadlinePassed(), started(0)])
 def test_a_round_that_runs_has_no_report(tmp_path: Path, event: events.Event) -> None:
     rig = Rig(tmp_path)
