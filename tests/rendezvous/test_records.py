@@ -226,6 +226,17 @@ def test_what_is_wrong_with_a_port_of_a_node_is_said(column: object, problem: st
     assert str(caught.value).startswith(f"the record of a1 is refused: {problem}")
 
 
+@pytest.mark.parametrize("mark", ["\n", "\x1b", "\x7f", "\u2028"])
+@pytest.mark.parametrize("escaped", [True, False])
+def test_a_node_of_several_lines_is_refused(mark: str, escaped: bool) -> None:
+    """However its writer puts them into JSON."""
+    nodes = encode_nodes((Node("a", "h@", "10.0.0.1", 8, "x", 29500),))
+    written = f"\\u{ord(mark):04x}" if escaped else mark
+    nodes = nodes.replace(b"@", written.encode())
+    with pytest.raises(RecordError, match=r"is refused: its nodes is .*, not one line|is not JSON"):
+        decode_plan(Post(3, encode_plan(Plan("job"), None, 3, nodes), nodes), None, "a1")
+
+
 def test_what_nobody_could_read_is_not_written() -> None:
     """The writer is refused, not every reader."""
     with pytest.raises(RecordError, match="this agent"):
