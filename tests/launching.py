@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -47,6 +49,15 @@ def clean_environment(state: Path) -> dict[str, str]:
         if not _FOREIGN.match(name) and name not in _FOREIGN_NAMES
     }
     return kept | {"XDG_STATE_HOME": str(state)}
+
+
+def free_port() -> int:
+    """Return a port that nobody has, below those that a connection gets by itself."""
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with socket.socket() as sock, suppress(OSError):
+            sock.bind(("", port))
+            return port
 
 
 def wait_until(condition: Callable[[], object], deadline: float = 30.0, what: str = "") -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 import sys
 from collections import Counter
 from collections.abc import Mapping
@@ -17,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.launching import Launcher, Running
+from tests.launching import Launcher, Running, free_port
 from tests.peers.rows import BAD, QUICK, ROWS, SCRIPTS, Row
 
 pytestmark = pytest.mark.slow
@@ -52,7 +51,7 @@ class Play:
         (place / "out").mkdir(parents=True)
         for name, text in SCRIPTS.items():
             (place / name).write_text(text)
-        self._port = port = _free_port()
+        self._port = port = free_port()
         env = {name: self._filled(text, port) for name, text in row.env.items()}
         self._running: list[Running] = [
             launcher.start_command(
@@ -84,12 +83,6 @@ class Play:
         found: dict[str, Any] = json.loads(path.read_text())
         ports = {name: "PORT" for name, text in found.items() if text == str(self._port)}
         return (number, rank), found | ports
-
-
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def _files(logs: Path) -> dict[str, str]:

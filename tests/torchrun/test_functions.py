@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 from pathlib import Path
 
 import pytest
 
 import elaunch as package
-from tests.launching import Launcher, wait_until
+from tests.launching import Launcher, free_port, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -127,9 +126,7 @@ except Exception as error:
 
 def test_two_programs_are_two_nodes(elaunch: Launcher) -> None:
     """Each gets its own workers' results; a failure is raised in both, the same."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = str(sock.getsockname()[1])
+    port = str(free_port())
     script = elaunch.directory / "node.py"
     script.write_text(NODE)
     nodes = [elaunch.start_command([sys.executable, script, str(n), port]) for n in range(2)]
