@@ -47,7 +47,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 STATE_HOME = "XDG_STATE_HOME"
 OMP_NUM_THREADS = "OMP_NUM_THREADS"
@@ -94,8 +94,7 @@ STACKS_SIGNAL = signal.SIGRTMIN + 12
 """At this signal a worker writes the stacks of its threads to its STACKS_FILE."""
 
 
-@dataclass(frozen=True)
-class NodePlace:
+class NodePlace(NamedTuple):
     """Where one node stands in a round of the job.
 
     Nodes may have different numbers of workers, so ranks are counted up node by node.
@@ -121,8 +120,7 @@ def only_node(addr: str, nproc: int) -> NodePlace:
     return NodePlace(0, (addr,), 0, nproc, 0, nproc)
 
 
-@dataclass(frozen=True)
-class RoundFacts:
+class RoundFacts(NamedTuple):
     """What every worker of one round on this node gets in its environment."""
 
     run_id: str

@@ -7,12 +7,11 @@ machine by its boot, and where pids mean the same, by the namespace.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Process:
+class Process(NamedTuple):
     """One process; ``start`` is the tick since boot, which tells it from a later one."""
 
     pid: int

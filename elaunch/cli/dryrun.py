@@ -11,7 +11,6 @@ import os
 import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 
 import click
 
@@ -103,8 +102,7 @@ def worker(
     """Return the variables that elaunch would set for one worker of the first round."""
     place, master = _place(settings, nproc)
     facts = settings.worker_facts()
-    round_facts = replace(
-        facts,
+    round_facts = facts._replace(
         local_world_size=nproc,
         place=place,
         master_addr=master,

@@ -27,8 +27,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 from elaunch import env
 from elaunch.errors import PlacementError
@@ -40,8 +39,7 @@ MOST_HOSTS: Final = 100_000
 """A list of hosts that stands for more of them is taken for nonsense."""
 
 
-@dataclass(frozen=True)
-class LauncherNames:
+class LauncherNames(NamedTuple):
     """The variables of one launcher; of several names the first that is set counts.
 
     ``mark`` has to be set, too. ``job`` are the variables that distinguish one job from another
@@ -111,8 +109,7 @@ LAUNCHERS: Final = (
         local_size=("MV2_COMM_WORLD_LOCAL_SIZE",),
         job=("MPIRUN_ID", "PMI_ID"),
     ),
-    replace(
-        PMI,
+    PMI._replace(
         title="mpiexec of MPICH or Intel MPI",
         local_rank=("MPI_LOCALRANKID",),
         local_size=("MPI_LOCALNRANKS",),

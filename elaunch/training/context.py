@@ -28,10 +28,9 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from elaunch.env import AGENT_SOCKET, RUN_ID_GIVEN
 from elaunch.errors import ContextError, ElaunchError
@@ -98,8 +97,7 @@ def init(
     return _current
 
 
-@dataclass(frozen=True)
-class _Options:
+class _Options(NamedTuple):
     """What init() was given, beside the ranks."""
 
     name: str | None

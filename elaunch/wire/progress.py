@@ -33,8 +33,8 @@ import struct
 import threading
 import time
 import weakref
-from dataclasses import dataclass, replace
-from typing import Final
+from dataclasses import dataclass
+from typing import Final, NamedTuple
 
 SIZE: Final = 4096
 MAGIC: Final = b"elaunchP"
@@ -55,8 +55,7 @@ _TRIES: Final = 20
 _SAME_TIME_S: Final = 0.05
 
 
-@dataclass(frozen=True)
-class Reading:
+class Reading(NamedTuple):
     """One reading of a page; times on this machine's monotonic clock, in seconds."""
 
     beats: int
@@ -236,7 +235,7 @@ class PageReader:
         if self._last is None:
             return torn
         numbers = {key: getattr(torn, key) for key in ("beats", "beat_at", "step", "progress")}
-        return replace(self._last, **numbers)
+        return self._last._replace(**numbers)
 
 
 def _cut(text: str, size: int) -> bytes:

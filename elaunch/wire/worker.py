@@ -38,8 +38,7 @@ agent refuses a worker of another one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final, Literal, get_args
+from typing import Final, Literal, NamedTuple, get_args
 
 Kind = Literal["stop", "resize"]
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
@@ -47,8 +46,7 @@ WIRE: Final = 2
 MOST_SECONDS: Final = 1e9
 
 
-@dataclass(frozen=True)
-class Notice:
+class Notice(NamedTuple):
     """Why the workers are asked to save and to end, and whether the job goes on at once.
 
     ``grace`` is the seconds that they have, from when this was sent, where the platform's deadline

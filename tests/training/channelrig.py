@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +102,7 @@ class Ranks:
     @contextmanager
     def channel(self, rank: int, **changes: Any) -> Iterator[RankChannel]:
         """Open the channel of ``rank``; ``changes``: of its placement."""
-        place = replace(self._host.place(rank, self.size, self._local_size, self._job), **changes)
+        place = self._host.place(rank, self.size, self._local_size, self._job)._replace(**changes)
         machine = f"machine {place.cross_rank}" if self._machines else ""
         page, store = ProgressPage(), RoundStore(place)
         made = RankChannel(place, store, page, machine)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import threading
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from elaunch.wire.progress import PageReader, ProgressPage
 
 def context(directory: Path | None, rank: int = 0, **options: Any) -> TrainContext:
     """Return the context of one rank of two, in round 1."""
-    placed = replace(alone({}), rank=rank, size=2, local_rank=rank, local_size=2, round=1)
+    placed = alone({})._replace(rank=rank, size=2, local_rank=rank, local_size=2, round=1)
     page = options.pop("page", None) or ProgressPage()
     return TrainContext(placed, page, directory, **options)
 

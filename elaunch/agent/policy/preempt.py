@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, Final
 
 from elaunch.agent.policy import events
@@ -97,7 +96,7 @@ def asked(state: State, reason: str, left: float | None = None) -> Decision:
         already = f"{reason}: {state.notice.reason} already"
         if grace is None or state.phase is not Phase.RUNNING:
             return Nothing(), already
-        return Notify(replace(state.notice, grace=grace), grace), f"{already}, grace {grace:g} s"
+        return Notify(state.notice._replace(grace=grace), grace), f"{already}, grace {grace:g} s"
     if state.phase is Phase.RUNNING:
         return notify(state, Notice(reason, "stop", grace))
     if state.phase in (Phase.STOPPING, Phase.SWEEPING, Phase.FLUSHING):

@@ -12,7 +12,6 @@ import os
 import resource
 import string
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from signal import Signals
@@ -232,8 +231,7 @@ class WorkerGroup:
             place = env.only_node(master_addr, self._nproc)
         else:
             master_addr, master_port = plan.master_addr, plan.master_port
-        return replace(
-            settings.worker_facts(),
+        return settings.worker_facts()._replace(
             round=start.round,
             restarts=start.restarts,
             reason=start.reason,

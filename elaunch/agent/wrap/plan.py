@@ -15,7 +15,7 @@ import re
 import socket
 import string
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from elaunch import env
@@ -141,7 +141,7 @@ def _find(rank_env: str | None, environ: Mapping[str, str]) -> tuple[LauncherNam
     if found is not None and name in found.rank:
         known = [found]
     owner = known[0] if known else found or table.TORCH
-    return replace(owner, rank=(name,)), table.number(environ, (name,))
+    return owner._replace(rank=(name,)), table.number(environ, (name,))
 
 
 def _no_launcher(environ: Mapping[str, str]) -> str:

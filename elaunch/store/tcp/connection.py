@@ -28,8 +28,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from elaunch.errors import StoreClosed, StoreReplaced, StoreUnreachable
 from elaunch.store.tcp import wire
@@ -46,8 +45,7 @@ Address = tuple[int, tuple[Any, ...]]
 """An address family and what ``socket.connect`` takes."""
 
 
-@dataclass(frozen=True)
-class Spot:
+class Spot(NamedTuple):
     """Where a job's store is: what the user called it, the address that answered, whose it is."""
 
     name: str

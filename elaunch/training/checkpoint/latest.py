@@ -12,9 +12,9 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from elaunch import env
 from elaunch.errors import CheckpointError, ElaunchError
@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("elaunch")
 
 
-@dataclass(frozen=True)
-class Decided:
+class Decided(NamedTuple):
     """What was found, the same on all ranks: a checkpoint, or why none could be looked for."""
 
     found: Committed | None = None

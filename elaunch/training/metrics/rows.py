@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from elaunch.errors import MetricError
 from elaunch.training.metrics.history import VALIDATION
@@ -29,8 +28,7 @@ _PLAIN: Final = frozenset({float, int, str, bool, type(None)})
 _encode: Final = json.JSONEncoder(separators=(",", ":")).encode
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """One report, ready to be written; ``values`` are its metrics as plain Python."""
 
     group: str

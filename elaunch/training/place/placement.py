@@ -26,8 +26,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from elaunch import env
 from elaunch.errors import PlacementError
@@ -43,8 +42,7 @@ __all__ = ["Launcher", "Placement", "alone", "current", "explicit"]
 __all__ += ["from_mpi", "from_slurm", "from_torch"]
 
 
-@dataclass(frozen=True)
-class Placement:
+class Placement(NamedTuple):
     """Where this process stands; ``cross`` is its node among the nodes (torchrun's GROUP).
 
     ``store`` is where the round's TCPStore is or is to be; None for one rank. ``hosts_store``:
@@ -99,7 +97,7 @@ def from_torch(environ: Mapping[str, str]) -> Placement:
     job = environ.get("TORCHELASTIC_RUN_ID", "")
     found = _placed(launcher, numbers, _given_store(environ), job, environ)
     hosted = launcher == "elaunch" or environ.get(env.AGENT_STORE) == "True"
-    return replace(found, hosts_store=found.hosts_store and not hosted)
+    return found._replace(hosts_store=found.hosts_store and not hosted)
 
 
 def from_mpi(environ: Mapping[str, str]) -> Placement:
@@ -166,7 +164,7 @@ def explicit(
     found = _placed("explicit", numbers, store, outer, environ)
     # The processes of this job may also be in a context of the launcher's own numbers.
     scope = f"{found.scope}/{numbers.size}by{numbers.cross_size}"
-    return replace(found, scope=scope, hosts_store=found.hosts_store and not hosted)
+    return found._replace(scope=scope, hosts_store=found.hosts_store and not hosted)
 
 
 def _by_hand(given: Mapping[str, Any]) -> Numbers:

@@ -34,8 +34,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 from elaunch.errors import CollectiveError, CollectiveTimeout, PeerLost
 from elaunch.training.distributed import DistributedContext
@@ -63,8 +62,7 @@ _ADVICE: Final[dict[Stage, str]] = {
 }
 
 
-@dataclass(frozen=True)
-class ReceivedNotice:
+class ReceivedNotice(NamedTuple):
     """A notice as one rank received it.
 
     ``calls`` are its own so far; ``agent_knows``: its agent has it; ``published``: the store has.
@@ -76,8 +74,7 @@ class ReceivedNotice:
     published: bool
 
 
-@dataclass(frozen=True)
-class CallCount:
+class CallCount(NamedTuple):
     """How often one rank had called should_preempt(), and whether it will call it no more."""
 
     calls: int
@@ -85,8 +82,7 @@ class CallCount:
     grace: float | None = None
 
 
-@dataclass(frozen=True)
-class Agreed:
+class Agreed(NamedTuple):
     """The call at which should_preempt() returns True on every rank, and why."""
 
     call: int
@@ -299,9 +295,9 @@ class PreemptBoard:
             graces = [notice.grace, *(count.grace for count in counts)]
             least = min((one for one in graces if one is not None), default=None)
             call = 1 + max(count.calls for count in counts)
-            return _packed({"call": call, **notice_to_json(replace(notice, grace=least))})
+            return _packed({"call": call, **notice_to_json(notice._replace(grace=least))})
 
-        self._enter("at", _packed(asdict(count)), complete)
+        self._enter("at", _packed(count._asdict()), complete)
 
     def arrive(self) -> bool:
         """Publish that this rank has come to the call, or never will; return whether all have."""

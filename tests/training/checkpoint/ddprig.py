@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,7 @@ class Ranks:
 
     @contextmanager
     def _context(self, rank: int, size: int, job: str) -> Iterator[CheckpointContext]:
-        place = replace(self._host.place(rank, size, job=job), run_id="job")
+        place = self._host.place(rank, size, job=job)._replace(run_id="job")
         distributed, page = DistributedContext.of(place), ProgressPage()
         distributed.open(page, PATIENCE)
         train = TrainContext(place, page, None)

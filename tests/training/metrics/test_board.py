@@ -6,7 +6,6 @@ import importlib.util
 import math
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ ROOT = Path(__file__).parents[3]
 
 def context(directory: Path, round: int, where: bool | Path, step: int | None) -> TrainContext:
     """Return the context of the only rank."""
-    placed = replace(alone({}), round=round)
+    placed = alone({})._replace(round=round)
     return TrainContext(placed, ProgressPage(), directory, step, tensorboard=where)
 
 

@@ -7,7 +7,6 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -55,7 +54,7 @@ def test_every_operation_does_what_it_says(line: StoreConnection) -> None:
 def test_keys_have_a_room_of_their_own(host: StoreHost) -> None:
     """Of the job, the round, and the context: in whichever process of a rank it is."""
     place = host.place(1, 2, job="rooms")
-    stores = [RoundStore(place), RoundStore(place), RoundStore(replace(place, scope="rooms/1"))]
+    stores = [RoundStore(place), RoundStore(place), RoundStore(place._replace(scope="rooms/1"))]
     for store in stores:
         first, second = store.line(soon()), store.line(soon())
         first.put("k", store.prefix.encode(), soon())
@@ -77,7 +76,7 @@ def test_a_host_that_starts_later_is_waited_for() -> None:
 
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    place = replace(StoreHost.place(_Nobody(port), 0, 2), hosts_store=False)  # type: ignore[arg-type]
+    place = StoreHost.place(_Nobody(port), 0, 2)._replace(hosts_store=False)  # type: ignore[arg-type]
     kept: list[object] = []
 
     def start() -> None:
@@ -101,7 +100,7 @@ def test_without_a_host_the_error_names_the_address_and_who_is_to_host() -> None
         port = free.getsockname()[1]
     place = StoreHost.place(_Nobody(port), 1, 2)  # type: ignore[arg-type]
     with pytest.raises(CollectiveTimeout, match=rf"127.0.0.1:{port} \(rank 0 .* refused"):
-        RoundStore(replace(place, hosts_store=True)).line(time.monotonic() + 0.2)
+        RoundStore(place._replace(hosts_store=True)).line(time.monotonic() + 0.2)
 
 
 def test_what_is_no_store_is_said_to_be_none() -> None:
@@ -120,7 +119,7 @@ def test_rank_0_hosts_it_where_nobody_does_and_shares_it_with_torch() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     zero, one = (
-        RoundStore(replace(StoreHost.place(_Nobody(port), rank, 2), hosts_store=True))  # type: ignore[arg-type]
+        RoundStore(StoreHost.place(_Nobody(port), rank, 2)._replace(hosts_store=True))  # type: ignore[arg-type]
         for rank in range(2)
     )
     lines = [zero.line(soon()), one.line(soon())]
@@ -141,7 +140,7 @@ def test_a_port_that_is_taken_is_named(host: StoreHost) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         place = StoreHost.place(_Nobody(taken.getsockname()[1]), 0, 2)  # type: ignore[arg-type]
         with pytest.raises(PeerLost, match=r"cannot host .*MASTER_PORT"):
-            RoundStore(replace(place, hosts_store=True)).line(soon())
+            RoundStore(place._replace(hosts_store=True)).line(soon())
 
 
 def test_closing_wakes_whoever_waits(host: StoreHost) -> None:
