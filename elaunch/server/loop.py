@@ -23,6 +23,7 @@ import resource
 import select
 import signal
 import socket
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from typing import NoReturn
@@ -291,6 +292,8 @@ class Server:
         worker.detach(job, self._pid, self._mask)
         if self._bindings:
             numa.bind(self._bindings[job.local_rank])
+        if not self._fork_start or job.mode == "command" or "torch" not in sys.modules:
+            worker.choose_agent_store()
         if not self._fork_start or job.mode == "command":
             worker.replace(job)
         self._later.announce(self._pid)

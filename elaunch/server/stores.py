@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from elaunch.server import processes
+from elaunch.store.tcp import wire
 from elaunch.store.tcp.connection import HELLO
 from elaunch.wire.local import LocalChannel, Message
 
@@ -197,6 +198,7 @@ def host_stores(server: LocalChannel) -> None:
 
 
 def _open_store(message: Message, listening: int) -> object:
+    from torch import __version__
     from torch.distributed import TCPStore
 
     with socket.socket(fileno=os.dup(listening)) as copy:
@@ -207,6 +209,7 @@ def _open_store(message: Message, listening: int) -> object:
         is_master=True,
         wait_for_workers=False,
         master_listen_fd=listening,
+        use_libuv=wire.is_served_by(__version__),
     )
     if message["hello"]:
         store.set(HELLO, message["hello"])

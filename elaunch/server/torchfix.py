@@ -1,11 +1,11 @@
-"""Mend four faults of torch 2.13 in a forked worker.
+"""Mend faults of torch in a forked worker: up to 2.13 four, from 2.14 on three.
 
 Two are of stores under a launcher. With TORCHELASTIC_USE_AGENT_STORE=True
 (torch/distributed/rendezvous.py, ``_create_c10d_store``)
 
 * every rank is a client of **any** ``tcp://`` store, also of one that the script opens at an
-  address of its own, which then nobody hosts: all ranks wait until the timeout. Mended later by
-  pytorch PR #192113, which honours the variable at the launcher's own address only; so it is here.
+  address of its own, which then nobody hosts: all ranks wait until the timeout. From 2.14 on torch
+  honours the variable at the launcher's own address only, and is left to do so; so it is here.
 * a process group that is destroyed and made again in one process finds the keys of the first in the
   launcher's store, and connects to addresses that are gone. From the second time on the keys get a
   prefix here. It is counted for each world size: one rank may have had a group of its own before.
@@ -26,7 +26,9 @@ it ends.
 from __future__ import annotations
 
 import atexit
+import importlib.util
 import os
+import re
 import sys
 import time
 from collections import Counter
@@ -40,6 +42,23 @@ DEBUG_LEVEL = "TORCH_DISTRIBUTED_DEBUG"
 GLOO_THREAD = "pt_gloo_runloop"
 SETTLE_DEADLINE = 0.5
 """Seconds for the threads of gloo to have let go of everything; a running collective never does."""
+
+
+def need_clients() -> bool:
+    """Return whether all ranks that run no mend must be clients of the launcher's store.
+
+    Up to torch 2.6 a rank 0 that may not host there ends with an error. Torch is not imported for
+    this: processes that are not forked need it soon enough.
+    """
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        return False
+    try:
+        with open(os.path.join(os.path.dirname(found.origin), "version.py"), "rb") as file:
+            version = re.search(rb"""__version__ = ['"](\d+)\.(\d+)""", file.read())
+    except OSError:  # another layout: not one of theirs
+        return False
+    return version is not None and (int(version[1]), int(version[2])) < (2, 7)
 
 
 def mend_exit() -> None:
@@ -77,6 +96,7 @@ def mend_stores() -> None:
     launchers_port = os.environ.get("MASTER_PORT")  # a script may set another one later
     level_at_import = os.environ.get(DEBUG_LEVEL)
     times: Counter[int] = Counter()
+    elsewhere = None if hasattr(rendezvous, "_agent_store_serves") else ""
 
     def create_store(host: str, port: int, rank: int, world_size: int, *rest: Any) -> Any:
         if os.environ.get(DEBUG_LEVEL) != level_at_import:
@@ -90,7 +110,7 @@ def mend_stores() -> None:
                 return store
             prefixed: Any = sys.modules["torch.distributed"].PrefixStore
             return prefixed(f"again_{times[world_size]}", store)
-        with _agent_store(""):
+        with _agent_store(elsewhere):
             return original(host, port, rank, world_size, *rest)
 
     rendezvous._create_c10d_store = create_store

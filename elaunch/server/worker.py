@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from typing import TextIO
 
 from elaunch import env
-from elaunch.server import processes
-from elaunch.server.torchfix import mend_exit, mend_stores
+from elaunch.server import processes, torchfix
 from elaunch.wire import recorder
 
 _stacks_files: list[TextIO] = []
@@ -68,6 +67,12 @@ def detach(job: Job, server_pid: int, mask: Iterable[int]) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
+def choose_agent_store() -> None:
+    """Let the ranks of an old torch find the launcher's store, in a process without the mends."""
+    if os.environ.get(env.AGENT_STORE) == "1" and torchfix.need_clients():
+        os.environ[env.AGENT_STORE] = "True"
+
+
 def replace(job: Job) -> None:
     """Execute the worker's command in this process; ends with 127 or 126 where that fails."""
     command = job.command()
@@ -91,8 +96,8 @@ def become(job: Job, fresh: bool = True) -> None:
         _renew_random_states()
     # A fork knows the main thread by the number that it had in the server.
     threading.main_thread()._set_native_id()  # type: ignore[attr-defined]
-    mend_stores()
-    mend_exit()
+    torchfix.mend_stores()
+    torchfix.mend_exit()
     recorder.watch(os.environ)
     _write_stacks_when_asked()
 

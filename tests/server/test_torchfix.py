@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import threading
+from importlib.machinery import ModuleSpec
+from pathlib import Path
 
 import pytest
 
@@ -55,3 +58,25 @@ def test_threads_at_rest_hold_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None
     assert thread.is_alive()  # or it has been waited for
     stop.set()
     thread.join()
+
+
+@pytest.mark.parametrize(
+    ("text", "clients"),
+    [
+        ("__version__ = '2.6.0+cu124'", True),
+        ("x = 1\n__version__ = '2.7.1'", False),
+        ('__version__ = "2.15.0"', False),
+        ("", False),
+    ],
+)
+def test_ranks_of_an_old_torch_are_clients(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, clients: bool
+) -> None:
+    """The version is read where torch is, without importing it."""
+    spec = ModuleSpec("torch", None, origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+    assert not torchfix.need_clients()
+    (tmp_path / "version.py").write_text(text)
+    assert torchfix.need_clients() is clients
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert not torchfix.need_clients()

@@ -179,10 +179,16 @@ def _serve(listening: int, port: int, address: str, timeout: float) -> object:
     if quiet:
         os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
     try:
+        from torch import __version__
         from torch.distributed import TCPStore
     finally:
         if quiet:
             del os.environ["TORCH_CPP_LOG_LEVEL"]
+    if not wire.is_served_by(__version__):
+        raise RuntimeError(
+            f"its queues came with torch 2.8, and here is {__version__}; nodes with an older one "
+            "meet by --rdzv-backend etcd"
+        )
     return TCPStore(
         address,
         port,

@@ -46,6 +46,14 @@ _I64 = struct.Struct("<q")
 CANCEL_WAIT = b"\x0c"
 
 
+def is_served_by(version: str) -> bool:
+    """Return whether the TCPStore of a version of torch has all that, and libuv for a bound socket.
+
+    Older ones have no queues, and take a socket that is bound already without libuv only.
+    """
+    return tuple(map(int, version.split(".")[:2])) >= (2, 8)
+
+
 class ForeignAnswer(Exception):
     """The other side is no TCPStore; the text has what it sent."""
 

@@ -674,3 +674,12 @@ def test_who_connects_imports_no_torch(process: HostProcess) -> None:
     )
     assert (done.stdout, done.stderr) == ("False\n", "")
     assert process.close() == ""
+
+
+def test_a_torch_without_queues_hosts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is named, with the way out."""
+    monkeypatch.setattr("torch.__version__", "2.7.1+cu126")
+    listening = socket.create_server(("127.0.0.1", 0))
+    why = "its queues came with torch 2.8, and here is 2.7.1.cu126; .* --rdzv-backend etcd"
+    with pytest.raises(StoreUnreachable, match=why):
+        tcp.host(listening, "job", timeout=20.0)

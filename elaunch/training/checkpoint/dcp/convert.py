@@ -12,6 +12,7 @@ checkpoint's metadata, so that they come out as they were. An OrderedDict comes 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import pickle
 import struct
@@ -163,10 +164,13 @@ def from_torch_file(file: Path, directory: Path, trusted: bool = False) -> dict[
         raise CheckpointError(f"{file} holds {held}, not a dict with what was saved")
     numbered, empty = list(_numbered(state, [], file)), list(_empty(state, []))
     writer = checkpoint.FileSystemWriter(directory, single_file_per_rank=True)
+    # torch 2.6 has no such parameter, and without a process group it saves alone.
+    parameters = inspect.signature(checkpoint.save).parameters
+    alone = {"no_dist": True} if "no_dist" in parameters else {}
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            checkpoint.save(_without_gaps(state), storage_writer=writer, no_dist=True)
+            warnings.filterwarnings("ignore", "torch.distributed is ")
+            checkpoint.save(_without_gaps(state), storage_writer=writer, **alone)
     except checkpoint.CheckpointException as error:
         for failure, _ in error.failures.values():
             if behind := os_error_behind(failure, directory):

@@ -77,7 +77,10 @@ def metadata_file(metadata: Metadata, world: Sequence[Portion], slots: Sequence[
         for rank, (portion, lengths) in enumerate(zip(world, slots, strict=True))
         for index, at, size in places(portion, lengths)
     }
-    return pickle.dumps(dataclasses.replace(metadata, storage_data=storage, version=VERSION))
+    fields = {"storage_data": storage, "version": VERSION}
+    known = {field.name for field in dataclasses.fields(metadata)}  # torch 2.6 has no version
+    changes = {name: value for name, value in fields.items() if name in known}
+    return pickle.dumps(dataclasses.replace(metadata, **changes))
 
 
 def images(content: Content, rank: int, metadata: bytes | None) -> list[Image]:
