@@ -207,8 +207,8 @@ def list_runs(environ: Mapping[str, str]) -> list[RunDir]:
 def find(run: str, environ: Mapping[str, str]) -> RunDir:
     """Return the run that ``run`` names: a run id, a directory, or a prefix that fits one run id.
 
-    Where several runs have the id: the newest that is live, else the newest. Raises UsageError with
-    the nearest names.
+    Where several runs have the id: the newest that is live on this machine, else one that may be
+    live elsewhere, else the newest. Raises UsageError with the nearest names.
     """
     if os.sep in run and _is_file(run, STATE_FILE):
         return RunDir(Path(run).absolute())
@@ -218,7 +218,8 @@ def find(run: str, environ: Mapping[str, str]) -> RunDir:
         [candidate for candidate, _ in runs if run in (candidate.path.name, handle(candidate))],
     ):
         if same:
-            return next((candidate for candidate in same if is_live(candidate)), same[0])
+            live = [candidate for candidate in same if is_live(candidate)]
+            return next(filter(_is_here, live), (live or same)[0])
     ids = list(dict.fromkeys(run_id for _, run_id in runs))
     fitting = [run_id for run_id in ids if run and run_id.startswith(run)]
     if len(fitting) == 1:
@@ -270,6 +271,11 @@ def run_id_of(run: RunDir) -> str:
 def is_live(run: RunDir) -> bool:
     """Tell whether the run's agent lives, or may live where that cannot be seen."""
     return _is_live(run, _read(run))
+
+
+def _is_here(run: RunDir) -> bool:
+    record = _read(run)
+    return record is not None and condition(record["agent"]) != "elsewhere"
 
 
 def _is_live(run: RunDir, record: Record | None) -> bool:

@@ -180,6 +180,15 @@ def test_of_runs_with_one_id_the_live_one_is_found(environ: dict[str, str]) -> N
     assert [directory.handle(run) for run in (first, second)] == ["job.1", "job.2"]
 
 
+def test_of_live_runs_with_one_id_that_of_this_machine_is_found(environ: dict[str, str]) -> None:
+    """Nodes that share a home keep their runs in one place; each can ask its own agent only."""
+    here = recorded(environ, "7", -50)
+    elsewhere = recorded(environ, "7", -10, agent={"host": "another"}, state="RUNNING")
+    assert find("7", environ) == here
+    here.write_state(here.read_state() | {"agent": elsewhere.read_state()["agent"]})
+    assert find("7", environ) == elsewhere
+
+
 def test_a_run_id_that_ends_as_a_handle_does(environ: dict[str, str]) -> None:
     """Each of its runs can be named."""
     first, second = ended(environ, "v1.0", -50), ended(environ, "v1.0", -10)
