@@ -27,7 +27,6 @@ import contextlib
 import ctypes
 import importlib
 import json
-import logging
 import os
 import socket
 import stat
@@ -47,8 +46,6 @@ _ERRORS_ONLY: Final = 2
 _OTHER_TORCH: Final = (LookupError, TypeError, ValueError)
 """What a function of torch's raises that takes other arguments."""
 _C10D: Final = "torch.distributed.distributed_c10d"
-
-log = logging.getLogger("elaunch")
 
 
 def socket_path(run_dir: Path, round_number: int, local_rank: int) -> Path:
@@ -142,6 +139,9 @@ def _reported() -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError, AttributeError, ImportError, *_OTHER_TORCH) as error:
+        import logging  # a script that runs by itself finds no logger of elaunch's, either
+
+        log = logging.getLogger("elaunch")
         log.debug("which collectives this worker enters cannot be asked: %s", error)
 
 
