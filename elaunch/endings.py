@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from dataclasses import dataclass
+from typing import NamedTuple
 
 PREEMPTED = 75
 """Exit code of a run that was asked to end, and whose workers acknowledged it and ended with 0: not
@@ -29,8 +29,7 @@ def how_it_ended(exitcode: int) -> str:
     return f"exited with code {exitcode}"
 
 
-@dataclass(frozen=True)
-class Exit:
+class Exit(NamedTuple):
     """How one worker ended: made by the server, which waited for it, and passed on as it is.
 
     It is a message to the agent, an event of its loop, the failure in its state, and what report,

@@ -15,7 +15,6 @@ replaces it by a server that imports nothing.
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import math
 import os
@@ -230,7 +229,7 @@ class Server:
         warmed = self._later.carry_out(self._serve_meanwhile)
         gc.freeze()
         seconds = time.monotonic() - began
-        self._send({"op": "warmed", "seconds": seconds, **dataclasses.asdict(warmed)})
+        self._send({"op": "warmed", "seconds": seconds, **warmed._asdict()})
         while self._kept:
             job = self._handle(*self._kept.pop(0))
             if job is not None:
@@ -403,7 +402,7 @@ class Server:
             elif pid in self._workers:
                 self._later.note_end(pid)
                 found = self._exit(pid, os.waitstatus_to_exitcode(status))
-                self._send({"op": "exited", **dataclasses.asdict(found)})
+                self._send({"op": "exited", **found._asdict()})
 
     def _exit(self, pid: int, exitcode: int) -> Exit:
         job, stopped = self._workers.pop(pid), pid in self._stopped

@@ -22,8 +22,8 @@ import os
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence, Set
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from elaunch import env
 from elaunch.server import devices
@@ -31,8 +31,7 @@ from elaunch.server import devices
 SYSFS = Path("/sys")
 
 
-@dataclass(frozen=True)
-class Binding:
+class Binding(NamedTuple):
     """The CPUs of one worker, and how many physical cores they are."""
 
     cpus: frozenset[int]

@@ -33,11 +33,10 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from elaunch import env
 from elaunch.server import compiling, processes
@@ -59,8 +58,7 @@ SETTLE = 10.0
 Meanwhile = Callable[[int | None], None]
 
 
-@dataclass(frozen=True)
-class Preloaded:
+class Preloaded(NamedTuple):
     """What became of an import.
 
     ``problem`` is why it failed, or why nothing may be started with it; ``unforkable`` why this
@@ -178,8 +176,7 @@ def _reason(module: str, others: int) -> str:
     )
 
 
-@dataclass(frozen=True)
-class Warmed:
+class Warmed(NamedTuple):
     """What became of the later modules: imported, or not because of ``problem`` or ``settings``.
 
     ``settings`` are the variables that the script sets and that the modules read; ``compiles``:

@@ -27,8 +27,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from elaunch.server import processes
 from elaunch.store.tcp import wire
@@ -41,8 +40,7 @@ DROP_DEADLINE = 2.0
 """Seconds for the host to drop a store; a new host is there sooner than one that hangs."""
 
 
-@dataclass(frozen=True)
-class _Waiting:
+class _Waiting(NamedTuple):
     """A round's store that no host has yet."""
 
     message: Message

@@ -26,8 +26,7 @@ import math
 import os
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from elaunch import proc
 from elaunch.proc import Process
@@ -37,8 +36,7 @@ _LONGEST_LINE = 1 << 16
 _MOST_TIMERS = 10_000
 
 
-@dataclass(frozen=True)
-class Timer:
+class Timer(NamedTuple):
     """One timer that runs; ``due`` is on the monotonic clock."""
 
     process: Process

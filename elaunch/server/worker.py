@@ -14,8 +14,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 from elaunch import env
 from elaunch.server import processes, torchfix
@@ -25,8 +24,7 @@ _stacks_files: list[TextIO] = []
 """The file that the handler of env.STACKS_SIGNAL writes to."""
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(NamedTuple):
     """One worker to become, and the command line that torchrun would have started for it.
 
     The fields are those of the ``start`` message.

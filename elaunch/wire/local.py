@@ -35,7 +35,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -216,10 +215,10 @@ class LocalChannel:
             raise TimeoutError("the other end was too slow")
 
 
-@dataclass
 class _Call:
-    answered: threading.Event = field(default_factory=threading.Event)
-    answer: Received | None = None
+    def __init__(self) -> None:
+        self.answered = threading.Event()
+        self.answer: Received | None = None
 
 
 class Requester:

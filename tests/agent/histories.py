@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -56,7 +55,7 @@ def left(rank: int, exitcode: int, at: float = 0.0, **known: Any) -> Failure:
 
 def changed(failure: Failure, **facts: Any) -> Failure:
     """Return a worker's end that differs in these facts of its exit."""
-    return structs.replace(failure, exit=dataclasses.replace(failure.exit, **facts))
+    return structs.replace(failure, exit=failure.exit._replace(**facts))
 
 
 def gone(round: int = 0) -> events.TreeGone:
@@ -128,7 +127,7 @@ class Played:
         """Return the turns that the event makes, with those of the plans that follow from it."""
         self._now = getattr(event, "at", self._now)
         if isinstance(event, events.Exit):
-            event = dataclasses.replace(event, rank=self.state.first_rank + event.local_rank)
+            event = event._replace(rank=self.state.first_rank + event.local_rank)
         if isinstance(event, events.DeadlinePassed) and self.due is not None:
             self._now = self.due
         if isinstance(event, events.SearchEnded):

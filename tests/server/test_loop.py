@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 import signal
@@ -78,7 +77,7 @@ def _while_it_imports(directory: Path) -> list[str]:
     server._workers[pid] = _job(0)
     server._later.plan(["slow_module"], str(directory), 0.0)
     server._later.note_start(pid, {})
-    fields = dataclasses.asdict(_job(1)) | {"mode": "command", "entrypoint": "true"}
+    fields = _job(1)._asdict() | {"mode": "command", "entrypoint": "true"}
     job = {name: value for name, value in fields.items() if not name.startswith("std")}
     agent.send({"op": "start", **job}, [os.open(os.devnull, os.O_WRONLY) for _ in range(2)])
     agent.send({"op": "fence", "until": time.monotonic() + 600, "hold": 0.0})
