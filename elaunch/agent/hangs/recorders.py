@@ -13,6 +13,7 @@ import selectors
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -22,6 +23,7 @@ from msgspec.structs import replace
 from elaunch.agent.hangs import stackdump, stacks
 from elaunch.agent.hangs.collectives import Call, GroupPlace, RankPlace
 from elaunch.agent.hangs.stackdump import Dump
+from elaunch.agent.patience import bounded
 from elaunch.agent.policy import events
 from elaunch.agent.policy.turn import Round
 from elaunch.wire.local import short_address
@@ -145,8 +147,12 @@ class Recorders:
 
     def close(self) -> None:
         """Remove the sockets of the round; nobody can remove them for a worker that was killed."""
-        begun = self._round
-        for path in [] if begun is None else [self._path(begun, one) for one in begun.own_ranks]:
+        if self._round is not None:
+            remove = partial(self._remove, self._round)
+            bounded(remove, None, f"cannot remove the workers' sockets in {self._run_dir}")
+
+    def _remove(self, begun: Round) -> None:
+        for path in [self._path(begun, rank) for rank in begun.own_ranks]:
             path.unlink(missing_ok=True)
             groups_path(path).unlink(missing_ok=True)
 
