@@ -52,7 +52,7 @@ lint: $(STAMP)
 
 check: lint
 	# These wait for nothing: more processes than cores would only import and collect more often.
-	$(PYTEST) -n 2 -q -m "not slow"
+	$(PYTEST) -n 2 -q -m "not slow and not trial"
 
 bench: $(STAMP)
 	$(BIN)/python scripts/bench/run.py
