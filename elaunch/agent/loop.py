@@ -171,8 +171,7 @@ class Agent:
             self._group.send_signal(action.signum, stops=True)
             self._grace_until = self._deadline = time.monotonic() + action.grace
         elif isinstance(action, Hurry):
-            now = time.monotonic()
-            self._deadline = min(self._deadline or math.inf, now + action.grace)
+            self._hurry(state, action)
         elif isinstance(action, EndTree):
             self._end_tree(state, action)
         elif isinstance(action, Meet):
@@ -209,6 +208,14 @@ class Agent:
         self._hangs.begin(begun)
         self._saver.begin(begun)
         self._group.start(begun)
+
+    def _hurry(self, state: State, action: Hurry) -> None:
+        until = time.monotonic() + action.grace
+        if until >= (self._deadline or math.inf):
+            return
+        self._deadline = until
+        if state.phase is Phase.RUNNING and state.notice is not None:
+            self._links.notify(state.notice, action.grace)  # their deadline is sooner, too
 
     def _end_tree(self, state: State, action: EndTree) -> None:
         grace, now = action.grace, time.monotonic()

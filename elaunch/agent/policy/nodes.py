@@ -210,6 +210,9 @@ def _while_running(state: State, plan: Plan) -> Decision:
     if stacks is not None:
         return stacks
     if state.notice is not None and not peer_gone:
+        stated = state.notice.grace
+        if stated is not None:
+            return Nothing(), f"{plan.reason}; {others} may save, grace {stated:g} s"
         grace = limits.shutdown_timeout
         return Hurry(grace), f"{plan.reason}; {others} may save, grace {grace:g} s"
     grace = limits.sibling_grace if peer_gone else limits.shutdown_timeout

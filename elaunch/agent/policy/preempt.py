@@ -9,6 +9,7 @@ what comes                             what is done
 =====================================  =========================================================
 SIGTERM, and a worker listens          notice, grace ``--shutdown-timeout``; a second SIGTERM goes
                                        to the workers, as does the first where nobody listens
+SIGTERM after a stated deadline        nothing: the platform's own, and the deadline holds
 a signal of ``--preempt-signals``,     notice, the same grace; a worker that has not asked
 ``elaunch preempt``, ``--preempt-at``, should_preempt() yet gets it when it does
 ``--notice-command``
@@ -57,13 +58,22 @@ def on_sigterm(state: State, given: Notice | None = None) -> Decision | None:
 
     ``given``: what --notice-command has printed, in place of the signal.
     """
-    if state.phase is not Phase.RUNNING or not state.listens or state.sigterms > 1:
+    told = state.notice
+    saving = state.listens and state.phase in (Phase.RUNNING, Phase.FLUSHING)
+    if not saving or state.sigterms > 1:
         return None
-    if state.notice is not None and state.notice.kind == "stop":
-        grace = state.limits.shutdown_timeout
-        return Hurry(grace), f"SIGTERM received: {state.notice.reason} already, grace {grace:g} s"
+    if given is None and told is not None and told.grace is not None:
+        return Nothing(), f"SIGTERM received: {told.reason} already, grace {told.grace:g} s"
+    if state.phase is not Phase.RUNNING:
+        return None
     if given is not None:
-        return notify(state, Notice(given.reason, "resize", _grace(state, given.grace)))
+        grace = _grace(state, given.grace)
+        if told is not None and (told.kind == "stop" or state.sigterms):
+            return _again(told, given.reason, grace)
+        return notify(state, Notice(given.reason, "resize", grace))
+    if told is not None and told.kind == "stop":
+        patience = state.limits.shutdown_timeout
+        return Hurry(patience), f"SIGTERM received: {told.reason} already, grace {patience:g} s"
     if state.limits.meets:
         return notify(state, Notice("a node leaves (SIGTERM)", "resize"))
     return notify(state, Notice("SIGTERM received"))
@@ -74,10 +84,19 @@ def _grace(state: State, left: float | None) -> float | None:
     return None if left is None else round(left - min(state.limits.sibling_grace, left / 2), 1)
 
 
+def _again(told: Notice, reason: str, grace: float | None) -> Decision:
+    """Return what a notice changes that follows ``told``: the deadline, where it states one."""
+    already = f"{reason}: {told.reason} already"
+    if grace is None:
+        return Nothing(), already
+    return Notify(told._replace(grace=grace), grace), f"{already}, grace {grace:g} s"
+
+
 def notify(state: State, notice: Notice) -> Decision:
-    """Return the decision to notify the workers."""
+    """Return the decision to notify the workers; another node that leaves limits none here."""
     told = f"{len(state.listens)} of {workers(state.limits.nproc)} listen"
     if notice.kind == "resize" and state.interrupted is None:
+        notice = notice._replace(grace=None)
         return Notify(notice, None), f"{notice.reason}: the workers are asked to save ({told})"
     grace = state.limits.shutdown_timeout if notice.grace is None else notice.grace
     reason = (
@@ -93,10 +112,7 @@ def asked(state: State, reason: str, left: float | None = None) -> Decision:
     """
     grace = _grace(state, left)
     if state.told_to_stop and state.notice is not None:
-        already = f"{reason}: {state.notice.reason} already"
-        if grace is None or state.phase is not Phase.RUNNING:
-            return Nothing(), already
-        return Notify(state.notice._replace(grace=grace), grace), f"{already}, grace {grace:g} s"
+        return _again(state.notice, reason, grace if state.phase is Phase.RUNNING else None)
     if state.phase is Phase.RUNNING:
         return notify(state, Notice(reason, "stop", grace))
     if state.phase in (Phase.STOPPING, Phase.SWEEPING, Phase.FLUSHING):

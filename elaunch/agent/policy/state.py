@@ -97,8 +97,8 @@ class State(Struct, frozen=True):
 
     ``first`` is the worker whose failure ended the round, ``later`` those that failed by themselves
     after it, ``stopped`` those that ended after they were asked to. ``interrupted`` is the first
-    signal that ends the job, ``sigints`` and ``sigterms`` count those. ``killing`` says that the
-    server was sent SIGKILL. ``restarts`` counts for life, ``without_progress`` since a newer
+    signal that ends the job, ``sigints`` and ``sigterms`` count the signals. ``killing`` says that
+    the server was sent SIGKILL. ``restarts`` counts for life, ``without_progress`` since a newer
     checkpoint was seen. ``checkpoint`` is the one that this round resumed from. ``began`` is when
     the round's first worker was started, on the monotonic clock. ``listens`` are the workers whose
     scripts ask should_preempt(), ``notice`` is what they were sent, if anything, ``notified_in``
@@ -216,7 +216,7 @@ def observe(state: State, event: events.Event) -> State:
     if isinstance(event, events.Exit):
         return _observe_exit(state, event)
     if isinstance(event, events.SignalReceived):
-        return _observe_signal(state, event.signum)
+        return _observe_signal(state, event)
     if isinstance(event, events.ServerLost):
         return replace(state, server_lost=event.exitcode, alive=frozenset(), ready=False)
     if isinstance(event, events.WorkerListens) and event.round == state.round:
@@ -268,14 +268,15 @@ def _observe_hang(state: State, event: events.HangSeen | events.StacksTaken) -> 
     return replace(state, hang=event)
 
 
-def _observe_signal(state: State, signum: signal.Signals) -> State:
+def _observe_signal(state: State, event: events.SignalReceived) -> State:
+    signum = event.signum
     if signum in state.limits.forwarded or signum in state.limits.preempting:
         return state
     return replace(
         state,
         interrupted=state.interrupted or signum,
         sigints=state.sigints + (signum is signal.SIGINT),
-        sigterms=state.sigterms + (signum is signal.SIGTERM),
+        sigterms=state.sigterms + (signum is signal.SIGTERM and event.notice is None),
     )
 
 

@@ -63,6 +63,7 @@ LEAVES, JOINS = Notice("a node leaves (SIGTERM)", "resize"), Notice("a node join
 ASKED = events.PreemptAsked("drain", lambda _: None)
 LEFT_120, LEFT_4 = (events.PreemptAsked("spot", lambda _: None, left) for left in (120.0, 4.0))
 TAKEN = events.SignalReceived(signal.SIGTERM, Notice("spot", "resize", 120.0))
+PLAIN_TAKEN = events.SignalReceived(signal.SIGTERM, Notice("spot", "resize"))
 SPOT = Notice("spot", "stop", 115.0)
 
 
@@ -169,6 +170,84 @@ TABLE: dict[str, Row] = {
         (READY, seen(FIRST), *RUNS[1:], TAKEN),
         StopWorkers(signal.SIGTERM, 30.0),
         "spot: forwarded to the workers, grace 30 s",
+    ),
+    "the platform's SIGTERM after that": (
+        MANY,
+        (*JOB, TAKEN, TERM),
+        Nothing(),
+        "SIGTERM received: spot already, grace 115 s",
+    ),
+    "and a second one": (
+        MANY,
+        (*JOB, TAKEN, TERM, TERM),
+        StopWorkers(signal.SIGTERM, 30.0),
+        "SIGTERM received: forwarded to the workers, grace 30 s",
+    ),
+    "the platform's SIGTERM comes first": (
+        MANY,
+        (*JOB, TERM, TAKEN),
+        Notify(LEAVES._replace(grace=115.0), 115.0),
+        "spot: a node leaves (SIGTERM) already, grace 115 s",
+    ),
+    "and the notice has no time": (
+        MANY,
+        (*JOB, TERM, PLAIN_TAKEN),
+        Nothing(),
+        "spot: a node leaves (SIGTERM) already",
+    ),
+    "the machine of a job that is asked to end is taken": (
+        MANY,
+        (*JOB, ASKED, TAKEN),
+        Notify(STOP._replace(grace=115.0), 115.0),
+        "spot: drain already, grace 115 s",
+    ),
+    "another node's machine, and then this one's": (
+        MANY,
+        (*JOB, events.NoticeHeard(0, LEAVES), PLAIN_TAKEN),
+        Notify(Notice("spot", "resize"), 30.0),
+        "spot: the workers are asked to save and to end (2 of 2 workers listen), grace 30 s",
+    ),
+    "another node's machine is taken, and its time is its own": (
+        MANY,
+        (*JOB, events.NoticeHeard(0, Notice("spot", "resize", 115.0))),
+        Notify(Notice("spot", "resize"), None),
+        "spot: the workers are asked to save (2 of 2 workers listen)",
+    ),
+    "on one node the platform's SIGTERM leaves the deadline, too": (
+        TWO,
+        (*RUNS, *LISTEN, LEFT_120, TERM),
+        Nothing(),
+        "SIGTERM received: spot already, grace 115 s",
+    ),
+    "a second one does not": (
+        TWO,
+        (*RUNS, *LISTEN, LEFT_120, TERM, TERM),
+        StopWorkers(signal.SIGTERM, 30.0),
+        "SIGTERM received: forwarded to the workers, grace 30 s",
+    ),
+    "on one node it comes first": (
+        TWO,
+        (*RUNS, *LISTEN, TERM, LEFT_120),
+        Notify(TERMED._replace(grace=115.0), 115.0),
+        "spot: SIGTERM received already, grace 115 s",
+    ),
+    "the platform's SIGTERM while the last save is written": (
+        TWO,
+        (*RUNS, SAVES, *LISTEN, LEFT_120, *SAVED, gone(), TERM),
+        Nothing(),
+        "SIGTERM received: spot already, grace 115 s",
+    ),
+    "a second one then": (
+        TWO,
+        (*RUNS, SAVES, *LISTEN, LEFT_120, *SAVED, gone(), TERM, TERM),
+        Hurry(30.0),
+        "SIGTERM received: the checkpoint in memory is being written out, grace 30 s",
+    ),
+    "a node that leaves does not shorten a deadline": (
+        MANY,
+        (*JOB, LEFT_120, seen(LEFT)),
+        Nothing(),
+        "node node2 leaves; 2 workers may save, grace 115 s",
     ),
     "SIGTERM to a job that can save": (
         TWO,
