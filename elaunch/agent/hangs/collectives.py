@@ -106,8 +106,13 @@ class RankPlace(Struct, frozen=True):
     @property
     def waits(self) -> bool:
         """Whether it is in a collective, a send or a receive."""
+        return bool(self.awaited)
+
+    @property
+    def awaited(self) -> tuple[Call, ...]:
+        """The collectives, sends and receives in which it is."""
         calls = (call for group in self.groups.values() for call in group.calls)
-        return bool(self.receives) or any(call.waits for call in calls)
+        return (*self.receives, *(call for call in calls if call.waits))
 
     @property
     def is_held(self) -> bool:
@@ -154,6 +159,14 @@ def find(places: Mapping[int, RankPlace], now: float, failed: bool = False) -> C
     if behind:
         return _behind(behind, places, now)
     return _inside(waits, places, now, failed)
+
+
+def waited(places: Mapping[int, RankPlace], now: float) -> float:
+    """Return for how many seconds a rank has waited, that which has waited longest; 0: none waits.
+
+    A receive of gloo, of which only the stack shows that it is there, counts as a long one.
+    """
+    return max((now - call.at for one in places.values() for call in one.awaited), default=0.0)
 
 
 def _waits(places: Mapping[int, RankPlace]) -> list[_Wait]:

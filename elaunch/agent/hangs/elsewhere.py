@@ -1,15 +1,16 @@
 """Where the ranks of the job's other nodes are in their collectives: their agents are asked.
 
-All are asked at once, at a suspicion; of a node whose agent does not answer in time nothing is
-known. Two machines' clocks are not compared: an answer has the time at which it was made.
+They are asked at a suspicion, AT_ONCE at the same time; of a node whose agent does not answer in
+time nothing is known. Two machines' clocks are not compared: an answer has the time at which it was
+made.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -19,8 +20,10 @@ from elaunch.agent.hangs.collectives import RankPlace
 from elaunch.agent.peers.messages import PeerConnection, Undelivered
 from elaunch.agent.peers.peers import Peers
 from elaunch.agent.policy.turn import Round
+from elaunch.checkpoint.storage import atonce
 
 ANSWER_S: Final = 3.0
+AT_ONCE: Final = 32
 
 log = logging.getLogger("elaunch")
 
@@ -51,11 +54,8 @@ class OtherNodes:
                 log.debug("node %d does not say where its ranks are: %s", node_rank, error)
 
         nodes = (number for number in range(len(begun.plan.nodes)) if number != own)
-        threads = [threading.Thread(target=ask, args=(each,), daemon=True) for each in nodes]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(max(0.0, until - time.monotonic()))
+        calls = [partial(ask, each) for each in nodes]
+        atonce.within(ANSWER_S, lambda: atonce.at_once(calls, AT_ONCE, "ask node"), "ask nodes")
         return {rank: found[rank] for rank in tuple(found) if rank not in begun.own_ranks}
 
     def _ask(self, node_rank: int, round_number: int, until: float) -> dict[int, RankPlace]:

@@ -198,7 +198,8 @@ def limit(history: RoundHistory, asked: float | Literal["auto"]) -> float | None
 class HangVerdict(Struct, frozen=True):
     """A hang: ``ranks`` are behind; they are all ranks where none is ``named``.
 
-    ``culprit`` is what their collectives show of that, with which the reason begins.
+    ``culprit`` is what their collectives show of that, with which the reason begins. ``patience``:
+    so many seconds somebody has to wait for it, where it is known by the collectives.
     """
 
     ranks: tuple[int, ...]
@@ -206,6 +207,7 @@ class HangVerdict(Struct, frozen=True):
     source: Source
     named: bool = True
     culprit: str = ""
+    patience: float = 0.0
 
 
 def judge(history: RoundHistory, limit: float | None) -> HangVerdict | None:
@@ -227,7 +229,9 @@ def judge(history: RoundHistory, limit: float | None) -> HangVerdict | None:
         return None
     idle = min(history.ranks[rank].idle for rank in late)
     behind = _lowest_steps(history) if len(late) == len(history.ranks) else late
-    return _verdict(history, behind, _MADE, f"for {_seconds(idle)}")
+    patience = min(_patience(history.ranks[rank], limit) for rank in late)
+    found = _verdict(history, behind, _MADE, f"for {_seconds(idle)}")
+    return replace(found, patience=patience)
 
 
 def _is_clear(history: RoundHistory, late: Sequence[int], limit: float) -> bool:
@@ -244,7 +248,8 @@ def _lateness(watched: Watched, limit: float) -> float:
 def _never_begun(history: RoundHistory, patience: float) -> HangVerdict | None:
     if history.waited <= patience:
         return None
-    return _verdict(history, [], _MADE, f"in the first {_seconds(history.waited)} of the round")
+    rest = f"in the first {_seconds(history.waited)} of the round"
+    return replace(_verdict(history, [], _MADE, rest), patience=patience)
 
 
 def _patience(watched: Watched, limit: float) -> float:

@@ -7,8 +7,8 @@ script        the script reports something by itself: a step, a   its page (elau
               section, or more than SILENT heartbeats; and        any call of the script API
               where no pattern is given
 log lines     ``--progress-regex`` is given                       a line that matches
-collectives   neither of these, and a worker has made a process   it enters a collective, or leaves
-              group of torch.distributed                          one (elaunch.wire.recorder)
+collectives   neither of these in any round, and torch's record   it enters a collective, or leaves
+              has shown that a worker has entered a collective    one (elaunch.wire.recorder)
 ============  ==================================================  =================================
 
 A script that only calls ``elaunch.init()`` is not judged by what it never reports, nor are the
@@ -194,10 +194,11 @@ class RoundProgress:
             if not self._pids:
                 return None
             self._note(readings)
-            asks = self._collectives is not None and not (self._lines or self._reports(readings))
+            asks = self._collectives is not None and not (self._lines or self._speaks)
         places = self._places() if asks else {}
         with self._lock:
-            self._collective = self._collective or bool(places)
+            shown = any(place.done and not place.problem for place in places.values())
+            self._collective = self._collective or shown
             self._source = source = self._choose(readings)
             expected = self._expects(source, readings)
             pids, held, first = dict(self._pids), self._held, self._first_rank
@@ -232,7 +233,7 @@ class RoundProgress:
             return "script"
         if self._lines is not None:
             return "log lines"
-        return "collectives" if self._collective else "script"
+        return "collectives" if self._collective and not self._speaks else "script"
 
     def _reports(self, readings: Mapping[int, Reading]) -> bool:
         """Whether the script has reported in this run, and has not detached from this round."""

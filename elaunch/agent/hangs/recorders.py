@@ -11,6 +11,7 @@ import os
 import re
 import selectors
 import socket
+import stat
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -113,7 +114,7 @@ class Recorders:
         asked = {rank: pids[rank] for rank in outside if rank in pids}
         found = dict(places)
         for rank, dump in self._ask(asked, until, (STACKS,))[1].items():
-            if receive := _RECEIVE.fullmatch(dump.main[0]):
+            if dump.main and (receive := _RECEIVE.fullmatch(dump.main[0])):
                 found[rank] = replace(places[rank], receives=(Call(0, receive[1], waits=True),))
         return found
 
@@ -262,6 +263,8 @@ def place(rank: int, world_size: int, trace: bytes, groups: str) -> RankPlace:
         ranks = (members or range(world_size)) if is_jobs else ()
         times = places[name].times + 1 if name in places else 1
         places[name] = GroupPlace(tuple(ranks), times, known=not forgets)
+    if unknown := {one.process_group[0] for one in entries} - places.keys():
+        raise ValueError(f"process group {min(unknown)} was not noted")
     for name, group in places.items():
         own = [one for one in entries if one.process_group[0] == name]
         if group.times > 1 and len({one.pg_id for one in own}) != group.times:
@@ -297,5 +300,8 @@ def _waits(entry: _Entry) -> bool:
 
 
 def _text(path: Path) -> str:
-    with open(path, "rb") as file:
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO would wait for ever
+    with os.fdopen(os.open(path, flags), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(f"{path} is no regular file")
         return os.fsdecode(file.read(LONGEST_GROUPS))

@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Final, Literal
 
 from msgspec import structs
@@ -34,6 +35,7 @@ from elaunch.agent.hangs.judge import (
 from elaunch.agent.hangs.progress import ProgressLines, RoundProgress
 from elaunch.agent.hangs.recorders import Recorders
 from elaunch.agent.hangs.stackdump import Scene
+from elaunch.agent.patience import bounded
 from elaunch.agent.policy import events
 from elaunch.agent.policy.actions import StopWorkers
 from elaunch.agent.policy.turn import Round, Turn
@@ -58,6 +60,8 @@ RECEIVE_S: Final = 0.3
 """Seconds for those that are in no collective to answer whether they receive."""
 AGAIN_S: Final = 10.0
 """Seconds until the other nodes are asked again, if the workers here wait for one of them."""
+SILENT_ASKS: Final = 3
+"""So often they are asked again since nothing is known of some rank."""
 SCENE_S: Final = 0.05
 """Seconds for that, and for their stacks, before they are signalled since one has failed."""
 JOIN_S: Final = 2.0
@@ -68,6 +72,8 @@ FIXES: Final[Mapping[Source, str]] = {
     "or call ctx.heartbeat() of elaunch.init() in each",
 }
 """What makes a script's progress seen."""
+
+_UNKNOWN: Final = RankPlace(problem="no answer")
 
 log = logging.getLogger("elaunch")
 
@@ -151,7 +157,7 @@ class Watchdog:
                 return
             self._history = advance(self._history, seen, LATE_TICKS * self.tick)
             found = judge(self._history, limit(self._history, self._asked))
-        found = self._ripe(None if found is None else self._explain(found))
+        found = self._ripe(None if found is None else self._explained(found, seen))
         if found is not None:
             with self._lock:
                 if round_number != self._round:
@@ -176,6 +182,14 @@ class Watchdog:
             waited,
             FIXES.get(source, FIXES["script"]),
         )
+
+    def _explained(self, found: HangVerdict, seen: Look) -> HangVerdict | None:
+        try:
+            return self._explain(found)
+        except Exception:
+            log.exception("which rank the others wait for cannot be found out")
+        waits = any(mark is not None and mark.waits for mark in seen.marks.values())
+        return found if waits or found.source != "collectives" else None
 
     def _ripe(self, found: HangVerdict | None) -> HangVerdict | None:
         """Return the verdict if it is to be posted now."""
@@ -224,6 +238,7 @@ class HangWatch:
         self._others: OtherNodes | None = None
         self._begun: Round | None = None
         self._ask_again = 0.0
+        self._silent = 0
         self._takes_scene = not settings.no_stacks
         self._scene: Scene | None = None
         several = settings.rendezvous is not None
@@ -257,7 +272,7 @@ class HangWatch:
     def begin(self, begun: Round) -> None:
         """Watch the next round; its workers are about to start."""
         self._recorders.begin(begun)
-        self._begun, self._ask_again = begun, 0.0
+        self._begun, self._ask_again, self._silent = begun, 0.0, 0
         self._progress.begin(begun.first_rank)
         if self._watchdog is not None:
             self._watchdog.begin(begun.round)
@@ -268,7 +283,8 @@ class HangWatch:
         self._recorders.see(turn.event)
         crashed = turn.event == turn.before.first and isinstance(turn.action, StopWorkers)
         if crashed and self._takes_scene:
-            self._scene = self._take_scene(turn.before.round)
+            take = partial(self._take_scene, turn.before.round)
+            self._scene = bounded(take, None, "cannot see where the other workers are")
 
     def _take_scene(self, round_number: int) -> Scene | None:
         """Ask the workers where they are that are about to be signalled; blocks SCENE_S at most."""
@@ -308,8 +324,9 @@ class HangWatch:
     def _explain(self, found: HangVerdict) -> HangVerdict | None:
         """Name the rank that has not entered a collective in which others wait, if there is one.
 
-        Where all of this node's workers wait, it is no hang while a rank of another node is in no
-        collective, or nothing is known of it: that is its own node's to judge.
+        By the collectives it is no hang before a rank of some node has waited for as long as the
+        one that is late may be: nobody is held up. Nor is it one, where all of this node's workers
+        wait, while a rank of another node is in no collective: that is its own node's to judge.
         """
         begun = self._begun
         if begun is None or time.monotonic() < self._ask_again:
@@ -318,11 +335,14 @@ class HangWatch:
         if self._others is not None:
             places |= self._others.places(begun)
         own = [place for rank, place in places.items() if rank in found.ranks]
+        pause = 0.0
+        if found.source == "collectives":
+            pause = min(AGAIN_S, found.patience - collectives.waited(places, time.time()))
         if self._others is not None and own and all(place.waits for place in own):
-            ranks = range(begun.place.world_size)
-            if not all(rank in places and places[rank].is_held for rank in ranks):
-                self._ask_again = time.monotonic() + AGAIN_S
-                return None
+            pause = max(pause, self._pause(places, begun.place.world_size))
+        if pause > 0:
+            self._ask_again = time.monotonic() + pause
+            return None
         culprit = collectives.find(places, time.time())
         if culprit is None:
             return found
@@ -334,6 +354,16 @@ class HangWatch:
         if not culprit.ranks:
             return found
         return structs.replace(found, ranks=culprit.ranks, named=True)
+
+    def _pause(self, places: Mapping[int, RankPlace], world_size: int) -> float:
+        """Return in how many seconds to ask again, since a rank is in no collective, or silent."""
+        ranks = [places.get(rank, _UNKNOWN) for rank in range(world_size)]
+        loose = [place for place in ranks if not place.is_held]
+        if all(place.problem for place in loose):
+            self._silent += bool(loose)
+            return AGAIN_S if loose and self._silent <= SILENT_ASKS else 0.0
+        self._silent = 0
+        return AGAIN_S
 
     def _tell(self, hang: events.HangSeen) -> None:
         _, pid = self._progress.workers().get(min(hang.ranks, default=-1), (0, 0))

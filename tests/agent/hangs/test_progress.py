@@ -328,3 +328,31 @@ def test_an_unchanged_script_is_seen_by_its_collectives(pages: Pages) -> None:
     assert seen(made).marks[5] is None
     pages.attach(0).step(1)
     assert seen(made).source == "script"
+
+
+@pytest.mark.parametrize(
+    "place",
+    [RankPlace(problem="its answer is too long"), RankPlace({"0": GroupPlace((4, 5))})],
+    ids=["unreadable", "switched off"],
+)
+def test_a_record_that_shows_nothing_is_no_source(pages: Pages, place: RankPlace) -> None:
+    """Nothing would ever move in it."""
+    made = RoundProgress(pages.readings, pages.left, collectives=lambda _: {4: place, 5: place})
+    begin(made)
+    found = seen(made)
+    assert (found.source, found.expected) == ("script", False)
+
+
+def test_a_script_that_has_reported_and_detached_is_not_judged_by_its_collectives(
+    pages: Pages,
+) -> None:
+    """It may upload for long after its last step."""
+    place = RankPlace({"0": GroupPlace((4, 5))}, done=SET_UP + 1)
+    made = RoundProgress(pages.readings, pages.left, collectives=lambda _: {4: place, 5: place})
+    begin(made)
+    assert seen(made).source == "collectives"
+    pages.attach(0).step(1)
+    assert seen(made).source == "script"
+    pages.detach(0)
+    found = seen(made)
+    assert (found.source, found.expected) == ("script", False)

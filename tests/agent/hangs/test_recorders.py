@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import threading
 import time
@@ -12,8 +13,11 @@ from typing import Any
 import pytest
 
 from elaunch.agent.hangs import recorders
+from elaunch.agent.hangs.collectives import RankPlace
 from elaunch.agent.hangs.recorders import TRACE, Question, Recorders, ask, place
+from elaunch.agent.hangs.stackdump import Dump
 from elaunch.agent.policy.turn import Round
+from elaunch.checkpoint.storage.atonce import within
 from elaunch.wire.local import listen
 from elaunch.wire.recorder import groups_path, socket_path
 
@@ -116,3 +120,31 @@ def test_where_a_rank_is() -> None:
     # A group of that name was made again, and its collectives may be those of the first.
     again = place(1, 2, json.dumps({"entries": [entry(5, time_created_ns=1)]}).encode(), GROUPS * 2)
     assert again.groups["0"].entered is None
+
+
+def test_collectives_of_a_group_that_was_not_noted() -> None:
+    """The disk was full, it may be: where such a rank waits is unknown."""
+    trace = json.dumps({"entries": [entry(1, process_group=["7", "a mesh"])]}).encode()
+    with pytest.raises(ValueError, match="process group 7"):
+        place(1, 2, trace, GROUPS)
+
+
+def test_a_groups_file_that_is_none(tmp_path: Path) -> None:
+    """Nobody waits for whoever might write into it."""
+    path = socket_path(tmp_path, 0, 0)
+    answering(path, HEAD % 2 + b"{}")
+    os.mkfifo(groups_path(path))
+    asked = Recorders(tmp_path)
+    asked.begin(Round(0, 1))
+    found: list[RankPlace] = []
+    until = time.monotonic() + 5
+    assert within(20.0, lambda: found.append(asked.places({0: 1}, until)[0]), "asks")
+    assert "no regular file" in found[0].problem
+
+
+def test_a_stack_without_a_frame(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It shows no receive."""
+    empty = Dump((), ())
+    monkeypatch.setattr(Recorders, "_ask", lambda *_: ({}, {0: empty}))
+    places = {0: RankPlace(done=1)}
+    assert Recorders(tmp_path).with_receives(places, {0: 1}, 0.0) == places

@@ -4,15 +4,30 @@ from __future__ import annotations
 
 import logging
 import queue
+import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from elaunch.agent.hangs.judge import Look, Mark
-from elaunch.agent.hangs.watch import LATE_TICKS, SHORTEST_S, YIELD_TICKS, Watchdog
+from elaunch.agent.hangs import watch
+from elaunch.agent.hangs.collectives import Call, GroupPlace, RankPlace
+from elaunch.agent.hangs.judge import HangVerdict, Look, Mark, Source
+from elaunch.agent.hangs.watch import (
+    LATE_TICKS,
+    SHORTEST_S,
+    SILENT_ASKS,
+    YIELD_TICKS,
+    HangWatch,
+    Watchdog,
+)
 from elaunch.agent.policy import events
+from elaunch.agent.policy.actions import StopWorkers
+from elaunch.agent.policy.turn import Round
 from tests.agent.logrig import SECONDS, eventually
 
 
@@ -172,3 +187,127 @@ def test_what_the_limit_is_at_present() -> None:
     fixed, auto = (Watchdog(asked, lambda: None, nobody.put) for asked in (60.0, "auto"))
     assert fixed.limit() == (60.0, False)
     assert auto.limit() == (None, True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("source", "waits"), [("script", False), ("collectives", True)])
+def test_a_hang_that_cannot_be_explained_is_posted(source: Source, waits: bool) -> None:
+    """Nothing ends the watchdog's thread."""
+
+    def look() -> Look:
+        return Look(time.monotonic(), source, {0: Mark(0, True, waits=waits)})
+
+    def explain(_: HangVerdict) -> HangVerdict | None:
+        raise RuntimeError("can't start new thread")
+
+    posted: queue.SimpleQueue[events.HangSeen] = queue.SimpleQueue()
+    watchdog = Watchdog(0.3, look, posted.put, explain=explain)
+    watchdog.start()
+    try:
+        for round_number in (0, 1):
+            watchdog.begin(round_number)
+            assert posted.get(timeout=SECONDS).round == round_number
+    finally:
+        watchdog.close()
+
+
+# ── the verdict by collectives ───────────────────────────────────────────────────────────────────
+
+FOUND = HangVerdict((1,), "rank 1 has made no progress for 61 s", "collectives", patience=60.0)
+
+
+class Explained:
+    """A watch of this node's ranks 0 and 1; ``places`` are theirs and those of other nodes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, run_dir: Path, others: bool) -> None:
+        settings = SimpleNamespace(hang_timeout=60.0, no_stacks=False, rendezvous=None)
+        nothing = SimpleNamespace(readings=dict, left=dict)
+        group = SimpleNamespace(run_dir=run_dir)
+        made: Any = HangWatch
+        self.watch: HangWatch = made(settings, nothing, group, lines=None, post=lambda _: None)
+        self.own: dict[int, RankPlace] = {}
+        self.elsewhere: dict[int, RankPlace] = {}
+        world = SimpleNamespace(world_size=4 if others else 2)
+        self.watch._begun = cast(Round, SimpleNamespace(round=0, place=world))
+        monkeypatch.setattr(self.watch, "places", lambda _: self.own)
+        monkeypatch.setattr(watch, "AGAIN_S", 5.0)
+        if others:
+            self.watch.meet(cast(Any, SimpleNamespace(places=lambda _: self.elsewhere)))
+
+    def __call__(self, found: HangVerdict = FOUND) -> HangVerdict | None:
+        """Return what is made of a verdict."""
+        self.watch._ask_again = 0.0
+        return self.watch._explain(found)
+
+
+def inside(seconds: float, members: tuple[int, ...] = (0, 1)) -> RankPlace:
+    """Return a rank that has waited for so long."""
+    call = Call(7, "all_reduce", at=time.time() - seconds, waits=True)
+    return RankPlace({"0": GroupPlace(members, calls=(call,))}, done=13)
+
+
+def test_no_rank_is_judged_by_its_collectives_while_nobody_waits(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Each does its own work, then, or the others have ended; a short wait is none."""
+    explained = Explained(monkeypatch, tmp_path, others=False)
+    outside = RankPlace({"0": GroupPlace((0, 1))}, done=12)
+    for other in (outside, RankPlace(ended=True), inside(30.0)):
+        explained.own = {0: other, 1: outside}
+        assert explained() is None
+    explained.own = {0: inside(61.0), 1: outside}
+    found = explained()
+    assert found is not None and found.ranks == (1,)
+    assert found.culprit.startswith("rank 1 has not entered all_reduce #7; rank 0 waits")
+    explained.own = {0: outside, 1: outside}
+    script = HangVerdict((1,), "rank 1 has made no progress", "script")
+    assert explained(script) == script
+
+
+def test_ranks_of_other_nodes_that_wait_count(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The one rank of a node may be the one that all others wait for."""
+    explained = Explained(monkeypatch, tmp_path, others=True)
+    everyone = (0, 1, 2, 3)
+    explained.own = {1: RankPlace({"0": GroupPlace(everyone)}, done=12)}
+    assert explained() is None
+    explained.elsewhere = {rank: inside(61.0, everyone) for rank in (0, 2, 3)}
+    found = explained()
+    assert found is not None and found.ranks == (1,)
+
+
+@pytest.mark.parametrize("silent", [{}, {3: RankPlace(problem="no answer")}])
+def test_a_rank_that_never_answers_does_not_hide_a_hang(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, silent: Mapping[int, RankPlace]
+) -> None:
+    """It is given a few chances; one that answers and is in no collective is its own node's."""
+    explained = Explained(monkeypatch, tmp_path, others=True)
+    everyone = (0, 1, 2, 3)
+    explained.own = {rank: inside(61.0, everyone) for rank in (0, 1)}
+    outside = RankPlace({"0": GroupPlace(everyone)}, done=12)
+    explained.elsewhere = {2: outside, **silent}
+    assert [explained() for _ in range(2 * SILENT_ASKS)] == [None] * (2 * SILENT_ASKS)
+    explained.elsewhere = {2: inside(61.0, everyone), **silent}
+    assert [explained() for _ in range(SILENT_ASKS)] == [None] * SILENT_ASKS
+    found = explained()
+    assert found is not None and "wait in all_reduce #7" in found.reason
+    assert 3 not in found.ranks
+
+
+def test_a_scene_in_a_file_system_that_hangs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The loop goes on without it."""
+    explained = Explained(monkeypatch, tmp_path, others=False)
+    answers = threading.Event()
+    monkeypatch.setattr("elaunch.agent.patience.FILES_S", 0.05)
+    monkeypatch.setattr(explained.watch._recorders, "scene", lambda *_: answers.wait(20.0))
+    first = events.Exit(0, 0, 0, 1, 1, 0.0)
+    before = SimpleNamespace(first=first, round=0)
+    turn: Any = SimpleNamespace(event=first, before=before, action=StopWorkers(signal.SIGTERM, 0.0))
+    began = time.monotonic()
+    explained.watch.see(turn)
+    assert time.monotonic() - began < 15
+    assert explained.watch.scene(0) is None
+    answers.set()
