@@ -15,6 +15,7 @@ In the last three a pod that ends with 75, or that is evicted, is replaced witho
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -108,9 +109,10 @@ class Manifest:
 def slurm(job: Manifest) -> str:
     """Return a batch script."""
     nodes = f"{job.least}" if job.least == job.most else f"{job.least}-{job.most}"
-    lead, left = job.lead, max(1, job.lead - MARGIN_S)
+    lead, left = job.lead, job.lead - MARGIN_S
     given = [
-        *("job-name=" + job.name, "nodes=" + nodes, "ntasks-per-node=1"),
+        # Without it, Slurm may bind the one task of a node, with all its workers, to one CPU.
+        *("job-name=" + job.name, "nodes=" + nodes, "ntasks-per-node=1", "exclusive"),
         *([f"gpus-per-node={job.gpus}"] if job.gpus else []),
         *([f"time={-(-job.limit // 60)}"] if job.limit else []),
         *(f"signal=B:USR1@{job.lead}", "requeue", "open-mode=append"),
@@ -246,9 +248,7 @@ def _codes(operator: str, codes: Sequence[int]) -> Document:
 
 
 def _pod(job: Manifest, meeting: Sequence[str]) -> Document:
-    grace, flags = job.lead - MARGIN_S, [*meeting, *job.flags]
-    if not job.answers.is_set("shutdown-timeout") and grace > MARGIN_S:
-        flags.append(f"--shutdown-timeout={grace}")
+    flags = [*meeting, *job.flags, *_shutdown(job)]
     volumes: list[Document] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
     mounts = [{"name": "shm", "mountPath": "/dev/shm"}]
     if job.claim:
@@ -274,6 +274,23 @@ def _pod(job: Manifest, meeting: Sequence[str]) -> Document:
     }
 
 
+def _shutdown(job: Manifest) -> list[str]:
+    """Return the flag by which the agent ends its workers before the kubelet ends the agent."""
+    answers, own = job.answers, job.answers.is_set("shutdown-timeout")
+    seconds = answers["shutdown-timeout"] if own else job.lead - MARGIN_S
+    grace = answers["sibling-grace"]
+    if not answers.is_set("sibling-grace"):
+        grace = min(grace, seconds)
+    if seconds + grace > job.lead:
+        name, other = "shutdown-timeout", f"--sibling-grace, {grace:g} s"
+        if not own:
+            name, other = "sibling-grace", f"--shutdown-timeout, {seconds:g} s"
+        longer = math.ceil((seconds if own else MARGIN_S) + grace)
+        why = f"and {other}, are longer than --lead, {job.lead} s: the kubelet kills the agent"
+        raise answers.fault(name, why, f"give a shorter time, or --lead {longer}")
+    return [] if own else [f"--shutdown-timeout={seconds}"]
+
+
 TARGETS: Mapping[str, Callable[[Manifest], str | list[Document]]] = {
     "slurm": slurm,
     "kubernetes": kubernetes,
@@ -285,7 +302,9 @@ TARGETS: Mapping[str, Callable[[Manifest], str | list[Document]]] = {
 def _in_shell(word: str) -> str:
     """Quote a word, but for the variables that the script sets."""
     head, equals, tail = word.rpartition("=")
-    return f'{head}{equals}"{tail}"' if tail in _VARIABLES else shlex.quote(word)
+    if tail not in _VARIABLES:
+        return shlex.quote(word)
+    return f'{shlex.quote(head)}{equals}"{tail}"' if equals else f'"{tail}"'
 
 
 def to_yaml(documents: Sequence[Document]) -> str:
@@ -333,6 +352,11 @@ def read(words: Sequence[str], **given: Any) -> Manifest:
     flags = [_flag(name, text) for name, text in line.flags.items() if name not in _SIZE]
     if given["claim"] and not str(answers["checkpoint-dir"] or "").startswith("/"):
         raise UsageError("--claim: give --checkpoint-dir, an absolute path: it is mounted there")
+    if given["lead"] <= MARGIN_S:
+        raise UsageError(
+            f"--lead: {given['lead']} s are too short: the agent takes up to {MARGIN_S} of them "
+            f"to end what has not saved; give {MARGIN_S + 1} or more"
+        )
     name = label(answers["name"] or Path(entry).stem)
     return Manifest(name, answers, tuple(flags), line.command, **given)
 

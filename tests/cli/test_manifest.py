@@ -156,10 +156,63 @@ def test_the_batch_script_is_one_of_bash() -> None:
     head = [line for line in script.splitlines() if line.startswith("#SBATCH")]
     assert head == [
         *("#SBATCH --job-name=train", "#SBATCH --nodes=2", "#SBATCH --ntasks-per-node=1"),
+        "#SBATCH --exclusive",
         *("#SBATCH --gpus-per-node=8", "#SBATCH --time=240", "#SBATCH --signal=B:USR1@120"),
         *("#SBATCH --requeue", "#SBATCH --open-mode=append"),
     ]
     assert "'--rdzv-id=it'\"'\"'s $HOME'" in script
+
+
+def test_no_word_is_run_by_the_shell(tmp_path: Path) -> None:
+    """A run id that ends like a variable of the script keeps the rest of its text."""
+    run_id = f"x;touch {tmp_path}/made;y=$SLURM_JOB_ID"
+    script = TARGETS["slurm"](read([f"--rdzv-id={run_id}", "train.py"], **OPTIONS))
+    assert isinstance(script, str)
+    shows = "() { printf '%s\\n' \"$@\"; }"
+    body = script.rpartition("exit ")[0]
+    done = subprocess.run(
+        ["bash", "-c", f"srun{shows}\nelaunch{shows}\nscontrol() {{ :; }}\n{body}\nask"],
+        env={"PATH": "/usr/bin:/bin", "SLURM_JOB_ID": "7"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert [*tmp_path.iterdir()] == []
+    run_id = run_id.replace("$SLURM_JOB_ID", "7")
+    assert {f"--rdzv-id={run_id}", run_id} <= {*done.stdout.splitlines()}
+
+
+@pytest.mark.parametrize("target", CLUSTERS)
+def test_the_agent_ends_before_the_kubelet_ends_it(target: str) -> None:
+    """However short the lead is; a time of the user's own is kept where it fits."""
+    assert "--shutdown-timeout=15" in args(target, ["train.py"], lead=30)
+    assert "--shutdown-timeout=1" in args(target, ["train.py"], lead=16)
+    own = ["--shutdown-timeout=50", "--sibling-grace=10", "train.py"]
+    assert args(target, own, lead=60)[-3:] == own
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["--lead=15", "slurm"], "--lead: 15 s are too short: "),
+        (
+            ["--lead=60", "jobset", "--shutdown-timeout=56"],
+            "--shutdown-timeout: '56' and --sibling-grace, 5 s, are longer than --lead, 60 s: the "
+            "kubelet kills the agent; give a shorter time, or --lead 61",
+        ),
+        (
+            ["kubernetes", "--sibling-grace=20"],
+            "--sibling-grace: '20' and --shutdown-timeout, 105 s, are longer than --lead, 120 s",
+        ),
+    ],
+)
+def test_a_lead_that_is_too_short(
+    words: list[str], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The agent would be killed before it has ended its workers."""
+    assert execute(["manifest", "--image=i", *words, "train.py"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and problem in err
 
 
 @pytest.mark.parametrize(

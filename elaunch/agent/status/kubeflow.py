@@ -144,14 +144,16 @@ class TrainJobStatus:
 
 
 def post(environ: Mapping[str, str], body: Mapping[str, Any]) -> None:
-    """Post ``body``; no proxy and no redirect gets the token.
+    """Post ``body``; no proxy, no redirect and nothing but https gets the token.
 
     Raises OSError, HTTPException or ValueError where it is not taken within some seconds.
     """
     url = urlsplit(environ[KUBEFLOW_URL])
     headers = {"Content-Type": "application/json"}
     if environ.get(TOKEN):
-        headers["Authorization"] = f"Bearer {Path(environ[TOKEN]).read_text().strip()}"
+        if url.scheme != "https":
+            raise ValueError(f"its scheme is {url.scheme!r}, not https: no token is sent there")
+        headers["Authorization"] = f"Bearer {_token(environ[TOKEN])}"
     connection: http.client.HTTPConnection
     if url.scheme == "https":
         context = ssl.create_default_context(cafile=environ.get(CA_CERT) or None)
@@ -169,3 +171,11 @@ def post(environ: Mapping[str, str], body: Mapping[str, Any]) -> None:
             raise OSError(f"it answers {answer.status} {answer.reason}: {said}")
     finally:
         connection.close()
+
+
+def _token(path: str) -> str:
+    """Return the token in a file; the error for one that no header can have does not show it."""
+    token = Path(path).read_bytes().strip().decode("ascii", "replace")
+    if not (token and token.isascii() and token.isprintable() and " " not in token):
+        raise ValueError(f"{path} does not have one token, of printable ASCII, in it")
+    return token

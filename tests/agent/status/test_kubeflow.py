@@ -174,6 +174,33 @@ def test_faults_hold_nothing_up(
     silent.close()
 
 
+@pytest.mark.usefixtures("fast")
+@pytest.mark.parametrize("token", ["secret\nmore", "secret more", "secret\x07", "secreté"])
+def test_a_torn_token_is_not_logged(
+    server: StatusServer, token: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The report names its file alone."""
+    caplog.set_level(logging.DEBUG)
+    server.token.write_text(token)
+    status = TrainJobStatus(server.environ, lambda: record(0.5))
+    status.start()
+    wait_until(lambda: reports(caplog), LONG)
+    status.close()
+    assert str(server.token) in reports(caplog)[0] and "secret" not in caplog.text
+    assert server.posts.empty()
+
+
+def test_a_token_is_sent_by_https_alone(server: StatusServer) -> None:
+    """Nothing is sent where anybody on the way can read it."""
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        stranger.setblocking(False)
+        url = f"http://localhost:{stranger.getsockname()[1]}/"
+        with pytest.raises(ValueError, match="'http', not https"):
+            kubeflow.post(server.environ | {"KUBEFLOW_TRAINER_SERVER_URL": url}, {})
+        with pytest.raises(BlockingIOError):
+            stranger.accept()
+
+
 @pytest.mark.slow
 def test_a_job_posts_its_end(elaunch: Launcher, server: StatusServer) -> None:
     """The last post is the whole."""
