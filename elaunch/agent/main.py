@@ -243,17 +243,10 @@ class _Run:
 
     def _start_timer(self) -> None:
         """Have the workers asked to save and to end at --preempt-at."""
-        at = self._settings.preempt_at
-        if at is None:
-            return
-        left = self._settings.preempt_left
-        asked = events.PreemptAsked("the time of --preempt-at has come", lambda _: None, left)
-        # A wait of C's may not be longer than this; nobody waits for 100 days.
-        seconds = min(max(0.0, at - time.time()), threading.TIMEOUT_MAX, 8_640_000.0)
-        timer = threading.Timer(seconds, self._inbox.put, (asked,))
-        timer.daemon = True
-        timer.start()
-        self._stack.callback(timer.cancel)
+        settings = self._settings
+        if settings.preempt_at is not None:
+            timer = signals.timer(settings.preempt_at, settings.preempt_left, self._inbox.put)
+            self._stack.callback(timer.cancel)
 
     def _start_notice_command(self, group: WorkerGroup) -> None:
         """Have the workers asked to save and to end when --notice-command prints a notice."""

@@ -97,7 +97,8 @@ def _agent(run: RunDir, name: str) -> int:
     "--deadline",
     type=click.FloatRange(min=0.0, max=MOST_SECONDS),
     metavar="SECONDS",
-    help="How long the platform leaves the job.  [default: its --shutdown-timeout]",
+    help="How long the platform leaves the job; it counts where RUN has workers on this node.  "
+    "[default: its --shutdown-timeout]",
 )
 def preempt(run: str, reason: str, deadline: float | None) -> None:
     """Ask the workers of RUN to save and to end.

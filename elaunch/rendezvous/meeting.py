@@ -90,7 +90,7 @@ class Meeting:
         self._changed, self._joined = threading.Condition(lock), threading.Condition(lock)
         self._member = MemberState(rules, secret(), world.make_name, world.clock())
         self._store: Store | None = None
-        self._unheard: Post | None = None  # the plan as it was when the store was opened
+        self._unheard: tuple[Store, Post] | None = None  # the plan when that store was opened
         self._coordinator: Coordinator | None = None
         self._decided: CoordinatorState | None = None
         self._closed = False
@@ -272,7 +272,8 @@ class Meeting:
             store.close()
             raise
         with self._changed:
-            self._store, self._unheard = store, post
+            self._store = store
+            self._unheard = None if post is None else (store, post)
 
     def _post(self, effects: list[Effect]) -> None:
         for effect in effects:
@@ -309,9 +310,10 @@ class Meeting:
         """Wait a while for the next post; raises StoreError."""
         member = self._member
         with self._changed:
-            post, self._unheard = self._unheard, None
-        if post is not None:
-            return post
+            unheard = self._unheard
+            if unheard is not None and unheard[0] is store:
+                self._unheard = None
+                return unheard[1]
         removed = member.old_job is not None and member.plan is None
         looks = member.refused is not None or removed
         seconds = SLICE if looks else max(SLICE, min(LONG_SLICE, self._rules.remind))

@@ -119,6 +119,8 @@ def asked(state: State, reason: str, left: float | None = None) -> Decision:
         return Notify(Notice(reason), None), f"{reason}: no round follows this one"
     if state.limits.meets:
         what = f"{reason}: no worker runs on this node; the other nodes are asked, too"
+        if left is not None:
+            what += ", without the deadline: they have --shutdown-timeout"
         return Notify(Notice(reason), state.limits.shutdown_timeout), what
     return Finish(PREEMPTED), f"{reason}: no worker runs; to be continued"
 

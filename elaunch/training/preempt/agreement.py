@@ -116,7 +116,7 @@ class Agreement:
         self._closing = self._all_came = False
         self._lock = threading.Lock()
         self._count: CallCount | None = None
-        self._grace: float | None = None
+        self._until: float | None = None
         self._announcing = SteadyLine(distributed.round_store, PATIENCE_S)
         self._watching = SteadyLine(distributed.round_store, math.inf)
         self._announcer = _thread(self._announce, "elaunch-preempt")
@@ -131,10 +131,15 @@ class Agreement:
     def receive(self, received: ReceivedNotice) -> None:
         """Take a notice; the first one counts. Blocks on nothing: for signal handlers too."""
         if received.notice.grace is not None:
-            self._grace = received.notice.grace
+            self._until = time.monotonic() + received.notice.grace
         if self._received is None:
             self._received = received
         self._inbox.put(received)
+
+    def _left(self) -> float | None:
+        """Return what is left of the grace that this rank has received, if it is stated."""
+        until = self._until
+        return None if until is None else round(max(0.0, until - time.monotonic()), 1)
 
     def decide(self, until: float) -> bool:
         """Wait until the ranks know the call, or cannot agree; False: not until ``until``."""
@@ -205,7 +210,9 @@ class Agreement:
             self._met.set()
         elif not received.published:
             try:
-                PreemptBoard(self._announcing, self._distributed).announce(received.notice)
+                notice = received.notice
+                aged = notice if notice.grace is None else notice._replace(grace=self._left())
+                PreemptBoard(self._announcing, self._distributed).announce(aged)
             except CollectiveError as error:
                 self._fail(error)
             finally:
@@ -215,7 +222,11 @@ class Agreement:
         board = PreemptBoard(self._watching, self._distributed)
         try:
             self._watching.await_key(NOTICE, math.inf)
-            self._on_notice(board.notice())
+            notice = board.notice()
+            self._on_notice(notice)
+            if notice.grace is not None:
+                # This node's agent may have read of it in the plan, which has no deadline.
+                self._notify_agent(notice)
             self._watching.patience = PATIENCE_S
             if self._received is not None:  # it is not closed meanwhile
                 self._come_to_call(self._received, board)
@@ -225,12 +236,12 @@ class Agreement:
             self._watching.close()
 
     def _come_to_call(self, received: ReceivedNotice, board: PreemptBoard) -> None:
-        board.stand(self._first_count(CallCount(received.calls, closed=False, grace=self._grace)))
+        board.stand(self._first_count(CallCount(received.calls, closed=False, grace=self._left())))
         board.complete("at", math.inf)
         self.agreed = board.agreed()
         self._decided.set()
         if self.agreed.notice.grace is not None:
-            # This node's agent may have read of it in the plan, which has no deadline.
+            # Another rank may have known it, and not the one whose notice came first.
             self._notify_agent(self.agreed.notice)
         self._arriving.wait()
         if self._closing:

@@ -530,6 +530,13 @@ TABLE: dict[str, Row] = {
         Notify(SIGNAL, 30.0),
         "SIGUSR1 received: no worker runs on this node; the other nodes are asked, too",
     ),
+    "asked on a spare, with a deadline": (
+        MANY,
+        (READY, seen(SPARE), LEFT_120),
+        Notify(Notice("spot"), 30.0),
+        "spot: no worker runs on this node; the other nodes are asked, too, without the deadline: "
+        "they have --shutdown-timeout",
+    ),
     "asked while it imports": (
         MANY,
         (ASKED, READY),

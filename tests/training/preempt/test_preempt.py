@@ -18,10 +18,11 @@ import pytest
 
 from elaunch.errors import CollectiveTimeout, ContextError, PeerLost
 from elaunch.training.agentlink import AgentLink
+from elaunch.training.distributed import DistributedContext
 from elaunch.training.preempt import agreement
 from elaunch.training.preempt.preempt import PreemptContext
 from elaunch.training.stores import connection, roundstore
-from elaunch.wire.progress import PageReader
+from elaunch.wire.progress import PageReader, ProgressPage
 from elaunch.wire.worker import Kind
 from tests.launching import wait_until
 from tests.training.agentend import Agent
@@ -648,6 +649,35 @@ def test_the_platforms_deadline_reaches_the_other_nodes_agent(
     for rank in opened:
         rank.close()
     opened[0].preempt._link.close()
+
+
+def test_the_platforms_deadline_waits_for_no_rank(agent: Agent, store: int, scope: str) -> None:
+    """An agent that was asked by way of the plan has what is left of it before the ranks agree."""
+
+    def script(number: int) -> tuple[DistributedContext, ProgressPage]:
+        distributed, page = DistributedContext.of(place(number, 3, store, scope)), ProgressPage()
+        distributed.open(page, LONG)
+        return distributed, page
+
+    opened = together(3, script)  # the third one asks nothing
+    link = AgentLink(agent.path, opened[0][1], place(0, 3, store, scope))
+    asked, stated = (PreemptContext(*opened[n], made) for n, made in ((0, link), (1, None)))
+    link.start()
+    agent.accept()
+    stated.on_notice("spot", "stop", 115.0, stated=True)
+    time.sleep(1.0)
+    stated.start()
+    wait_until(lambda: stated._agreement._count, LONG)  # its notice is in the store
+    asked.on_notice("spot", "stop", 30.0)
+    asked.start()
+    heard = agent.hear()
+    assert heard["op"] == "heard" and 100.0 < heard["grace"] <= 114.0
+    for context in (asked, stated):
+        context.close()
+    link.close()
+    for distributed, page in opened:
+        distributed.close()
+        page.close()
 
 
 @pytest.mark.slow

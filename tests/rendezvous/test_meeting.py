@@ -1,0 +1,29 @@
+"""Which store a plan is of that a meeting has read when it opened that store."""
+
+from __future__ import annotations
+
+import pytest
+
+from elaunch.errors import StoreClosed
+from elaunch.rendezvous.decide.view import Rules, SearchResult
+from elaunch.rendezvous.meeting import Meeting, World
+from elaunch.store.protocol import Post
+from tests.store.memory import MemoryHub
+
+
+def test_the_plan_of_a_new_store_is_not_taken_for_one_of_the_old() -> None:
+    """The follower may still have the old one when the new one is opened."""
+    hubs = [MemoryHub(), MemoryHub()]
+    for number, hub in enumerate(hubs):
+        hub.post = Post(1, b"%d" % number)
+    stores = [hub.store() for hub in hubs]
+    opened = iter(stores)
+    world = World(lambda news: None, lambda search: SearchResult(), lambda until, hold: None)
+    meeting = Meeting(lambda: next(opened), Rules(1, 2), lambda: None, world)
+    meeting._reopen()
+    assert meeting._next_post(stores[0]) == hubs[0].post
+    meeting._reopen()
+    hubs[1].post = Post(2, b"newer")
+    with pytest.raises(StoreClosed):
+        meeting._next_post(stores[0])
+    assert meeting._next_post(stores[1]) == Post(1, b"1")
