@@ -29,7 +29,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, Protocol
 
-from elaunch import env
+from elaunch import env, proc
 from elaunch.errors import RunDirError
 from elaunch.runs import directory
 from elaunch.runs.record import Record
@@ -116,13 +116,16 @@ def run_agent(
         else:
             process = _forked(argv, environ, serve, leads, forwarding.restore)
         forwarding.begin(process)
+        begun = proc.read_process(process.pid)  # a child is there until it is waited for
         try:
             code = process.wait()
         except BaseException:
             process.send_signal(signal.SIGTERM)
             process.wait()
             raise
-    return Ended(code, tuple(forwarding.received), _record(process.pid), _error(place / ERROR_FILE))
+    record = None if begun is None else _record(begun)
+    error = _error(place / ERROR_FILE)
+    return Ended(code, tuple(forwarding.received), record, error)
 
 
 class _Forwarding:
@@ -219,13 +222,18 @@ def _forked(
         os._exit(127)
 
 
-def _record(pid: int) -> Record | None:
-    """Return the record of the run whose agent was ``pid``."""
+def _record(process: proc.Process) -> Record | None:
+    """Return the record of the run whose agent was ``process``, not an earlier one with its pid."""
+    host, boot = os.uname().nodename, proc.boot_id()
     for run in directory.list_runs(os.environ):
         with contextlib.suppress(RunDirError):
             record = run.read_state()
             agent = record["agent"]
-            if (agent["pid"], agent["host"]) == (pid, os.uname().nodename):
+            if (
+                (agent["pid"], agent["host"]) == (process.pid, host)
+                and agent.get("start_ticks", process.start) == process.start
+                and agent.get("boot_id", boot) == boot
+            ):
                 return record
     return None
 

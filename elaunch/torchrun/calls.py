@@ -2,9 +2,9 @@
 
 By ``spawn`` and ``forkserver`` function and arguments are pickled as multiprocessing does it for a
 process that it spawns: by name, after the module ``__main__`` was imported there as
-``__mp_main__``. Pipes, queues and tensors in shared memory among the arguments are opened again by
-way of this process, so they are shared with it. By ``fork`` the workers are forks of this process
-and have the function: closures and what a notebook defines work.
+``__mp_main__``. Pipes of one direction, queues and tensors in shared memory among the arguments are
+opened again by way of this process, so they are shared with it. By ``fork`` the workers are forks
+of this process and have the function: closures, sockets and what a notebook defines work.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import stat
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -84,6 +85,11 @@ class _OpenedAgain:
     """A file that another process opens by way of the one that has it."""
 
     def __init__(self, fd: int) -> None:
+        if stat.S_ISSOCK(os.fstat(fd).st_mode):  # nobody can open one again
+            raise pickle.PicklingError(
+                "a socket, or Pipe() of both directions, gets to workers by the start method fork "
+                "alone; Pipe(duplex=False) and queues get there by all"
+            )
         self._path = f"/proc/{os.getpid()}/fd/{fd}"
         self._mode = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE
 

@@ -1,0 +1,46 @@
+"""How a call gets to its workers, and which run's record is that of an agent."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+
+from elaunch import proc
+from elaunch.runs.directory import create
+from elaunch.torchrun import agentprocess, functions
+from elaunch.torchrun.calls import pickled
+from tests.monitor.played_agent import new_record
+
+
+def test_a_pipe_of_both_directions_takes_a_fork() -> None:
+    """It is a socket, which no other process can open again; a pipe of one direction is none."""
+    one_way, both = multiprocessing.Pipe(duplex=False), multiprocessing.Pipe()
+    assert functions._method(os.write, one_way) == "forkserver"
+    assert functions._method(os.write, both) == "fork"
+    with pytest.raises(pickle.PicklingError, match=r"Pipe\(duplex=False\) and queues"):
+        pickled(os.write, both)
+    for end in (*one_way, *both):
+        end.close()
+
+
+def test_an_earlier_run_with_the_same_pid_is_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container that starts again gives the same small pids, and may keep host name and home."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    agent = proc.read_process(os.getpid())
+    assert agent is not None
+    for name, changes in (("earlier", {"start_ticks": agent.start - 1}), ("boot", {"boot_id": ""})):
+        run = create(name, os.environ)
+        record = new_record(run, name, [])
+        record["agent"] |= changes
+        run.write_state(record)
+    assert agentprocess._record(agent) is None
+    run = create("own", os.environ)
+    run.write_state(new_record(run, "own", []))
+    found = agentprocess._record(agent)
+    assert found is not None and found["run_id"] == "own"
