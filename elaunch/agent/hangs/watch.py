@@ -319,6 +319,8 @@ class HangWatch:
             return {}
         pids = {rank: pid for rank, (_, pid) in self._progress.workers().items()}
         places = self._recorders.places(pids, time.monotonic() + ANSWER_S)
+        if not any(place.waits for place in places.values()):
+            return places  # a worker that ends while its stack is asked for may abort
         return self._recorders.with_receives(places, pids, time.monotonic() + RECEIVE_S)
 
     def _explain(self, found: HangVerdict) -> HangVerdict | None:

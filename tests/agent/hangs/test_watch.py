@@ -311,3 +311,17 @@ def test_a_scene_in_a_file_system_that_hangs(
     assert time.monotonic() - began < 15
     assert explained.watch.scene(0) is None
     answers.set()
+
+
+def test_no_stack_is_asked_for_where_nobody_waits(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A worker that ends at that moment may abort of it."""
+    explained = Explained(monkeypatch, tmp_path, others=False)
+    recorders, asked = explained.watch._recorders, list[int]()
+    found = {0: RankPlace(done=1), 1: RankPlace(done=1)}
+    monkeypatch.setattr(recorders, "places", lambda *_: found)
+    monkeypatch.setattr(recorders, "with_receives", lambda *_: asked.append(1) or found)
+    assert HangWatch.places(explained.watch, 0) == found and not asked
+    found[0] = inside(1.0)
+    assert HangWatch.places(explained.watch, 0) == found and asked
