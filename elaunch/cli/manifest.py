@@ -54,7 +54,7 @@ Document = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Manifest:
+class ScheduledJob:
     """What all targets are made from.
 
     ``flags`` and ``command`` are words of ``elaunch run``, without the size and the meeting point,
@@ -106,7 +106,7 @@ class Manifest:
         return [f"--nnodes={nodes}", *flags]
 
 
-def slurm(job: Manifest) -> str:
+def slurm(job: ScheduledJob) -> str:
     """Return a batch script."""
     nodes = f"{job.least}" if job.least == job.most else f"{job.least}-{job.most}"
     lead, left = job.lead, job.lead - MARGIN_S
@@ -149,7 +149,7 @@ exit "$code"
 """
 
 
-def kubernetes(job: Manifest) -> list[Document]:
+def kubernetes(job: ScheduledJob) -> list[Document]:
     """Return an indexed Job, and the Service that gives its pods names."""
     meeting = job.meeting(f"{job.name}-0.{job.name}:{PORT}", job.name)
     spec = _job_spec(job, _pod(job, meeting))
@@ -165,7 +165,7 @@ def kubernetes(job: Manifest) -> list[Document]:
     return [_object("v1", "Service", job.name, service), made]
 
 
-def jobset(job: Manifest) -> list[Document]:
+def jobset(job: ScheduledJob) -> list[Document]:
     """Return a JobSet of one Job."""
     meeting = job.meeting(f"{job.name}-{CONTAINER}-0-0.{job.name}:{PORT}", job.name)
     spec = _job_spec(job, _pod(job, meeting))
@@ -179,7 +179,7 @@ def jobset(job: Manifest) -> list[Document]:
     return [_object("jobset.x-k8s.io/v1alpha2", "JobSet", job.name, made)]
 
 
-def kubeflow(job: Manifest) -> list[Document]:
+def kubeflow(job: ScheduledJob) -> list[Document]:
     """Return a TrainingRuntime and a TrainJob; the nodes meet where PET_* variables say."""
     if job.least != job.most:
         raise UsageError("--nnodes: a TrainJob has a fixed number of nodes; give one number")
@@ -220,7 +220,7 @@ def _object(version: str, kind: str, name: str, spec: Document) -> Document:
     return {"apiVersion": version, "kind": kind, "metadata": {"name": name}, "spec": spec}
 
 
-def _job_spec(job: Manifest, pod: Document) -> dict[str, Any]:
+def _job_spec(job: ScheduledJob, pod: Document) -> dict[str, Any]:
     """Return what a Job, a JobSet and a TrainingRuntime have alike."""
     evicted = {"type": "DisruptionTarget", "status": "True"}
     rules = [
@@ -247,7 +247,7 @@ def _codes(operator: str, codes: Sequence[int]) -> Document:
     return {"containerName": CONTAINER, "operator": operator, "values": list(codes)}
 
 
-def _pod(job: Manifest, meeting: Sequence[str]) -> Document:
+def _pod(job: ScheduledJob, meeting: Sequence[str]) -> Document:
     flags = [*meeting, *job.flags, *_shutdown(job)]
     volumes: list[Document] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
     mounts = [{"name": "shm", "mountPath": "/dev/shm"}]
@@ -274,7 +274,7 @@ def _pod(job: Manifest, meeting: Sequence[str]) -> Document:
     }
 
 
-def _shutdown(job: Manifest) -> list[str]:
+def _shutdown(job: ScheduledJob) -> list[str]:
     """Return the flag by which the agent ends its workers before the kubelet ends the agent."""
     answers, own = job.answers, job.answers.is_set("shutdown-timeout")
     seconds = answers["shutdown-timeout"] if own else job.lead - MARGIN_S
@@ -291,7 +291,7 @@ def _shutdown(job: Manifest) -> list[str]:
     return [] if own else [f"--shutdown-timeout={seconds}"]
 
 
-TARGETS: Mapping[str, Callable[[Manifest], str | list[Document]]] = {
+TARGETS: Mapping[str, Callable[[ScheduledJob], str | list[Document]]] = {
     "slurm": slurm,
     "kubernetes": kubernetes,
     "jobset": jobset,
@@ -331,7 +331,7 @@ def to_yaml(documents: Sequence[Document]) -> str:
     )
 
 
-def read(words: Sequence[str], **given: Any) -> Manifest:
+def read(words: Sequence[str], **given: Any) -> ScheduledJob:
     """Return what the words of ``elaunch run`` ask for.
 
     Raises UsageError for what is wrong with them, or means nothing to a scheduler.
@@ -358,7 +358,7 @@ def read(words: Sequence[str], **given: Any) -> Manifest:
             f"to end what has not saved; give {MARGIN_S + 1} or more"
         )
     name = label(answers["name"] or Path(entry).stem)
-    return Manifest(name, answers, tuple(flags), line.command, **given)
+    return ScheduledJob(name, answers, tuple(flags), line.command, **given)
 
 
 def _is_text(word: str) -> bool:
