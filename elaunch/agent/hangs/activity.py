@@ -20,18 +20,18 @@ BYTES: Final = 1 << 16
 _TICKS: Final = os.sysconf("SC_CLK_TCK")
 
 
-class _Reading(NamedTuple):
+class _ActivityReading(NamedTuple):
     at: float
     ticks: int
     transferred: int
     busy: int
 
 
-class Activity:
+class WorkerActivity:
     """Counts for each process the moments at which it was busy; one thread may ask."""
 
     def __init__(self) -> None:
-        self._readings: dict[int, _Reading] = {}
+        self._readings: dict[int, _ActivityReading] = {}
 
     def __call__(self, pid: int) -> int:
         """Return a number that has grown if the process was busy since the last call."""
@@ -39,12 +39,12 @@ class Activity:
         everyone = (pid, *(below.pid for below in processes.descendants(pid)))
         ticks = sum(map(_ticks, everyone))
         transferred = sum(map(_transferred, everyone))
-        before = self._readings.get(pid, _Reading(now, ticks, transferred, 0))
+        before = self._readings.get(pid, _ActivityReading(now, ticks, transferred, 0))
         allowed = BUSY * _TICKS * (now - before.at)
         busy = abs(ticks - before.ticks) > allowed + 1 or (
             abs(transferred - before.transferred) > BYTES
         )
-        self._readings[pid] = _Reading(now, ticks, transferred, before.busy + busy)
+        self._readings[pid] = _ActivityReading(now, ticks, transferred, before.busy + busy)
         return self._readings[pid].busy
 
 

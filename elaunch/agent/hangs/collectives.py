@@ -45,7 +45,7 @@ LASTING_S: Final = 10.0
 """Seconds that ranks have waited for one that is no longer just the slower."""
 
 
-class Call(Struct, frozen=True):
+class CollectiveCall(Struct, frozen=True):
     """A collective that a rank has entered ``at`` (seconds since 1970), and whether it waits there.
 
     ``elements`` and ``dtypes`` are those of its input.
@@ -79,7 +79,7 @@ class GroupPlace(Struct, frozen=True):
     members: tuple[int, ...]
     times: int = 1
     known: bool = True
-    calls: tuple[Call, ...] = ()
+    calls: tuple[CollectiveCall, ...] = ()
 
     @property
     def entered(self) -> int | None:
@@ -97,7 +97,7 @@ class RankPlace(Struct, frozen=True):
     """
 
     groups: Mapping[str, GroupPlace] = {}
-    receives: tuple[Call, ...] = ()
+    receives: tuple[CollectiveCall, ...] = ()
     done: int = 0
     problem: str = ""
     stopped: bool = False
@@ -109,7 +109,7 @@ class RankPlace(Struct, frozen=True):
         return bool(self.awaited)
 
     @property
-    def awaited(self) -> tuple[Call, ...]:
+    def awaited(self) -> tuple[CollectiveCall, ...]:
         """The collectives, sends and receives in which it is."""
         calls = (call for group in self.groups.values() for call in group.calls)
         return (*self.receives, *(call for call in calls if call.waits))
@@ -136,7 +136,7 @@ class _Wait(Struct, frozen=True):
     """Ranks that wait in one collective of a group, and the members that have not entered it."""
 
     group: str
-    call: Call
+    call: CollectiveCall
     ranks: tuple[int, ...]
     missing: tuple[int, ...]
     left: tuple[int, ...]
@@ -189,7 +189,7 @@ def _waits(places: Mapping[int, RankPlace]) -> list[_Wait]:
         found.append(
             _Wait(
                 group,
-                Call(number, call.name, at=at),
+                CollectiveCall(number, call.name, at=at),
                 tuple(sorted(ranks)),
                 missing=tuple(r for r, standing in others.items() if standing == "behind"),
                 left=tuple(r for r, standing in others.items() if standing == "left"),
@@ -208,7 +208,7 @@ def _memberships(places: Mapping[int, RankPlace]) -> Iterable[tuple[int, str, Gr
                 yield rank, name, group
 
 
-def _call(places: Mapping[int, RankPlace], rank: int, group: str, number: int) -> Call:
+def _call(places: Mapping[int, RankPlace], rank: int, group: str, number: int) -> CollectiveCall:
     return next(one for one in places[rank].groups[group].calls if one.number == number)
 
 
@@ -238,7 +238,7 @@ def _standing(
 
 def _differing(places: Mapping[int, RankPlace], now: float) -> Culprit | None:
     """Return the first collective of a group that two ranks entered differently, if any waits."""
-    by_number: dict[tuple[str, int, int], dict[int, Call]] = {}
+    by_number: dict[tuple[str, int, int], dict[int, CollectiveCall]] = {}
     waiting: dict[tuple[str, int], int] = {}
     for rank, group, place in _memberships(places):
         for call in place.calls:
@@ -257,7 +257,9 @@ def _differing(places: Mapping[int, RankPlace], now: float) -> Culprit | None:
     return None
 
 
-def _told_apart(calls: Mapping[int, Call], shapes: list[list[int]], now: float) -> Culprit:
+def _told_apart(
+    calls: Mapping[int, CollectiveCall], shapes: list[list[int]], now: float
+) -> Culprit:
     fewest = sorted(shapes, key=lambda ranks: (len(ranks), ranks))
     same_name = len({call.name for call in calls.values()}) == 1
     parts = [
@@ -272,7 +274,7 @@ def _told_apart(calls: Mapping[int, Call], shapes: list[list[int]], now: float) 
     return Culprit(tuple(sorted(named)), told, lasting=True)
 
 
-def _described(call: Call, sized: bool) -> str:
+def _described(call: CollectiveCall, sized: bool) -> str:
     if not sized:
         return str(call)
     types = ", ".join(dict.fromkeys(call.dtypes)) or "nothing"

@@ -22,7 +22,7 @@ import msgspec
 from msgspec.structs import replace
 
 from elaunch.agent.hangs import stackdump, stacks
-from elaunch.agent.hangs.collectives import Call, GroupPlace, RankPlace
+from elaunch.agent.hangs.collectives import CollectiveCall, GroupPlace, RankPlace
 from elaunch.agent.hangs.stackdump import Dump
 from elaunch.agent.patience import bounded
 from elaunch.agent.policy import events
@@ -115,7 +115,9 @@ class Recorders:
         found = dict(places)
         for rank, dump in self._ask(asked, until, (STACKS,))[1].items():
             if dump.main and (receive := _RECEIVE.fullmatch(dump.main[0])):
-                found[rank] = replace(places[rank], receives=(Call(0, receive[1], waits=True),))
+                found[rank] = replace(
+                    places[rank], receives=(CollectiveCall(0, receive[1], waits=True),)
+                )
         return found
 
     def scene(
@@ -278,14 +280,14 @@ def place(rank: int, world_size: int, trace: bytes, groups: str) -> RankPlace:
     return RankPlace(places, receives, done=sum(max(0, number) for number in counts))
 
 
-def _call(entry: _Entry) -> Call:
+def _call(entry: _Entry) -> CollectiveCall:
     elements = 0
     for sizes in entry.input_sizes:
         count = 1
         for size in sizes:
             count *= size
         elements += count
-    return Call(
+    return CollectiveCall(
         number=entry.collective_seq_id,
         name=entry.profiling_name.partition(":")[2] or entry.profiling_name,
         elements=elements,

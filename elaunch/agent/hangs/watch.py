@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, Literal
 from msgspec import structs
 
 from elaunch.agent.hangs import collectives, stackdump, stacks
-from elaunch.agent.hangs.activity import Activity
+from elaunch.agent.hangs.activity import WorkerActivity
 from elaunch.agent.hangs.collectives import RankPlace
 from elaunch.agent.hangs.judge import (
     LEAST,
@@ -250,7 +250,7 @@ class HangWatch:
             alone=not several,
             watched=watched,
             collectives=self._places if watched else None,
-            activity=Activity() if settings.hang_timeout == "auto" else None,
+            activity=WorkerActivity() if settings.hang_timeout == "auto" else None,
         )
         self._watchdog: Watchdog | None = None
         if settings.hang_timeout is not None:

@@ -7,23 +7,25 @@ from collections.abc import Mapping
 import pytest
 from msgspec.structs import replace
 
-from elaunch.agent.hangs.collectives import Call, Culprit, GroupPlace, RankPlace, find
+from elaunch.agent.hangs.collectives import CollectiveCall, Culprit, GroupPlace, RankPlace, find
 
 NOW = 1000.0
 LASTING = ("differ since", "has ended", "since 16m")
 ALL = (0, 1, 2, 3)
 
 
-def calls(*names: str, waits: bool = False, elements: int = 4) -> tuple[Call, ...]:
+def calls(*names: str, waits: bool = False, elements: int = 4) -> tuple[CollectiveCall, ...]:
     """Return collectives from number 60 on; the last is waited in, since 4.9 s."""
     last = len(names) - 1
     return tuple(
-        Call(60 + n, name, elements, ("Float",), NOW - 4.9, waits and n == last)
+        CollectiveCall(60 + n, name, elements, ("Float",), NOW - 4.9, waits and n == last)
         for n, name in enumerate(names)
     )
 
 
-def at(*found: Call, members: tuple[int, ...] = ALL, name: str = "0", times: int = 1) -> RankPlace:
+def at(
+    *found: CollectiveCall, members: tuple[int, ...] = ALL, name: str = "0", times: int = 1
+) -> RankPlace:
     """Return a rank that has entered those of one group."""
     return RankPlace({name: GroupPlace(members, times, True, found)})
 
@@ -39,7 +41,7 @@ GROUPS = {"0": GroupPlace(ALL, 1, True, calls("all_reduce"))}
 
 def in_group(name: str, number: int, *, waits: bool, members: tuple[int, ...]) -> RankPlace:
     """Return a rank that has entered so many of a smaller group, after those of the large one."""
-    found = Call(number, "all_gather", 1, ("Long",), NOW - 2, waits)
+    found = CollectiveCall(number, "all_gather", 1, ("Long",), NOW - 2, waits)
     return RankPlace({**GROUPS, name: GroupPlace(members, 1, True, (found,))})
 
 
@@ -141,7 +143,12 @@ TABLE: dict[str, tuple[Mapping[int, RankPlace], Culprit | None]] = {
         None,
     ),
     "a second group of that name": (
-        {0: at(Call(1, "barrier", waits=True), times=2), 1: GONE_ON, 2: GONE_ON, 3: GONE_ON},
+        {
+            0: at(CollectiveCall(1, "barrier", waits=True), times=2),
+            1: GONE_ON,
+            2: GONE_ON,
+            3: GONE_ON,
+        },
         Culprit(
             (1, 2, 3), "ranks 1-3 have not entered barrier #1; rank 0 waits there since 16m 40s"
         ),

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 
-from elaunch.agent.hangs.collectives import Call, GroupPlace, RankPlace
+from elaunch.agent.hangs.collectives import CollectiveCall, GroupPlace, RankPlace
 from elaunch.agent.hangs.judge import Look
 from elaunch.agent.hangs.progress import LONGEST, SET_UP, SILENT, ProgressLines, RoundProgress
 from elaunch.agent.policy import events
@@ -311,7 +311,7 @@ def test_an_unchanged_script_is_seen_by_its_collectives(pages: Pages) -> None:
     )
     begin(made)
     assert (seen(made).source, asked) == ("script", [{4: os.getpid(), 5: os.getpid()}])
-    inside = Call(61, "all_reduce", waits=True)
+    inside = CollectiveCall(61, "all_reduce", waits=True)
     places |= {
         4: RankPlace({"0": GroupPlace((4, 5), calls=(inside,))}, done=SET_UP + 1),
         5: RankPlace({"0": GroupPlace((4, 5))}, done=SET_UP),

@@ -15,7 +15,7 @@ from typing import Any, cast
 import pytest
 
 from elaunch.agent.hangs import watch
-from elaunch.agent.hangs.collectives import Call, GroupPlace, RankPlace
+from elaunch.agent.hangs.collectives import CollectiveCall, GroupPlace, RankPlace
 from elaunch.agent.hangs.judge import HangVerdict, Look, Mark, Source
 from elaunch.agent.hangs.watch import (
     LATE_TICKS,
@@ -242,7 +242,7 @@ class Explained:
 
 def inside(seconds: float, members: tuple[int, ...] = (0, 1)) -> RankPlace:
     """Return a rank that has waited for so long."""
-    call = Call(7, "all_reduce", at=time.time() - seconds, waits=True)
+    call = CollectiveCall(7, "all_reduce", at=time.time() - seconds, waits=True)
     return RankPlace({"0": GroupPlace(members, calls=(call,))}, done=13)
 
 
