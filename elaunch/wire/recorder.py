@@ -23,14 +23,17 @@ after the worker's end is refused at once.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import importlib
 import json
 import os
+import select
 import socket
 import stat
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -45,6 +48,8 @@ _SIZES: Final = (LIMIT[0], "TORCH_NCCL_TRACE_BUFFER_SIZE")
 _ERRORS_ONLY: Final = 2
 _OTHER_TORCH: Final = (LookupError, TypeError, ValueError)
 """What a function of torch's raises that takes other arguments."""
+_LAST_ANSWERS_S: Final = 0.5
+"""Seconds that the interpreter's end waits for questions that are being answered."""
 _C10D: Final = "torch.distributed.distributed_c10d"
 
 
@@ -86,6 +91,7 @@ class _Recorder:
         self._original = original
         self._pid = os.getpid()
         self._server: object = None
+        self._address = ""
         self._listening: tuple[int, int] | None = None
         self._tried = False
 
@@ -119,13 +125,32 @@ class _Recorder:
             os.environ.update([LIMIT])
         with short_address(self._path) as address, _silent():
             server = binding._WorkerServer(address)
-            self._listening = _descriptor(address)
+            # It is not ended with the interpreter, nor by an error here: that would wait for its
+            # threads, which wait for Python's lock, and which a fork of this process does not have.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(server))
+            self._address, self._listening = address, _descriptor(address)
         self._server = server
-        # It is not ended with the interpreter: that would wait for its threads, which a fork of
-        # this process does not have.
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(server))
         os.chmod(self._path, 0o600)
         os.register_at_fork(after_in_child=self._close_in_fork)
+        atexit.register(self._leave)
+
+    def _leave(self) -> None:
+        """Be asked nothing more, and have answered: torch's threads take Python's lock for that.
+
+        One that gets the lock of an interpreter that is being taken apart ends the process.
+        """
+        if os.getpid() != self._pid or self._listening is None:
+            return
+        until = time.monotonic() + _LAST_ANSWERS_S
+        with contextlib.suppress(OSError):
+            os.unlink(self._path)
+            while time.monotonic() < until:
+                comes = _is_ready(self._listening[0], select.POLLIN, 0.0)
+                answers = [each for each in _at(self._address) if each != self._listening[0]]
+                if not comes and not answers:
+                    return
+                for number in answers:
+                    _is_ready(number, select.POLLRDHUP, until - time.monotonic())
 
     def _close_in_fork(self) -> None:
         listening, self._listening = self._listening, None
@@ -161,12 +186,26 @@ def _silent() -> Iterator[None]:
 
 def _descriptor(address: str) -> tuple[int, int]:
     """Return the descriptor of this process that listens there, and its inode."""
-    numbers = map(int, os.listdir("/proc/self/fd"))
-    for number, inode in [(number, found) for number in numbers if (found := _inode(number))]:
-        with socket.socket(fileno=os.dup(number)) as sock:
-            if sock.family == socket.AF_UNIX and sock.getsockname() == address:
-                return number, inode
+    for number in _at(address):
+        return number, _inode(number)
     raise OSError(f"nothing here listens at {address}")
+
+
+def _is_ready(number: int, events: int, seconds: float) -> bool:
+    """Wait for one of the events on a descriptor, without Python's lock; whether it came."""
+    poller = select.poll()
+    poller.register(number, events)
+    return bool(poller.poll(max(0.0, 1000 * seconds)))
+
+
+def _at(address: str) -> list[int]:
+    """Return the descriptors of this process that have that address: the listener's and others."""
+    found = []
+    for number in [each for each in map(int, os.listdir("/proc/self/fd")) if _inode(each)]:
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as sock:
+            if sock.family == socket.AF_UNIX and sock.getsockname() == address:
+                found.append(number)  # others may have been closed since they were listed
+    return found
 
 
 def _inode(number: int) -> int:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from elaunch import env, proc
-from elaunch.agent.hangs.recorders import TRACE, Question, ask, place
+from elaunch.agent.hangs.recorders import STACKS, TRACE, Question, ask, place
 from elaunch.wire.recorder import RECORDED, groups_path, socket_path
 from tests.launching import wait_until
 
@@ -92,4 +92,34 @@ def test_a_worker_with_a_process_group_answers(tmp_path: Path) -> None:
     assert worker.returncode == 0
     assert str(directory) not in said  # torch does not announce it
     gone = ask({question: path}, time.monotonic() + 10)[question]
-    assert isinstance(gone, ConnectionRefusedError)
+    assert isinstance(gone, FileNotFoundError)
+
+
+ENDING = """
+import os
+import torch, torch.distributed as dist
+from elaunch.wire import recorder
+recorder.watch(os.environ)
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+print(flush=True)
+sum(range(20_000_000))  # it is asked meanwhile
+"""
+
+
+def test_a_worker_that_is_asked_as_it_ends_ends_well(tmp_path: Path) -> None:
+    """A question for its stack takes Python's lock: at that time it ended the process."""
+    variables = {env.AGENT_SOCKET: str(tmp_path / "agent.sock")}
+    variables |= {"ELAUNCH_ROUND": "0", "LOCAL_RANK": "0"}
+    worker = subprocess.Popen(
+        [sys.executable, "-c", ENDING], env={**os.environ, **variables}, stdout=subprocess.PIPE
+    )
+    assert worker.stdout is not None
+    worker.stdout.readline()
+    answers = 0
+    path = socket_path(tmp_path, 0, 0)
+    while worker.poll() is None:
+        question = Question(0, STACKS)
+        answers += isinstance(ask({question: path}, time.monotonic() + 10)[question], bytes)
+    worker.stdout.close()
+    assert worker.returncode == 0
+    assert answers
