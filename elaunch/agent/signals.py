@@ -1,5 +1,10 @@
 """Signals become events, and the time of --preempt-at: all that is done is to post one.
 
+The kernel may hand a signal to any thread, and does where another one is pending for the main
+thread. A handler in Python then runs only once the main thread wakes, which in a loop that waits
+for an event is never. So a thread of its own reads which signals came from the file descriptor that
+the interpreter writes to in whichever thread is interrupted (signal.set_wakeup_fd).
+
 SIGHUP stays ignored, here and in the workers, where the launcher's parent had ignored it before:
 that is what ``nohup`` does. SIGINT and SIGQUIT are taken all the same: a shell ignores them for its
 background jobs, and torchrun handles them there, too.
@@ -7,11 +12,11 @@ background jobs, and torchrun handles them there, too.
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterable
-from types import FrameType
 
 from elaunch import earlysignals
 from elaunch.agent.policy import events
@@ -20,16 +25,26 @@ from elaunch.agent.policy import events
 def install(signums: Iterable[signal.Signals], post: Callable[[events.Event], None]) -> None:
     """Post SignalReceived for each of ``signums``, those that came early included.
 
-    Must be called in the main thread.
+    ``post`` is called in a thread of its own. Must be called in the main thread, once.
     """
+    handled = frozenset(
+        signum
+        for signum in signums
+        if signum is not signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN
+    )
+    received, written = os.pipe()
+    os.set_blocking(written, False)
 
-    def handler(signum: int, frame: FrameType | None) -> None:
-        post(events.SignalReceived(signal.Signals(signum)))
+    def read() -> None:
+        while True:
+            for number in os.read(received, 64):
+                if number in handled:
+                    post(events.SignalReceived(signal.Signals(number)))
 
-    for signum in signums:
-        if signum is signal.SIGHUP and signal.getsignal(signum) is signal.SIG_IGN:
-            continue
-        signal.signal(signum, handler)
+    threading.Thread(target=read, name="signals", daemon=True).start()
+    signal.set_wakeup_fd(written)
+    for signum in handled:
+        signal.signal(signum, lambda *_: None)  # or the interpreter writes nothing
     earlysignals.release()
 
 

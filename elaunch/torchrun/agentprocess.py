@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -118,6 +119,7 @@ def run_agent(
         forwarding.begin(process)
         begun = proc.read_process(process.pid)  # a child is there until it is waited for
         try:
+            _wait(process.pid)
             code = process.wait()
         except BaseException:
             process.send_signal(signal.SIGTERM)
@@ -126,6 +128,22 @@ def run_agent(
     record = None if begun is None else _record(begun)
     error = _error(place / ERROR_FILE)
     return Ended(code, tuple(forwarding.received), record, error)
+
+
+def _wait(pid: int) -> None:
+    """Wait for the end of a child.
+
+    The main thread wakes each second: the kernel may hand a signal to another thread of the
+    program, and Python's handlers run in this one only.
+    """
+    child = os.pidfd_open(pid)
+    try:
+        ended = select.poll()
+        ended.register(child, select.POLLIN)
+        while not ended.poll(1000):
+            pass
+    finally:
+        os.close(child)
 
 
 class _Forwarding:

@@ -244,12 +244,17 @@ def test_who_does_not_renew_expires(cluster: Cluster) -> None:
     began = time.monotonic()
     second.enrol("second", b"", cluster.ttl)
     third.enrol("third", b"", PATIENT)
+    renewed, longest = time.monotonic(), 0.0
     expired = Change("second", None, "expired")
     changes: list[Change] = []
 
     def renew_and_read() -> None:
+        nonlocal renewed, longest
         assert time.monotonic() < began + LONG
-        third.renew()
+        longest = max(longest, time.monotonic() - renewed)
+        if longest < 0.9 * PATIENT:  # else this machine stood still, and it may have expired
+            third.renew()
+        renewed = time.monotonic()
         changes.extend(first.changes("first", cluster.ttl / 10))
 
     while expired not in changes:
@@ -257,8 +262,9 @@ def test_who_does_not_renew_expires(cluster: Cluster) -> None:
     assert time.monotonic() - began >= cluster.ttl * 0.95
     while time.monotonic() < began + 1.3 * PATIENT:
         renew_and_read()
-    assert [change for change in changes if change.cause != "put"] == [expired]
-    assert sorted(first.members()) == ["first", "third"]
+    if max(longest, time.monotonic() - renewed) < 0.9 * PATIENT:
+        assert [change for change in changes if change.cause != "put"] == [expired]
+        assert sorted(first.members()) == ["first", "third"]
 
 
 @pytest.mark.slow

@@ -70,6 +70,21 @@ try:
 except BaseException as error:
     print(type(error).__name__, "the fork of the program" in str(error), str(error)[:33])
 """
+OTHER_THREAD = """
+import elaunch, os, signal, sys, threading, time
+def waits():
+    open(sys.argv[1], "w").close()
+    time.sleep(60)
+def interrupt():
+    while not os.path.exists(sys.argv[1]):
+        time.sleep(0.01)
+    signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+threading.Thread(target=interrupt).start()
+try:
+    elaunch.run(waits)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
 
 
 def test_a_function_of_a_script(elaunch: Launcher) -> None:
@@ -164,6 +179,13 @@ def test_an_agent_that_is_killed_and_an_interrupt_are_raised(elaunch: Launcher) 
         "ElaunchError False the agent was killed by SIGKILL; ",
         "KeyboardInterrupt False ",
     ]
+
+
+def test_a_signal_that_another_thread_gets(elaunch: Launcher, tmp_path: Path) -> None:
+    """The main thread waits for the agent, and the kernel does not wake it for such a signal."""
+    running = elaunch.start_command([sys.executable, "-c", OTHER_THREAD, str(tmp_path / "in")])
+    done = running.wait()
+    assert (done.stdout, done.returncode) == ("interrupted\n", 0), done.stderr
 
 
 def test_nothing_outlives_a_program_that_is_killed(elaunch: Launcher) -> None:
