@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,30 @@ def test_the_machine_will_be_taken(elaunch: Launcher) -> None:
     left = [float(text) for text in re.findall(r"^left rank=\d (.*)$", done.stdout, re.M)]
     assert len(left) == 2 and all(0.0 < seconds <= 85.0 for seconds in left)
     assert "round 0: spot: the workers are asked to save and to end (2 of 2" in done.stderr
+
+
+def test_the_machine_is_taken_while_the_job_saves(elaunch: Launcher) -> None:
+    """The platform's SIGTERM, amid a save that its notice had begun, cuts nothing short."""
+    taken, quick = (elaunch.directory / "share" / name for name in ("taken", "quick"))
+    command = f"until [ -e {taken} ]; do sleep 0.05; done; echo preempt +20s spot; sleep 1000"
+    grace = ["--shutdown-timeout=0.3", "--sibling-grace=0.3"]
+    running = start(elaunch, "slow", nproc=2, flags=[f"--notice-command={command}", *grace])
+    taken.touch()
+    running.wait_for_line("^saving$", 60.0)
+    began = time.monotonic()
+    running.send_signal(signal.SIGTERM)
+    running.wait_for_line(r"SIGTERM received: spot already, grace 19.7 s$", 60.0, "stderr")
+    while time.monotonic() < began + 1.0:  # longer than --shutdown-timeout and the grace
+        assert running.process.poll() is None
+        time.sleep(0.1)
+    quick.touch()
+    done = running.wait()
+    assert done.returncode == 75
+    (step,) = set(ends(elaunch))
+    saved = elaunch.directory / "share" / f"step_{step:06d}.json"
+    assert json.loads(saved.read_text()) == {"step": step}
+    assert agent_lines(done.stderr)[-1] == "round 0: preempted: spot; to be continued"
+    assert record(elaunch)["state"] == "PREEMPTED"
 
 
 def test_a_killed_agent_leaves_no_notice_command(elaunch: Launcher) -> None:

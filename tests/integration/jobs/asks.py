@@ -14,6 +14,7 @@ fail=N         rank 0 exits with 7 at step N after it was told
 gloo           the ranks meet in each step, as in training
 short=R        ranks from R on are done after 5 steps, and wait for nobody
 left           print how many seconds are left, when they are told: ``left rank=R SECONDS``
+slow           the save begins (``saving``) and goes on until there is a file ``DIR/quick``
 =============  ==================================================================================
 
 Rank 0 saves ``DIR/step_<step>.json`` when all are told. Each rank writes the step at whose end it
@@ -47,7 +48,11 @@ def gloo(ctx):
     return meet
 
 
-def save(directory, step):
+def save(directory, step, slow):
+    if slow:
+        say("saving")
+        while not (directory / "quick").exists():
+            time.sleep(0.01)
     path = directory / f"step_{step:06d}.json"
     path.with_suffix(".tmp").write_text(json.dumps({"step": step}))
     path.with_suffix(".tmp").rename(path)
@@ -89,7 +94,7 @@ def main(directory, words):
                     say(f"left rank={rank} {ctx.preempt.deadline}")
                 (directory / f"end.{number}.{rank}").write_text(str(step))
                 if rank == 0:
-                    save(directory, step)
+                    save(directory, step, slow="slow" in given)
                 if "short" not in given:
                     ctx.distributed.barrier()
                 say(f"told rank={rank} round={number} step={step} {ctx.preempt.reason}")
