@@ -81,21 +81,21 @@ def run_agent(
     place: Path,
     handled: Iterable[signal.Signals] = (),
     *,
-    variables: Mapping[str, str] | None = None,
     serve: Serve | None = None,
 ) -> Ended:
     """Run ``elaunch run WORDS`` to its end.
+
+    The agent does not get torchrun's ``PET_`` variables, which programs that call torch's
+    ``elastic_launch`` do not read either.
 
     Args:
         words: flags, script and arguments.
         place: a directory of this call's own.
         handled: signals to forward.
-        variables: added to the agent's environment; torchrun's ``PET_`` variables are left out,
-            which programs that call torch's ``elastic_launch`` do not read either.
         serve: what the fork of this process calls that becomes the server.
     """
     kept = {name: text for name, text in os.environ.items() if not name.startswith("PET_")}
-    environ = {**kept, **(variables or {}), env.ERROR_FILE: str(place / ERROR_FILE)}
+    environ = {**kept, env.ERROR_FILE: str(place / ERROR_FILE)}
     argv = [
         sys.executable,
         "-c",

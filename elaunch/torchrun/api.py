@@ -29,10 +29,8 @@ from elaunch.torchrun.agentprocess import run_agent
 from elaunch.torchrun.calls import run_function
 from elaunch.torchrun.outcome import check
 
-PREFIX_TEMPLATE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 TORCHS_TIMEOUT = 900
 TORCHS_INTERVAL = 0.1
-DEFAULT_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 
 Entrypoint = Callable[..., Any] | str
 _log = logging.getLogger("elaunch")
@@ -105,10 +103,7 @@ def launch_agent(
     """Do what an ``elastic_launch`` does when it is called."""
     if health_check_server is not None:
         _no_effect("health_check_server", "TORCHELASTIC_HEALTH_CHECK_PORT opens a health check")
-    flags, variables = _flags(config), {}
-    if config.log_line_prefix_template is not None:
-        variables[PREFIX_TEMPLATE] = config.log_line_prefix_template
-    handled = _signals(config.signals_to_handle)
+    flags, handled = _flags(config), _signals(config.signals_to_handle)
     if callable(entrypoint):
         name = getattr(entrypoint, "__name__", type(entrypoint).__name__)
         ended, results = run_function(
@@ -117,12 +112,11 @@ def launch_agent(
             [*flags, f"--name={name}"],
             start_method=config.start_method,
             handled=handled,
-            variables=variables,
         )
     elif isinstance(entrypoint, str):
         name, words = _program(entrypoint, [str(arg) for arg in args])
         with tempfile.TemporaryDirectory(prefix="elaunch-call-") as place:
-            ended = run_agent([*flags, *words], Path(place), handled, variables=variables)
+            ended = run_agent([*flags, *words], Path(place), handled)
         workers = [] if ended.record is None else ended.record["workers"]
         results = {worker["rank"]: None for worker in workers}
     else:
@@ -198,6 +192,7 @@ def _flags(config: api.LaunchConfig) -> list[str]:
         "local-addr": config.local_addr,
         "virtual-local-rank": "yes" if config.virtual_local_rank else None,
         "numa-binding": None if numa is None else numa.affinity_mode.value,
+        "log-line-prefix-template": config.log_line_prefix_template,
         "duplicate-stdout-filters": _texts(config.duplicate_stdout_filters),
         "duplicate-stderr-filters": _texts(config.duplicate_stderr_filters),
         **_meeting(config),

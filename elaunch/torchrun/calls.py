@@ -17,7 +17,7 @@ import pickle
 import signal
 import stat
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from multiprocessing import context, reduction, spawn
 from pathlib import Path
@@ -40,7 +40,6 @@ def run_function(
     *,
     start_method: str,
     handled: Iterable[signal.Signals] = (),
-    variables: Mapping[str, str] | None = None,
 ) -> tuple[Ended, dict[int, Any]]:
     """Call ``function(*args)`` in each worker of a job; return its end, and the results by rank.
 
@@ -53,7 +52,6 @@ def run_function(
         flags: of ``elaunch run``.
         start_method: ``spawn``, ``forkserver`` or ``fork``.
         handled: signals to forward to the job.
-        variables: added to the agent's environment.
     """
     with tempfile.TemporaryDirectory(prefix="elaunch-call-") as directory:
         place = Path(directory)
@@ -65,7 +63,7 @@ def run_function(
         else:
             (place / worker.CALL).write_bytes(pickled(function, args))
         words = [*flags, *method, *_WORDS, directory, "${local_rank}"]
-        ended = run_agent(words, place, handled, variables=variables, serve=serve)
+        ended = run_agent(words, place, handled, serve=serve)
         return ended, _results(place) if ended.exit_code == 0 else {}
 
 

@@ -51,6 +51,10 @@ CASES: list[tuple[dict[str, Any], dict[str, str]]] = [
         | {"rdzv_backend": "static", "rdzv_configs": {"rank": 1}},
         {"nnodes": "2:2", "rdzv-endpoint": "h:1", "rdzv-conf": "rank=1,timeout=60"},
     ),
+    (
+        {"log_line_prefix_template": "<${rank}> "},
+        {"log-line-prefix-template": "<${rank}> "},
+    ),
     ({"duplicate_stdout_filters": ["a,b", "c"]}, {"duplicate-stdout-filters": "a,,b,c"}),
     (
         {"virtual_local_rank": True, "shutdown_timeout": 5, "local_addr": "h", "role": "r"},
