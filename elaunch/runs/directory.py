@@ -201,7 +201,12 @@ def _made(path: Path, name: str, notice: str | None = None) -> RunDir:
 
 def list_runs(environ: Mapping[str, str]) -> list[RunDir]:
     """Return every kept run of this user, the newest first; those without a record by file time."""
-    return [run for run, _ in _newest_first(_kept(environ))]
+    return [run for run, _ in records(environ)]
+
+
+def records(environ: Mapping[str, str]) -> list[tuple[RunDir, Record | None]]:
+    """Return the same with their records, each of which is read once; None for no readable one."""
+    return _newest_first(_kept(environ))
 
 
 def find(run: str, environ: Mapping[str, str]) -> RunDir:
@@ -212,19 +217,24 @@ def find(run: str, environ: Mapping[str, str]) -> RunDir:
     """
     if os.sep in run and _is_file(run, STATE_FILE):
         return RunDir(Path(run).absolute())
-    runs = [(candidate, run_id_of(candidate)) for candidate in list_runs(environ)]
+    runs = records(environ)
+    ids = list(dict.fromkeys(_run_id(*one) for one in runs))
+    fitting = [run_id for run_id in ids if run and run_id.startswith(run)]
     for same in (
-        [candidate for candidate, run_id in runs if run_id == run],
-        [candidate for candidate, _ in runs if run in (candidate.path.name, handle(candidate))],
+        [one for one in runs if _run_id(*one) == run],
+        [one for one in runs if run in (one[0].path.name, _handle(*one))],
+        [one for one in runs if fitting == [_run_id(*one)]],
     ):
         if same:
-            live = [candidate for candidate in same if is_live(candidate)]
-            return next(filter(_is_here, live), (live or same)[0])
-    ids = list(dict.fromkeys(run_id for _, run_id in runs))
-    fitting = [run_id for run_id in ids if run and run_id.startswith(run)]
-    if len(fitting) == 1:
-        return find(fitting[0], environ)
+            live = [one for one in same if _is_live(*one)]
+            here = (one for one in live if one[1] and condition(one[1]["agent"]) != "elsewhere")
+            return next(here, (live or same)[0])[0]
     raise UsageError(_no_such_run(run, ids, fitting, environ))
+
+
+def runs_of(run_id: str, environ: Mapping[str, str]) -> list[RunDir]:
+    """Return the runs that have this id, the newest first."""
+    return [run for run, record in records(environ) if _run_id(run, record) == run_id]
 
 
 def killed_in(run_id: str, environ: Mapping[str, str]) -> int | None:
@@ -254,8 +264,11 @@ def _is_file(directory: str, name: str) -> bool:
 
 def handle(run: RunDir) -> str:
     """Return the run's name, unique among runs of the same id: ``<run id>.<number>``."""
+    return _handle(run, _read(run))
+
+
+def _handle(run: RunDir, record: Record | None) -> str:
     name = run.path.name
-    record = _read(run)
     first = re.search(r"\.\d+$", name) is None
     if record is not None:
         first = name == file_name(record["run_id"])
@@ -264,18 +277,16 @@ def handle(run: RunDir) -> str:
 
 def run_id_of(run: RunDir) -> str:
     """Return the id in the run's record; the directory's name where there is none."""
-    record = _read(run)
+    return _run_id(run, _read(run))
+
+
+def _run_id(run: RunDir, record: Record | None) -> str:
     return run.path.name if record is None else record["run_id"]
 
 
 def is_live(run: RunDir) -> bool:
     """Tell whether the run's agent lives, or may live where that cannot be seen."""
     return _is_live(run, _read(run))
-
-
-def _is_here(run: RunDir) -> bool:
-    record = _read(run)
-    return record is not None and condition(record["agent"]) != "elsewhere"
 
 
 def _is_live(run: RunDir, record: Record | None) -> bool:
@@ -311,7 +322,7 @@ def prune(
     deleted: list[Path] = []
     for root in roots(environ):
         empty_trash(root)
-    runs = _newest_first(_kept(environ))
+    runs = records(environ)
     sizes = {run: disk_bytes(run.path) for run, _ in runs}
     ended = [run for run, record in runs if not _is_live(run, record)]
     total = sum(sizes.values())

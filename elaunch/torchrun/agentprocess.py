@@ -31,7 +31,6 @@ from types import FrameType
 from typing import Any, NoReturn, Protocol
 
 from elaunch import env, proc
-from elaunch.errors import RunDirError
 from elaunch.runs import directory
 from elaunch.runs.record import Record
 
@@ -243,16 +242,14 @@ def _forked(
 def _record(process: proc.Process) -> Record | None:
     """Return the record of the run whose agent was ``process``, not an earlier one with its pid."""
     host, boot = os.uname().nodename, proc.boot_id()
-    for run in directory.list_runs(os.environ):
-        with contextlib.suppress(RunDirError):
-            record = run.read_state()
-            agent = record["agent"]
-            if (
-                (agent["pid"], agent["host"]) == (process.pid, host)
-                and agent.get("start_ticks", process.start) == process.start
-                and agent.get("boot_id", boot) == boot
-            ):
-                return record
+    for record in (found for _, found in directory.records(os.environ) if found is not None):
+        agent = record["agent"]
+        if (
+            (agent["pid"], agent["host"]) == (process.pid, host)
+            and agent.get("start_ticks", process.start) == process.start
+            and agent.get("boot_id", boot) == boot
+        ):
+            return record
     return None
 
 

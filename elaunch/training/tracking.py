@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Final
 
 from elaunch.endings import INTERRUPTED
 from elaunch.errors import ContextError, RunDirError
-from elaunch.runs.directory import RunDir, create, list_runs, prune_for
+from elaunch.runs.directory import RunDir, create, prune_for, records
 from elaunch.runs.record import (
     LIVE_STATES,
     AgentRecord,
@@ -236,11 +236,8 @@ def _continued(launcher: str) -> RunDir | None:
     starter = _starter(launcher)
     if starter is None:
         return None
-    for run in list_runs(os.environ):
-        with contextlib.suppress(RunDirError):
-            if run.read_state().get("started_by") == starter:
-                return run
-    return None
+    found = (run for run, one in records(os.environ) if one and one.get("started_by") == starter)
+    return next(found, None)
 
 
 def _worker(rank: int, local_rank: int, pid: int, now: float) -> WorkerRecord:

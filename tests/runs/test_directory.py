@@ -19,6 +19,7 @@ from elaunch.runs import directory
 from elaunch.runs.directory import RunDir, create, find, list_runs, prune
 from tests import programs
 from tests.monitor.played_agent import new_record
+from tests.opens import opened_below
 
 DEAD_TICKS = 1
 
@@ -169,6 +170,16 @@ def test_find(environ: dict[str, str]) -> None:
     assert find("a/b", environ) == odd
     assert find("a%2Fb", environ) == odd
     assert find(str(digits.path), {"XDG_STATE_HOME": "/nowhere"}) == digits
+
+
+def test_find_reads_each_record_once(environ: dict[str, str], tmp_path: Path) -> None:
+    """Thousands of agents may have theirs in one home that they share."""
+    for run_id in ("digits-1", "digits-2", "resnet"):
+        recorded(environ, run_id)
+    for name in ("resnet", "res", "resnet.1"):
+        with opened_below(tmp_path) as opened:
+            find(name, environ)
+        assert sum(path.endswith("state.json") for path in opened) == 3
 
 
 def test_of_runs_with_one_id_the_live_one_is_found(environ: dict[str, str]) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from elaunch.errors import RunDirError
-from elaunch.runs.directory import RunDir, find, handle, is_live, list_runs, run_id_of
+from elaunch.runs.directory import RunDir, find, handle, is_live, run_id_of, runs_of
 from elaunch.training.metrics.files import ROUNDS, ROWS, SUPERSEDED, read_rounds
 from elaunch.training.metrics.history import Beginning, RowPlace, place_of
 
@@ -71,8 +71,7 @@ def directories(run: str, environ: Mapping[str, str]) -> list[RunDir]:
     run_id = run_id_of(found)
     if run != run_id and (os.sep in run or run in (found.path.name, handle(found))):
         return [found]
-    same = [other for other in list_runs(environ) if run_id_of(other) == run_id]
-    return same or [found]
+    return runs_of(run_id, environ) or [found]
 
 
 def read(runs: Sequence[RunDir]) -> MetricRows:
