@@ -1,4 +1,4 @@
-"""Hosts by name and by address: which of them mean the machine that asks.
+"""Hosts by name and by address: which mean the machine that asks, and where it is on the way there.
 
 A system with IPv6 shows an IPv4 peer as ``::ffff:a.b.c.d``, and /etc/hosts may give a name such an
 address. It is the IPv4 address in another form (RFC 4291, 2.5.5.2), and is taken for that one.
@@ -7,6 +7,7 @@ address. It is the IPv4 address in another form (RFC 4291, 2.5.5.2), and is take
 from __future__ import annotations
 
 import ipaddress
+import socket
 
 LOOPBACK = "127.0.0.1"
 _LOOPBACK_NAMES = ("localhost", "localhost.localdomain", "ip6-localhost", "ip6-loopback")
@@ -33,3 +34,15 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(plain(host).partition("%")[0]).is_loopback
     except ValueError:  # a name
         return False
+
+
+def source(address: str) -> str | None:
+    """Return this machine's address on the route to another one; no packet is sent."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, 9))
+            found = plain(str(probe.getsockname()[0]))
+    except OSError:  # no route, or no IPv6 at all
+        return None
+    return None if ipaddress.ip_address(found.partition("%")[0]).is_unspecified else found

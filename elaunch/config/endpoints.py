@@ -163,21 +163,9 @@ def _is_bindable(address: str) -> bool:
 def sources(host: str) -> Iterator[str]:
     """Yield this machine's address on the route to each address of a host."""
     for address in addresses(host):
-        found = source(address)
+        found = hosts.source(address)
         if found:
             yield found
-
-
-def source(address: str) -> str | None:
-    """Return this machine's address on the route to another one; no packet is sent."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    try:
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((address, 9))
-            found = hosts.plain(str(probe.getsockname()[0]))
-    except OSError:  # no route, or no IPv6 at all
-        return None
-    return None if ipaddress.ip_address(found.partition("%")[0]).is_unspecified else found
 
 
 def own_addresses() -> Iterator[str]:
@@ -186,7 +174,7 @@ def own_addresses() -> Iterator[str]:
         if not hosts.is_loopback(address) and is_this_machine(address):
             yield address
     for address in _EVERYWHERE:
-        found = source(address)
+        found = hosts.source(address)
         if found and not hosts.is_loopback(found):
             yield found
 

@@ -37,6 +37,7 @@ from typing import Any, Final
 from elaunch.agent.peers.directory import pieces
 from elaunch.agent.peers.messages import PeerConnection, Undelivered
 from elaunch.agent.peers.peers import Peers
+from elaunch.agent.workers.tempdir import is_own
 from elaunch.checkpoint.storage.files import open_regular
 from elaunch.errors import CheckpointError
 from elaunch.rendezvous.plan import Plan
@@ -117,7 +118,7 @@ class CompilerCache:
         """Return what may be given, the smallest first."""
         found: list[tuple[float, CacheFile]] = []
         for root, top in self._roots.items():
-            if _is_own(top):
+            if is_own(top):
                 found += _recent(root, top, self._since)
         chosen, left = [], MOST
         for _, file in sorted(found, key=lambda one: -one[0]):
@@ -131,7 +132,7 @@ class CompilerCache:
             raise CheckpointError("no secret is shared")
         path = self._place(CacheFile(request["root"], request["file"], 0))
         with open_regular(path) as file:
-            if not _is_own(path) or _is_written(path):
+            if not is_own(path) or _is_written(path):
                 raise CheckpointError(f"{path.name} is being written, or another user's")
             line.say({"ok": True, "size": os.fstat(file.fileno()).st_size})
             signature = self._signature(request["root"], request["file"])
@@ -242,7 +243,7 @@ def _recent(root: str, top: Path, since: float) -> Iterator[tuple[float, CacheFi
         for path in (Path(directory, name) for name in names if _NAME.fullmatch(name)):
             found = _lstat(path)
             used = 0.0 if found is None else max(found.st_mtime, found.st_atime)
-            if found is not None and used >= since and _is_own(path):
+            if found is not None and used >= since and is_own(path):
                 yield used, CacheFile(root, str(path.relative_to(top)), found.st_size)
 
 
@@ -259,15 +260,6 @@ def _signed(data: Iterable[memoryview], signature: hmac.HMAC) -> Iterator[memory
     for piece in data:
         signature.update(piece)
         yield piece
-
-
-def _is_own(path: Path) -> bool:
-    """Return whether this user alone may write to it."""
-    try:
-        found = path.stat()
-    except OSError:
-        return False
-    return found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _is_written(path: Path) -> bool:
@@ -291,5 +283,5 @@ def _make(root: Path, directory: Path) -> None:
     inside = [place for place in (directory, *directory.parents) if root in place.parents]
     for place in (root, *reversed(inside)):
         place.mkdir(mode=0o700, exist_ok=True)
-        if not _is_own(place):
+        if not is_own(place):
             raise CheckpointError(f"{place} is another user's, or others may write to it")

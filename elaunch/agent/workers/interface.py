@@ -15,7 +15,6 @@ from itertools import islice
 from pathlib import Path
 
 from elaunch import env, hosts
-from elaunch.config import endpoints
 
 ROUTES = 8
 """How many of the other nodes' addresses are looked at; all are mostly behind one interface."""
@@ -36,7 +35,7 @@ def choose(
     own: str, others: Iterable[str], names: Mapping[str, str], sysfs: Path, unset: Iterable[str]
 ) -> dict[str, str]:
     """Return :func:`variables` of a machine with ``names``, the interface of each address."""
-    routes = (endpoints.source(other) for other in islice(filter(_is_address, others), ROUTES))
+    routes = (hosts.source(other) for other in islice(filter(_is_address, others), ROUTES))
     name = next(filter(None, (names.get(address) for address in (own, *routes) if address)), None)
     if name is None:
         return {}

@@ -73,6 +73,15 @@ def compiler_caches(environ: Mapping[str, str]) -> dict[str, Path]:
     return {"cache": cache, "headers": default / "precompiled_headers"}
 
 
+def is_own(path: str | Path) -> bool:
+    """Return whether this user alone may write there; False for what is not there."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return False
+    return found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
 def _is_decision(path: str) -> bool:
     return bool(path) and not os.path.basename(path).startswith(env.TEMP_PREFIX)
 
@@ -87,12 +96,7 @@ def _own_cache(path: str) -> str | None:
     except OSError:
         return None
     real = os.path.realpath(path)
-    try:
-        found = os.stat(real)
-    except OSError:
-        return None
-    owned = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
-    return real if owned and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) else None
+    return real if os.path.isdir(real) and is_own(real) else None
 
 
 def _remove_link(path: str) -> None:

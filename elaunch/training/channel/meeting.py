@@ -37,7 +37,7 @@ from typing import Final
 
 from elaunch import proc
 from elaunch.errors import CollectiveTimeout, PlacementError
-from elaunch.hosts import is_loopback, plain
+from elaunch.hosts import is_loopback, source
 from elaunch.text import ranks
 from elaunch.training.channel.listener import Listener
 from elaunch.training.place.placement import Placement
@@ -378,14 +378,5 @@ def _outer(line: StoreConnection, member: RankRecord, until: float) -> str:
 
 def _address_towards(addrs: Iterable[str]) -> str:
     """Return this machine's address on the way to one of ``addrs``; nothing is sent."""
-    for other in addrs:
-        family = socket.AF_INET6 if ":" in other else socket.AF_INET
-        try:
-            with socket.socket(family, socket.SOCK_DGRAM) as sock:
-                sock.connect((other, 9))
-                addr = plain(str(sock.getsockname()[0]))
-        except OSError:
-            continue
-        if not is_loopback(addr):
-            return addr
-    return ""
+    found = (source(other) for other in addrs)
+    return next((addr for addr in found if addr and not is_loopback(addr)), "")

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from elaunch import hosts
 from elaunch.agent.workers import interface
-from elaunch.config import endpoints
 
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 NAMES = {"10.0.0.5": "eth0", "fd00::5": "eth0", "192.168.122.1": "virbr0"}
@@ -38,7 +38,7 @@ def test_several_cards_are_left_to_nccl(tmp_path: Path) -> None:
 def test_a_node_that_goes_by_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The route to another node's address; names are not resolved, and loopback is no answer."""
     routes = {"10.0.0.6": "10.0.0.5", "10.9.0.1": None}
-    monkeypatch.setattr(endpoints, "source", lambda address: routes[address])
+    monkeypatch.setattr(hosts, "source", lambda address: routes[address])
     assert chosen(tmp_path, "node0", "node1", "10.9.0.1", "10.0.0.6")[GLOO] == "eth0"
     for others in (["node1"], ["10.9.0.1"], ["127.0.0.1"]):
         assert chosen(tmp_path / others[0], "127.0.0.1", *others) == {}
