@@ -13,7 +13,6 @@ Interpreters are looked for on the PATH and among pyenv's.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import shutil
@@ -21,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -59,27 +58,25 @@ def interpreter(version: str) -> str:
     raise Failed("no interpreter")
 
 
-def packages(python: Path, torch: str) -> Iterator[str]:
-    """Yield what is to be installed for one version of torch; Failed where that has no wheel."""
-    argv = [str(python), "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet"]
-    argv += ["--only-binary=torch", "--report", "-", f"torch=={torch}.*"]
-    done = subprocess.run([*argv, f"{ROOT}[test,examples]"], capture_output=True, text=True)
+def fetched(python: Path, torch: str, to: Path) -> list[Path]:
+    """Download what is to be installed for one version of torch; Failed where that has no wheel."""
+    argv = [str(python), "-m", "pip", "download", "--quiet", "--no-cache-dir", f"--dest={to}"]
+    argv += ["--only-binary=torch", f"torch=={torch}.*", f"{ROOT}[test,examples]"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=DEADLINE)
     if done.returncode != 0:
         raise Failed("no wheel" if "torch==" in done.stderr else "cannot be installed")
-    for row in json.loads(done.stdout)["install"]:
-        name = row["metadata"]["name"].lower().replace("_", "-")
-        if name != "elaunch" and not NOT_NEEDED.match(name):
-            yield f"{name}=={row['metadata']['version']}"
+    names = {path: path.name.lower().replace("_", "-") for path in to.iterdir()}
+    return [path for path, name in names.items() if not NOT_NEEDED.match(name)]
 
 
 def environment(directory: Path, base: str, torch: str) -> Path:
     """Make an environment with one version of torch and elaunch; return its interpreter."""
     subprocess.run([base, "-m", "venv", directory], check=True, timeout=DEADLINE)
     python = directory / "bin" / "python"
-    wanted = list(packages(python, torch))
     install = [str(python), "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile"]
-    for words in (["--no-cache-dir", *wanted], ["-e", str(ROOT)]):
-        subprocess.run([*install, *words], check=True, timeout=DEADLINE)
+    with tempfile.TemporaryDirectory(prefix="matrix-wheels-") as to:
+        for words in (fetched(python, torch, Path(to)), ["-e", str(ROOT)]):
+            subprocess.run([*install, *words], check=True, timeout=DEADLINE)
     return python
 
 

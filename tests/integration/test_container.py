@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -99,6 +100,25 @@ def test_docker_stop_lets_the_workers_save(
     assert done.returncode == 75
     assert len({path.read_text() for path in tmp_path.glob("end.0.*")}) == 1
     assert len(list(tmp_path.glob("end.0.*"))) == done.stdout.count("left rank=") == 2
+
+
+def test_the_unit_of_the_documentation_is_one(tmp_path: Path) -> None:
+    """As systemd reads it: no section, key or value that it would ignore."""
+    programs.needed("systemd-analyze")
+    page = (Path(__file__).parents[2] / "docs" / "containers.md").read_text()
+    (text,) = re.findall(r"^```ini\n(.*?)^```", page, re.M | re.S)
+    program, directory = "/srv/train/.venv/bin/elaunch", "WorkingDirectory=/srv/train"
+    assert program in text and directory in text
+    text = text.replace(program, sys.executable).replace(directory, f"WorkingDirectory={tmp_path}")
+
+    def remarks(unit: str) -> str:
+        path = tmp_path / "train.service"
+        path.write_text(unit)
+        words = ["systemd-analyze", "verify", "--man=no", path]
+        return subprocess.run(words, capture_output=True, text=True, timeout=60).stderr
+
+    assert remarks(text) == ""
+    assert "KillModes" in remarks(text.replace("KillMode=", "KillModes="))
 
 
 def test_all_options_may_come_from_the_environment(elaunch: Launcher, as_pid_1: list[str]) -> None:
