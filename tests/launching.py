@@ -60,6 +60,12 @@ def free_port() -> int:
             return port
 
 
+def without_waits(stderr: str) -> str:
+    """Return what a command says beyond the reminders of a busy machine that it still waits."""
+    lines = stderr.splitlines(keepends=True)
+    return "".join(line for line in lines if not re.match(r"elaunch \S+ still waiting for ", line))
+
+
 def wait_until(condition: Callable[[], object], deadline: float = 30.0, what: str = "") -> None:
     """Wait until ``condition()`` is true; after ``deadline`` seconds the test fails."""
     until = time.monotonic() + deadline
