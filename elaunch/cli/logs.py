@@ -1,19 +1,24 @@
-"""``elaunch logs``: the output of a run, of all ranks or of one (docs/logs.md)."""
+"""``elaunch logs``: the output of a run, of all ranks or of some (docs/logs.md)."""
 
 from __future__ import annotations
 
 import os
+import re
 import sys
+import time
 
 import click
 
 from elaunch.endings import INTERRUPTED
 from elaunch.errors import UsageError
 
+MOST_RANKS = 1_000_000
+
 
 @click.command("logs")
-@click.argument("run", metavar="RUN")
-@click.option("--rank", type=click.IntRange(min=0), metavar="R", help="Only this rank, as written.")
+@click.argument("run", required=False, metavar="[RUN]")
+@click.option("--rank", metavar="RANKS", help="Only these: 3,7-9. Of one rank alone the bytes.")
+@click.option("--node", metavar="NODE", help="Only this node: its rank or its host.")
 @click.option("--round", "number", type=click.IntRange(min=0), metavar="N", help="Only this round.")
 @click.option(
     "--stream",
@@ -21,34 +26,97 @@ from elaunch.errors import UsageError
     help="Only this one.  [default: both]",
 )
 @click.option(
+    "--since", metavar="WHEN", help="Only what came since: 90s, 10m, 3h ago, or a date and time."
+)
+@click.option("--grep", metavar="REGEX", help="Only lines in which this is found.")
+@click.option(
     "-f", "--follow", is_flag=True, help="Go on until the run ends; Ctrl-C only stops it."
 )
 @click.option("--dirs", is_flag=True, help="Print the directories of the log files by rank.")
 def logs(
-    run: str, rank: int | None, number: int | None, stream: str | None, follow: bool, dirs: bool
+    run: str | None,
+    rank: str | None,
+    node: str | None,
+    number: int | None,
+    stream: str | None,
+    since: str | None,
+    **flags: str | bool | None,
 ) -> int:
-    """Show what the workers of RUN on this node have written, round after round.
+    """Show what the workers of RUN have written, in the order in which it came.
 
-    With --rank: exactly the bytes of that rank, its stdout to stdout and its stderr to stderr.
-    Without: of a detached run what its agent has shown; else the lines of all ranks, each with its
-    rank. RUN is a run id of this machine, or the beginning of one, or a run directory.
+    With one --rank: exactly the bytes of that rank, its stdout to stdout and its stderr to stderr.
+    Else whole lines, each with its rank; of a detached run, without a choice, what its agent has
+    shown. RUN is a run id of this machine, or the beginning of one, or a run directory; without it
+    the newest run.
     """
-    from elaunch.monitor.logfiles import Choice, Reader, directories
+    from elaunch.monitor.logfiles import Choice, Reader, directories, nodes_of
+    from elaunch.monitor.logfiles import follow_console as console
     from elaunch.runs import directory
+    from elaunch.runs.logtree import STREAMS
 
-    found = directory.find(run, os.environ)
-    choice = Choice(rank, number, (stream,) if stream else ("stdout", "stderr"))
+    follow, dirs, grep = bool(flags["follow"]), bool(flags["dirs"]), flags["grep"]
+    choice = Choice(
+        None if rank is None else parse_ranks("--rank", rank),
+        number,
+        (stream,) if stream else STREAMS,
+        node,
+        None if since is None else _moment(since),
+        _pattern(grep) if isinstance(grep, str) else None,
+    )
+    if dirs and (follow or stream or since or grep):
+        raise UsageError(
+            "--dirs prints directories: leave out --follow, --stream, --since and --grep"
+        )
+    found = directory.find(run, os.environ) if run is not None else directory.newest(os.environ)
     if dirs:
-        if follow or stream:
-            raise UsageError("--dirs prints directories: leave out --follow and --stream")
-        for of_rank, of_round, path in directories(found, choice):
+        nodes = nodes_of(found, node, os.environ)
+        for of_rank, of_round, path in directories(found, nodes, choice):
             click.echo(f"rank {of_rank}  round {of_round}  {path}")
         return 0
-    reader = Reader(found, choice, sys.stdout.buffer, sys.stderr.buffer)
     try:
-        reader.run(follow)
+        if not (choice.everything and console(found, follow, sys.stdout.buffer)):
+            reader = Reader(found, nodes_of(found, node, os.environ), choice)
+            reader.run(follow, sys.stdout.buffer, sys.stderr.buffer)
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that the interpreter's flush is quiet
     return 0
+
+
+def parse_ranks(flag: str, raw: str) -> frozenset[int]:
+    """Return the ranks of ``3,7-9``; raises UsageError."""
+    ranks: set[int] = set()
+    for part in raw.split(","):
+        span = re.fullmatch(r"\s*(\d{1,7})(?:-(\d{1,7}))?\s*", part, re.ASCII)
+        first, last = (int(span[1]), int(span[2] or span[1])) if span else (1, 0)
+        if first > last or last >= MOST_RANKS:
+            raise UsageError(f"{flag} {raw}: {part!r} is no rank; give numbers and spans, as 3,7-9")
+        ranks.update(range(first, last + 1))
+    return frozenset(ranks)
+
+
+def _moment(raw: str) -> float:
+    """Return the time that ``--since`` names, in seconds since the epoch."""
+    from elaunch.config.values import moment
+
+    for word in (f"+{raw.strip()}", raw):
+        try:
+            found = moment(word)
+        except (ValueError, OverflowError):
+            continue
+        if found.after is not None:
+            return time.time() - found.after
+        if found.at is not None:
+            return found.at
+    raise UsageError(
+        f"--since {raw}: is no time; give how long ago, as 90s, 10m, 3h, or a date and time, as "
+        "2026-05-31T12:00"
+    )
+
+
+def _pattern(raw: str) -> re.Pattern[bytes]:
+    try:
+        return re.compile(os.fsencode(raw))
+    except re.error as error:
+        raise UsageError(f"--grep {raw}: is no regular expression: {error}") from None

@@ -27,13 +27,7 @@ def why(run: str | None, number: int | None, as_json: bool) -> None:
     from elaunch.monitor import card
     from elaunch.runs import directory
 
-    if run is None:
-        runs = directory.list_runs(os.environ)
-        if not runs:
-            raise UsageError("no run is recorded here yet; name a run directory")
-        found = runs[0]
-    else:
-        found = directory.find(run, os.environ)
+    found = directory.newest(os.environ) if run is None else directory.find(run, os.environ)
     try:
         read = card.read(found, number)
     except OSError as error:

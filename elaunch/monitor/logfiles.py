@@ -1,155 +1,322 @@
-"""The files that workers' output is kept in, as a reader of a run finds and follows them.
+"""The workers' output, as a reader of a run finds, merges and follows it (docs/logs.md).
 
-``<log directory>/attempt_<round>/<local rank>/stdout.log`` (docs/logs.md); which rank a local rank
-was is in the run's record. A detached agent's own output is in ``console.log``.
+Each node of the run is a tree of files (``elaunch.runs.logtree``): this node's own, or that of a
+run directory on a home that the nodes share. What several files hold is shown in the order in which
+it came; a detached agent's own output is in ``console.log``.
 """
 
 from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import BinaryIO, Final, Protocol
 
+from elaunch import text
 from elaunch.errors import RunDirError, UsageError
-from elaunch.runs.directory import CONSOLE, RunDir, is_live, run_id_of
+from elaunch.runs.directory import CONSOLE, RunDir, is_live, run_id_of, runs_of
+from elaunch.runs.logtree import ARRIVALS, STREAMS, LogName, LogTree, parse_arrivals, parse_name
 from elaunch.runs.record import Record
 
 PAUSE_S: Final = 0.2
 CHUNK: Final = 1 << 20
+AHEAD: Final = 1 << 16
+"""Bytes of a file that are read at once where several files are merged."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What to show; None for all ranks, all rounds."""
+    """What to show; None for all. ``node`` is a node rank or a host; ``since`` is in seconds since
+    the epoch."""
 
-    rank: int | None
-    round: int | None
-    streams: tuple[str, ...]
+    ranks: frozenset[int] | None = None
+    round: int | None = None
+    streams: tuple[str, ...] = STREAMS
+    node: str | None = None
+    since: float | None = None
+    grep: re.Pattern[bytes] | None = None
 
     @property
     def everything(self) -> bool:
         """Whether nothing was chosen."""
-        return self.rank is None and self.round is None and len(self.streams) == 2
+        return self == Choice()
+
+    @property
+    def exact(self) -> bool:
+        """Whether the bytes of one rank are wanted, as they are."""
+        return self.ranks is not None and len(self.ranks) == 1
 
 
-def directories(run: RunDir, choice: Choice) -> list[tuple[int, int, Path]]:
+class Tree(Protocol):
+    """The log files of a node: here (:class:`LogTree`), or where its agent reads them."""
+
+    def files(self) -> dict[str, tuple[int, float]]:
+        """Return size and time of the last change of each log file; raises OSError."""
+
+    def read(self, name: str, at: int, most: int) -> bytes:
+        """Return up to ``most`` bytes of a file from ``at`` on; raises OSError."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """The log files of one node; its first worker has ``first_rank`` where a file has no arrivals.
+
+    ``place`` names its log directory in messages.
+    """
+
+    rank: int
+    host: str
+    tree: Tree
+    place: str
+    first_rank: int
+
+    def is_meant(self, chosen: str | None) -> bool:
+        """Return whether ``--node`` means it."""
+        return chosen in (None, str(self.rank), self.host, self.host.partition(".")[0])
+
+
+def nodes_of(run: RunDir, chosen: str | None, environ: Mapping[str, str]) -> list[Node]:
+    """Return the nodes of a run whose logs are to be shown, by their ranks.
+
+    Raises UsageError where no files are kept, or no node of the run is the chosen one.
+    """
+    own = run.read_state()
+    name = run_id_of(run)
+    if own["log_dir"] is None:
+        why = "no agent kept its output" if "launcher" in own else "--log-dir /dev/null"
+        raise UsageError(f"RUN {name} has no log files: {why}")
+    records = [own, *_siblings(run, own, environ)]
+    found = sorted((_node(record) for record in records if record["log_dir"]), key=_by_rank)
+    meant = [node for node in found if node.is_meant(chosen)]
+    if not meant:
+        known = text.listed([f"{node.rank} ({node.host})" for node in found])
+        raise UsageError(f"--node {chosen}: run {name} has logs here of node {known}")
+    return meant
+
+
+def _by_rank(node: Node) -> int:
+    return node.rank
+
+
+def _node(record: Record) -> Node:
+    place = str(record["log_dir"])
+    rank = record.get("node_rank") or 0
+    workers = record["workers"]
+    first = workers[0]["rank"] - workers[0]["local_rank"] if workers else 0
+    return Node(rank, record["agent"]["host"], LogTree(Path(place)), place, first)
+
+
+def _siblings(run: RunDir, own: Record, environ: Mapping[str, str]) -> Iterator[Record]:
+    """Yield the records of the same job's other agents, where the nodes share a home."""
+    names = {node["name"] for node in own.get("nodes", ())}
+    if len(names) < 2:
+        return
+    for other in runs_of(own["run_id"], environ):
+        if other.path == run.path:
+            continue
+        record = other.read_state()
+        nodes, rank = record.get("nodes", []), record.get("node_rank")
+        if rank is not None and any(node["name"] in names for node in nodes):
+            yield record
+
+
+def directories(run: RunDir, nodes: Sequence[Node], choice: Choice) -> list[tuple[int, int, str]]:
     """Return (rank, round, directory) for all that was chosen and is there.
 
-    Raises UsageError for a rank or a round that is not there, and where no files are kept.
+    Raises UsageError for a rank or a round that is not there.
     """
-    name, record = run_id_of(run), run.read_state()
-    if record["log_dir"] is None:
-        why = "no agent kept its output" if "launcher" in record else "--log-dir /dev/null"
-        raise UsageError(f"RUN {name} has no log files: {why}")
-    first = _first_rank(record)
-    places = sorted(_places(Path(record["log_dir"])))
-    found = [
-        (first + local_rank, number, path)
-        for number, local_rank, path in places
-        if choice.rank in (None, first + local_rank) and choice.round in (None, number)
-    ]
-    if found:
-        return found
-    ranks = sorted({first + place[1] for place in places})
-    if ranks and choice.rank is not None and choice.rank not in ranks:
-        here = f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]} are"
-        raise UsageError(f"--rank {choice.rank} of run {name} is not on this node; {here}")
-    if choice.round is not None and places:
-        rounds = sorted({place[0] for place in places})
-        raise UsageError(
-            f"--round {choice.round}: run {name} has rounds {rounds[0]} to {rounds[-1]}"
-        )
-    return []
+    reader = Reader(run, nodes, choice)
+    reader.look()
+    found = {(file.rank, file.name.round, _directory(file)) for file in reader.chosen()}
+    return sorted(found)
 
 
-def _places(root: Path) -> Iterator[tuple[int, int, Path]]:
-    for path in root.glob("attempt_*/*"):
-        number = re.fullmatch(r"attempt_(\d+)", path.parent.name)
-        if number and path.name.isdecimal() and path.is_dir():
-            yield int(number[1]), int(path.name), path
+def _directory(file: _LogFile) -> str:
+    return f"{file.node.place}/attempt_{file.name.round}/{file.name.local_rank}"
 
 
-def _first_rank(record: Record) -> int:
-    """Return the rank of this node's first worker, in the round that ran last."""
-    workers = record["workers"]
-    return workers[0]["rank"] - workers[0]["local_rank"] if workers else 0
-
-
-@dataclass
-class _FollowedFile:
+@dataclass(eq=False)
+class _LogFile:
     """A file that is read as far as it goes; ``prefix`` stands before each of its lines."""
 
-    path: Path
-    out: BinaryIO
-    prefix: bytes
+    node: Node
+    name: LogName
+    rank: int
+    changed: float = 0.0
+    size: int = 0
     at: int = 0
-    held: bytearray = field(default_factory=bytearray)
+    offsets: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    ahead: bytes = b""
+    held: bytes = b""
 
-    def copy(self) -> None:
-        """Show what is new."""
-        try:
-            with open(self.path, "rb") as file:
-                file.seek(self.at)
-                while chunk := file.read(CHUNK):
-                    self.at += len(chunk)
-                    self._show(chunk)
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            raise RunDirError(f"cannot read {self.path}: {error.strerror}") from error
+    def fresh(self, since: float | None) -> Iterator[tuple[float, int]]:
+        """Yield (time, end) for each part that has not been read, as its bytes came."""
+        start, at = self.at, bisect_left(self.offsets, self.at + 1)
+        while start < self.size:
+            end = min(self.size, self.offsets[at] if at < len(self.offsets) else self.size)
+            came = self.times[at - 1] if at else self.changed
+            if since is not None and came < since:
+                self.at = end
+            elif end > start:
+                yield came, end
+            start, at = end, at + 1
 
-    def end(self) -> None:
-        """Show a last line that has no end."""
-        if self.held:
-            self._show(b"\n")
-
-    def _show(self, chunk: bytes) -> None:
-        if not self.prefix:
-            self.out.write(chunk)
-            return
-        self.held += chunk
-        *lines, rest = bytes(self.held).split(b"\n")
-        self.held = bytearray(rest)
-        self.out.write(b"".join(self.prefix + line + b"\n" for line in lines))
+    def take(self, end: int) -> Iterator[bytes]:
+        """Read on to ``end``, or to where the file ends by now; raises RunDirError."""
+        while self.at < end:
+            if not self.ahead:
+                most = min(self.size - self.at, CHUNK if end - self.at > AHEAD else AHEAD)
+                try:
+                    self.ahead = self.node.tree.read(str(self.name), self.at, most)
+                except OSError as error:
+                    place = f"{self.node.place}/{self.name}"
+                    raise RunDirError(f"cannot read {place}: {error.strerror or error}") from error
+            data, self.ahead = self.ahead[: end - self.at], self.ahead[end - self.at :]
+            if not data:
+                self.at = end
+                return
+            self.at += len(data)
+            yield data
 
 
 class Reader:
-    """Shows the output of a run on two streams."""
+    """Shows the output of some nodes of a run on two streams."""
 
-    def __init__(self, run: RunDir, choice: Choice, stdout: BinaryIO, stderr: BinaryIO) -> None:
+    def __init__(self, run: RunDir, nodes: Sequence[Node], choice: Choice) -> None:
         self._run = run
+        self._nodes = nodes
         self._choice = choice
-        self._out = {"stdout": stdout, "stderr": stderr}
-        self._files: dict[tuple[Path, str], _FollowedFile] = {}
-        self._console = choice.everything and (run.path / CONSOLE).exists()
+        self._files: dict[tuple[int, LogName], _LogFile] = {}
+        self._noted: dict[tuple[int, str], int] = {}
 
-    def run(self, follow: bool) -> None:
+    def run(self, follow: bool, stdout: BinaryIO, stderr: BinaryIO) -> None:
         """Show what is there; with ``follow`` also what comes, until the run has ended."""
+        out = {"stdout": stdout, "stderr": stderr}
         while True:
             # Asked first: what a run that has ended wrote is there.
             live = follow and is_live(self._run)
-            for file in self._known():
-                file.copy()
-                if not live:
-                    file.end()
-            for stream in self._out.values():
+            self.look()
+            self._show(out)
+            if not live:
+                self._end(out)
+            for stream in out.values():
                 stream.flush()
             if not live:
                 return
             threading.Event().wait(PAUSE_S)
 
-    def _known(self) -> list[_FollowedFile]:
-        if self._console:
-            self._note(self._run.path / CONSOLE, "stdout", b"")
-            return list(self._files.values())
-        for rank, _, directory in directories(self._run, self._choice):
-            prefix = b"" if self._choice.rank is not None else f"[rank {rank}]: ".encode()
-            for stream in self._choice.streams:
-                self._note(directory / f"{stream}.log", stream, prefix)
-        return list(self._files.values())
+    def look(self) -> None:
+        """See how far the files are; raises RunDirError where a node's cannot be read."""
+        for index, node in enumerate(self._nodes):
+            try:
+                self._see(index, node)
+            except OSError as error:
+                raise RunDirError(f"cannot read {node.place}: {error.strerror or error}") from error
 
-    def _note(self, path: Path, stream: str, prefix: bytes) -> None:
-        self._files.setdefault((path, stream), _FollowedFile(path, self._out[stream], prefix))
+    def _see(self, index: int, node: Node) -> None:
+        found = node.tree.files()
+        for name, (size, changed) in found.items():
+            if (known := parse_name(name)) is not None:
+                fresh = _LogFile(node, known, node.first_rank + known.local_rank)
+                file = self._files.setdefault((index, known), fresh)
+                file.size, file.changed = size, changed
+        for name in found:
+            if name.endswith(ARRIVALS):
+                self._note(index, node, name)
+
+    def chosen(self) -> list[_LogFile]:
+        """Return the files that are to be shown; UsageError if a rank or a round is not there."""
+        files, wanted = list(self._files.values()), self._choice
+        ranks = {file.rank for file in files}
+        missing = (wanted.ranks or frozenset()) - ranks
+        name = run_id_of(self._run)
+        if ranks and missing:
+            low, high = min(ranks), max(ranks)
+            here = f"rank {low} is" if len(ranks) == 1 else f"ranks {low} to {high} are"
+            raise UsageError(f"--rank {min(missing)} of run {name} is not on this node; {here}")
+        rounds = {file.name.round for file in files}
+        if rounds and wanted.round not in {None, *rounds}:
+            raise UsageError(
+                f"--round {wanted.round}: run {name} has rounds {min(rounds)} to {max(rounds)}"
+            )
+        return [
+            file
+            for file in files
+            if (wanted.ranks is None or file.rank in wanted.ranks)
+            and wanted.round in (None, file.name.round)
+            and file.name.stream in wanted.streams
+        ]
+
+    def _note(self, index: int, node: Node, name: str) -> None:
+        """Read what has been added to the arrivals of a round."""
+        number = int(name.split("/")[0].removeprefix("attempt_"))
+        while True:
+            at = self._noted.get((index, name), 0)
+            data = node.tree.read(name, at, CHUNK)
+            arrivals, used = parse_arrivals(data)
+            self._noted[index, name] = at + used
+            for one in arrivals:
+                file = self._files.get((index, LogName(number, one.local_rank, one.stream)))
+                # A clock that was set back, or a file that was cut, sorts nothing anew.
+                if file is not None and one.size >= (file.offsets or [0])[-1]:
+                    file.rank = one.rank
+                    file.offsets.append(one.size)
+                    file.times.append(max(one.at, (file.times or [0.0])[-1]))
+            if len(data) < CHUNK or not used:
+                return
+
+    def _show(self, out: Mapping[str, BinaryIO]) -> None:
+        parts = [
+            (came, file.name.round, file.rank, file.name.stream, end, file)
+            for file in self.chosen()
+            for came, end in file.fresh(self._choice.since)
+        ]
+        for *_, end, file in sorted(parts, key=lambda part: part[:-1]):
+            for data in file.take(end):
+                self._write(file, data, out[file.name.stream])
+
+    def _end(self, out: Mapping[str, BinaryIO]) -> None:
+        """Show last lines that have no end."""
+        for file in self._files.values():
+            if file.held:
+                self._write(file, b"\n", out[file.name.stream])
+
+    def _write(self, file: _LogFile, data: bytes, out: BinaryIO) -> None:
+        grep, exact = self._choice.grep, self._choice.exact
+        if exact and grep is None:
+            out.write(data)
+            return
+        *lines, file.held = (file.held + data).split(b"\n")
+        prefix = b"" if exact else b"[rank %d]: " % file.rank
+        shown = (line for line in lines if grep is None or grep.search(line))
+        out.write(b"".join(prefix + line + b"\n" for line in shown))
+
+
+def follow_console(run: RunDir, follow: bool, out: BinaryIO) -> bool:
+    """Show what a detached agent has shown, as :meth:`Reader.run` does; False if there is none."""
+    path = run.path / CONSOLE
+    if not path.exists():
+        return False
+    at = 0
+    while True:
+        live = follow and is_live(run)
+        try:
+            data = _rest(path, at)
+        except OSError as error:
+            raise RunDirError(f"cannot read {path}: {error.strerror}") from error
+        at += len(data)
+        out.write(data)
+        out.flush()
+        if not live:
+            return True
+        threading.Event().wait(PAUSE_S)
+
+
+def _rest(path: Path, at: int) -> bytes:
+    with open(path, "rb") as file:
+        file.seek(at)
+        return file.read()

@@ -1,7 +1,8 @@
 """A run on disk: its directory, its record, and where both are.
 
 ``directory`` finds, makes and prunes run directories; ``record`` is the record that
-``elaunch status`` shows; ``statedir`` writes files so that readers never see half of one.
+``elaunch status`` shows; ``logtree`` names the workers' log files; ``statedir`` writes files so
+that readers never see half of one.
 """
 
-__all__ = ["directory", "record", "statedir"]
+__all__ = ["directory", "logtree", "record", "statedir"]

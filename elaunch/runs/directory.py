@@ -237,6 +237,14 @@ def runs_of(run_id: str, environ: Mapping[str, str]) -> list[RunDir]:
     return [run for run, record in records(environ) if _run_id(run, record) == run_id]
 
 
+def newest(environ: Mapping[str, str]) -> RunDir:
+    """Return the newest run of this user; UsageError if there is none."""
+    runs = list_runs(environ)
+    if not runs:
+        raise UsageError("no run is recorded here yet; name a run directory")
+    return runs[0]
+
+
 def killed_in(run_id: str, environ: Mapping[str, str]) -> int | None:
     """Return the round in which the newest earlier run of that id was killed on this machine.
 

@@ -5,6 +5,7 @@
     <log root>/attempt_<round>/<local rank>/stdout.log    exactly the bytes the worker wrote
                                            /stderr.log
                                            /error.json    written by the worker, never here
+              /attempt_<round>/arrivals                     when which bytes came (runs.logtree)
               /attempt_<round>/filtered_stdout.log        lines that match a duplicate filter,
                               /filtered_stderr.log        prefixed, of all ranks or the tee'd ones
 
@@ -16,10 +17,12 @@ line in the file then says how many are missing.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 from elaunch.agent.logs.plan import encode
+from elaunch.runs.logtree import RESOLUTION_S, Arrival
 
 KEPT_BYTES = 64 * 1024
 KEPT_LINES = 500
@@ -84,6 +87,10 @@ class LogFile:
             self._reason = short.error.strerror or str(short.error)
             self._complain(self.path, short.error)
 
+    def size(self) -> int:
+        """Return how long the file is; 0 where it is not open."""
+        return os.fstat(self._fd).st_size if self._fd >= 0 else 0
+
     def close(self) -> None:
         """Close the file; a gap at its end is marked if there is room again."""
         if self._fd < 0:
@@ -107,6 +114,32 @@ class LogFile:
             return False  # still no room
         self._lost = 0
         return True
+
+
+class ArrivalNotes:
+    """Notes in a file of the round when bytes for the log file of one stream came.
+
+    Args:
+        file: shared by the streams of a round.
+        of: the log file.
+        rank: whose.
+        local_rank: of the same.
+        stream: ``stdout`` or ``stderr``.
+    """
+
+    def __init__(
+        self, file: LogFile, of: LogFile, *, rank: int, local_rank: int, stream: str
+    ) -> None:
+        self._file = file
+        self._of = of
+        self._whose = (rank, local_rank, stream)
+        self._next = 0.0
+
+    def note(self, now: float) -> None:
+        """Note that bytes come at ``now`` (monotonic), if the last note is RESOLUTION_S ago."""
+        if now >= self._next:
+            self._next = now + RESOLUTION_S
+            self._file.write(Arrival(time.time(), *self._whose, self._of.size()).line())
 
 
 class LineFilter:

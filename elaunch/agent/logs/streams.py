@@ -23,6 +23,7 @@ from itertools import product
 
 from elaunch.agent.logs.console import Console, Speaker
 from elaunch.agent.logs.files import (
+    ArrivalNotes,
     Complaint,
     LineFilter,
     LogFile,
@@ -31,6 +32,7 @@ from elaunch.agent.logs.files import (
     round_directory,
 )
 from elaunch.agent.logs.plan import STREAM_BITS, LogPlan
+from elaunch.runs.logtree import ARRIVALS
 
 READ_SIZE = 64 * 1024
 _PIPE_SIZE = 1024 * 1024
@@ -58,6 +60,7 @@ class OutputStream:
         self.name = name
         self.paused = False
         self.file: LogFile | None = None
+        self.arrivals: ArrivalNotes | None = None
         self.speaker: Speaker | None = None
         self.line_filter: LineFilter | None = None
         self.tail = Tail()
@@ -85,6 +88,8 @@ class OutputStream:
         if not data:
             return 0
         self.tail.feed(data)
+        if self.arrivals is not None:
+            self.arrivals.note(now)
         if self.file is not None:
             self.file.write(data)
         if self.line_filter is not None:
@@ -170,6 +175,7 @@ class LogRound:
         streams: by local rank and name (``stdout``, ``stderr``); kept for `OutputStream.tail`.
         live: the streams that have not ended.
         filtered: the filtered files, by name of the stream.
+        arrivals: when their bytes came, if that can be noted.
         held: what somebody still had open when the round was given up, in words.
         opened: set when the files are open, as far as they can be.
         ended: set when all streams have ended, and what was read is on file.
@@ -181,6 +187,7 @@ class LogRound:
     streams: dict[tuple[int, str], OutputStream] = field(default_factory=dict)
     live: set[OutputStream] = field(default_factory=set)
     filtered: dict[str, LogFile] = field(default_factory=dict)
+    arrivals: LogFile | None = None
     held: list[str] = field(default_factory=list)
     opened: threading.Event = field(default_factory=threading.Event)
     ended: threading.Event = field(default_factory=threading.Event)
@@ -204,7 +211,8 @@ class LogRound:
             self.opened.set()
             read()
         self.ended.wait()
-        for file in (*(stream.file for stream in self.streams.values()), *self.filtered.values()):
+        files = (stream.file for stream in self.streams.values())
+        for file in (*files, *self.filtered.values(), self.arrivals):
             if file is not None:
                 file.close()
         self.done.set()
@@ -272,9 +280,15 @@ def open_files(opened: LogRound, plan: LogPlan, complain: Complaint) -> None:
         file = LogFile(base / f"filtered_{name}.log", complain)
         if plan.filters(name) and file.open():
             opened.filtered[name] = file
+    arrivals = LogFile(base / ARRIVALS, complain)
+    opened.arrivals = arrivals if arrivals.open() else None
     for (local_rank, name), stream in opened.streams.items():
         file = LogFile(base / str(local_rank) / f"{name}.log", complain)
         stream.file = file if file.open() else None
+        if stream.file is not None and opened.arrivals is not None:
+            stream.arrivals = ArrivalNotes(
+                opened.arrivals, file, rank=stream.rank, local_rank=local_rank, stream=name
+            )
         any_tee = any(plan.tees(other, name) for other in opened.ranks)
         if name in opened.filtered and (plan.tees(local_rank, name) or not any_tee):
             prefix = plan.prefix(local_rank, stream.rank)

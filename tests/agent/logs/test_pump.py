@@ -21,6 +21,7 @@ from elaunch.agent.logs import pump as logs
 from elaunch.agent.logs import streams
 from elaunch.agent.logs.files import LogFile
 from elaunch.agent.logs.pump import CONSOLE_PATIENCE, LogPlan, LogPump
+from elaunch.runs.logtree import parse_arrivals
 from tests import programs
 from tests.agent.logrig import SECONDS, Reader, Rig, both, eventually, worker, written
 
@@ -70,6 +71,22 @@ def test_bytes_arrive_as_they_were_written(rig: Callable[..., Rig], tmp_path: Pa
     assert sorted(one.out.data.split(b"\n")) == sorted(data.split(b"\n") * 2)
     assert one.err.data == b"\xff\n" * 2
     assert one.pump.tail(0, "stdout") == ["\0", "last \ufffd"]
+
+
+def test_arrivals_are_noted_of_each_file_now_and_then(
+    rig: Callable[..., Rig], tmp_path: Path
+) -> None:
+    """With the size before it; not of each write, and on from where a round goes on."""
+    code = "import os, time\nfor i in range(40): os.write(1, b'abc\\n'); time.sleep(0.02)"
+    made, before = rig(), time.time()
+    made.run({0: code, 1: "print('once')"})
+    made.run({1: "print('again')"})
+    found, _ = parse_arrivals((tmp_path / "attempt_0" / "arrivals").read_bytes())
+    by_rank = {rank: [one for one in found if one.local_rank == rank] for rank in (0, 1)}
+    assert [one.size for one in by_rank[1]] == [0, 5] and by_rank[1][0].stream == "stdout"
+    sizes = [one.size for one in by_rank[0]]
+    assert sizes[0] == 0 and sizes == sorted(sizes) and 2 <= len(sizes) <= 20
+    assert all(before - 1 <= one.at <= time.time() for one in found)
 
 
 def test_lines_of_a_megabyte_stay_whole(rig: Callable[..., Rig], tmp_path: Path) -> None:

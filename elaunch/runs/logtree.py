@@ -1,0 +1,112 @@
+"""The log files of a run on one node: their names, and when their bytes came.
+
+Below the log directory (docs/logs.md):
+
+====================================  ==========================================================
+attempt_<round>/<local rank>/stdout.log    exactly the bytes that the worker wrote
+                            /stderr.log
+attempt_<round>/arrivals              lines ``<seconds since the epoch> <rank> <local rank>
+                                      <stream> <size>``: what that file got behind so many bytes
+                                      came then, or up to RESOLUTION_S later
+====================================  ==========================================================
+
+The agent notes an arrival before it writes the bytes, so a reader that first looks at a file's size
+and then reads the arrivals knows the time of each byte. Files without arrivals (of an agent that
+noted none, of a full disk) have the time of their last change.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final, NamedTuple
+
+RESOLUTION_S: Final = 0.1
+"""Of one file's bytes no more than one arrival is noted in so many seconds."""
+ARRIVALS: Final = "arrivals"
+STREAMS: Final = ("stdout", "stderr")
+_NAME: Final = re.compile(
+    r"attempt_(?P<round>\d{1,9})/(?:(?P<local>\d{1,9})/(?P<stream>stdout|stderr)\.log|arrivals)",
+    re.ASCII,
+)
+_LINE: Final = re.compile(rb"(\d+\.\d+) (\d+) (\d+) (stdout|stderr) (\d+)")
+
+
+class LogName(NamedTuple):
+    """A worker's log file."""
+
+    round: int
+    local_rank: int
+    stream: str
+
+    def __str__(self) -> str:
+        return f"attempt_{self.round}/{self.local_rank}/{self.stream}.log"
+
+
+class Arrival(NamedTuple):
+    """From ``size`` on the bytes of a file came ``at`` that time, in seconds since the epoch."""
+
+    at: float
+    rank: int
+    local_rank: int
+    stream: str
+    size: int
+
+    def line(self) -> bytes:
+        """Return it as it stands in the file."""
+        return (f"{self.at:.3f} {self.rank} {self.local_rank} {self.stream} {self.size}\n").encode()
+
+
+class LogTree:
+    """The log files below ``root``, as a reader finds them."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def files(self) -> dict[str, tuple[int, float]]:
+        """Return size and time of the last change of each log file; raises OSError."""
+        return dict(self._found())
+
+    def read(self, name: str, at: int, most: int) -> bytes:
+        """Return up to ``most`` bytes of a file from ``at`` on; raises OSError."""
+        if _NAME.fullmatch(name) is None:
+            raise FileNotFoundError(f"{name!r} is no log file")
+        fd = os.open(self.root / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            return os.pread(fd, most, at)
+        finally:
+            os.close(fd)
+
+    def _found(self) -> Iterator[tuple[str, tuple[int, float]]]:
+        for path in (
+            *self.root.glob("attempt_*/*/std*.log"),
+            *self.root.glob("attempt_*/arrivals"),
+        ):
+            name = str(path.relative_to(self.root))
+            if _NAME.fullmatch(name):
+                try:
+                    seen = path.stat()
+                except FileNotFoundError:
+                    continue
+                yield name, (seen.st_size, seen.st_mtime)
+
+
+def parse_name(name: str) -> LogName | None:
+    """Return which worker's log file a name is; None for another one."""
+    found = _NAME.fullmatch(name)
+    if found is None or found["stream"] is None:
+        return None
+    return LogName(int(found["round"]), int(found["local"]), found["stream"])
+
+
+def parse_arrivals(data: bytes) -> tuple[list[Arrival], int]:
+    """Return the arrivals in whole lines, and how many bytes these have; others are left out."""
+    end = data.rfind(b"\n") + 1
+    found = []
+    for line in data[:end].split(b"\n"):
+        if match := _LINE.fullmatch(line):
+            at, rank, local_rank, stream, size = (part.decode() for part in match.groups())
+            found.append(Arrival(float(at), int(rank), int(local_rank), stream, int(size)))
+    return found, end

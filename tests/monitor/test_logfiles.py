@@ -1,0 +1,124 @@
+"""The output of several files is shown in the order in which it came."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from elaunch.errors import UsageError
+from elaunch.monitor.logfiles import Choice, Reader, directories, nodes_of
+from elaunch.runs.directory import RunDir
+from elaunch.runs.logtree import Arrival
+from elaunch.runs.record import first_record, new_worker
+
+NOW = 1_800_000_000.0
+
+
+def written(root: Path, parts: list[tuple[float, int, str, bytes]], first: int = 0) -> None:
+    """Write parts (time, local rank, stream, bytes) of round 0 as an agent does."""
+    for at, local_rank, stream, data in parts:
+        path = root / "attempt_0" / str(local_rank) / f"{stream}.log"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        size = path.stat().st_size if path.exists() else 0
+        with open(root / "attempt_0" / "arrivals", "ab") as arrivals:
+            arrivals.write(Arrival(at, first + local_rank, local_rank, stream, size).line())
+        with open(path, "ab") as file:
+            file.write(data)
+
+
+def recorded(runs: Path, number: int, nodes: tuple[str, ...] = (), job: str = "j") -> RunDir:
+    """Make the directory of a run that has ended, of node ``number`` of those nodes."""
+    path = runs / (f"{job}.{number + 1}" if number else job)
+    (path / "logs").mkdir(parents=True)
+    record = first_record("j", "j", path)
+    record |= {"state": "COMPLETED", "log_dir": str(path / "logs")}
+    record["workers"] = [new_worker(2 * number, 0), new_worker(2 * number + 1, 1)]
+    if nodes:
+        rows = [
+            {"name": name, "host": f"h{i}", "addr": "", "slots": 2} for i, name in enumerate(nodes)
+        ]
+        record["agent"]["host"] = f"h{number}"
+        record |= {"node_rank": number, "nodes": rows, "node_count": len(nodes)}  # type: ignore[typeddict-item]
+    run = RunDir(path)
+    run.write_state(record)
+    return run
+
+
+def shown(run: RunDir, environ: dict[str, str], choice: Choice) -> tuple[bytes, bytes]:
+    """Return what a reader shows on stdout and stderr."""
+    out, err = io.BytesIO(), io.BytesIO()
+    Reader(run, nodes_of(run, choice.node, environ), choice).run(False, out, err)
+    return out.getvalue(), err.getvalue()
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> dict[str, str]:
+    """Return an environment with runs of its own."""
+    return {"XDG_STATE_HOME": str(tmp_path)}
+
+
+def runs_in(home: dict[str, str]) -> Path:
+    """Return where its runs are."""
+    return Path(home["XDG_STATE_HOME"], "elaunch", "runs")
+
+
+def test_lines_of_all_nodes_by_time(home: dict[str, str]) -> None:
+    """Of the nodes that share a home; not those of an earlier job of the same id."""
+    zero = recorded(runs_in(home), 0, ("a-1", "b-1"))
+    one = recorded(runs_in(home), 1, ("a-1", "b-1"))
+    other = recorded(runs_in(home), 4, ("a-0", "b-0"))
+    written(zero.logs, [(NOW, 0, "stdout", b"a\nha"), (NOW + 2, 0, "stdout", b"lf\n")])
+    written(one.logs, [(NOW + 1, 1, "stdout", b"b\n"), (NOW + 3, 0, "stdout", b"c")], first=2)
+    written(other.logs, [(NOW, 1, "stdout", b"old\n")])
+    expected = b"[rank 0]: a\n[rank 3]: b\n[rank 0]: half\n[rank 2]: c\n"
+    assert shown(zero, home, Choice()) == (expected, b"")
+    assert shown(zero, home, Choice(node="h1")) == (b"[rank 3]: b\n[rank 2]: c\n", b"")
+    assert shown(zero, home, Choice(node="0")) == (b"[rank 0]: a\n[rank 0]: half\n", b"")
+    assert shown(zero, home, Choice(since=NOW + 2.5)) == (b"[rank 2]: c\n", b"")
+    hits = Choice(grep=re.compile(b"[bc]"))
+    assert shown(zero, home, hits)[0] == b"[rank 3]: b\n[rank 2]: c\n"
+    assert shown(one, home, Choice(frozenset({3})))[0] == b"b\n"
+    with pytest.raises(UsageError, match=r"--node h9: run j has logs here of node 0 \(h0\), 1 \(h"):
+        nodes_of(zero, "h9", home)
+    places = directories(zero, nodes_of(zero, None, home), Choice())
+    assert [(rank, number) for rank, number, _ in places] == [(0, 0), (2, 0), (3, 0)]
+
+
+def test_one_rank_is_byte_exact(home: dict[str, str]) -> None:
+    """Whatever the bytes are, and however the two streams alternate."""
+    run = recorded(runs_in(home), 0)
+    out, err = os.urandom(300_000), os.urandom(2_000_000)
+    parts = [(NOW + at, 1, "stdout", out[at : at + 7000]) for at in range(0, len(out), 7000)]
+    parts += [(NOW + at, 1, "stderr", err[at : at + 90_000]) for at in range(0, len(err), 90_000)]
+    written(run.logs, [*sorted(parts), (NOW, 0, "stdout", b"not this\n")])
+    assert shown(run, home, Choice(frozenset({1}))) == (out, err)
+
+
+def test_files_without_arrivals_have_the_time_of_their_change(home: dict[str, str]) -> None:
+    """As an agent that notes none leaves them; torn lines of the arrivals are left out."""
+    run = recorded(runs_in(home), 0)
+    for local_rank, changed in ((0, NOW + 9), (1, NOW)):
+        path = run.logs / "attempt_0" / str(local_rank) / "stdout.log"
+        path.parent.mkdir(parents=True)
+        path.write_bytes(b"line\n")
+        os.utime(path, (changed, changed))
+    (run.logs / "attempt_0" / "arrivals").write_bytes(b"\n[elaunch: 4 bytes are missing]\n9.0 0")
+    assert shown(run, home, Choice())[0] == b"[rank 1]: line\n[rank 0]: line\n"
+    assert shown(run, home, Choice(since=NOW + 5))[0] == b"[rank 0]: line\n"
+
+
+def test_a_million_lines_cost_little(home: dict[str, str]) -> None:
+    """Of 8 ranks whose output alternates: CPU seconds, and not one open for each line."""
+    run, line = recorded(runs_in(home), 0), b"x" * 30 + b"\n"
+    parts = [(NOW + i / 10, i % 8, "stdout", line * 25) for i in range(8000)]
+    written(run.logs, parts)
+    began = time.process_time()
+    out, _ = shown(run, home, Choice())
+    assert out.count(b"\n") == 200_000 and time.process_time() - began < 5
+    assert json.loads(run.state_file.read_text())["state"] == "COMPLETED"
