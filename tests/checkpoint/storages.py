@@ -46,3 +46,19 @@ def save_scripts_files(storage: Storage, step: int = 120, round_: int = 3) -> Co
             (below / name).write_bytes(content)
         storage.seal(at, part(rank, 2, step), storage.own_files(at, below), below)
     return storage.commit(at, lambda: None)
+
+
+def finish_what_is_held(storage: Storage) -> None:
+    """Finish stages of which agents have shards in memory, then the same when they have none.
+
+    What is held is committed where the storage has all of it, however long ago its round was.
+    """
+    whole, half = stage(1), stage(2)
+    write(storage, whole)
+    storage.write_part(half, part(0, step=2), [Image("a", [b"x"])])
+    after, held = whole.round + 2, [whole.name, half.name]
+    done = storage.finish_stages("digits", after=after, held=held)
+    assert [found.uuid for found in done] == [whole.uuid]
+    assert storage.manifests(half).keys() == {0}
+    assert storage.finish_stages("digits", after=after) == []
+    assert storage.manifests(half) == {}

@@ -64,6 +64,7 @@ class Rank:
     distributed: DistributedContext
     page: ProgressPage
     preempt: PreemptContext
+    link: AgentLink | None = None
 
     @property
     def number(self) -> int:
@@ -74,6 +75,8 @@ class Rank:
         """Close all, in the order in which elaunch.init()'s context does."""
         self.preempt.close()
         self.distributed.close()
+        if self.link is not None:
+            self.link.close()
         self.page.close()
 
 
@@ -87,7 +90,7 @@ def open_rank(
     made = None if link is None else link(page)
     preempt = PreemptContext(distributed, page, made)
     preempt.start()
-    return Rank(distributed, page, preempt)
+    return Rank(distributed, page, preempt, made)
 
 
 def together(size: int, script: Callable[[int], Any]) -> list[Any]:

@@ -575,6 +575,19 @@ def linked(agent: Agent, number: int, size: int, store: int, scope: str) -> Rank
     return rank
 
 
+def linked_pair(agent: Agent, store: int, scope: str) -> list[Rank]:
+    """Open two ranks, the first with a link to ``agent``."""
+
+    def script(number: int) -> Rank:
+        if number == 0:
+            return linked(agent, 0, 2, store, scope)
+        return open_rank(place(1, 2, store, scope))
+
+    opened = together(2, script)
+    agent.accept()
+    return opened
+
+
 def test_the_agents_notice_is_taken_and_acknowledged(agent: Agent) -> None:
     """It hears that the script listens, and that it will end; not its own notice back."""
     rank = linked(agent, 0, 1, 0, "job")
@@ -588,7 +601,6 @@ def test_the_agents_notice_is_taken_and_acknowledged(agent: Agent) -> None:
     assert agent.hear() == {"op": "ack", "reason": "a node joins", "kind": "resize"}
     assert rank.preempt.should_preempt() is True
     rank.close()
-    rank.preempt._link.close()
     assert agent.hear() == {"op": "detach"}
 
 
@@ -604,7 +616,6 @@ def test_the_script_may_acknowledge_later(agent: Agent) -> None:
     assert sorted(line["op"] for line in heard) == ["ack", "heard", "listens"]
     assert {line.get("reason") for line in heard} == {None, "enough"}
     rank.close()
-    rank.preempt._link.close()
     assert agent.hear() == {"op": "detach"}
 
 
@@ -624,21 +635,13 @@ def test_the_seconds_that_are_left(agent: Agent) -> None:
     agent.say({**notice, "grace": 0.0})
     wait_until(lambda: rank.preempt.deadline == 0.0, LONG)
     rank.close()
-    rank.preempt._link.close()
 
 
 def test_the_platforms_deadline_reaches_the_other_nodes_agent(
     agent: Agent, store: int, scope: str
 ) -> None:
     """It ends its workers by then, and not after its own --shutdown-timeout."""
-
-    def script(number: int) -> Rank:
-        if number == 0:
-            return linked(agent, 0, 2, store, scope)
-        return open_rank(place(1, 2, store, scope))
-
-    opened = together(2, script)
-    agent.accept()
+    opened = linked_pair(agent, store, scope)
     opened[1].preempt.on_notice("spot", "stop", 115.0, stated=True)
     agent.say({"op": "preempt", "reason": "spot", "kind": "stop", "grace": 30.0})
     assert len(set(together(2, lambda number: first_true(opened[number])))) == 1
@@ -648,7 +651,6 @@ def test_the_platforms_deadline_reaches_the_other_nodes_agent(
     assert heard[-1] == {"op": "heard", "reason": "spot", "kind": "stop", "grace": 115.0}
     for rank in opened:
         rank.close()
-    opened[0].preempt._link.close()
 
 
 def test_the_platforms_deadline_waits_for_no_rank(agent: Agent, store: int, scope: str) -> None:
@@ -685,16 +687,8 @@ def test_another_nodes_notice_is_told_to_this_nodes_agent(
     agent: Agent, store: int, scope: str
 ) -> None:
     """It must know why its workers end."""
-
-    def script(number: int) -> Rank:
-        if number == 0:
-            return linked(agent, 0, 2, store, scope)
-        return open_rank(place(1, 2, store, scope))
-
-    opened = together(2, script)
-    agent.accept()
+    opened = linked_pair(agent, store, scope)
     opened[1].preempt.request("the other node's turn")
     assert agent.hear() == {"op": "heard", "reason": "the other node's turn", "kind": "stop"}
     for rank in opened:
         rank.close()
-    opened[0].preempt._link.close()
