@@ -29,13 +29,15 @@ from elaunch.store.etcd.history import RevisionHistory
 from elaunch.store.etcd.keys import EtcdPlace, every_job, keys_of, run_id_of
 from elaunch.store.etcd.lease import OwnLease
 from elaunch.store.etcd.members import EtcdMembers
-from elaunch.store.etcd.plan import CLEARED_SECONDS, EtcdPlan
+from elaunch.store.etcd.plan import EtcdPlan
 from elaunch.store.etcd.txn import Transactions
 from elaunch.store.etcd.watch import Watching
 from elaunch.store.protocol import Change, Lease, Post, Store
 
 _PAUSE = 0.5
 _CLOSE_SECONDS = 1.0
+CLEARED_SECONDS = 60
+"""How long the last post stays after ``clear``, for agents that have not read it yet."""
 
 
 def connect(
@@ -105,7 +107,7 @@ class EtcdStore:
         self._calls = calls
         self._news = threading.Condition()
         keys, txns = keys_of(calls.place.prefix, run_id), Transactions(calls)
-        self._txns, self._shared = txns, keys.shared
+        self._txns, self._keys = txns, keys
         self._watching = Watching(calls, self._news)
         calls.moved = self._watching.move
         self._plan = EtcdPlan(txns, keys, self._watching, self._news)
@@ -167,7 +169,7 @@ class EtcdStore:
 
     def shared(self, offer: bytes = b"") -> bytes:
         """Return the value that all share, or write it; see Store."""
-        txns, key = self._txns, self._shared
+        txns, key = self._txns, self._keys.shared
         kv, _ = txns.read(key)
         value = b"" if kv is None else kv.value
         if not offer or (kv is not None and not kv.lease):
@@ -186,8 +188,8 @@ class EtcdStore:
 
         All else goes with the agents' leases.
         """
-        self._plan.clear()
-        self._txns.expire((self._shared,), CLEARED_SECONDS)
+        keys = self._keys
+        self._txns.expire((keys.plan, keys.nodes, keys.shared), CLEARED_SECONDS)
 
     def close(self) -> None:
         """Close the connections and wake waiting calls; see Store."""

@@ -18,9 +18,6 @@ from elaunch.store.etcd.txn import Transactions
 from elaunch.store.etcd.watch import Watch, Watching
 from elaunch.store.protocol import Post
 
-CLEARED_SECONDS = 60
-"""How long the last post stays after ``clear``, for agents that have not read it yet."""
-
 
 class EtcdPlan:
     """Reads, waits for, and writes the posts of one job.
@@ -99,10 +96,6 @@ class EtcdPlan:
                 if left <= 0:
                     return None
                 self._news.wait(left)
-
-    def clear(self) -> None:
-        """Have the plan removed in a minute, unless one is posted again; raises as Calls.ask."""
-        self._txns.expire((self._key, self._listed), CLEARED_SECONDS)
 
     def _look(self) -> tuple[Any | None, Post | None, Any | None]:
         """Return what is at the plan's key, the post, and what is at the key of its nodes."""
