@@ -64,7 +64,7 @@ class DirectoryFinisher:
         self.turn = threading.Lock()
         self._job = ""
         self._taking = threading.Lock()
-        self._held: dict[str, Closeable] = {}
+        self._locks: dict[str, Closeable] = {}
         self._origins: dict[str, Origin] = {}
         self._tidied: dict[str, int] = {}
         self._doubted: set[str] | None = None
@@ -91,11 +91,11 @@ class DirectoryFinisher:
         """Return whether it is locked; False, else SaveError with ``last``, for one to wait for."""
         with self._taking:
             place = str(storage.place)
-            if place in self._held:
-                self._held[place].say_who(self._job)
+            if place in self._locks:
+                self._locks[place].say_who(self._job)
                 return True
             try:
-                self._held[place] = storage.lock(self._job)
+                self._locks[place] = storage.lock(self._job)
             except SaveError:
                 several = self._settings.rendezvous is not None
                 run_id = _said(storage.place, layout.RUN, "run_id")
@@ -118,9 +118,9 @@ class DirectoryFinisher:
 
     def _unlock(self) -> None:
         with self._taking:
-            for lock in self._held.values():
+            for lock in self._locks.values():
                 lock.close()
-            self._held.clear()
+            self._locks.clear()
 
     def finish(self, place: Path | str, run_id: str | None) -> None:
         """Lock the directory and bring its stages to an end; raises CheckpointError, OSError.

@@ -57,7 +57,7 @@ class RoundSurroundings:
         """The round that has saved what this one resumes from, out of memory."""
         self.ending = False
         """Whether the round's workers have ended: the committer may be gone with its node."""
-        self._decided = threading.Condition()
+        self._changed = threading.Condition()
         self._undecided = False
         self._retiring = Retiring(storage, plan.settings.checkpoint_keep)
 
@@ -73,9 +73,9 @@ class RoundSurroundings:
 
     def decide(self, decided: bool) -> None:
         """Note whether it is known what becomes of saves that are still in memory."""
-        with self._decided:
+        with self._changed:
             self._undecided = not decided
-            self._decided.notify_all()
+            self._changed.notify_all()
 
     def own_ranks(self) -> frozenset[int]:
         """Return the ranks of this node's workers."""
@@ -131,8 +131,8 @@ class RoundSurroundings:
     def fence(self, stage: Stage) -> None:
         """Check a save's round when it is known whether the next one resumes from it."""
         while True:
-            with self._decided:
-                self._decided.wait_for(lambda: not self._undecided)
+            with self._changed:
+                self._changed.wait_for(lambda: not self._undecided)
             try:
                 self.check_round(stage.round, stage.uuid)
             except SaveError:
@@ -195,7 +195,8 @@ class RoundSurroundings:
                     return
                 if time.monotonic() >= until:
                     raise
-            threading.Event().wait(AGAIN_S)
+            with self._changed:
+                self._changed.wait_for(lambda: self.ending, AGAIN_S)
 
     def failed(self, handed: Handed, problem: str) -> None:
         """Report to those that commit that a shard will not come."""
