@@ -90,6 +90,8 @@ FACTS = frozenset(
     }
 )
 """What an agent sets for its own workers alone: it means nothing to another job."""
+HANDLED_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+"""Those of --signals-to-handle by default, as with torchrun."""
 STACKS_SIGNAL = signal.SIGRTMIN + 12
 """At this signal a worker writes the stacks of its threads to its STACKS_FILE."""
 

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from elaunch.config import endpoints, rdzvconf, values
 from elaunch.config.flag import Flag, Kind, VariableFlag, one_of
-from elaunch.env import TIMER_FILE
+from elaunch.env import HANDLED_SIGNALS, TIMER_FILE
 
 # When a flag has no effect; checks.py knows when that is so.
 ALWAYS = ""
@@ -233,7 +233,7 @@ _STOP = (
     Flag(
         "signals-to-handle",
         _SIGNALS,
-        "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+        HANDLED_SIGNALS,
         "Signals that are passed to the workers and end the job.",
     ),
     Flag(

@@ -10,11 +10,12 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from elaunch.config.table import FLAGS
-from elaunch.config.values import did_you_mean
+from elaunch.config.values import did_you_mean, signals
+from elaunch.env import HANDLED_SIGNALS
 from elaunch.torchrun.calls import FORK, pickled, run_function
 from elaunch.torchrun.outcome import check
 
-_HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_HANDLED = signals(HANDLED_SIGNALS)
 _OTHERS = ("file", "module", "no-python", "run-path", "detach", "dry-run", "exit-codes")
 _FLAGS = {name for flag in FLAGS for name in (flag.name, *flag.aliases)}.difference(_OTHERS)
 

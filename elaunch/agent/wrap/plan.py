@@ -217,7 +217,7 @@ def _facts(
         place=place,
         master_addr=store[0],
         master_port=store[1],
-        signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+        signals_to_handle=env.HANDLED_SIGNALS,
     )
 
 
