@@ -29,6 +29,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"server", "rendezvous", "training"}),
     frozenset({"agent"}),
     frozenset({"monitor"}),
+    frozenset({"dashboard"}),
     frozenset({"cli"}),
     frozenset({"__main__"}),
     frozenset({"torchrun"}),

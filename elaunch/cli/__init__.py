@@ -25,6 +25,7 @@ COMMANDS = {
     "why": ("elaunch.cli.why", "Show why a run has failed, who caused it, and what to do."),
     "explain": ("elaunch.cli.why", "Say what a code of a failure report means, and what to do."),
     "metrics": ("elaunch.cli.metrics", "Show what a run's script has reported."),
+    "dashboard": ("elaunch.cli.dashboard", "Show runs as a page in the browser."),
     "checkpoints": ("elaunch.cli.checkpoints", "List, verify, pin, remove, convert checkpoints."),
     "examples": ("elaunch.cli.examples", "List, show and copy the examples."),
     "manifest": ("elaunch.cli.manifest", "Print a file for Slurm, Kubernetes or Kubeflow."),

@@ -1,0 +1,181 @@
+"""The addresses of the dashboard; all of them only read.
+
+=========================  =========================================================================
+address                    answers
+=========================  =========================================================================
+``/``                      the page; which view is shown is behind the ``#`` of the address
+``/static/NAME``           its scripts and its style
+``/api/runs``              the runs; server-sent events with ``Accept: text/event-stream``
+``/api/run?run=KEY``       one run, the same way
+``/api/failures?run=KEY``  the failure reports of a run, whole
+``/metrics``               all runs for Prometheus
+``/healthz``               ``ok``
+=========================  =========================================================================
+
+KEY is the name of a run directory, which is looked up among those that there are: no part of a
+request is ever a path.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from elaunch.dashboard import prometheus
+from elaunch.dashboard.feed import Feed, encoded
+from elaunch.dashboard.summary import BAD, RunReader
+from elaunch.errors import ElaunchError
+from elaunch.monitor import card
+from elaunch.monitor.document import list_document
+from elaunch.monitor.standing import overview
+from elaunch.runs.directory import RunDir, handle
+from elaunch.runs.statedir import roots, subdirectories
+
+STATIC: Final = Path(__file__).parent / "static"
+TYPES: Final = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+STREAM: Final = "text/event-stream"
+
+Answer = Callable[[Request], Awaitable[Response]]
+
+
+class Dashboard:
+    """What is known between requests: the files of the page, and a feed for what is watched.
+
+    Args:
+        environ: tells where runs are.
+        first: the run that the page opens with, wherever its directory is.
+    """
+
+    def __init__(self, environ: Mapping[str, str], first: RunDir | None = None) -> None:
+        self._environ = environ
+        self._first = first
+        self._files = {path.name: path for path in STATIC.iterdir() if path.suffix in TYPES}
+        self._feeds: dict[str, Feed] = {}
+
+    def app(self) -> Starlette:
+        """Return the application."""
+        answers: dict[str, Answer] = {
+            "/": self._page,
+            "/static/{name}": self._static,
+            "/api/runs": self._runs,
+            "/api/run": self._run,
+            "/api/failures": self._in_thread(self._failures),
+            "/metrics": self._prometheus,
+            "/healthz": self._healthz,
+        }
+        return Starlette(routes=[Route(path, self._told(a)) for path, a in answers.items()])
+
+    def _told(self, answer: Answer) -> Answer:
+        """Make an answer of what goes wrong on the way to one."""
+
+        async def told(request: Request) -> Response:
+            try:
+                return await answer(request)
+            except LookupError as error:
+                return PlainTextResponse(f"there is no {error.args[0]}\n", 404)
+            except (ElaunchError, ValueError) as error:
+                return PlainTextResponse(f"{error}\n", 400)
+            except OSError as error:
+                return PlainTextResponse(f"{error.filename}: {error.strerror}\n", 500)
+
+        return told
+
+    def _in_thread(self, read: Callable[[RunDir, Mapping[str, str]], Any]) -> Answer:
+        """Answer with what ``read`` makes of a run and the query, as JSON or text."""
+
+        async def answer(request: Request) -> Response:
+            query = dict(request.query_params)
+            found = await asyncio.to_thread(lambda: read(self._named(query), query))
+            if isinstance(found, Response):
+                return found
+            return Response(encoded(found), media_type="application/json")
+
+        return answer
+
+    def _named(self, query: Mapping[str, str]) -> RunDir:
+        key = query.get("run", "")
+        if self._first is not None and key == self._first.path.name:
+            return self._first
+        for root in roots(self._environ):
+            for path in subdirectories(root):
+                if path.name == key and not key.startswith("."):
+                    return RunDir(path)
+        raise LookupError(f"run {key[:200]!r}")
+
+    async def _page(self, request: Request) -> Response:
+        return self._file("index.html")
+
+    async def _static(self, request: Request) -> Response:
+        return self._file(request.path_params["name"])
+
+    def _file(self, name: str) -> Response:
+        path = self._files.get(name)
+        if path is None:
+            raise LookupError(f"file {name[:200]!r}")
+        return Response(path.read_bytes(), media_type=TYPES[path.suffix])
+
+    async def _runs(self, request: Request) -> Response:
+        return await self._watched(request, "", self._read_runs)
+
+    def _read_runs(self) -> dict[str, Any]:
+        standings = overview(self._environ, everything=True)
+        listed = list_document(standings)
+        ids = Counter(row["run_id"] for row in listed)
+        rows = zip(listed, standings, strict=True)
+        runs = [
+            {
+                **row,
+                "key": of.run.path.name,
+                "name_shown": row["run_id"] if ids[row["run_id"]] == 1 else handle(of.run),
+                "live": of.live,
+                "bad": of.state in BAD,
+            }
+            for row, of in rows
+        ]
+        if self._first is not None and self._first.path.name not in {r["key"] for r in runs}:
+            summary = RunReader(self._first).read()
+            runs.insert(0, {**summary, "name_shown": summary["run_id"], "workers": [], "grid": []})
+        first = self._first.path.name if self._first else None
+        read_at = standings[0].taken_at if standings else None
+        return {"runs": runs, "first": first, "read_at": read_at}
+
+    async def _run(self, request: Request) -> Response:
+        run = self._named(request.query_params)
+        return await self._watched(request, run.path.name, RunReader(run).read)
+
+    async def _watched(
+        self, request: Request, key: str, read: Callable[[], dict[str, Any]]
+    ) -> Response:
+        """Answer once, or with each change."""
+        if request.headers.get("accept") != STREAM:
+            found = encoded(await asyncio.to_thread(read))
+            return Response(found, media_type="application/json")
+        feed = self._feeds.setdefault(key, Feed(read))
+        return StreamingResponse(feed.events(), media_type=STREAM)
+
+    def _failures(self, run: RunDir, query: Mapping[str, str]) -> Any:
+        cards = (card.read_card(run, number) for number in run.reports())
+        return [
+            {"round": each.round, "text": each.text, "problem": each.problem, "card": each.document}
+            for each in cards
+        ]
+
+    async def _prometheus(self, request: Request) -> Response:
+        standings = await asyncio.to_thread(overview, self._environ)
+        return Response(prometheus.render(standings), media_type=prometheus.CONTENT_TYPE)
+
+    async def _healthz(self, request: Request) -> Response:
+        return PlainTextResponse("ok\n")

@@ -1,0 +1,134 @@
+// The frame of the page: the address behind #, the feed that a view follows, and what views share.
+// Text of others gets into the page as text only: `h` makes elements, never markup.
+
+export function h(name, attributes = {}, ...children) {
+  const element = document.createElement(name);
+  for (const [key, value] of Object.entries(attributes)) {
+    if (value === null || value === undefined || value === false) continue;
+    if (key.startsWith("on")) element.addEventListener(key.slice(2), value);
+    else element.setAttribute(key, value === true ? "" : value);
+  }
+  element.append(...children.flat().filter((child) => child !== null && child !== undefined && child !== ""));
+  return element;
+}
+
+export async function get(path, query) {
+  const answer = await fetch(`${path}?${new URLSearchParams(query)}`);
+  if (!answer.ok) throw new Error((await answer.text()).trim() || `${answer.status}`);
+  return answer.json();
+}
+
+const pad = (number) => String(number).padStart(2, "0");
+
+export function clock(seconds) {
+  if (seconds === null || seconds === undefined) return "–";
+  const date = new Date(seconds * 1000);
+  const time = `${pad(date.getHours())}:${pad(date.getMinutes())}:${pad(date.getSeconds())}`;
+  const day = `${date.getFullYear()}-${pad(date.getMonth() + 1)}-${pad(date.getDate())}`;
+  return Date.now() - date < 86400e3 ? time : `${day} ${time}`;
+}
+
+export function span(seconds) {
+  if (seconds === null || seconds === undefined) return "–";
+  if (seconds < 10) return `${seconds.toFixed(1)} s`;
+  const s = Math.round(seconds);
+  if (s < 60) return `${s} s`;
+  if (s < 3600) return `${Math.floor(s / 60)}m ${pad(s % 60)}s`;
+  if (s < 86400) return `${Math.floor(s / 3600)}h ${pad(Math.floor(s / 60) % 60)}m`;
+  return `${Math.floor(s / 86400)}d ${pad(Math.floor(s / 3600) % 24)}h`;
+}
+
+export function size(bytes) {
+  if (bytes === null || bytes === undefined) return "–";
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  let at = 0;
+  for (; bytes >= 1024 && at < 4; at++) bytes /= 1024;
+  return `${at && bytes < 100 ? bytes.toFixed(1) : Math.round(bytes)} ${units[at]}`;
+}
+
+export function table(columns, rows) {
+  const head = h("tr", {}, columns.map(([name, kind]) => h("th", { class: kind }, name)));
+  const body = rows.map(({ cells, ...attributes }) => h("tr", attributes, cells.map((cell, i) =>
+    h("td", { class: columns[i][1] }, cell === null || cell === undefined ? "–" : cell))));
+  return h("div", { class: "scroll" }, h("table", {}, h("thead", {}, head), h("tbody", {}, body)));
+}
+
+export const state = (run) =>
+  h("span", { class: `state ${run.bad ? "bad" : run.live ? "live" : ""}` }, run.state);
+
+const main = document.getElementById("main");
+const pulse = document.getElementById("pulse");
+const TABS = [["", "Overview"], ["failures", "Failures"]];
+let leave = () => {};
+
+// A feed sends the whole document at each change; it rests while nobody looks at the page.
+export function follow(path, query, show) {
+  let source = null;
+  const open = () => {
+    source = new EventSource(`${path}?${new URLSearchParams(query)}`);
+    source.onmessage = (event) => {
+      const found = JSON.parse(event.data);
+      pulse.className = "";
+      pulse.textContent = found.read_at ? `read at ${clock(found.read_at)}` : "";
+      show(found);
+    };
+    source.onerror = () => {
+      pulse.className = "lost";
+      pulse.textContent = "the dashboard does not answer";
+    };
+  };
+  const look = () => { source?.close(); if (!document.hidden) open(); };
+  document.addEventListener("visibilitychange", look);
+  look();
+  return () => { source?.close(); document.removeEventListener("visibilitychange", look); };
+}
+
+function runsView(root, first) {
+  return follow("/api/runs", {}, ({ runs, first: chosen }) => {
+    if (first && chosen) { location.replace(`#/run/${encodeURIComponent(chosen)}`); return; }
+    const live = runs.filter((run) => run.live).length;
+    root.replaceChildren(
+      h("h1", {}, "Runs"),
+      h("p", { class: "quiet" }, runs.length
+        ? `${runs.length} kept on this machine, ${live} ${live === 1 ? "goes" : "go"} on`
+        : "No run of this user is recorded here yet: elaunch run train.py begins one."),
+      runs.length ? table(
+        [["Run"], ["State"], ["Round", "number spare"], ["Restarts", "number spare"], ["Ranks", "number spare"],
+          ["Started", "spare"], ["Lasted", "number"], ["Why", "wide"]],
+        runs.map((run) => {
+          const to = `#/run/${encodeURIComponent(run.key)}`;
+          return {
+            class: "link", onclick: () => { location.hash = to; },
+            cells: [h("a", { href: to }, run.name_shown), state(run),
+              run.round, run.restarts?.used, run.world_size, clock(run.started_at), span(run.duration_s), run.reason ?? ""],
+          };
+        })) : "");
+  });
+}
+
+async function route() {
+  leave();
+  leave = () => {};
+  const [, kind, key, page = ""] = location.hash.split("?")[0].split("/").map(decodeURIComponent);
+  const tabs = document.getElementById("tabs");
+  const root = h("div", {});
+  main.replaceChildren(root);
+  pulse.textContent = "";
+  document.title = key ? `${key} – elaunch` : "elaunch";
+  tabs.replaceChildren(...(kind === "run" ? TABS : []).map(([name, text]) => h("a", {
+    href: `#/run/${encodeURIComponent(key)}${name && "/" + name}`, "aria-current": name === page && "page",
+  }, text)));
+  const known = TABS.some(([name]) => name === page);
+  if (kind !== "run" || !known) { leave = runsView(root, location.hash === ""); return; }
+  const view = await import(`/static/${page || "run"}.js`);
+  if (root.isConnected) leave = view.default(root, key) ?? (() => {});
+}
+
+document.getElementById("theme").addEventListener("click", () => {
+  const dark = matchMedia("(prefers-color-scheme: dark)").matches;
+  const shown = document.documentElement.dataset.theme ?? (dark ? "dark" : "light");
+  document.documentElement.dataset.theme = localStorage.theme = shown === "dark" ? "light" : "dark";
+});
+if (localStorage.theme) document.documentElement.dataset.theme = localStorage.theme;
+addEventListener("hashchange", route);
+route();

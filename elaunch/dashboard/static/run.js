@@ -1,0 +1,163 @@
+// One run: what needs attention, how far it is, its rounds, its nodes and ranks.
+import { clock, follow, h, size, span, state, table } from "./app.js";
+
+const MANY = 256; // ranks beyond which cells are small
+const LISTED = 32; // ranks in the table below the grid, the worst first
+
+export default function view(root, key) {
+  const parts = Object.fromEntries(["head", "attention", "facts", "rounds", "grid", "ranks", "more"].map(
+    (name) => [name, root.appendChild(h("section", { id: name }))]));
+  const memory = { chosen: null, key, shown: {} };
+  parts.grid.addEventListener("click", (event) => event.target.dataset.rank && choose(Number(event.target.dataset.rank)));
+  parts.grid.addEventListener("keydown", (event) => {
+    const by = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: memory.width, ArrowUp: -memory.width }[event.key];
+    if (by) { event.preventDefault(); choose(Math.max(0, (memory.chosen ?? -by) + by)); }
+  });
+  function choose(rank) {
+    memory.chosen = rank;
+    draw(parts, memory, memory.run, "grid");
+  }
+  return follow("/api/run", { run: key }, (run) => {
+    memory.run = run;
+    for (const name of Object.keys(parts)) draw(parts, memory, run, name);
+  });
+}
+
+// A part is drawn again only where what it shows has changed, so that focus and selection stay.
+function draw(parts, memory, run, name) {
+  const made = PARTS[name](run, memory);
+  const text = JSON.stringify(made.of ?? null);
+  if (made.of !== undefined && memory.shown[name] === text) return;
+  memory.shown[name] = text;
+  parts[name].replaceChildren(...made.build());
+}
+
+const PARTS = {
+  head: (run) => ({
+    of: [run.run_id, run.state, run.live, run.reason, run.entrypoint, run.exit_code],
+    build: () => [
+      h("div", { class: "title" }, h("h1", {}, run.run_id), state(run),
+        run.live || run.exit_code === null || run.exit_code === undefined ? "" : h("span", { class: "quiet" }, `exit code ${run.exit_code}`)),
+      run.reason && !run.bad ? h("div", { class: "quiet" }, run.reason) : "",
+    ].filter(Boolean),
+  }),
+  attention: (run, { key }) => ({
+    of: run.attention,
+    build: () => run.attention.map(({ level, title, detail, page }) => h("div", { class: `note ${level}`, role: level === "bad" ? "alert" : null },
+      h("strong", {}, title), detail ? h("p", {}, detail) : "",
+      page === "failures" ? h("a", { href: `#/run/${encodeURIComponent(key)}/${page}` }, "The whole report") : "")),
+  }),
+  facts: (run) => ({
+    of: run.started_at === undefined ? null : facts(run),
+    build: () => run.started_at === undefined ? [] : [h("dl", { class: "facts" }, facts(run).map(([name, value, note]) =>
+      h("div", {}, h("dt", {}, name), h("dd", {}, value, note ? h("small", {}, note) : ""))))],
+  }),
+  rounds: (run) => ({ of: [run.history, run.state, run.live && Math.round(run.duration_s / 2)], build: () => rounds(run) }),
+  grid: (run, memory) => ({ of: [run.grid, run.workers, memory.chosen], build: () => grid(run, memory) }),
+  ranks: (run) => ({ of: run.workers, build: () => ranks(run) }),
+  more: (run) => ({ of: [run.dir, run.argv], build: () => more(run) }),
+};
+
+function facts(run) {
+  const steps = run.workers.map((worker) => field(run, worker, "step")).filter((step) => step !== null);
+  const low = Math.min(...steps), high = Math.max(...steps);
+  const latest = run.latest_checkpoint, saves = run.saves;
+  const allowed = run.restarts.budget === "lifetime" ? "" : `, ${run.restarts.without_progress} without progress`;
+  return [
+    ["Step", steps.length ? (low === high ? `${high}` : `${low} – ${high}`) : "–",
+      steps.length ? "" : run.progress ? "none reported yet" : "not watched"],
+    [run.live ? "Running for" : "Lasted", span(run.duration_s), `since ${clock(run.started_at)}`],
+    ["Round", `${run.round}`, run.resumed ?? (run.checkpoint ? `from step ${run.checkpoint.step}` : "")],
+    ["Restarts", `${run.restarts.used}`, `${run.restarts.max} allowed${allowed}`],
+    ["Ranks", `${run.world_size ?? "–"}`, run.grid.length > 1 ? `on ${run.node_count ?? run.grid.length} nodes` : run.agent.host],
+    ...(run.checkpoint_dir ? [["Checkpoint", latest ? `step ${latest.step}` : "none yet",
+      saves?.saving !== undefined && saves?.saving !== null && run.live ? `step ${saves.saving} is being written`
+        : latest ? `at ${clock(run.read_at - latest.age_s)}` : ""]] : []),
+  ];
+}
+
+const field = (run, worker, name) => worker[run.worker_fields.indexOf(name)];
+
+function rounds(run) {
+  if (!run.history?.length) return [];
+  const begin = run.history[0].started_at;
+  const end = Math.max(run.live ? run.read_at : run.ended_at ?? 0, ...run.history.map((r) => r.ended_at ?? r.started_at));
+  const place = (at) => 100 * (at - begin) / Math.max(end - begin, 0.001);
+  const failed = new Set(run.failures.map((failure) => failure.round));
+  const bar = h("div", { class: "rounds", role: "img", "aria-label": `${run.history.length} rounds over ${span(end - begin)}` },
+    run.history.map((round) => {
+      const until = round.ended_at ?? end;
+      const piece = h("i", { class: `${round.ended_at === null && run.live ? "live" : ""} ${failed.has(round.round) ? "failed" : ""}`,
+        title: `round ${round.round}: ${span(until - round.started_at)}${round.reason ? `, after: ${round.reason}` : ""}` });
+      piece.style.left = `${place(round.started_at)}%`;
+      piece.style.width = `${place(until) - place(round.started_at)}%`;
+      return piece;
+    }));
+  const causes = Object.fromEntries(run.failures.map((failure) => [failure.round, failure]));
+  const rows = [...run.history].reverse().map((round) => ({ cells: [round.round, clock(round.started_at),
+    span((round.ended_at ?? end) - round.started_at), round.recovery_s === null ? "–" : `${round.recovery_s.toFixed(3)} s`,
+    round.resumed_step, round.ended_at === null && run.live ? "runs" : how(causes[round.round]) ?? after(run, round)] }));
+  return [h("h2", {}, "Rounds"), bar, h("div", { class: "scale" }, h("span", {}, clock(begin)), h("span", {}, run.live ? "now" : clock(end))),
+    table([["Round", "number"], ["Started"], ["Lasted", "number"], ["Recovery", "number spare"], ["From step", "number spare"], ["How it ended", "wide"]], rows)];
+}
+
+const how = (failure) => failure && [failure.summary, failure.message].filter(Boolean).join(": ");
+
+function after(run, round) {
+  const next = run.history.find((other) => other.round > round.round);
+  return next?.reason ?? (run.live ? "–" : run.reason ?? run.state);
+}
+
+function grid(run, memory) {
+  if (!run.grid?.length || !run.grid.some((node) => node.slots)) return [];
+  const workers = new Map(run.workers.map((worker) => [worker[0], worker]));
+  const limit = run.progress?.limit_s;
+  memory.width = Math.max(...run.grid.map((node) => node.slots)) > 16 ? 8 : run.grid[0].slots;
+  const cells = (node) => Array.from({ length: node.slots }, (_, slot) => {
+    const worker = workers.get(node.first + slot);
+    const silent = worker && limit && field(run, worker, "silent_s") > limit / 2;
+    return h("i", { class: `${worker ? worker[2] : "far"} ${silent ? "quiet-rank" : ""} ${memory.chosen === node.first + slot ? "chosen" : ""}`,
+      "data-rank": node.first + slot, title: `rank ${node.first + slot}` });
+  });
+  const counts = {};
+  for (const worker of run.workers) counts[worker[2]] = (counts[worker[2]] ?? 0) + 1;
+  const summary = Object.entries(counts).map(([name, number]) => `${number} ${name.toLowerCase()}`).join(", ");
+  const chosen = workers.get(memory.chosen);
+  const text = chosen ? described(run, chosen) : memory.chosen === null ? `${summary}. Choose a rank with a click or the arrow keys.`
+    : `rank ${memory.chosen} is on another node, and not read from here`;
+  return [h("h2", {}, "Nodes and ranks"),
+    h("div", { class: `grid ${run.world_size > MANY ? "many" : ""}`, tabindex: 0, role: "group", "aria-label": "Ranks by node" },
+      run.grid.flatMap((node) => [h("b", { title: node.host }, node.host), h("div", { class: "slots" }, cells(node))])),
+    h("p", { class: "legend", "aria-live": "polite" }, text)];
+}
+
+function described(run, worker) {
+  const { rank, state, step, doing, silent_s, cpu_percent, rss_bytes, pid, exit } = Object.fromEntries(
+    run.worker_fields.map((name, i) => [name, worker[i]]));
+  return [`rank ${rank}: ${state}`, step !== null && `step ${step}`, doing, silent_s !== null && `reported ${span(silent_s)} ago`,
+    cpu_percent !== null && `CPU ${Math.round(cpu_percent)} %`, rss_bytes !== null && size(rss_bytes), pid && `pid ${pid}`, exit].filter(Boolean).join(" · ");
+}
+
+function ranks(run) {
+  if (!run.workers.length) return [];
+  const worst = { FAILED: 0, GONE: 1, STOPPED: 2, STARTING: 3 };
+  const order = [...run.workers].sort((a, b) => (worst[a[2]] ?? 9) - (worst[b[2]] ?? 9)
+    || (run.workers.length > LISTED ? (field(run, b, "silent_s") ?? 0) - (field(run, a, "silent_s") ?? 0) : 0) || a[0] - b[0]);
+  const number = (name, text) => (worker) => { const value = field(run, worker, name); return value === null ? null : text(value); };
+  const columns = [["Rank", "number", (w) => w[0]], ["State", "", (w) => w[2]], ["Step", "number", number("step", String)],
+    ["Reported", "number", number("silent_s", (s) => `${span(s)} ago`)], ["CPU", "number", number("cpu_percent", (c) => `${Math.round(c)} %`)],
+    ["Memory", "number spare", number("rss_bytes", size)], ["pid", "number spare", number("pid", String)],
+    ["", "wide", (w) => [field(run, w, "doing"), field(run, w, "exit")].filter(Boolean).join(", ") || null]]
+    .filter(([, , of], i) => i < 2 || run.workers.some((worker) => of(worker) !== null));
+  return [run.workers.length > LISTED ? h("h2", {}, `The ${LISTED} ranks to look at first, of ${run.workers.length}`) : "",
+    table(columns, order.slice(0, LISTED).map((worker) => ({ cells: columns.map(([, , of]) => of(worker)) })))];
+}
+
+function more(run) {
+  if (!run.argv) return [h("p", { class: "quiet mono" }, run.dir)];
+  const rows = [["Command", run.launcher ? run.argv.join(" ") : ["elaunch", ...run.argv.slice(1)].join(" ")], ["Directory", run.cwd],
+    [run.launcher ? "Script" : "Agent", `pid ${run.agent.pid} on ${run.agent.host}, user ${run.agent.user}`],
+    ["Record", run.dir], ["Logs", run.log_dir ?? "–"], ["Checkpoints", run.checkpoint_dir ?? "–"]];
+  return [h("details", {}, h("summary", {}, "Where it came from"),
+    table([[""], ["", "wide"]], rows.map(([name, text]) => ({ cells: [name, h("span", { class: "mono" }, text)] }))))];
+}

@@ -1,0 +1,220 @@
+"""What the page of a run shows: how it stands, what needs attention, its rounds, nodes and ranks.
+
+It is the document of ``elaunch status`` with the failed rounds of ``elaunch why`` in short, and
+with the workers as rows (WORKER_FIELDS), since there may be thousands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from elaunch.errors import RunDirError
+from elaunch.monitor import card
+from elaunch.monitor.document import run_document
+from elaunch.monitor.runpage import failure_lines
+from elaunch.monitor.snapshot import Measurement, take
+from elaunch.monitor.standing import Standing, read_standing
+from elaunch.runs.directory import RunDir, run_id_of
+from elaunch.text import duration, ranks
+
+WORKER_FIELDS: Final = (
+    *("rank", "local_rank", "state", "step", "doing", "silent_s"),
+    *("cpu_percent", "rss_bytes", "pid", "exit"),
+)
+BAD: Final = frozenset({"FAILED", "LOST", "KILLED", "UNREADABLE"})
+BEHIND: Final = 2
+"""Steps by which a rank is behind that is named: one is what any reading may show."""
+QUIET: Final = 0.5
+"""Share of the hang timeout after which a silent rank is named."""
+
+_AGENT: Final = {
+    "silent": "The agent does not answer; this is what it wrote last.",
+    "stopped": "The agent is suspended by a signal; `kill -CONT` of its pid resumes it.",
+    "elsewhere": "The agent runs on another machine; this is what it wrote last.",
+}
+
+
+@dataclass
+class RunReader:
+    """Reads one run again and again; CPU is measured from one reading to the next."""
+
+    run: RunDir
+    _measured: Mapping[int, Measurement] = field(default_factory=dict)
+    _cards: dict[int, tuple[int, dict[str, Any]]] = field(default_factory=dict)
+
+    def read(self) -> dict[str, Any]:
+        """Return the summary; of a run that cannot be read, its state and the reason."""
+        try:
+            view = take(self.run, self._measured)
+        except RunDirError:
+            return _unreadable(self.run, read_standing(self.run))
+        self._measured = view.measurements
+        document = run_document(view)
+        del document["failure"]  # the reports of all rounds are read below
+        failures = [self._failure(number) for number in self._rounds()]
+        progress = dict(document.get("progress") or {})
+        said = {worker["rank"]: worker for worker in progress.pop("workers", ())}
+        document["progress"] = progress or None
+        rows = [
+            {**_PROGRESS, **said.get(worker["rank"], {}), **worker}
+            for worker in document.pop("workers")
+        ]
+        rows.sort(key=lambda row: int(row["rank"]))
+        if not view.standing.live:
+            rows = [{**row, "silent_s": None} for row in rows]
+        return {
+            **document,
+            "key": self.run.path.name,
+            "live": view.standing.live,
+            "bad": view.standing.state in BAD,
+            "worker_fields": WORKER_FIELDS,
+            "workers": [[row.get(name) for name in WORKER_FIELDS] for row in rows],
+            "grid": list(_grid(document)),
+            "failures": failures,
+            "attention": list(attention(document, failures, rows)),
+        }
+
+    def _rounds(self) -> list[int]:
+        try:
+            return self.run.reports()
+        except OSError:
+            return []
+
+    def _failure(self, number: int) -> dict[str, Any]:
+        """Return a failed round in short; a report is read again when it was replaced."""
+        try:
+            changed = self.run.report(number, "json").stat().st_mtime_ns
+        except OSError:
+            changed = 0
+        known = self._cards.get(number)
+        if known is None or known[0] != changed:
+            known = changed, _short(card.read_card(self.run, number))
+            self._cards[number] = known
+        return known[1]
+
+
+_PROGRESS: Final = {"step": None, "doing": "", "silent_s": None}
+
+
+def _short(found: card.Card) -> dict[str, Any]:
+    document = found.document or {}
+    return {
+        "round": found.round,
+        "summary": _text(document.get("culprit"))
+        or _text(document.get("summary"))
+        or found.problem,
+        "ended": _text(document.get("summary")),
+        "message": _text((document.get("first") or {}).get("message")),
+        "explanation": _text(document.get("explanation")),
+        "code": _text(document.get("code")),
+        "host": _text(document.get("host")),
+        "steps_lost": document.get("steps_lost"),
+        "hang": bool(document.get("hang")),
+        "lines": list(failure_lines(document))[:5] if document else [],
+    }
+
+
+def _text(value: object) -> str:
+    return value[:2000] if isinstance(value, str) else ""
+
+
+def _unreadable(run: RunDir, standing: Standing) -> dict[str, Any]:
+    why = standing.reason or "nothing can be read"
+    return {
+        "key": run.path.name,
+        "run_id": run_id_of(run),
+        "dir": str(run.path),
+        "state": standing.state,
+        "reason": why,
+        "live": False,
+        "bad": True,
+        "read_at": standing.taken_at,
+        "attention": [_item("bad", "The record of this run cannot be read", why)],
+    }
+
+
+def _item(level: str, title: str, detail: str = "", page: str = "") -> dict[str, str]:
+    return {"level": level, "title": title, "detail": detail, "page": page}
+
+
+def attention(
+    document: Mapping[str, Any], failures: list[dict[str, Any]], workers: list[dict[str, Any]]
+) -> Iterator[dict[str, str]]:
+    """Yield what a person should look at, the worst first; nothing where all is well."""
+    live = document["ended_at"] is None and document["state"] not in BAD
+    newest = failures[0] if failures else None
+    current = newest is not None and newest["round"] == document["round"]
+    if document["state"] in BAD:
+        yield from _ended_badly(document, newest if current else None)
+    if live and document["agent"]["condition"] in _AGENT:
+        yield _item("warn", _AGENT[document["agent"]["condition"]])
+    if live:
+        yield from _standing_still(document.get("progress") or {}, workers)
+    if newest is not None and (live or not current):
+        title = f"Round {newest['round']} failed: {newest['summary']}"
+        detail = newest["ended"] if newest["ended"] != newest["summary"] else ""
+        told = (detail, newest["message"], newest["explanation"])
+        yield _item("warn", title, "\n".join(filter(None, told)), "failures")
+    saves = document.get("saves") or {}
+    if saves.get("problem"):
+        yield _item("warn", "The last save came to nothing", saves["problem"], "checkpoints")
+    if document["latest_checkpoint_note"]:
+        yield _item("warn", "Checkpoints", document["latest_checkpoint_note"], "checkpoints")
+
+
+def _ended_badly(
+    document: Mapping[str, Any], failure: Mapping[str, Any] | None
+) -> Iterator[dict[str, str]]:
+    elsewhere = document.get("job_failure") or {}
+    if failure is not None:
+        rest = [failure["explanation"], document["reason"] or "", *failure["lines"]]
+        more = "\n".join(dict.fromkeys(text for text in rest if text))
+        yield _item("bad", failure["summary"], more, "failures")
+    elif elsewhere:
+        title = _text(elsewhere.get("summary")) or "The first failure was on another node"
+        yield _item("bad", title, _text(elsewhere.get("text")))
+    else:
+        yield _item("bad", document["reason"] or f"The run is {document['state']}")
+
+
+def _standing_still(
+    progress: Mapping[str, Any], workers: list[dict[str, Any]]
+) -> Iterator[dict[str, str]]:
+    """Yield ranks that are silent for long, or behind the others, while the run goes on."""
+    limit = progress.get("limit_s")
+    silent = [w for w in workers if limit and (w["silent_s"] or 0.0) > QUIET * limit]
+    if silent and limit:
+        longest = max(silent, key=lambda worker: float(worker["silent_s"]))
+        names = ranks(sorted(worker["rank"] for worker in silent))
+        detail = longest["doing"] and f"rank {longest['rank']}: {longest['doing']}"
+        yield _item(
+            "bad",
+            f"No progress of {names} for {duration(longest['silent_s'])}; "
+            f"it is a hang at {duration(limit)}",
+            detail,
+            "logs",
+        )
+    steps = [worker["step"] for worker in workers if worker["step"] is not None]
+    behind = [w["rank"] for w in workers if steps and (w["step"] or 0) <= max(steps) - BEHIND]
+    if len(steps) == len(workers) and 0 < len(behind) < len(workers) / 2:
+        first = min(steps)
+        yield _item("warn", f"Behind: {ranks(sorted(behind))} at step {first} of {max(steps)}")
+
+
+def _grid(document: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the nodes with the ranks of each; only those of this node have workers here."""
+    nodes: Iterable[Mapping[str, Any]] = document.get("nodes") or [
+        {"name": "", "host": document["agent"]["host"], "slots": document["nproc_per_node"] or 0}
+    ]
+    own, first = document.get("node_rank", 0), 0
+    for number, node in enumerate(nodes):
+        yield {
+            "node": number,
+            "host": node["host"],
+            "first": first,
+            "slots": node["slots"],
+            "here": number == own,
+        }
+        first += node["slots"]
