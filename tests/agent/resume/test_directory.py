@@ -96,7 +96,10 @@ def test_what_is_damaged_is_put_aside(settings: Settings, storage: Storage) -> N
 
 
 def test_many_damaged_ones_do_not_hold_up_the_round(
-    settings: Settings, storage: Storage, caplog: pytest.LogCaptureFixture
+    settings: Settings,
+    storage: Storage,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """They are moved at once, and the disk is waited for once."""
     storage.commit(staged(storage, 10), lambda: None)
@@ -106,8 +109,12 @@ def test_many_damaged_ones_do_not_hold_up_the_round(
         torn = place / layout.step_name(step, 0)
         torn.mkdir()
         (torn / layout.METADATA).write_bytes((whole / layout.METADATA).read_bytes())
+    synced, sync = list[int](), os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: (synced.append(file), sync(file)))
+    monkeypatch.setattr(directory, "ASIDE_S", 60.0)  # a busy machine takes longer
     finishing = DirectoryFinisher(settings)
     assert chosen(settings, finishing) == whole.name
+    assert 0 < len(synced) < 20
     assert len(storage.quarantined()) == 400
     assert {reason for _, reason in storage.quarantined()} == {"not committed: COMMIT is missing"}
     assert "390 more are damaged: put into quarantine" in caplog.text
