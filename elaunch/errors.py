@@ -29,27 +29,40 @@
             ├── CollectiveTimeout   not all ranks came before the deadline
             └── PeerLost            a rank has ended, or cannot be reached any more
 
-``elaunch run`` turns any of them into one message on stderr and the exit code of the class
-(docs/exit-codes.md). Anything else that escapes is a defect of elaunch and shows its traceback.
+``elaunch run`` turns any of them into one message on stderr, which ends with the error's code for
+``elaunch explain`` (docs/errors.md), and the exit code of the class (docs/exit-codes.md). Anything
+else that escapes is a defect of elaunch and shows its traceback.
 """
 
 
 class ElaunchError(Exception):
-    """Base of all deliberate errors; ``exit_code`` is what the command ends with."""
+    """Base of all deliberate errors.
+
+    ``exit_code`` is what the command ends with, ``code`` the stable name of the cause in
+    docs/errors.md: the class's, or a more exact one that is given where the error is made.
+    """
 
     exit_code = 70
+    code = "E-ELAUNCH"
+
+    def __init__(self, *args: object, code: str = "") -> None:
+        super().__init__(*args)
+        if code:
+            self.code = code
 
 
 class UsageError(ElaunchError):
     """A flag, a variable or a job file is wrong: names the value, the reason and the fix."""
 
     exit_code = 2
+    code = "E-USAGE"
 
 
 class StoreError(ElaunchError):
     """Something is wrong between this agent and the store in which the job's agents meet."""
 
     exit_code = 69
+    code = "E-STORE"
 
 
 class StoreUnreachable(StoreError):
@@ -77,9 +90,13 @@ class StoreReplaced(StoreUnreachable):
 class StoreFull(StoreUnreachable):
     """The store answers and takes no more writes: its space is used up. Names what to do."""
 
+    code = "E-STORE-FULL"
+
 
 class StoreDenied(StoreError):
     """The store answers and does not let us in: TLS, certificate, user or password."""
+
+    code = "E-STORE-DENIED"
 
 
 class LeaseLost(StoreError):
@@ -94,18 +111,21 @@ class ServerError(ElaunchError):
     """The server process that starts the workers could not start, or was lost."""
 
     exit_code = 71
+    code = "E-SERVER"
 
 
 class RunDirError(ElaunchError):
     """The run directory cannot be created or written."""
 
     exit_code = 73
+    code = "E-RUN-DIR"
 
 
 class CheckpointError(ElaunchError):
     """A checkpoint is torn, foreign or unreadable."""
 
     exit_code = 74
+    code = "E-CHECKPOINT"
 
 
 class DamageError(CheckpointError):
@@ -129,24 +149,28 @@ class JoinTimeoutError(ElaunchError):
     """Too few nodes came together before the join timeout; names who is there."""
 
     exit_code = 72
+    code = "E-TOO-FEW-NODES"
 
 
 class SymmetryError(ElaunchError):
     """The nodes do not run the same thing, and ``--strict-symmetry`` is given."""
 
     exit_code = 76
+    code = "E-ASYMMETRY"
 
 
 class HangError(ElaunchError):
     """The workers made no progress for longer than ``--hang-timeout``, and no restart was left."""
 
     exit_code = 77
+    code = "E-HANG"
 
 
 class SameFailureError(ElaunchError):
     """Rounds in a row failed for the same cause without progress, as --max-same-failures allows."""
 
     exit_code = 78
+    code = "E-SAME-FAILURE"
 
 
 class ScriptError(ElaunchError):

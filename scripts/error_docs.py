@@ -17,7 +17,8 @@ BEGINNING = """# Errors: what each code means, and what to do
 
 Written by `scripts/error_docs.py` from the catalogue; do not edit it here. `elaunch explain CODE`
 prints one part, `elaunch explain` lists all; a [failure report](failure-report.md) names the code
-where it knows the cause.
+where it knows the cause, and each message with which elaunch itself refuses or ends a job has one
+at its end: `(elaunch explain E-PORT-IN-USE)`.
 
 What a worker has printed counts only after exit codes 1 and 2, SIGABRT and SIGBUS: in the last
 exception first, with those that it was raised from, then in the rest of the traceback; without a

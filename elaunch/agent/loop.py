@@ -123,7 +123,7 @@ class Agent:
         self._state = taken.after
         self._answer(taken)
         if isinstance(taken.action, Refuse):
-            raise taken.action.error(taken.reason)
+            raise taken.action.error(taken.reason, code=taken.action.code)
         for see in self._early:
             see(taken)
         self._perform(taken)

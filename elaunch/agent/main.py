@@ -47,7 +47,7 @@ from elaunch.agent.workers.tempdir import RunTemp
 from elaunch.config import Settings
 from elaunch.config.checks import NO_FILES
 from elaunch.config.table import SECRET_VARIABLES
-from elaunch.errors import ElaunchError, RunDirError, UsageError
+from elaunch.errors import RunDirError, UsageError
 from elaunch.rendezvous.coordinatorstate import result_of
 from elaunch.rendezvous.decide.view import Search
 from elaunch.rendezvous.plan import NodeStatus
@@ -123,9 +123,7 @@ def _run(
         try:
             return run_.run(detached)
         except BaseException as error:
-            # Also a defect of elaunch ends the record; it goes on to show its traceback.
-            code = error.exit_code if isinstance(error, ElaunchError) else 1
-            status_record.note_exit_code(code, f"{type(error).__name__}: {error}")
+            status_record.note_error(error)
             write_launcher_error(os.environ, error)
             raise
 
@@ -424,7 +422,8 @@ def _own_log_dir(settings: Settings) -> Path | None:
         return Path(tempfile.mkdtemp(prefix=prefix, dir=settings.log_dir)).absolute()
     except OSError as error:
         raise UsageError(
-            f"--log-dir {settings.log_dir}: cannot create a directory there: {error.strerror}"
+            f"--log-dir {settings.log_dir}: cannot create a directory there: {error.strerror}",
+            code="E-LOG-DIR",
         ) from error
 
 

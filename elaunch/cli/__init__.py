@@ -13,7 +13,7 @@ import click
 from elaunch import __version__
 from elaunch.config.values import did_you_mean
 from elaunch.endings import INTERRUPTED
-from elaunch.errors import ElaunchError
+from elaunch.errors import ElaunchError, UsageError
 from elaunch.text import block
 
 COMMANDS = {
@@ -80,14 +80,18 @@ def execute(argv: Sequence[str]) -> int:
     except click.ClickException as exc:
         shown = io.StringIO()
         exc.show(shown)
-        click.echo(bounded(shown.getvalue()), err=True, nl=False)
+        click.echo(_coded(bounded(shown.getvalue().rstrip()), UsageError.code), err=True)
         return exc.exit_code
     except click.Abort:
         return INTERRUPTED
     except ElaunchError as exc:
-        click.echo(f"elaunch: error: {block(bounded(str(exc)))}", err=True)
+        click.echo(_coded(f"elaunch: error: {block(bounded(str(exc)))}", exc.code), err=True)
         return exc.exit_code
     return code if isinstance(code, int) else 0
+
+
+def _coded(message: str, code: str) -> str:
+    return f"{message} (elaunch explain {code})"
 
 
 def bounded(message: str) -> str:

@@ -175,9 +175,9 @@ def master(answers: Answers, meeting: Topology) -> list[str]:
     if not (meeting.backend == "static" and answers["rdzv-endpoint"]):
         flag = "master-addr" if answers["master-addr"] else "local-addr"
     if addr and addr != hosts.LOOPBACK:
-        found = endpoints.addresses(addr)
-        if not found:
-            raise answers.fault(flag, "does not resolve to an address", "name this machine")
+        if not endpoints.addresses(addr):
+            unknown = "does not resolve to an address"
+            raise answers.fault(flag, unknown, "name this machine", "E-HOST-NAME")
         if not endpoints.is_this_machine(addr):
             notices.append(
                 f"--{flag}: {addr} is not an address of this machine; workers reach their store "
@@ -189,9 +189,8 @@ def master(answers: Answers, meeting: Topology) -> list[str]:
             flag = "rdzv-endpoint" if answers["rdzv-endpoint"] else "master-port"
             what = f"port {meeting.master_port} {why}" if flag == "rdzv-endpoint" else why
             fix = "take another port, or leave it out for a free one"
-            raise answers.fault(
-                flag, what if flag == "master-port" else f"cannot be used: {what}", fix
-            )
+            what = what if flag == "master-port" else f"cannot be used: {what}"
+            raise answers.fault(flag, what, fix, "E-PORT-IN-USE")
     return notices
 
 
@@ -205,9 +204,8 @@ def hosting(answers: Answers, meet: RendezvousSettings) -> None:
         why = endpoints.why_not_free(host, port)
         if why:
             flag = "rdzv-endpoint" if answers["rdzv-endpoint"] else "master-port"
-            raise answers.fault(
-                flag, f"cannot be used: port {port} {why}", "take another port on all nodes"
-            )
+            what = f"cannot be used: port {port} {why}"
+            raise answers.fault(flag, what, "take another port on all nodes", "E-PORT-IN-USE")
 
 
 def refused(answers: Answers) -> None:

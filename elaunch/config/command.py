@@ -106,12 +106,16 @@ def _mode(answers: Answers, module: bool) -> Mode:
 
 def check(found: Command, start: Path, interpreter: str, environ: Mapping[str, str]) -> None:
     """Check that the script, the module or the program can be started."""
-    if found.mode == "module":
-        _module(found, start, interpreter, environ)
-    elif found.mode == "command":
-        _program(found, start, environ)
-    else:
-        _script(found, start)
+    try:
+        if found.mode == "module":
+            _module(found, start, interpreter, environ)
+        elif found.mode == "command":
+            _program(found, start, environ)
+        else:
+            _script(found, start)
+    except UsageError as error:
+        error.code = "E-NO-SCRIPT"
+        raise
 
 
 def _script(found: Command, start: Path) -> None:

@@ -13,7 +13,7 @@ allowed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from msgspec import Struct
 
@@ -21,6 +21,12 @@ from elaunch.config import values
 from elaunch.env import AGENT_SOCKET, FACTS
 from elaunch.errors import UsageError
 
+# What explains more than that a value does not fit.
+_CODES: Final = {
+    "checkpoint-dir": "E-CHECKPOINT-DIR",
+    "log-dir": "E-LOG-DIR",
+    "node-rank": "E-NODE-RANK",
+}
 Source = Literal["command line", "variable", "file", "default"]
 
 
@@ -156,9 +162,9 @@ class Answers(Struct, frozen=True):
         """Whether any source but the default gives the flag."""
         return self.given[name].source != "default"
 
-    def fault(self, name: str, why: str, fix: str = "") -> UsageError:
+    def fault(self, name: str, why: str, fix: str = "", code: str = "") -> UsageError:
         """Return the error for this flag's value; see ``fault``."""
-        return fault(self.flags[name], self.given[name], why, fix)
+        return fault(self.flags[name], self.given[name], why, fix, code=code)
 
 
 def collect(
@@ -205,7 +211,7 @@ def convert(flag: Flag, given: Given) -> object:
         raise fault(flag, given, str(exc)) from None
 
 
-def fault(flag: Flag, given: Given, why: str, fix: str = "") -> UsageError:
+def fault(flag: Flag, given: Given, why: str, fix: str = "", *, code: str = "") -> UsageError:
     """Return the error for one value of one flag.
 
     Args:
@@ -213,6 +219,7 @@ def fault(flag: Flag, given: Given, why: str, fix: str = "") -> UsageError:
         given: the value and its source.
         why: the end of a sentence that begins with the value: "is not a whole number".
         fix: what to do about it; default: what the flag allows.
+        code: of docs/errors.md; default: the flag's.
     """
     kind = flag.kind
     value = "" if flag.is_switch and given.text in values.TRUE else f"{kind.show(given.text)!r} "
@@ -220,7 +227,8 @@ def fault(flag: Flag, given: Given, why: str, fix: str = "") -> UsageError:
     if kind.allowed and not fix:
         details.append(f"allowed: {kind.allowed}")
     behind = f" ({'; '.join(details)})" if details else ""
-    return UsageError(f"--{flag.name}: {value}{why}{'; ' if fix else ''}{fix}{behind}")
+    text = f"--{flag.name}: {value}{why}{'; ' if fix else ''}{fix}{behind}"
+    return UsageError(text, code=code or _CODES.get(flag.name, "E-VALUE"))
 
 
 def _decide(flag: Flag, line: Mapping[str, str], environ: Mapping[str, str], job: JobFile) -> Given:

@@ -249,7 +249,8 @@ def _foreign_host(answers: Answers, host: str, nodes: int) -> str:
         ranks = "1" if nodes == 2 else f"from 1 to {nodes - 1}"
         raise UsageError(
             f"--node-rank is missing: {host} is another machine, where node 0 is; give this node "
-            f"its own rank, {ranks} (under SLURM --node-rank $SLURM_NODEID)"
+            f"its own rank, {ranks} (under SLURM --node-rank $SLURM_NODEID)",
+            code="E-NODE-RANK",
         )
     return (
         f"--node-rank 0: {host} is not an address of this machine; the other nodes reach it only "
@@ -295,7 +296,8 @@ def _nowhere(answers: Answers, fix: str) -> UsageError:
         said.append(f"--rdzv-backend {answers['rdzv-backend']}")
     shown = f"{' '.join(said)}: " if said else ""
     return UsageError(
-        f"{shown}nothing says where the nodes meet; add, the same on all nodes, {fix}"
+        f"{shown}nothing says where the nodes meet; add, the same on all nodes, {fix}",
+        code="E-NO-ENDPOINT",
     )
 
 

@@ -289,10 +289,11 @@ def _local_addr(answers: Answers) -> str | None:
         raise answers.fault("local-addr", str(exc)) from None
     if endpoints.is_this_machine(host):
         return host
-    why = "is not an address of this machine"
+    why, code = "is not an address of this machine", ""
     if not endpoints.addresses(host):
-        why = "does not resolve to an address"
-    raise answers.fault("local-addr", why, "give one that this machine has (see 'ip address')")
+        why, code = "does not resolve to an address", "E-HOST-NAME"
+    fix = "give one that this machine has (see 'ip address')"
+    raise answers.fault("local-addr", why, fix, code)
 
 
 def _unused_conf(answers: Answers, backend: str) -> list[str]:

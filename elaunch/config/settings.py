@@ -179,7 +179,11 @@ def _job_file(line: Mapping[str, str], environ: Mapping[str, str], cwd: Path) ->
         return JobFile()
     if why := values.unfit(shown):
         raise UsageError(f"--file: {shown!r} {why}")
-    return jobfile.load(files.absolute(shown, cwd), shown)
+    try:
+        return jobfile.load(files.absolute(shown, cwd), shown)
+    except UsageError as error:
+        error.code = "E-JOB-FILE"
+        raise
 
 
 def _plain(answers: Answers) -> dict[str, Any]:

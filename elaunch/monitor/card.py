@@ -63,9 +63,10 @@ class RunCards:
         if self.card is not None and self.card.document is not None:
             return str(self.card.document.get("code") or "")
         record = self.standing.record
-        ended = record["exit_code"] if record and self.elsewhere is None else None
-        known = explain.OF_COMMAND.get(ended or 0)
-        return known.code if known and self.card is None else ""
+        if record is None or self.elsewhere is not None or self.card is not None:
+            return ""
+        known = explain.OF_COMMAND.get(record["exit_code"] or 0)
+        return record.get("code") or (known.code if known else "")
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON-able data (docs/failure-report.md)."""

@@ -229,7 +229,7 @@ def find(run: str, environ: Mapping[str, str]) -> RunDir:
             live = [one for one in same if _is_live(*one)]
             here = (one for one in live if one[1] and condition(one[1]["agent"]) != "elsewhere")
             return next(here, (live or same)[0])[0]
-    raise UsageError(_no_such_run(run, ids, fitting, environ))
+    raise UsageError(_no_such_run(run, ids, fitting, environ), code="E-NO-RUN")
 
 
 def runs_of(run_id: str, environ: Mapping[str, str]) -> list[RunDir]:
@@ -241,7 +241,7 @@ def newest(environ: Mapping[str, str]) -> RunDir:
     """Return the newest run of this user; UsageError if there is none."""
     runs = list_runs(environ)
     if not runs:
-        raise UsageError("no run is recorded here yet; name a run directory")
+        raise UsageError("no run is recorded here yet; name a run directory", code="E-NO-RUN")
     return runs[0]
 
 

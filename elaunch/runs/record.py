@@ -203,7 +203,7 @@ class Record(_RecordRequired, total=False):
     where it was on another node. Where the script itself writes it (elaunch.training.tracking):
     what started it; ``agent`` is then one of the workers. ``progress`` and ``saves`` are there
     where something is known of them. ``rounds_left_out`` are the rounds before those of
-    ``history``.
+    ``history``. ``code`` is that of docs/errors.md where elaunch itself has ended the run.
     """
 
     node_rank: int | None
@@ -217,6 +217,7 @@ class Record(_RecordRequired, total=False):
     progress: ProgressRecord
     saves: SavesRecord
     rounds_left_out: int
+    code: str
 
 
 def parse(raw: bytes, source: str) -> Record:

@@ -34,7 +34,7 @@ def resolve(kind: str, interpreter: str) -> int:
     if number is None:
         number, problem = count_in_fork(kind, interpreter)
     if number is None:
-        raise UsageError(str(problem))
+        raise UsageError(str(problem), code="E-DEVICES")
     return number
 
 

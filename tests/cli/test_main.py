@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -75,6 +76,43 @@ def test_usage_errors_end_with_2(
     assert execute(args) == 2
     out, err = capsys.readouterr()
     assert not out and message in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("args", "code"),
+    [
+        ("--nproc-pr-node 2 t.py", "E-USAGE"),
+        ("", "E-USAGE"),
+        ("--max-restarts x t.py", "E-VALUE"),
+        ("no-such-script.py", "E-NO-SCRIPT"),
+        ("-m no.such.module", "E-NO-SCRIPT"),
+        ("--no-python no-such-program", "E-NO-SCRIPT"),
+        ("-f t.py", "E-JOB-FILE"),
+        ("-f no.yaml", "E-JOB-FILE"),
+        ("--checkpoint-dir t.py t.py", "E-CHECKPOINT-DIR"),
+        ("--log-dir t.py t.py", "E-LOG-DIR"),
+        ("--nnodes 2 t.py", "E-NO-ENDPOINT"),
+        ("--nnodes 2 --node-rank 2 --master-addr 127.0.0.1 t.py", "E-NODE-RANK"),
+        ("--master-addr no-such-host.invalid t.py", "E-HOST-NAME"),
+        ("--local-addr no-such-host.invalid t.py", "E-HOST-NAME"),
+        ("--master-port {taken} t.py", "E-PORT-IN-USE"),
+    ],
+)
+def test_errors_have_their_code(
+    args: str,
+    code: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """At the end of the message, for ``elaunch explain``; the exit code is the class's."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    Path("t.py").write_text("print(1)\n")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        words = args.format(taken=taken.getsockname()[1]).split()
+        assert execute(["run", *words]) == 2
+    assert capsys.readouterr().err.endswith(f" (elaunch explain {code})\n")
 
 
 @pytest.mark.slow

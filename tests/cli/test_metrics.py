@@ -170,13 +170,14 @@ def test_superseded_rows_are_shown_when_asked_for(environ: dict[str, str]) -> No
 @pytest.mark.slow
 @pytest.mark.usefixtures("made")
 def test_what_there_is_not(environ: dict[str, str]) -> None:
-    assert refused(environ, "trian-1").endswith("the nearest: train-1")
+    assert refused(environ, "trian-1").endswith("the nearest: train-1 (elaunch explain E-NO-RUN)")
     assert refused(environ, "train-1", "--group", "trainin") == (
         "elaunch: error: no group 'trainin' in 'train-1'; did you mean 'training'?; there is "
-        "training, validation"
+        "training, validation (elaunch explain E-USAGE)"
     )
     assert refused(environ, "train-1", "--rank", "7") == (
-        "elaunch: error: rank 7 has no rows in 'train-1'; those that have: 0, 1"
+        "elaunch: error: rank 7 has no rows in 'train-1'; those that have: 0, 1 "
+        "(elaunch explain E-USAGE)"
     )
     assert "rank 1 has no rows of group 'validation'" in refused(
         environ, "train-1", "--rank", "1", "--group", "validation"

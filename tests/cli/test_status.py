@@ -134,7 +134,8 @@ def test_an_unknown_run(play: Play, environ: dict[str, str]) -> None:
     done = run(environ, "train-3fa2c2")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        "elaunch: error: there is no run 'train-3fa2c2'; the nearest: train-3fa2c1\n"
+        "elaunch: error: there is no run 'train-3fa2c2'; the nearest: train-3fa2c1 "
+        "(elaunch explain E-NO-RUN)\n"
     )
 
 
@@ -178,7 +179,7 @@ def test_a_job_on_all_its_nodes(meetings: Meetings, environ: dict[str, str]) -> 
         assert json.loads(done.stdout)["world_size"] == 4
         done = run(environ, *meetings.flags, "--run-id=train-2")
         assert (done.returncode, done.stdout) == (2, "")
-        assert re.search(r"error: there is no job 'train-2' in .*: train-1$", done.stderr)
+        assert re.search(r"error: there is no job 'train-2' in .*: train-1 \(elaunch", done.stderr)
 
 
 @pytest.mark.slow

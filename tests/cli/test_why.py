@@ -143,6 +143,9 @@ def test_a_job_that_ended_without_a_failed_round(capsys: pytest.CaptureFixture[s
     run_of("few", exit_code=72, reason="1 of 2 nodes after 600 s")
     assert "### E-TOO-FEW-NODES" in why(capsys, "few")
     assert document(capsys, "few")["code"] == "E-TOO-FEW-NODES"
+    run_of("port", exit_code=2, code="E-PORT-IN-USE")  # more exact than the exit code
+    assert "### E-PORT-IN-USE" in why(capsys, "port")
+    assert document(capsys, "port")["code"] == "E-PORT-IN-USE"
     run_of("well", "COMPLETED", exit_code=0)
     assert "No round has failed" in why(capsys, "well")
 

@@ -25,6 +25,7 @@ class Cause(Struct, frozen=True):
         command: the exit code of the command that shows it, where elaunch ends the job; or 0.
         seen: how it is recognised where neither of these says so.
         victim: whether a worker shows this when another one ended or hung first.
+        start: what the code means, and what to do, where elaunch's own message has it.
     """
 
     code: str
@@ -35,6 +36,7 @@ class Cause(Struct, frozen=True):
     command: int = 0
     seen: str = ""
     victim: bool = False
+    start: str = ""
 
 
 OOM_FIX: Final = (
@@ -237,6 +239,9 @@ _NETWORK: Final = (
         "The script opened a port that is in use: another job, or each rank opens the same one.",
         'Use init_method="env://", or a port that only one rank opens.',
         r"EADDRINUSE|[Aa]ddress already in use",
+        start="another process has the port that elaunch was to open, or this user may not open "
+        "it. The message names the port, and its holder where that can be seen: end that one, or "
+        "give another port; a job of one node needs no --master-port.",
     ),
     Cause(
         "E-ADDRESS-FAMILY",
@@ -259,6 +264,8 @@ _NETWORK: Final = (
         "Correct it, use an address, or have it added to DNS or /etc/hosts of every node.",
         r"Name or service not known|Temporary failure in name resolution"
         r"|No address associated with hostname",
+        start="the host of --master-addr, --rdzv-endpoint or --local-addr is not known to this "
+        "machine.",
     ),
     Cause(
         "E-NETWORK-INTERFACE",

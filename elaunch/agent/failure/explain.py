@@ -24,6 +24,7 @@ from elaunch.endings import Exit, signal_name
 
 _NATIVE: Final = "Rerun with PYTHONFAULTHANDLER=1 to see the Python line it was at."
 _WIDTH: Final = 100
+_REFUSED: Final = "a message of elaunch itself; no worker was started"
 
 _ENDS: Final = (
     Cause(
@@ -108,6 +109,83 @@ _ENDS: Final = (
     ),
 )
 
+START: Final = (
+    Cause(
+        "E-VALUE",
+        "A value does not fit its flag.",
+        "The message names the value, where it came from (a variable, a line of the job file; else "
+        "it is the command line) and what is allowed.",
+        seen=_REFUSED,
+    ),
+    Cause(
+        "E-NO-SCRIPT",
+        "The script, module or program to start is not there, or this user may not read or "
+        "execute it.",
+        "A path is relative to the directory in which elaunch was started, or to --workdir; "
+        "--module takes a module's name, --no-python a program that is no Python script.",
+        seen=_REFUSED,
+    ),
+    Cause(
+        "E-JOB-FILE",
+        "The job file cannot be read, is not YAML, or has a key or a value that means nothing.",
+        "The message names the line; docs/job-file.md has the keys, and `elaunch run --dry-run -f "
+        "FILE` checks a file without starting anything.",
+        seen=_REFUSED,
+    ),
+    Cause(
+        "E-CHECKPOINT-DIR",
+        "The directory of --checkpoint-dir cannot be used: it cannot be made or written, is no "
+        "directory, does not answer, or belongs to another job.",
+        "Give a directory that every node can write to, and each job its own; docs/checkpoints.md.",
+        seen=_REFUSED,
+    ),
+    Cause(
+        "E-LOG-DIR",
+        "The directory of --log-dir cannot be made or written.",
+        "Give another, or leave it out: the logs are then in the run directory.",
+        seen=_REFUSED,
+    ),
+    Cause(
+        "E-NO-ENDPOINT",
+        "The job has several nodes, and nothing says where they meet.",
+        "Give --rdzv-backend c10d --rdzv-endpoint HOST:PORT, the same on all nodes, where HOST is "
+        "one of them; docs/rendezvous.md has the other ways.",
+        seen=_REFUSED,
+    ),
+    Cause(
+        "E-NODE-RANK",
+        "The rank of this node among the nodes is missing, or is none of this job's.",
+        "Give each node its own --node-rank, from 0 to the number of nodes less one; with "
+        "--rdzv-backend c10d or etcd none is needed.",
+        seen=_REFUSED,
+    ),
+    Cause(
+        "E-DEVICES",
+        "The devices that --nproc-per-node counts cannot be counted here, or there are none.",
+        "See nvidia-smi and CUDA_VISIBLE_DEVICES, or give the number of workers.",
+        seen=_REFUSED,
+    ),
+    Cause(
+        "E-NO-RUN",
+        "No run of this name is recorded on this machine for this user, or several are.",
+        "`elaunch status --all` lists the runs; a run's directory can be given as well.",
+        seen="a message of `elaunch status`, `logs`, `stop` and their like",
+    ),
+    Cause(
+        "E-STORE-DENIED",
+        "The store in which the nodes' agents meet answers and does not let this agent in.",
+        "Compare user, password, certificates and the job's secret with those of the other nodes; "
+        "docs/rendezvous.md.",
+        seen="exit code 69 of `elaunch run`",
+    ),
+    Cause(
+        "E-STORE-FULL",
+        "The store in which the nodes' agents meet takes no more writes: its space is used up.",
+        "Compact and defragment etcd, raise its quota, and disarm its alarm; the message has more.",
+        seen="exit code 69 of `elaunch run`",
+    ),
+)
+
 _JOB: Final = (
     Cause(
         "E-USAGE",
@@ -184,7 +262,13 @@ _JOB: Final = (
     ),
 )
 
-CAUSES: Final = {cause.code: cause for rows in (*TEXTS.values(), _ENDS, _JOB) for cause in rows}
+_SECTIONS: Final = {
+    **TEXTS,
+    "Signals and exit codes": _ENDS,
+    "Before a start": START,
+    "The job": _JOB,
+}
+CAUSES: Final = {cause.code: cause for rows in _SECTIONS.values() for cause in rows}
 OF_COMMAND: Final = {cause.command: cause for cause in _JOB}
 """By the exit code of ``elaunch run`` where it is not a worker's."""
 _OF_END: Final = {end: cause for cause in CAUSES.values() for end in cause.ends}
@@ -326,7 +410,7 @@ def _by_code(code: int, text: str, oom_kill: bool, shm_free: int | None) -> Expl
 
 def page() -> Iterator[str]:
     """Yield the sections of docs/errors.md."""
-    for heading, causes in (*TEXTS.items(), ("Signals and exit codes", _ENDS), ("The job", _JOB)):
+    for heading, causes in _SECTIONS.items():
         yield f"## {heading}\n"
         yield from map(part, causes)
 
@@ -340,6 +424,7 @@ def part(cause: Cause) -> str:
     """Return what docs/errors.md says of a cause, as Markdown."""
     words = [sentence(cause)]
     words += [f"*What to do*: {cause.fix.format(**_PLACEHOLDERS)}"] if cause.fix else []
+    words += [f"*In a message of elaunch itself*: {cause.start}"] if cause.start else []
     words += ["Another rank that ended or hung first is often behind it."] if cause.victim else []
     folded = [
         textwrap.fill(text, _WIDTH, break_long_words=False, break_on_hyphens=False)

@@ -142,11 +142,14 @@ class StoreOpener:
         try:
             return listen_for_nodes(host, port)
         except socket.gaierror as error:
-            raise UsageError(f"--rdzv-endpoint {host}: {error.strerror}") from error
+            raise UsageError(
+                f"--rdzv-endpoint {host}: {error.strerror}", code="E-HOST-NAME"
+            ) from error
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise UsageError(
-                    f"--rdzv-endpoint: cannot listen on {host} port {port}: {error.strerror}"
+                    f"--rdzv-endpoint: cannot listen on {host} port {port}: {error.strerror}",
+                    code="E-PORT-IN-USE",
                 ) from error
         self._refuse_stranger(host, port)
         self._taken = True
@@ -161,7 +164,7 @@ class StoreOpener:
         try:
             client.connect(host, port, self._run_id, deadline=STRANGER_PATIENCE).close()
         except StoreUnreachable as error:
-            raise UsageError(self._not_ours(host, port, str(error))) from None
+            raise UsageError(self._not_ours(host, port, str(error)), code="E-PORT-IN-USE") from None
 
     def _not_ours(self, host: str, port: int, what: str) -> str:
         holder = endpoints.why_not_free(host, port) or "was in use a moment ago"

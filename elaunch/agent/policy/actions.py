@@ -99,9 +99,13 @@ class KillServer(Struct, frozen=True):
 
 
 class Refuse(Struct, frozen=True):
-    """Leave before this node has joined: the reason is raised as ``error``, the command's own."""
+    """Leave before this node has joined: the reason is raised as ``error``, the command's own.
+
+    ``code`` is more exact than the class's where that is known.
+    """
 
     error: type[ElaunchError]
+    code: str = ""
 
 
 Action = (

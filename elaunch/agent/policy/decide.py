@@ -74,7 +74,11 @@ def _on_ready(state: State, event: events.ServerReady) -> Decision:
 def _on_answer(state: State, event: events.DirectoryProbed | events.DevicesCounted) -> Decision:
     if state.phase is not Phase.STARTING:
         return NOTHING
-    return _cannot_start(state, UsageError, event.problem) if event.problem else _started(state)
+    if not event.problem:
+        return _started(state)
+    probed = isinstance(event, events.DirectoryProbed)
+    code = "E-CHECKPOINT-DIR" if probed else "E-DEVICES"
+    return _cannot_start(state, UsageError, event.problem, code)
 
 
 def _started(state: State) -> Decision:
@@ -82,9 +86,9 @@ def _started(state: State) -> Decision:
     return nodes.at_rest(state, "ready") if state.can_join and state.ready else NOTHING
 
 
-def _cannot_start(state: State, error: type[ElaunchError], what: str) -> Decision:
+def _cannot_start(state: State, error: type[ElaunchError], what: str, code: str = "") -> Decision:
     """End in STARTING; where the others know nothing of this node yet, the command fails."""
-    return Finish(error.exit_code) if state.can_join else Refuse(error), what
+    return Finish(error.exit_code) if state.can_join else Refuse(error, code), what
 
 
 def _on_exit(state: State, event: events.Exit) -> Decision:

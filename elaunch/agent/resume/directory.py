@@ -141,7 +141,9 @@ class DirectoryFinisher:
             storage.prepare(self._settings.run_id, self._settings.run_id_given)
             self.lock(storage)
         except SaveError as error:
-            raise UsageError(f"--checkpoint-dir {place}: {error}") from error
+            raise UsageError(
+                f"--checkpoint-dir {place}: {error}", code="E-CHECKPOINT-DIR"
+            ) from error
         self._tidy(storage, run_id, self.round)
 
     def _demand_origin(self, place: Path) -> None:

@@ -171,7 +171,7 @@ def _listen(port: int) -> socket.socket:
             return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
         return socket.create_server(("", port))
     except (OSError, OverflowError) as error:
-        raise UsageError(f"{VARIABLE}={port}: {_reason(error)}") from error
+        raise UsageError(f"{VARIABLE}={port}: {_reason(error)}", code="E-PORT-IN-USE") from error
 
 
 def _reason(error: OSError | OverflowError) -> str:

@@ -28,7 +28,7 @@ from elaunch.agent.policy.turn import Round, Turn
 from elaunch.checkpoint.records import Checkpoint
 from elaunch.config import Settings
 from elaunch.endings import PREEMPTED
-from elaunch.errors import RunDirError
+from elaunch.errors import ElaunchError, RunDirError
 from elaunch.rendezvous.plan import Plan, WorkerFailure
 from elaunch.runs.directory import RunDir
 from elaunch.runs.record import (
@@ -142,10 +142,19 @@ class StatusRecord:
         self._record["job_failure"] = asdict(failure) | {"round": self._record["round"]}
         self.write()
 
-    def note_exit_code(self, exit_code: int, reason: str) -> None:
-        """Write the end of a run that never came to its loop's end."""
+    def note_error(self, error: BaseException) -> None:
+        """Write the end of a run that never came to its loop's end, but to ``error``.
+
+        Also a defect of elaunch ends the record; it goes on to show its traceback.
+        """
         record = self._record
-        record["state"], record["exit_code"], record["reason"] = "FAILED", exit_code, reason
+        record["state"], record["exit_code"], record["reason"] = (
+            "FAILED",
+            1,
+            f"{type(error).__name__}: {error}",
+        )
+        if isinstance(error, ElaunchError):
+            record["exit_code"], record["code"] = error.exit_code, error.code
         record["ended_at"] = time.time()
         self.write()
 

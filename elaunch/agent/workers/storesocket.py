@@ -53,7 +53,8 @@ class StoreEndpoint:
         except socket.gaierror as error:
             raise UsageError(
                 f"--master-addr {self.host}: the name cannot be resolved ({error.strerror}); give "
-                "an address of this machine"
+                "an address of this machine",
+                code="E-HOST-NAME",
             ) from error
         except OSError as error:
             reason = os.strerror(error.errno) if error.errno else str(error)
@@ -61,7 +62,9 @@ class StoreEndpoint:
             if error.errno == errno.EADDRINUSE:
                 reason = f"it {endpoints.why_not_free(self.host, port) or reason}"
             also = " (only one agent has --node-rank 0)" if self._listen is listen_for_nodes else ""
-            raise UsageError(f"{where}: {reason}{also}; choose another --master-port") from error
+            raise UsageError(
+                f"{where}: {reason}{also}; choose another --master-port", code="E-PORT-IN-USE"
+            ) from error
 
     def note_use(self) -> None:
         """Note that a round's workers have got this port: the next ``open`` binds another."""

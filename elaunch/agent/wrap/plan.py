@@ -192,7 +192,8 @@ def _check_port(addr: str, port: int, given: bool) -> None:
     which = "" if given else ", which was made of the job's id,"
     raise UsageError(
         f"port {port}{which} {problem}: rank 0 hosts the job's store there; give every rank "
-        "another with --master-port PORT, or set MASTER_PORT"
+        "another with --master-port PORT, or set MASTER_PORT",
+        code="E-PORT-IN-USE",
     )
 
 
@@ -278,7 +279,8 @@ def _log_root(request: WrapRequest, job: str) -> Path | None:
         os.makedirs(root, mode=0o700, exist_ok=True)
     except OSError as error:
         raise UsageError(
-            f"--log-dir {request.log_dir}: cannot create a directory there: {error.strerror}"
+            f"--log-dir {request.log_dir}: cannot create a directory there: {error.strerror}",
+            code="E-LOG-DIR",
         ) from error
     return root
 

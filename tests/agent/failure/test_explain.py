@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from elaunch.agent.failure import explain as causes
 from elaunch.agent.failure.causes import TEXTS
 from elaunch.agent.failure.explain import CAUSES, OF_COMMAND, Explanation
 from elaunch.agent.failure.tracebacks import HANDLING, HEADER
+from elaunch.endings import PREEMPTED
 from tests.agent.histories import changed, left
 
 GIB = 1 << 30
@@ -185,10 +187,26 @@ def test_chained_exceptions(first: str, between: str, last: str, code: str) -> N
     assert explain(1, text=text).code == code
 
 
+def test_the_codes_that_errors_are_made_with() -> None:
+    """Each has its row, and each row that no worker's end shows is the code of an error."""
+    made = {
+        code
+        for path in Path(errors.__file__).parent.rglob("*.py")
+        if path.name not in ("causes.py", "explain.py")
+        for code in re.findall(r'"(E(?:-[A-Z]+)+)"', path.read_text())
+    }
+    assert made <= CAUSES.keys()
+    assert {cause.code for cause in causes.START} <= made
+    assert {cause.code for cause in CAUSES.values() if cause.start} <= made
+
+
 def test_every_error_of_elaunch_has_a_row() -> None:
     """By the exit code that the command ends with."""
     kinds = [errors.ElaunchError, *errors.ElaunchError.__subclasses__()]
-    assert {kind.exit_code for kind in kinds} <= OF_COMMAND.keys()
+    kinds.remove(errors.ScriptError)  # raised in a script, whose exit code is its own
+    assert {kind.code: kind.exit_code for kind in kinds} == {
+        cause.code: code for code, cause in OF_COMMAND.items() if code != PREEMPTED
+    }
     assert len(CAUSES) >= 25
     assert all(re.fullmatch(r"E(-[A-Z]+)+", code) for code in CAUSES)
 

@@ -746,14 +746,24 @@ FRESH: dict[str, Row] = {
     "the directory is missing": (UNCOUNTED, (READY, COUNTED), Nothing(), ""),
     "the count is missing": (UNCOUNTED, (PROBED, READY), Nothing(), ""),
     "a server that was replaced is not ready": (TWO, (THREADED, PROBED), Nothing(), ""),
-    "the directory cannot be used": (TWO, (UNUSABLE,), Refuse(UsageError), UNUSABLE.problem),
+    "the directory cannot be used": (
+        TWO,
+        (UNUSABLE,),
+        Refuse(UsageError, "E-CHECKPOINT-DIR"),
+        UNUSABLE.problem,
+    ),
     "nor though the server is ready": (
         UNCOUNTED,
         (READY, COUNTED, UNUSABLE),
-        Refuse(UsageError),
+        Refuse(UsageError, "E-CHECKPOINT-DIR"),
         UNUSABLE.problem,
     ),
-    "there are no devices": (UNCOUNTED, (NO_GPU,), Refuse(UsageError), NO_GPU.problem or ""),
+    "there are no devices": (
+        UNCOUNTED,
+        (NO_GPU,),
+        Refuse(UsageError, "E-DEVICES"),
+        NO_GPU.problem or "",
+    ),
     "nothing can be preloaded for the count": (
         UNCOUNTED,
         (PROBED, BROKEN),
