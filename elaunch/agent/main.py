@@ -40,6 +40,7 @@ from elaunch.agent.status.decisionlog import DecisionLog
 from elaunch.agent.status.eventlog import EventLog
 from elaunch.agent.status.record import StatusRecord, shown_code
 from elaunch.agent.status.socket import ControlSocket
+from elaunch.agent.status.views import NodeViews
 from elaunch.agent.workers.group import GroupPlan, WorkerGroup, check_open_files
 from elaunch.agent.workers.links import WorkerLinks
 from elaunch.agent.workers.server import open_standard_files
@@ -166,12 +167,13 @@ class _Run:
         saver = AgentSaver(SaverPlan(settings, inbox.put, DirectoryFinisher(settings)))
         links, hangs = self._start_links(lines, group, saver)
         status_record.follow(hangs.record, saver.record, links.name)
-        self._start_control(links)
+        views = NodeViews(hangs, self._log_root)
+        self._start_control(links, views)
         self._start_timer()
         self._start_notice_command(group)
         self._start_health_check()
         self._start_kubeflow()
-        publisher, standalone = self._join(plan, group, pump.say, saver, hangs)
+        publisher, standalone = self._join(plan, group, pump.say, saver, hangs, views)
         self._stack.callback(saver.close)
         agent = Agent(
             settings,
@@ -228,10 +230,12 @@ class _Run:
         self._stack.callback(hangs.close)
         return links, hangs
 
-    def _start_control(self, links: WorkerLinks) -> None:
+    def _start_control(self, links: WorkerLinks, views: NodeViews) -> None:
         record = self._status_record
         ask = partial(preempt, self._inbox, record)
-        control = ControlSocket(self._run_dir.socket, record.snapshot, ask, links.adopt)
+        control = ControlSocket(
+            self._run_dir.socket, record.snapshot, ask, links.adopt, views.serve
+        )
         try:
             control.start()
         except (RunDirError, OSError) as error:
@@ -292,6 +296,7 @@ class _Run:
         say: Callable[[str], None],
         saver: AgentSaver,
         hangs: HangWatch,
+        views: NodeViews,
     ) -> tuple[StatusPublisher, Standalone | None]:
         """Prepare to meet the other nodes' agents, or to be the one node by itself."""
         probing = DirectoryProbe(self._settings, self._inbox.put)
@@ -301,7 +306,7 @@ class _Run:
             return _alone(plan, say, saver.finishing)
         from elaunch.agent.nodes.connect import join
 
-        return join(plan, group, say, self._stack, probing.nonce, saver, hangs), None
+        return join(plan, group, say, self._stack, probing.nonce, saver, hangs, views), None
 
     def _observers(
         self,

@@ -19,6 +19,7 @@ from elaunch.text import block
 COMMANDS = {
     "run": ("elaunch.cli.run", "Start a script on every worker and keep it running."),
     "logs": ("elaunch.cli.logs", "Show or follow the output of a run, of all ranks or of some."),
+    "stacks": ("elaunch.cli.stacks", "Show where all ranks of a running job are, outliers first."),
     "stop": ("elaunch.cli.stop", "End a running job, as SIGTERM to its agent does."),
     "preempt": ("elaunch.cli.stop", "Ask a running job to save and to end, to be continued."),
     "status": ("elaunch.cli.status", "Show running and recent jobs, here or on all nodes."),

@@ -75,7 +75,8 @@ def logs(
         return 0
     try:
         if not (choice.everything and console(found, follow, sys.stdout.buffer)):
-            reader = Reader(found, nodes_of(found, node, os.environ), choice)
+            nodes = nodes_of(found, node, os.environ)
+            reader = Reader(found, nodes, choice, lambda text: click.echo(text, err=True))
             reader.run(follow, sys.stdout.buffer, sys.stderr.buffer)
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -1,28 +1,33 @@
 """The workers' output, as a reader of a run finds, merges and follows it (docs/logs.md).
 
 Each node of the run is a tree of files (``elaunch.runs.logtree``): this node's own, or that of a
-run directory on a home that the nodes share. What several files hold is shown in the order in which
-it came; a detached agent's own output is in ``console.log``.
+run directory on a home that the nodes share; where there is none, its agent reads them, while the
+run lives. What several files hold is shown in the order in which it came; a detached agent's own
+output is in ``console.log``.
 """
 
 from __future__ import annotations
 
 import re
 import threading
+import time
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Final, Protocol
 
 from elaunch import text
-from elaunch.errors import RunDirError, UsageError
+from elaunch.errors import ElaunchError, RunDirError, UsageError
+from elaunch.monitor.nodeviews import RemoteTree
 from elaunch.runs.directory import CONSOLE, RunDir, is_live, run_id_of, runs_of
 from elaunch.runs.logtree import ARRIVALS, STREAMS, LogName, LogTree, parse_arrivals, parse_name
-from elaunch.runs.record import Record
+from elaunch.runs.record import Record, condition
 
 PAUSE_S: Final = 0.2
 CHUNK: Final = 1 << 20
+AGAIN_S: Final = 10.0
+"""Seconds until a node that did not answer is asked again."""
 AHEAD: Final = 1 << 16
 """Bytes of a file that are read at once where several files are merged."""
 
@@ -64,7 +69,7 @@ class Tree(Protocol):
 class Node:
     """The log files of one node; its first worker has ``first_rank`` where a file has no arrivals.
 
-    ``place`` names its log directory in messages.
+    ``place`` names its log directory in messages; ``here``: it can be read without its agent.
     """
 
     rank: int
@@ -72,6 +77,7 @@ class Node:
     tree: Tree
     place: str
     first_rank: int
+    here: bool = True
 
     def is_meant(self, chosen: str | None) -> bool:
         """Return whether ``--node`` means it."""
@@ -89,7 +95,8 @@ def nodes_of(run: RunDir, chosen: str | None, environ: Mapping[str, str]) -> lis
         why = "no agent kept its output" if "launcher" in own else "--log-dir /dev/null"
         raise UsageError(f"RUN {name} has no log files: {why}")
     records = [own, *_siblings(run, own, environ)]
-    found = sorted((_node(record) for record in records if record["log_dir"]), key=_by_rank)
+    found = [_node(record) for record in records if record["log_dir"]]
+    found = sorted([*found, *_elsewhere(run, own, found)], key=_by_rank)
     meant = [node for node in found if node.is_meant(chosen)]
     if not meant:
         known = text.listed([f"{node.rank} ({node.host})" for node in found])
@@ -121,6 +128,22 @@ def _siblings(run: RunDir, own: Record, environ: Mapping[str, str]) -> Iterator[
         nodes, rank = record.get("nodes", []), record.get("node_rank")
         if rank is not None and any(node["name"] in names for node in nodes):
             yield record
+
+
+def _elsewhere(run: RunDir, own: Record, known: Sequence[Node]) -> list[Node]:
+    """Return the nodes of a live run whose files only their agents can read."""
+    if condition(own["agent"]) != "alive" or own.get("node_rank") is None:
+        return []
+    rows, ranks = own.get("nodes", []), {node.rank for node in known}
+    found, first = [], 0
+    for rank in range(max(len(rows), own.get("node_count", 0))):
+        row = rows[rank] if rank < len(rows) else None
+        host = row["host"] if row else ""
+        if rank not in ranks:
+            place = f"the logs of node {rank} {host}".rstrip()
+            found.append(Node(rank, host, RemoteTree(run, rank), place, first, here=False))
+        first += row["slots"] if row else 0
+    return found
 
 
 def directories(run: RunDir, nodes: Sequence[Node], choice: Choice) -> list[tuple[int, int, str]]:
@@ -184,13 +207,24 @@ class _LogFile:
 
 
 class Reader:
-    """Shows the output of some nodes of a run on two streams."""
+    """Shows the output of some nodes of a run on two streams.
 
-    def __init__(self, run: RunDir, nodes: Sequence[Node], choice: Choice) -> None:
+    ``warn`` takes a sentence for each other node that cannot be read; the rest is shown.
+    """
+
+    def __init__(
+        self,
+        run: RunDir,
+        nodes: Sequence[Node],
+        choice: Choice,
+        warn: Callable[[str], object] = lambda text: None,
+    ) -> None:
         self._run = run
         self._nodes = nodes
         self._choice = choice
         self._files: dict[tuple[int, LogName], _LogFile] = {}
+        self._warn = warn
+        self._again: dict[int, float] = {}
         self._noted: dict[tuple[int, str], int] = {}
 
     def run(self, follow: bool, stdout: BinaryIO, stderr: BinaryIO) -> None:
@@ -212,10 +246,26 @@ class Reader:
     def look(self) -> None:
         """See how far the files are; raises RunDirError where a node's cannot be read."""
         for index, node in enumerate(self._nodes):
+            if self._is_left_alone(node):
+                continue
             try:
                 self._see(index, node)
             except OSError as error:
-                raise RunDirError(f"cannot read {node.place}: {error.strerror or error}") from error
+                why = f"cannot read {node.place}: {error.strerror or error}"
+                self._pass_over(node, RunDirError(why))
+            except UsageError as error:
+                self._pass_over(node, error)
+
+    def _pass_over(self, node: Node, error: ElaunchError) -> None:
+        """Go on without a node for a while, if it is another one that does not answer."""
+        if node.here:
+            raise error
+        if node.rank not in self._again:
+            self._warn(str(error))
+        self._again[node.rank] = time.monotonic() + AGAIN_S
+
+    def _is_left_alone(self, node: Node) -> bool:
+        return time.monotonic() < self._again.get(node.rank, 0.0)
 
     def _see(self, index: int, node: Node) -> None:
         found = node.tree.files()
@@ -237,7 +287,8 @@ class Reader:
         if ranks and missing:
             low, high = min(ranks), max(ranks)
             here = f"rank {low} is" if len(ranks) == 1 else f"ranks {low} to {high} are"
-            raise UsageError(f"--rank {min(missing)} of run {name} is not on this node; {here}")
+            where = "on this node" if len(self._nodes) == 1 else "there"
+            raise UsageError(f"--rank {min(missing)} of run {name} is not {where}; {here}")
         rounds = {file.name.round for file in files}
         if rounds and wanted.round not in {None, *rounds}:
             raise UsageError(
@@ -266,7 +317,7 @@ class Reader:
                     file.rank = one.rank
                     file.offsets.append(one.size)
                     file.times.append(max(one.at, (file.times or [0.0])[-1]))
-            if len(data) < CHUNK or not used:
+            if not used:
                 return
 
     def _show(self, out: Mapping[str, BinaryIO]) -> None:
@@ -276,8 +327,13 @@ class Reader:
             for came, end in file.fresh(self._choice.since)
         ]
         for *_, end, file in sorted(parts, key=lambda part: part[:-1]):
-            for data in file.take(end):
-                self._write(file, data, out[file.name.stream])
+            if self._is_left_alone(file.node):
+                continue
+            try:
+                for data in file.take(end):
+                    self._write(file, data, out[file.name.stream])
+            except (RunDirError, UsageError) as error:
+                self._pass_over(file.node, error)
 
     def _end(self, out: Mapping[str, BinaryIO]) -> None:
         """Show last lines that have no end."""

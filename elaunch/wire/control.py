@@ -9,6 +9,8 @@ request                answer
 ``{"op": "preempt",``  ``{"done": "what is done about it"}``; the job is asked to save and to end
 ``"reason": …,``       within ``left`` seconds, which may be left out, the platform ends it
 ``"left": …}``
+``{"op": "view",``     ``{"nodes": …}``: stacks or log files of this node and of others
+``"of": …, …}``        (``elaunch.agent.status.views``)
 ``{"op": "worker",``   a worker stays connected (``elaunch.wire.worker``)
 ``…}``
 anything else          ``{"error": "what is wrong with it"}``
@@ -20,9 +22,18 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from elaunch.wire.local import BadMessage, LocalChannel, connect
+
+SPY_OPTIONS: Final = ("--native", "--locals")
+"""What a command may ask of py-spy."""
+STACKS_S: Final = 35.0
+"""Seconds for all nodes to show their stacks."""
+LOGS_S: Final = 5.0
+"""Seconds for a node to show a piece of its log files."""
+MOST_BYTES: Final = 1 << 18
+"""Bytes of a log file in one answer."""
 
 
 def ask(path: Path, request: Mapping[str, object], timeout: float = 2.0) -> dict[str, Any]:

@@ -126,6 +126,10 @@ class Recorders:
         """Return where the living workers are, and the stacks of those that let Python go."""
         return self._ask(pids, until, (TRACE, STACKS))
 
+    def dumps(self, pids: Mapping[int, int], until: float) -> dict[int, Dump]:
+        """Return the stacks of those workers that let Python go, as :meth:`places` does."""
+        return self._ask(pids, until, (STACKS,))[1]
+
     def _ask(
         self, pids: Mapping[int, int], until: float, handlers: Sequence[bytes]
     ) -> tuple[dict[int, RankPlace], dict[int, Dump]]:

@@ -16,10 +16,10 @@ frames below a script and its own threads are left out: they show nothing of the
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 MOST_FRAMES: Final = 100
 MOST_THREADS: Final = 8
@@ -31,7 +31,8 @@ _THREAD: Final = re.compile(r"(?:Current thread|Thread) 0x[0-9a-f]+.*\(most rece
 _FRAME: Final = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<name>.*)')
 _BOTTOM: Final = re.compile(r'  File "(.*)", line \d+ in <module>$')
 _SPIED_THREAD: Final = re.compile(r"Thread (?:0x)?[0-9A-Fa-f]+ \(.*\)(?:: \"(?P<name>.*)\")?$")
-_SPIED_FRAME: Final = re.compile(r"    (?P<name>.+) \((?P<file>.+):(?P<line>\d+)\)$")
+_SPIED_FRAME: Final = re.compile(r"    (?P<name>\S.*) \((?P<file>.+?)(?::(?P<line>\d+))?\)$")
+_SPIED_VALUE: Final = re.compile(r"            (?P<value>\S.*)$")
 _OWN_THREADS: Final = ("/elaunch/training/", "/elaunch/server/", "/elaunch/store/")
 _NATIVE: Final = "<no Python frame>"
 _WAITS: Final = ("/selectors.py", "/threading.py", "/socket.py")
@@ -40,18 +41,26 @@ _SERVER: Final = "/elaunch/server/"
 
 
 class Dump(Struct, frozen=True):
-    """The stacks of one process, most recent call first; ``threads`` are the other threads'."""
+    """The stacks of one process, most recent call first; ``threads`` are the other threads'.
+
+    ``values`` are the main thread's variables, by frame, where they were asked for.
+    """
 
     main: Stack
     threads: tuple[Stack, ...] = ()
+    values: tuple[tuple[str, Stack], ...] = ()
 
 
 class StackGroup(Struct, frozen=True):
-    """Ranks whose main threads are at the same place; other threads, with whose they are."""
+    """Ranks whose main threads are at the same place; other threads, with whose they are.
+
+    ``values`` are the variables of the lowest rank, by frame, where they were asked for.
+    """
 
     ranks: tuple[int, ...]
     main: Stack
     threads: tuple[tuple[tuple[int, ...], Stack], ...] = ()
+    values: tuple[tuple[str, Stack], ...] = ()
 
 
 class Scene(Struct, frozen=True):
@@ -91,17 +100,23 @@ def parse(text: str) -> Dump | None:
 def parse_spied(text: str) -> Dump | None:
     """Return what ``py-spy dump`` wrote, in the same form; None if there is no thread in it."""
     stacks: list[tuple[str, list[str]]] = []
+    values: dict[tuple[int, str], list[str]] = {}
     for line in text.splitlines():
         thread, frame = _SPIED_THREAD.match(line), _SPIED_FRAME.match(line)
         if thread:
             stacks.append((thread["name"] or "", []))
         elif frame and stacks:
-            stacks[-1][1].append(f'File "{frame["file"]}", line {frame["line"]} in {frame["name"]}')
+            number = "" if frame["line"] is None else f", line {frame['line']}"
+            stacks[-1][1].append(f'File "{frame["file"]}"{number} in {frame["name"]}')
+        elif stacks and stacks[-1][1] and (found := _SPIED_VALUE.match(line)):
+            values.setdefault((len(stacks), stacks[-1][1][-1]), []).append(found["value"])
     if not stacks:
         return None
     main = next((one for one in stacks if one[0] == "MainThread"), stacks[0])
     others = [_cut(stack) for one in stacks if one is not main for stack in [one[1]]]
-    return _dump(_cut(main[1]), others)
+    of_main = stacks.index(main) + 1
+    shown = {frame: tuple(lines) for (at, frame), lines in values.items() if at == of_main}
+    return structs.replace(_dump(_cut(main[1]), others), values=tuple(shown.items()))
 
 
 def group(dumps: Mapping[int, Dump]) -> tuple[StackGroup, ...]:
@@ -110,9 +125,20 @@ def group(dumps: Mapping[int, Dump]) -> tuple[StackGroup, ...]:
     for rank in sorted(dumps):
         by_main.setdefault(dumps[rank].main, []).append(rank)
     groups = [
-        StackGroup(tuple(ranks), main, _threads(ranks, dumps)) for main, ranks in by_main.items()
+        StackGroup(tuple(ranks), main, _threads(ranks, dumps), dumps[ranks[0]].values)
+        for main, ranks in by_main.items()
     ]
     return tuple(sorted(groups, key=lambda one: (len(one.ranks), one.ranks)))
+
+
+def joined(groups: Iterable[StackGroup]) -> tuple[StackGroup, ...]:
+    """Return the groups of several nodes as one's, as :func:`group` does of its ranks."""
+    dumps: dict[int, Dump] = {}
+    for one in sorted(groups, key=lambda one: one.ranks):
+        for rank in one.ranks:
+            own = tuple(stack for ranks, stack in one.threads if rank in ranks)
+            dumps[rank] = Dump(one.main, own, one.values)
+    return group(dumps)
 
 
 def _threads(

@@ -5,6 +5,8 @@ a worker                                        its stacks come from
 ==============================================  ==================================================
 forked by the server, or with elaunch.init()    itself: it has a handler at env.STACKS_SIGNAL that
                                                 writes to its file, also when C code keeps it
+any that has made a process group of torch's    torch's own server in it, which writes those of its
+                                                Python threads while nobody keeps Python's lock
 any other                                       ``py-spy``, where that is installed and may look
 ==============================================  ==================================================
 
@@ -38,6 +40,8 @@ SPY_S: Final = 15.0
 """Seconds for py-spy to look at all processes that are left."""
 OVERDUE_S: Final = WRITE_S + SPY_S + 5.0
 """Seconds after which the round is ended without stacks."""
+TORCH_S: Final = 0.5
+"""Seconds for torch's server in each worker to answer."""
 QUIET_S: Final = 0.3
 """A file that has not grown for so long is whole, whatever it ends with."""
 _LOOK_S: Final = 0.02
@@ -51,26 +55,36 @@ class Worker(Struct, frozen=True):
     file: Path
 
 
-def take(round_number: int, workers: tuple[Worker, ...]) -> events.StacksTaken:
-    """Return the stacks of ``workers``, grouped; blocks OVERDUE_S at the most."""
+def take(
+    round_number: int,
+    workers: tuple[Worker, ...],
+    ask: Callable[[Mapping[int, int], float], Mapping[int, Dump]] = lambda pids, until: {},
+    *,
+    options: tuple[str, ...] = (),
+) -> events.StacksTaken:
+    """Return the stacks of ``workers``, grouped; blocks OVERDUE_S at the most.
+
+    ``ask`` has torch's servers in the processes (rank to pid) answer until then (monotonic). With
+    ``options`` all stacks are py-spy's, which is given these.
+    """
     began = time.monotonic()
-    asked: dict[int, int] = {}
-    for worker in workers:
-        pid = _ask(worker)
-        if pid:
-            asked[worker.rank] = pid
+    asked = {} if options else _asked(workers)
     dumps: dict[int, Dump] = {}
     problems: dict[int, str] = {}
     for worker in workers:
-        found = _read(worker, began + WRITE_S) if worker.rank in asked else None
+        found = _read(worker, asked, began + WRITE_S)
         if found is not None:
             dumps[worker.rank] = found
-    spy = _py_spy()
+    rest = {each.rank: each.pid for each in workers if each.rank not in dumps}
+    if rest and not options:
+        dumps |= ask(rest, time.monotonic() + TORCH_S)
+    spy = py_spy()
     for worker in (each for each in workers if each.rank not in dumps):
         if rests := at_rest(worker.pid):
             problems[worker.rank] = rests
             continue
-        spied = None if spy is None else _spy(spy, worker.pid, began + WRITE_S + SPY_S)
+        until = began + WRITE_S + SPY_S
+        spied = None if spy is None else _spy(spy, worker.pid, until, options)
         if isinstance(spied, Dump):
             dumps[worker.rank] = spied
         else:
@@ -93,6 +107,16 @@ def start(
     return OVERDUE_S
 
 
+def _asked(workers: tuple[Worker, ...]) -> dict[int, int]:
+    """Have the workers write their stacks; return where in its file each begins, by rank."""
+    asked: dict[int, int] = {}
+    for worker in workers:
+        begins = len(_bytes(worker.file))
+        if _ask(worker):
+            asked[worker.rank] = begins
+    return asked
+
+
 def _ask(worker: Worker) -> int:
     """Have the worker write its stacks; return the pid that was asked, 0 if none can be."""
     process = proc.read_process(worker.pid)
@@ -109,13 +133,15 @@ def _ask(worker: Worker) -> int:
     return process.pid
 
 
-def _read(worker: Worker, until: float) -> Dump | None:
+def _read(worker: Worker, asked: Mapping[int, int], until: float) -> Dump | None:
     """Wait until the worker's file is whole, or until the time is over; return what is in it."""
+    if worker.rank not in asked:
+        return None
     text, changed = "", time.monotonic()
     pause = threading.Event()
     while not stackdump.is_whole(text):
         now = time.monotonic()
-        newer = _text(worker.file)
+        newer = _bytes(worker.file)[asked[worker.rank] :].decode("utf-8", "replace")
         if newer != text:
             text, changed = newer, now
             continue
@@ -125,16 +151,16 @@ def _read(worker: Worker, until: float) -> Dump | None:
     return stackdump.parse(text)
 
 
-def _text(path: Path) -> str:
+def _bytes(path: Path) -> bytes:
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
+        return path.read_bytes()
     except OSError:
-        return ""
+        return b""
 
 
-def _spy(program: str, pid: int, until: float) -> Dump | str:
+def _spy(program: str, pid: int, until: float, options: tuple[str, ...]) -> Dump | str:
     """Return what py-spy sees of a process, or why it sees nothing."""
-    argv = [program, "dump", "--full-filenames", "--pid", str(pid)]
+    argv = [program, "dump", "--full-filenames", *options, "--pid", str(pid)]
     # Its exit code goes to the agent's reaper, which waits for all children.
     try:
         done = subprocess.run(
@@ -153,7 +179,7 @@ def _spy(program: str, pid: int, until: float) -> Dump | str:
     return f"py-spy: {said[0] if said else 'it says nothing'}"
 
 
-def _py_spy() -> str | None:
+def py_spy() -> str | None:
     """Return the program: from the PATH, or from this environment, which may not be activated."""
     own = os.path.dirname(sys.executable)
     return shutil.which("py-spy") or shutil.which("py-spy", path=own)

@@ -373,12 +373,27 @@ class HangWatch:
 
     def take_stacks(self, round_number: int) -> float:
         """Have all workers' stacks taken and posted; return when that is overdue, in seconds."""
-        wanted = tuple(
+        last = () if self._watchdog is None else self._watchdog.last_words()
+        return stacks.start(round_number, self._wanted(round_number), last, self._post)
+
+    def _wanted(self, round_number: int) -> tuple[stacks.Worker, ...]:
+        return tuple(
             stacks.Worker(rank, pid, self._group.stacks_file(round_number, local_rank))
             for rank, (local_rank, pid) in self._progress.workers().items()
         )
-        last = () if self._watchdog is None else self._watchdog.last_words()
-        return stacks.start(round_number, wanted, last, self._post)
+
+    def stacks(self, options: tuple[str, ...] = ()) -> events.StacksTaken:
+        """Return the workers' stacks now; with ``options`` as py-spy shows them. Any thread."""
+        begun = self._begun
+        if begun is None:
+            return events.StacksTaken(-1)
+        ask = self._recorders.dumps
+        return stacks.take(begun.round, self._wanted(begun.round), ask, options=options)
+
+    @property
+    def begun(self) -> Round | None:
+        """The round that runs here, or ran last; any thread may ask."""
+        return self._begun
 
     def record(self) -> ProgressRecord | None:
         """Return what ``elaunch status`` shows of progress now; any thread may ask."""

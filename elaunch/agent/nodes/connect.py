@@ -24,6 +24,7 @@ from elaunch.agent.peers.search import LocalSearch
 from elaunch.agent.resume.directory import DirectoryFinisher
 from elaunch.agent.resume.latest import for_all_nodes
 from elaunch.agent.saver.saver import AgentSaver
+from elaunch.agent.status.views import NodeViews
 from elaunch.agent.workers.group import GroupPlan, WorkerGroup
 from elaunch.agent.workers.tempdir import compiler_caches
 from elaunch.checkpoint.records import Location
@@ -51,6 +52,7 @@ def join(
     probe: str,
     saver: AgentSaver,
     hangs: HangWatch,
+    views: NodeViews,
 ) -> StatusPublisher:
     """Prepare to join the job, with the first turn after which this node can.
 
@@ -63,9 +65,7 @@ def join(
     opening = StoreOpener(rendezvous, settings.run_id, own_addr, group.host_hello, key=key)
     opening.prepare()
     stack.callback(opening.close)
-    peers = Peers(own_addr, settings.run_id, rendezvous.secret)
-    peers.start()
-    stack.callback(peers.close)
+    peers = _listening(Peers(own_addr, settings.run_id, rendezvous.secret), stack)
     search, rests = _search(plan, peers, saver.finishing)
     post = _post(plan, peers, group)
     world = World(post=post, search=search, fence=group.fence, clock=time.monotonic)
@@ -76,6 +76,7 @@ def join(
     saver.meet(meeting.read_plan, peers)
     peers.attach(saver)
     hangs.meet(OtherNodes(peers, hangs.places))
+    views.meet(peers)
     first = NodeStatus(
         *(os.uname().nodename, own_addr, 0, 0, settings.role, rendezvous.node_hint),
         facts=facts(settings, plan.environ),
@@ -93,6 +94,12 @@ def join(
     )
     stack.callback(publisher.leave)
     return publisher
+
+
+def _listening(peers: Peers, stack: contextlib.ExitStack) -> Peers:
+    peers.start()
+    stack.callback(peers.close)
+    return peers
 
 
 def _key_of(opening: StoreOpener, run_id: str) -> bytes | None:

@@ -39,11 +39,12 @@ request                                                 answer, beside ``ok``
                                                         rows of root, path and size; ``ahead``
 ``compiled file``: root, file                           ``size``, the bytes, a line ``signature``
 ``collectives``: round                                  ``places`` of its ranks, at the time ``now``
+``view``: of, …                                         what elaunch.agent.status.views has of it
 ======================================================  ==========================================
 
-The last is elaunch.agent.hangs.elsewhere's, the two before it are elaunch.agent.peers.compiled's,
-the six before them those of --checkpoint-local (elaunch.agent.peers.directory). Nothing is
-encrypted.
+The last but one is elaunch.agent.hangs.elsewhere's, the two before it are
+elaunch.agent.peers.compiled's, the six before them those of --checkpoint-local
+(elaunch.agent.peers.directory). Nothing is encrypted.
 """
 
 from __future__ import annotations

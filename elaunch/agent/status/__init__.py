@@ -2,7 +2,8 @@
 
 ``record`` keeps the run's record and puts it on the disk in a thread of its own; ``socket`` answers
 ``elaunch status`` and its like, ``health`` an HTTP probe; ``kubeflow`` posts how far the job is;
-``decisionlog`` writes the log lines and ``eventlog`` torch's events.
+``views`` shows commands the stacks and log files of all nodes; ``decisionlog`` writes the log lines
+and ``eventlog`` torch's events.
 """
 
-__all__ = ["decisionlog", "eventlog", "health", "kubeflow", "record", "socket"]
+__all__ = ["decisionlog", "eventlog", "health", "kubeflow", "record", "socket", "views"]

@@ -4,7 +4,8 @@ One thread serves one client after the other, so it costs the agent nothing whil
 client can disturb the agent: each is dropped when its request has not come within 1 s, is longer
 than 64 KiB, or when it has not read the answer 2 s after that was ready. A client that has hung up
 meanwhile gets nothing done: it has reported so to its user. Only the agent's own user and root are
-served. A worker that attaches (elaunch.wire.worker) stays: its connection is passed on.
+served. A worker that attaches (elaunch.wire.worker) stays, and so does a command that looks at what
+other nodes have (elaunch.agent.status.views): its connection is passed on.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ class ControlSocket:
         preempt: asks, for the reason given, that the job end within so many seconds, if any are
             given, and be continued; returns what is done about it.
         attach: takes a worker's connection, its message and its descriptors, for good.
+        view: takes the connection of a command that asks for stacks or log files, as ``attach``.
     """
 
     def __init__(
@@ -68,11 +70,12 @@ class ControlSocket:
         snapshot: Callable[[], Mapping[str, object]],
         preempt: Preempt | None = None,
         attach: Attach | None = None,
+        view: Attach | None = None,
     ) -> None:
         self._path = path
         self._snapshot = snapshot
         self._preempt = preempt
-        self._attach = attach
+        self._stays = {"worker": attach, "view": view}
         self._listener: socket.socket | None = None
         self._client: LocalChannel | None = None
         self._lock = threading.Lock()
@@ -141,8 +144,8 @@ class ControlSocket:
         except BadMessage as error:
             channel.send({"error": f"the request cannot be understood: {error}"}, (), 0.0)
             return False
-        if self._attach is not None and request.get("op") == "worker":
-            self._attach(channel, request, files)
+        if (take := self._stays.get(str(request.get("op")))) is not None:
+            take(channel, request, files)
             return True
         close_files(files)
         if _has_hung_up(client):
@@ -167,7 +170,7 @@ class ControlSocket:
                 return {"error": f"'reason' must be a text of 1 to {MAX_REASON} characters"}
             left = seconds_of(fields.get("left"))
             return {"done": self._preempt(" ".join(reason.split()), left)}
-        return {"error": f"unknown op {op!r}, known: 'status', 'preempt', 'worker'"}
+        return {"error": f"unknown op {op!r}, known: 'status', 'preempt', 'view', 'worker'"}
 
 
 def may_ask(uid: int, own_uid: int) -> bool:

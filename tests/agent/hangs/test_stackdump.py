@@ -12,7 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.agent.hangs.stackdump import MOST_FRAMES, Dump, group, is_whole, parse, parse_spied
+from elaunch.agent.hangs.stackdump import (
+    MOST_FRAMES,
+    Dump,
+    group,
+    is_whole,
+    joined,
+    parse,
+    parse_spied,
+)
 
 WHOLE = """\
 Thread 0x00007f3a5d7fa6c0 (most recent call first):
@@ -179,3 +187,21 @@ def test_what_the_script_api_calls_of_the_script_is_kept() -> None:
     )
     text = "\n".join(f"  {frame}" for frame in frames)
     assert parse(f"Current thread 0x01 (most recent call first):\n{text}\n") == Dump(frames)
+
+
+def test_frames_without_a_line_and_variables_are_read() -> None:
+    """As py-spy writes them with --native and --locals."""
+    text = (
+        'Thread 7 (idle): "MainThread"\n    pthread_cond_wait (libc.so.6)\n'
+        "    step (/home/me/train.py:12)\n        Locals:\n            rank: 1\n"
+        '            text: "f (x.py:3)"\n    <module> (/home/me/train.py:40)\n'
+    )
+    found = parse_spied(text)
+    assert found is not None
+    step = 'File "/home/me/train.py", line 12 in step'
+    assert (
+        found.main[:2] == ('File "libc.so.6" in pthread_cond_wait', step) and len(found.main) == 3
+    )
+    assert found.values == ((step, ("rank: 1", 'text: "f (x.py:3)"')),)
+    (one,) = joined([*group({3: found}), *group({1: Dump(found.main, (), (("f", ("x",)),))})])
+    assert one.ranks == (1, 3) and one.values == (("f", ("x",)),)

@@ -75,7 +75,7 @@ def test_a_process_without_a_handler_is_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The signal would end it. It is said why there is nothing."""
-    monkeypatch.setattr(stacks, "_py_spy", lambda: None)
+    monkeypatch.setattr(stacks, "py_spy", lambda: None)
     with running(tmp_path, 0, SILENT) as worker:
         assert not proc.catches(worker.pid, env.STACKS_SIGNAL)
         found = take(0, (worker,))
@@ -102,7 +102,7 @@ def test_a_process_that_is_stopped_is_told_as_such(
     tracer, traced = tmp_path / "py-spy", tmp_path / "traced"
     tracer.write_text(f"#!/bin/sh\ntouch {traced}\nexit 1\n")
     tracer.chmod(0o755)
-    monkeypatch.setattr(stacks, "_py_spy", lambda: str(tracer))
+    monkeypatch.setattr(stacks, "py_spy", lambda: str(tracer))
     with running(tmp_path, 3, REGISTER + SLEEPS) as worker:
         os.kill(worker.pid, signal.SIGSTOP)
         eventually(lambda: Path(f"/proc/{worker.pid}/stat").read_text().split()[2] == "T")
@@ -125,7 +125,7 @@ def test_a_process_that_blocks_the_signal_is_waited_for_in_vain(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Within bounds; the others' stacks are there all the same."""
-    monkeypatch.setattr(stacks, "_py_spy", lambda: None)
+    monkeypatch.setattr(stacks, "py_spy", lambda: None)
     monkeypatch.setattr(stacks, "WRITE_S", 0.5)
     blocks = "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGRTMIN + 12])\n"
     with (

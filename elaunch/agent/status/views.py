@@ -1,0 +1,137 @@
+"""What a command asks of a job's nodes through the agent of one: stacks and log files.
+
+The command sends the agent of its node one message (elaunch.wire.control) with ``of``, and which
+``nodes`` it means by node rank, or none for all; the agent asks the others' agents (elaunch.agent
+.peers), all at once. An answer has ``nodes``: by node rank what is below, or ``error``.
+
+==========  ===============================  =====================================================
+``of``      with                             the answer of a node
+==========  ===============================  =====================================================
+stacks      ``options`` for py-spy           ``host``, ``groups`` and ``problems``, as StacksTaken
+files                                        ``files``: by name size and time of the last change
+bytes       ``name``, ``at``, ``most``       ``bytes`` of that file, as latin-1
+==========  ===============================  =====================================================
+
+Nothing here changes the job. Each request has a thread; more than MOST at a time are refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from elaunch.agent.hangs.watch import HangWatch
+from elaunch.agent.peers.messages import PeerConnection, Undelivered
+from elaunch.checkpoint.storage import atonce
+from elaunch.runs.logtree import LogTree
+from elaunch.wire.control import LOGS_S, MOST_BYTES, SPY_OPTIONS, STACKS_S
+from elaunch.wire.local import LocalChannel, Message, close_files
+
+if TYPE_CHECKING:
+    from elaunch.agent.peers.peers import Peers
+
+MOST: Final = 8
+AT_ONCE: Final = 32
+SEND_S: Final = 5.0
+_PATIENCE: Final = {"stacks": STACKS_S - LOGS_S, "files": LOGS_S, "bytes": LOGS_S}
+
+log = logging.getLogger("elaunch")
+
+
+class NodeViews:
+    """Answers commands and other agents; ``log_root`` is None where no log files are kept."""
+
+    def __init__(self, hangs: HangWatch, log_root: Path | None) -> None:
+        self._hangs = hangs
+        self._tree = None if log_root is None else LogTree(log_root)
+        self._peers: Peers | None = None
+        self._room = threading.BoundedSemaphore(MOST)
+
+    def meet(self, peers: Peers) -> None:
+        """Ask the other nodes' agents, and answer them, from now on."""
+        self._peers = peers
+        peers.handle("view", self._on_asked)
+
+    def serve(self, channel: LocalChannel, request: Message, files: list[int]) -> None:
+        """Answer a command in a thread of its own, and hang up."""
+        close_files(files)
+        if not self._room.acquire(blocking=False):
+            with contextlib.suppress(OSError), contextlib.closing(channel):
+                channel.send({"error": f"{MOST} such requests are being answered"}, (), 0.0)
+            return
+        run = partial(self._serve, channel, request)
+        threading.Thread(target=run, name="view", daemon=True).start()
+
+    def _serve(self, channel: LocalChannel, request: Message) -> None:
+        try:
+            channel.send(self._answer(request), (), SEND_S)
+        except OSError as error:
+            log.debug("a command that asked for a view is gone: %s", error)
+        except Exception:
+            log.exception("a view could not be shown")
+        finally:
+            channel.close()
+            self._room.release()
+
+    def _answer(self, request: Mapping[str, Any]) -> dict[str, object]:
+        of = request.get("of")
+        if of not in _PATIENCE:
+            return {"error": f"'of' is {of!r}, known: {', '.join(map(repr, _PATIENCE))}"}
+        begun = self._hangs.begun
+        own = 0 if begun is None else begun.place.node_rank
+        count = len(begun.plan.nodes) if begun is not None and begun.plan is not None else 1
+        wanted = request.get("nodes")
+        nodes = [node for node in range(count) if wanted is None or node in wanted]
+        found: dict[str, object] = {str(node): {"error": "it does not answer"} for node in nodes}
+        patience = _PATIENCE[of]
+
+        def ask(node: int) -> None:
+            found[str(node)] = self._own(request) if node == own else self._ask(node, request)
+
+        calls: list[Callable[[], None]] = [partial(ask, node) for node in nodes]
+        atonce.within(patience, lambda: atonce.at_once(calls, AT_ONCE, "view node"), "view nodes")
+        return {"nodes": dict(found)}
+
+    def _ask(self, node: int, request: Mapping[str, Any]) -> Mapping[str, object]:
+        if self._peers is None:
+            return {"error": "its agent is not known"}
+        patience = _PATIENCE[request["of"]]
+        try:
+            peer = self._peers.node(node)
+            with self._peers.call(peer, time.monotonic() + LOGS_S, patience) as line:
+                return line.ask({**request, "do": "view"})
+        except Undelivered as error:
+            return {"error": str(error)}
+
+    def _on_asked(self, _: PeerConnection, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {"ok": True, **self._own(request)}
+
+    def _own(self, request: Mapping[str, Any]) -> dict[str, object]:
+        try:
+            return self._viewed(request)
+        except OSError as error:
+            return {"error": error.strerror or str(error)}
+        except (KeyError, TypeError, ValueError) as error:
+            return {"error": f"the request makes no sense: {error!r}"}
+
+    def _viewed(self, request: Mapping[str, Any]) -> dict[str, object]:
+        if request["of"] == "stacks":
+            options = tuple(one for one in SPY_OPTIONS if one in request["options"])
+            taken = self._hangs.stacks(options)
+            return {"host": os.uname().nodename, **msgspec.to_builtins(taken)}
+        if self._tree is None:
+            return {"error": "it keeps no log files: --log-dir /dev/null"}
+        if request["of"] == "files":
+            return {"files": self._tree.files()}
+        most = min(int(request["most"]), MOST_BYTES)
+        data = self._tree.read(str(request["name"]), int(request["at"]), most)
+        return {"bytes": data.decode("latin-1")}

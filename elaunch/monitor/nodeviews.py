@@ -1,0 +1,115 @@
+"""What the agents of a running job show of all its nodes: stacks, and log files of other nodes.
+
+The agent of this node is asked, which asks the others (``elaunch.agent.status.views``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from elaunch.agent.hangs.stackdump import StackGroup, joined
+from elaunch.errors import UsageError
+from elaunch.runs.directory import RunDir, run_id_of
+from elaunch.runs.record import condition
+from elaunch.wire import control
+from elaunch.wire.control import LOGS_S, MOST_BYTES, STACKS_S
+
+
+class _Taken(msgspec.Struct):
+    host: str
+    groups: tuple[StackGroup, ...]
+    problems: tuple[tuple[tuple[int, ...], str], ...]
+
+
+@dataclass(frozen=True)
+class JobStacks:
+    """Where all workers of a job are; ``silent`` are nodes of which nothing is known, with why."""
+
+    groups: tuple[StackGroup, ...]
+    problems: tuple[tuple[tuple[int, ...], str], ...]
+    silent: tuple[tuple[int, str], ...]
+
+    def to_dict(self) -> dict[str, object]:
+        """Return it for ``elaunch stacks --json``."""
+        return {
+            "schema": 1,
+            "groups": [
+                {
+                    "ranks": group.ranks,
+                    "main": group.main,
+                    "values": dict(group.values),
+                    "threads": [{"ranks": own, "stack": stack} for own, stack in group.threads],
+                }
+                for group in self.groups
+            ],
+            "problems": [{"ranks": ranks, "text": why} for ranks, why in self.problems],
+            "silent": [{"node": node, "text": why} for node, why in self.silent],
+        }
+
+
+def stacks_of(run: RunDir, options: Sequence[str]) -> JobStacks:
+    """Return the stacks of all workers of a run; raises UsageError where no agent answers."""
+    groups: list[StackGroup] = []
+    problems: list[tuple[tuple[int, ...], str]] = []
+    silent: list[tuple[int, str]] = []
+    shown = ask(run, {"of": "stacks", "options": list(options)}, STACKS_S)
+    for node, answer in sorted(shown.items()):
+        if "error" in answer:
+            silent.append((node, str(answer["error"])))
+            continue
+        taken = msgspec.convert(answer, _Taken)
+        groups += taken.groups
+        problems += taken.problems
+    return JobStacks(joined(groups), tuple(problems), tuple(silent))
+
+
+def ask(run: RunDir, request: Mapping[str, object], seconds: float) -> dict[int, dict[str, Any]]:
+    """Return what each node answers, by node rank; raises UsageError where no agent answers."""
+    name = run_id_of(run)
+    agent = run.read_state()["agent"]
+    if condition(agent) == "elsewhere":
+        raise UsageError(f"RUN {name} runs on {agent['host']}: ask there")
+    try:
+        answer = control.ask(run.socket, {"op": "view", **request}, seconds)
+    except (FileNotFoundError, ConnectionRefusedError):
+        raise UsageError(
+            f"RUN {name} does not run: `elaunch status {name}` tells how it ended"
+        ) from None
+    except TimeoutError:
+        raise UsageError(
+            f"RUN {name} has not answered for {seconds:g} s: its agent is stopped or overloaded; "
+            f"look at `elaunch status {name}`"
+        ) from None
+    except ConnectionError as error:
+        raise UsageError(f"RUN {name} could not be asked: {error}") from None
+    return {int(node): shown for node, shown in answer["nodes"].items()}
+
+
+class RemoteTree:
+    """The log files of another node, as its agent reads them (``logtree.LogTree`` is the same)."""
+
+    def __init__(self, run: RunDir, node: int) -> None:
+        self._run = run
+        self._node = node
+
+    def files(self) -> dict[str, tuple[int, float]]:
+        """Return size and time of the last change of each log file; raises OSError."""
+        found = self._ask({"of": "files"})["files"]
+        return msgspec.convert(found, dict[str, tuple[int, float]])
+
+    def read(self, name: str, at: int, most: int) -> bytes:
+        """Return up to ``most`` bytes of a file from ``at`` on; raises OSError."""
+        most = min(most, MOST_BYTES)
+        asked = {"of": "bytes", "name": name, "at": at, "most": most}
+        return str(self._ask(asked)["bytes"]).encode("latin-1")
+
+    def _ask(self, request: dict[str, object]) -> dict[str, Any]:
+        nodes = ask(self._run, {**request, "nodes": [self._node]}, 2 * LOGS_S)
+        answer = nodes.get(self._node, {"error": "it is not in the round that runs"})
+        if "error" in answer:
+            raise ConnectionError(answer["error"])
+        return answer

@@ -1,0 +1,106 @@
+"""What a command sees of all nodes through one agent: real sockets, between agents too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from elaunch.agent.hangs.stackdump import StackGroup
+from elaunch.agent.peers.peers import Peers
+from elaunch.agent.policy.events import StacksTaken
+from elaunch.agent.policy.turn import Round
+from elaunch.agent.status import views
+from elaunch.agent.status.socket import ControlSocket
+from elaunch.agent.status.views import NodeViews
+from elaunch.errors import UsageError
+from elaunch.monitor.nodeviews import RemoteTree, ask, stacks_of
+from elaunch.runs.directory import RunDir
+from elaunch.runs.logtree import Arrival
+from elaunch.runs.record import first_record
+from tests.agent.peersrig import agents, tell
+
+WAITS, LOADS = ("all_reduce", "step"), ("load", "step")
+
+
+def taken(groups: dict[tuple[int, ...], tuple[str, ...]]) -> StacksTaken:
+    """Return stacks of a node."""
+    return StacksTaken(0, tuple(StackGroup(ranks, main) for ranks, main in groups.items()))
+
+
+@contextmanager
+def job(tmp_path: Path, *nodes: StacksTaken | None) -> Iterator[tuple[RunDir, list[Peers]]]:
+    """Yield the run of node 0's agent, whose peers are the others; of None the agent is too old."""
+    with ExitStack() as stack:
+        made = stack.enter_context(agents(len(nodes)))
+        plan = tell(made)
+        run = RunDir(tmp_path)
+        run.write_state(first_record("j", "j", tmp_path))
+        for number, stacks in enumerate(nodes):
+            begun = Round(0, 1, plan=plan, name=f"a{number}")
+            hangs: Any = SimpleNamespace(begun=begun, stacks=lambda options, own=stacks: own)
+            served = NodeViews(hangs, tmp_path / f"logs{number}")
+            if stacks is not None:
+                served.meet(made[number])
+            if number == 0:
+                control = ControlSocket(run.socket, dict, view=served.serve)
+                control.start()
+                stack.callback(control.close)
+        yield run, made
+
+
+def test_ranks_of_all_nodes_are_grouped_the_outliers_first(tmp_path: Path) -> None:
+    """Equal stacks of several nodes are one group; a node that is silent is named."""
+    first, second = taken({(0, 1): WAITS}), taken({(2,): WAITS, (3,): LOADS})
+    with job(tmp_path, first, second, None) as (run, made):
+        found = stacks_of(run, ())
+        assert [(one.ranks, one.main) for one in found.groups] == [
+            ((3,), LOADS),
+            ((0, 1, 2), WAITS),
+        ]
+        ((node, why),) = found.silent
+        assert node == 2 and "does not serve 'view'" in why
+        made[1].close()
+        assert [node for node, _ in stacks_of(run, ()).silent] == [1, 2]
+    with pytest.raises(UsageError, match="RUN j does not run: `elaunch status j` tells how"):
+        stacks_of(run, ())
+
+
+def test_log_files_of_another_node_are_read(tmp_path: Path) -> None:
+    """Byte by byte; nothing but log files."""
+    with job(tmp_path, taken({}), taken({})) as (run, _):
+        place = tmp_path / "logs1" / "attempt_0"
+        (place / "0").mkdir(parents=True)
+        (place / "0" / "stdout.log").write_bytes(bytes(range(256)) * 4096)
+        (place / "arrivals").write_bytes(Arrival(1.0, 5, 0, "stdout", 0).line())
+        (tmp_path / "logs1" / "secret").write_text("x")
+        tree = RemoteTree(run, 1)
+        assert {name: size for name, (size, _) in tree.files().items()} == {
+            "attempt_0/0/stdout.log": 1 << 20,
+            "attempt_0/arrivals": 19,
+        }
+        assert tree.read("attempt_0/0/stdout.log", 250, 10) == bytes([*range(250, 256), 0, 1, 2, 3])
+        assert len(tree.read("attempt_0/0/stdout.log", 0, 1 << 30)) == 1 << 18
+        for name in ("secret", "../state.json", "attempt_0/0/../../secret", "/etc/passwd"):
+            with pytest.raises(OSError, match="is no log file"):
+                tree.read(name, 0, 10)
+        with pytest.raises(ConnectionError, match="not in the round"):
+            RemoteTree(run, 7).files()
+
+
+def test_what_makes_no_sense_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And more at a time than there is room for."""
+    with job(tmp_path, taken({})) as (run, _):
+        with pytest.raises(UsageError, match="'of' is 'x', known: 'stacks', 'files', 'bytes'"):
+            ask(run, {"of": "x"}, 5)
+        for request in ({"of": "bytes"}, {"of": "bytes", "name": 3, "at": "x", "most": None}):
+            assert "makes no sense" in ask(run, request, 5)[0]["error"]
+        assert "makes no sense" in ask(run, {"of": "stacks"}, 5)[0]["error"]
+    monkeypatch.setattr(views, "MOST", 0)
+    (tmp_path / "full").mkdir()
+    with job(tmp_path / "full", taken({})) as (run, _), pytest.raises(UsageError, match="0 such"):
+        ask(run, {"of": "files"}, 5)

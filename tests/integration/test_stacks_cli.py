@@ -1,0 +1,64 @@
+"""``elaunch stacks`` of running jobs, and the logs of nodes that share no home."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.integration.jobs import FORK
+from tests.integration.nodes import DEADLINE, Build, Job, end
+from tests.launching import Launcher
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = """
+import os, sys, time
+def loads():
+    own = os.environ["RANK"]
+    print("up", own, flush=True)
+    time.sleep(600)
+def waits():
+    print("up", flush=True)
+    time.sleep(600)
+loads() if os.environ["RANK"] == "2" else waits()
+"""
+
+
+def test_the_rank_at_another_place_comes_first(elaunch: Launcher, tmp_path: Path) -> None:
+    """Written by the workers themselves, twice; with variables by py-spy; the job goes on."""
+    script = tmp_path / "s.py"
+    script.write_text(SCRIPT)
+    flags = ["--rdzv-id=st", "--nproc-per-node=4", "--hang-timeout=600", *FORK]
+    running = elaunch.start(["run", *flags, script])
+    for _ in range(4):
+        running.wait_for_line("up")
+    for _ in range(2):
+        shown = elaunch.run(["stacks", "st"])
+        assert shown.returncode == 0, shown
+        odd, others = shown.stdout.split("ranks ")
+        assert odd.startswith("rank 2:\n") and "in loads" in odd
+        assert others.startswith("0, 1, 3:\n") and "in waits" in others
+    found = json.loads(elaunch.run(["stacks", "st", "--locals", "--json"]).stdout)
+    first = found["groups"][0]
+    assert first["ranks"] == [2] and found["problems"] == []
+    assert any('own: "2"' in values for values in first["values"].values())
+    assert elaunch.run(["stop", "st"]).returncode == 0
+    ended = elaunch.run(["stacks", "st"])
+    assert ended.returncode == 2 and "RUN st does not run" in ended.stderr
+
+
+def test_all_nodes_are_seen_from_one(cluster: Build) -> None:
+    """Their stacks, and the logs of one whose files only its agent can read."""
+    job = Job(cluster, "c10d", 2)
+    agents = job.pair(["--nnodes=2"])
+    shown = job.machines[1].elaunch(["stacks", "job", "--json"]).wait(DEADLINE)
+    found = json.loads(shown.stdout)
+    assert sorted(rank for group in found["groups"] for rank in group["ranks"]) == [0, 1], shown
+    assert found["silent"] == found["problems"] == []
+    for flags in (["--rank=1", "--stream=stdout"], ["--node=1", "--grep=^up "]):
+        logs = job.machines[1].elaunch(["logs", "job", *flags]).wait(DEADLINE)
+        assert logs.returncode == 0 and "up rank=1 round=0" in logs.stdout, logs
+        assert "rank=0" not in logs.stdout
+    assert end(job, *agents) == [0, 0]
