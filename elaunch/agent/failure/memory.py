@@ -21,9 +21,7 @@ def oom_kill_count(proc: Path = Path("/proc/self")) -> int | None:
     grew during a round says that one of its processes was a victim.
     """
     try:
-        groups = (proc / "cgroup").read_text(errors="replace")
-        mounts = (proc / "mountinfo").read_text(errors="replace")
-        events = _events_file(groups, mounts)
+        events = _events_file(proc)
         lines = events.read_text().splitlines() if events else []
         return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)
     except (OSError, ValueError, IndexError):
@@ -39,9 +37,7 @@ def available(proc: Path = Path("/proc/self"), meminfo: Path = Path("/proc/memin
     lines = meminfo.read_text(errors="replace").splitlines()
     found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
     try:
-        groups = (proc / "cgroup").read_text(errors="replace")
-        mounts = (proc / "mountinfo").read_text(errors="replace")
-        events = _events_file(groups, mounts)
+        events = _events_file(proc)
         if events is not None:
             found.append(_left_of_limit(events.parent))
     except (OSError, ValueError, IndexError):
@@ -70,8 +66,10 @@ def shm_free(path: str = "/dev/shm") -> int | None:
     return status.f_bavail * status.f_frsize
 
 
-def _events_file(groups: str, mounts: str) -> Path | None:
+def _events_file(proc: Path) -> Path | None:
     """Find the file with the count from /proc/<pid>/cgroup and /proc/<pid>/mountinfo."""
+    groups = (proc / "cgroup").read_text(errors="replace")
+    mounts = (proc / "mountinfo").read_text(errors="replace")
     paths = {}
     for line in groups.splitlines():
         _, controllers, path = line.split(":", 2)

@@ -88,7 +88,7 @@ def check_files(
     """Raise CheckpointError unless all files below ``path`` are what their entries say."""
     unique = list(dict.fromkeys(files))
     for file in unique:
-        _check_size(path, file)
+        check_size(file, regular_size(inside(path, file.path, "a manifest")))
     if not content:
         return
     read = [file for file in unique if doubted or not _is_as_sealed(path, file)]
@@ -165,8 +165,8 @@ def _files(name: str, content: bytes) -> tuple[int, tuple[FileEntry, ...]]:
     return rank, entries(manifest, name)
 
 
-def _check_size(path: Path, file: FileEntry) -> None:
-    size = regular_size(inside(path, file.path, "a manifest"))
+def check_size(file: FileEntry, size: int) -> None:
+    """Raise CheckpointError unless a file has the size that its manifest has."""
     if size != file.size:
         word = "truncated" if size < file.size else "changed"
         raise CheckpointError(

@@ -284,11 +284,7 @@ class ObjectStorage:
             size = sizes.get(file.path)
             if size is None:
                 raise CheckpointError(f"missing: {file.path}")
-            if size != file.size:
-                word = "truncated" if size < file.size else "changed"
-                raise CheckpointError(
-                    f"{word}: {file.path} has {size} bytes, its manifest wants {file.size}"
-                )
+            own.check_size(file, size)
             if content and self._objects.differs(f"{name}/{file.path}", file.checksum):
                 raise CheckpointError(f"bad checksum: {file.path}")
 
