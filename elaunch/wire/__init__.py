@@ -5,7 +5,7 @@ server use it (the messages are those of ``elaunch.server``), an agent and the c
 (``control``), an agent and its workers (``worker``, ``saver``). ``progress`` is a page of memory
 that worker and agent both see; with ``recorder`` a worker answers which collectives it has entered.
 ``stream`` connects ranks, and the agents of nodes, once they have proved that they belong to one
-job.
+job; ``forks`` is what a process that was forked from one lets go of.
 """
 
-__all__ = ["control", "local", "progress", "recorder", "saver", "stream", "worker"]
+__all__ = ["control", "forks", "local", "progress", "recorder", "saver", "stream", "worker"]

@@ -32,9 +32,10 @@ import os
 import struct
 import threading
 import time
-import weakref
 from dataclasses import dataclass
 from typing import Final, NamedTuple
+
+from elaunch.wire import forks
 
 SIZE: Final = 4096
 MAGIC: Final = b"elaunchP"
@@ -98,7 +99,7 @@ class ProgressPage:
         _NUMBER.pack_into(self._memory, _PROGRESS_AT, math.nan)
         _NUMBER.pack_into(self._memory, _UNTIL_AT, math.inf)
         self.beat()
-        _leave_behind_in_forks(self)
+        forks.leave_behind(self)
 
     def beat(self) -> None:
         """Report that this worker makes progress; half a microsecond, no system call."""
@@ -187,9 +188,11 @@ class ProgressPage:
             memory[start : start + size] = data
             _VERSION.pack_into(memory, _VERSION_AT, version)
 
-    def _forked(self) -> None:
+    def forked(self) -> None:
+        """Write to a page of this process's own from now on, which nobody reads."""
         self._memory = bytearray(SIZE)
         self._lock = threading.RLock()  # a thread that is not here may have held it
+        forks.leave_behind(self)
 
 
 class PageReader:
@@ -261,19 +264,3 @@ def _decode(copy: bytes) -> Reading:
 
 def _text(data: bytes) -> str:
     return data.partition(b"\0")[0].decode("utf-8", "replace")
-
-
-_pages: weakref.WeakSet[ProgressPage] = weakref.WeakSet()
-_watching_forks = threading.Event()
-
-
-def _leave_behind_in_forks(page: ProgressPage) -> None:
-    if not _watching_forks.is_set():
-        _watching_forks.set()
-        os.register_at_fork(after_in_child=_leave_pages_behind)
-    _pages.add(page)
-
-
-def _leave_pages_behind() -> None:
-    for page in list(_pages):
-        page._forked()

@@ -17,7 +17,6 @@ from elaunch.errors import (
     PeerLost,
     PlacementError,
 )
-from elaunch.training.channel import forks
 from elaunch.training.channel.calls import PLANS, Differs, Exchange
 from elaunch.training.channel.dial import Activity, Answer, Dialer, ask
 from elaunch.training.channel.link import Call, encode
@@ -33,6 +32,7 @@ from elaunch.training.channel.meeting import (
 from elaunch.training.channel.mesh import Broken, Expired, Mesh
 from elaunch.training.place.placement import Placement
 from elaunch.training.stores.roundstore import RoundStore
+from elaunch.wire import forks
 from elaunch.wire.progress import ProgressPage
 
 ASK_S: Final = 2.0

@@ -22,8 +22,8 @@ from elaunch.errors import CollectiveError, CollectiveTimeout, ContextError, Pee
 from elaunch.store.tcp import connection as tcpline
 from elaunch.store.tcp import wire
 from elaunch.store.tcp.wire import Connection, ForeignAnswer
-from elaunch.training.channel import forks
 from elaunch.training.place.placement import Placement
+from elaunch.wire import forks
 
 PAUSES: Final = (0.02, 0.05, 0.1, 0.25)
 """Seconds between two attempts to connect; the last goes on."""

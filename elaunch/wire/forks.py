@@ -13,10 +13,10 @@ from weakref import WeakSet
 
 
 class LeftBehind(Protocol):
-    """Something that a fork must not have: here the connections of a channel or of a store."""
+    """Something that a fork must not have: the connections of a channel or of a store, a page."""
 
     def forked(self) -> None:
-        """Close the descriptors, sending nothing to the other ends; called in the fork."""
+        """Let go of it, sending nothing to the other ends; called in the fork."""
 
 
 _owners: Final[WeakSet[LeftBehind]] = WeakSet()
@@ -24,7 +24,10 @@ _watching: Final = threading.Event()
 
 
 def leave_behind(owner: LeftBehind) -> None:
-    """Have ``owner.forked()`` called in every process that is forked from this one."""
+    """Have ``owner.forked()`` called in every process that is forked from this one.
+
+    Not in those that are forked from them in turn, unless it calls this again.
+    """
     if not _watching.is_set():
         _watching.set()
         os.register_at_fork(after_in_child=_in_fork)
@@ -32,6 +35,7 @@ def leave_behind(owner: LeftBehind) -> None:
 
 
 def _in_fork() -> None:
-    for owner in list(_owners):
-        owner.forked()
+    owners = list(_owners)
     _owners.clear()
+    for owner in owners:
+        owner.forked()
