@@ -65,6 +65,7 @@ BROAD_EXCEPTS: dict[str, str] = {
     "elaunch.rendezvous.coordinatorstate:result_of": "top of a thread: the job ends with it",
     "elaunch.rendezvous.meeting:Meeting._run": "top of a thread: ends this agent, and is told",
     "elaunch.agent.status.views:NodeViews._serve": "logged; the command gets no answer",
+    "elaunch.agent.status.onevent:EventHook._run": "top of a thread: logged, the job goes on",
     "elaunch.agent.status.socket:ControlSocket._serve": "top of a thread: logged, others are "
     "served",
     "elaunch.agent.logs.pump:LogPump._run": "top of a thread: logged with what it means for "

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from elaunch.agent.failure.tracebacks import printable
-from elaunch.agent.main import _OneLine
+from elaunch.agent.logs.ownlines import OneLine
 from elaunch.text import (
     arguments,
     block,
@@ -58,7 +58,7 @@ def test_log_lines_are_one_line() -> None:
     """A reason from the store, the name of a file: neither begins a line of its own."""
     reason = "ended\nelaunch 07:00:00.000 all is well\x1b[1A\x9b"
     record = logging.makeLogRecord({"msg": "round %d: %s", "args": (3, reason), "levelno": 30})
-    line = _OneLine("elaunch %(message)s").format(record)
+    line = OneLine("elaunch %(message)s").format(record)
     assert line == "elaunch round 3: ended\\nelaunch 07:00:00.000 all is well\\x1b[1A\\x9b"
     assert record.args == (3, reason)
 

@@ -14,7 +14,7 @@ import queue
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,6 +27,7 @@ from elaunch.agent.failure.errorfile import write_launcher_error
 from elaunch.agent.failure.reporter import Reporter
 from elaunch.agent.hangs.progress import ProgressLines
 from elaunch.agent.hangs.watch import HangWatch
+from elaunch.agent.logs.ownlines import logging_to
 from elaunch.agent.logs.pump import LogPlan, LogPump
 from elaunch.agent.loop import Agent, Observer
 from elaunch.agent.nodes.status import StatusPublisher
@@ -55,7 +56,6 @@ from elaunch.rendezvous.plan import NodeStatus
 from elaunch.rendezvous.standalone import Standalone, rules_of_one
 from elaunch.runs import directory, statedir
 from elaunch.server import devices, processes
-from elaunch.text import one_line
 
 if TYPE_CHECKING:
     from elaunch.agent.detach import Detached
@@ -159,7 +159,7 @@ class _Run:
         settings, status_record, inbox = self._settings, self._status_record, self._inbox
         lines = None if settings.progress_regex is None else ProgressLines(settings.progress_regex)
         pump = self._start_pump(lines)
-        self._stack.enter_context(_logging_to(pump.say, settings.log_level))
+        self._stack.enter_context(logging_to(pump.say, settings.log_level))
         if self._run_dir.notice is not None:
             log.warning("%s", self._run_dir.notice)
         status_record.write()
@@ -171,6 +171,7 @@ class _Run:
         self._start_control(links, views)
         self._start_timer()
         self._start_notice_command(group)
+        hook = self._start_event_hook(group)
         self._start_health_check()
         self._start_kubeflow()
         publisher, standalone = self._join(plan, group, pump.say, saver, hangs, views)
@@ -182,7 +183,7 @@ class _Run:
             links=links,
             hangs=hangs,
             saver=saver,
-            observers=self._observers(plan, group, pump, hangs, publisher),
+            observers=self._observers(plan, group, pump, hangs, publisher, hook),
             standalone=standalone,
         )
         threading.Thread(
@@ -262,6 +263,18 @@ class _Run:
         command.start()
         self._stack.callback(command.close)
 
+    def _start_event_hook(self, group: WorkerGroup) -> tuple[Observer, ...]:
+        """Have --on-event, if any, get what happens; return what sees the loop's turns."""
+        target = self._settings.on_event
+        if target is None:
+            return ()
+        from elaunch.agent.status.onevent import EventHook
+
+        hook = EventHook(target, self._environ, group.reaper, self._status_record.snapshot)
+        hook.start()
+        self._stack.callback(hook.close)
+        return (hook.see,)
+
     def _start_kubeflow(self) -> None:
         """Have Kubeflow learn how far the job is, where it asks for that."""
         if self._environ.get(env.KUBEFLOW_URL):
@@ -315,6 +328,7 @@ class _Run:
         pump: LogPump,
         hangs: HangWatch,
         publisher: StatusPublisher,
+        hook: tuple[Observer, ...],
     ) -> tuple[tuple[Observer, ...], tuple[Observer, ...]]:
         """Return who sees each turn of the loop before its action, and who after it."""
         settings, record = self._settings, self._status_record
@@ -332,7 +346,7 @@ class _Run:
         event_log = EventLog(settings, error_file=group.error_file)
         plans: tuple[Observer, ...] = (publisher.see,) if settings.rendezvous is not None else ()
         early = (group.see, hangs.see, reporter.see, *plans, decisions.see)
-        return early, (reporter.report_on, publisher.publish, record.see, event_log.see)
+        return early, (reporter.report_on, publisher.publish, record.see, event_log.see, *hook)
 
 
 def _alone(
@@ -443,40 +457,6 @@ def _log_plan(settings: Settings, log_root: Path | None, environ: Mapping[str, s
         prefix_template=settings.log_line_prefix_template or environ.get(env.LOG_PREFIX_TEMPLATE),
         role=settings.role,
     )
-
-
-class _OneLine(logging.Formatter):
-    """Formats a log line, in which what others wrote is printed as elaunch.text says."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """Return the line, and below it the traceback of an error of elaunch's own."""
-        plain = logging.makeLogRecord(vars(record))
-        plain.msg, plain.args = one_line(record.getMessage()), None
-        return super().format(plain)
-
-
-class _SayHandler(logging.Handler):
-    """Prints the agent's log lines through the log pump, so that they cut no worker's line."""
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        super().__init__()
-        self._say = say
-        self.setFormatter(_OneLine("elaunch %(asctime)s.%(msecs)03d %(message)s", "%H:%M:%S"))
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._say(self.format(record))
-
-
-@contextlib.contextmanager
-def _logging_to(say: Callable[[str], None], level: str) -> Iterator[None]:
-    handler = _SayHandler(say)
-    log.addHandler(handler)
-    log.propagate = False
-    log.setLevel(level)
-    try:
-        yield
-    finally:
-        log.removeHandler(handler)
 
 
 def preempt(

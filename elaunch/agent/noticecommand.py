@@ -13,13 +13,11 @@ anything else                   it is no notice: an error page that asks nobody 
 
 One that fails, or prints what is no notice, is reported once, and run again, more and more seldom;
 one that prints ``MOST`` bytes and no notice is killed and counts as failed. After a notice it is
-ended. A pipe is the command's lifeline: a shell beside it waits for its end, and kills the
-command's process group then, also when the agent was killed.
+ended, and it ends when the agent does (elaunch.agent.shellcommand).
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import signal
@@ -29,6 +27,7 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from elaunch.agent.policy import events
+from elaunch.agent.shellcommand import ShellCommand
 from elaunch.agent.workers.server import Reaper
 from elaunch.config.values import Moment, moment
 from elaunch.endings import how_it_ended
@@ -45,7 +44,6 @@ LATEST_S: Final = 86_400.0
 SHOWN: Final = 300
 JOIN_S: Final = 2.0
 WORD: Final = "preempt"
-_SHELL: Final = '(read -r x <&3; kill -9 0) >/dev/null 2>&1 & exec sh -c "$1" 3<&-'
 
 log = logging.getLogger("elaunch")
 
@@ -73,8 +71,7 @@ class NoticeCommand:
         self._taken = taken
         self._reported = False
         self._closing = threading.Event()
-        self._lock = threading.Lock()
-        self._lifeline = -1
+        self._running: ShellCommand | None = None
         self._thread = threading.Thread(target=self._run, name="notice-command", daemon=True)
 
     def start(self) -> None:
@@ -84,7 +81,8 @@ class NoticeCommand:
     def close(self) -> None:
         """End it; takes JOIN_S at the most."""
         self._closing.set()
-        self._cut()
+        if self._running is not None:
+            self._running.cut()
         self._thread.join(JOIN_S)
 
     def _run(self) -> None:
@@ -106,48 +104,19 @@ class NoticeCommand:
 
     def _once(self) -> tuple[Told | None, str]:
         """Run it to its end; return the notice, if it gives one, and how it failed, if it did."""
-        ends: list[int] = []
-        over = threading.Event()
-
-        def ended(exitcode: int) -> None:
-            ends.append(exitcode)
-            self._cut()  # what it has left behind ends, and with that its output
-            over.set()
-
-        output = self._spawn(ended)
+        running = self._running = ShellCommand(self._command, self._environ, self._reaper)
         try:
-            notice, problem = self._read(output)
+            if self._closing.is_set():  # it may not have known of this run
+                return None, ""
+            notice, problem = self._read(running.output)
         finally:
-            self._cut()
-            os.close(output)
+            running.close()
         if notice is not None or problem:
             return notice, problem
-        if not over.wait(JOIN_S):
+        exitcode = running.wait(JOIN_S)
+        if exitcode is None:
             return None, "cannot be killed"
-        return None, how_it_ended(ends[0]) if ends[0] else ""
-
-    def _spawn(self, ended: Callable[[int], None]) -> int:
-        """Start the command with a lifeline; return where its output can be read."""
-        with contextlib.ExitStack() as stack:
-            output, written = os.pipe()
-            stack.callback(os.close, written)
-            with contextlib.ExitStack() as failed:
-                failed.callback(os.close, output)
-                watched, lifeline = os.pipe()
-                stack.callback(os.close, watched)
-                with self._lock:
-                    self._lifeline = lifeline
-                failed.callback(self._cut)
-                files = [
-                    (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0),
-                    (os.POSIX_SPAWN_DUP2, written, 1),
-                    (os.POSIX_SPAWN_DUP2, written, 2),
-                    (os.POSIX_SPAWN_DUP2, watched, 3),
-                ]
-                argv = ["/bin/sh", "-c", _SHELL, "sh", self._command]
-                self._reaper.spawn(argv, self._environ, ended, files)
-                failed.pop_all()
-        return output
+        return None, how_it_ended(exitcode) if exitcode else ""
 
     def _read(self, output: int) -> tuple[Told | None, str]:
         """Read what the command prints until a notice, its end, or too much of it."""
@@ -166,12 +135,6 @@ class NoticeCommand:
                 return None, ""
             seen, held = seen + len(data), held[:LINE]
         return None, f"has printed {seen} bytes and no notice"
-
-    def _cut(self) -> None:
-        with self._lock:
-            lifeline, self._lifeline = self._lifeline, -1
-        if lifeline >= 0:
-            os.close(lifeline)
 
     def _report(self, what: str) -> None:
         level = logging.DEBUG if self._reported else logging.WARNING

@@ -77,6 +77,7 @@ class Settings(Struct, frozen=True):
     preempt_at: float | None
     preempt_left: float | None
     notice_command: str | None
+    on_event: str | None
     shutdown_timeout: float
     sibling_grace: float
     virtual_local_rank: bool

@@ -270,10 +270,12 @@ _STOP = (
         "When to do the same: after so long, at a time, or before the end of the Slurm job.",
     ),
     _own(
-        "notice-command",
-        Kind(values.text, "COMMAND", "a command of the shell"),
-        None,
+        *("notice-command", Kind(values.text, "COMMAND", "a command of the shell"), None),
         "Program that prints 'preempt [+120s] TEXT' when this machine will be taken.",
+    ),
+    _own(
+        *("on-event", Kind(values.hook, "CMD|URL", "a command of the shell, or a URL"), None),
+        "Command or URL that gets what happens to the job, as JSON (docs/status.md).",
     ),
     _own(
         "exit-codes",

@@ -27,6 +27,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
+from urllib.parse import urlsplit
 
 TRUE = ("1", "true", "yes", "on", "t", "y")
 FALSE = ("0", "false", "no", "off", "f", "n")
@@ -346,6 +347,24 @@ def size(raw: str) -> int:
     if total < 1:
         raise ValueError("is less than 1 byte")
     return total
+
+
+def hook(raw: str) -> str:
+    """Return a command of the shell, or a URL that has a host."""
+    found = raw.strip()
+    if not found:
+        raise ValueError("is empty")
+    if re.match(r"https?:", found):
+        try:
+            url = urlsplit(found)
+            host, _ = url.hostname, url.port
+        except ValueError as error:
+            raise ValueError(f"is no URL: {error}") from None
+        if not host or not found.isprintable() or " " in found:
+            raise ValueError("is no URL of a host, such as https://host/path")
+    elif re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", found):
+        raise ValueError("has a scheme that is neither http nor https")
+    return found
 
 
 def best(raw: str) -> tuple[str, Literal["min", "max"]]:

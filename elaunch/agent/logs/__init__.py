@@ -2,7 +2,7 @@
 
 One thread, the pump, reads every stream of every worker, so that no worker waits for a slow
 terminal. A round owns its files: a new round may open its own while the old one's are still being
-closed.
+closed. ``ownlines`` prints the agent's own log lines between them.
 """
 
-__all__ = ["files", "plan", "pump"]
+__all__ = ["files", "ownlines", "plan", "pump"]

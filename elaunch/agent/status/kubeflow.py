@@ -21,10 +21,7 @@ reported once, and asked more and more seldom.
 from __future__ import annotations
 
 import datetime
-import http.client
-import json
 import logging
-import ssl
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -32,6 +29,7 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
+from elaunch.agent.status import posting
 from elaunch.env import KUBEFLOW_URL
 from elaunch.text import one_line
 
@@ -40,10 +38,8 @@ TOKEN: Final = "KUBEFLOW_TRAINER_SERVER_TOKEN"
 INTERVAL_S: Final = 10.0
 LONGEST_S: Final = 300.0
 """Seconds between two tries of a server that does not take them."""
-POST_S: Final = 5.0
 CLOSE_S: Final = 2.0
 """Seconds for the last post; the job's end waits no longer for it."""
-MOST_BYTES: Final = 2000
 MOST_SECONDS: Final = 2**31 - 1
 
 log = logging.getLogger("elaunch")
@@ -122,7 +118,7 @@ class TrainJobStatus:
             try:
                 self._post_news()
                 pause = INTERVAL_S
-            except (OSError, http.client.HTTPException, ValueError) as error:
+            except posting.REFUSED as error:
                 pause = min(2 * pause, LONGEST_S)
                 self._report(error)
             if last:
@@ -138,39 +134,23 @@ class TrainJobStatus:
 
     def _report(self, error: Exception) -> None:
         level = logging.DEBUG if self._reported else logging.WARNING
-        said = one_line(str(error)[:MOST_BYTES])
+        said = one_line(str(error)[: posting.MOST_BYTES])
         log.log(level, "Kubeflow does not learn how far the job is (%s): %s", KUBEFLOW_URL, said)
         self._reported = True
 
 
 def post(environ: Mapping[str, str], body: Mapping[str, Any]) -> None:
-    """Post ``body``; no proxy, no redirect and nothing but https gets the token.
+    """Post ``body``; nothing but https gets the token.
 
-    Raises OSError, HTTPException or ValueError where it is not taken within some seconds.
+    Raises one of posting.REFUSED where it is not taken within some seconds.
     """
-    url = urlsplit(environ[KUBEFLOW_URL])
-    headers = {"Content-Type": "application/json"}
+    headers: dict[str, str] = {}
     if environ.get(TOKEN):
-        if url.scheme != "https":
-            raise ValueError(f"its scheme is {url.scheme!r}, not https: no token is sent there")
+        scheme = urlsplit(environ[KUBEFLOW_URL]).scheme
+        if scheme != "https":
+            raise ValueError(f"its scheme is {scheme!r}, not https: no token is sent there")
         headers["Authorization"] = f"Bearer {_token(environ[TOKEN])}"
-    connection: http.client.HTTPConnection
-    if url.scheme == "https":
-        context = ssl.create_default_context(cafile=environ.get(CA_CERT) or None)
-        connection = http.client.HTTPSConnection(
-            url.hostname or "", url.port, timeout=POST_S, context=context
-        )
-    else:
-        connection = http.client.HTTPConnection(url.hostname or "", url.port, timeout=POST_S)
-    try:
-        path = f"{url.path}?{url.query}" if url.query else url.path
-        connection.request("POST", path or "/", json.dumps(body), headers)
-        answer = connection.getresponse()
-        said = answer.read(MOST_BYTES).decode("utf-8", "replace")
-        if not 200 <= answer.status < 300:
-            raise OSError(f"it answers {answer.status} {answer.reason}: {said}")
-    finally:
-        connection.close()
+    posting.post(environ[KUBEFLOW_URL], body, headers, environ.get(CA_CERT) or None)
 
 
 def _token(path: str) -> str:

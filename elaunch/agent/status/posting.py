@@ -1,0 +1,42 @@
+"""Posts JSON over HTTP: no proxy, no redirect."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import ssl
+from collections.abc import Mapping
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+POST_S: Final = 5.0
+"""Seconds for each step: to connect, to send, to be answered."""
+MOST_BYTES: Final = 2000
+
+REFUSED: Final = (OSError, http.client.HTTPException, ValueError)
+"""Where it is not taken."""
+
+
+def post(
+    address: str, body: Mapping[str, Any], headers: Mapping[str, str], cafile: str | None = None
+) -> None:
+    """Post ``body``; raises one of REFUSED where it is not taken within some seconds."""
+    url = urlsplit(address)
+    connection: http.client.HTTPConnection
+    if url.scheme == "https":
+        context = ssl.create_default_context(cafile=cafile)
+        connection = http.client.HTTPSConnection(
+            url.hostname or "", url.port, timeout=POST_S, context=context
+        )
+    else:
+        connection = http.client.HTTPConnection(url.hostname or "", url.port, timeout=POST_S)
+    try:
+        path = f"{url.path}?{url.query}" if url.query else url.path
+        sent = {"Content-Type": "application/json", **headers}
+        connection.request("POST", path or "/", json.dumps(body), sent)
+        answer = connection.getresponse()
+        said = answer.read(MOST_BYTES).decode("utf-8", "replace")
+        if not 200 <= answer.status < 300:
+            raise OSError(f"it answers {answer.status} {answer.reason}: {said}")
+    finally:
+        connection.close()
