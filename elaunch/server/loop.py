@@ -228,8 +228,9 @@ class Server:
         began = time.monotonic()
         warmed = self._later.carry_out(self._serve_meanwhile)
         gc.freeze()
-        seconds = time.monotonic() - began
-        self._send({"op": "warmed", "seconds": seconds, **warmed._asdict()})
+        if warmed is not None:
+            seconds = time.monotonic() - began
+            self._send({"op": "warmed", "seconds": seconds, **warmed._asdict()})
         while self._kept:
             job = self._handle(*self._kept.pop(0))
             if job is not None:
@@ -379,6 +380,7 @@ class Server:
     def _note_stop(self) -> None:
         """Report workers that have ended by themselves until now; later ones were sent a signal."""
         self._reap()
+        self._later.note_stop()
         self._stopped = set(self._workers)
 
     def _collect(self) -> None:

@@ -200,6 +200,7 @@ class Later:
         self._workers: dict[int, Mapping[str, str]] = {}  # pid → what it was started with
         self._finding: processes.Asked | None = None
         self._ahead = False
+        self._stopped = False
         self._awaited: dict[int, tuple[str, ...]] = {}  # those of ANNOUNCED that no worker has sent
 
     @property
@@ -257,13 +258,19 @@ class Later:
         """Forget a worker: nothing can be learnt from it any more."""
         self._workers.pop(pid, None)
 
-    def carry_out(self, meanwhile: Meanwhile | None = None) -> Warmed:
+    def note_stop(self) -> None:
+        """Note that all below the server is ended: the fork that imports, too."""
+        self._stopped = True
+
+    def carry_out(self, meanwhile: Meanwhile | None = None) -> Warmed | None:
         """Import the modules if the workers would not notice. Nothing is due any more.
 
         ``meanwhile`` is called while it goes on, with a file that can be read when a fork has
-        answered, or with None.
+        answered, or with None. Where the fork was ended with the round (:meth:`note_stop`), there
+        is no answer, and the modules are left to the next round.
         """
         modules, self._modules = self._modules, []
+        self._stopped = False
         self._not_before, self._settled_at = None, math.inf
         changed: dict[str, str | None] = {}
         ours = processes.environment_of_fork(os.getpid())
@@ -281,9 +288,14 @@ class Later:
         compiles = compiling.FIRST in modules
         foreign = not all(name.partition(".")[0] == "torch" for name in modules)
         if changed or foreign or (modules != [DYNAMO] and compiling.may_open_devices()):
-            stopped = self._try(modules, changed, meanwhile)
-            if stopped is not None:
-                return stopped
+            trial = partial(_quietly, partial(_trial, modules, self._path))
+            answer = processes.ask_fork(trial, meanwhile)
+            if answer is None and self._stopped:
+                self._modules = modules + self._modules
+                return None
+            why_not = _objection(modules, changed, answer)
+            if why_not is not None:
+                return why_not
         between = None if meanwhile is None else partial(meanwhile, None)
         problem = preload(modules, self._path, between).problem
         compiles = compiles and problem is None
@@ -302,24 +314,25 @@ class Later:
         for file in self.files:
             os.close(file)
 
-    def _try(
-        self, modules: list[str], changed: Mapping[str, str | None], meanwhile: Meanwhile | None
-    ) -> Warmed | None:
-        """Import the modules in a fork; return why this process must not, or None.
 
-        What they set themselves, and the worker has by them, is no setting of the script's.
-        """
-        trial = partial(_quietly, partial(_trial, modules, self._path))
-        answer = processes.ask_fork(trial, meanwhile)
-        if answer is None:
-            names = ",".join(f"+{name}" for name in modules)
-            return Warmed(f"--preload {names}: the process that imported it first died of it")
-        read, written, why_not = answer
-        if why_not:
-            return Warmed(why_not)
-        own = {name for name, text in written.items() if changed.get(name) == text}
-        settings = tuple(sorted((set(changed) & set(read)) - own))
-        return Warmed(settings=settings) if settings else None
+def _objection(
+    modules: Sequence[str],
+    changed: Mapping[str, str | None],
+    answer: tuple[list[str], dict[str, str], str] | None,
+) -> Warmed | None:
+    """Return why the server must not import the modules as a fork has, or None.
+
+    What they set themselves, and the worker has by them, is no setting of the script's.
+    """
+    if answer is None:
+        names = ",".join(f"+{name}" for name in modules)
+        return Warmed(f"--preload {names}: the process that imported it first died of it")
+    read, written, why_not = answer
+    if why_not:
+        return Warmed(why_not)
+    own = {name for name, text in written.items() if changed.get(name) == text}
+    settings = tuple(sorted((set(changed) & set(read)) - own))
+    return Warmed(settings=settings) if settings else None
 
 
 def _changed(given: Mapping[str, str], found: Mapping[str, str]) -> list[str]:

@@ -90,3 +90,28 @@ def test_an_exit_is_reported_while_modules_are_imported(tmp_path: Path) -> None:
     """What starts a worker waits for the end of the import."""
     found = processes.ask_fork(lambda: _while_it_imports(tmp_path))
     assert found == ["exited", "warmed", "started", "True"]
+
+
+def _swept_while_it_imports(directory: Path) -> list[object]:
+    """Return what a server sends whose import is swept, and what is due after that."""
+    ours, theirs = socket.socketpair()
+    server, agent = Server(theirs), LocalChannel(ours)
+    (directory / "endless_module.py").write_text("import time\ntime.sleep(600)\n")
+    server._later.plan(["endless_module"], str(directory), 0.0)
+    server._later.note_start(os.getpid(), {})
+    agent.send({"op": "sweep", "round": 0, "signum": 0, "grace": 0.0, "deadline": 60.0})
+    server._import_later()
+    while server._sweep is not None:
+        server._collect()
+    server._send({"op": "end of the test"})
+    found = [agent.receive() for _ in range(2)]
+    between = math.isinf(server._later.due)
+    server._later.note_start(os.getpid(), {})
+    return [*(message[0]["op"] for message in found if message), between, server._later.due]
+
+
+def test_an_import_that_is_swept_with_its_round_is_done_in_the_next(tmp_path: Path) -> None:
+    """It has not died of what it imported, and the workers of later rounds gain by it."""
+    *sent, between, due = processes.ask_fork(lambda: _swept_while_it_imports(tmp_path))
+    assert sent == ["swept", "end of the test"]
+    assert between and due < time.monotonic() + 60
