@@ -9,6 +9,7 @@
 #   make bench-cluster  the same with several nodes, through a TCPStore and through etcd
 #   make bench-checkpoint  saving and resuming, beside torch.save and torch.distributed.checkpoint
 #   make matrix  the fast tests, parity and the demo with other versions of torch and Python
+#   make clients  Lightning, Accelerate, Transformers and others under elaunch, a rank of each killed
 #   make size    lines, files, folders, names that mean two things
 #   make clean   remove everything that the other targets made
 #
@@ -25,7 +26,7 @@ STAMP := $(VENV)/.installed-$(shell { cat $(SETUP); pwd; $(PYTHON) -V; } 2>&1 | 
 # Tests rewritten for their assertions are kept, or each process of pytest rewrites all of them.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 5 --dist worksteal
 
-.PHONY: demo test trials lint check bench bench-cluster bench-checkpoint matrix size clean venv
+.PHONY: demo test trials lint check bench bench-cluster bench-checkpoint matrix clients size clean venv
 
 venv: $(STAMP)
 
@@ -69,10 +70,14 @@ matrix:
 	scripts/setup-system.sh
 	$(PYTHON) scripts/matrix.py $(if $(TORCH),--torch $(TORCH)) $(if $(PYTHONS),--python $(PYTHONS))
 
+# In an environment of its own. ONLY="accelerate ignite" chooses among the libraries.
+clients:
+	$(PYTHON) scripts/clients/clients.py $(if $(ONLY),--only $(ONLY))
+
 size: $(STAMP)
 	@$(BIN)/python scripts/size.py
 
 clean:
-	rm -rf $(VENV) build dist bench-results matrix-results .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist bench-results matrix-results .clients .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	rm -rf elaunch.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

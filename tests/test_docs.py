@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -93,6 +94,15 @@ def test_a_page_that_is_written_by_a_script_is_up_to_date(script: str) -> None:
     argv = [sys.executable, ROOT / "scripts" / script, "--check"]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_lines_for_libraries_are_those_that_make_clients_tries() -> None:
+    """docs/clients.md has a row of results and a line to type for each."""
+    libraries = runpy.run_path(str(ROOT / "scripts" / "clients" / "libraries.py"))["LIBRARIES"]
+    page = (ROOT / "docs" / "clients.md").read_text()
+    rows = [f"| {library.name} | `{library.line()}` |" for library in libraries]
+    assert [row for row in rows if row not in page] == []
+    assert [one.name for one in libraries if page.count(f"\n| {one.name} | ") != 2] == []
 
 
 def _tours() -> dict[str, str]:
