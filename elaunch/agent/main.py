@@ -39,6 +39,7 @@ from elaunch.agent.saver.plan import SaverPlan
 from elaunch.agent.saver.saver import AgentSaver
 from elaunch.agent.status.decisionlog import DecisionLog
 from elaunch.agent.status.eventlog import EventLog
+from elaunch.agent.status.ledger import Ledger, VerdictLog, open_ledger
 from elaunch.agent.status.record import StatusRecord, shown_code
 from elaunch.agent.status.socket import ControlSocket
 from elaunch.agent.status.views import NodeViews
@@ -166,7 +167,8 @@ class _Run:
         plan, group = self._start_group(pump)
         saver = AgentSaver(SaverPlan(settings, inbox.put, DirectoryFinisher(settings)))
         links, hangs = self._start_links(lines, group, saver)
-        status_record.follow(hangs.record, saver.record, links.name)
+        ledger = open_ledger(settings, self._run_dir, links, hangs=hangs, record=status_record)
+        status_record.follow(hangs.record, saver.record, links.name, ledger.record)
         views = NodeViews(hangs, self._log_root)
         self._start_control(links, views)
         self._start_timer()
@@ -183,7 +185,7 @@ class _Run:
             links=links,
             hangs=hangs,
             saver=saver,
-            observers=self._observers(plan, group, pump, hangs, publisher, hook),
+            observers=self._observers(plan, group, pump, hangs, publisher, hook, ledger),
             standalone=standalone,
         )
         threading.Thread(
@@ -329,6 +331,7 @@ class _Run:
         hangs: HangWatch,
         publisher: StatusPublisher,
         hook: tuple[Observer, ...],
+        ledger: Ledger,
     ) -> tuple[tuple[Observer, ...], tuple[Observer, ...]]:
         """Return who sees each turn of the loop before its action, and who after it."""
         settings, record = self._settings, self._status_record
@@ -343,10 +346,10 @@ class _Run:
             scene=hangs.scene,
         )
         decisions = DecisionLog(settings, plan.environ)
-        event_log = EventLog(settings, error_file=group.error_file)
         plans: tuple[Observer, ...] = (publisher.see,) if settings.rendezvous is not None else ()
-        early = (group.see, hangs.see, reporter.see, *plans, decisions.see)
-        return early, (reporter.report_on, publisher.publish, record.see, event_log.see, *hook)
+        early = (ledger.see, group.see, hangs.see, reporter.see, *plans, decisions.see)
+        late = (reporter.report_on, publisher.publish, record.see, VerdictLog(record).see)
+        return early, (*late, EventLog(settings, error_file=group.error_file).see, *hook)
 
 
 def _alone(

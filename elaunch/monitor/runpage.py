@@ -16,6 +16,7 @@ from typing import Any, Final
 from elaunch.monitor.page import Cell, Column, Fields, Page, Paragraph, Part, Table, Title
 from elaunch.monitor.snapshot import RunView, WorkerView
 from elaunch.monitor.standing import Standing
+from elaunch.runs import verdict
 from elaunch.runs.directory import handle
 from elaunch.runs.record import (
     ProgressRecord,
@@ -159,6 +160,7 @@ def _progress(view: RunView) -> Iterator[tuple[str, str]]:
     yield from _progress_facts(record, standing.live)
     yield from _checkpoint_facts(view)
     yield from _save_facts(record, view.standing)
+    yield from verdict.facts(record)
     if record["log_dir"]:
         yield "logs", record["log_dir"]
     report = standing.run.report(record["round"], "txt")

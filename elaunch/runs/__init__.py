@@ -2,7 +2,7 @@
 
 ``directory`` finds, makes and prunes run directories; ``record`` is the record that
 ``elaunch status`` shows; ``logtree`` names the workers' log files; ``statedir`` writes files so
-that readers never see half of one.
+that readers never see half of one; ``verdict`` says where a run's time went.
 """
 
-__all__ = ["directory", "logtree", "record", "statedir"]
+__all__ = ["directory", "logtree", "record", "statedir", "verdict"]

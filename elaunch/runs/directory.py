@@ -250,15 +250,36 @@ def killed_in(run_id: str, environ: Mapping[str, str]) -> int | None:
 
     None if there is no such run, or if its agent has ended it; -1 if no round had begun.
     """
-    same_id = re.compile(re.escape(file_name(run_id)) + r"(\.\d+)?")
-    runs = (run for run in _kept(environ) if same_id.fullmatch(run.path.name))
-    for record in (found for _, found in _newest_first(runs) if found is not None):
+    for record in _of_id(run_id, environ):
         state = condition(record["agent"])
-        if record["run_id"] != run_id or state in ("alive", "stopped", "elsewhere"):
+        if state in ("alive", "stopped", "elsewhere"):
             continue
         killed = record["state"] in LIVE_STATES
         return (record["round"] if record["world_size"] is not None else -1) if killed else None
     return None
+
+
+def continued(run: RunDir, run_id: str, environ: Mapping[str, str]) -> Record | None:
+    """Return the record of the run that ``run``, of the same id, goes on with.
+
+    That is the newest earlier one of this machine, unless it was completed: then another job has
+    been given the same id.
+    """
+    if run.number == 1:
+        return None
+    for record in _of_id(run_id, environ):
+        if condition(record["agent"]) in ("gone", "rebooted"):
+            return None if record["state"] == "COMPLETED" else record
+    return None
+
+
+def _of_id(run_id: str, environ: Mapping[str, str]) -> Iterator[Record]:
+    """Yield the records of all runs of that id, the newest first."""
+    same_id = re.compile(re.escape(file_name(run_id)) + r"(\.\d+)?")
+    runs = (run for run in _kept(environ) if same_id.fullmatch(run.path.name))
+    for _, record in _newest_first(runs):
+        if record is not None and record["run_id"] == run_id:
+            yield record
 
 
 def _is_file(directory: str, name: str) -> bool:

@@ -165,6 +165,36 @@ class SavesRecord(_SavesRequired, total=False):
     commits: int
 
 
+class SlowestRecord(TypedDict):
+    """The rank whose own part of a step takes longest, in the newest round in which that is known.
+
+    ``step_s``: seconds of its own for a step; ``median_s``: of the ranks of this node.
+    """
+
+    rank: int
+    step_s: float
+    median_s: float
+
+
+class TimingRecord(TypedDict):
+    """Where the time of this node's slots went, over all agents that have run it so far.
+
+    ``seconds`` by class (elaunch.runs.verdict.CLASSES) are means over the ``slots``; their sum is
+    ``wall_s``. ``reports`` is what the script shows of itself: ``steps``, ``context`` (it calls
+    ``elaunch.init()``) or ``nothing``. ``step_s``: of a step, without waits and saves.
+    ``spare_threads``: CPUs for each worker, where each has one thread by default; else 0.
+    """
+
+    slots: int
+    wall_s: float
+    seconds: dict[str, float]
+    failures: int
+    reports: str
+    step_s: float | None
+    slowest: SlowestRecord | None
+    spare_threads: int
+
+
 class _RecordRequired(TypedDict):
     schema: int
     run_id: str
@@ -201,8 +231,8 @@ class Record(_RecordRequired, total=False):
     round), the nodes (the first 64 of them where this is not node 0), how many there are, whether
     this one stands by as a spare, how many nodes wait to join, and the first failure of the job
     where it was on another node. Where the script itself writes it (elaunch.training.tracking):
-    what started it; ``agent`` is then one of the workers. ``progress`` and ``saves`` are there
-    where something is known of them. ``rounds_left_out`` are the rounds before those of
+    what started it; ``agent`` is then one of the workers. ``progress``, ``saves`` and ``timing``
+    are there where something is known of them. ``rounds_left_out`` are the rounds before those of
     ``history``. ``code`` is that of docs/errors.md where elaunch itself has ended the run.
     """
 
@@ -216,6 +246,7 @@ class Record(_RecordRequired, total=False):
     started_by: AgentRecord | None
     progress: ProgressRecord
     saves: SavesRecord
+    timing: TimingRecord
     rounds_left_out: int
     code: str
 

@@ -177,6 +177,7 @@ class Context:
         self._decided = latest.decide(self.distributed, self.info, *self._run_id, link)
         liveness.register_stacks(os.environ)
         recorder.watch(os.environ)
+        self._page.ready()
         self._page.beat()
 
     def _close_train(self) -> None:

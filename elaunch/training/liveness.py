@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 
 from elaunch import env, proc
 from elaunch.errors import ContextError
-from elaunch.wire.progress import ProgressPage
+from elaunch.wire.progress import ProgressPage, Spent
 
 log = logging.getLogger("elaunch")
 
@@ -32,7 +32,9 @@ def heartbeat(page: ProgressPage) -> None:
 
 
 @contextlib.contextmanager
-def section(page: ProgressPage, name: str, timeout: float | None = None) -> Iterator[None]:
+def section(
+    page: ProgressPage, name: str, timeout: float | None = None, kind: Spent = "section"
+) -> Iterator[None]:
     """Do something that takes longer than a step, as in ``with section(page, "eval", 900):``.
 
     Any rank may enter one, others need not; nothing blocks. Sections nest, and an outer one's
@@ -54,7 +56,7 @@ def section(page: ProgressPage, name: str, timeout: float | None = None) -> Iter
             f"section({name!r}, timeout={timeout!r}): the timeout is a number of seconds above 0, "
             "or None"
         )
-    opened = page.enter(name, timeout)
+    opened = page.enter(name, timeout, kind)
     try:
         yield
     finally:

@@ -17,11 +17,21 @@ offset  format  field
 64      64s     section: its name; empty outside of one
 128     256s    doing: the last call of the script API, as in "allgather #3"
 384     512s    status: set_status's text
+896     d       opened: when the page was made, on the monotonic clock
+904     Q       kind: on which of SPENT the time goes now
+912     d       since: when that began, on the monotonic clock
+920     7d      seconds that went on each of SPENT until then
+976     q       first: the steps_completed that were reported first, -1 before
 ======  ======  =====================================================================
 
 Texts are UTF-8, filled up with NUL. One process writes; any process may read. A reader copies the
 page and looks at the version before and after; it does not map it, because a worker that cuts its
 file short would end an agent that has it mapped.
+
+From the moment that the page is made each second goes on one of SPENT: ``init`` until
+elaunch.init() returns, ``first_step`` until the first step is reported, ``train`` after that, but
+for what the page's thread spends in checkpoint calls (``load``, ``save``), in other calls of all
+ranks (``wait``) and in sections of the script's own (``section``).
 """
 
 from __future__ import annotations
@@ -33,7 +43,7 @@ import struct
 import threading
 import time
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from elaunch.wire import forks
 
@@ -51,7 +61,23 @@ _VERSION_AT: Final = 48
 _SECTION: Final = (64, 64)
 _DOING: Final = (128, 256)
 _STATUS: Final = (384, 512)
-_WHOLE: Final = struct.Struct("<8sQdqddQ8x64s256s512s")
+_KIND_AT: Final = 904
+_FIRST_AT: Final = 976
+_SPENT: Final = struct.Struct("<Qd7d")
+_OPENED: Final = struct.Struct("<d")
+_WHOLE: Final = struct.Struct("<8sQdqddQ8x64s256s512sdQd7dq")
+Spent = Literal["init", "first_step", "train", "load", "save", "wait", "section"]
+SPENT: Final[tuple[Spent, ...]] = (
+    "init",
+    "first_step",
+    "train",
+    "load",
+    "save",
+    "wait",
+    "section",
+)
+_FROM: Final[frozenset[Spent]] = frozenset({"first_step", "train", "section"})
+"""What a call interrupts: its time goes on the call then. Others go on, whatever they call."""
 _TRIES: Final = 20
 _SAME_TIME_S: Final = 0.05
 
@@ -67,14 +93,23 @@ class Reading(NamedTuple):
     section_until: float | None
     doing: str
     status: str
+    opened: float = 0.0
+    kind: Spent = "train"
+    since: float = 0.0
+    spent: tuple[float, ...] = ()
+    first: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class Section:
-    """A section that is open; ``until`` on the monotonic clock, inf without a timeout."""
+    """A section that is open; ``until`` on the monotonic clock, inf without a timeout.
+
+    ``outer`` is what :meth:`ProgressPage.spent_on` takes.
+    """
 
     name: str
     until: float
+    outer: Spent | None = None
 
 
 class ProgressPage:
@@ -98,6 +133,15 @@ class ProgressPage:
         _STEP.pack_into(self._memory, _STEP_AT, -1)
         _NUMBER.pack_into(self._memory, _PROGRESS_AT, math.nan)
         _NUMBER.pack_into(self._memory, _UNTIL_AT, math.inf)
+        _STEP.pack_into(self._memory, _FIRST_AT, -1)
+        self._owner = threading.get_ident()
+        self._base: Spent = "init"
+        self._kind: Spent = "init"
+        self._first: int | None = None
+        self._spent = dict.fromkeys(SPENT, 0.0)
+        self._since = time.monotonic()
+        _OPENED.pack_into(self._memory, _KIND_AT - _OPENED.size, self._since)
+        self._go_on("init")
         self.beat()
         forks.leave_behind(self)
 
@@ -116,7 +160,32 @@ class ProgressPage:
         """Report how many steps are completed."""
         bounded = max(-1, min(steps_completed, LARGEST_STEP))
         _STEP.pack_into(self._memory, _STEP_AT, bounded)
+        if self._first is None:
+            self._first = bounded
+            _STEP.pack_into(self._memory, _FIRST_AT, bounded)
+            self._change_base("train")
         self.beat()
+
+    def ready(self) -> None:
+        """Report that elaunch.init() is done: what comes now leads to the first step."""
+        if self._base == "init":
+            self._change_base("first_step")
+
+    def spend(self, kind: Spent) -> Spent | None:
+        """Have the time go on ``kind`` from now on; return what :meth:`spent_on` takes.
+
+        Nothing changes for a call inside of another one, and in other threads than the page's.
+        """
+        before = self._kind
+        if before not in _FROM or threading.get_ident() != self._owner:
+            return None
+        self._go_on(kind)
+        return before
+
+    def spent_on(self, before: Spent | None) -> None:
+        """Have the time go on what it went on before :meth:`spend`."""
+        if before is not None:
+            self._go_on(before if before == "section" else self._base)
 
     def progress(self, fraction: float) -> None:
         """Report how much of all is done, 0 to 1."""
@@ -128,7 +197,7 @@ class ProgressPage:
         self._write(_STATUS, text)
         self.beat()
 
-    def enter(self, name: str, timeout: float | None) -> Section:
+    def enter(self, name: str, timeout: float | None, kind: Spent = "section") -> Section:
         """Open a section in which no progress need be seen; return what :meth:`leave` takes.
 
         Sections nest. An outer one's deadline holds inside of the inner ones too: what a library
@@ -137,9 +206,10 @@ class ProgressPage:
         Args:
             name: what is done, as in "eval".
             timeout: seconds that it may take; None if that is unknown.
+            kind: what its time goes on.
         """
         until = math.inf if timeout is None else time.monotonic() + timeout
-        section = Section(name, until)
+        section = Section(name, until, self.spend(kind))
         with self._lock:
             self._sections = (*self._sections, section)
             self._show_section()
@@ -151,6 +221,7 @@ class ProgressPage:
         with self._lock:
             self._sections = tuple(s for s in self._sections if s is not section)
             self._show_section()
+        self.spent_on(section.outer)
         self.beat()
 
     def last(self) -> str:
@@ -170,6 +241,23 @@ class ProgressPage:
         # Not unmapped by hand: another thread may be about to write. It goes with its last user.
         self._memory = bytearray(self._memory)
         os.close(fd)
+
+    def _change_base(self, kind: Spent) -> None:
+        before, self._base = self._base, kind
+        if self._kind == before:
+            self._go_on(kind)
+
+    def _go_on(self, kind: Spent) -> None:
+        """Add up what the time went on so far, and have it go on ``kind``."""
+        now = time.monotonic()
+        self._spent[self._kind] += now - self._since
+        self._kind, self._since = kind, now
+        with self._lock:
+            self._texts += 2
+            _VERSION.pack_into(self._memory, _VERSION_AT, self._texts - 1)
+            values = self._spent.values()
+            _SPENT.pack_into(self._memory, _KIND_AT, SPENT.index(kind), now, *values)
+            _VERSION.pack_into(self._memory, _VERSION_AT, self._texts)
 
     def _show_section(self) -> None:
         until = min((section.until for section in self._sections), default=math.inf)
@@ -249,7 +337,8 @@ def _cut(text: str, size: int) -> bytes:
 
 
 def _decode(copy: bytes) -> Reading:
-    _, beats, beat_at, step, progress, until, _, section, doing, status = _WHOLE.unpack(copy)
+    _, beats, beat_at, step, progress, until, _, *rest = _WHOLE.unpack(copy)
+    section, doing, status, opened, kind, since, *spent, first = rest
     return Reading(
         beats=beats,
         beat_at=beat_at,
@@ -259,6 +348,11 @@ def _decode(copy: bytes) -> Reading:
         section_until=None if math.isinf(until) else until,
         doing=_text(doing),
         status=_text(status),
+        opened=opened,
+        kind=SPENT[kind] if kind < len(SPENT) else "train",
+        since=since,
+        spent=tuple(spent),
+        first=None if first < 0 else first,
     )
 
 

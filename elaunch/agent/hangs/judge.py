@@ -199,7 +199,8 @@ class HangVerdict(Struct, frozen=True):
     """A hang: ``ranks`` are behind; they are all ranks where none is ``named``.
 
     ``culprit`` is what their collectives show of that, with which the reason begins. ``patience``:
-    so many seconds somebody has to wait for it, where it is known by the collectives.
+    so many seconds somebody has to wait for it, where it is known by the collectives. ``idle``: for
+    so long nothing of them was seen.
     """
 
     ranks: tuple[int, ...]
@@ -208,6 +209,7 @@ class HangVerdict(Struct, frozen=True):
     named: bool = True
     culprit: str = ""
     patience: float = 0.0
+    idle: float = 0.0
 
 
 def judge(history: RoundHistory, limit: float | None) -> HangVerdict | None:
@@ -291,6 +293,9 @@ def _verdict(
         reason=f"{told}{f' ({where})' if where else ''}",
         source=history.source,
         named=bool(named),
+        idle=min(
+            (history.ranks[r].idle for r in named or everyone if r in history.ranks), default=0.0
+        ),
     )
 
 

@@ -214,6 +214,7 @@ def _event(round_number: int, found: HangVerdict, last: tuple[str, ...]) -> even
         at=time.monotonic(),
         last=last,
         culprit=found.culprit,
+        idle=found.idle,
     )
 
 

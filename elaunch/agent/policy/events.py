@@ -211,7 +211,8 @@ class HangSeen(Struct, frozen=True):
 
     ``at`` is when that was found, in monotonic seconds; ``last`` are lines about what each rank
     reported last; ``pid`` is that of the first of ``ranks``. ``culprit`` is what their collectives
-    show, with which the reason begins, or "".
+    show, with which the reason begins, or "". ``idle``: for so many seconds nothing of them was
+    seen.
     """
 
     round: int
@@ -222,6 +223,7 @@ class HangSeen(Struct, frozen=True):
     last: tuple[str, ...] = ()
     pid: int = 0
     culprit: str = ""
+    idle: float = 0.0
 
 
 class StacksTaken(Struct, frozen=True):

@@ -37,6 +37,7 @@ from elaunch.runs.record import (
     ProgressRecord,
     Record,
     SavesRecord,
+    TimingRecord,
     add_round,
     first_record,
     new_round,
@@ -74,25 +75,35 @@ class StatusRecord:
         self._progress: Callable[[], ProgressRecord | None] = lambda: None
         self._saves: Callable[[], SavesRecord | None] = lambda: None
         self._name: Callable[[], str] = lambda: ""
+        self._timing: Callable[[], TimingRecord | None] = lambda: None
 
     def follow(
         self,
         progress: Callable[[], ProgressRecord | None],
         saves: Callable[[], SavesRecord | None] = lambda: None,
         name: Callable[[], str] = lambda: "",
+        timing: Callable[[], TimingRecord | None] = lambda: None,
     ) -> None:
         """Have the record say how far the workers are, what they save, what they call the run.
 
+        And where the time went.
+
         Any thread may ask. A name of the command line or the job file stays.
         """
-        self._progress, self._saves = progress, saves
+        self._progress, self._saves, self._timing = progress, saves, timing
         if not self._settings.name_given:
             self._name = name
 
     def snapshot(self) -> dict[str, Any]:
         """Return the record as it was last written, with the progress of now; for other threads."""
         published: dict[str, Any] = json.loads(self._published)
-        now = {"progress": self._progress(), "saves": self._saves(), "name": self._name() or None}
+        now: dict[str, object] = {
+            "progress": self._progress(),
+            "saves": self._saves(),
+            "name": self._name() or None,
+        }
+        if published["state"] not in FINAL_STATES:
+            now["timing"] = self._timing()
         return published | {name: found for name, found in now.items() if found is not None}
 
     def see(self, turn: Turn) -> None:
@@ -166,6 +177,9 @@ class StatusRecord:
         saves = self._saves()
         if saves is not None:
             self._record["saves"] = saves
+        timing = self._timing()
+        if timing is not None:
+            self._record["timing"] = timing
         self._record["name"] = self._name() or self._record["name"]
         self._published = json.dumps(self._record, separators=(",", ":"))
         self._writer.put(self._published, is_last=self._record["state"] in FINAL_STATES)

@@ -120,12 +120,14 @@ class RankChannel:
                 f"{name}: another thread of this rank is in {self._activity.now}; calls of all "
                 "ranks need one order, so one thread has to make them"
             )
+        before = self._page.spend("wait")
         try:
             self._refuse_unusable(name)
             call = self._activity.enter(scope, name)
             self._page.note(str(call))
             return self._run(call, obj, timeout)
         finally:
+            self._page.spent_on(before)
             self._activity.now = None
             self._turn.release()
             if self._mesh is not None and self._mesh.stopped:

@@ -31,7 +31,7 @@ from elaunch.training import liveness
 from elaunch.training.checkpoint import blocks, restore, store
 from elaunch.training.checkpoint.handle import SaveHandle
 from elaunch.training.checkpoint.opening import OpenedContext
-from elaunch.training.checkpoint.parts import SECTION, Mode, as_given, at_step
+from elaunch.training.checkpoint.parts import LOADS, SECTION, Mode, as_given, at_step
 from elaunch.training.checkpoint.restore import Which
 from elaunch.training.checkpoint.saver.schedule import Schedule
 
@@ -53,7 +53,7 @@ def _in_section(
 
     @functools.wraps(call)
     def made(self: CheckpointContext, /, *args: Given.args, **kwargs: Given.kwargs) -> Result:
-        with self._section():
+        with self._section(call.__name__ in LOADS):
             return call(self, *args, **kwargs)
 
     return made
@@ -185,7 +185,7 @@ class CheckpointContext:
             CheckpointError: on all ranks; there is none, it is damaged, or a rank cannot reach it.
         """
         what = "restore_path"
-        with self._section():
+        with self._section(loads=True):
             parts, wanted = restore.wanted(self._opening, uuid, None, timeout=timeout, what=what)
             parts, found = restore.choose(parts, wanted)
             if found is None:
@@ -496,5 +496,5 @@ class CheckpointContext:
             self._remembered = saving.Sharded()
         return self._remembered
 
-    def _section(self) -> contextlib.AbstractContextManager[None]:
-        return liveness.section(self._opening.page, SECTION)
+    def _section(self, loads: bool = False) -> contextlib.AbstractContextManager[None]:
+        return liveness.section(self._opening.page, SECTION, kind="load" if loads else "save")

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 SECTION: Final = "checkpoint"
 """What this rank is in, in ``elaunch status``, during every call."""
+LOADS: Final = frozenset({"load", "load_ddp", "latest", "get_metadata"})
+"""Calls of ctx.checkpoint whose time counts as loading; that of the others counts as saving."""
 Mode = Literal["all", "broadcast", "sequential"]
 """Which ranks open the file in ``load_ddp``."""
 
@@ -166,7 +168,7 @@ def awaiting(page: ProgressPage, seconds: float) -> AbstractContextManager[None]
 
     However short --hang-timeout is, it is no hang until then.
     """
-    return liveness.section(page, SECTION, seconds + 2 * MARGIN_S)
+    return liveness.section(page, SECTION, seconds + 2 * MARGIN_S, "save")
 
 
 def newer(one: Committed | None, other: Committed | None) -> Committed | None:

@@ -10,9 +10,9 @@ import pytest
 
 import elaunch
 from elaunch.errors import ContextError
+from elaunch.runs import verdict
 from elaunch.runs.directory import RunDir
 from elaunch.training.checkpoint.parts import Saving
-from elaunch.training.checkpoint.saver import schedule
 from elaunch.training.checkpoint.saver.schedule import (
     FIRST,
     Schedule,
@@ -45,8 +45,8 @@ def test_no_other_interval_within_the_share_loses_less(cost: float) -> None:
 
     best = seconds_between(cost, 7200)
     others = [best * factor for factor in (0.5, 0.8, 1.25, 2)]
-    assert all(lost(best) < lost(other) for other in others if cost / other <= schedule.MOST)
-    assert cost / best <= schedule.MOST + 1e-9
+    assert all(lost(best) < lost(other) for other in others if cost / other <= verdict.MOST)
+    assert cost / best <= verdict.MOST + 1e-9
 
 
 def test_how_often_a_job_fails() -> None:

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Final, Literal
 from elaunch import text
 from elaunch.errors import ContextError, RunDirError
 from elaunch.runs.directory import RunDir
+from elaunch.runs.verdict import expected_failure, seconds_between
 from elaunch.training.checkpoint import where
 
 if TYPE_CHECKING:
@@ -40,34 +41,12 @@ Every = int | Literal["auto"]
 
 FIRST: Final = 10
 """Steps before the first save by ``auto``: what a step takes is measured on them."""
-MOST: Final = 0.01
-"""The share of the time for which saves may stop the training."""
-EARLY_S: Final = 60.0
-"""Seconds before its start in which a job is taken to have run without a failure."""
 SAMPLES: Final = 5
 """Saves whose cost is remembered; their median counts."""
 CHANGED: Final = 2.0
 """By so much another choice differs from the one that was printed, to be printed, too."""
 
 log = logging.getLogger("elaunch")
-
-
-def seconds_between(cost: float, failure_s: float) -> float:
-    """Return the seconds from save to save that lose least time, within what saves may take.
-
-    Young's formula: the saves take ``cost / seconds`` of the time, and each failure, one in
-    ``failure_s``, half the seconds since the last save.
-    """
-    return max(math.sqrt(2 * cost * failure_s), cost / MOST)
-
-
-def expected_failure(failures: int, seconds: float) -> float:
-    """Return the mean seconds to the next failure of a job with ``failures`` in ``seconds``.
-
-    The next one is counted as if it came now: a job that has just begun is expected to fail soon,
-    one that has run for a day without a failure in a day.
-    """
-    return (seconds + EARLY_S) / (failures + 1)
 
 
 class Schedule:

@@ -1,0 +1,441 @@
+"""Where the time of this node's slots goes: a fold over the turns of the loop.
+
+Outside of rounds all slots share one class, by the agent's phase. A round is split when it ends:
+for each slot by when its worker was forked, when it ended, when the round failed and when that was
+known, and in between by what the worker has added up on its progress page (elaunch.wire.progress).
+What is kept of a round is sums, and one segment of trained steps; when a later round resumes from
+an older step, what lies behind that becomes ``lost``. The sum of all classes is the wall time.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from statistics import median
+from typing import Final, cast
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from elaunch import env
+from elaunch.agent.hangs.watch import HangWatch
+from elaunch.agent.policy import events
+from elaunch.agent.policy.actions import Finish
+from elaunch.agent.policy.state import Phase, State
+from elaunch.agent.policy.turn import Round, Turn
+from elaunch.agent.status.record import StatusRecord
+from elaunch.agent.workers.links import WorkerLinks
+from elaunch.config import Settings
+from elaunch.runs import directory, verdict
+from elaunch.runs.record import ProgressRecord, Record, SlowestRecord, TimingRecord
+from elaunch.wire.progress import SPENT, Reading, Spent
+
+SEGMENTS: Final = 64
+"""Segments of steps that are remembered; the two oldest become one."""
+FEWEST: Final = 5
+"""Steps that a rank has made where its pace is judged."""
+_BETWEEN: Final = {Phase.STARTING: "start", Phase.FLUSHING: "save"}
+_OVER: Final = frozenset({Phase.FLUSHING, Phase.MEETING, Phase.ENDED, Phase.STARTING})
+
+
+log = logging.getLogger("elaunch")
+
+
+class SlotLife(Struct, frozen=True):
+    """One slot in one round; moments on the monotonic clock.
+
+    Attributes:
+        begun, ended: of the round; ``ended`` is now while it runs.
+        forked, exited: of its worker.
+        failed: when the round failed, or was asked to end; ``noticed``: when the agent knew that.
+        alone: when the last worker of the round had ended, in one that did not fail.
+        page: its worker's page.
+        resumed: the step that the round resumed from.
+        steps: whether the script has ever reported steps.
+    """
+
+    begun: float
+    ended: float
+    forked: float | None = None
+    exited: float | None = None
+    failed: float | None = None
+    noticed: float | None = None
+    alone: float | None = None
+    page: Reading | None = None
+    resumed: int = 0
+    steps: bool = False
+
+
+def split(life: SlotLife) -> dict[str, float]:
+    """Return the seconds of a slot by class; their sum is ``life.ended - life.begun``."""
+    spent: dict[str, float] = {}
+    at = life.begun
+
+    def until(kind: str, moment: float) -> None:
+        nonlocal at
+        moment = min(max(moment, at), life.ended)
+        spent[kind] = spent.get(kind, 0.0) + moment - at
+        at = moment
+
+    ends = (life.exited, life.failed, life.ended)
+    worked = min(end for end in ends if end is not None)
+    until("start", worked if life.forked is None else min(life.forked, worked))
+    if life.page is not None and life.page.opened > 0:
+        until("start", min(life.page.opened, worked))
+        for kind, seconds in _of_page(life.page, worked, life):
+            until(kind, min(at + seconds, worked))
+    until("train", worked)
+    if life.failed is not None:
+        until("wait", life.failed)
+        until("detect", life.failed if life.noticed is None else life.noticed)
+    elif life.alone is not None:
+        until("wait", life.alone)
+    until("wait" if life.failed is None and life.alone is None else "kill", life.ended)
+    return spent
+
+
+def _of_page(page: Reading, worked: float, life: SlotLife) -> Iterator[tuple[str, float]]:
+    """Yield the seconds that a worker has added up, but for those of ``train``."""
+    spent: dict[Spent, float] = dict(zip(SPENT, page.spent, strict=False))
+    spent[page.kind] = spent.get(page.kind, 0.0) + max(0.0, worked - page.since)
+    train = spent.pop("train", 0.0)
+    if page.first is None:
+        if not life.steps:
+            spent.pop("first_step", None)
+    elif page.step is not None and page.step > page.first:
+        # The first report may be of several steps, of which all but one were like those since.
+        more = max(0, page.first - life.resumed - 1)
+        pace = train / (page.step - page.first)
+        spent["first_step"] = max(0.0, spent.get("first_step", 0.0) - more * pace)
+    yield from spent.items()
+
+
+class Segment(Struct, frozen=True):
+    """Steps that were trained in one go, in ``seconds`` of each slot; None: not known which."""
+
+    begin: int | None
+    end: int | None
+    seconds: float
+
+
+def resume(segments: Sequence[Segment], step: int) -> tuple[list[Segment], float]:
+    """Return what stays when training goes on from ``step``, and the seconds that are lost."""
+    kept, lost = list(segments), 0.0
+    while kept:
+        last = kept[-1]
+        if step > 0 and (last.begin is None or last.end is None or last.end <= step):
+            break
+        kept.pop()
+        if last.begin is None or last.end is None or last.begin >= step:
+            lost += last.seconds
+            continue
+        share = (last.end - step) / (last.end - last.begin)
+        lost += share * last.seconds
+        kept.append(Segment(last.begin, step, (1 - share) * last.seconds))
+        break
+    return kept, lost
+
+
+def add(segments: Sequence[Segment], new: Segment) -> list[Segment]:
+    """Return the segments with one more; at most SEGMENTS."""
+    both = [*segments, new]
+    if len(both) > SEGMENTS:
+        one, other = both[:2]
+        both[:2] = [Segment(one.begin, other.end, one.seconds + other.seconds)]
+    return both
+
+
+class _OpenRound(Struct):
+    """The round that runs, by local rank."""
+
+    begun: Round
+    at: float
+    forked: dict[int, float]
+    exited: dict[int, float]
+    failed: float | None = None
+    noticed: float | None = None
+
+
+class Ledger:
+    """Adds up one agent's time; an observer of the loop's turns. Any thread may ask for the record.
+
+    Args:
+        saves: whether there is a checkpoint directory: a round without a checkpoint begins anew.
+        pages: returns the workers' pages by local rank, of those that have ended, too.
+        progress: returns how far the workers are, also by their log lines.
+        threads: returns the CPUs for each of so many workers, where they have one thread each.
+        before: the timing of an earlier agent of this run.
+        begun: when this agent began, on ``clock``; by default now.
+    """
+
+    def __init__(
+        self,
+        saves: bool,
+        pages: Callable[[], Mapping[int, Reading]],
+        progress: Callable[[], ProgressRecord | None],
+        *,
+        threads: Callable[[int], int] = lambda _: 0,
+        before: TimingRecord | None = None,
+        begun: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._saves = saves
+        self._pages = pages
+        self._progress = progress
+        self._threads = threads
+        self._before = before
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._kind = "start"
+        self._begun_at = self._at = clock() if begun is None else begun
+        self._slots = 0
+        self._failures = 0
+        self._seconds = dict.fromkeys(verdict.CLASSES, 0.0)
+        self._segments: list[Segment] = []
+        self._round: _OpenRound | None = None
+        self._reports = "nothing"
+        self._step_s: float | None = None
+        self._slowest: SlowestRecord | None = None
+
+    def see(self, turn: Turn) -> None:
+        """Take down what the turn means for the time, before its action is done."""
+        now, event, state = self._clock(), turn.event, turn.after
+        with self._lock:
+            self._slots = state.limits.nproc or self._slots
+            failed = state.failed and isinstance(turn.action, Finish)
+            self._failures = state.restarts + failed
+            if self._round is not None:
+                self._follow(self._round, turn, now)
+                ends = state.phase in _OVER or turn.begun is not None
+                if ends or isinstance(event, events.TreeGone):
+                    self._close(self._round, now)
+            if turn.begun is not None:
+                self._open(turn.begun, now)
+            elif self._round is None:
+                self._between(state, now)
+
+    def record(self) -> TimingRecord | None:
+        """Return the timing as of now; None before the slots are counted."""
+        now = self._clock()
+        with self._lock:
+            if not self._slots:
+                return None
+            seconds = dict(self._seconds)
+            if self._round is None:
+                seconds[self._kind] += now - self._at
+            else:
+                pages = self._pages()
+                self._judge(pages)
+                _add(seconds, self._split(self._round, now, pages))
+            found: TimingRecord = {
+                "slots": self._slots,
+                "wall_s": now - self._begun_at,
+                "seconds": seconds,
+                "failures": self._failures,
+                "reports": self._reports,
+                "step_s": self._step_s,
+                "slowest": self._slowest,
+                "spare_threads": self._threads(self._slots),
+            }
+        before = self._before
+        if before is not None:
+            _add(seconds, before["seconds"])
+            found["wall_s"] += before["wall_s"]
+            found["failures"] += before["failures"]
+        return found
+
+    # ── between rounds ───────────────────────────────────────────────────────────────────────────
+
+    def _between(self, state: State, now: float) -> None:
+        kind = _BETWEEN.get(state.phase, "rendezvous")
+        if state.phase is Phase.ENDED:
+            kind = self._kind
+        elif kind == "rendezvous":
+            if _misses_nodes(state) or self._kind == "nodes":
+                kind = "nodes"
+                if self._kind == "rendezvous":
+                    self._kind = kind  # it was so since the last round
+            elif state.completed and not state.failed and state.limits.meets:
+                kind = "wait"
+        if kind != self._kind:
+            self._charge(now)
+            self._kind = kind
+
+    def _charge(self, now: float) -> None:
+        self._seconds[self._kind] += now - self._at
+        self._at = now
+
+    # ── a round ──────────────────────────────────────────────────────────────────────────────────
+
+    def _open(self, begun: Round, now: float) -> None:
+        self._charge(now)
+        self._round = _OpenRound(begun, now, {}, {})
+        if begun.checkpoint is not None:
+            self._resume(begun.checkpoint.step)
+        elif self._saves:
+            self._resume(0)
+
+    def _follow(self, current: _OpenRound, turn: Turn, now: float) -> None:
+        event, before = turn.event, turn.before
+        if isinstance(event, events.WorkerStarted) and event.round == current.begun.round:
+            current.forked[event.local_rank] = event.at
+        elif isinstance(event, events.Exit) and event.round == current.begun.round:
+            current.exited[event.local_rank] = event.at
+        if current.noticed is not None:
+            return
+        if isinstance(event, events.Exit) and event == before.first:
+            current.failed, current.noticed = event.at, now
+        elif isinstance(event, events.HangSeen) and event == before.hang:
+            current.failed, current.noticed = max(current.at, event.at - event.idle), now
+        elif turn.after.phase is Phase.STOPPING or before.failed:
+            current.failed = current.noticed = now
+
+    def _close(self, current: _OpenRound, now: float) -> None:
+        pages = self._pages()
+        self._judge(pages)
+        spent = self._split(current, now, pages)
+        _add(self._seconds, spent)
+        begin, end = self._steps(current, pages)
+        if begin is not None and current.begun.checkpoint is None and not self._saves:
+            self._resume(begin)  # the script has found its own checkpoint, or none
+        if seconds := spent.get("train", 0.0):
+            self._segments = add(self._segments, Segment(begin, end, seconds))
+        self._round, self._at, self._kind = None, now, "rendezvous"
+
+    def _split(
+        self, current: _OpenRound, now: float, pages: Mapping[int, Reading]
+    ) -> dict[str, float]:
+        """Return the seconds of the round by class, as means over the slots."""
+        exited, slots = current.exited, self._slots
+        alone = max(exited.values()) if len(exited) >= slots else None
+        failed, checkpoint = current.failed, current.begun.checkpoint
+        life = SlotLife(
+            begun=current.at,
+            ended=now,
+            failed=failed,
+            noticed=current.noticed,
+            alone=alone,
+            resumed=0 if checkpoint is None else checkpoint.step,
+            steps=self._reports == "steps",
+        )
+        total: dict[str, float] = {}
+        for k in range(slots):
+            one = replace(
+                life, forked=current.forked.get(k), exited=exited.get(k), page=pages.get(k)
+            )
+            _add(total, split(one))
+        return {kind: seconds / slots for kind, seconds in total.items()}
+
+    def _steps(
+        self, current: _OpenRound, pages: Mapping[int, Reading]
+    ) -> tuple[int | None, int | None]:
+        """Return the steps between which the round has trained, as far as they are known."""
+        progress = self._progress()
+        workers = progress["workers"] if progress else []
+        end = max((step for one in workers if (step := one["step"]) is not None), default=None)
+        if end is None:
+            return None, None
+        firsts = [page.first for page in pages.values() if page.first is not None]
+        checkpoint = current.begun.checkpoint
+        if checkpoint is not None:
+            return min(checkpoint.step, end), end
+        if self._saves or not firsts:
+            return 0, end
+        return min(max(0, min(firsts) - 1), end), end
+
+    def _resume(self, step: int) -> None:
+        self._segments, lost = resume(self._segments, step)
+        self._seconds["train"] -= lost
+        self._seconds["lost"] += lost
+
+    # ── what the ranks report ────────────────────────────────────────────────────────────────────
+
+    def _judge(self, pages: Mapping[int, Reading]) -> None:
+        """Note how much the script reports, and how long each rank takes for a step."""
+        if pages and self._reports == "nothing":
+            self._reports = "context"
+        if any(page.first is not None for page in pages.values()):
+            self._reports = "steps"
+        paces = {k: pace for k, page in pages.items() if (pace := _pace(page)) is not None}
+        if not paces:
+            return
+        self._step_s = median(paces.values())
+        if self._round is not None and len(paces) > 1:
+            worst = max(paces, key=lambda k: paces[k])
+            self._slowest = {
+                "rank": self._round.begun.first_rank + worst,
+                "step_s": paces[worst],
+                "median_s": self._step_s,
+            }
+
+
+def open_ledger(
+    settings: Settings,
+    run_dir: directory.RunDir,
+    links: WorkerLinks,
+    *,
+    hangs: HangWatch,
+    record: StatusRecord,
+) -> Ledger:
+    """Return the ledger of this agent, which goes on with that of an earlier one of this run."""
+    found = directory.continued(run_dir, settings.run_id, os.environ)
+
+    def threads(slots: int) -> int:
+        alone = env.default_omp_threads(os.environ, slots)
+        return len(os.sched_getaffinity(0)) // slots if alone else 0
+
+    return Ledger(
+        settings.checkpoint_dir is not None,
+        lambda: {**links.left(), **links.readings()},
+        hangs.record,
+        threads=threads,
+        before=None if found is None else found.get("timing"),
+        begun=time.monotonic() - max(0.0, time.time() - record.snapshot()["started_at"]),
+    )
+
+
+class VerdictLog:
+    """Logs the verdict on a run at its end, on node 0; an observer of the loop's turns.
+
+    Where one round was enough nothing is printed by default: the launcher is as silent as torchrun.
+    """
+
+    def __init__(self, record: StatusRecord) -> None:
+        self._record = record
+
+    def see(self, turn: Turn) -> None:
+        """Log the verdict if the turn ends the run."""
+        if not isinstance(turn.action, Finish):
+            return
+        record = cast("Record", self._record.snapshot())
+        if record.get("node_rank"):
+            return
+        level = logging.WARNING if len(record["history"]) > 1 else logging.INFO
+        for line in verdict.lines(record):
+            log.log(level, "%s", line)
+
+
+def _pace(page: Reading) -> float | None:
+    """Return the seconds of its own that a rank takes for a step."""
+    if page.first is None or page.step is None or page.step - page.first < FEWEST:
+        return None
+    train = page.spent[SPENT.index("train")]
+    if page.kind == "train":
+        train += max(0.0, page.beat_at - page.since)
+    return train / (page.step - page.first)
+
+
+def _misses_nodes(state: State) -> bool:
+    """Whether no round is here since nodes are missing, or since this one stands by."""
+    plan = state.plan
+    if not state.limits.meets or plan is None:
+        return False
+    return bool(plan.waits) or state.name in plan.spares
+
+
+def _add(total: dict[str, float], more: Mapping[str, float]) -> None:
+    for kind, seconds in more.items():
+        total[kind] = total.get(kind, 0.0) + seconds

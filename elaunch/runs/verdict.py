@@ -1,0 +1,206 @@
+"""Where a run's time went, in words: goodput, recoveries, the slowest rank, one piece of advice.
+
+==============  ==================================================================================
+class           seconds of a slot
+==============  ==================================================================================
+``start``       until its worker was forked, and from there to ``elaunch.init()``
+``rendezvous``  between rounds: the newest checkpoint is looked for, a backoff runs, agents meet
+``init``        in ``elaunch.init()``
+``load``        in calls that read checkpoints
+``first_step``  from ``elaunch.init()`` to the first step of a round that is reported
+``train``       what is left of a round
+``save``        in calls that save, and until saves are written out after a round
+``wait``        in calls of all ranks, and when its worker has ended before others
+``section``     in sections of the script, as for evaluation
+``detect``      from a failure or the last progress until the agent knew of it
+``kill``        from there until nothing of the round was left
+``nodes``       without a round, since nodes are missing, or as a spare
+``lost``        trained, and done again from an older checkpoint
+==============  ==================================================================================
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from elaunch.runs.record import Record, TimingRecord
+from elaunch.text import count, duration
+
+CLASSES: Final = {
+    "start": "start",
+    "rendezvous": "rendezvous",
+    "init": "init",
+    "load": "load",
+    "first_step": "first step",
+    "train": "train",
+    "save": "save",
+    "wait": "waiting for the slowest rank",
+    "section": "sections",
+    "detect": "detect",
+    "kill": "kill",
+    "nodes": "wait for nodes",
+    "lost": "done again",
+}
+"""Every class of time, as it is shown."""
+MOST: Final = 0.01
+"""The share of the time for which saves may stop the training."""
+EARLY_S: Final = 60.0
+"""Seconds before its start in which a job is taken to have run without a failure."""
+SHOWN: Final = 5
+"""Classes that are named beside ``train``."""
+LEAST: Final = 0.001
+"""The share from which a class is named."""
+WORTH: Final = 0.05
+"""The share from which something is worth advice, and a slower rank is named."""
+FAR: Final = 2.0
+"""By so much the interval of saves differs from the best one, to be worth advice."""
+_UNKNOWN: Final = {
+    "nothing": "the script reports nothing, so that its init, loads, saves, waits and steps done "
+    "again count as train",
+    "context": "the script reports no steps, so that its first step and steps done again count as "
+    "train",
+}
+
+
+def seconds_between(cost: float, failure_s: float) -> float:
+    """Return the seconds from save to save that lose least time, within what saves may take.
+
+    Young's formula: the saves take ``cost / seconds`` of the time, and each failure, one in
+    ``failure_s``, half the seconds since the last save.
+    """
+    return max(math.sqrt(2 * cost * failure_s), cost / MOST)
+
+
+def expected_failure(failures: int, seconds: float) -> float:
+    """Return the mean seconds to the next failure of a job with ``failures`` in ``seconds``.
+
+    The next one is counted as if it came now: a job that has just begun is expected to fail soon,
+    one that has run for a day without a failure in a day.
+    """
+    return (seconds + EARLY_S) / (failures + 1)
+
+
+def goodput(timing: TimingRecord) -> float:
+    """Return the share of the time that is kept as training, 0 to 1."""
+    return timing["seconds"].get("train", 0.0) / timing["wall_s"] if timing["wall_s"] > 0 else 0.0
+
+
+def facts(record: Record) -> Iterator[tuple[str, str]]:
+    """Yield names and values: goodput, recoveries, slowest rank, advice; nothing if none is known.
+
+    A record of an earlier version, or of a run without an agent, has no timing.
+    """
+    timing = record.get("timing")
+    if timing is None or not timing["slots"] or timing["wall_s"] <= 0:
+        return
+    yield "goodput", _goodput(timing)
+    yield "recoveries", _recoveries(record)
+    yield "slowest rank", _slowest(timing)
+    yield "advice", _advice(record, timing)
+
+
+def lines(record: Record) -> list[str]:
+    """Return the verdict on a run that has ended: its result, and :func:`facts`."""
+    lasted = max(0.0, (record["ended_at"] or record["started_at"]) - record["started_at"])
+    used = record["restarts"]["used"]
+    result = f"{record['state']} after {duration(lasted)}, {count(used, 'restart')}"
+    return [f"result: {result}", *(f"{name}: {value}" for name, value in facts(record))]
+
+
+def _goodput(timing: TimingRecord) -> str:
+    wall = timing["wall_s"]
+    others = {name: s for name, s in timing["seconds"].items() if name != "train"}
+    named = [
+        f"{CLASSES.get(name, name)} {_percent(seconds / wall)}"
+        for name, seconds in sorted(others.items(), key=lambda one: -one[1])
+        if seconds >= LEAST * wall
+    ][:SHOWN]
+    slots = count(timing["slots"], "slot")
+    text = f"{_percent(goodput(timing))} of {duration(wall)} on {slots} is train"
+    text += f"; {', '.join(named)}" if named else ""
+    unknown = _UNKNOWN.get(timing["reports"])
+    return f"{text} ({unknown})" if unknown else text
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def _recoveries(record: Record) -> str:
+    known = sorted(r for one in record["history"] if (r := one["recovery_s"]) is not None)
+    if not known:
+        return "none"
+    p50, p99 = _rank(known, 0.5), _rank(known, 0.99)
+    return f"{len(known)}, p50 {p50:.3f} s, p99 {p99:.3f} s"
+
+
+def _rank(ordered: Sequence[float], share: float) -> float:
+    """Return the smallest value that ``share`` of all do not exceed."""
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+
+
+def _slowest(timing: TimingRecord) -> str:
+    found = timing["slowest"]
+    if found is None:
+        if timing["reports"] == "steps":
+            return "not known: no two ranks of this node have reported more than 5 steps"
+        return "not known: the script reports no steps"
+    median = found["median_s"]
+    if found["step_s"] <= (1 + WORTH) * median:
+        return f"none stands out: a step takes each {median:.3g} s of its own"
+    above = _percent(found["step_s"] / median - 1) if median > 0 else "far"
+    return (
+        f"rank {found['rank']}: {found['step_s']:.3g} s of its own for a step, {above} above the "
+        f"median of this node's ranks, {median:.3g} s"
+    )
+
+
+def _advice(record: Record, timing: TimingRecord) -> str:
+    return (
+        _advice_on_saves(record, timing)
+        or _advice_on_threads(timing)
+        or _advice_on_losses(timing)
+        or f"none: no class but train takes {100 * WORTH:.0f} % of the time"
+    )
+
+
+def _advice_on_saves(record: Record, timing: TimingRecord) -> str:
+    """Return how often to save, where the interval is far from that and it costs something."""
+    saves, seconds, failures = record.get("saves"), timing["seconds"], timing["failures"]
+    commits = 0 if saves is None else saves.get("commits", 0)
+    if not commits:
+        if failures and record["checkpoint_dir"] is None:
+            failed = count(failures, "failure")
+            return (
+                f"give --checkpoint-dir: {failed}, and no checkpoint that is known to resume from"
+            )
+        return ""
+    cost = seconds["save"] / commits
+    pace = (seconds["train"] + seconds["lost"] + seconds["save"]) / commits
+    best = seconds_between(cost, expected_failure(failures, timing["wall_s"]))
+    share = (seconds["save"] + seconds["lost"]) / timing["wall_s"]
+    if cost <= 0 or share < WORTH or best / FAR <= pace <= best * FAR:
+        return ""
+    steps = f" ({max(1, round(best / timing['step_s']))} steps)" if timing["step_s"] else ""
+    return (
+        f"save every {best:.3g} s{steps}, not every {pace:.3g} s: a save stops the training for "
+        f"{cost:.3g} s, {count(failures, 'failure')} in {duration(timing['wall_s'])}"
+    )
+
+
+def _advice_on_threads(timing: TimingRecord) -> str:
+    threads = timing["spare_threads"]
+    if threads < 2:
+        return ""
+    return f"try OMP_NUM_THREADS={threads}: each worker has 1 thread, and {threads} CPUs are there"
+
+
+def _advice_on_losses(timing: TimingRecord) -> str:
+    others = {name: s for name, s in timing["seconds"].items() if name != "train"}
+    name, seconds = max(others.items(), key=lambda one: one[1], default=("", 0.0))
+    if seconds < WORTH * timing["wall_s"]:
+        return ""
+    at = f"{CLASSES.get(name, name)} takes most: {duration(seconds)} of each slot"
+    return f"{at}, {_percent(seconds / timing['wall_s'])}"
