@@ -12,8 +12,6 @@ import click
 from elaunch.endings import INTERRUPTED
 from elaunch.errors import UsageError
 
-MOST_RANKS = 1_000_000
-
 
 @click.command("logs")
 @click.argument("run", required=False, metavar="[RUN]")
@@ -49,7 +47,7 @@ def logs(
     shown. RUN is a run id of this machine, or the beginning of one, or a run directory; without it
     the newest run.
     """
-    from elaunch.monitor.logfiles import Choice, Reader, directories, nodes_of
+    from elaunch.monitor.logfiles import Choice, Reader, directories, nodes_of, parse_ranks
     from elaunch.monitor.logfiles import follow_console as console
     from elaunch.runs import directory
     from elaunch.runs.logtree import STREAMS
@@ -83,18 +81,6 @@ def logs(
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that the interpreter's flush is quiet
     return 0
-
-
-def parse_ranks(flag: str, raw: str) -> frozenset[int]:
-    """Return the ranks of ``3,7-9``; raises UsageError."""
-    ranks: set[int] = set()
-    for part in raw.split(","):
-        span = re.fullmatch(r"\s*(\d{1,7})(?:-(\d{1,7}))?\s*", part, re.ASCII)
-        first, last = (int(span[1]), int(span[2] or span[1])) if span else (1, 0)
-        if first > last or last >= MOST_RANKS:
-            raise UsageError(f"{flag} {raw}: {part!r} is no rank; give numbers and spans, as 3,7-9")
-        ranks.update(range(first, last + 1))
-    return frozenset(ranks)
 
 
 def _moment(raw: str) -> float:

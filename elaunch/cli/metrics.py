@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Final
 
 import click
 
@@ -19,7 +17,6 @@ if TYPE_CHECKING:
     from elaunch.monitor.page import Page
     from elaunch.training.metrics.reading import MetricRows, StoredRow
 
-LEADING: Final = ("steps_completed", "rank", "group", "round", "time")
 TERMINAL_ROWS: Final = 100
 
 
@@ -43,6 +40,7 @@ def metrics(
     if as_json and as_csv:
         raise UsageError("--json and --csv are two formats: leave one of them out")
     from elaunch.training.metrics.reading import directories, read
+    from elaunch.training.metrics.table import csv_text
 
     runs = directories(run, os.environ)
     reading = read(runs)
@@ -50,7 +48,8 @@ def metrics(
     if as_json:
         _print_lines(rows, everything)
     elif as_csv:
-        click.echo(_csv(rows, everything), nl=False)
+        for text in csv_text(rows, everything):
+            click.echo(text, nl=False)
     else:
         show(_page(rows, everything))
     if reading.torn:
@@ -84,19 +83,6 @@ def _few(ranks: Sequence[int]) -> str:
     return shown if len(ranks) <= 8 else f"{shown} … {ranks[-1]}"
 
 
-def _names(rows: Iterable[StoredRow], everything: bool) -> list[str]:
-    """Return the columns: what each row has, then the metrics in the order in which they came."""
-    names = dict.fromkeys(LEADING)
-    for row in rows:
-        names.update(dict.fromkeys(row.values))
-    return [*names, *(["superseded"] if everything and "superseded" not in names else [])]
-
-
-def _marked(rows: Iterable[StoredRow], everything: bool) -> Iterator[Mapping[str, Any]]:
-    for row in rows:
-        yield {**row.values, "superseded": row.superseded} if everything else row.values
-
-
 def _print_lines(rows: Iterable[StoredRow], everything: bool) -> None:
     for row in rows:
         line = row.line.decode()
@@ -105,33 +91,21 @@ def _print_lines(rows: Iterable[StoredRow], everything: bool) -> None:
         click.echo(line, nl=False)
 
 
-def _csv(rows: Sequence[StoredRow], everything: bool) -> str:
-    text = io.StringIO()
-    names = _names(rows, everything)
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(names)
-    for values in _marked(rows, everything):
-        writer.writerow([_csv_value(values.get(name)) for name in names])
-    return text.getvalue()
-
-
-def _csv_value(value: object) -> object:
-    return json.dumps(value) if isinstance(value, bool | list | dict) else value
-
-
 def _page(rows: Sequence[StoredRow], everything: bool) -> Page:
     from elaunch.monitor.page import Cell, Column, Paragraph, Table
     from elaunch.text import one_line
+    from elaunch.training.metrics.table import marked, names
 
     shown = rows[-TERMINAL_ROWS:] if on_terminal() else rows
-    names = _names(shown, everything)
+    columns_shown = names(shown, everything)
     cells = [
-        [_text(name, values.get(name)) for name in names] for values in _marked(shown, everything)
+        [_text(name, values.get(name)) for name in columns_shown]
+        for values in marked(shown, everything)
     ]
-    numbers = {name for name in names if name not in ("group", "time", "superseded")}
+    numbers = {name for name in columns_shown if name not in ("group", "time", "superseded")}
     columns = tuple(
         Column(one_line(name), right=name in numbers, spare=name in ("time", "round"))
-        for name in names
+        for name in columns_shown
     )
     table = Table(columns, tuple(tuple(Cell(one_line(text)) for text in row) for row in cells))
     left_out = len(rows) - len(shown)

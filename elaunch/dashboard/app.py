@@ -8,6 +8,12 @@ address                    answers
 ``/api/runs``              the runs; server-sent events with ``Accept: text/event-stream``
 ``/api/run?run=KEY``       one run, the same way
 ``/api/failures?run=KEY``  the failure reports of a run, whole
+``/api/metrics?run=KEY``   which metrics a run has, its restarts and checkpoints
+``/api/curves?run=KEY…``   one metric: ``group``, ``name``, ``x``, ``ranks``, ``from``, ``to``
+``/api/csv?run=KEY``       the metrics as comma-separated values
+``/api/logs?run=KEY…``     lines: ``ranks``, ``node``, ``round``, ``stream``, ``text``, ``older``;
+                           the same way
+``/api/checkpoints?run=…`` what is in the run's checkpoint directory
 ``/metrics``               all runs for Prometheus
 ``/healthz``               ``ok``
 =========================  =========================================================================
@@ -19,10 +25,12 @@ request is ever a path.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+import threading
+from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Generic, TypeVar
+from urllib.parse import quote
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -30,14 +38,21 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from elaunch.dashboard import prometheus
+from elaunch.dashboard.curves import Axis, MetricsReader, curves
 from elaunch.dashboard.feed import Feed, encoded
+from elaunch.dashboard.logtail import LogFilter, RunLogs, follow, parse_older, search
 from elaunch.dashboard.summary import BAD, RunReader
 from elaunch.errors import ElaunchError
-from elaunch.monitor import card
+from elaunch.monitor import card, checkpointtarget
+from elaunch.monitor.checkpointview import document
 from elaunch.monitor.document import list_document
+from elaunch.monitor.logfiles import Choice, parse_ranks
 from elaunch.monitor.standing import overview
 from elaunch.runs.directory import RunDir, handle
+from elaunch.runs.logtree import STREAMS
 from elaunch.runs.statedir import roots, subdirectories
+from elaunch.training.metrics.reading import read
+from elaunch.training.metrics.table import csv_text
 
 STATIC: Final = Path(__file__).parent / "static"
 TYPES: Final = {
@@ -47,8 +62,27 @@ TYPES: Final = {
     ".svg": "image/svg+xml",
 }
 STREAM: Final = "text/event-stream"
+KEPT_RUNS: Final = 2
 
 Answer = Callable[[Request], Awaitable[Response]]
+T = TypeVar("T")
+
+
+class _Kept(Generic[T]):
+    """What was made for the runs that were asked for last; few, since each may be large."""
+
+    def __init__(self, make: Callable[[RunDir], T]) -> None:
+        self._make = make
+        self._made: OrderedDict[Path, T] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __call__(self, run: RunDir) -> T:
+        with self._lock:
+            made = self._made.pop(run.path, None) or self._make(run)
+            self._made[run.path] = made
+            if len(self._made) > KEPT_RUNS:
+                self._made.popitem(last=False)
+            return made
 
 
 class Dashboard:
@@ -64,6 +98,8 @@ class Dashboard:
         self._first = first
         self._files = {path.name: path for path in STATIC.iterdir() if path.suffix in TYPES}
         self._feeds: dict[str, Feed] = {}
+        self._metrics_of = _Kept(MetricsReader)
+        self._logs_of = _Kept(lambda run: RunLogs(run, environ))
 
     def app(self) -> Starlette:
         """Return the application."""
@@ -73,6 +109,11 @@ class Dashboard:
             "/api/runs": self._runs,
             "/api/run": self._run,
             "/api/failures": self._in_thread(self._failures),
+            "/api/metrics": self._in_thread(lambda run, _: self._metrics_of(run).overview()),
+            "/api/curves": self._in_thread(self._curves),
+            "/api/csv": self._in_thread(self._csv),
+            "/api/logs": self._logs,
+            "/api/checkpoints": self._in_thread(self._checkpoints),
             "/metrics": self._prometheus,
             "/healthz": self._healthz,
         }
@@ -89,7 +130,7 @@ class Dashboard:
             except (ElaunchError, ValueError) as error:
                 return PlainTextResponse(f"{error}\n", 400)
             except OSError as error:
-                return PlainTextResponse(f"{error.filename}: {error.strerror}\n", 500)
+                return PlainTextResponse(f"{error}\n", 500)
 
         return told
 
@@ -172,6 +213,50 @@ class Dashboard:
             {"round": each.round, "text": each.text, "problem": each.problem, "card": each.document}
             for each in cards
         ]
+
+    def _curves(self, run: RunDir, query: Mapping[str, str]) -> Any:
+        name = query.get("group", ""), query.get("name", "")
+        metric = self._metrics_of(run).metrics().get(name)
+        if metric is None:
+            raise LookupError(f"metric {name[1][:200]!r}")
+        ranks = sorted(parse_ranks("ranks", query["ranks"])) if query.get("ranks") else None
+        first, last = (
+            float(query.get(end) or f"{sign}inf") for end, sign in (("from", "-"), ("to", ""))
+        )
+        axis: Axis = "time" if query.get("x") == "time" else "step"
+        return {"curves": curves(metric, axis, ranks, first, last)}
+
+    def _csv(self, run: RunDir, query: Mapping[str, str]) -> Response:
+        rows = [row for row in read([run]).rows if not row.superseded]
+        named = f'attachment; filename="{quote(run.path.name)}.csv"'
+        return StreamingResponse(
+            csv_text(rows, False), media_type="text/csv", headers={"content-disposition": named}
+        )
+
+    async def _logs(self, request: Request) -> Response:
+        query = request.query_params
+        logs, stream = self._logs_of(self._named(query)), query.get("stream", "")
+        choice = Choice(
+            parse_ranks("ranks", query["ranks"]) if query.get("ranks") else None,
+            int(query["round"]) if query.get("round") else None,
+            (stream,) if stream in STREAMS else STREAMS,
+            query.get("node") or None,
+        )
+        wanted = LogFilter(choice, query.get("text", ""))
+        older = parse_older(query.get("older", ""))
+        found, ends = await asyncio.to_thread(search, logs, wanted, older)
+        if request.headers.get("accept") != STREAM:
+            return Response(encoded(found), media_type="application/json")
+        return StreamingResponse(follow(logs, wanted, found, ends), media_type=STREAM)
+
+    def _checkpoints(self, run: RunDir, query: Mapping[str, str]) -> Any:
+        if run.read_state()["checkpoint_dir"] is None:
+            return {"directory": None}
+        target = checkpointtarget.resolve(str(run.path), self._environ)
+        try:
+            return document(checkpointtarget.listing(target, self._environ))
+        except FileNotFoundError:
+            return {"directory": str(target.place)}
 
     async def _prometheus(self, request: Request) -> Response:
         standings = await asyncio.to_thread(overview, self._environ)

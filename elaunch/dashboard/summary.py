@@ -110,6 +110,7 @@ def _short(found: card.Card) -> dict[str, Any]:
         "explanation": _text(document.get("explanation")),
         "code": _text(document.get("code")),
         "host": _text(document.get("host")),
+        "at_step": document.get("at_step"),
         "steps_lost": document.get("steps_lost"),
         "hang": bool(document.get("hang")),
         "lines": list(failure_lines(document))[:5] if document else [],

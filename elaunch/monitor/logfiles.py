@@ -25,6 +25,7 @@ from elaunch.runs.logtree import ARRIVALS, STREAMS, LogName, LogTree, parse_arri
 from elaunch.runs.record import Record, condition
 
 PAUSE_S: Final = 0.2
+MOST_RANKS: Final = 1_000_000
 CHUNK: Final = 1 << 20
 AGAIN_S: Final = 10.0
 """Seconds until a node that did not answer is asked again."""
@@ -146,6 +147,18 @@ def _elsewhere(run: RunDir, own: Record, known: Sequence[Node]) -> list[Node]:
     return found
 
 
+def parse_ranks(flag: str, raw: str) -> frozenset[int]:
+    """Return the ranks of ``3,7-9``; raises UsageError."""
+    ranks: set[int] = set()
+    for part in raw.split(","):
+        span = re.fullmatch(r"\s*(\d{1,7})(?:-(\d{1,7}))?\s*", part, re.ASCII)
+        first, last = (int(span[1]), int(span[2] or span[1])) if span else (1, 0)
+        if first > last or last >= MOST_RANKS:
+            raise UsageError(f"{flag} {raw}: {part!r} is no rank; give numbers and spans, as 3,7-9")
+        ranks.update(range(first, last + 1))
+    return frozenset(ranks)
+
+
 def directories(run: RunDir, nodes: Sequence[Node], choice: Choice) -> list[tuple[int, int, str]]:
     """Return (rank, round, directory) for all that was chosen and is there.
 
@@ -157,12 +170,12 @@ def directories(run: RunDir, nodes: Sequence[Node], choice: Choice) -> list[tupl
     return sorted(found)
 
 
-def _directory(file: _LogFile) -> str:
+def _directory(file: LogFile) -> str:
     return f"{file.node.place}/attempt_{file.name.round}/{file.name.local_rank}"
 
 
 @dataclass(eq=False)
-class _LogFile:
+class LogFile:
     """A file that is read as far as it goes; ``prefix`` stands before each of its lines."""
 
     node: Node
@@ -222,7 +235,7 @@ class Reader:
         self._run = run
         self._nodes = nodes
         self._choice = choice
-        self._files: dict[tuple[int, LogName], _LogFile] = {}
+        self._files: dict[tuple[int, LogName], LogFile] = {}
         self._warn = warn
         self._again: dict[int, float] = {}
         self._noted: dict[tuple[int, str], int] = {}
@@ -271,14 +284,14 @@ class Reader:
         found = node.tree.files()
         for name, (size, changed) in found.items():
             if (known := parse_name(name)) is not None:
-                fresh = _LogFile(node, known, node.first_rank + known.local_rank)
+                fresh = LogFile(node, known, node.first_rank + known.local_rank)
                 file = self._files.setdefault((index, known), fresh)
                 file.size, file.changed = size, changed
         for name in found:
             if name.endswith(ARRIVALS):
                 self._note(index, node, name)
 
-    def chosen(self) -> list[_LogFile]:
+    def chosen(self) -> list[LogFile]:
         """Return the files that are to be shown; UsageError if a rank or a round is not there."""
         files, wanted = list(self._files.values()), self._choice
         ranks = {file.rank for file in files}
@@ -341,7 +354,7 @@ class Reader:
             if file.held:
                 self._write(file, b"\n", out[file.name.stream])
 
-    def _write(self, file: _LogFile, data: bytes, out: BinaryIO) -> None:
+    def _write(self, file: LogFile, data: bytes, out: BinaryIO) -> None:
         grep, exact = self._choice.grep, self._choice.exact
         if exact and grep is None:
             out.write(data)

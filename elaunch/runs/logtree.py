@@ -17,6 +17,7 @@ noted none, of a full disk) have the time of their last change.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Iterator
@@ -80,17 +81,31 @@ class LogTree:
             os.close(fd)
 
     def _found(self) -> Iterator[tuple[str, tuple[int, float]]]:
-        for path in (
-            *self.root.glob("attempt_*/*/std*.log"),
-            *self.root.glob("attempt_*/arrivals"),
-        ):
-            name = str(path.relative_to(self.root))
-            if _NAME.fullmatch(name):
-                try:
-                    seen = path.stat()
-                except FileNotFoundError:
-                    continue
-                yield name, (seen.st_size, seen.st_mtime)
+        for number in _entries(self.root):
+            for place in _entries(number):
+                name = f"{number.name}/{place.name}"
+                if place.name == ARRIVALS:
+                    yield from _seen(name, place)
+                else:
+                    files = ((f"{name}/{path.name}", path) for path in _entries(place))
+                    yield from (one for file in files for one in _seen(*file))
+
+
+def _seen(name: str, path: os.DirEntry[str]) -> Iterator[tuple[str, tuple[int, float]]]:
+    """Yield name, size and time of a log file; nothing where it is none, or is gone."""
+    with contextlib.suppress(FileNotFoundError):
+        if _NAME.fullmatch(name):
+            seen = path.stat()
+            yield name, (seen.st_size, seen.st_mtime)
+
+
+def _entries(place: Path | os.DirEntry[str]) -> list[os.DirEntry[str]]:
+    """Return what is in a directory; nothing where it is none, or is gone."""
+    try:
+        with os.scandir(place) as entries:
+            return list(entries)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
 
 
 def parse_name(name: str) -> LogName | None:

@@ -53,8 +53,12 @@ def ask(
     }
     sent: list[Any] = []
 
+    requests = [{"type": "http.request", "body": b"", "more_body": False}]
+
     async def receive() -> Any:
-        return {"type": "http.request", "body": b"", "more_body": False}
+        if not requests:
+            await asyncio.Event().wait()  # the client stays
+        return requests.pop()
 
     async def send(message: Any) -> None:
         sent.append(message)

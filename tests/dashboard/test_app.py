@@ -70,13 +70,16 @@ def test_no_other_file_can_be_had(app: App, name: str) -> None:
 @pytest.mark.parametrize(
     "key", ["..", ".", "", "../../etc", "/etc", "nothing", "%2e%2e", "\0", "ü"]
 )
-@pytest.mark.parametrize("path", ["/api/run", "/api/failures"])
+@pytest.mark.parametrize(
+    "path", "/api/run /api/failures /api/metrics /api/curves /api/csv /api/logs".split()
+)
 def test_no_other_directory_is_a_run(
     app: App, environ: dict[str, str], key: str, path: str
 ) -> None:
     """A key is looked up among the directories of runs, a path is none."""
     run = made(environ)
-    assert ask(app, path, run=run.path.name).status == 200
+    if path in ("/api/run", "/api/failures"):
+        assert ask(app, path, run=run.path.name).status == 200
     for name in (key, f"{run.path.name}/../..", str(run.path)):
         assert ask(app, path, run=name).status == 404, name
 
@@ -167,6 +170,19 @@ def test_text_of_others_stays_text(app: App, environ: dict[str, str]) -> None:
     assert all(line.startswith(("elaunch_", "# ")) for line in lines if line)
     (state,) = (line for line in lines if line.startswith("elaunch_run_state"))
     assert state.endswith('\\"\\\\\\n",state="FAILED"} 1')
+
+
+def test_the_checkpoints_of_a_run(app: App, environ: dict[str, str], tmp_path: Path) -> None:
+    """As `elaunch checkpoints ls` has them; a directory that is not there yet is none."""
+    place = tmp_path / "saved"
+    made(environ, "none")
+    made(environ, "some", checkpoint_dir=str(place))
+    assert ask(app, "/api/checkpoints", run="none").json == {"directory": None}
+    assert ask(app, "/api/checkpoints", run="some").json.get("checkpoints", []) == []
+    (place / "checkpoint-7").mkdir(parents=True)
+    (place / "checkpoint-7" / "trainer_state.json").write_text("{")
+    found = ask(app, "/api/checkpoints", run="some").json
+    assert found["directory"] == str(place) and len(found["checkpoints"]) == 1
 
 
 def test_prometheus_and_healthz(app: App, play: Play) -> None:

@@ -58,7 +58,7 @@ export const state = (run) =>
 
 const main = document.getElementById("main");
 const pulse = document.getElementById("pulse");
-const TABS = [["", "Overview"], ["failures", "Failures"]];
+const TABS = [["", "Overview"], ["metrics", "Metrics"], ["logs", "Logs"], ["checkpoints", "Checkpoints"], ["failures", "Failures"]];
 let leave = () => {};
 
 // A feed sends the whole document at each change; it rests while nobody looks at the page.
@@ -110,6 +110,7 @@ async function route() {
   leave();
   leave = () => {};
   const [, kind, key, page = ""] = location.hash.split("?")[0].split("/").map(decodeURIComponent);
+  const asked = new URLSearchParams(location.hash.split("?")[1] ?? "");
   const tabs = document.getElementById("tabs");
   const root = h("div", {});
   main.replaceChildren(root);
@@ -121,7 +122,7 @@ async function route() {
   const known = TABS.some(([name]) => name === page);
   if (kind !== "run" || !known) { leave = runsView(root, location.hash === ""); return; }
   const view = await import(`/static/${page || "run"}.js`);
-  if (root.isConnected) leave = view.default(root, key) ?? (() => {});
+  if (root.isConnected) leave = view.default(root, key, asked) ?? (() => {});
 }
 
 document.getElementById("theme").addEventListener("click", () => {

@@ -2,6 +2,7 @@
 import { clock, follow, h, size, span, state, table } from "./app.js";
 
 const MANY = 256; // ranks beyond which cells are small
+const PAGES = { failures: "The whole report", checkpoints: "The checkpoints", logs: "The logs" };
 const LISTED = 32; // ranks in the table below the grid, the worst first
 
 export default function view(root, key) {
@@ -34,18 +35,18 @@ function draw(parts, memory, run, name) {
 
 const PARTS = {
   head: (run) => ({
-    of: [run.run_id, run.state, run.live, run.reason, run.entrypoint, run.exit_code],
+    of: [run.run_id, run.state, run.live, run.reason, run.exit_code, run.attention],
     build: () => [
       h("div", { class: "title" }, h("h1", {}, run.run_id), state(run),
         run.live || run.exit_code === null || run.exit_code === undefined ? "" : h("span", { class: "quiet" }, `exit code ${run.exit_code}`)),
-      run.reason && !run.bad ? h("div", { class: "quiet" }, run.reason) : "",
+      run.reason && !run.bad && !run.attention.some(({ title }) => title.includes(run.reason)) ? h("div", { class: "quiet" }, run.reason) : "",
     ].filter(Boolean),
   }),
   attention: (run, { key }) => ({
     of: run.attention,
     build: () => run.attention.map(({ level, title, detail, page }) => h("div", { class: `note ${level}`, role: level === "bad" ? "alert" : null },
       h("strong", {}, title), detail ? h("p", {}, detail) : "",
-      page === "failures" ? h("a", { href: `#/run/${encodeURIComponent(key)}/${page}` }, "The whole report") : "")),
+      PAGES[page] ? h("a", { href: `#/run/${encodeURIComponent(key)}/${page}` }, PAGES[page]) : "")),
   }),
   facts: (run) => ({
     of: run.started_at === undefined ? null : facts(run),
@@ -128,7 +129,7 @@ function grid(run, memory) {
   return [h("h2", {}, "Nodes and ranks"),
     h("div", { class: `grid ${run.world_size > MANY ? "many" : ""}`, tabindex: 0, role: "group", "aria-label": "Ranks by node" },
       run.grid.flatMap((node) => [h("b", { title: node.host }, node.host), h("div", { class: "slots" }, cells(node))])),
-    h("p", { class: "legend", "aria-live": "polite" }, text)];
+    h("p", { class: "legend", "aria-live": "polite" }, text, chosen ? [" · ", h("a", { href: `#/run/${encodeURIComponent(run.key)}/logs?ranks=${memory.chosen}` }, "its log")] : "")];
 }
 
 function described(run, worker) {

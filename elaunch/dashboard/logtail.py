@@ -1,0 +1,246 @@
+"""The newest lines of a run's logs that fit a filter, read from the end, and those that come.
+
+Files are read backwards in chunks, always the one whose next line came last, until there are LINES
+lines or BUDGET_S seconds are over. Where more is left, ``older`` has how far each file was read,
+and another search goes on from there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import json
+import re
+import threading
+import time
+from bisect import bisect_right
+from collections.abc import AsyncIterator, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from elaunch.dashboard.feed import SILENT_S, encoded
+from elaunch.errors import RunDirError, UsageError
+from elaunch.monitor.logfiles import Choice, LogFile, Reader, nodes_of
+from elaunch.runs.directory import RunDir, is_live
+
+LINES: Final = 500
+BUDGET_S: Final = 0.12
+FIRST_CHUNK: Final = 1 << 14
+CHUNK: Final = 1 << 20
+LONGEST: Final = 4000
+PAUSE_S: Final = 0.5
+MOST_CURSORS: Final = 64
+
+_ESCAPES: Final = re.compile(r"\x1b\[[0-9;:?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
+
+Line = tuple[float, int, str, int, str]
+"""When it came, rank, stream, round, text."""
+
+
+@dataclass(frozen=True)
+class LogFilter:
+    """Which lines are asked for: of these files, with this text in any case."""
+
+    choice: Choice
+    text: str = ""
+
+    @property
+    def needle(self) -> bytes:
+        """The text as it is looked for."""
+        return self.text.lower().encode("utf-8", "surrogateescape")
+
+
+class RunLogs:
+    """The log files of one run, for several readers at once."""
+
+    def __init__(self, run: RunDir, environ: Mapping[str, str]) -> None:
+        self.run = run
+        self._environ = environ
+        self._lock = threading.Lock()
+        self._places: list[str] = []
+        self._reader: Reader | None = None
+
+    def files(self, choice: Choice) -> dict[str, LogFile]:
+        """Return what there is of the chosen files now, by name; raises UsageError, RunDirError."""
+        nodes = nodes_of(self.run, None, self._environ)
+        places = [node.place for node in nodes]
+        with self._lock:
+            if self._reader is None or places != self._places:
+                self._reader, self._places = Reader(self.run, nodes, Choice()), places
+            self._reader.look()
+            found = self._reader.chosen()
+        return {
+            f"{file.node.rank}/{file.name}": file
+            for file in found
+            if file.node.is_meant(choice.node)
+            and (choice.ranks is None or file.rank in choice.ranks)
+            and choice.round in (None, file.name.round)
+            and file.name.stream in choice.streams
+        }
+
+
+def _time_at(file: LogFile, offset: int) -> float:
+    """Return when the byte at ``offset`` came."""
+    at = bisect_right(file.offsets, offset)
+    return file.times[at - 1] if at else file.changed
+
+
+def _line(file: LogFile, came: float, raw: bytes) -> Line:
+    """Return a line as it is sent: without escapes, of a progress bar the last state."""
+    text = raw[: 4 * LONGEST].decode(errors="replace").rstrip("\r").rpartition("\r")[2]
+    text = _ESCAPES.sub("", text)[:LONGEST]
+    return came, file.rank, file.name.stream, file.name.round, text
+
+
+def _bytes(file: LogFile, start: int, end: int) -> bytes:
+    """Return a part of a file; the agent of another node sends no more than it likes at once."""
+    data = b""
+    while len(data) < end - start:
+        more = file.node.tree.read(str(file.name), start + len(data), end - start - len(data))
+        if not more:
+            break
+        data += more
+    return data
+
+
+class Backwards:
+    """Reads one file from ``begin`` to its start; ``begin`` is where the next search goes on."""
+
+    def __init__(self, file: LogFile, begin: int, needle: bytes) -> None:
+        self.file = file
+        self.begin = begin
+        self._needle = needle
+        self._chunk = FIRST_CHUNK
+        self._lines = self._read()
+
+    def next(self) -> tuple[int, bytes | None] | None:
+        """Return the next line with its offset; None for it where a chunk had none, or at the end.
+
+        Raises RunDirError.
+        """
+        try:
+            return next(self._lines, None)
+        except OSError as error:
+            raise RunDirError(f"cannot read {self.file.name}: {error.strerror or error}") from error
+
+    def _read(self) -> Iterator[tuple[int, bytes | None]]:
+        tail, at = b"", self.begin
+        while at > 0:
+            start = max(0, at - self._chunk)
+            data = _bytes(self.file, start, at)
+            body, at, self._chunk = data + tail, start, min(CHUNK, 4 * self._chunk)
+            # The first line may begin in the chunk before; of one that is too long a part is left.
+            cut = body.find(b"\n") + 1 if start else 0
+            if start and cut in (0, len(body)) and len(body) < CHUNK:
+                tail = body
+                continue
+            tail, body = body[:cut], body[cut:]
+            if body:
+                yield from self._fitting(start + len(tail), body)
+            self.begin = start + len(tail)
+            yield self.begin, None
+        self.begin = 0
+
+    def _fitting(self, start: int, body: bytes) -> Iterator[tuple[int, bytes]]:
+        """Yield the lines of ``body``, which begins at ``start``, from the last to the first."""
+        if self._needle and self._needle not in body.lower():
+            return
+        end = start + len(body) + (not body.endswith(b"\n"))
+        for line in reversed(body.removesuffix(b"\n").split(b"\n")):
+            end -= len(line) + 1
+            if not self._needle or self._needle in line.lower():
+                self.begin = end
+                yield end, line
+
+
+def search(
+    logs: RunLogs, wanted: LogFilter, older: Mapping[str, int] | None = None
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """Return the newest lines that fit, and how far each file is known: its size."""
+    files = logs.files(wanted.choice)
+    ends = {name: file.size for name, file in files.items()}
+    begins = ends if older is None else {n: min(a, ends[n]) for n, a in older.items() if n in ends}
+    readers = {n: Backwards(files[n], begin, wanted.needle) for n, begin in begins.items()}
+    due = [(-_time_at(files[n], max(0, r.begin - 1)), n) for n, r in readers.items() if r.begin]
+    heapq.heapify(due)
+    found: list[Line] = []
+    until = time.monotonic() + BUDGET_S
+    while due and len(found) < LINES and time.monotonic() < until:
+        name = due[0][1]
+        got = readers[name].next()
+        if got is None:
+            heapq.heappop(due)
+            continue
+        came = _time_at(files[name], got[0])
+        if got[1] is not None:
+            found.append(_line(files[name], came, got[1]))
+        heapq.heapreplace(due, (-came, name))
+    left = {name: reader.begin for name, reader in readers.items() if reader.begin > 0}
+    document = {
+        "lines": found[::-1],
+        "older": left if 0 < len(left) <= MOST_CURSORS else None,
+        "files": len(files),
+        "bytes": sum(ends.values()),
+        "left": sum(left.values()),
+    }
+    return document, ends
+
+
+async def follow(
+    logs: RunLogs, wanted: LogFilter, document: dict[str, Any], ends: dict[str, int]
+) -> AsyncIterator[bytes]:
+    """Yield what :func:`search` has returned as an event, then lines that come.
+
+    The last event has ``ended``: the run has, or had.
+    """
+    yield _event(document)
+    held: dict[str, bytes] = {}
+    sent_at, live = time.monotonic(), True
+    while live:
+        await asyncio.sleep(PAUSE_S)
+        # Asked first: what a run that has ended wrote is there.
+        live = await asyncio.to_thread(is_live, logs.run)
+        lines = await asyncio.to_thread(_newer, logs, wanted, ends, held)
+        if lines or not live:
+            sent_at = time.monotonic()
+            yield _event({"lines": lines, "ended": not live})
+        elif time.monotonic() - sent_at > SILENT_S:
+            sent_at = time.monotonic()
+            yield b": still here\n\n"
+
+
+def _newer(
+    logs: RunLogs, wanted: LogFilter, ends: dict[str, int], held: dict[str, bytes]
+) -> list[Line]:
+    """Return whole lines that came since, of very many the last."""
+    found: list[Line] = []
+    for name, file in logs.files(wanted.choice).items():
+        at = ends.get(name, 0)
+        if file.size <= at:
+            continue
+        if name not in held:  # the line that was not whole when it was read
+            before = _bytes(file, max(0, at - LONGEST), at)
+            held[name] = before.rpartition(b"\n")[2]
+        if file.size - at > CHUNK:
+            at, held[name] = file.size - CHUNK, b""
+        raw = file.node.tree.read(str(file.name), at, CHUNK)
+        ends[name] = at + len(raw)
+        *lines, held[name] = (held.get(name, b"") + raw).split(b"\n")
+        came = _time_at(file, at)
+        fitting = (one for one in lines if not wanted.needle or wanted.needle in one.lower())
+        found += [_line(file, came, one) for one in fitting][-LINES:]
+    return sorted(found)[-2 * LINES :]
+
+
+def parse_older(text: str) -> dict[str, int] | None:
+    """Return how far each file was read, as ``older`` has it; None for "". Raises UsageError."""
+    if not text:
+        return None
+    try:
+        return {str(name): max(0, int(at)) for name, at in json.loads(text).items()}
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        raise UsageError("older is not what an answer had") from None
+
+
+def _event(document: dict[str, Any]) -> bytes:
+    return b"data: " + encoded(document).encode() + b"\n\n"
