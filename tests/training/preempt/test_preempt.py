@@ -221,6 +221,8 @@ def test_a_signal_in_the_middle_of_a_call(store: int, scope: str) -> None:
 def at_each_opcode(code: CodeType, act: Callable[[int], None]) -> Callable[..., object]:
     """Return a trace function: ``act(n)`` is called before the nth opcode of ``code``."""
     count = itertools.count()
+    # Some releases of Python 3.12 trace opcodes only if a frame asked for it before settrace().
+    sys._getframe().f_trace_opcodes = True
 
     def trace(frame: FrameType, event: str, _: object) -> object:
         if frame.f_code is not code:

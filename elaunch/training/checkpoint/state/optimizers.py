@@ -1,14 +1,15 @@
 """Optimizers by the names of their parameters, through torch's get/set_optimizer_state_dict.
 
 ``optimizer.state_dict()`` numbers the parameters, and what is loaded under numbers into a fresh
-optimizer restores nothing, without an error. By names it is restored, resharded too. Three things
+optimizer restores nothing, without an error. By names it is restored, resharded too. Four things
 that torch's functions do are kept from happening:
 
 * a save before the first step would make that step: torch calls ``optimizer.step()`` to have a
   state to save, after which Adam counts one step more. Nothing is saved in its place, and a load
   leaves the optimizer fresh;
 * a load with gradients in place would restore nothing into a fresh optimizer;
-* a load would give a state to parameters that had none when it was saved.
+* a load would give a state to parameters that had none when it was saved;
+* torch 2.8 and older load no state in which a parameter has none.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ STATE = "state"
 GROUPS = "param_groups"
 _PARAMS = "params"
 _RATE = "lr"  # torch sets it to 0 for the step
+_WANTS_ALL = torch.__version__ < (2, 10)  # so that a parameter without a state is a KeyError
 _STEP_FAILS = (TypeError, RuntimeError, ValueError, AttributeError, KeyError, AssertionError)
 Named = tuple[str, nn.Module]
 
@@ -152,8 +154,20 @@ def set_state(module: nn.Module, optimizer: torch.optim.Optimizer, state: dict[s
     # Not strict: torch would refuse parameters without a state. Keys were compared before.
     options = StateDictOptions(strict=False, flatten_optimizer_state_dict=STATE not in state)
     keeping = contextlib.nullcontext() if optimizer.state else _no_first_step(optimizer)
-    with keeping:
+    with keeping, _all_have_one(optimizer, state) if _WANTS_ALL else contextlib.nullcontext():
         set_optimizer_state_dict(module, optimizer, state, options=options)
+
+
+@contextlib.contextmanager
+def _all_have_one(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> Iterator[None]:
+    """Give parameters that have no state in ``state`` an empty one, and none in the optimizer."""
+    if STATE in state:
+        names = (name for group in state[GROUPS] for name in group[_PARAMS])
+        state[STATE] = {**{name: {} for name in names}, **state[STATE]}
+    yield
+    for member in parameters(optimizer):
+        if not optimizer.state.get(member, True):
+            del optimizer.state[member]
 
 
 @contextlib.contextmanager
