@@ -10,6 +10,7 @@
 #   make bench-checkpoint  saving and resuming, beside torch.save and torch.distributed.checkpoint
 #   make matrix  the fast tests, parity and the demo with other versions of torch and Python
 #   make clients  Lightning, Accelerate, Transformers and others under elaunch, a rank of each killed
+#   make docs    the documentation as a site: build/docs; `python3 -m http.server -d build/docs` shows it
 #   make size    lines, files, folders, names that mean two things
 #   make clean   remove everything that the other targets made
 #
@@ -26,7 +27,7 @@ STAMP := $(VENV)/.installed-$(shell { cat $(SETUP); pwd; $(PYTHON) -V; } 2>&1 | 
 # Tests rewritten for their assertions are kept, or each process of pytest rewrites all of them.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 5 --dist worksteal
 
-.PHONY: demo test trials lint check bench bench-cluster bench-checkpoint matrix clients size clean venv
+.PHONY: demo test trials lint check bench bench-cluster bench-checkpoint matrix clients docs size clean venv
 
 venv: $(STAMP)
 
@@ -73,6 +74,14 @@ matrix:
 # In an environment of its own. ONLY="accelerate ignite" chooses among the libraries.
 clients:
 	$(PYTHON) scripts/clients/clients.py $(if $(ONLY),--only $(ONLY))
+
+docs: $(STAMP)-docs
+	# Not quiet: then warnings would not count, either. The variable turns off an advertisement.
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build -f scripts/docs/mkdocs.yml
+
+$(STAMP)-docs: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	touch $@
 
 size: $(STAMP)
 	@$(BIN)/python scripts/size.py

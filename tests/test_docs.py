@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import ast
+import configparser
+import itertools
+import json
 import re
 import runpy
+import shlex
 import subprocess
 import sys
+import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
+import click
 import pytest
+import yaml
 
 from elaunch import errors
+from elaunch.cli import COMMANDS, cli
+from elaunch.config.flag import Given, convert
+from elaunch.config.table import TABLE
 from tests import test_style as style
 
 ROOT = Path(__file__).parent.parent
@@ -72,6 +83,116 @@ def test_every_page_is_in_the_index() -> None:
     index = (ROOT / "docs" / "README.md").read_text()
     pages = [page.name for page in ROOT.glob("docs/*.md") if page.name != "README.md"]
     assert [name for name in pages if f"]({name})" not in index] == []
+
+
+def _blocks(*languages: str) -> list[tuple[str, str]]:
+    """Return page and text of the code blocks in these languages; "" is a block that names none."""
+    fence = re.compile(r"^( *)```(\w*)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
+    return [
+        (f"{page.relative_to(ROOT)}: {text[:60]!r}", textwrap.dedent(text))
+        for page in PAGES
+        for _, language, text in fence.findall(page.read_text())
+        if language in languages
+    ]
+
+
+def test_blocks_of_python_can_be_parsed() -> None:
+    """In api.md a block may be a signature, which is one without ``def`` and body."""
+    found = _blocks("python", "py")
+    assert len(found) > 100
+    for where, text in found:
+        if where.startswith("docs/api.md"):
+            text = re.sub(r"\A(class )?(elaunch|[A-Z]\w+)\.(?=\w+(\(|:|\n\Z))", "", text)
+            text = re.sub(r"\A(\w+\(.*\)( -> .+)?)\n\Z", r"def \1: ...", text, flags=re.DOTALL)
+        ast.parse(text, where)
+
+
+def _read_json(text: str) -> None:
+    """Read one document after the other."""
+    while text := text.lstrip():
+        text = text[json.JSONDecoder().raw_decode(text)[1] :]
+
+
+def test_blocks_of_data_can_be_read() -> None:
+    """JSON, YAML and unit files; what is left out is an ellipsis, which no string needs."""
+    readers: dict[str, Callable[[str], object]] = {
+        "json": _read_json,
+        "yaml": lambda text: list(yaml.safe_load_all(text)),
+        "ini": configparser.ConfigParser(strict=False).read_string,
+    }
+    for language, read in readers.items():
+        found = _blocks(language)
+        assert found
+        for where, text in found:
+            try:
+                read(text)
+            except (ValueError, yaml.YAMLError, configparser.Error) as error:
+                pytest.fail(f"{where} is no {language}: {error}")
+
+
+def _command_lines() -> list[tuple[str, list[str]]]:
+    """Return page and words of the command lines in blocks, without what stands behind them.
+
+    That is a comment, an explanation after two spaces, or where the output goes.
+    """
+    lines = []
+    for where, text in _blocks("", "sh"):
+        for line in re.sub(r" *\\\n\s*", " ", text).splitlines():
+            for part in re.split(r" {2,}| #", line.strip()):
+                call = re.match(r"(?:\$ )?(?:(?:srun|mpirun) .*? )?elaunch ([a-z].*)", part)
+                if call and call[1].split()[0] in COMMANDS:
+                    text = re.sub(r"\[,…\]|[\[\]…]", "", re.sub(r"\$\([^)]*\)", "x", call[1]))
+                    words = shlex.shlex(text, posix=True, punctuation_chars="|>")
+                    words.whitespace_split = True
+                    lines.append(
+                        (
+                            where,
+                            list(
+                                itertools.takewhile(lambda word: word[:1] not in {"|", ">"}, words)
+                            ),
+                        )
+                    )
+    return lines
+
+
+def test_command_lines_can_be_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the command's own parser, with the values of all flags of ``run``; nothing is done."""
+    called: list[click.Context] = []
+    monkeypatch.setattr(click.Command, "invoke", lambda _, ctx: called.append(ctx))
+    lines = _command_lines()
+    assert {words[0] for _, words in lines} > {"run", "status", "checkpoints", "manifest", "wrap"}
+    for where, words in lines:
+        called.clear()
+        try:
+            cli.main(words, prog_name="elaunch", standalone_mode=False)
+            line = called[-1].params.get("line")
+            for name, text in line.flags.items() if line else ():
+                if "$" not in text:
+                    convert(TABLE[name], Given(text, "command line"))
+        except (click.ClickException, errors.UsageError) as error:
+            pytest.fail(f"{where}: {shlex.join(words)}: {error}")
+
+
+def test_the_site_has_every_page() -> None:
+    """Its navigation names each once, and nothing else."""
+    settings = (ROOT / "scripts" / "docs" / "mkdocs.yml").read_text()
+    named = re.findall(r"[\w-]+\.md", settings.partition("\nnav:\n")[2])
+    assert sorted(named) == sorted([*(page.name for page in ROOT.glob("docs/*.md")), "examples.md"])
+
+
+def test_the_list_for_tools_has_every_page() -> None:
+    """docs/llms.txt: each page once, with a line that says what it has."""
+    text = (ROOT / "docs" / "llms.txt").read_text()
+    listed = re.findall(r"^- \[[^\]]+\]\(([\w./-]+)\): \S.+$", text, re.MULTILINE)
+    pages = [page.name for page in ROOT.glob("docs/*.md")]
+    assert sorted(listed) == sorted([*pages, "../README.md", "../examples/README.md"])
+    assert text.startswith("# elaunch\n\n> ")
+
+
+def test_the_description_of_the_package_has_no_link_into_the_repository() -> None:
+    """README.md is shown by the package index, too, where such a link leads nowhere."""
+    targets = re.findall(r"\]\(([^)]+)\)", (ROOT / "README.md").read_text())
+    assert [target for target in targets if not re.match(r"https://|#", target)] == []
 
 
 def test_every_exit_code_is_documented() -> None:

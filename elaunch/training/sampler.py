@@ -54,7 +54,7 @@ class ElasticDistributedSampler(DistributedSampler):  # type: ignore[misc]
                 train_step(x, y)
                 sampler.advance(len(x))  # every rank, after every step
                 if is_time_to_save():
-                    save({..., "sampler": sampler.state_dict()})
+                    save({"model": model.state_dict(), "sampler": sampler.state_dict()})
 
     The state is the same on all ranks and fits any number of them; save it with the model, at the
     same step. Nothing here communicates or blocks; what the ranks must do alike is to make the same
