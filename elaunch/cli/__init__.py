@@ -20,6 +20,7 @@ COMMANDS = {
     "run": ("elaunch.cli.run", "Start a script on every worker and keep it running."),
     "logs": ("elaunch.cli.logs", "Show or follow the output of a run, of all ranks or of some."),
     "stacks": ("elaunch.cli.stacks", "Show where all ranks of a running job are, outliers first."),
+    "profile": ("elaunch.cli.stacks", "Write a flame graph of one rank of a running job."),
     "stop": ("elaunch.cli.stop", "End a running job, as SIGTERM to its agent does."),
     "preempt": ("elaunch.cli.stop", "Ask a running job to save and to end, to be continued."),
     "status": ("elaunch.cli.status", "Show running and recent jobs, here or on all nodes."),
@@ -31,6 +32,7 @@ COMMANDS = {
     "examples": ("elaunch.cli.examples", "List, show and copy the examples."),
     "manifest": ("elaunch.cli.manifest", "Print a file for Slurm, Kubernetes or Kubeflow."),
     "wrap": ("elaunch.cli.wrap", "Run a command as one rank of mpirun's or srun's job."),
+    "man": ("elaunch.cli.completion", "Print the manual page: elaunch man | man -l -"),
 }
 
 

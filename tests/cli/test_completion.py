@@ -25,7 +25,8 @@ printf '%s\\n' "${COMPREPLY[@]}"
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("st", "stop status"),
+        ("st", "stacks stop status"),
+        ("pr", "profile preempt"),
         ("run --rdzv-b", "--rdzv-backend"),
         ("run --rdzv-backend ", "static c10d etcd"),
         ("run --nnodes 2 --numa_binding = ex", "exclusive"),
@@ -35,6 +36,9 @@ printf '%s\\n' "${COMPREPLY[@]}"
         ("run train.py --no-p", ""),
         ("run --max-restarts ", ""),
         ("status --no-p", ""),
+        ("status --wa", "--watch"),
+        ("logs job --s", "--stream --since"),
+        ("checkpoints verify --js", "--json"),
     ],
 )
 def test_what_bash_completes(line: str, expected: str) -> None:
@@ -49,7 +53,7 @@ def test_what_bash_completes(line: str, expected: str) -> None:
     assert (done.stdout.split(), done.stderr) == (expected.split(), "")
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish", "tcsh"])
 def test_every_flag_and_command_is_in_the_script(shell: str) -> None:
     """It is printed whole, and nothing else is, whatever else the line has."""
     printed = CliRunner().invoke(run, ["--print-completion", shell, "nosuch.py"])
@@ -63,6 +67,6 @@ def test_another_shell_is_refused() -> None:
     """The nearest is named; the flag needs one."""
     refused = CliRunner().invoke(run, ["--print-completion=bsh"])
     assert isinstance(refused.exception, UsageError)
-    assert "did you mean 'bash'? (allowed: bash, zsh, tcsh)" in str(refused.exception)
-    with pytest.raises(click.UsageError, match="needs a value: bash, zsh, tcsh"):
+    assert "did you mean 'bash'? (allowed: bash, zsh, fish, tcsh)" in str(refused.exception)
+    with pytest.raises(click.UsageError, match="needs a value: bash, zsh, fish, tcsh"):
         parse(["--print-completion"])
