@@ -131,7 +131,7 @@ def _percent(share: float) -> str:
 def _recoveries(record: Record) -> str:
     known = sorted(r for one in record["history"] if (r := one["recovery_s"]) is not None)
     if not known:
-        return "none"
+        return "none is known here" if record["restarts"]["used"] else "none"
     p50, p99 = _rank(known, 0.5), _rank(known, 0.99)
     return f"{len(known)}, p50 {p50:.3f} s, p99 {p99:.3f} s"
 
