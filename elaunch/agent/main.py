@@ -168,7 +168,9 @@ class _Run:
         saver = AgentSaver(SaverPlan(settings, inbox.put, DirectoryFinisher(settings)))
         links, hangs = self._start_links(lines, group, saver)
         ledger = open_ledger(settings, self._run_dir, links, hangs=hangs, record=status_record)
-        status_record.follow(hangs.record, saver.record, links.name, ledger.record)
+        status_record.follow(
+            hangs.record, saver.record, links.name, timing=ledger.record, lateness=hangs.lateness
+        )
         views = NodeViews(hangs, self._log_root)
         self._start_control(links, views)
         self._start_timer()

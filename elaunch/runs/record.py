@@ -145,6 +145,29 @@ class ProgressRecord(TypedDict):
     workers: list[WorkerProgressRecord]
 
 
+class RankLatenessRecord(TypedDict):
+    """How often a rank came ``last`` to a collective, and typically how far behind the others."""
+
+    rank: int
+    last: int
+    behind_s: float
+
+
+class LatenessRecord(TypedDict):
+    """Which rank of this node comes last to the collectives, those first that do most often.
+
+    ``collectives`` are counted, which began in the ``seconds`` before ``until``; for the share
+    ``held`` of that time ranks waited for the last. ``slow`` is the rank for which they do.
+    """
+
+    collectives: int
+    until: float
+    seconds: float
+    held: float
+    slow: int | None
+    ranks: list[RankLatenessRecord]
+
+
 class _SavesRequired(TypedDict):
     step: int | None
     committed_at: float | None
@@ -231,9 +254,9 @@ class Record(_RecordRequired, total=False):
     round), the nodes (the first 64 of them where this is not node 0), how many there are, whether
     this one stands by as a spare, how many nodes wait to join, and the first failure of the job
     where it was on another node. Where the script itself writes it (elaunch.training.tracking):
-    what started it; ``agent`` is then one of the workers. ``progress``, ``saves`` and ``timing``
-    are there where something is known of them. ``rounds_left_out`` are the rounds before those of
-    ``history``. ``code`` is that of docs/errors.md where elaunch itself has ended the run.
+    what started it; ``agent`` is then one of the workers. ``progress``, ``lateness``, ``saves`` and
+    ``timing`` are there where something is known of them. ``rounds_left_out`` are the rounds before
+    those of ``history``. ``code`` is that of docs/errors.md where elaunch itself has ended the run.
     """
 
     node_rank: int | None
@@ -245,6 +268,7 @@ class Record(_RecordRequired, total=False):
     launcher: str
     started_by: AgentRecord | None
     progress: ProgressRecord
+    lateness: LatenessRecord
     saves: SavesRecord
     timing: TimingRecord
     rounds_left_out: int

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import signal
 from typing import Any
 
 import pytest
 
 from tests.integration.jobs import WAITING
-from tests.launching import Launcher
+from tests.launching import Launcher, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -45,3 +46,25 @@ def test_where_the_others_were_when_one_died(elaunch: Launcher, flags: tuple[str
     if found is not None and found["collectives"] is not None:  # rank 0 saw that at once, it may be
         assert f"Meanwhile {found['collectives']}." in done.stderr
         assert found["collectives"].startswith("rank 0 waits in all_reduce #31 since 0.")
+
+
+def test_the_rank_that_comes_last_is_shown(elaunch: Launcher) -> None:
+    """While the script runs, which sleeps for 50 ms in each step on rank 1, and afterwards."""
+    words = ["run", "--nproc-per-node=3", "--run-id=slow", WAITING, "slow", "1", "50", "5000"]
+    job = elaunch.start(words)
+    found: dict[str, Any] = {}
+
+    def named() -> bool:
+        shown = elaunch.run(["status", "slow", "--json"])
+        found.update(json.loads(shown.stdout) if shown.returncode == 0 else {})
+        return found.get("lateness", {}).get("slow") is not None
+
+    wait_until(named, 60.0)
+    first, *_ = found["lateness"]["ranks"]
+    assert (found["lateness"]["slow"], first["rank"]) == (1, 1)
+    assert first["behind_s"] >= 0.03
+    assert "  attention: rank 1 is last in " in elaunch.run(["status", "slow"]).stdout
+    job.send_signal(signal.SIGTERM)
+    job.wait()
+    shown = elaunch.run(["status", "slow"]).stdout
+    assert "attention" not in shown and " rank 1 is last in " in shown

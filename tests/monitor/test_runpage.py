@@ -60,6 +60,26 @@ def drawn(page: Any, width: int) -> str:
     return file.getvalue()
 
 
+def test_the_rank_that_comes_last(tmp_path: Path) -> None:
+    """It needs attention where the others wait for it, as long as the run lives."""
+    lateness = {
+        "collectives": 60,
+        "until": NOW,
+        "seconds": 12.4,
+        "held": 0.21,
+        "slow": 2,
+        "ranks": [{"rank": 2, "last": 46, "behind_s": 0.021}],
+    }
+    told = (
+        "rank 2 is last in 46 of 60 collectives, 21 ms behind; ranks wait for the last 21 % of 12 s"
+    )
+    lines = plain(run_page(viewed(tmp_path, lateness=lateness))).splitlines()
+    assert f"  attention: {told}" in lines and f"  last        {told}" in lines
+    for changes in ({"state": "COMPLETED"}, {"lateness": lateness | {"slow": None}}):
+        text = plain(run_page(viewed(tmp_path, **{"lateness": lateness, **changes})))
+        assert "attention" not in text and f"  last        {told}" in text
+
+
 def test_a_running_run(tmp_path: Path) -> None:
     view = viewed(
         tmp_path,

@@ -32,6 +32,7 @@ from elaunch.agent.hangs.judge import (
     last_words,
     limit,
 )
+from elaunch.agent.hangs.lateness import Lateness
 from elaunch.agent.hangs.progress import ProgressLines, RoundProgress
 from elaunch.agent.hangs.recorders import Recorders
 from elaunch.agent.hangs.stackdump import Scene
@@ -42,7 +43,7 @@ from elaunch.agent.policy.turn import Round, Turn
 from elaunch.agent.workers.group import WorkerGroup
 from elaunch.agent.workers.links import WorkerLinks
 from elaunch.config import Settings
-from elaunch.runs.record import ProgressRecord
+from elaunch.runs.record import LatenessRecord, ProgressRecord
 
 if TYPE_CHECKING:
     from elaunch.agent.hangs.elsewhere import OtherNodes
@@ -253,6 +254,7 @@ class HangWatch:
             collectives=self._places if watched else None,
             activity=WorkerActivity() if settings.hang_timeout == "auto" else None,
         )
+        self._lateness = Lateness(lambda: self._now()[1])
         self._watchdog: Watchdog | None = None
         if settings.hang_timeout is not None:
             look = self._progress.look
@@ -261,11 +263,13 @@ class HangWatch:
 
     def start(self) -> None:
         """Begin to watch."""
+        self._lateness.start()
         if self._watchdog is not None:
             self._watchdog.start()
 
     def close(self) -> None:
-        """End the thread."""
+        """End the threads."""
+        self._lateness.close()
         if self._watchdog is not None:
             self._watchdog.close()
         self._recorders.close()
@@ -273,6 +277,7 @@ class HangWatch:
     def begin(self, begun: Round) -> None:
         """Watch the next round; its workers are about to start."""
         self._recorders.begin(begun)
+        self._lateness.begin()
         self._begun, self._ask_again, self._silent = begun, 0.0, 0
         self._progress.begin(begun.first_rank)
         if self._watchdog is not None:
@@ -309,6 +314,14 @@ class HangWatch:
         places = self._recorders.places(pids, time.monotonic() + patience)
         return {rank: place for rank, place in places.items() if rank in pids}
 
+    def _now(self) -> tuple[Mapping[int, int], Mapping[int, RankPlace]]:
+        pids = {rank: pid for rank, (_, pid) in self._progress.workers().items()}
+        return pids, self._recorders.places(pids, time.monotonic() + ANSWER_S)
+
+    def lateness(self, ask: bool) -> LatenessRecord | None:
+        """Return which rank comes last to the collectives; any thread may ``ask`` the workers."""
+        return self._lateness.record(ask)
+
     def meet(self, others: OtherNodes) -> None:
         """Ask the other nodes' agents, too, from now on."""
         self._others = others
@@ -318,8 +331,7 @@ class HangWatch:
         begun = self._begun
         if begun is None or begun.round != round_number:
             return {}
-        pids = {rank: pid for rank, (_, pid) in self._progress.workers().items()}
-        places = self._recorders.places(pids, time.monotonic() + ANSWER_S)
+        pids, places = self._now()
         if not any(place.waits for place in places.values()):
             return places  # a worker that ends while its stack is asked for may abort
         return self._recorders.with_receives(places, pids, time.monotonic() + RECEIVE_S)

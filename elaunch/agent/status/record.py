@@ -34,6 +34,7 @@ from elaunch.runs.directory import RunDir
 from elaunch.runs.record import (
     FINAL_STATES,
     CheckpointRecord,
+    LatenessRecord,
     ProgressRecord,
     Record,
     SavesRecord,
@@ -76,6 +77,7 @@ class StatusRecord:
         self._saves: Callable[[], SavesRecord | None] = lambda: None
         self._name: Callable[[], str] = lambda: ""
         self._timing: Callable[[], TimingRecord | None] = lambda: None
+        self._lateness: Callable[[bool], LatenessRecord | None] = lambda _: None
 
     def follow(
         self,
@@ -83,14 +85,15 @@ class StatusRecord:
         saves: Callable[[], SavesRecord | None] = lambda: None,
         name: Callable[[], str] = lambda: "",
         timing: Callable[[], TimingRecord | None] = lambda: None,
+        lateness: Callable[[bool], LatenessRecord | None] = lambda _: None,
     ) -> None:
         """Have the record say how far the workers are, what they save, what they call the run.
 
-        And where the time went.
-
-        Any thread may ask. A name of the command line or the job file stays.
+        And where the time went, and which comes last; ``lateness`` may ask them if it is given
+        True. Any thread may ask. A name of the command line or the job file stays.
         """
         self._progress, self._saves, self._timing = progress, saves, timing
+        self._lateness = lateness
         if not self._settings.name_given:
             self._name = name
 
@@ -99,6 +102,7 @@ class StatusRecord:
         published: dict[str, Any] = json.loads(self._published)
         now: dict[str, object] = {
             "progress": self._progress(),
+            "lateness": self._lateness(True),
             "saves": self._saves(),
             "name": self._name() or None,
         }
@@ -174,6 +178,9 @@ class StatusRecord:
         found = self._progress()
         if found is not None:
             self._record["progress"] = found
+        lateness = self._lateness(False)
+        if lateness is not None:
+            self._record["lateness"] = lateness
         saves = self._saves()
         if saves is not None:
             self._record["saves"] = saves
@@ -200,6 +207,7 @@ class StatusRecord:
     def _note_round(self, begun: Round, reason: str) -> None:
         record, checkpoint, place = self._record, begun.checkpoint, begun.place
         record["round"], record["world_size"] = begun.round, place.world_size
+        record.pop("lateness", None)
         record["nproc_per_node"] = begun.nproc
         record["workers"] = [
             new_worker(place.first_rank + local_rank, local_rank)

@@ -94,6 +94,8 @@ def clean(step: int) -> None:
         compute(0.05)
     elif WHAT == "first" and step == 0:
         compute(8)
+    elif WHAT == "slow" and RANK == WHO:
+        time.sleep(WHEN / 1000)
     elif WHAT == "loads":
         for _ in DataLoader(torch.ones(8, 4), batch_size=4, num_workers=1 if step == WHEN else 0):
             pass

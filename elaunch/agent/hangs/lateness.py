@@ -1,0 +1,179 @@
+"""Which rank comes last to the collectives, and how much later than the others of its node.
+
+torch's records of the workers say when each has entered its newest collectives; they are all of one
+machine, so that their clock is one. The workers are asked when somebody looks (ANSWERED_S apart, at
+most), and otherwise every EVERY_S seconds, or more rarely where that would take more than one part
+in SPARING of a processor. What they have shown in the last WINDOW_S seconds counts:
+
+===========  =======================================================================================
+last         the rank of a node that enters a collective after all others of its node
+behind       the time from the median of the others' entries to its own
+held         the share of the time in which any collective had the others wait for the last
+slow         the rank that is last in two of three of LEAST_CALLS or more, if some HELD of the time
+             is held: of ranks that are equal, each is last by chance
+===========  =======================================================================================
+
+A collective counts once all ranks of the node that take part have entered it.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final, NamedTuple
+
+from elaunch.agent.hangs.collectives import RankPlace
+from elaunch.runs.record import LatenessRecord
+
+WINDOW_S: Final = 300.0
+FIRST_S: Final = 5.0
+EVERY_S: Final = 30.0
+SPARING: Final = 4000
+ANSWERED_S: Final = 5.0
+"""Seconds for which what the workers have answered is new enough for the next who looks."""
+LEAST_CALLS: Final = 20
+MOST_OFTEN: Final = 2 / 3
+HELD: Final = 0.05
+JOIN_S: Final = 2.0
+
+log = logging.getLogger("elaunch")
+
+
+class Arrival(NamedTuple):
+    """One collective of a node: who came last, and when; the others' median; seconds since 1970."""
+
+    rank: int
+    at: float
+    median: float
+    first: float
+
+
+Key = tuple[str, int, int]
+"""A collective: its group, for the how manieth time that was made, its number there."""
+
+
+class Lateness:
+    """Remembers the round's collectives; its thread asks from :meth:`start` to :meth:`close`.
+
+    ``places`` returns where the workers of this node are; it may take a second.
+    """
+
+    def __init__(self, places: Callable[[], Mapping[int, RankPlace]]) -> None:
+        self._places = places
+        self._lock = threading.Lock()
+        self._asking = threading.Lock()
+        self._arrivals: dict[Key, Arrival] = {}
+        self._round = 0
+        self._asked_at = -ANSWERED_S
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="lateness", daemon=True)
+
+    def start(self) -> None:
+        """Begin to ask."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closing.set()
+        if self._thread.is_alive():
+            self._thread.join(JOIN_S)
+
+    def begin(self) -> None:
+        """Forget the round before."""
+        with self._lock:
+            self._arrivals, self._round = {}, self._round + 1
+
+    def record(self, ask: bool) -> LatenessRecord | None:
+        """Return what is known, None where nothing is; ``ask`` the workers, if that is too old."""
+        if ask and time.monotonic() - self._asked_at >= ANSWERED_S:
+            self._ask()
+        with self._lock:
+            return summary(self._arrivals.values())
+
+    def _run(self) -> None:
+        pause = FIRST_S
+        try:
+            while not self._closing.wait(pause):
+                began = time.thread_time()
+                self._ask()
+                pause = max(EVERY_S, SPARING * (time.thread_time() - began))
+        except Exception:
+            log.exception("which rank comes last to the collectives is not known any more")
+
+    def _ask(self) -> None:
+        with self._asking:
+            if time.monotonic() - self._asked_at < ANSWERED_S:
+                return
+            number = self._round
+            found = arrivals(self._places())
+            self._asked_at = time.monotonic()
+            with self._lock:
+                if number == self._round:
+                    since = max((one.at for one in found.values()), default=0.0) - WINDOW_S
+                    merged = {**self._arrivals, **found}
+                    self._arrivals = {key: one for key, one in merged.items() if one.at > since}
+
+
+def arrivals(places: Mapping[int, RankPlace]) -> dict[Key, Arrival]:
+    """Return who came last to each collective that all these ranks have entered who take part."""
+    entered: dict[Key, dict[int, float]] = {}
+    members: dict[str, int] = {}
+    for rank, place in places.items():
+        for name, group in place.groups.items():
+            if rank not in group.members:
+                continue
+            members[name] = sum(other in places for other in group.members)
+            for call in group.calls:
+                entered.setdefault((name, group.times, call.number), {})[rank] = call.at
+    return {
+        key: _arrival(times)
+        for key, times in entered.items()
+        if len(times) == members[key[0]] and len(times) > 1
+    }
+
+
+def _arrival(times: Mapping[int, float]) -> Arrival:
+    (_, first), *_, (rank, at) = sorted(times.items(), key=lambda item: (item[1], item[0]))
+    return Arrival(rank, at, statistics.median(t for r, t in times.items() if r != rank), first)
+
+
+def summary(found: Iterable[Arrival]) -> LatenessRecord | None:
+    """Return how often each rank was last, and how much later; None of no collective."""
+    ordered = sorted(found, key=lambda one: one.at)
+    if not ordered:
+        return None
+    by_rank: dict[int, list[float]] = {}
+    for one in ordered:
+        by_rank.setdefault(one.rank, []).append(one.at - one.median)
+    seconds = ordered[-1].at - min(one.first for one in ordered)
+    share = _covered((one.median, one.at) for one in ordered) / seconds if seconds > 0 else 0.0
+    ranks = sorted(by_rank, key=lambda rank: (-len(by_rank[rank]), rank))
+    often = len(by_rank[ranks[0]]) >= MOST_OFTEN * len(ordered)
+    slow = often and len(ordered) >= LEAST_CALLS and share >= HELD
+    return {
+        "collectives": len(ordered),
+        "until": ordered[-1].at,
+        "seconds": seconds,
+        "held": share,
+        "slow": ranks[0] if slow else None,
+        "ranks": [
+            {
+                "rank": rank,
+                "last": len(by_rank[rank]),
+                "behind_s": statistics.median(by_rank[rank]),
+            }
+            for rank in ranks
+        ],
+    }
+
+
+def _covered(spans: Iterable[tuple[float, float]]) -> float:
+    """Return how long at least one of these spans lasts."""
+    total, until = 0.0, 0.0
+    for begin, end in sorted(spans):
+        total += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return total

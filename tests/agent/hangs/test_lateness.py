@@ -1,0 +1,122 @@
+"""Which rank comes last to the collectives: from places alone, and asked as rarely as may be."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+
+import pytest
+
+from elaunch.agent.hangs import lateness
+from elaunch.agent.hangs.collectives import CollectiveCall, GroupPlace, RankPlace
+from elaunch.agent.hangs.lateness import Lateness, arrivals, summary
+
+EVERYONE = (0, 1, 2, 3)
+
+
+def rank(times: Mapping[int, float], members: tuple[int, ...] = EVERYONE) -> RankPlace:
+    """Return a rank that has entered those collectives of the default group at those times."""
+    calls = tuple(CollectiveCall(number, "all_reduce", at=at) for number, at in times.items())
+    return RankPlace({"0": GroupPlace(members, calls=calls)})
+
+
+def steps(count: int, delays: Mapping[int, float], first: int = 0) -> dict[int, RankPlace]:
+    """Return four ranks, a step each tenth of a second, with the delay of each in all of them."""
+    return {
+        one: rank({n: 100 + n / 10 + delays.get(one, one * 1e-4) for n in range(first, count)})
+        for one in EVERYONE
+    }
+
+
+def test_the_rank_with_a_delay() -> None:
+    """It is last in all, behind the median of the others, who wait for a fifth of the time."""
+    found = summary(arrivals(steps(60, {2: 0.0201})).values())
+    assert found is not None
+    assert (found["collectives"], found["slow"], len(found["ranks"])) == (60, 2, 1)
+    assert found["ranks"][0]["last"] == 60
+    assert found["ranks"][0]["behind_s"] == pytest.approx(0.02, abs=1e-5)
+    assert found["held"] == pytest.approx(0.2, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("places", "why"),
+    [
+        (steps(60, {}), "it is last in all, by too little to matter"),
+        (steps(19, {2: 0.02}), "too few"),
+        (
+            {
+                one: rank({n: n / 10 + (0.02 if n % 2 == one else 0.0) for n in range(60)}, (0, 1))
+                for one in (0, 1)
+            },
+            "each is last in half of them",
+        ),
+    ],
+)
+def test_nobody_is_named(places: dict[int, RankPlace], why: str) -> None:
+    """Equal ranks are last by chance."""
+    found = summary(arrivals(places).values())
+    assert found is not None and found["slow"] is None, why
+
+
+def test_what_is_no_arrival() -> None:
+    """A collective counts once all of the node have entered it; of one rank nothing is known."""
+    places = steps(3, {}) | {3: rank({0: 100.0})}
+    assert [key[2] for key in arrivals(places)] == [0]
+    assert not arrivals({0: rank({0: 1.0})})
+    # Ranks of other nodes are not waited for: their clocks are others.
+    assert len(arrivals({0: rank({0: 1.0}), 1: rank({0: 2.0})})) == 1
+    assert not arrivals({one: rank({0: 1.0}, ()) for one in EVERYONE})
+    assert summary([]) is None
+
+
+def test_waits_that_overlap_count_once() -> None:
+    """Such as the buckets of one backward pass, all of which are late together."""
+    buckets = {one: {n: 100 + n * 1e-3 for n in range(10)} for one in (0, 1)}
+    buckets[1] = dict.fromkeys(range(10), 100.5)
+    places = {one: rank(times, (0, 1)) for one, times in buckets.items()}
+    found = summary(arrivals(places).values())
+    assert found is not None
+    assert (found["held"], found["seconds"]) == (pytest.approx(1.0), pytest.approx(0.5))
+
+
+def test_what_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each collective once, those of the last minutes, those of this round, and no more questions
+    than one in ANSWERED_S."""
+    now = [steps(40, {1: 0.05})]
+    asked: list[int] = []
+
+    def places() -> Mapping[int, RankPlace]:
+        asked.append(1)
+        return now[0]
+
+    late = Lateness(places)
+    assert late.record(ask=False) is None and not asked
+    first = late.record(ask=True)
+    assert first is not None and first["collectives"] == 40
+    now[0] = steps(60, {1: 0.05}, first=20)
+    assert late.record(ask=True) == first and len(asked) == 1
+    monkeypatch.setattr(lateness, "ANSWERED_S", 0.0)
+    merged = late.record(ask=True)
+    assert merged is not None and merged["collectives"] == 60
+    now[0] = steps(4000, {1: 0.05}, first=3990)
+    kept = late.record(ask=True)
+    assert kept is not None and kept["collectives"] == 10
+    late.begin()
+    assert late.record(ask=False) is None
+
+
+def test_it_asks_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the record of a run that nobody has looked at says it, too."""
+    monkeypatch.setattr(lateness, "FIRST_S", 0.01)
+    asked = threading.Event()
+
+    def places() -> Mapping[int, RankPlace]:
+        asked.set()
+        return steps(40, {1: 0.05})
+
+    late = Lateness(places)
+    late.start()
+    assert asked.wait(10)
+    late.close()
+    found = late.record(ask=False)
+    assert found is not None and found["slow"] == 1
