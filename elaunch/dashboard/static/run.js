@@ -128,7 +128,7 @@ function grid(run, memory) {
     : `rank ${memory.chosen} is on another node, and not read from here`;
   return [h("h2", {}, "Nodes and ranks"),
     h("div", { class: `grid ${run.world_size > MANY ? "many" : ""}`, tabindex: 0, role: "group", "aria-label": "Ranks by node" },
-      run.grid.flatMap((node) => [h("b", { title: node.host }, node.host), h("div", { class: "slots" }, cells(node))])),
+      run.grid.map((node) => h("div", { class: "node" }, h("b", { title: node.host }, node.host), h("div", { class: "slots" }, cells(node))))),
     h("p", { class: "legend", "aria-live": "polite" }, text, chosen ? [" · ", h("a", { href: `#/run/${encodeURIComponent(run.key)}/logs?ranks=${memory.chosen}` }, "its log")] : "")];
 }
 
