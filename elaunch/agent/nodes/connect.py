@@ -175,7 +175,7 @@ def _post(plan: GroupPlan, peers: Peers, group: WorkerGroup) -> Callable[[News],
 
 
 class CheckpointCheck:
-    """Whether a plan's checkpoint is in this node's own --checkpoint-dir.
+    """Whether a plan's checkpoint is in this node's own --checkpoint-dir, or, DeepSpeed's, is it.
 
     A writer of plans could else have all ranks read any file of any directory.
     """
@@ -190,7 +190,8 @@ class CheckpointCheck:
         if found is None or found.path == self._passed:
             return ""
         path = found.path
-        if self._root is not None and is_within(path, self._root):
+        root = self._root
+        if root is not None and (path == str(root) or is_within(path, root)):
             self._passed = path
             return ""
         own = "has no --checkpoint-dir" if self._root is None else f"has {str(self._root)!r}"
