@@ -108,8 +108,8 @@ def preempt(run: str, reason: str, deadline: float | None) -> None:
     by the deadline is killed. RUN is a run id of this machine, or the beginning of one; one node of
     several is enough.
     """
+    from elaunch.monitor.nodeviews import answer_of
     from elaunch.runs import directory
-    from elaunch.wire import control
 
     found = directory.find(run, os.environ)
     if not reason.strip() or not reason.isprintable():
@@ -118,17 +118,5 @@ def preempt(run: str, reason: str, deadline: float | None) -> None:
     request: dict[str, object] = {"op": "preempt", "reason": reason}
     if deadline is not None:
         request["left"] = deadline
-    try:
-        answer = control.ask(found.socket, request, timeout=ANSWER_S)
-    except (FileNotFoundError, ConnectionRefusedError):
-        raise UsageError(
-            f"RUN {name} does not run: `elaunch status {name}` tells how it ended"
-        ) from None
-    except TimeoutError:
-        raise UsageError(
-            f"RUN {name} has not answered for {ANSWER_S:g} s, so the request is withdrawn: its "
-            f"agent is stopped or overloaded; look at `elaunch status {name}`, then ask again"
-        ) from None
-    except ConnectionError as error:
-        raise UsageError(f"RUN {name} could not be asked: {error}") from None
+    answer = answer_of(found, request, ANSWER_S, ", so the request is withdrawn")
     click.echo(f"{name}: {answer['done']}")

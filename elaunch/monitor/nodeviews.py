@@ -67,25 +67,36 @@ def stacks_of(run: RunDir, options: Sequence[str]) -> JobStacks:
     return JobStacks(joined(groups), tuple(problems), tuple(silent))
 
 
-def ask(run: RunDir, request: Mapping[str, object], seconds: float) -> dict[int, dict[str, Any]]:
-    """Return what each node answers, by node rank; raises UsageError where no agent answers."""
+def answer_of(
+    run: RunDir, request: Mapping[str, object], seconds: float, means: str = ""
+) -> dict[str, Any]:
+    """Return what the run's agent answers to ``request``.
+
+    Raises UsageError where none does; ``means`` says what became of the request where the
+    agent has not answered for ``seconds``, as in ", so it is withdrawn".
+    """
     name = run_id_of(run)
-    agent = run.read_state()["agent"]
-    if condition(agent) == "elsewhere":
-        raise UsageError(f"RUN {name} runs on {agent['host']}: ask there")
     try:
-        answer = control.ask(run.socket, {"op": "view", **request}, seconds)
+        return control.ask(run.socket, request, seconds)
     except (FileNotFoundError, ConnectionRefusedError):
         raise UsageError(
             f"RUN {name} does not run: `elaunch status {name}` tells how it ended"
         ) from None
     except TimeoutError:
         raise UsageError(
-            f"RUN {name} has not answered for {seconds:g} s: its agent is stopped or overloaded; "
-            f"look at `elaunch status {name}`"
+            f"RUN {name} has not answered for {seconds:g} s{means}: its agent is stopped or "
+            f"overloaded; look at `elaunch status {name}`, then ask again"
         ) from None
     except ConnectionError as error:
         raise UsageError(f"RUN {name} could not be asked: {error}") from None
+
+
+def ask(run: RunDir, request: Mapping[str, object], seconds: float) -> dict[int, dict[str, Any]]:
+    """Return what each node answers, by node rank; raises UsageError where no agent answers."""
+    agent = run.read_state()["agent"]
+    if condition(agent) == "elsewhere":
+        raise UsageError(f"RUN {run_id_of(run)} runs on {agent['host']}: ask there")
+    answer = answer_of(run, {"op": "view", **request}, seconds)
     return {int(node): shown for node, shown in answer["nodes"].items()}
 
 
