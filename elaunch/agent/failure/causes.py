@@ -279,10 +279,12 @@ _NETWORK: Final = (
 _RANKS: Final = (
     Cause(
         "E-COLLECTIVE-MISMATCH",
-        "The ranks do not call the same collectives in the same order with the same shapes.",
+        "The ranks do not call the same collectives in the same order with the same shapes. The "
+        "rank that ends of it first may be the one in the right.",
         "Look for a branch that some ranks take alone (if rank == 0, an early end of the data); "
         "TORCH_DISTRIBUTED_DEBUG=DETAIL names the calls.",
         r"op\.preamble\.length <= op\.nbytes|Detected mismatch between collectives",
+        victim=True,
     ),
     Cause(
         "E-DDP-UNUSED",

@@ -157,6 +157,14 @@ def test_a_victims_text_counts_in_an_exception_only() -> None:
     assert explain(-6, text=f"terminate called …\n  what(): {line}").victim
 
 
+def test_a_mismatch_accuses_nobody_by_itself() -> None:
+    """gloo aborts the neighbour of the rank that sends another size, which may be in the right."""
+    text = "what():  [enforce fail at pair.cc:456] op.preamble.length <= op.nbytes. 8 vs 4."
+    found = explain(-6, text=f"terminate called after throwing an instance of …\n  {text}")
+    assert (found.code, found.victim) == ("E-COLLECTIVE-MISMATCH", True)
+    assert "may be the one in the right" in found.cause
+
+
 @pytest.mark.parametrize(
     ("first", "between", "last", "code"),
     [
