@@ -55,7 +55,7 @@ def test_one_node_leaves(cluster: Build, backend: str) -> None:
     assert wait_for_steps(one, 0, 1) == step
     one.send_signal(signal.SIGUSR1)
     assert one.wait(DEADLINE).returncode == 75
-    assert said(one)[-1] == "round 1: preempted: SIGUSR1 received; to be continued"
+    assert "round 1: preempted: SIGUSR1 received; to be continued" in said(one)
 
 
 @pytest.mark.trial
