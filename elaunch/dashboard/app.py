@@ -68,7 +68,7 @@ Answer = Callable[[Request], Awaitable[Response]]
 T = TypeVar("T")
 
 
-class _Kept(Generic[T]):
+class _LastUsed(Generic[T]):
     """What was made for the runs that were asked for last; few, since each may be large."""
 
     def __init__(self, make: Callable[[RunDir], T]) -> None:
@@ -98,8 +98,8 @@ class Dashboard:
         self._first = first
         self._files = {path.name: path for path in STATIC.iterdir() if path.suffix in TYPES}
         self._feeds: dict[str, Feed] = {}
-        self._metrics_of = _Kept(MetricsReader)
-        self._logs_of = _Kept(lambda run: RunLogs(run, environ))
+        self._metrics_of = _LastUsed(MetricsReader)
+        self._logs_of = _LastUsed(lambda run: RunLogs(run, environ))
 
     def app(self) -> Starlette:
         """Return the application."""

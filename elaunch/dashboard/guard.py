@@ -55,7 +55,7 @@ PeerUser = Callable[[tuple[str, int], tuple[str, int]], int | None]
 
 
 @dataclass(frozen=True)
-class Refusal:
+class RefusedRequest:
     """Why a request is not answered; ``headers`` go with it."""
 
     status: HTTPStatus
@@ -130,23 +130,25 @@ class Guard:
         await guarded({"type": "http.response.start", "status": refusal.status, "headers": raw})
         await guarded({"type": "http.response.body", "body": body})
 
-    def _refusal(self, scope: Scope, headers: Mapping[str, str]) -> Refusal | None:
+    def _refusal(self, scope: Scope, headers: Mapping[str, str]) -> RefusedRequest | None:
         if scope["method"] not in ("GET", "HEAD"):
-            return Refusal(
+            return RefusedRequest(
                 HTTPStatus.METHOD_NOT_ALLOWED,
                 "only GET: nothing can be changed here",
                 {"allow": "GET"},
             )
         if not self._is_called(headers.get("host", "")):
             why = "this server is not known by that name: take the address that it has printed"
-            return Refusal(HTTPStatus.FORBIDDEN, why, {})
+            return RefusedRequest(HTTPStatus.FORBIDDEN, why, {})
         if _is_cross_site(scope["path"], headers):
-            return Refusal(HTTPStatus.FORBIDDEN, "requests of other sites are not answered", {})
+            return RefusedRequest(
+                HTTPStatus.FORBIDDEN, "requests of other sites are not answered", {}
+            )
         if self._token is not None:
             return self._without_token(scope, headers, self._token)
         if self._peer(scope["client"], scope["server"]) not in (os.getuid(), 0):
             why = "only the user who started this server may read here; --token lets others in"
-            return Refusal(HTTPStatus.FORBIDDEN, why, {})
+            return RefusedRequest(HTTPStatus.FORBIDDEN, why, {})
         return None
 
     def _is_called(self, host: str) -> bool:
@@ -163,18 +165,20 @@ class Guard:
 
     def _without_token(
         self, scope: Scope, headers: Mapping[str, str], token: str
-    ) -> Refusal | None:
+    ) -> RefusedRequest | None:
         cookie = f"elaunch-{scope['server'][1]}"
         given = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
         if scope["path"] == "/" and given:
             if not _same(given, token):
-                return Refusal(HTTPStatus.UNAUTHORIZED, "that is not the token", {})
+                return RefusedRequest(HTTPStatus.UNAUTHORIZED, "that is not the token", {})
             kept = f"{cookie}={token}; Path=/; HttpOnly; SameSite=Strict"
-            return Refusal(HTTPStatus.SEE_OTHER, "come in", {"location": "/", "set-cookie": kept})
+            return RefusedRequest(
+                HTTPStatus.SEE_OTHER, "come in", {"location": "/", "set-cookie": kept}
+            )
         shown = [headers.get("authorization", "").removeprefix("Bearer "), _cookie(headers, cookie)]
         if any(_same(one, token) for one in shown):
             return None
-        return Refusal(
+        return RefusedRequest(
             HTTPStatus.UNAUTHORIZED,
             "a token is needed: open the address that was printed when the server was started",
             {"www-authenticate": "Bearer"},

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from elaunch.dashboard.feed import SILENT_S, encoded
 from elaunch.errors import RunDirError, UsageError
-from elaunch.monitor.logfiles import Choice, LogFile, Reader, nodes_of
+from elaunch.monitor.logfiles import Choice, FollowedLog, Reader, nodes_of
 from elaunch.runs.directory import RunDir, is_live
 
 LINES: Final = 500
@@ -60,7 +60,7 @@ class RunLogs:
         self._places: list[str] = []
         self._reader: Reader | None = None
 
-    def files(self, choice: Choice) -> dict[str, LogFile]:
+    def files(self, choice: Choice) -> dict[str, FollowedLog]:
         """Return what there is of the chosen files now, by name; raises UsageError, RunDirError."""
         nodes = nodes_of(self.run, None, self._environ)
         places = [node.place for node in nodes]
@@ -79,20 +79,20 @@ class RunLogs:
         }
 
 
-def _time_at(file: LogFile, offset: int) -> float:
+def _time_at(file: FollowedLog, offset: int) -> float:
     """Return when the byte at ``offset`` came."""
     at = bisect_right(file.offsets, offset)
     return file.times[at - 1] if at else file.changed
 
 
-def _line(file: LogFile, came: float, raw: bytes) -> Line:
+def _line(file: FollowedLog, came: float, raw: bytes) -> Line:
     """Return a line as it is sent: without escapes, of a progress bar the last state."""
     text = raw[: 4 * LONGEST].decode(errors="replace").rstrip("\r").rpartition("\r")[2]
     text = _ESCAPES.sub("", text)[:LONGEST]
     return came, file.rank, file.name.stream, file.name.round, text
 
 
-def _bytes(file: LogFile, start: int, end: int) -> bytes:
+def _bytes(file: FollowedLog, start: int, end: int) -> bytes:
     """Return a part of a file; the agent of another node sends no more than it likes at once."""
     data = b""
     while len(data) < end - start:
@@ -106,7 +106,7 @@ def _bytes(file: LogFile, start: int, end: int) -> bytes:
 class Backwards:
     """Reads one file from ``begin`` to its start; ``begin`` is where the next search goes on."""
 
-    def __init__(self, file: LogFile, begin: int, needle: bytes) -> None:
+    def __init__(self, file: FollowedLog, begin: int, needle: bytes) -> None:
         self.file = file
         self.begin = begin
         self._needle = needle

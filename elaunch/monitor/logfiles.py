@@ -67,7 +67,7 @@ class Tree(Protocol):
 
 
 @dataclass(frozen=True)
-class Node:
+class LogNode:
     """The log files of one node; its first worker has ``first_rank`` where a file has no arrivals.
 
     ``place`` names its log directory in messages; ``here``: it can be read without its agent.
@@ -85,7 +85,7 @@ class Node:
         return chosen in (None, str(self.rank), self.host, self.host.partition(".")[0])
 
 
-def nodes_of(run: RunDir, chosen: str | None, environ: Mapping[str, str]) -> list[Node]:
+def nodes_of(run: RunDir, chosen: str | None, environ: Mapping[str, str]) -> list[LogNode]:
     """Return the nodes of a run whose logs are to be shown, by their ranks.
 
     Raises UsageError where no files are kept, or no node of the run is the chosen one.
@@ -105,16 +105,16 @@ def nodes_of(run: RunDir, chosen: str | None, environ: Mapping[str, str]) -> lis
     return meant
 
 
-def _by_rank(node: Node) -> int:
+def _by_rank(node: LogNode) -> int:
     return node.rank
 
 
-def _node(record: Record) -> Node:
+def _node(record: Record) -> LogNode:
     place = str(record["log_dir"])
     rank = record.get("node_rank") or 0
     workers = record["workers"]
     first = workers[0]["rank"] - workers[0]["local_rank"] if workers else 0
-    return Node(rank, record["agent"]["host"], LogTree(Path(place)), place, first)
+    return LogNode(rank, record["agent"]["host"], LogTree(Path(place)), place, first)
 
 
 def _siblings(run: RunDir, own: Record, environ: Mapping[str, str]) -> Iterator[Record]:
@@ -131,7 +131,7 @@ def _siblings(run: RunDir, own: Record, environ: Mapping[str, str]) -> Iterator[
             yield record
 
 
-def _elsewhere(run: RunDir, own: Record, known: Sequence[Node]) -> list[Node]:
+def _elsewhere(run: RunDir, own: Record, known: Sequence[LogNode]) -> list[LogNode]:
     """Return the nodes of a live run whose files only their agents can read."""
     if condition(own["agent"]) != "alive" or own.get("node_rank") is None:
         return []
@@ -142,7 +142,7 @@ def _elsewhere(run: RunDir, own: Record, known: Sequence[Node]) -> list[Node]:
         host = row["host"] if row else ""
         if rank not in ranks:
             place = f"the logs of node {rank} {host}".rstrip()
-            found.append(Node(rank, host, RemoteTree(run, rank), place, first, here=False))
+            found.append(LogNode(rank, host, RemoteTree(run, rank), place, first, here=False))
         first += row["slots"] if row else 0
     return found
 
@@ -159,7 +159,9 @@ def parse_ranks(flag: str, raw: str) -> frozenset[int]:
     return frozenset(ranks)
 
 
-def directories(run: RunDir, nodes: Sequence[Node], choice: Choice) -> list[tuple[int, int, str]]:
+def directories(
+    run: RunDir, nodes: Sequence[LogNode], choice: Choice
+) -> list[tuple[int, int, str]]:
     """Return (rank, round, directory) for all that was chosen and is there.
 
     Raises UsageError for a rank or a round that is not there.
@@ -170,15 +172,15 @@ def directories(run: RunDir, nodes: Sequence[Node], choice: Choice) -> list[tupl
     return sorted(found)
 
 
-def _directory(file: LogFile) -> str:
+def _directory(file: FollowedLog) -> str:
     return f"{file.node.place}/attempt_{file.name.round}/{file.name.local_rank}"
 
 
 @dataclass(eq=False)
-class LogFile:
+class FollowedLog:
     """A file that is read as far as it goes; ``prefix`` stands before each of its lines."""
 
-    node: Node
+    node: LogNode
     name: LogName
     rank: int
     changed: float = 0.0
@@ -228,14 +230,14 @@ class Reader:
     def __init__(
         self,
         run: RunDir,
-        nodes: Sequence[Node],
+        nodes: Sequence[LogNode],
         choice: Choice,
         warn: Callable[[str], object] = lambda text: None,
     ) -> None:
         self._run = run
         self._nodes = nodes
         self._choice = choice
-        self._files: dict[tuple[int, LogName], LogFile] = {}
+        self._files: dict[tuple[int, LogName], FollowedLog] = {}
         self._warn = warn
         self._again: dict[int, float] = {}
         self._noted: dict[tuple[int, str], int] = {}
@@ -269,7 +271,7 @@ class Reader:
             except UsageError as error:
                 self._pass_over(node, error)
 
-    def _pass_over(self, node: Node, error: ElaunchError) -> None:
+    def _pass_over(self, node: LogNode, error: ElaunchError) -> None:
         """Go on without a node for a while, if it is another one that does not answer."""
         if node.here:
             raise error
@@ -277,21 +279,21 @@ class Reader:
             self._warn(str(error))
         self._again[node.rank] = time.monotonic() + AGAIN_S
 
-    def _is_left_alone(self, node: Node) -> bool:
+    def _is_left_alone(self, node: LogNode) -> bool:
         return time.monotonic() < self._again.get(node.rank, 0.0)
 
-    def _see(self, index: int, node: Node) -> None:
+    def _see(self, index: int, node: LogNode) -> None:
         found = node.tree.files()
         for name, (size, changed) in found.items():
             if (known := parse_name(name)) is not None:
-                fresh = LogFile(node, known, node.first_rank + known.local_rank)
+                fresh = FollowedLog(node, known, node.first_rank + known.local_rank)
                 file = self._files.setdefault((index, known), fresh)
                 file.size, file.changed = size, changed
         for name in found:
             if name.endswith(ARRIVALS):
                 self._note(index, node, name)
 
-    def chosen(self) -> list[LogFile]:
+    def chosen(self) -> list[FollowedLog]:
         """Return the files that are to be shown; UsageError if a rank or a round is not there."""
         files, wanted = list(self._files.values()), self._choice
         ranks = {file.rank for file in files}
@@ -315,7 +317,7 @@ class Reader:
             and file.name.stream in wanted.streams
         ]
 
-    def _note(self, index: int, node: Node, name: str) -> None:
+    def _note(self, index: int, node: LogNode, name: str) -> None:
         """Read what has been added to the arrivals of a round."""
         number = int(name.split("/")[0].removeprefix("attempt_"))
         while True:
@@ -354,7 +356,7 @@ class Reader:
             if file.held:
                 self._write(file, b"\n", out[file.name.stream])
 
-    def _write(self, file: LogFile, data: bytes, out: BinaryIO) -> None:
+    def _write(self, file: FollowedLog, data: bytes, out: BinaryIO) -> None:
         grep, exact = self._choice.grep, self._choice.exact
         if exact and grep is None:
             out.write(data)

@@ -42,7 +42,7 @@ JOIN_S: Final = 2.0
 log = logging.getLogger("elaunch")
 
 
-class Arrival(NamedTuple):
+class LastArrival(NamedTuple):
     """One collective of a node: who came last, and when; the others' median; seconds since 1970."""
 
     rank: int
@@ -65,7 +65,7 @@ class Lateness:
         self._places = places
         self._lock = threading.Lock()
         self._asking = threading.Lock()
-        self._arrivals: dict[Key, Arrival] = {}
+        self._arrivals: dict[Key, LastArrival] = {}
         self._round = 0
         self._asked_at = -ANSWERED_S
         self._closing = threading.Event()
@@ -117,7 +117,7 @@ class Lateness:
                     self._arrivals = {key: one for key, one in merged.items() if one.at > since}
 
 
-def arrivals(places: Mapping[int, RankPlace]) -> dict[Key, Arrival]:
+def arrivals(places: Mapping[int, RankPlace]) -> dict[Key, LastArrival]:
     """Return who came last to each collective that all these ranks have entered who take part."""
     entered: dict[Key, dict[int, float]] = {}
     members: dict[str, int] = {}
@@ -135,12 +135,12 @@ def arrivals(places: Mapping[int, RankPlace]) -> dict[Key, Arrival]:
     }
 
 
-def _arrival(times: Mapping[int, float]) -> Arrival:
+def _arrival(times: Mapping[int, float]) -> LastArrival:
     (_, first), *_, (rank, at) = sorted(times.items(), key=lambda item: (item[1], item[0]))
-    return Arrival(rank, at, statistics.median(t for r, t in times.items() if r != rank), first)
+    return LastArrival(rank, at, statistics.median(t for r, t in times.items() if r != rank), first)
 
 
-def summary(found: Iterable[Arrival]) -> LatenessRecord | None:
+def summary(found: Iterable[LastArrival]) -> LatenessRecord | None:
     """Return how often each rank was last, and how much later; None of no collective."""
     ordered = sorted(found, key=lambda one: one.at)
     if not ordered:

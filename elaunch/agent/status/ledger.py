@@ -3,7 +3,7 @@
 Outside of rounds all slots share one class, by the agent's phase. A round is split when it ends:
 for each slot by when its worker was forked, when it ended, when the round failed and when that was
 known, and in between by what the worker has added up on its progress page (elaunch.wire.progress).
-What is kept of a round is sums, and one segment of trained steps; when a later round resumes from
+What is kept of a round is sums, and one span of trained steps; when a later round resumes from
 an older step, what lies behind that becomes ``lost``. The sum of all classes is the wall time.
 """
 
@@ -33,7 +33,7 @@ from elaunch.runs import directory, verdict
 from elaunch.runs.record import ProgressRecord, Record, SlowestRecord, TimingRecord
 from elaunch.wire.progress import SPENT, Reading, Spent
 
-SEGMENTS: Final = 64
+SPANS: Final = 64
 """Segments of steps that are remembered; the two oldest become one."""
 FEWEST: Final = 5
 """Steps that a rank has made where its pace is judged."""
@@ -113,7 +113,7 @@ def _of_page(page: Reading, worked: float, life: SlotLife) -> Iterator[tuple[str
     yield from spent.items()
 
 
-class Segment(Struct, frozen=True):
+class TrainedSpan(Struct, frozen=True):
     """Steps that were trained in one go, in ``seconds`` of each slot; None: not known which."""
 
     begin: int | None
@@ -121,9 +121,9 @@ class Segment(Struct, frozen=True):
     seconds: float
 
 
-def resume(segments: Sequence[Segment], step: int) -> tuple[list[Segment], float]:
+def resume(spans: Sequence[TrainedSpan], step: int) -> tuple[list[TrainedSpan], float]:
     """Return what stays when training goes on from ``step``, and the seconds that are lost."""
-    kept, lost = list(segments), 0.0
+    kept, lost = list(spans), 0.0
     while kept:
         last = kept[-1]
         if step > 0 and (last.begin is None or last.end is None or last.end <= step):
@@ -134,17 +134,17 @@ def resume(segments: Sequence[Segment], step: int) -> tuple[list[Segment], float
             continue
         share = (last.end - step) / (last.end - last.begin)
         lost += share * last.seconds
-        kept.append(Segment(last.begin, step, (1 - share) * last.seconds))
+        kept.append(TrainedSpan(last.begin, step, (1 - share) * last.seconds))
         break
     return kept, lost
 
 
-def add(segments: Sequence[Segment], new: Segment) -> list[Segment]:
-    """Return the segments with one more; at most SEGMENTS."""
-    both = [*segments, new]
-    if len(both) > SEGMENTS:
+def add(spans: Sequence[TrainedSpan], new: TrainedSpan) -> list[TrainedSpan]:
+    """Return the spans with one more; at most SPANS."""
+    both = [*spans, new]
+    if len(both) > SPANS:
         one, other = both[:2]
-        both[:2] = [Segment(one.begin, other.end, one.seconds + other.seconds)]
+        both[:2] = [TrainedSpan(one.begin, other.end, one.seconds + other.seconds)]
     return both
 
 
@@ -194,7 +194,7 @@ class Ledger:
         self._slots = 0
         self._failures = 0
         self._seconds = dict.fromkeys(verdict.CLASSES, 0.0)
-        self._segments: list[Segment] = []
+        self._spans: list[TrainedSpan] = []
         self._round: _OpenRound | None = None
         self._reports = "nothing"
         self._step_s: float | None = None
@@ -302,7 +302,7 @@ class Ledger:
         if begin is not None and current.begun.checkpoint is None and not self._saves:
             self._resume(begin)  # the script has found its own checkpoint, or none
         if seconds := spent.get("train", 0.0):
-            self._segments = add(self._segments, Segment(begin, end, seconds))
+            self._spans = add(self._spans, TrainedSpan(begin, end, seconds))
         self._round, self._at, self._kind = None, now, "rendezvous"
 
     def _split(
@@ -347,7 +347,7 @@ class Ledger:
         return min(max(0, min(firsts) - 1), end), end
 
     def _resume(self, step: int) -> None:
-        self._segments, lost = resume(self._segments, step)
+        self._spans, lost = resume(self._spans, step)
         self._seconds["train"] -= lost
         self._seconds["lost"] += lost
 

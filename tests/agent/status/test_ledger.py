@@ -15,7 +15,7 @@ from elaunch.agent.policy.actions import Action, Finish, Nothing
 from elaunch.agent.policy.state import Limits, Phase, State
 from elaunch.agent.policy.turn import Round, Turn
 from elaunch.agent.status import ledger
-from elaunch.agent.status.ledger import Ledger, Segment, SlotLife
+from elaunch.agent.status.ledger import Ledger, SlotLife, TrainedSpan
 from elaunch.checkpoint.records import Checkpoint
 from elaunch.rendezvous.plan import Plan
 from elaunch.runs.record import ProgressRecord
@@ -198,19 +198,19 @@ def test_segments_lose_nothing(part: int) -> None:
     """What is kept and what is lost is all that was trained, also of more than are remembered."""
     for seed in range(50 * part, 50 * (part + 1)):
         draw = random.Random(seed)
-        segments: list[Segment] = []
+        spans: list[TrainedSpan] = []
         trained = lost = 0.0
         at = 0
         for _ in range(200):
             end = at + draw.randrange(10)
             known = draw.random() < 0.9
-            new = Segment(at if known else None, end if known else None, draw.random())
-            segments, trained = ledger.add(segments, new), trained + new.seconds
+            new = TrainedSpan(at if known else None, end if known else None, draw.random())
+            spans, trained = ledger.add(spans, new), trained + new.seconds
             at = draw.choice((end, end, end, draw.randrange(end + 1)))
-            segments, more = ledger.resume(segments, at)
+            spans, more = ledger.resume(spans, at)
             lost += more
-        assert len(segments) <= ledger.SEGMENTS
-        assert sum(one.seconds for one in segments) + lost == pytest.approx(trained)
+        assert len(spans) <= ledger.SPANS
+        assert sum(one.seconds for one in spans) + lost == pytest.approx(trained)
 
 
 @pytest.mark.parametrize("part", range(2))
