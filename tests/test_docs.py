@@ -21,8 +21,8 @@ import yaml
 
 from elaunch import errors
 from elaunch.cli import COMMANDS, cli
-from elaunch.config.flag import Given, convert
-from elaunch.config.table import TABLE
+from elaunch.config.flags.flag import Given, convert
+from elaunch.config.flags.table import TABLE
 from tests import test_style as style
 
 ROOT = Path(__file__).parent.parent

@@ -49,7 +49,7 @@ from elaunch.agent.workers.server import open_standard_files
 from elaunch.agent.workers.tempdir import RunTemp
 from elaunch.config import Settings
 from elaunch.config.checks import NO_FILES
-from elaunch.config.table import SECRET_VARIABLES
+from elaunch.config.flags.table import SECRET_VARIABLES
 from elaunch.errors import RunDirError, UsageError
 from elaunch.rendezvous.coordinatorstate import result_of
 from elaunch.rendezvous.decide.view import Search

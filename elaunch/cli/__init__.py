@@ -18,16 +18,25 @@ from elaunch.text import block
 
 COMMANDS = {
     "run": ("elaunch.cli.run", "Start a script on every worker and keep it running."),
-    "logs": ("elaunch.cli.logs", "Show or follow the output of a run, of all ranks or of some."),
-    "stacks": ("elaunch.cli.stacks", "Show where all ranks of a running job are, outliers first."),
-    "profile": ("elaunch.cli.stacks", "Write a flame graph of one rank of a running job."),
+    "logs": (
+        "elaunch.cli.views.logs",
+        "Show or follow the output of a run, of all ranks or of some.",
+    ),
+    "stacks": (
+        "elaunch.cli.views.stacks",
+        "Show where all ranks of a running job are, outliers first.",
+    ),
+    "profile": ("elaunch.cli.views.stacks", "Write a flame graph of one rank of a running job."),
     "stop": ("elaunch.cli.stop", "End a running job, as SIGTERM to its agent does."),
     "preempt": ("elaunch.cli.stop", "Ask a running job to save and to end, to be continued."),
-    "status": ("elaunch.cli.status", "Show running and recent jobs, here or on all nodes."),
-    "why": ("elaunch.cli.why", "Show why a run has failed, who caused it, and what to do."),
-    "explain": ("elaunch.cli.why", "Say what a code of a failure report means, and what to do."),
-    "metrics": ("elaunch.cli.metrics", "Show what a run's script has reported."),
-    "dashboard": ("elaunch.cli.dashboard", "Show runs as a page in the browser."),
+    "status": ("elaunch.cli.views.status", "Show running and recent jobs, here or on all nodes."),
+    "why": ("elaunch.cli.views.why", "Show why a run has failed, who caused it, and what to do."),
+    "explain": (
+        "elaunch.cli.views.why",
+        "Say what a code of a failure report means, and what to do.",
+    ),
+    "metrics": ("elaunch.cli.views.metrics", "Show what a run's script has reported."),
+    "dashboard": ("elaunch.cli.views.dashboard", "Show runs as a page in the browser."),
     "checkpoints": ("elaunch.cli.checkpoints", "List, verify, pin, remove, convert checkpoints."),
     "examples": ("elaunch.cli.examples", "List, show and copy the examples."),
     "manifest": ("elaunch.cli.manifest", "Print a file for Slurm, Kubernetes or Kubeflow."),

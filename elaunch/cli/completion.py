@@ -16,8 +16,8 @@ import click
 
 from elaunch import __version__
 from elaunch.cli import COMMANDS, cli
-from elaunch.config.flag import Flag, one_of
-from elaunch.config.table import FLAGS
+from elaunch.config.flags.flag import Flag, one_of
+from elaunch.config.flags.table import FLAGS
 
 BASH = """\
 # Completion of elaunch for bash: elaunch run --print-completion bash > \

@@ -27,8 +27,8 @@ import click
 
 from elaunch.cli.run import parse
 from elaunch.config import values
-from elaunch.config.flag import Answers, JobFile, collect
-from elaunch.config.table import TABLE
+from elaunch.config.flags.flag import Answers, JobFile, collect
+from elaunch.config.flags.table import TABLE
 from elaunch.endings import KILLED, PREEMPTED
 from elaunch.errors import JoinTimeoutError, ServerError, StoreError, UsageError
 

@@ -25,8 +25,8 @@ import click
 from msgspec import Struct
 
 from elaunch.cli import completion
-from elaunch.config.flag import Flag, Given, convert
-from elaunch.config.table import FLAGS, GROUPS, TABLE, USUAL
+from elaunch.config.flags.flag import Flag, Given, convert
+from elaunch.config.flags.table import FLAGS, GROUPS, TABLE, USUAL
 from elaunch.errors import ElaunchError, UsageError
 
 LINE_FLAGS = (*FLAGS, completion.FLAG)

@@ -11,8 +11,8 @@ from msgspec.structs import replace
 
 from elaunch.config import values
 from elaunch.config.checks import NO_FILES
-from elaunch.config.flag import Flag, Given, Kind, convert
-from elaunch.config.table import TABLE
+from elaunch.config.flags.flag import Flag, Given, Kind, convert
+from elaunch.config.flags.table import TABLE
 from elaunch.errors import UsageError
 
 _SHARED = (

@@ -4,8 +4,7 @@
 ``Settings`` or to one ``UsageError``, before anything is started:
 
 ==================  ==========================================================================
-table.py            the one table of flags; a row and its sources: flag.py; their values: values.py,
-                    endpoints.py, rdzvconf.py
+flags/              the one table of flags; the values in it: values.py, endpoints.py, rdzvconf.py
 jobfile.py          the YAML file, as texts with their lines
 settings.py         ``Settings`` and ``resolve``
 command.py          the command to start

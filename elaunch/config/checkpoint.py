@@ -24,7 +24,7 @@ from elaunch.checkpoint.retention.rule import Keep
 from elaunch.checkpoint.search.placeholder import has_placeholder
 from elaunch.checkpoint.search.places import broken_link, parse_place
 from elaunch.config import files
-from elaunch.config.flag import Answers
+from elaunch.config.flags.flag import Answers
 from elaunch.errors import CheckpointError, UsageError
 
 _KEEPING = ("checkpoint-keep-last", "checkpoint-keep-every", "checkpoint-keep-best")

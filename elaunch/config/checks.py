@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Final
 
 from elaunch import env, hosts
-from elaunch.config import checkpoint, endpoints, files, table, values
+from elaunch.config import checkpoint, endpoints, files, values
 from elaunch.config.command import Command
-from elaunch.config.flag import Answers
+from elaunch.config.flags import kinds, table
+from elaunch.config.flags.flag import Answers
 from elaunch.config.place import Topology
 from elaunch.config.rendezvous import RendezvousSettings
 from elaunch.config.values import Moment
@@ -271,13 +272,13 @@ def remarks(
 def _idle(answers: Answers, command: Command, alone: bool) -> Iterator[str]:
     """Yield a remark on each flag that the table says has no effect here."""
     holds = {
-        table.ALWAYS: True,
-        table.ON_ONE_NODE: answers["nnodes"][1] == 1,
-        table.ALONE: alone,
-        table.WITH_PROGRAM: command.mode == "command",
-        table.WITH_RUN_PATH: answers["run-path"],
-        table.WITH_SPAWN: answers["start-method"] == "spawn",
-        table.WITHOUT_RESTARTS: not answers["max-restarts"],
+        kinds.ALWAYS: True,
+        kinds.ON_ONE_NODE: answers["nnodes"][1] == 1,
+        kinds.ALONE: alone,
+        kinds.WITH_PROGRAM: command.mode == "command",
+        kinds.WITH_RUN_PATH: answers["run-path"],
+        kinds.WITH_SPAWN: answers["start-method"] == "spawn",
+        kinds.WITHOUT_RESTARTS: not answers["max-restarts"],
     }
     for flag in table.FLAGS:
         when = next((when for when in flag.idle if holds[when]), None)

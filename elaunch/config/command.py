@@ -24,7 +24,7 @@ from msgspec import Struct
 
 from elaunch.config import files, values
 from elaunch.config.files import near_file
-from elaunch.config.flag import Answers, Entrypoint
+from elaunch.config.flags.flag import Answers, Entrypoint
 from elaunch.errors import UsageError
 
 Mode = Literal["script", "module", "command", "run-path"]

@@ -39,8 +39,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from elaunch.config import files, values
-from elaunch.config.flag import Entrypoint, Flag, Given, JobFile
-from elaunch.config.table import FLAGS, GROUPS, TABLE
+from elaunch.config.flags.flag import Entrypoint, Flag, Given, JobFile
+from elaunch.config.flags.table import FLAGS, GROUPS, TABLE
 from elaunch.errors import UsageError
 
 if TYPE_CHECKING:

@@ -37,7 +37,7 @@ from msgspec import Struct
 
 from elaunch import hosts
 from elaunch.config import endpoints, values
-from elaunch.config.flag import Answers
+from elaunch.config.flags.flag import Answers
 from elaunch.errors import UsageError
 from elaunch.text import host_port
 

@@ -48,10 +48,10 @@ from typing import Literal, TypeVar
 from elaunch import env, hosts
 from elaunch.config import endpoints, files, rdzvconf
 from elaunch.config import place as meetingplace
-from elaunch.config.flag import Answers, JobFile, collect
+from elaunch.config.flags.flag import Answers, JobFile, collect
+from elaunch.config.flags.table import ETCD_PASSWORD, ETCD_USER, TABLE
 from elaunch.config.place import Backend, MeetingPlace
 from elaunch.config.rdzvconf import PASSWORD
-from elaunch.config.table import ETCD_PASSWORD, ETCD_USER, TABLE
 from elaunch.text import host_port
 
 OnJoin = Literal["graceful", "now", "never"]

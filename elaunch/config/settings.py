@@ -19,10 +19,10 @@ from elaunch.checkpoint.records import Checkpoint
 from elaunch.checkpoint.retention.rule import Keep
 from elaunch.config import checkpoint, checks, command, files, jobfile, place, rdzvconf, values
 from elaunch.config.command import Command, Mode
-from elaunch.config.flag import Answers, JobFile, collect, from_variables
+from elaunch.config.flags.flag import Answers, JobFile, collect, from_variables
+from elaunch.config.flags.table import TABLE
 from elaunch.config.place import Topology
 from elaunch.config.rendezvous import RendezvousSettings, several_nodes
-from elaunch.config.table import TABLE
 from elaunch.config.values import StreamMap
 from elaunch.env import HPARAMS, NCCL_ASYNC_ERRORS, RoundFacts, worker_environment
 from elaunch.errors import UsageError

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, Literal
 
-from elaunch.config.table import FLAGS
+from elaunch.config.flags.table import FLAGS
 from elaunch.config.values import did_you_mean, signals
 from elaunch.env import HANDLED_SIGNALS
 from elaunch.torchrun.calls import FORK, pickled, run_function

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from elaunch.cli import COMMANDS, completion
 from elaunch.cli.run import parse, run
-from elaunch.config.table import FLAGS
+from elaunch.config.flags.table import FLAGS
 from elaunch.errors import UsageError
 
 COMPLETE = """

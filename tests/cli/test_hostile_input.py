@@ -21,8 +21,8 @@ import pytest
 
 from elaunch.cli import COMMANDS, execute
 from elaunch.config import files
-from elaunch.config.flag import Flag
-from elaunch.config.table import FLAGS, VARIABLES
+from elaunch.config.flags.flag import Flag
+from elaunch.config.flags.table import FLAGS, VARIABLES
 from tests import programs
 
 CPU_SECONDS = 10.0

@@ -13,7 +13,7 @@ import pytest
 
 from elaunch import __version__
 from elaunch.cli import execute
-from elaunch.config.table import FLAGS, GROUPS, USUAL
+from elaunch.config.flags.table import FLAGS, GROUPS, USUAL
 
 
 def elaunch(*args: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:

@@ -8,7 +8,7 @@ import subprocess
 import pytest
 
 from elaunch.cli import COMMANDS, execute
-from elaunch.config.table import FLAGS
+from elaunch.config.flags.table import FLAGS
 
 
 def test_all_is_on_the_page(capsys: pytest.CaptureFixture[str]) -> None:

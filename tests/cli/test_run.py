@@ -16,7 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from elaunch.cli.run import LINE_FLAGS, parse
-from elaunch.config.table import FLAGS
+from elaunch.config.flags.table import FLAGS
 
 Parsed = tuple[dict[str, str], str, list[str]]
 

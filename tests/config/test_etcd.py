@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from elaunch.config.flags.table import SECRET_VARIABLES
 from elaunch.config.rendezvous import EtcdAccess
-from elaunch.config.table import SECRET_VARIABLES
 from tests.config.resolving import Job
 from tests.config.test_files import CERTIFICATE, KEY
 

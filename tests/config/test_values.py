@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from elaunch.config import values
-from elaunch.config.table import FLAGS
+from elaunch.config.flags.table import FLAGS
 from elaunch.config.values import StreamMap
 
 BY_NAME = {flag.name: flag for flag in FLAGS}

@@ -15,7 +15,7 @@ from elaunch.dashboard.guard import App
 from elaunch.runs.directory import RunDir
 from elaunch.runs.record import new_round
 from elaunch.training.metrics.files import MetricFiles
-from tests.cli.test_metrics import report
+from tests.cli.views.test_metrics import report
 from tests.dashboard.asking import ask
 from tests.dashboard.test_app import failed, made
 

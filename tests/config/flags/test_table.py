@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from elaunch.config.flags.table import FLAGS, GROUPS, TABLE, USUAL
 from elaunch.config.jobfile import SECTIONS
-from elaunch.config.table import FLAGS, GROUPS, TABLE, USUAL
 
-DOCS = Path(__file__).parent.parent.parent / "docs"
+DOCS = Path(__file__).parents[3] / "docs"
 
 
 def test_names_are_used_once() -> None:

@@ -26,7 +26,7 @@ from tests.monitor.playing import final
 
 __all__ = ["environ", "play"]
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 COMMAND = [sys.executable, "-m", "elaunch", "status"]
 
 
@@ -365,7 +365,7 @@ def test_rich_and_psutil_are_imported_only_where_they_are_needed(
     agent = play(0)
     agent.kill()
     code = (
-        "import sys\nfrom elaunch.cli.status import status\n"
+        "import sys\nfrom elaunch.cli.views.status import status\n"
         "try:\n    status(sys.argv[1:])\nexcept SystemExit:\n"
         "    print({'rich', 'psutil', 'torch', 'yaml', 'tempfile'} & set(sys.modules))"
     )

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.cli import execute, stacks
+from elaunch.cli import execute
+from elaunch.cli.views import stacks
 from elaunch.runs.directory import RunDir, create
 from elaunch.runs.record import first_record, new_worker
 

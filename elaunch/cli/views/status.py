@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from elaunch.config.table import TABLE
+from elaunch.config.flags.table import TABLE
 from elaunch.endings import INTERRUPTED
 from elaunch.errors import UsageError
 from elaunch.monitor.page import echo_plain, on_terminal, show

@@ -25,7 +25,7 @@ from tests.monitor.played_agent import new_record
 
 __all__ = ["environ"]
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 
 
 def run(environ: dict[str, str], *args: str) -> subprocess.CompletedProcess[str]:
