@@ -44,7 +44,7 @@ test: $(STAMP)
 	$(PYTEST) --strict-machine -m "not trial"
 
 trials: $(STAMP)
-	scripts/setup-system.sh
+	scripts/setup-system.sh --trials
 	$(PYTEST) --strict-machine -m trial
 
 lint: $(STAMP)

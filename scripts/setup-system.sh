@@ -1,6 +1,9 @@
 #!/bin/sh
 # Install the programs of programs.txt that this machine lacks: what the tests call.
 #
+#   setup-system.sh            without those that only trials call
+#   setup-system.sh --trials   all of them
+#
 # Does nothing where they are all there. Without the right to install it only says what is missing:
 # the tests that need the program fail, and say so themselves.
 set -eu
@@ -8,8 +11,9 @@ set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 PATH=$PATH:/usr/sbin:/sbin # where nft and ip are, which not every user has in the PATH
 missing=
-while read -r program package; do
+while read -r program package caller; do
     case $program in '' | '#'*) continue ;; esac
+    [ "$caller" != trial ] || [ "${1-}" = --trials ] || continue
     command -v "$program" >/dev/null && continue
     case " $missing " in *" $package "*) ;; *) missing="$missing $package" ;; esac
 done < "$here/programs.txt"

@@ -29,7 +29,8 @@ _EVERYWHERE = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 def listed() -> dict[str, str]:
     """Return each program's Debian package."""
     lines = LIST.read_text().splitlines()
-    return dict(line.split() for line in lines if line and not line.startswith("#"))
+    rows = (line.split() for line in lines if line and not line.startswith("#"))
+    return {row[0]: row[1] for row in rows}
 
 
 def directory_of_links() -> Path:
@@ -53,7 +54,7 @@ def needed(*programs: str) -> None:
     missing = [program for program in programs if shutil.which(program) is None]
     if missing:
         names = ", ".join(f"{program} ({packages[program]})" for program in missing)
-        why = f"not installed: {names}: scripts/setup-system.sh installs them"
+        why = f"not installed: {names}: scripts/setup-system.sh --trials installs them"
         (pytest.fail if os.environ.get(STRICT) else pytest.skip)(why)
 
 

@@ -12,6 +12,14 @@ export function h(name, attributes = {}, ...children) {
   return element;
 }
 
+// Put new children into an element; what has the focus there keeps it, by its place.
+export function redraw(element, ...children) {
+  const reached = () => [...element.querySelectorAll("a, button, summary, [tabindex]")];
+  const at = reached().indexOf(document.activeElement);
+  element.replaceChildren(...children);
+  if (at >= 0) reached()[at]?.focus({ preventScroll: true });
+}
+
 export async function get(path, query) {
   const answer = await fetch(`${path}?${new URLSearchParams(query)}`);
   if (!answer.ok) throw new Error((await answer.text()).trim() || `${answer.status}`);
@@ -50,7 +58,8 @@ export function table(columns, rows) {
   const head = h("tr", {}, columns.map(([name, kind]) => h("th", { class: kind }, name)));
   const body = rows.map(({ cells, ...attributes }) => h("tr", attributes, cells.map((cell, i) =>
     h("td", { class: columns[i][1] }, cell === null || cell === undefined ? "–" : cell))));
-  return h("div", { class: "scroll" }, h("table", {}, h("thead", {}, head), h("tbody", {}, body)));
+  const label = `Table: ${columns.map(([name]) => name).join(", ")}`; // a phone scrolls in it
+  return h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": label }, h("table", {}, h("thead", {}, head), h("tbody", {}, body)));
 }
 
 export const state = (run) =>
@@ -87,7 +96,7 @@ function runsView(root, first) {
   return follow("/api/runs", {}, ({ runs, first: chosen }) => {
     if (first && chosen) { location.replace(`#/run/${encodeURIComponent(chosen)}`); return; }
     const live = runs.filter((run) => run.live).length;
-    root.replaceChildren(
+    redraw(root,
       h("h1", {}, "Runs"),
       h("p", { class: "quiet" }, runs.length
         ? `${runs.length} kept on this machine, ${live} ${live === 1 ? "goes" : "go"} on`

@@ -1,5 +1,5 @@
 // One run: what needs attention, how far it is, its rounds, its nodes and ranks.
-import { clock, follow, h, size, span, state, table } from "./app.js";
+import { clock, follow, h, redraw, size, span, state, table } from "./app.js";
 
 const MANY = 256; // ranks beyond which cells are small
 const PAGES = { failures: "The whole report", checkpoints: "The checkpoints", logs: "The logs" };
@@ -30,7 +30,7 @@ function draw(parts, memory, run, name) {
   const text = JSON.stringify(made.of ?? null);
   if (made.of !== undefined && memory.shown[name] === text) return;
   memory.shown[name] = text;
-  parts[name].replaceChildren(...made.build());
+  redraw(parts[name], ...made.build());
 }
 
 const PARTS = {

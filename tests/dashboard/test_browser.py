@@ -1,0 +1,153 @@
+"""The pages in Chromium, while a real job runs: what a person sees, by mouse, keyboard, phone."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.dashboard.browser import Browser, Page, chromium
+from tests.launching import Launcher, Running
+
+pytestmark = [pytest.mark.trial, pytest.mark.slow]
+
+# Rank r reports 100 r + 1/step; step n is a save where n is 5.
+SCRIPT = """
+import os, threading, elaunch
+with elaunch.init() as ctx:
+    rank = ctx.distributed.rank
+    for step in range(1, 100_000):
+        ctx.train.report_training_metrics(step, {"loss": 100 * rank + 1 / step})
+        print(f"rank {rank} at step {step} pid {os.getpid()}", flush=True)
+        if step == 5:
+            with ctx.checkpoint.store_path({"steps_completed": step}, shard=True) as (path, _):
+                (path / f"state-{rank}").write_text("5")
+        threading.Event().wait(0.1)
+"""
+PAGES = ("", "metrics", "logs", "checkpoints", "failures")
+WIDE, PHONE = (1280, 900), (375, 740)
+
+
+@contextmanager
+def watched(elaunch: Launcher, directory: Path) -> Iterator[tuple[Running, Browser, str]]:
+    """Run a job of three ranks, its dashboard, and a browser; yield them with the address."""
+    script = elaunch.directory / "train.py"
+    script.write_text(SCRIPT)
+    flags = ["--nproc-per-node", "3", "--max-restarts", "3", "--checkpoint-dir", "saves"]
+    job = elaunch.start(["run", *flags, "--rdzv-id", "job", "--tee", "3", script])
+    job.wait_for_line(r"rank 1 at step 7 ")
+    server = elaunch.start(["dashboard", "--port", "0"])
+    address = server.wait_for_line(r"^(http://\S+/)$")[1]
+    with chromium(directory) as browser:
+        yield job, browser, f"{address}#/run/job"
+        assert browser.problems == []
+    for running in (job, server):
+        running.send_signal(signal.SIGTERM)
+        running.wait()
+
+
+def pid_of(job: Running, rank: int) -> int:
+    """Return the pid that a rank has printed last."""
+    return int(re.findall(rf"rank {rank} at step \d+ pid (\d+)", job.output())[-1])
+
+
+def has_focus(page: Page, selector: str) -> bool:
+    """Tell whether an element has the focus; Tab is pressed until it has, 30 times at most."""
+    for _ in range(30):
+        page.press("Tab")
+        if page.evaluate(f"document.activeElement.matches({selector!r})"):
+            return True
+    return False
+
+
+def test_a_person_sees_what_happens(elaunch: Launcher, tmp_path: Path) -> None:
+    """Curves, one rank's lines, a killed worker without a reload; the keyboard is enough."""
+    with watched(elaunch, tmp_path / "profile") as (job, browser, address):
+        page = browser.open(address)
+        page.resize(*WIDE)
+        page.evaluate("window.sameDocument = true")
+
+        page.see(".slots .RUNNING")
+        assert has_focus(page, ".grid")
+        for rank in (0, 1, 2):
+            page.press("ArrowRight")
+            page.wait(f"document.querySelector('.legend').innerText.startsWith('rank {rank}:')")
+        os.kill(pid_of(job, 1), signal.SIGKILL)
+        page.wait(
+            "document.querySelector('.note')?.innerText.includes("
+            "'Round 0 failed: rank 1 was killed by SIGKILL')"
+        )
+        page.wait("document.querySelectorAll('#rounds tbody tr').length === 2")
+        assert page.evaluate("document.activeElement.matches('.grid')")
+        assert page.evaluate("window.sameDocument")
+
+        page.evaluate("location.hash = '#/run/job/metrics'")
+        page.see(".chart canvas")
+        assert has_focus(page, "input[aria-label=Ranks]")
+        page.type("2")
+        page.press("Enter")
+        assert has_focus(page, ".chart canvas")
+        page.press("ArrowRight")
+        said = page.wait(
+            "document.querySelector('.chart output').innerText.match(/step (\\d+) · rank 2: (.*)/)"
+        )
+        step, value = int(said[1]), float(said[2])
+        assert value == pytest.approx(200 + 1 / step, rel=1e-4)
+        assert page.evaluate(PAINTED) > 200
+
+        page.evaluate("location.hash = '#/run/job/logs'")
+        page.wait("document.querySelectorAll('.log div').length > 10")
+        assert has_focus(page, "input[aria-label=Ranks]")
+        page.type("1")
+        page.wait(f"{LINES}.length > 5 && {LINES}.every(line => line.includes('rank 1 at step'))")
+        before = page.evaluate(f"{LINES}.length")
+        page.wait(f"{LINES}.length > {before}")
+        assert all(re.match(r"\S+ +1  rank 1 at ", line) for line in page.evaluate(LINES))
+
+
+LINES = "[...document.querySelectorAll('.log div')].map(line => line.innerText)"
+# How many pixels of the chart have about the colour of a curve.
+PAINTED = """(() => {
+  const canvas = document.querySelector('.chart canvas');
+  const probe = document.createElement('i');
+  probe.style.color = 'var(--accent)';
+  document.body.append(probe);
+  const [r, g, b] = getComputedStyle(probe).color.match(/\\d+/g).map(Number);
+  probe.remove();
+  const data = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;
+  let found = 0;
+  for (let i = 0; i < data.length; i += 4) {
+    const off = Math.abs(data[i] - r) + Math.abs(data[i + 1] - g) + Math.abs(data[i + 2] - b);
+    found += data[i + 3] > 60 && off < 60;
+  }
+  return found;
+})()"""
+
+
+def test_every_page_is_accessible_and_fits_a_phone(elaunch: Launcher, tmp_path: Path) -> None:
+    """No serious fault for axe-core, light and dark; nothing to scroll sideways."""
+    with watched(elaunch, tmp_path / "profile") as (job, browser, address):
+        os.kill(pid_of(job, 1), signal.SIGKILL)
+        job.wait_for_line(r"rank 1 was killed by SIGKILL", stream="stderr")
+        faults = []
+        for name in ("runs", *PAGES):
+            at = address.partition("#")[0] if name == "runs" else f"{address}/{name}"
+            page = browser.open(at.removesuffix("/") if name == "" else at)
+            shown = {"runs": "td a", "": ".facts", "metrics": ".chart canvas", "logs": ".log div"}
+            page.see(shown.get(name, "main h1"))
+            for scheme in ("light", "dark"):
+                page.scheme(scheme)
+                for size in (WIDE, PHONE):
+                    page.resize(*size)
+                    faults += [f"{name} {scheme} {size}: {one}" for one in page.faults()]
+                    root = "document.documentElement"
+                    too_wide = page.evaluate(f"{root}.scrollWidth - {root}.clientWidth")
+                    if too_wide > 0:
+                        faults.append(f"{name} {size}: {too_wide} pixels are off the side")
+            page.call("Page.close")
+        assert faults == [], "\n".join(faults)
