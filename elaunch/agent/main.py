@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from msgspec.structs import replace
 
@@ -60,6 +60,7 @@ from elaunch.server import devices, processes
 
 if TYPE_CHECKING:
     from elaunch.agent.detach import Detached
+    from elaunch.runs.record import Record
 
 PING_TIMEOUT = 2.0
 LOOP_PATIENCE = 1.0
@@ -163,6 +164,7 @@ class _Run:
         self._stack.enter_context(logging_to(pump.say, settings.log_level))
         if self._run_dir.notice is not None:
             log.warning("%s", self._run_dir.notice)
+        self._open_http_ports()
         status_record.write()
         plan, group = self._start_group(pump)
         saver = AgentSaver(SaverPlan(settings, inbox.put, DirectoryFinisher(settings)))
@@ -176,7 +178,6 @@ class _Run:
         self._start_timer()
         self._start_notice_command(group)
         hook = self._start_event_hook(group)
-        self._start_health_check()
         self._start_kubeflow()
         publisher, standalone = self._join(plan, group, pump.say, saver, hangs, views)
         self._stack.callback(saver.close)
@@ -239,7 +240,7 @@ class _Run:
         record = self._status_record
         ask = partial(preempt, self._inbox, record)
         control = ControlSocket(
-            self._run_dir.socket, record.snapshot, ask, links.adopt, views.serve
+            self._run_dir.socket, partial(record.snapshot, True), ask, links.adopt, views.serve
         )
         try:
             control.start()
@@ -288,23 +289,35 @@ class _Run:
             status.start()
             self._stack.callback(status.close)
 
-    def _start_health_check(self) -> None:
-        port = self._settings.health_check_port
-        if port is None:
+    def _open_http_ports(self) -> None:
+        """Answer probes and Prometheus, where that is asked for; raises UsageError."""
+        settings, status_record = self._settings, self._status_record
+        if settings.health_check_port is None and settings.metrics_port is None:
             return
-        from elaunch.agent.status.health import HealthCheck
+        from elaunch.agent.status.httpport import HttpPort
+        from elaunch.runs.prometheus import RunReading, render
 
         def alive() -> dict[str, object]:
             answered = threading.Event()
             self._inbox.put(events.Ping(answered.set))
             if not answered.wait(PING_TIMEOUT):
                 raise TimeoutError(f"the agent's loop did not answer within {PING_TIMEOUT:g} s")
-            record = self._status_record.snapshot()
+            record = status_record.snapshot()
             return {name: record[name] for name in ("run_id", "state", "round", "restarts")}
 
-        check = HealthCheck(port, alive)
-        check.start()
-        self._stack.callback(check.close)
+        def metrics() -> str:
+            record = cast("Record", status_record.snapshot())
+            lasted = max(0.0, (record["ended_at"] or time.time()) - record["started_at"])
+            return render([RunReading(self._run_dir.path.name, record, record["state"], lasted)])
+
+        ports = []
+        if settings.health_check_port is not None:
+            ports.append(HttpPort(None, settings.health_check_port, alive))
+        if settings.metrics_port is not None:
+            ports.append(HttpPort(*settings.metrics_port, alive, metrics=metrics))
+        for port in ports:
+            port.start()
+            self._stack.callback(port.close)
 
     def _join(
         self,

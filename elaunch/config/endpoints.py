@@ -57,6 +57,14 @@ def split(raw: str) -> tuple[str, int | None]:
     return host(head), port(tail)
 
 
+def listening(raw: str) -> tuple[str, int]:
+    """Return (host, port) of a place to listen at; a port alone is one of loopback."""
+    place, number = ("127.0.0.1", port(raw)) if raw.isdecimal() else split(raw)
+    if not number:
+        raise ValueError("has no port, or 0: nobody would know which")
+    return place, number
+
+
 def host(raw: str) -> str:
     """Return a host's name or address after a check of its form; an IPv6 address as it is."""
     text = raw.strip()

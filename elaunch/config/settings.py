@@ -69,6 +69,7 @@ class Settings(Struct, frozen=True):
     numa_binding: str | None
     event_log_handler: str
     health_check_port: int | None
+    metrics_port: tuple[str, int] | None
     file_timer: bool
     timer_file: Path | None
     signals_to_handle: tuple[signal.Signals, ...]

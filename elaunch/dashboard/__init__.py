@@ -2,7 +2,7 @@
 
 ``serving`` opens the port and runs the server; ``guard`` refuses requests that are not the user's;
 ``app`` has the addresses; ``feed`` pushes readings to open pages; ``summary`` is what the page of
-a run shows; ``prometheus`` the same for a scraper. All data come from the readers of the commands.
+a run shows. All data come from the readers of the commands.
 """
 
 __all__ = ["serving"]

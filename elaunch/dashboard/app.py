@@ -37,7 +37,6 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from elaunch.dashboard import prometheus
 from elaunch.dashboard.curves import Axis, MetricsReader, curves
 from elaunch.dashboard.feed import Feed, encoded
 from elaunch.dashboard.logtail import LogFilter, RunLogs, follow, parse_older, search
@@ -48,6 +47,7 @@ from elaunch.monitor.checkpointview import document
 from elaunch.monitor.document import list_document
 from elaunch.monitor.logfiles import Choice, parse_ranks
 from elaunch.monitor.standing import overview
+from elaunch.runs import prometheus
 from elaunch.runs.directory import RunDir, handle
 from elaunch.runs.logtree import STREAMS
 from elaunch.runs.statedir import roots, subdirectories
@@ -259,8 +259,12 @@ class Dashboard:
             return {"directory": str(target.place)}
 
     async def _prometheus(self, request: Request) -> Response:
-        standings = await asyncio.to_thread(overview, self._environ)
-        return Response(prometheus.render(standings), media_type=prometheus.CONTENT_TYPE)
+        found = await asyncio.to_thread(overview, self._environ)
+        readings = (
+            prometheus.RunReading(one.run.path.name, one.record, one.state, one.duration_s)
+            for one in found
+        )
+        return Response(prometheus.render(readings), media_type=prometheus.CONTENT_TYPE)
 
     async def _healthz(self, request: Request) -> Response:
         return PlainTextResponse("ok\n")

@@ -2,15 +2,15 @@
 
 ``record`` keeps the run's record and puts it on the disk in a thread of its own; ``socket`` answers
 ``elaunch status`` and its like, ``views`` shows commands the stacks and log files of all nodes,
-``health`` answers an HTTP probe; ``kubeflow`` posts how far the job is, ``onevent`` hands over what
-happens, both by ``posting``; ``ledger`` adds up where the time goes; ``decisionlog`` writes the log
-lines and ``eventlog`` torch's events.
+``httpport`` answers HTTP probes and Prometheus; ``kubeflow`` posts how far the job is, ``onevent``
+hands over what happens, both by ``posting``; ``ledger`` adds up where the time goes;
+``decisionlog`` writes the log lines and ``eventlog`` torch's events.
 """
 
 __all__ = [
     "decisionlog",
     "eventlog",
-    "health",
+    "httpport",
     "kubeflow",
     "ledger",
     "onevent",

@@ -97,12 +97,15 @@ class StatusRecord:
         if not self._settings.name_given:
             self._name = name
 
-    def snapshot(self) -> dict[str, Any]:
-        """Return the record as it was last written, with the progress of now; for other threads."""
+    def snapshot(self, ask: bool = False) -> dict[str, Any]:
+        """Return the record as it was last written, with the progress of now; for other threads.
+
+        ``ask`` the workers which of them comes last, if what is known of that is old.
+        """
         published: dict[str, Any] = json.loads(self._published)
         now: dict[str, object] = {
             "progress": self._progress(),
-            "lateness": self._lateness(True),
+            "lateness": self._lateness(ask),
             "saves": self._saves(),
             "name": self._name() or None,
         }

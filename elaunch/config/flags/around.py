@@ -210,6 +210,10 @@ OTHER = (
         short="-f",
     ),
     own("name", Kind(values.label, "NAME", "a name"), None, "Name of the job in reports."),
+    own(
+        *("metrics-port", Kind(endpoints.listening, "[HOST:]PORT", "PORT or HOST:PORT"), None),
+        "Where the agent answers Prometheus, at /metrics; on loopback unless HOST is given.",
+    ),
     switch(
         name="detach",
         help="Go on in the background: print the run id, and leave the rest to status, logs, stop.",

@@ -1,10 +1,12 @@
-"""The health-check port over real sockets."""
+"""The agent's HTTP ports over real sockets."""
 
 from __future__ import annotations
 
 import contextlib
 import http.client
 import json
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -15,9 +17,11 @@ from typing import Any
 
 import pytest
 
-from elaunch.agent.status.health import HealthCheck
+from elaunch.agent.status.httpport import HttpPort
 from elaunch.errors import UsageError
-from tests.launching import wait_until
+from tests.integration.jobs import SPAWN
+from tests.integration.watching import act, wait_for_workers
+from tests.launching import Launcher, free_port, wait_until
 
 
 def running() -> dict[str, Any]:
@@ -32,14 +36,14 @@ def silent() -> dict[str, Any]:
 
 @contextmanager
 def opened(alive: Callable[[], dict[str, Any]], request_s: float = 60.0) -> Iterator[int]:
-    """Run a health check on a free port; nothing of it stays."""
-    check = HealthCheck(0, alive, request_s)
+    """Open a port, any free one; nothing of it stays."""
+    check = HttpPort(None, 0, alive, request_s=request_s)
     port = check.start()
     try:
         yield port
     finally:
         check.close()
-    wait_until(lambda: "health-check" not in [thread.name for thread in threading.enumerate()])
+    wait_until(lambda: "http-port" not in [thread.name for thread in threading.enumerate()])
 
 
 def request(
@@ -55,7 +59,7 @@ def request(
         connection.close()
 
 
-@pytest.mark.parametrize("path", ["/", "/health", "/health?verbose=1"])
+@pytest.mark.parametrize("path", ["/", "/health", "/healthz", "/health?verbose=1"])
 def test_alive(path: str) -> None:
     """200 and the state, one request after another."""
     with opened(running) as port:
@@ -76,6 +80,9 @@ def test_other_requests() -> None:
     """No other path, nothing to change."""
     with opened(running) as port:
         assert request(port, "/etc/passwd")[0] == 404
+        assert request(port, "/metrics")[0] == 404, (
+            "who reaches all addresses learns the state only"
+        )
         assert request(port, "/", "POST")[0] == 501
         assert request(port, "/")[0] == 200
 
@@ -147,21 +154,21 @@ def test_port_in_use() -> None:
     """The message names variable and port."""
     in_use = r"TORCHELASTIC_HEALTH_CHECK_PORT=\d+: the port is in use"
     with opened(running) as port, pytest.raises(UsageError, match=in_use):
-        HealthCheck(port, running).start()
+        HttpPort(None, port, running).start()
 
 
 @pytest.mark.parametrize("port", [70_000, -1])
 def test_impossible_port(port: int) -> None:
     """Not an OverflowError."""
     with pytest.raises(UsageError, match=f"={port}: a port is a number from 0 to 65535"):
-        HealthCheck(port, running).start()
+        HttpPort(None, port, running).start()
 
 
 def test_close_without_start_and_twice() -> None:
     """Ending needs no care."""
-    check = HealthCheck(0, running)
+    check = HttpPort(None, 0, running)
     check.close()
-    check = HealthCheck(0, running)
+    check = HttpPort(None, 0, running)
     port = check.start()
     check.close()
     check.close()
@@ -173,7 +180,7 @@ def test_the_port_is_free_again_at_once() -> None:
     """A restarted agent gets the same one."""
     with opened(running) as port:
         assert request(port, "/")[0] == 200
-    check = HealthCheck(port, running)
+    check = HttpPort(None, port, running)
     assert check.start() == port
     check.close()
 
@@ -183,3 +190,59 @@ def test_an_agent_without_this_port_does_not_pay_for_http() -> None:
     code = "import sys, elaunch.agent.main; print('http.server' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "False\n", done.stderr
+
+
+def test_metrics() -> None:
+    """The page, beside the state; what cannot be made hangs up, and the next is answered."""
+    pages = iter(["elaunch_run_live 1\n"])
+    port = HttpPort("127.0.0.1", 0, running, metrics=lambda: next(pages))
+    number = port.start()
+    try:
+        assert request(number, "/metrics?x=1") == (200, b"elaunch_run_live 1\n")
+        with pytest.raises(http.client.RemoteDisconnected):
+            request(number, "/metrics")
+        assert request(number, "/healthz")[0] == 200
+    finally:
+        port.close()
+
+
+@pytest.mark.parametrize(
+    ("host", "message"),
+    [
+        ("192.0.2.1", "--metrics-port 192.0.2.1:9100: the port cannot be opened: Cannot assign"),
+        ("no.such.name.invalid", "--metrics-port no.such.name.invalid:9100: the host is not known"),
+    ],
+)
+def test_a_place_that_is_not_here(host: str, message: str) -> None:
+    """The message names the flag and why."""
+    with pytest.raises(UsageError, match=message):
+        HttpPort(host, 9100, running).start()
+
+
+@pytest.mark.slow
+def test_a_job_is_scraped(elaunch: Launcher) -> None:
+    """How it stands, from its agent; another agent needs another port."""
+    port = free_port()
+    flags = ["--run-id", "scraped", "--max-restarts", "1", "--metrics-port", str(port)]
+    job = elaunch.start(act(SPAWN, "say=up", "wait", flags=flags))
+    pids = wait_for_workers(job)
+    second = elaunch.run(act(SPAWN, "say=never", flags=["--metrics-port", str(port)]))
+    assert (second.returncode, second.stdout) == (2, "")
+    assert f"--metrics-port 127.0.0.1:{port}: the port is in use" in second.stderr
+    os.kill(pids[1], signal.SIGKILL)
+    wait_for_workers(job, round=1)
+
+    def samples() -> list[str]:
+        return request(port, "/metrics")[1].decode().splitlines()
+
+    wait_until(lambda: 'elaunch_run_workers{run="scraped",state="RUNNING"} 2' in samples())
+    found = samples()
+    for name in ("round", "restarts", "failures"):
+        assert f'elaunch_run_{name}{{run="scraped"}} 1' in found
+    seconds = [line for line in found if line.startswith("elaunch_run_slot_seconds{")]
+    spent = sum(float(line.rpartition(" ")[2]) for line in seconds)
+    (lasted,) = (line for line in found if line.startswith("elaunch_run_duration_seconds{"))
+    assert spent == pytest.approx(float(lasted.rpartition(" ")[2]), abs=0.2)
+    assert json.loads(request(port, "/healthz")[1])["state"] == "RUNNING"
+    job.send_signal(signal.SIGTERM)
+    job.wait()

@@ -1,4 +1,7 @@
-"""Runs as Prometheus' text format 0.0.4: how each stands, from its record alone."""
+"""Runs as Prometheus' text format 0.0.4: how each stands, from its record alone.
+
+The dashboard writes all runs of a user so, and an agent with ``--metrics-port`` its own.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
-from elaunch.monitor.standing import Standing
-from elaunch.runs.record import Record
+from msgspec import Struct
+
+from elaunch.runs import verdict
+from elaunch.runs.record import LIVE_STATES, LatenessRecord, Record, TimingRecord
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
-_FAMILIES: Final = {
+FAMILIES: Final = {
     "elaunch_run_state": "1 for the state that the run is in",
     "elaunch_run_live": "whether the run goes on",
     "elaunch_run_duration_seconds": "how long the run has lasted",
@@ -23,23 +28,39 @@ _FAMILIES: Final = {
     "elaunch_run_step_max": "step of the rank that is furthest",
     "elaunch_run_checkpoint_step": "step of the newest commit",
     "elaunch_run_checkpoint_commits": "checkpoints that were committed",
+    "elaunch_run_goodput_ratio": "share of the time so far that is kept as training",
+    "elaunch_run_slot_seconds": "seconds of a slot by where they went; their sum is the wall time",
+    "elaunch_run_failures": "rounds that failed",
+    "elaunch_run_step_seconds": "seconds for a step, without waits and saves",
+    "elaunch_run_waiting_ratio": "share of the last minutes in which ranks waited for the last one",
+    "elaunch_run_rank_behind_seconds": "how far behind the others a rank comes to collectives",
     "elaunch_run_exit_code": "exit code of a run that has ended",
 }
+"""Every name on the page, and its HELP."""
 Sample = tuple[str, Mapping[str, str], float]
 
 
-def render(standings: Iterable[Standing]) -> str:
+class RunReading(Struct, frozen=True):
+    """How a run stands: the name of its directory, its record if it has one, its state."""
+
+    key: str
+    record: Record | None
+    state: str
+    duration_s: float | None
+
+
+def render(readings: Iterable[RunReading]) -> str:
     """Return the page that is scraped."""
-    found: dict[str, list[str]] = {name: [] for name in _FAMILIES}
-    for standing in standings:
-        for name, more, value in _samples(standing):
-            labels = {"run": standing.run.path.name, **more}
+    found: dict[str, list[str]] = {name: [] for name in FAMILIES}
+    for reading in readings:
+        for name, more, value in _samples(reading):
+            labels = {"run": reading.key, **more}
             text = ",".join(f'{key}="{_escaped(label)}"' for key, label in labels.items())
             found[name].append(f"{name}{{{text}}} {value:.17g}")
     lines = []
     for name, samples in found.items():
         if samples:
-            lines += [f"# HELP {name} {_FAMILIES[name]}", f"# TYPE {name} gauge", *samples]
+            lines += [f"# HELP {name} {FAMILIES[name]}", f"# TYPE {name} gauge", *samples]
     return "\n".join([*lines, ""])
 
 
@@ -47,13 +68,13 @@ def _escaped(label: str) -> str:
     return label.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
-def _samples(standing: Standing) -> Iterator[Sample]:
-    record = standing.record
+def _samples(reading: RunReading) -> Iterator[Sample]:
+    record = reading.record
     run_id = {"run_id": record["run_id"], "name": record["name"]} if record else {}
-    yield "elaunch_run_state", {**run_id, "state": standing.state}, 1
-    yield "elaunch_run_live", {}, standing.live
-    if standing.duration_s is not None:
-        yield "elaunch_run_duration_seconds", {}, standing.duration_s
+    yield "elaunch_run_state", {**run_id, "state": reading.state}, 1
+    yield "elaunch_run_live", {}, reading.state in LIVE_STATES
+    if reading.duration_s is not None:
+        yield "elaunch_run_duration_seconds", {}, reading.duration_s
     if record is not None:
         yield from _recorded(record)
 
@@ -75,5 +96,26 @@ def _recorded(record: Record) -> Iterator[Sample]:
         yield "elaunch_run_checkpoint_step", {}, saves["step"]
     if saves is not None and "commits" in saves:
         yield "elaunch_run_checkpoint_commits", {}, saves["commits"]
+    timing = record.get("timing")
+    if timing is not None:
+        yield from _timed(timing)
+    lateness = record.get("lateness")
+    if lateness is not None:
+        yield from _late(lateness)
     if record["exit_code"] is not None:
         yield "elaunch_run_exit_code", {}, record["exit_code"]
+
+
+def _timed(timing: TimingRecord) -> Iterator[Sample]:
+    yield "elaunch_run_goodput_ratio", {}, verdict.goodput(timing)
+    for name, seconds in timing["seconds"].items():
+        yield "elaunch_run_slot_seconds", {"class": name}, seconds
+    yield "elaunch_run_failures", {}, timing["failures"]
+    if timing["step_s"] is not None:
+        yield "elaunch_run_step_seconds", {}, timing["step_s"]
+
+
+def _late(lateness: LatenessRecord) -> Iterator[Sample]:
+    yield "elaunch_run_waiting_ratio", {}, lateness["held"]
+    for one in lateness["ranks"]:
+        yield "elaunch_run_rank_behind_seconds", {"rank": str(one["rank"])}, one["behind_s"]
