@@ -8,7 +8,7 @@ workers, when the first round has run for a while: the start does not wait for i
 pays for it, and a restart finds it there. torch itself imports ``torch._dynamo`` when the first
 optimizer is made, which costs each worker most of a second. Where that is to be imported, so is
 what a worker begins to import: TorchInductor and what belongs to it (elaunch.server.compiling), at
-once, and torch.distributed.checkpoint, SETTLE seconds later. A finder on the worker's
+once, and what a script takes that saves (SAVING), SETTLE seconds later. A finder on the worker's
 ``sys.meta_path`` sends the server a signal (ANNOUNCED) when one of them is looked for, and is gone.
 While such an import runs the server does before each module what cannot wait; what is to be forked
 waits for the end of all.
@@ -17,8 +17,9 @@ The next round must not see other settings than the first one. A script may set 
 a module reads when it is imported (``TORCH_COMPILE_DISABLE``), and in the server it would read the
 launcher's. So the running workers' variables are looked at first. If a script has changed any, a
 fork of the server imports the modules and notes what they read; nothing is imported ahead where
-that is among the changed ones, and each worker goes on to import it by itself. Modules that are not
-torch's are always tried in a fork first: the server cannot get rid of threads that they start.
+that is among the changed ones, and each worker goes on to import it by itself. Modules that are
+neither torch's nor elaunch's are always tried in a fork first: the server cannot get rid of threads
+that they start.
 """
 
 from __future__ import annotations
@@ -43,17 +44,30 @@ from elaunch.server import compiling, processes
 from elaunch.wire import recorder
 
 DYNAMO = "torch._dynamo"
+SAVING = (
+    "torch.distributed.checkpoint",
+    "elaunch.training.context",
+    "elaunch.training.channel.channel",
+    "elaunch.training.checkpoint.context",
+    "elaunch.training.checkpoint.load",
+    "elaunch.training.checkpoint.save",
+    "elaunch.training.checkpoint.saver.agent",
+)
+"""What a worker imports that loads and saves."""
 ANNOUNCED: Mapping[int, tuple[str, ...]] = {
     signal.SIGURG: compiling.MODULES,
-    signal.SIGWINCH: ("torch.distributed.checkpoint",),
+    signal.SIGWINCH: SAVING,
 }
-"""The signal by which a worker lets the server know that it imports the first of these modules.
+"""The signal by which a worker lets the server know that it imports the first that is not there.
 Both are ignored by default (signal(7)): a server which does not ask for them is not ended."""
 
 THREADS_GONE = 0.1
 """Seconds for the kernel to take a thread that has ended off its list."""
 SETTLE = 10.0
 """Seconds for a worker to set the variables that it sets; they stand at the top of a script."""
+
+_KNOWN = ("torch", "elaunch")
+"""Whose modules start no threads that a fork would lack."""
 
 Meanwhile = Callable[[int | None], None]
 
@@ -223,11 +237,10 @@ class Later:
 
     def announce(self, server_pid: int) -> None:
         """Have this worker send what is awaited of it."""
-        sys.meta_path[:0] = [
-            _Announcer(modules[0], signum, server_pid)
-            for signum, modules in self._awaited.items()
-            if modules[0] not in sys.modules
-        ]
+        for signum, modules in self._awaited.items():
+            first = next((name for name in modules if name not in sys.modules), None)
+            if first is not None:
+                sys.meta_path.insert(0, _Announcer(first, signum, server_pid))
 
     def note_start(self, pid: int, variables: Mapping[str, str]) -> None:
         """Note a worker that was forked from this process, and the variables it was given."""
@@ -286,7 +299,7 @@ class Later:
             found.setdefault(*recorder.LIMIT)
             changed |= {name: found.get(name) for name in _changed(given, found)}
         compiles = compiling.FIRST in modules
-        foreign = not all(name.partition(".")[0] == "torch" for name in modules)
+        foreign = not all(name.partition(".")[0] in _KNOWN for name in modules)
         if changed or foreign or (modules != [DYNAMO] and compiling.may_open_devices()):
             trial = partial(_quietly, partial(_trial, modules, self._path))
             answer = processes.ask_fork(trial, meanwhile)

@@ -38,7 +38,7 @@ FIRST_STEP_TIMEOUT = 60.0
 POLL = 0.05
 MARGIN = 0.2
 FLAGS = ("--max-restarts", "20")
-IMPORTS = "torch,torch.distributed.checkpoint"
+IMPORTS = "torch,torch.distributed.checkpoint,+torch._dynamo"
 """What a worker that saves by ``ctx.checkpoint`` imports, most of a second each time without it."""
 
 

@@ -1,4 +1,7 @@
-"""Optimizers that cannot be given a state by a step without gradients, as torch gives them one."""
+"""How fresh optimizers get a state to load into; torch gives them one by a step without gradients.
+
+Some cannot be given one so, and torch's own need no step.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import _init_optim_state
 
 from elaunch.training.checkpoint.state import optimizers
 from tests.training.checkpoint.groups import in_group
@@ -74,6 +78,62 @@ def test_a_step_that_fails_leaves_a_fresh_optimizer_as_it_was() -> None:
     assert optimizers.state_to_fill(model, optimizer, None) is None
     assert optimizer.param_groups[0]["lr"] == 0.01 and not optimizer.state
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+OWN: dict[str, dict[str, Any]] = {
+    "Adam": {},
+    "AdamW": {"amsgrad": True},
+    "NAdam": {},
+    "RAdam": {},
+    "Adamax": {},
+    "Adadelta": {},
+    "ASGD": {},
+    "Rprop": {},
+    "RMSprop": {"momentum": 0.9, "centered": True},
+    "Adagrad": {},
+    "SGD": {"momentum": 0.9},
+}
+
+
+class Counted(torch.optim.Adam):
+    """Not one of torch's own: it may do otherwise."""
+
+
+def state_made(kind: str, shortened: bool) -> tuple[dict[str, Any], int]:
+    """Return type, shape and strides of a fresh optimizer's state, and the steps that it took."""
+    model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2, dtype=torch.bfloat16))
+    model[0].bias.requires_grad_(False)
+    chosen = Counted if kind == "Counted" else getattr(torch.optim, kind)
+    optimizer = chosen([{"params": [each]} for each in model.parameters()], **OWN.get(kind, {}))
+    steps: list[Any] = []
+    optimizer.register_step_pre_hook(lambda *given: steps.append(given))
+    if not shortened:
+        _init_optim_state(optimizer)
+    state = optimizers.state_to_fill(model, optimizer, None)
+    assert state is not None
+    assert all(parameter.grad is None for parameter in model.parameters())
+    told = {
+        name: {
+            key: (value.dtype, value.shape, value.stride()) if torch.is_tensor(value) else value
+            for key, value in held.items()
+        }
+        for name, held in state["state"].items()
+    }
+    return told, len(steps)
+
+
+@pytest.mark.parametrize("kind", OWN)
+def test_torchs_own_begin_their_state_without_a_step(kind: str) -> None:
+    """That would take gradients for all parameters, and is seen by the script's hooks."""
+    by_step, _ = state_made(kind, shortened=False)
+    found, steps = state_made(kind, shortened=True)
+    assert found == by_step
+    assert steps == (1 if kind == "SGD" else 0)
+
+
+def test_any_other_optimizer_makes_the_step() -> None:
+    """A class of the script's own may keep more than the one that it is derived from."""
+    assert state_made("Counted", shortened=True)[1] == 1
 
 
 class Refuses(torch.optim.SGD):

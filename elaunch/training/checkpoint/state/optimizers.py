@@ -1,12 +1,14 @@
 """Optimizers by the names of their parameters, through torch's get/set_optimizer_state_dict.
 
 ``optimizer.state_dict()`` numbers the parameters, and what is loaded under numbers into a fresh
-optimizer restores nothing, without an error. By names it is restored, resharded too. Four things
+optimizer restores nothing, without an error. By names it is restored, resharded too. Five things
 that torch's functions do are kept from happening:
 
 * a save before the first step would make that step: torch calls ``optimizer.step()`` to have a
   state to save, after which Adam counts one step more. Nothing is saved in its place, and a load
   leaves the optimizer fresh;
+* a load would make that step, too, which takes gradients for all parameters and several times as
+  long as what is loaded: torch's own optimizers begin their state without it;
 * a load with gradients in place would restore nothing into a fresh optimizer;
 * a load would give a state to parameters that had none when it was saved;
 * torch 2.8 and older load no state in which a parameter has none.
@@ -15,6 +17,7 @@ that torch's functions do are kept from happening:
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -27,6 +30,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from elaunch.errors import CheckpointError
+from elaunch.training.checkpoint.state import tensors
 
 STATE = "state"
 GROUPS = "param_groups"
@@ -126,6 +130,8 @@ def state_to_fill(
         return {**state, STATE: {}}
     fresh, rates = not optimizer.state, [group.get(_RATE) for group in optimizer.param_groups]
     with _no_gradients(optimizer):
+        if fresh:
+            _begin_state(optimizer)
         try:
             state = dict(get_optimizer_state_dict(module, optimizer))
         except _STEP_FAILS:
@@ -183,6 +189,31 @@ def _no_first_step(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         yield
     finally:
         smallest.grad = None
+
+
+def _begin_state(optimizer: torch.optim.Optimizer) -> None:
+    """Give a fresh optimizer of torch's own its first state; leave any other one fresh.
+
+    It is what ``step()`` does before it computes. There are no gradients, and none are after it.
+    """
+    begin: Any = getattr(optimizer, "_init_group", None)
+    members = [member for member in parameters(optimizer) if member.requires_grad]
+    own = type(optimizer).__module__.startswith("torch.optim.")
+    if begin is None or not own or any(tensors.is_sharded(member) for member in members):
+        return
+    lists = len(inspect.signature(begin).parameters) - 1
+    for member in members:
+        member.grad = member.new_zeros(()).expand_as(member)  # no memory of that size
+    try:
+        for group in optimizer.param_groups:
+            begin(group, *([] for _ in range(lists)))
+    except _STEP_FAILS:
+        optimizer.state.clear()
+    finally:
+        for member in members:
+            member.grad = None
+    if not all(optimizer.state.values()):  # SGD begins its state behind that
+        optimizer.state.clear()
 
 
 @contextlib.contextmanager
