@@ -321,11 +321,17 @@ class Server:
             return
         if message["stops"]:
             self._note_stop()
+        # One that somebody has stopped (SIGSTOP) takes it once it goes on. What this server itself
+        # has stopped stays so: another node may have begun the next round.
+        signums = [message["signum"]]
+        if message["stops"] and not self._held:
+            signums.append(signal.SIGCONT)
         for pid in self._workers:
-            try:
-                (os.killpg if message["group"] else os.kill)(pid, message["signum"])
-            except ProcessLookupError:  # just forked, it leads no group yet
-                os.kill(pid, message["signum"])
+            for signum in signums:
+                try:
+                    (os.killpg if message["group"] else os.kill)(pid, signum)
+                except ProcessLookupError:  # just forked, it leads no group yet
+                    os.kill(pid, signum)
 
     def _end_expired(self) -> None:
         """Kill the processes whose timers have expired, and keep which of a worker it was."""

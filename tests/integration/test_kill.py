@@ -193,14 +193,15 @@ def test_a_sibling_that_saves_has_the_time(elaunch: Launcher, place: Path) -> No
     assert (place / "saved").read_text() == "saved"
 
 
-def test_a_stopped_worker_is_killed_after_the_grace(elaunch: Launcher, place: Path) -> None:
-    """It cannot take its SIGTERM."""
+def test_a_stopped_worker_takes_its_signal(elaunch: Launcher, place: Path) -> None:
+    """It is continued for it; the grace is not waited for."""
     words = [f"meet={place}", "0:say=up", f"1:until={place}/go", "1:exit=5", "wait"]
     running = elaunch.start(
-        act(SPAWN, *words, flags=["--sibling-grace=0.3", "--shutdown-timeout=300"])
+        act(SPAWN, *words, flags=["--sibling-grace=300", "--shutdown-timeout=300"])
     )
     (pid,) = wait_for_workers(running, nproc=1)
     os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: state_of(pid) == "T")
     (place / "go").touch()
     assert running.wait().returncode == 5
 

@@ -261,9 +261,12 @@ def test_a_fence_that_holds_stops_all_workers_until_it_is_moved(rig: Rig) -> Non
     server.send({"op": "fence", "until": time.monotonic() + 60, "hold": 0.0})
     assert not rig.next(events.WorkersHeld).on
     wait_until(lambda: read_process(pid).state == "S", what="it goes on")  # type: ignore[union-attr]
-    server.send({"op": "fence", "until": time.monotonic(), "hold": 0.3})
+    server.send({"op": "fence", "until": time.monotonic(), "hold": 60.0})
     assert rig.next(events.WorkersHeld).on
-    rig.next(events.Fenced)
+    wait_until(lambda: states() == {"T"}, what="everything stopped")
+    server.send({"op": "signal", "signum": signal.SIGTERM, "group": False, "stops": True})
+    server.send({"op": "fence", "until": time.monotonic(), "hold": 0.0})
+    rig.next(events.Fenced)  # it has not gone on to take the signal
     assert rig.next(events.Exit).exitcode == -signal.SIGKILL
     assert rig.next(events.TreeGone).round == loop.FENCED
 
