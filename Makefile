@@ -11,6 +11,7 @@
 #   make matrix  the fast tests, parity and the demo with other versions of torch and Python
 #   make clients  Lightning, Accelerate, Transformers and others under elaunch, a rank of each killed
 #   make docs    the documentation as a site: build/docs; `python3 -m http.server -d build/docs` shows it
+#   make pictures  the pictures of docs/tutorial.md, by running what it says
 #   make size    lines, files, folders, names that mean two things
 #   make clean   remove everything that the other targets made
 #
@@ -27,7 +28,7 @@ STAMP := $(VENV)/.installed-$(shell { cat $(SETUP); pwd; $(PYTHON) -V; } 2>&1 | 
 # Tests rewritten for their assertions are kept, or each process of pytest rewrites all of them.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 5 --dist worksteal
 
-.PHONY: demo test trials lint check bench bench-cluster bench-checkpoint matrix clients docs size clean venv
+.PHONY: demo test trials lint check bench bench-cluster bench-checkpoint matrix clients docs pictures size clean venv
 
 venv: $(STAMP)
 
@@ -82,6 +83,9 @@ docs: $(STAMP)-docs
 $(STAMP)-docs: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	touch $@
+
+pictures: $(STAMP)
+	PYTHONPATH=. $(BIN)/python scripts/docs/pictures.py $(ONLY)
 
 size: $(STAMP)
 	@$(BIN)/python scripts/size.py
