@@ -9,6 +9,9 @@ gone, `finish_round`; `close`. A round's files are opened and closed by a thread
 (elaunch.agent.logs.streams), so that a round may begin while the files of the last are closed.
 `say`, `tail` and `paths` may be called from any thread.
 
+A turn costs more than the lines that it takes. So of those in one second FREE_TURNS follow each
+other at once, and between the others the pump rests, for what comes meanwhile to come together.
+
 Memory is bounded: a console that takes nothing makes the pump stop reading the streams shown on it
 (the workers then wait, as they would for the console itself), while all others go on.
 """
@@ -17,6 +20,7 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import selectors
 import threading
 import time
@@ -38,6 +42,10 @@ OPEN_PATIENCE = 2.0
 """Seconds for a round's files to be opened; after it the workers are started without waiting."""
 CLOSE_PATIENCE = 0.1
 """Seconds for a round's files to be closed before the next begins; most take microseconds."""
+FREE_TURNS = 100
+"""Turns in a second that follow each other at once."""
+REST_MS = 10
+"""Milliseconds between two turns after that, unless a stream gushes."""
 _ABANDON_WAIT = 2.0
 
 logger = logging.getLogger(__name__)
@@ -66,6 +74,10 @@ class LogPump:
         self._full: set[Console] = set()
         self._said: set[str] = set()
         self._stop_at: float | None = None
+        self._resting = select.poll()
+        self._second = 0.0
+        self._turns = 0
+        self._gushes = self._hurried = False
 
     def start(self) -> None:
         """Open the consoles and start the thread."""
@@ -74,6 +86,7 @@ class LogPump:
         self._selector = selectors.DefaultSelector()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._selector.register(self._wake, selectors.EVENT_READ)
+        self._resting.register(self._wake, select.POLLIN)
         self._thread.start()
 
     def open_round(self, round: int, ranks: Mapping[int, int]) -> dict[int, tuple[int, int]]:
@@ -95,6 +108,7 @@ class LogPump:
         """
         for text in self._plan.shortcomings(ranks):
             self._say_once(text, text)
+        self._hurried = False
         opened = LogRound(round, dict(ranks))
         write_ends = open_streams(opened, self._plan, self._consoles)
         self._round = opened
@@ -120,6 +134,8 @@ class LogPump:
         finished = self._round
         if finished is None:
             return True
+        self._hurried = True
+        self._post(lambda: None)  # ends a rest
         if not finished.ended.wait(timeout):
             self._post(partial(self._abandon, finished))
             finished.ended.wait(_ABANDON_WAIT)
@@ -201,18 +217,32 @@ class LogPump:
         try:
             while not self._stopped():
                 self._turn()
+                self._rest()
         except Exception:
             logger.exception("the log pump failed; workers' further output is lost")
         finally:
             self._shut()
 
+    def _rest(self) -> None:
+        """Wait for more to come, if output comes without a pause; whatever is posted ends it."""
+        now = time.monotonic()
+        if now - self._second >= 1.0:
+            self._second, self._turns = now, 0
+        self._turns += 1
+        if self._turns > FREE_TURNS and not (self._gushes or self._hurried):
+            self._resting.poll(REST_MS)
+
     def _turn(self) -> None:
         events = self._selector.select(self._timeout())
         now = time.monotonic()
+        self._gushes = False
         for key, _ in events:
             if isinstance(key.data, OutputStream):
-                if key.data.pump(now) == 0:
+                read = key.data.pump(now)
+                if read == 0:
                     self._end(key.data, self._live[key.data])
+                elif read is not None and read >= key.data.gush:
+                    self._gushes = True
             elif key.fd == self._wake:
                 os.eventfd_read(self._wake)
         while self._inbox:

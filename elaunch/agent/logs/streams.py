@@ -35,6 +35,7 @@ from elaunch.agent.logs.plan import STREAM_BITS, LogPlan
 from elaunch.runs.logtree import ARRIVALS
 
 READ_SIZE = 64 * 1024
+TERMINAL_GUSH = 1024  # a pseudo-terminal holds 4 KiB
 _PIPE_SIZE = 1024 * 1024
 _DRAIN_LIMIT = 4 * 1024 * 1024
 _NO_SIZE = bytes(8)
@@ -49,6 +50,9 @@ class OutputStream:
         rank: its global rank, for messages.
         name: ``stdout`` or ``stderr``.
         terminal: the console whose size a pseudo-terminal follows; None for a pipe.
+
+    Attributes:
+        gush: bytes in one read from which on its writer may have to wait for the next.
     """
 
     def __init__(
@@ -65,6 +69,7 @@ class OutputStream:
         self.line_filter: LineFilter | None = None
         self.tail = Tail()
         self.listener: Callable[[bytes], None] | None = None
+        self.gush = TERMINAL_GUSH if terminal else READ_SIZE // 2
         self._terminal = terminal
         self._size = _NO_SIZE
 

@@ -530,6 +530,29 @@ def test_a_failed_pump_lets_nobody_hang(
     assert "the log pump failed" in caplog.text
 
 
+def switches() -> int:
+    """Return how often the pump's thread has waited."""
+    (pump,) = (thread for thread in threading.enumerate() if thread.name == "log-pump")
+    status = Path(f"/proc/self/task/{pump.native_id}/status").read_text()
+    return int(re.findall(r"^voluntary_ctxt_switches:\s+(\d+)", status, re.M)[0])
+
+
+def test_lines_that_come_without_a_pause_are_taken_together(tmp_path: Path) -> None:
+    """The pump does not wake for each of them, none is lost, and the end is not waited for."""
+    rig = Rig(LogPlan(tmp_path))
+    code = """
+for n in range(4000):
+    os.write(1, b"line %d\\n" % n)
+    time.sleep(0.0004)
+"""
+    began, before = time.monotonic(), switches()
+    rig.run({0: code})
+    lasted, waits = time.monotonic() - began, switches() - before
+    rig.close()
+    assert written(tmp_path, 0) == rig.out.data == b"".join(b"line %d\n" % n for n in range(4000))
+    assert waits < 300 * (lasted + 1), "100 in each second at once, and 100 rests of 10 ms"
+
+
 class Terminal:
     """A terminal as the console, 40 columns wide."""
 
