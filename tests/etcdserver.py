@@ -12,7 +12,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
@@ -23,6 +22,7 @@ from typing import Any
 
 from elaunch.store.etcd.keys import EtcdPlace
 from tests import programs
+from tests.launching import free_port
 
 START_DEADLINE = 60.0
 """Seconds for a cluster to elect its leader; it takes about one on a machine that is not busy."""
@@ -55,13 +55,6 @@ def make_identity(directory: Path, *hosts: str) -> Identity:
 def own_address() -> str:
     """Return a loopback address that nothing else uses."""
     return f"127.{random.randint(16, 250)}.{random.randint(0, 255)}.{random.randint(1, 254)}"
-
-
-def free_port(host: str) -> int:
-    """Return a port of ``host`` that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
 
 
 @dataclass

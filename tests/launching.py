@@ -51,12 +51,12 @@ def clean_environment(state: Path) -> dict[str, str]:
     return kept | {"XDG_STATE_HOME": str(state)}
 
 
-def free_port() -> int:
+def free_port(host: str = "") -> int:
     """Return a port that nobody has, below those that a connection gets by itself."""
     while True:
         port = random.randrange(20_000, 32_000)
         with socket.socket() as sock, suppress(OSError):
-            sock.bind(("", port))
+            sock.bind((host, port))
             return port
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from signal import SIGKILL, SIGTERM
 
 from tests import programs
-from tests.launching import Launcher, Running, wait_until
+from tests.launching import Launcher, Running, free_port, wait_until
 
 PROGRAMS = ("slurmctld", "slurmd", "srun", "sbatch", "sinfo", "scancel", "scontrol", "squeue")
 NODES = ("n1", "n2")
@@ -115,7 +115,7 @@ def _free_ports(count: int) -> int:
     """Return the first of some ports in a row that nobody listens on."""
     for _ in range(100):
         with ExitStack() as stack:
-            first = _bound(stack, 0)
+            first = _bound(stack, free_port())
             try:
                 for more in range(1, count):
                     _bound(stack, first + more)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import socket
-
 import pytest
+
+from tests import launching
 
 
 @pytest.fixture
 def port() -> int:
     """Return a port of this machine that was free a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        number: int = probe.getsockname()[1]
-    return number
+    return launching.free_port()

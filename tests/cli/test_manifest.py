@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from elaunch.cli import execute
 from elaunch.cli.manifest import TARGETS, label, read, to_yaml
-from tests.etcdserver import free_port
-from tests.launching import Launcher
+from tests.launching import Launcher, free_port
 
 SCHEMAS = json.loads((Path(__file__).parent / "manifest_schemas.json").read_text())
 CLUSTERS = [target for target in TARGETS if target != "slurm"]

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from elaunch.config import endpoints
+from tests import launching
 from tests.config.resolving import Job
 
 PORT_IN_USE = "--master-port {port} train.py"
@@ -23,8 +24,7 @@ def taken() -> Iterator[int]:
 @pytest.fixture
 def free() -> int:
     """Return a port that nobody listened on a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
+    return launching.free_port()
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,8 @@ from typing import Any
 import pytest
 
 from elaunch.checkpoint.storage.storage import Committed, open_storage
-from tests.etcdserver import free_port
 from tests.integration.jobs import SPAWN, checkpoint_fault
-from tests.launching import Launcher, Running, wait_until
+from tests.launching import Launcher, Running, free_port, wait_until
 
 JOBS = Path(__file__).with_name("jobs")
 TRAIN, ACT = JOBS / "checkpoint_train.py", JOBS / "checkpoint_act.py"

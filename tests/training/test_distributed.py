@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ import pytest
 
 from elaunch.errors import ContextError, PlacementError
 from elaunch.training.distributed import DistributedContext
+from tests.launching import free_port
 from tests.training.channelrig import PATIENCE, ROOT, Processes, StoreHost, in_threads
 
 Start = Callable[..., Processes]
@@ -243,8 +243,7 @@ for number in range(5):
 
 def test_rank_0_hosts_the_store_where_nobody_does() -> None:
     """The ranks of a script that is its own launcher."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
 
     def work(rank: int) -> Any:
         ctx = DistributedContext(

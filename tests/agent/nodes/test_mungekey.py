@@ -23,7 +23,7 @@ from elaunch.store.protocol import Store
 from elaunch.store.tcp import client as tcp
 from elaunch.store.tcp import wire
 from elaunch.store.tcp.connection import HELLO, greet
-from tests import munged
+from tests import launching, munged
 from tests.attacks.stranger import stranger
 from tests.etcdserver import etcd
 from tests.munged import NOBODY, SRUN, Munged
@@ -68,9 +68,7 @@ def stack() -> Iterator[ExitStack]:
 @pytest.fixture
 def port() -> int:
     """Return a port that was free a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        number: int = probe.getsockname()[1]
-    return number
+    return launching.free_port()
 
 
 @pytest.fixture

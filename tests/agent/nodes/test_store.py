@@ -30,6 +30,7 @@ from elaunch.store.protocol import Store
 from elaunch.store.tcp import client as tcp
 from elaunch.store.tcp import wire
 from elaunch.store.tcp.connection import HELLO, greet
+from tests import launching
 from tests.launching import wait_until
 
 OTHER_JOB = """
@@ -58,9 +59,7 @@ def stack() -> Iterator[ExitStack]:
 @pytest.fixture
 def free_port() -> int:
     """Return a port that was free a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
+    return launching.free_port()
 
 
 def meeting(port: int, **changes: Any) -> RendezvousSettings:

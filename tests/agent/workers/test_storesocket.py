@@ -10,6 +10,7 @@ import pytest
 
 from elaunch.agent.workers.storesocket import StoreEndpoint
 from elaunch.errors import UsageError
+from tests.launching import free_port
 
 
 def connect(host: str, port: int) -> None:
@@ -45,8 +46,7 @@ def test_without_a_port_each_round_has_its_own() -> None:
 
 def test_a_port_that_was_given_stays_and_its_socket_too() -> None:
     """Nobody can take it between two rounds."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     endpoint = StoreEndpoint("127.0.0.1", port)
     try:
         first = endpoint.open()

@@ -19,8 +19,9 @@ from elaunch.store.etcd.client import EtcdStore
 from elaunch.store.etcd.errors import Outcome, Refusal, refusal
 from elaunch.store.etcd.keys import EtcdPlace, keys_of, run_id_of
 from elaunch.store.protocol import Change, Post
-from tests.etcdserver import Cluster, Member, free_port, make_identity, own_address
+from tests.etcdserver import Cluster, Member, make_identity, own_address
 from tests.etcdserver import etcd as serve
+from tests.launching import free_port
 
 pytestmark = pytest.mark.slow
 

@@ -28,6 +28,7 @@ from elaunch.store.tcp import wire
 from elaunch.store.tcp.connection import TcpConnection
 from elaunch.store.tcp.host import AgentNotice, MembersThread, put_notice, read_notice
 from elaunch.store.tcp.store import SLICE
+from tests.launching import free_port
 from tests.store.test_contract import LONG, beside, collect, read_until, until
 
 pytestmark = pytest.mark.slow
@@ -412,8 +413,7 @@ def test_another_jobs_store_is_named(hosted: tuple[Store, int], patient: None) -
 
 def test_nobody_on_the_port_is_waited_for() -> None:
     """Until the deadline; then what was tried is said."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        port = listening.getsockname()[1]
+    port = free_port()
     with pytest.raises(
         StoreUnreachable, match=r"connection refused.*attempts in [0-9.]+ s"
     ) as caught:
@@ -425,8 +425,7 @@ def test_nobody_on_the_port_is_waited_for() -> None:
 
 def test_an_agent_may_be_there_before_the_host() -> None:
     """Nodes start apart; whoever gives up waiting is let go at once."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        port = listening.getsockname()[1]
+    port = free_port()
     early = beside(lambda: connect(port))
     stop = threading.Event()
     other = beside(lambda: tcp.connect("127.0.0.1", port, "else", deadline=LONG, stop=stop))

@@ -13,6 +13,7 @@ import pytest
 
 from elaunch.errors import CollectiveTimeout, ContextError, PeerLost
 from elaunch.training.stores.roundstore import RoundStore, StoreConnection
+from tests.launching import free_port
 from tests.training.channelrig import PATIENCE, StoreHost
 
 
@@ -74,8 +75,7 @@ def test_a_host_that_starts_later_is_waited_for() -> None:
     """The workers of other nodes may be quicker."""
     from torch.distributed import TCPStore
 
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     place = StoreHost.place(_Nobody(port), 0, 2)._replace(hosts_store=False)  # type: ignore[arg-type]
     kept: list[object] = []
 
@@ -96,8 +96,7 @@ class _Nobody:
 
 def test_without_a_host_the_error_names_the_address_and_who_is_to_host() -> None:
     """At the deadline."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     place = StoreHost.place(_Nobody(port), 1, 2)  # type: ignore[arg-type]
     with pytest.raises(CollectiveTimeout, match=rf"127.0.0.1:{port} \(rank 0 .* refused"):
         RoundStore(place._replace(hosts_store=True)).line(time.monotonic() + 0.2)
@@ -116,8 +115,7 @@ def test_rank_0_hosts_it_where_nobody_does_and_shares_it_with_torch() -> None:
     """``init_process_group("env://")`` in the same process takes the same port."""
     from torch.distributed import TCPStore
 
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     zero, one = (
         RoundStore(StoreHost.place(_Nobody(port), rank, 2)._replace(hosts_store=True))  # type: ignore[arg-type]
         for rank in range(2)
