@@ -72,7 +72,7 @@ matrix:
 	scripts/setup-system.sh
 	$(PYTHON) scripts/matrix.py $(if $(TORCH),--torch $(TORCH)) $(if $(PYTHONS),--python $(PYTHONS))
 
-# In an environment of its own. ONLY="accelerate ignite" chooses among the libraries.
+# In environments of their own. ONLY="accelerate composer" chooses among the libraries.
 clients:
 	$(PYTHON) scripts/clients/clients.py $(if $(ONLY),--only $(ONLY))
 

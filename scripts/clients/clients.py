@@ -1,20 +1,22 @@
 """Run other people's libraries under elaunch, and kill a rank of each: ``make clients``.
 
-The libraries are installed into an environment of their own, ``.clients/venv``. Each script of
+The libraries are installed into an environment of their own, ``.clients/venv``; one that wants
+versions of torch or others that do not suit the rest gets an environment for itself. Each script of
 ``jobs`` is written as its library's documentation writes it, and knows nothing of elaunch. It runs
 three times with two workers: under torchrun, undisturbed; under ``elaunch run`` on one node, and on
 two (two agents that meet on the loopback interface), where a worker gets a SIGKILL as soon as there
 are checkpoints. Recovered means that the job ended with 0 after one restart that went on from a
 checkpoint, and with the same weights as the undisturbed run.
 
-``make clients ONLY="accelerate ignite"`` runs the libraries whose script's name contains one of the
-words. A table in Markdown is printed at the end, for docs/clients.md; the output of what failed
-stays in .clients/results/.
+``make clients ONLY="accelerate composer"`` runs the libraries whose script's name contains one of
+the words; without it, all those of ``.clients/venv``. A table in Markdown is printed at the end,
+for docs/clients.md; the output of what failed stays in .clients/results/.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -25,16 +27,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from libraries import LIBRARIES, Library
+from libraries import LIBRARIES, SHARED, Library
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 JOBS = Path(__file__).resolve().parent / "jobs"
 PLACE = ROOT / ".clients"
-PYTHON = PLACE / "venv" / "bin" / "python"
 INSTALLING = 1800
 """Seconds for the installation of one library."""
 DEADLINE = 600
@@ -57,36 +58,45 @@ class Story:
     weights: str
 
 
-def pip(*words: str) -> None:
-    """Install into the environment; Failed, with pip's reason, where that does not work."""
-    argv = [str(PYTHON), "-m", "pip", "install", "--quiet", "--no-compile"]
-    argv += ["-c", str(ROOT / "constraints.txt"), *words]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=INSTALLING)
+def python(library: Library) -> Path:
+    """Return the interpreter of a library's environment."""
+    return PLACE / library.venv / "bin" / "python"
+
+
+def pip(library: Library, *words: str) -> None:
+    """Install into a library's environment; Failed, with pip's reason, where that does not work."""
+    argv = [str(python(library)), "-m", "pip", "install", "--quiet", "--no-compile"]
+    argv += ["-c", str(ROOT / "constraints.txt")] if library.venv == SHARED else []
+    done = subprocess.run([*argv, *words], capture_output=True, text=True, timeout=INSTALLING)
     if done.returncode != 0:
         errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
         raise Failed(f"cannot be installed: {errors[-1] if errors else done.stderr[-200:]}")
 
 
-def version(package: str) -> str:
-    """Return the installed version of a package, or nothing."""
+def version(library: Library, package: str) -> str:
+    """Return the version of a package in a library's environment, or nothing."""
     code = f"from importlib.metadata import version; print(version({package!r}))"
-    done = subprocess.run([PYTHON, "-c", code], capture_output=True, text=True)
+    done = subprocess.run([python(library), "-c", code], capture_output=True, text=True)
     return done.stdout.strip()
 
 
-def prepare(base: str) -> None:
-    """Make the environment, with elaunch and with what DeepSpeed is built with."""
-    if not PYTHON.exists():
-        subprocess.run([base, "-m", "venv", PLACE / "venv"], check=True, timeout=INSTALLING)
-        pip("torch", "setuptools", "wheel")
-        pip("-e", str(ROOT))
+def prepare(library: Library) -> None:
+    """Make the environment with the library and elaunch, and with what DeepSpeed is built with."""
+    if not python(library).exists():
+        argv = [sys.executable, "-m", "venv", str(PLACE / library.venv)]
+        subprocess.run(argv, check=True, timeout=INSTALLING)
+        pip(library, "setuptools", "wheel", *(["torch"] if library.venv == SHARED else []))
+    if not version(library, library.package):
+        pip(library, library.package, *library.install)
+    if not version(library, "elaunch"):  # behind the library, which may choose torch
+        pip(library, "-e", str(ROOT))
 
 
 def environment(library: Library, state: Path) -> dict[str, str]:
     """Return this environment without another launcher's settings, with a state directory."""
     foreign = ("PET_", "ELAUNCH_", "TORCHELASTIC_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
-    own = {"PATH": f"{PYTHON.parent}:{kept['PATH']}", "XDG_STATE_HOME": str(state)}
+    own = {"PATH": f"{python(library).parent}:{kept['PATH']}", "XDG_STATE_HOME": str(state)}
     own |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
     own["TORCH_EXTENSIONS_DIR"] = str(PLACE / "extensions")  # DeepSpeed compiles one
     return {**kept, **own, **dict(word.split("=", 1) for word in library.env)}
@@ -100,21 +110,27 @@ def free_port() -> int:
         return port
 
 
-def victim(env: Mapping[str, str]) -> int:
+def victim(library: Library, env: Mapping[str, str]) -> int:
     """Return the pid of the last worker of a node, or 0 while it has none."""
-    argv = [str(PYTHON), "-m", "elaunch", "status", "--json", "client"]
+    argv = [str(python(library)), "-m", "elaunch", "status", "--json", "client"]
     done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60)
     workers = json.loads(done.stdout or "{}").get("workers") or [{}]
     return int(workers[-1].get("pid") or 0)
 
 
+def saved(library: Library, checkpoints: Path) -> int:
+    """Return how many checkpoints there are that count before a kill."""
+    found = checkpoints.glob(library.saved)
+    return sum(not library.age or time.time() - one.stat().st_mtime > library.age for one in found)
+
+
 def kill_when_saved(library: Library, checkpoints: Path, env: Mapping[str, str]) -> None:
     """Kill a worker of the node whose environment is ``env``, once there are checkpoints."""
     until, pid = time.monotonic() + DEADLINE, 0
-    while not pid or len(list(checkpoints.glob(library.saved))) < library.enough:
+    while not pid or saved(library, checkpoints) < library.enough:
         if time.monotonic() > until:
             raise Failed("saved nothing")
-        pid = pid or victim(env)
+        pid = pid or victim(library, env)
         time.sleep(0.02)
     try:
         os.kill(pid, signal.SIGKILL)
@@ -161,26 +177,51 @@ def run(library: Library, commands: Sequence[Sequence[str]], place: Path, *, kil
     return story([output.read_text(errors="replace") for output in outputs], codes)
 
 
-def commands(library: Library, place: Path, nodes: int) -> list[list[str]]:
-    """Return the command of each node under elaunch."""
-    command = [str(PYTHON), "-m", "elaunch", "run", *RESTARTS, "--rdzv-id", "client"]
-    words = library.supervised(str(JOBS / library.script), str(place / "ckpts"))
-    if nodes == 1:
-        return [[*command, "--nproc-per-node", "2", *words]]
-    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
-    return [[*command, "--nnodes", str(nodes), *meeting, *words]] * nodes
+@contextlib.contextmanager
+def meeting(library: Library, place: Path) -> Iterator[list[str]]:
+    """Give the words that say where two nodes meet; runs an etcd meanwhile if it is there."""
+    at = f"127.0.0.1:{free_port()}"
+    words = ["--rdzv-backend", library.meeting, "--rdzv-endpoint", at]
+    if library.meeting != "etcd":
+        yield words
+        return
+    argv = ["etcd", "--data-dir", str(place / "etcd"), "--listen-client-urls", f"http://{at}"]
+    argv += ["--advertise-client-urls", f"http://{at}", "--log-level", "error"]
+    argv += ["--listen-peer-urls", f"http://127.0.0.1:{free_port()}"]
+    try:
+        with (place / "etcd.txt").open("wb") as file:
+            etcd = subprocess.Popen(argv, stdout=file, stderr=file)
+    except FileNotFoundError:
+        raise Failed("no etcd on the PATH") from None
+    try:
+        yield words
+    finally:
+        etcd.terminate()
+        etcd.wait(DEADLINE)
+
+
+def command(library: Library, place: Path, words: Sequence[str]) -> list[str]:
+    """Return the command of a node under elaunch; ``words``: its part in the job."""
+    start = [str(python(library)), "-m", "elaunch", "run", *RESTARTS, "--rdzv-id", "client"]
+    return [*start, *words, *library.supervised(str(JOBS / library.script), str(place / "ckpts"))]
 
 
 def undisturbed(library: Library, place: Path) -> Story:
     """Run the script under torchrun, without a kill."""
-    command = [str(PYTHON), "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    start = [str(python(library)), "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     words = library.plain(str(JOBS / library.script), str(place / "ckpts"))
-    return run(library, [[*command, *words]], place, kill=False)
+    return run(library, [[*start, *words]], place, kill=False)
 
 
 def recovered(library: Library, place: Path, nodes: int, reference: Story) -> str:
     """Run the script under elaunch with a kill; return the cell of the table."""
-    found = run(library, commands(library, place, nodes), place, kill=True)
+    if nodes == 1:
+        one = command(library, place, ["--nproc-per-node", "2"])
+        found = run(library, [one], place, kill=True)
+    else:
+        with meeting(library, place) as words:
+            each = command(library, place, ["--nnodes", str(nodes), *words])
+            found = run(library, [each] * nodes, place, kill=True)
     begins = ", ".join(map(str, found.begins))
     if len(found.begins) != 2 or found.begins[0] != 0 or found.begins[1] == 0:
         raise Failed(f"began at steps {begins}")
@@ -210,28 +251,38 @@ def row(library: Library) -> tuple[list[str], bool]:
     """Try a library; return its row of the table, and whether all of it worked."""
     cells, worked = ["", ""], False
     try:
-        if not version(library.package):
-            pip(library.package, *library.install)
+        prepare(library)
         _, reference = attempt(library, "torchrun", 1, None)
         worked = True
     except Failed as failure:
-        return [library.name, version(library.package), f"torchrun: {failure}", "", ""], False
+        return [
+            library.name,
+            version(library, library.package),
+            f"torchrun: {failure}",
+            "",
+            "",
+        ], False
     for nodes in (1, 2):
         try:
             cells[nodes - 1], _ = attempt(library, f"nodes {nodes}", nodes, reference)
         except Failed as failure:
             cells[nodes - 1], worked = f"**{failure}**", False
     print(f"{library.name}: {', '.join(cells)}", flush=True)
-    return [library.name, version(library.package), *cells, f"`{library.line()}`"], worked
+    return [library.name, version(library, library.package), *cells, f"`{library.line()}`"], worked
 
 
 def main() -> int:
     """Try all libraries that are asked for; return 1 where one of them was not recovered."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", nargs="*", default=[""], metavar="WORD")
+    parser.add_argument("--only", nargs="*", metavar="WORD")
     only = parser.parse_args().only
-    prepare(sys.executable)
-    asked = [library for library in LIBRARIES if any(word in library.script for word in only)]
+    asked = [
+        library
+        for library in LIBRARIES
+        if (
+            library.venv == SHARED if only is None else any(word in library.script for word in only)
+        )
+    ]
     rows = [row(library) for library in asked]
     header = ["library", "version", "one node", "two nodes", "the line to type"]
     for cells in (header, ["---"] * len(header), *(cells for cells, _ in rows)):

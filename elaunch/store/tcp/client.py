@@ -26,7 +26,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from elaunch.errors import StoreClosed, StoreUnreachable
+from elaunch.errors import StoreClosed, StoreDenied, StoreUnreachable
 from elaunch.store.protocol import Store
 from elaunch.store.tcp import wire
 from elaunch.store.tcp.connection import HELLO, Address, Spot, greet, resolve, spot_name
@@ -51,7 +51,7 @@ def host(
 
     Imports torch. ``timeout``: seconds for each call. ``shared``: what Store.shared is from the
     first moment, whatever an unauthenticated process has written there. Raises StoreUnreachable if
-    the store that was started does not answer.
+    the store that was started does not answer, StoreDenied where this torch can host none.
     """
     bound = listening.getsockname()
     name, own = spot_name(bound[0], bound[1]), _reachable(listening)
@@ -185,9 +185,9 @@ def _serve(listening: int, port: int, address: str, timeout: float) -> object:
         if quiet:
             del os.environ["TORCH_CPP_LOG_LEVEL"]
     if not wire.is_served_by(__version__):
-        raise RuntimeError(
-            f"its queues came with torch 2.8, and here is {__version__}; nodes with an older one "
-            "meet by --rdzv-backend etcd"
+        raise StoreDenied(
+            f"the {spot_name(address, port)} cannot be hosted here: its queues came with torch "
+            f"2.8, and here is {__version__}; nodes with an older one meet by --rdzv-backend etcd"
         )
     return TCPStore(
         address,

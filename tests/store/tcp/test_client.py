@@ -21,7 +21,7 @@ from typing import cast
 import psutil
 import pytest
 
-from elaunch.errors import LeaseLost, StoreClosed, StoreReplaced, StoreUnreachable
+from elaunch.errors import LeaseLost, StoreClosed, StoreDenied, StoreReplaced, StoreUnreachable
 from elaunch.store.protocol import Change, Post, Store
 from elaunch.store.tcp import client as tcp
 from elaunch.store.tcp import wire
@@ -676,9 +676,9 @@ def test_who_connects_imports_no_torch(process: HostProcess) -> None:
 
 
 def test_a_torch_without_queues_hosts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is named, with the way out."""
+    """It is named, with the way out, and not waited for: StoreDenied is final."""
     monkeypatch.setattr("torch.__version__", "2.7.1+cu126")
     listening = socket.create_server(("127.0.0.1", 0))
     why = "its queues came with torch 2.8, and here is 2.7.1.cu126; .* --rdzv-backend etcd"
-    with pytest.raises(StoreUnreachable, match=why):
+    with pytest.raises(StoreDenied, match=why):
         tcp.host(listening, "job", timeout=20.0)
