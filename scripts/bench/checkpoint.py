@@ -186,6 +186,8 @@ def _slow(root: Path, others: Others, problems: list[str]) -> None:
         return
     for name in ("began", "made", "loaded", "done"):
         others.setdefault(f"slow {name}", []).append(max(found[name] for found in steps) - at)
+    own = [found["done"] - found["began"] for (round_, _), found in ranks.items() if not round_]
+    others.setdefault("slow first", []).append(max(own))
     told = ", ".join(f"{name} {others[f'slow {name}'][-1]:.2f} s" for name in ("began", "done"))
     print(f"slow storage, {SLOW_MB} MB: {told}", file=sys.stderr, flush=True)
 
@@ -300,6 +302,7 @@ def _other_verdicts(others: Others) -> list[tuple[str, ...]]:
     if (done := middle.get("slow done")) is not None:
         parts = [f"{name} {middle[f'slow {name}']:.2f}" for name in ("began", "made", "loaded")]
         title = f"{SLOW_MB} MB, storage of 50 MB/s: a death right after the save, next step"
+        parts.append(f"without a checkpoint from began to done {middle['slow first']:.2f}")
         found = f"{done:.2f} s (script {', '.join(parts)})"
         rows.append((title, found, "≤ 1.5 s", "yes" if done <= 1.5 else "NO"))
     return [*rows, *_many_verdicts(middle)]

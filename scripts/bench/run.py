@@ -23,7 +23,7 @@ import hosts
 import machine
 import procfs
 import table
-from families import api, commands, empty, goodput, idle, notice, recovery, start, teardown
+from families import api, commands, compiled, empty, goodput, idle, notice, recovery, start, teardown
 from figures import (
     Case,
     Figure,
@@ -47,6 +47,7 @@ FAMILIES: dict[str, Callable[[Options], list[Case]]] = {
     "teardown": teardown.cases,
     "commands": commands.cases,
     "empty": empty.cases,
+    "compiled": compiled.cases,
     "goodput": goodput.cases,
     "api": api.cases,
 }

@@ -14,17 +14,18 @@ LAYER_BYTES = 3 * 4 * (WIDTH * WIDTH + WIDTH)  # parameters, exp_avg and exp_avg
 
 
 class Training:
-    """A model, its optimizer after one step, and the copy of a rank's share."""
+    """A model, its optimizer after one step (``stepped``), and the copy of a rank's share."""
 
-    def __init__(self, megabytes: int) -> None:
+    def __init__(self, megabytes: int, *, stepped: bool = True) -> None:
         torch.manual_seed(0)
         layers = max(1, round(megabytes * 1e6 / LAYER_BYTES))
         self.model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
         self.optimizer = torch.optim.Adam(self.model.parameters(), foreach=False)
-        for parameter in self.model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        if stepped:
+            for parameter in self.model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
         self._megabytes = megabytes
         self._copy: tuple[torch.Tensor, torch.Tensor] | None = None
 
