@@ -23,7 +23,18 @@ import hosts
 import machine
 import procfs
 import table
-from families import api, commands, compiled, empty, goodput, idle, notice, recovery, start, teardown
+from families import (
+    api,
+    commands,
+    compiled,
+    empty,
+    goodput,
+    idle,
+    notice,
+    recovery,
+    start,
+    teardown,
+)
 from figures import (
     Case,
     Figure,

@@ -2,9 +2,9 @@
 
 Arguments: megabytes of state. Round 0 saves step 7 with ``save(block=False)``, and rank 1 kills
 itself as soon as the call has returned: ``killed.0.1`` is that moment. Round 1 loads and makes one
-step. ``$BENCH_DIR/steps.<round>.<rank>`` has the moments at which the script began, the training was
-made and loaded, and the step was done, and the step that was found. In round 0 nothing is loaded,
-so that is what the job takes without elaunch.
+step. ``$BENCH_DIR/steps.<round>.<rank>`` has the moments at which the script began, the training
+was made and loaded, and the step was done, and the step that was found. In round 0 nothing is
+loaded, so that is what the job takes without elaunch.
 """
 
 from __future__ import annotations
