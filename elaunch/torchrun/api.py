@@ -1,21 +1,21 @@
 """``elastic_launch``, ``LaunchConfig``, ``run`` and ``main`` as torch has them, on elaunch's agent.
 
-A configuration becomes the flags of an ``elaunch run``. What it has that elaunch does not use is
-named once, on the log; what torch itself puts in (a timeout of 900 s) is left out where it means
-nothing. A program goes to ``elaunch run`` as it is; one that is this very Python with a script, or
-with ``-m`` and a module, as that script or module, so that its workers are forked from a process
-that has torch.
+A configuration becomes the flags of an ``elaunch run``. What it has that elaunch does not use, or
+does not know because torch is newer, is named once, on the log; what torch itself puts in (a
+timeout of 900 s) is left out where it means nothing. A program goes to ``elaunch run`` as it is;
+one that is this very Python with a script, or with ``-m`` and a module, as that script or module,
+so that its workers are forked from a process that has torch.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import signal
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,22 @@ from elaunch.torchrun.outcome import check
 
 TORCHS_TIMEOUT = 900
 TORCHS_INTERVAL = 0.1
+TORCHS_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+"""What torch handles up to 2.8, where the configuration has no field for it."""
+
+AS_THEY_ARE = (
+    *("nproc_per_node", "role", "max_restarts", "signals_to_handle", "shutdown_timeout"),
+    *("event_log_handler", "local_addr", "log_line_prefix_template"),
+)
+"""Fields of a LaunchConfig that are flags of the same name; an older torch lacks some."""
+FIELDS = {
+    *AS_THEY_ARE,
+    *("min_nodes", "max_nodes", "run_id", "start_method", "monitor_interval", "metrics_cfg"),
+    *("rdzv_backend", "rdzv_endpoint", "rdzv_configs", "rdzv_timeout", "logs_specs"),
+    *("numa_options", "virtual_local_rank"),
+    *("duplicate_stdout_filters", "duplicate_stderr_filters"),
+}
+"""All that have an effect here, or are named where they have none (metrics_cfg)."""
 
 Entrypoint = Callable[..., Any] | str
 _log = logging.getLogger("elaunch")
@@ -43,7 +59,7 @@ class _RunDirectory(DefaultLogsSpecs):  # type: ignore[misc]
         super().__init__(os.devnull, *streams)
 
 
-@dataclass
+@dataclasses.dataclass
 class LaunchConfig(api.LaunchConfig):  # type: ignore[misc]
     """torch's ``LaunchConfig``, field by field, of the torch that is installed.
 
@@ -103,7 +119,8 @@ def launch_agent(
     """Do what an ``elastic_launch`` does when it is called."""
     if health_check_server is not None:
         _no_effect("health_check_server", "TORCHELASTIC_HEALTH_CHECK_PORT opens a health check")
-    flags, handled = _flags(config), _signals(config.signals_to_handle)
+    handled = _signals(getattr(config, "signals_to_handle", TORCHS_SIGNALS))
+    flags = _flags(config)
     if callable(entrypoint):
         name = getattr(entrypoint, "__name__", type(entrypoint).__name__)
         ended, results = run_function(
@@ -176,31 +193,38 @@ def _no_effect(name: str, why: str) -> None:
 
 
 def _flags(config: api.LaunchConfig) -> list[str]:
-    """Return the flags of ``elaunch run`` that a configuration means."""
-    if config.metrics_cfg:
-        _no_effect("metrics_cfg", "the run's record has restarts and failures (elaunch status)")
-    numa = config.numa_options
+    """Return the flags of ``elaunch run`` that a configuration means; see FIELDS."""
+    given = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    _name_what_has_no_effect(config)
+    numa = given.get("numa_options")
     flags = {
         "nnodes": f"{config.min_nodes}:{config.max_nodes}",
-        "nproc-per-node": config.nproc_per_node,
-        "role": config.role,
-        "max-restarts": config.max_restarts,
-        "signals-to-handle": config.signals_to_handle,
-        "shutdown-timeout": config.shutdown_timeout,
-        "event-log-handler": config.event_log_handler,
+        **{name.replace("_", "-"): given.get(name) for name in AS_THEY_ARE},
         "rdzv-id": config.run_id or None,
-        "local-addr": config.local_addr,
-        "virtual-local-rank": "yes" if config.virtual_local_rank else None,
+        "virtual-local-rank": "yes" if given.get("virtual_local_rank") else None,
         "numa-binding": None if numa is None else numa.affinity_mode.value,
-        "log-line-prefix-template": config.log_line_prefix_template,
-        "duplicate-stdout-filters": _texts(config.duplicate_stdout_filters),
-        "duplicate-stderr-filters": _texts(config.duplicate_stderr_filters),
+        "duplicate-stdout-filters": _texts(given.get("duplicate_stdout_filters")),
+        "duplicate-stderr-filters": _texts(given.get("duplicate_stderr_filters")),
         **_meeting(config),
         **_logs(config.logs_specs),
     }
     if config.monitor_interval != TORCHS_INTERVAL:
         flags["monitor-interval"] = config.monitor_interval
     return [f"--{name}={value}" for name, value in flags.items() if value is not None]
+
+
+def _name_what_has_no_effect(config: api.LaunchConfig) -> None:
+    """Name the fields of a newer torch, or of the program's own class, that are set."""
+    if config.metrics_cfg:
+        _no_effect("metrics_cfg", "the run's record has restarts and failures (elaunch status)")
+    if getattr(getattr(config, "numa_options", None), "should_fall_back_if_binding_fails", False):
+        name = "NumaOptions.should_fall_back_if_binding_fails"
+        _no_effect(name, "what cannot be bound is an error before anything starts")
+    for field in dataclasses.fields(config):
+        factory = field.default_factory
+        default = field.default if factory is dataclasses.MISSING else factory()
+        if field.name not in FIELDS and getattr(config, field.name) != default:
+            _no_effect(f"LaunchConfig.{field.name}", "elaunch does not know it")
 
 
 def _meeting(config: api.LaunchConfig) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import logging
 import os
 from pathlib import Path
@@ -70,7 +72,38 @@ CASES: list[tuple[dict[str, Any], dict[str, str]]] = [
 @pytest.mark.parametrize(("config", "expected"), CASES, ids=range(len(CASES)))
 def test_a_configuration_is_flags(config: dict[str, Any], expected: dict[str, str]) -> None:
     """What torch itself puts in and means nothing is left out."""
+    from elaunch.torchrun import LaunchConfig
+
+    lacks = config.keys() - {field.name for field in dataclasses.fields(LaunchConfig)}
+    if lacks:
+        pytest.skip(f"this torch has no {lacks}")
     assert flags(**config) == expected
+
+
+def test_every_field_of_torchs_is_known() -> None:
+    """A newer torch's own is named by this test, and on the log of a program that sets it."""
+    from torch.distributed.launcher.api import LaunchConfig
+
+    from elaunch.torchrun.api import FIELDS
+
+    assert {field.name for field in dataclasses.fields(LaunchConfig)} <= FIELDS
+
+
+@pytest.mark.parametrize("name", ["elastic_launch", "launch_agent", "run", "main"])
+def test_calls_are_torchs(name: str) -> None:
+    """The same parameters by name and by position, with the same defaults; those that are newer."""
+    from torch.distributed import run
+    from torch.distributed.launcher import api
+
+    from elaunch import torchrun
+
+    def called(module: Any) -> list[tuple[str, Any, Any]]:
+        shown = inspect.signature(getattr(module, name)).parameters.values()
+        return [(each.name, each.kind, each.default) for each in shown]
+
+    theirs, own = called(api if hasattr(api, name) else run), called(torchrun)
+    assert own[: len(theirs)] == theirs
+    assert [name for name, _, _ in own[len(theirs) :]] in ([], ["health_check_server"])
 
 
 def test_logs_are_where_they_are_asked_for(tmp_path: Path) -> None:
@@ -100,6 +133,27 @@ def test_what_has_no_effect_is_named_once(
     flags(metrics_cfg={"a": "b"})
     (line,) = [each.getMessage() for each in caplog.records]
     assert line.startswith("elaunch: metrics_cfg has no effect: ")
+
+
+def test_a_field_that_elaunch_does_not_know_is_named(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a newer torch may have it: only where it is set, and the launch goes on."""
+    from elaunch.torchrun import LaunchConfig
+    from elaunch.torchrun.api import _flags, _no_effect
+
+    @dataclasses.dataclass
+    class Newer(LaunchConfig):
+        colour: str = "red"
+        words: list[str] = dataclasses.field(default_factory=list)
+
+    _no_effect.cache_clear()
+    monkeypatch.setattr(logging.getLogger("elaunch"), "propagate", True)
+    assert _flags(Newer(1, 1, 2)) == _flags(LaunchConfig(1, 1, 2))
+    assert caplog.records == []
+    assert _flags(Newer(1, 1, 2, colour="blue")) == _flags(LaunchConfig(1, 1, 2))
+    (line,) = [each.getMessage() for each in caplog.records]
+    assert line == "elaunch: LaunchConfig.colour has no effect: elaunch does not know it"
 
 
 def test_torchs_own_configuration_is_taken() -> None:
