@@ -67,10 +67,10 @@ bench-cluster: $(STAMP)
 bench-checkpoint: $(STAMP)
 	$(BIN)/python scripts/bench/checkpoint.py
 
-# TORCH="2.6 2.15" and PYTHONS="3.11 3.13" choose among the pairs.
+# TORCH="2.6 2.15" and PYTHONS="3.11 3.13" choose among the pairs, STEPS="fast parity demo" what is run.
 matrix:
 	scripts/setup-system.sh
-	$(PYTHON) scripts/matrix.py $(if $(TORCH),--torch $(TORCH)) $(if $(PYTHONS),--python $(PYTHONS))
+	$(PYTHON) scripts/matrix.py $(if $(TORCH),--torch $(TORCH)) $(if $(PYTHONS),--python $(PYTHONS)) $(if $(STEPS),--steps $(STEPS))
 
 # In environments of their own. ONLY="accelerate composer" chooses among the libraries.
 clients:

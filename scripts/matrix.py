@@ -5,9 +5,9 @@ tests, those that compare with torchrun, and the demo. Of what a build of torch 
 only that is installed without which ``import torch`` fails: all of it runs on CPUs. An environment
 takes 5 to 8 GB on the disk and is removed before the next one is made.
 
-``make matrix TORCH="2.6 2.15" PYTHONS=3.11`` takes some of the pairs. A table in Markdown is
-printed at the end, for docs/versions.md; the output of what failed stays in matrix-results/.
-Interpreters are looked for on the PATH and among pyenv's.
+``make matrix TORCH="2.6 2.15" PYTHONS=3.11 STEPS=parity`` takes some of the pairs and of
+the steps. A table in Markdown is printed at the end, for docs/versions.md; the output of what
+failed stays in matrix-results/. Interpreters are looked for on the PATH and among pyenv's.
 """
 
 from __future__ import annotations
@@ -31,10 +31,12 @@ NOT_NEEDED = re.compile(r"triton|nvidia-(nvtx|cuda-cccl)|cuda-(bindings|pathfind
 """Packages that torch asks for, and that no CPU ever calls."""
 DEADLINE = 3600
 """Seconds for one step of a pair."""
+BESIDE = tuple(f"tests/{room}" for room in ("cli", "config", "integration", "peers", "torchrun"))
+"""Where the tests are that start torchrun, or use torch's launcher, beside elaunch's."""
 PYTEST = ("-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider")
 STEPS = {
-    "fast tests": (*PYTEST, "-m", "not slow and not trial"),
-    "parity": (*PYTEST, "tests/cli/test_run.py", "tests/integration", "-k", "parity or torchrun"),
+    "fast": (*PYTEST, "-m", "not slow and not trial"),
+    "parity": (*PYTEST, "-m", "not trial", *BESIDE, "-k", "parity or torchrun or peers"),
     "demo": ("scripts/demo.py",),
 }
 
@@ -111,8 +113,8 @@ def step(name: str, words: Sequence[str], python: Path, pair: str) -> str:
     return counted
 
 
-def try_pair(torch: str, version: str) -> list[str]:
-    """Return the row of one version of torch and of Python."""
+def try_pair(torch: str, version: str, steps: Sequence[str]) -> list[str]:
+    """Return the row of one version of torch and of Python: what came of each of ``steps``."""
     pair = f"torch {torch}, Python {version}"
     with tempfile.TemporaryDirectory(prefix="matrix-") as directory:
         try:
@@ -120,10 +122,10 @@ def try_pair(torch: str, version: str) -> list[str]:
         except (Failed, subprocess.SubprocessError) as error:
             why = str(error) if isinstance(error, Failed) else "cannot be installed"
             print(f"{pair}: {why}", flush=True)
-            return [torch, version, why, "", ""]
+            return [torch, version, why, *[""] * (len(steps) - 1)]
         code = "import torch; print(torch.__version__)"
         exact = subprocess.run([python, "-c", code], capture_output=True, text=True).stdout.strip()
-        return [exact, version, *(step(name, words, python, pair) for name, words in STEPS.items())]
+        return [exact, version, *(step(name, STEPS[name], python, pair) for name in steps)]
 
 
 def main() -> int:
@@ -131,9 +133,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--torch", nargs="*", default=TORCH)
     parser.add_argument("--python", nargs="*", default=PYTHONS)
+    parser.add_argument("--steps", nargs="*", default=list(STEPS), choices=STEPS)
     asked = parser.parse_args()
-    rows = [try_pair(torch, version) for torch in asked.torch for version in asked.python]
-    header = ["torch", "Python", *STEPS]
+    pairs = [(torch, version) for torch in asked.torch for version in asked.python]
+    rows = [try_pair(torch, version, asked.steps) for torch, version in pairs]
+    header = ["torch", "Python", *asked.steps]
     for row in (header, ["---"] * len(header), *rows):
         print(f"| {' | '.join(row)} |")
     return int(any(re.search(r"failed|error|not within", cell) for row in rows for cell in row))
