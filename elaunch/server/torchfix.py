@@ -1,4 +1,4 @@
-"""Mend faults of torch in a forked worker: up to 2.13 four, from 2.14 on three.
+"""Mend faults of torch in a forked worker: up to 2.13 five, from 2.14 on four.
 
 Two are of stores under a launcher. With TORCHELASTIC_USE_AGENT_STORE=True
 (torch/distributed/rendezvous.py, ``_create_c10d_store``)
@@ -82,6 +82,13 @@ def _gloo_threads() -> list[str]:
     tasks = "/proc/self/task"
     threads = filter(None, (proc.stat(f"{tasks}/{thread}") for thread in os.listdir(tasks)))
     return [fields[0] for name, fields in threads if name == GLOO_THREAD[:15]]
+
+
+def mend_paths() -> None:
+    """Give the modules that make up what they do not have an empty ``__path__``."""
+    for name in ("torch.ops", "torch.classes"):
+        if name in sys.modules:
+            vars(sys.modules[name]).setdefault("__path__", [])
 
 
 def mend_stores() -> None:

@@ -96,6 +96,7 @@ def become(job: Job, fresh: bool = True) -> None:
     threading.main_thread()._set_native_id()  # type: ignore[attr-defined]
     torchfix.mend_stores()
     torchfix.mend_exit()
+    torchfix.mend_paths()
     recorder.watch(os.environ)
     _write_stacks_when_asked()
 

@@ -23,10 +23,11 @@ from tests.launching import Launcher
 HERE = Path(__file__).parent
 DEADLINE = 100.0
 COMMANDS = {
-    "torchrun": ["torch.distributed.run"],
+    "torchrun": ["torch.distributed.run", "--standalone"],  # else all of torch 2.8 have one port
     "spawn": ["elaunch", "run", "--start-method", "spawn"],
     "fork": ["elaunch", "run", "--start-method", "forkserver"],
     "fork without preload": ["elaunch", "run", "--preload", "none"],
+    "fork with jax": ["elaunch", "run", "--preload", "torch,jax"],
 }
 Item = str
 """Names one thing that was observed: the keys that lead to it, with slashes between."""

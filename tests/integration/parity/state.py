@@ -8,6 +8,11 @@ import sys
 FIRST_GLOBALS = [name for name in globals() if name != "sys"]
 FIRST_MODULES = set(sys.modules)
 FIRST_PATH = list(sys.path)
+NO_LISTS = [  # coverage looks through all that is imported before it
+    name
+    for name, module in sys.modules.items()
+    if not hasattr(type(getattr(module, "__path__", ())), "__len__")
+]
 
 import _thread  # noqa: E402
 import builtins  # noqa: E402
@@ -54,6 +59,7 @@ def interpreter():
         "argv": sys.argv,
         "orig_argv": sys.orig_argv,
         "path": FIRST_PATH,
+        "paths that are no lists": NO_LISTS,
         "flags": {n: getattr(sys.flags, n) for n in dir(sys.flags) if _is_flag(n)},
         "executable": sys.executable,
         "prefix": sys.prefix,
@@ -71,7 +77,7 @@ def interpreter():
         "trace and profile": [sys.gettrace(), sys.getprofile(), threading.gettrace()],
         "recursion limit": sys.getrecursionlimit(),
         "switch interval": sys.getswitchinterval(),
-        "frozen objects": gc.get_freeze_count() > 0,
+        "frozen objects": gc.get_freeze_count() > 1000,  # Python 3.12 begins with 375
         "gc": [gc.isenabled(), list(gc.get_threshold()), gc.get_debug(), gc.garbage],
         "locale": [locale.setlocale(locale.LC_ALL), locale.getpreferredencoding(False)],
         "fs encoding": [sys.getfilesystemencoding(), sys.getfilesystemencodeerrors()],

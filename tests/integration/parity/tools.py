@@ -1,8 +1,8 @@
 """Tools of parity: what debuggers, profilers, test runners and servers see of a script.
 
 Each item is a function that returns what it saw; an exception is an answer, too. Each round writes
-a file of its own, and the first ends with 1, so that the second is seen as well. With the argument
-``torch`` the items that need torch, which take seconds, instead of the others.
+a file of its own, and the first ends with 1, so that the second is seen as well. An argument takes
+a group of items that need more, and seconds, instead of the others; see GROUPS.
 """
 
 import concurrent.futures
@@ -18,6 +18,7 @@ import runpy
 import subprocess
 import sys
 import tempfile
+import time
 import trace
 import traceback
 import unittest
@@ -48,7 +49,7 @@ def double(x):
 
 
 def without_places(text):
-    return re.sub(r"0x[0-9a-f]+|/\S*/(?=test_other)", "", text)
+    return re.sub(r"0x[0-9a-f]+|\S*/(?=test_other)", "", text)
 
 
 def debugger():
@@ -201,24 +202,63 @@ def torch_processes():
         return pool.map(double, [torch.ones(2)])[0].tolist()
 
 
+SOURCE = """
+#include <Python.h>
+static PyObject *tripled(PyObject *self, PyObject *number) {
+    return PyLong_FromLong(3 * PyLong_AsLong(number));
+}
+static PyMethodDef methods[] = {{"tripled", tripled, METH_O, ""}, {NULL}};
+static PyModuleDef module = {PyModuleDef_HEAD_INIT, "tripling", "", -1, methods};
+PyMODINIT_FUNC PyInit_tripling(void) { return PyModule_Create(&module); }
+"""
+
+
+def cpp_extension():
+    from torch.utils.cpp_extension import load_inline
+
+    # Torch's headers would take half a minute; they are the same for all.
+    made = load_inline("tripling", SOURCE, no_implicit_headers=True)
+    place = os.path.relpath(made.__file__, os.environ["TORCH_EXTENSIONS_DIR"])
+    return [made.tripled(2), place]
+
+
+def jax_of_all_ranks():
+    import jax
+    from jax.experimental import multihost_utils
+
+    rank, size, port = (int(os.environ[n]) for n in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    port = port + 1 if port < 65535 else port - 1
+    jax.distributed.initialize(f"{os.environ['MASTER_ADDR']}:{port}", size, rank)
+    squared = jax.jit(lambda x: (x @ x.T).sum())(jax.numpy.ones((4, 4)))
+    gradient = jax.grad(lambda x: (3 * x**2).sum())(jax.numpy.arange(3.0))
+    gathered = multihost_utils.process_allgather(jax.numpy.array([rank + 1]))
+    jax.distributed.shutdown()
+    return [float(squared), gradient.tolist(), gathered.ravel().tolist(), jax.device_count()]
+
+
 LIGHT = (
     *(debugger, post_mortem, profiler, line_counts, doctests, unittests, pytest_in_the_script),
     *(flags_and_warnings, module_and_path, joblib_processes, grpc_server),
 )
 TORCH = (torch_rpc, torch_profiler, torch_processes)
+GROUPS = {"torch": TORCH, "together": (cpp_extension,), "jax": (jax_of_all_ranks,)}
 
 
 def main():
     found = {}
-    for item in TORCH if "torch" in sys.argv else LIGHT:
+    for item in GROUPS.get(sys.argv[-1], LIGHT):
         try:
             found[item.__name__] = item()
         except Exception:
             found[item.__name__] = ["raised", traceback.format_exc()]
     round = os.environ["TORCHELASTIC_RESTART_COUNT"]
-    with open(os.path.join(os.environ["PARITY_OUT"], f"{round}.json"), "w") as file:
+    out = os.environ["PARITY_OUT"]
+    with open(os.path.join(out, f"{round}.{os.environ.get('RANK', 0)}.json"), "w") as file:
         json.dump(found, file)
-    sys.exit(1 if round == "0" else 0)
+    if round == "0":
+        while len(os.listdir(out)) < int(os.environ.get("WORLD_SIZE", 1)):
+            time.sleep(0.01)  # the first to end would take the others along
+        sys.exit(1)
 
 
 if __name__ == "__main__":
