@@ -37,6 +37,7 @@ COMMANDS = {
     ),
     "metrics": ("elaunch.cli.views.metrics", "Show what a run's script has reported."),
     "dashboard": ("elaunch.cli.views.dashboard", "Show runs as a page in the browser."),
+    "otlp": ("elaunch.cli.views.otlp", "Send how runs stand to an OpenTelemetry collector."),
     "checkpoints": ("elaunch.cli.checkpoints", "List, verify, pin, remove, convert checkpoints."),
     "examples": ("elaunch.cli.examples", "List, show and copy the examples."),
     "manifest": ("elaunch.cli.manifest", "Print a file for Slurm, Kubernetes or Kubeflow."),

@@ -1,8 +1,9 @@
-"""``elaunch dashboard``: the views of a run as a page in the browser; it changes nothing.
+"""``elaunch dashboard`` and ``elaunch otlp``: runs in the browser and for a collector.
 
 ``serving`` opens the port and runs the server; ``guard`` refuses requests that are not the user's;
 ``app`` has the addresses; ``feed`` pushes readings to open pages; ``summary`` is what the page of
-a run shows. All data come from the readers of the commands.
+a run shows. ``otlp`` sends metrics and traces. Nothing changes a run, and all data come from the
+readers of the commands.
 """
 
-__all__ = ["serving"]
+__all__ = ["otlp", "serving"]

@@ -51,21 +51,26 @@ class RunReading(Struct, frozen=True):
 
 def render(readings: Iterable[RunReading]) -> str:
     """Return the page that is scraped."""
-    found: dict[str, list[str]] = {name: [] for name in FAMILIES}
+    written: dict[str, list[str]] = {name: [] for name in FAMILIES}
     for reading in readings:
-        for name, more, value in _samples(reading):
-            labels = {"run": reading.key, **more}
+        for name, labels, value in samples(reading):
             text = ",".join(f'{key}="{_escaped(label)}"' for key, label in labels.items())
-            found[name].append(f"{name}{{{text}}} {value:.17g}")
+            written[name].append(f"{name}{{{text}}} {value:.17g}")
     lines = []
-    for name, samples in found.items():
-        if samples:
-            lines += [f"# HELP {name} {FAMILIES[name]}", f"# TYPE {name} gauge", *samples]
+    for name, found in written.items():
+        if found:
+            lines += [f"# HELP {name} {FAMILIES[name]}", f"# TYPE {name} gauge", *found]
     return "\n".join([*lines, ""])
 
 
 def _escaped(label: str) -> str:
     return label.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+def samples(reading: RunReading) -> Iterator[Sample]:
+    """Yield what the page has of a run: names of FAMILIES, labels, values."""
+    for name, labels, value in _samples(reading):
+        yield name, {"run": reading.key, **labels}, value
 
 
 def _samples(reading: RunReading) -> Iterator[Sample]:

@@ -1,0 +1,173 @@
+"""Runs for an OpenTelemetry collector, by OTLP over HTTP: metrics, and a trace of each run.
+
+The metrics are those of Prometheus' page (elaunch.runs.prometheus), with its labels as attributes.
+A trace has a span for the run and one below it for each round, sent once they have ended; an error
+is a round that has a failure report, and a run that did not end as it should. Their ids come from
+the run, so one that is sent again is the same. The standard variables say where to
+(``OTEL_EXPORTER_OTLP_ENDPOINT`` and its like) and how often (``OTEL_METRIC_EXPORT_INTERVAL``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final
+
+from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.metrics.export import (
+    Gauge,
+    Metric,
+    MetricExportResult,
+    MetricsData,
+    NumberDataPoint,
+    ResourceMetrics,
+    ScopeMetrics,
+)
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExportResult
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import SpanContext, TraceFlags
+from opentelemetry.trace.status import Status, StatusCode
+
+from elaunch import __version__
+from elaunch.errors import UsageError
+from elaunch.monitor.standing import Standing, overview, read_standing
+from elaunch.runs.directory import RunDir
+from elaunch.runs.prometheus import FAMILIES, RunReading, samples
+from elaunch.runs.record import Record
+
+EVERY: Final = "OTEL_METRIC_EXPORT_INTERVAL"
+FINE: Final = frozenset({"COMPLETED", "STOPPED", "PREEMPTED"})
+_SCOPE: Final = InstrumentationScope("elaunch", __version__)
+
+
+def export(environ: Mapping[str, str], run: RunDir | None) -> bool:
+    """Send how ``run`` stands until it has ended; return whether the last of it was taken.
+
+    With None all runs are sent for ever, and of their spans those that end from now on.
+    """
+    try:
+        every = float(environ.get(EVERY) or 60_000) / 1000
+    except ValueError:
+        raise UsageError(f"{EVERY}={environ[EVERY]}: is not a number of milliseconds") from None
+    collector = Collector(since=0.0 if run is not None else time.time())
+    while True:
+        standings = overview(environ) if run is None else (read_standing(run),)
+        taken = collector.send(standings)
+        if run is not None and not standings[0].live:
+            return taken
+        threading.Event().wait(every)
+
+
+class Collector:
+    """Where it is sent; what was not taken is sent again the next time.
+
+    Args:
+        since: spans that ended before are not sent; seconds since the epoch.
+    """
+
+    def __init__(self, since: float) -> None:
+        own = {"service.name": "elaunch", "host.name": os.uname().nodename}
+        self._resource = Resource(own).merge(OTELResourceDetector().detect())
+        self._metrics = OTLPMetricExporter()
+        self._spans = OTLPSpanExporter()
+        self._since = since
+        self._sent: set[int] = set()
+
+    def send(self, standings: Iterable[Standing]) -> bool:
+        """Send metrics and new spans; return whether all was taken. What was not is logged."""
+        found = tuple(standings)
+        taken = self._metrics.export(self._measured(found)) is MetricExportResult.SUCCESS
+        spans = {
+            span.context.span_id: span
+            for one in found
+            for span in self._spans_of(one)
+            if span.context is not None and (span.end_time or 0) >= self._since * 1e9
+        }
+        new = [span for span_id, span in spans.items() if span_id not in self._sent]
+        if new and self._spans.export(new) is not SpanExportResult.SUCCESS:
+            return False
+        self._sent.update(spans)
+        return taken
+
+    def _measured(self, standings: Iterable[Standing]) -> MetricsData:
+        now = time.time_ns()
+        points: dict[str, list[NumberDataPoint]] = {}
+        for one in standings:
+            reading = RunReading(one.run.path.name, one.record, one.state, one.duration_s)
+            for name, labels, value in samples(reading):
+                point = NumberDataPoint(dict(labels), 0, now, float(value))
+                points.setdefault(name, []).append(point)
+        metrics = [Metric(name, FAMILIES[name], "", Gauge(found)) for name, found in points.items()]
+        scopes = [ScopeMetrics(_SCOPE, metrics, "")]
+        return MetricsData([ResourceMetrics(self._resource, scopes, "")])
+
+    def _spans_of(self, standing: Standing) -> Iterator[ReadableSpan]:
+        """Yield the spans of what has ended: rounds, and the run."""
+        record = standing.record
+        if record is None:
+            return
+        try:
+            failed = set(standing.run.reports())
+        except OSError:
+            return  # it was pruned
+        after = [each["reason"] for each in record["history"][1:]]
+        for each, why in zip(record["history"], [*after, standing.reason], strict=False):
+            if each["ended_at"] is not None:
+                yield self._span(
+                    record,
+                    f"round {each['round']}",
+                    (each["started_at"], each["ended_at"]),
+                    error=(why or "failed") if each["round"] in failed else None,
+                    began=each["reason"],
+                    recovery_s=each["recovery_s"],
+                    resumed_step=each["resumed_step"],
+                )
+        if not standing.live and record["ended_at"] is not None:
+            yield self._span(
+                record,
+                "run",
+                (record["started_at"], record["ended_at"]),
+                error=None if standing.state in FINE else standing.reason or standing.state,
+                state=standing.state,
+                exit_code=record["exit_code"],
+                restarts=record["restarts"]["used"],
+            )
+
+    def _span(
+        self,
+        record: Record,
+        name: str,
+        lasted: tuple[float, float],
+        *,
+        error: str | None,
+        **attributes: Any,
+    ) -> ReadableSpan:
+        begin, end = (round(at * 1e9) for at in lasted)
+        about = {"run_id": record["run_id"], "name": record["name"], **attributes}
+        return ReadableSpan(
+            name,
+            context=_context(record, name),
+            parent=None if name == "run" else _context(record, "run"),
+            resource=self._resource,
+            attributes={f"elaunch.{key}": one for key, one in about.items() if one is not None},
+            status=Status(StatusCode.UNSET if error is None else StatusCode.ERROR, error),
+            start_time=begin,
+            end_time=end,
+            instrumentation_scope=_SCOPE,
+        )
+
+
+def _context(record: Record, name: str) -> SpanContext:
+    """Return the ids of a span; two nodes' runs of one job are two traces."""
+    whose = f"{record['agent']['host']} {record['dir']} {record['started_at']}"
+    trace_id, span_id = (
+        int.from_bytes(hashlib.sha256(text.encode()).digest()[:size], "big")
+        for text, size in ((whose, 16), (f"{whose} {name}", 8))
+    )
+    return SpanContext(trace_id, span_id, is_remote=False, trace_flags=TraceFlags(1))
