@@ -9,7 +9,6 @@ output is in ``console.log``.
 from __future__ import annotations
 
 import re
-import threading
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -256,7 +255,7 @@ class Reader:
                 stream.flush()
             if not live:
                 return
-            threading.Event().wait(PAUSE_S)
+            time.sleep(PAUSE_S)
 
     def look(self) -> None:
         """See how far the files are; raises RunDirError where a node's cannot be read."""
@@ -384,7 +383,7 @@ def follow_console(run: RunDir, follow: bool, out: BinaryIO) -> bool:
         out.flush()
         if not live:
             return True
-        threading.Event().wait(PAUSE_S)
+        time.sleep(PAUSE_S)
 
 
 def _rest(path: Path, at: int) -> bytes:

@@ -8,7 +8,6 @@ pages that its processes share once for each of them.
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -125,7 +124,7 @@ def _settle(standing: Standing, record: Record) -> Standing:
         return standing
     deadline = time.monotonic() + WORKERS_END_S
     while survivors and time.monotonic() < deadline:
-        threading.Event().wait(RETRY_S)
+        time.sleep(RETRY_S)
         survivors = living(survivors)
     return replace(standing, reason=lost_reason(record, survivors))
 
@@ -146,7 +145,7 @@ def _state(worker: WorkerRecord, running: Collection[int], standing: Standing) -
 def _first_measurement(pids: Collection[int]) -> Mapping[int, Measurement]:
     measurements = measure(pids)
     if measurements:
-        threading.Event().wait(SAMPLE_S)
+        time.sleep(SAMPLE_S)
     return measurements
 
 

@@ -19,7 +19,6 @@ ended        the state is final
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -100,7 +99,7 @@ def read_standing(run: RunDir, timeout: float = ANSWER_TIMEOUT_S) -> Standing:
         # between its first record and its socket: look again.
         if standing.agent != "silent" or time.monotonic() + RETRY_S > deadline:
             return standing
-        threading.Event().wait(RETRY_S)
+        time.sleep(RETRY_S)
 
 
 def _look(run: RunDir, timeout: float) -> Standing:

@@ -6,7 +6,7 @@ last; elsewhere one is printed when something changed, measured amounts and ages
 
 from __future__ import annotations
 
-import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,7 +61,7 @@ def list_reader(environ: Mapping[str, str], everything: bool) -> Read:
 
 def pause(seconds: float) -> None:
     """Let time pass."""
-    threading.Event().wait(seconds)
+    time.sleep(seconds)
 
 
 def watch(

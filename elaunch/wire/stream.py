@@ -327,7 +327,7 @@ def dial(
             raise Unreached("silent", error.strerror or str(error)) from None
         if time.monotonic() + AGAIN_S >= until:
             raise Unreached("busy", why)
-        threading.Event().wait(AGAIN_S)
+        time.sleep(AGAIN_S)
 
 
 def _dial_once(

@@ -16,7 +16,6 @@ the job with an error that names it.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -243,7 +242,7 @@ class _OneSearch:
             except Undelivered as error:
                 if time.monotonic() + AGAIN >= until:
                     raise Undelivered(str(error), True) from error
-            threading.Event().wait(AGAIN)
+            time.sleep(AGAIN)
         with line:
             return line.ask(request)
 

@@ -85,7 +85,7 @@ class DirectoryFinisher:
             self._demand_origin(storage.place)
         until = time.monotonic() + LOCK_S
         while not self._try_lock(storage, time.monotonic() >= until):
-            threading.Event().wait(LOOK_S)
+            time.sleep(LOOK_S)
 
     def _try_lock(self, storage: Storage, last: bool) -> bool:
         """Return whether it is locked; False, else SaveError with ``last``, for one to wait for."""

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,7 +49,7 @@ def verify(path: Path) -> None:
         raise CheckpointError("it is empty")
     check(path, TORCH)
     if max(changed for _, changed in before.values()) > (time.time() - OLD_S) * 1e9:
-        threading.Event().wait(STEADY_S)
+        time.sleep(STEADY_S)
     after = _picture(path)
     for name in sorted(before.keys() | after.keys()):
         if before.get(name) != after.get(name):

@@ -29,7 +29,6 @@ import logging
 import os
 import shutil
 import socket
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
@@ -383,7 +382,7 @@ def _outcome(root: Path, stage: Stage) -> Committed:
             break
         if time.monotonic() >= deadline:
             raise _theirs(f"another process is at work on {path} and not done yet")
-        threading.Event().wait(_LOOK)
+        time.sleep(_LOOK)
     if os.path.lexists(root / stage.final):
         raise in_the_way(root, stage.final)
     if path.exists():

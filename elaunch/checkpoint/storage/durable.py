@@ -263,7 +263,7 @@ def read_patiently(read: Callable[[], _T], patience: float) -> _T:
         except OSError as error:
             if error.errno not in _NOT_YET or time.monotonic() >= deadline:
                 raise
-        threading.Event().wait(_PAUSE)
+        time.sleep(_PAUSE)
 
 
 def stir(directory: Path) -> None:

@@ -278,7 +278,7 @@ class RankChannel:
         if error == "lost":
             # The launcher sees the end of the lost rank and ends this one, too. The rank that
             # fails first is taken for the cause: let that be the lost one.
-            threading.Event().wait(CAUSE_FIRST_S)
+            time.sleep(CAUSE_FIRST_S)
         raise _ERRORS.get(error, CollectiveError)(text, missing) from None
 
     def _break(self, call: Call, error: str, text: str, missing: tuple[int, ...]) -> None:

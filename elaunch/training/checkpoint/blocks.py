@@ -26,7 +26,7 @@ import contextlib
 import logging
 import os
 import shutil
-import threading
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -198,7 +198,7 @@ def _left(mark: Path) -> bool:
 def _sees(mark: Path) -> bool:
     """Look for an entry that another rank has made, twice: a network's cache may be old."""
     for pause in (0.0, SEEN_S / 4, SEEN_S):
-        threading.Event().wait(pause)
+        time.sleep(pause)
         if mark.parent.is_dir() and mark.name in os.listdir(mark.parent):
             return True
     return False

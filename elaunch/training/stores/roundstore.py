@@ -217,7 +217,7 @@ class RoundStore:
             except OSError as error:
                 why = _reason(error)
             pause = next(pauses, pause)
-            threading.Event().wait(min(pause, max(0.0, until - time.monotonic())))
+            time.sleep(min(pause, max(0.0, until - time.monotonic())))
         host = " (rank 0 is to host it)" if self._placement.hosts_store else ""
         raise CollectiveTimeout(f"cannot reach {self.name}{host}: {why}")
 
