@@ -67,7 +67,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
             "monitor.logfiles:follow_console",
         ),
         "a measurement is of a span of time": ("monitor.snapshot:_first_measurement",),
-        "a person has asked for it": ("monitor.watch:pause",),
+        "a person has asked for it": ("monitor.watch:pause", "dashboard.otlp:export"),
         "the exit of the lost rank is to be the first": (
             "training.channel.channel:RankChannel._fail",
         ),

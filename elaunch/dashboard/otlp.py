@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
@@ -61,7 +60,7 @@ def export(environ: Mapping[str, str], run: RunDir | None) -> bool:
         taken = collector.send(standings)
         if run is not None and not standings[0].live:
             return taken
-        threading.Event().wait(every)
+        time.sleep(every)
 
 
 class Collector:
