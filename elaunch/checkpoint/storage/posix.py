@@ -99,9 +99,11 @@ class PosixStorage:
     def prepare(self, run_id: str, given: bool) -> None:
         """Make the directory and ``run.json``; SaveError if another run has it."""
         claim_directory(self._root, run_id, given)
-        for name in (layout.STAGE, layout.TRASH):
-            (self._root / name).mkdir(exist_ok=True)
-        sync_directory(self._root)
+        places = (self._root / layout.STAGE, self._root / layout.TRASH)
+        if lacking := [path for path in places if not path.is_dir()]:
+            for path in lacking:
+                path.mkdir(exist_ok=True)
+            sync_directory(self._root)  # a restart waits for no disk that a save keeps busy
         self._origin = Origin(self._root)
         self._demand_origin()
 

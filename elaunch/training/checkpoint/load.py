@@ -229,14 +229,16 @@ class _Loading:
         Raises, on all ranks, DamageError if one has found damage; else what a rank ran into.
         """
         told = str(problem) if isinstance(problem, DamageError) else ""
-        everyone: list[tuple[str, bool, Any]]
-        everyone = self._agree(None, (told, isinstance(problem, MemoryDamage), sent))
-        found = sorted((in_memory, text) for text, in_memory, _ in everyone if text)
+        everyone: list[tuple[str, bool, bool, Any]]
+        in_memory, fails = isinstance(problem, MemoryDamage), problem is not None
+        everyone = self._agree(None, (told, in_memory, fails, sent))
+        found = sorted((in_memory, text) for text, in_memory, *_ in everyone if text)
         if found:  # of files first: there is nothing else that they could be read from
             in_memory, text = found[0]
             raise (MemoryDamage if in_memory else DamageError)(text) from problem
-        self._agree(problem)
-        return [one for _, _, one in everyone]
+        if any(fails for _, _, fails, _ in everyone):
+            self._agree(problem)
+        return [sent for *_, sent in everyone]
 
     def _check(
         self, fits: Sequence[_Fit], taken: frozenset[str], own: Stored, strict: bool

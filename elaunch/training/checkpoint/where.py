@@ -220,9 +220,9 @@ def check_shared(
 ) -> None:
     """Raise CheckpointError, on all ranks, unless the nodes share what they should share.
 
-    ALL ranks call it together, when rank 0 has made the directory.
+    Ranks of one node see the same. ALL ranks call it together, when rank 0 has made the directory.
     """
-    if isinstance(storage.place, str) or distributed.size == 1:
+    if isinstance(storage.place, str) or distributed.cross_size == 1:
         return
     what = "looking for the checkpoint directory"
     place, mark = storage.place, uuid.uuid4().hex

@@ -63,6 +63,17 @@ def test_a_checkpoint_of_two_ranks(storage: PosixStorage) -> None:
     assert entries(storage, layout.STAGE) == []
 
 
+def test_a_restart_waits_for_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the save before it writes may keep that busy for minutes."""
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", synced.append)
+    PosixStorage(tmp_path / "new").prepare("run-1", True)
+    assert synced
+    synced.clear()
+    PosixStorage(tmp_path / "new").prepare("run-1", True)
+    assert not synced
+
+
 def test_pieces_are_joined(storage: PosixStorage) -> None:
     import array
 

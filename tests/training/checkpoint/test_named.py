@@ -42,8 +42,8 @@ def test_every_call_takes_every_name(ranks: Ranks, way: str) -> None:
         state = {"x": 0}
         with checkpoint.restore_path(which) as path:
             read = content(path)
-        found = checkpoint.load_ddp(state, uuid=which)
         told = checkpoint.get_metadata(which)
+        found = checkpoint.load_ddp(state, uuid=which)  # on return all ranks have read
         if rank == 0:
             checkpoint.pin(which)
             checkpoint.unpin(which)

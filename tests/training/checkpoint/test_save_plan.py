@@ -32,6 +32,26 @@ def counted_plans() -> list[int]:
     return made
 
 
+def exchanges(ctx: Any) -> int:
+    """Return how often the ranks wait for each other in a load from the disk."""
+    state, calls = {"model": plain()}, []
+    ctx.checkpoint.save(state, 1)
+    call = ctx.distributed._call
+
+    def counting(*args: Any) -> Any:
+        calls.append(args[1])
+        return call(*args)
+
+    ctx.distributed._call = counting
+    ctx.checkpoint.load(state)
+    return len(calls)
+
+
+def test_how_often_a_load_waits_for_all_ranks(tmp_path: Path) -> None:
+    """Each time for the slowest of them, and of thousands one is slow."""
+    assert in_group(exchanges, 2, tmp_path) == [8, 8]
+
+
 def cached(ctx: Any) -> Any:
     """Save states of changing values, then of changing shape; load the last of each."""
     made = counted_plans()
