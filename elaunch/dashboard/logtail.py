@@ -213,7 +213,7 @@ def _newer(
     logs: RunLogs, wanted: LogFilter, ends: dict[str, int], held: dict[str, bytes]
 ) -> list[Line]:
     """Return whole lines that came since, of very many the last."""
-    found: list[Line] = []
+    found: list[tuple[float, FollowedLog, bytes]] = []
     for name, file in logs.files(wanted.choice).items():
         at = ends.get(name, 0)
         if file.size <= at:
@@ -227,9 +227,11 @@ def _newer(
         ends[name] = at + len(raw)
         *lines, held[name] = (held.get(name, b"") + raw).split(b"\n")
         came = _time_at(file, at)
-        fitting = (one for one in lines if not wanted.needle or wanted.needle in one.lower())
-        found += [_line(file, came, one) for one in fitting][-LINES:]
-    return sorted(found)[-2 * LINES :]
+        fitting = [one for one in lines if not wanted.needle or wanted.needle in one.lower()]
+        found += [(came, file, one) for one in fitting[-LINES:]]
+    # Lines of one file came in their order, whatever they say.
+    found.sort(key=lambda one: (one[0], one[1].rank, one[1].name.stream, one[1].name.round))
+    return [_line(file, came, line) for came, file, line in found[-2 * LINES :]]
 
 
 def parse_older(text: str) -> dict[str, int] | None:

@@ -75,8 +75,9 @@ class Browser:
         return json.loads(message)
 
     def open(self, address: str) -> Page:
-        """Open a page."""
-        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        """Open a page in a window of its own: one that is not looked at rests."""
+        new = self.call("Target.createTarget", url="about:blank", newWindow=True)
+        target = new["targetId"]
         session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         page = Page(self, session)
         for domain in ("Page", "Runtime", "Log"):

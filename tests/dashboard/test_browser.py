@@ -5,14 +5,18 @@ from __future__ import annotations
 import os
 import re
 import signal
+import threading
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.dashboard.browser import Browser, Page, chromium
-from tests.launching import Launcher, Running
+from tests.integration.watching import server_of
+from tests.launching import Launcher, Running, free_port
 
 pytestmark = [pytest.mark.trial, pytest.mark.slow]
 
@@ -151,3 +155,56 @@ def test_every_page_is_accessible_and_fits_a_phone(elaunch: Launcher, tmp_path: 
                         faults.append(f"{name} {size}: {too_wide} pixels are off the side")
             page.call("Page.close")
         assert faults == [], "\n".join(faults)
+
+
+# Each rank prints 1,000 lines a second, one by one, until TOUCH is there.
+NOISY = """
+import os, time, elaunch
+with elaunch.init() as ctx:
+    rank, begun, number = ctx.distributed.rank, time.monotonic(), 0
+    while not os.path.exists(os.environ["TOUCH"]):
+        while number < 1000 * (time.monotonic() - begun):
+            number += 1
+            print(f"rank {rank} line {number} loss 0.123456 lr 1e-4 1234.5 samples/s", flush=True)
+            if number % 100 == 0:
+                ctx.train.report_training_metrics(number // 100, {"loss": 1 / number})
+        time.sleep(0.001)
+    print(f"rank {rank} total {number}", flush=True)
+"""
+WATCHED_S = 20.0
+MOST = 0.08
+
+
+def test_what_watching_costs(elaunch: Launcher, tmp_path: Path) -> None:
+    """8 ranks with 1,000 lines/s, three pages, a scraper: 8 % of a core, and no line is lost."""
+    script, port = elaunch.directory / "noisy.py", free_port()
+    script.write_text(NOISY)
+    flags = ["--nproc-per-node", "8", "--run-id", "job", "--metrics-port", str(port)]
+    env = {"TOUCH": str(tmp_path / "touch")}
+    job = elaunch.start(["run", *flags, script], env=env)
+    job.wait_for_line(r"rank 7 line 100 ")
+    server = elaunch.start(["dashboard", "--port", "0"])
+    address = server.wait_for_line(r"^(http://\S+/)$")[1]
+    with chromium(tmp_path / "profile") as browser:
+        pages = [browser.open(f"{address}#/run/job{name}") for name in ("", "/logs", "/metrics")]
+        for page, selector in zip(pages, (".facts", ".log div", "canvas"), strict=True):
+            page.see(selector)
+        ours = [psutil.Process(pid) for pid in (job.pid, server_of(job), server.pid)]
+        before = [sum(one.cpu_times()[:2]) for one in ours]
+        for _ in range(4):
+            threading.Event().wait(WATCHED_S / 4)
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60).read()
+        assert not any(page.evaluate("document.hidden") for page in pages)
+        spent = [sum(one.cpu_times()[:2]) - was for one, was in zip(ours, before, strict=True)]
+    Path(env["TOUCH"]).touch()
+    assert job.wait().returncode == 0
+    for rank in range(8):
+        logs = elaunch.state / "elaunch" / "runs" / "job" / "logs" / "attempt_0" / str(rank)
+        *lines, last = (logs / "stdout.log").read_text().splitlines()
+        numbers = [int(line.split()[3]) for line in lines]
+        assert numbers == list(range(1, int(last.split()[3]) + 1))
+        assert numbers[-1] > 1000 * WATCHED_S
+    shares = [seconds / WATCHED_S for seconds in spent]
+    assert sum(shares) <= MOST, f"agent, server, dashboard: {shares}"
+    server.send_signal(signal.SIGTERM)
+    server.wait()

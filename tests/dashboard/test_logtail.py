@@ -154,7 +154,7 @@ def test_lines_that_come_are_sent(
         seen = [await anext(found)]
         write(root, 0, 0, "stdout", b"f a line\nno\n")
         seen.append(await anext(found))
-        write(root, 1, 1, "stderr", b"another\n")
+        write(root, 1, 1, "stderr", b"another\na 9\na 10\n")
         seen.append(await anext(found))
         agent.write(state="COMPLETED", ended_at=2e9, exit_code=0)
         agent.__exit__(None, None, None)
@@ -165,7 +165,7 @@ def test_lines_that_come_are_sent(
     assert shown == [
         [[0, "stdout", "hal"]],
         [[0, "stdout", "half a line"]],
-        [[1, "stderr", "another"]],
+        [[1, "stderr", "another"], [1, "stderr", "a 9"], [1, "stderr", "a 10"]],
         [],
     ]
     assert documents[-1]["ended"]
