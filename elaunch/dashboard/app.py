@@ -37,7 +37,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from elaunch.dashboard.curves import Axis, MetricsReader, curves
+from elaunch.dashboard.curves import Axis, MetricsReader, nodes_of
 from elaunch.dashboard.feed import Feed, encoded
 from elaunch.dashboard.logtail import LogFilter, RunLogs, follow, parse_older, search
 from elaunch.dashboard.summary import BAD, RunReader
@@ -98,7 +98,7 @@ class Dashboard:
         self._first = first
         self._files = {path.name: path for path in STATIC.iterdir() if path.suffix in TYPES}
         self._feeds: dict[str, Feed] = {}
-        self._metrics_of = _LastUsed(MetricsReader)
+        self._metrics_of = _LastUsed(lambda run: MetricsReader(run, environ))
         self._logs_of = _LastUsed(lambda run: RunLogs(run, environ))
 
     def app(self) -> Starlette:
@@ -216,18 +216,15 @@ class Dashboard:
 
     def _curves(self, run: RunDir, query: Mapping[str, str]) -> Any:
         name = query.get("group", ""), query.get("name", "")
-        metric = self._metrics_of(run).metrics().get(name)
-        if metric is None:
-            raise LookupError(f"metric {name[1][:200]!r}")
         ranks = sorted(parse_ranks("ranks", query["ranks"])) if query.get("ranks") else None
         first, last = (
             float(query.get(end) or f"{sign}inf") for end, sign in (("from", "-"), ("to", ""))
         )
         axis: Axis = "time" if query.get("x") == "time" else "step"
-        return {"curves": curves(metric, axis, ranks, first, last)}
+        return {"curves": self._metrics_of(run).curves(name, axis, ranks, first, last)}
 
     def _csv(self, run: RunDir, query: Mapping[str, str]) -> Response:
-        rows = [row for row in read([run]).rows if not row.superseded]
+        rows = [row for row in read(nodes_of(run, self._environ)).rows if not row.superseded]
         named = f'attachment; filename="{quote(run.path.name)}.csv"'
         return StreamingResponse(
             csv_text(rows, False), media_type="text/csv", headers={"content-disposition": named}

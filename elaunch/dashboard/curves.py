@@ -12,23 +12,25 @@ import threading
 import time
 from array import array
 from bisect import bisect_left, bisect_right
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any, Final, Literal
 
 from elaunch.checkpoint.storage.storage import open_storage
 from elaunch.dashboard.summary import RunReader
 from elaunch.errors import ElaunchError
-from elaunch.runs.directory import RunDir
-from elaunch.training.metrics.files import ROUNDS, ROWS, SUPERSEDED
-from elaunch.training.metrics.reading import StoredRow, read
+from elaunch.runs.directory import RunDir, run_id_of, runs_of
+from elaunch.training.metrics.reading import starts_of
+from elaunch.training.metrics.tail import Columns, RowTail
 
 BUCKETS: Final = 400
 SEPARATE: Final = 12
 """Ranks that are shown by a curve each; more are folded."""
 SAMPLE: Final = 1000
 SHARE: Final = 20
-LEADING: Final = frozenset(("steps_completed", "rank", "group", "round", "time"))
+NUMBERS: Final = frozenset((int, float))
 
 Axis = Literal["step", "time"]
 Name = tuple[str, str]
@@ -36,101 +38,113 @@ Name = tuple[str, str]
 
 @dataclass
 class Points:
-    """Points in the order of their steps."""
+    """The points of one metric and rank, in the order in which they came."""
 
     step: array[float] = field(default_factory=lambda: array("d"))
     time: array[float] = field(default_factory=lambda: array("d"))
     value: array[float] = field(default_factory=lambda: array("d"))
-    by_time: Points | None = None
+    _ordered: dict[Axis, tuple[array[float], array[float]]] = field(default_factory=dict)
 
-    def add(self, step: float, at: float, value: float) -> None:
-        """Append one point."""
-        self.step.append(step)
-        self.time.append(at)
-        self.value.append(value)
+    def extend(self, step: array[float], time: array[float], value: array[float]) -> None:
+        """Append points."""
+        self.step.extend(step)
+        self.time.extend(time)
+        self.value.extend(value)
+        self._ordered.clear()
 
     def along(self, axis: Axis) -> tuple[array[float], array[float]]:
-        """Return x and y in the order of x; clocks of ranks and rounds need not agree."""
-        if axis == "step":
-            return self.step, self.value
-        if self.by_time is None:
-            order = sorted(range(len(self.time)), key=self.time.__getitem__)
-            self.by_time = Points(
-                time=array("d", (self.time[i] for i in order)),
-                value=array("d", (self.value[i] for i in order)),
-            )
-        return self.by_time.time, self.by_time.value
+        """Return x and y in the order of x; clocks of rounds need not agree."""
+        if axis not in self._ordered:
+            xs, ys = self.step if axis == "step" else self.time, self.value
+            ordered = array("d", sorted(xs))
+            if ordered != xs:
+                order = sorted(range(len(xs)), key=xs.__getitem__)
+                xs, ys = ordered, array("d", map(ys.__getitem__, order))
+            self._ordered[axis] = xs, ys
+        return self._ordered[axis]
 
 
 @dataclass
 class Metric:
-    """One metric of one group: all its points, and those of each rank."""
+    """One metric of one group: the points of each rank."""
 
-    every: Points = field(default_factory=Points)
-    ranks: dict[int, Points] = field(default_factory=dict)
+    ranks: dict[int, Points] = field(default_factory=lambda: defaultdict(Points))
     not_finite: int = 0
 
 
 class MetricsReader:
-    """The metrics of one run; read again when they have changed, and seldom where that is long."""
+    """The metrics of one run on all nodes whose directories are here; several threads may call.
 
-    def __init__(self, run: RunDir) -> None:
+    Each reading is of what was appended since, and where that takes long it is seldom.
+    """
+
+    def __init__(self, run: RunDir, environ: Mapping[str, str]) -> None:
         self._run = run
-        self._seen: object = None
+        self._tail = RowTail(lambda: nodes_of(run, environ))
         self._due = 0.0
-        self._torn = 0
         self._metrics: dict[Name, Metric] = {}
         self._lock = threading.Lock()
 
-    def metrics(self) -> Mapping[Name, Metric]:
-        """Return the metrics by group and name; several threads may call."""
-        with self._lock:
-            seen, began = self._files(), time.monotonic()
-            if seen != self._seen and began >= self._due:
-                reading = read([self._run])
-                self._metrics = gather(row for row in reading.rows if not row.superseded)
-                self._seen, self._torn = seen, reading.torn
-                ended = time.monotonic()
-                self._due = ended + SHARE * (ended - began)
-            return self._metrics
-
     def overview(self) -> dict[str, Any]:
         """Return which metrics there are, and what happened meanwhile: restarts, checkpoints."""
-        metrics = self.metrics()
+        with self._lock:
+            self._read()
+            described = [_described(name, metric) for name, metric in sorted(self._metrics.items())]
         return {
-            "metrics": [_described(name, metric) for name, metric in sorted(metrics.items())],
-            "markers": list(markers(self._run)) if metrics else [],
-            "torn": self._torn,
+            "metrics": described,
+            "markers": list(markers(self._run)) if described else [],
+            "torn": self._tail.torn,
             "separate": SEPARATE,
         }
 
-    def _files(self) -> object:
-        stats = []
-        for name in (ROWS, SUPERSEDED, ROUNDS):
-            try:
-                info = (self._run.path / name).stat()
-            except FileNotFoundError:
-                continue
-            stats.append((name, info.st_size, info.st_mtime_ns))
-        return stats
+    def curves(
+        self, name: Name, axis: Axis, ranks: Sequence[int] | None, first: float, last: float
+    ) -> list[dict[str, Any]]:
+        """Return what is drawn of a metric; raise LookupError where there is none of that name."""
+        with self._lock:
+            self._read()
+            metric = self._metrics.get(name)
+            if metric is None:
+                raise LookupError(f"metric {name[1][:200]!r}")
+            return curves(metric, axis, ranks, first, last)
+
+    def _read(self) -> None:
+        began = time.monotonic()
+        if began < self._due:
+            return
+        anew, appended = self._tail.read()
+        if anew:
+            self._metrics = {}
+        for columns in appended:
+            self._add(columns)
+        self._due = time.monotonic() + SHARE * (time.monotonic() - began)
+
+    def _add(self, columns: Columns) -> None:
+        for name, values in columns.values.items():
+            step, at = columns.step, columns.time
+            kinds = set(map(type, values))
+            if not kinds <= NUMBERS:
+                chosen = [type(value) in NUMBERS for value in values]
+                step, at = (array("d", compress(all_, chosen)) for all_ in (step, at))
+                values = list(compress(values, chosen))
+                if not values:
+                    continue
+            metric = self._metrics.setdefault((columns.group, name), Metric())
+            numbers = array("d", values)
+            if not all(map(math.isfinite, values)):
+                chosen = list(map(math.isfinite, numbers))
+                step, at, numbers = (array("d", compress(c, chosen)) for c in (step, at, numbers))
+                metric.not_finite += len(chosen) - len(numbers)
+            if numbers:
+                metric.ranks[columns.rank].extend(step, at, numbers)
 
 
-def gather(rows: Iterator[StoredRow]) -> dict[Name, Metric]:
-    """Return the numbers in the rows, which come in the order of their steps."""
-    metrics: dict[Name, Metric] = {}
-    for row in rows:
-        values = row.values
-        at, place = float(values.get("time") or 0.0), row.place
-        for name, value in values.items():
-            if name in LEADING or isinstance(value, bool) or not isinstance(value, int | float):
-                continue
-            metric = metrics.setdefault((place.group, name), Metric())
-            if not math.isfinite(value):
-                metric.not_finite += 1
-                continue
-            metric.every.add(place.step, at, value)
-            metric.ranks.setdefault(place.rank, Points()).add(place.step, at, value)
-    return metrics
+def nodes_of(run: RunDir, environ: Mapping[str, str]) -> list[RunDir]:
+    """Return the directories of this start of a run: those that live at one time with ``run``."""
+    starts = starts_of([one for one in runs_of(run_id_of(run), environ) if one.path != run.path])
+    (own,) = starts_of([run])
+    beside = [s.path for s in starts if s.began < own.ended and own.began < s.ended]
+    return [run, *map(RunDir, beside)]
 
 
 def _described(name: Name, metric: Metric) -> dict[str, Any]:
@@ -138,7 +152,7 @@ def _described(name: Name, metric: Metric) -> dict[str, Any]:
         "group": name[0],
         "name": name[1],
         "ranks": len(metric.ranks),
-        "points": len(metric.every.value),
+        "points": sum(len(points.value) for points in metric.ranks.values()),
         "not_finite": metric.not_finite,
     }
 
@@ -152,7 +166,8 @@ def curves(
     """
     chosen = sorted(metric.ranks) if ranks is None else [r for r in ranks if r in metric.ranks]
     if ranks is None and len(chosen) > SEPARATE:
-        return [{"rank": None, **_folded(*_within(metric.every, axis, first, last))}]
+        parts = [_within(points, axis, first, last) for points in metric.ranks.values()]
+        return [{"rank": None, **_folded(parts)}]
     return [
         {"rank": rank, **_thinned(*_within(metric.ranks[rank], axis, first, last))}
         for rank in chosen[:SEPARATE]
@@ -191,18 +206,28 @@ def _thinned(xs: Sequence[float], ys: Sequence[float]) -> dict[str, Any]:
     return {"x": [xs[i] for i in kept], "y": [ys[i] for i in kept]}
 
 
-def _folded(xs: Sequence[float], ys: Sequence[float]) -> dict[str, Any]:
+def _folded(ranks: Sequence[tuple[Sequence[float], Sequence[float]]]) -> dict[str, Any]:
+    """Return the lowest, the median and the highest of all ranks in each part of x."""
     found: dict[str, list[float]] = {"x": [], "low": [], "y": [], "high": []}
-    for begin, end in _parts(xs) if xs else ():
-        part = ys[begin:end]
+    ranks = [(xs, ys) for xs, ys in ranks if xs]
+    if not ranks:
+        return found
+    first = min(xs[0] for xs, _ in ranks)
+    width = (max(xs[-1] for xs, _ in ranks) - first) / BUCKETS or 1.0
+    parts: defaultdict[int, list[float]] = defaultdict(list)
+    begins: dict[int, float] = {}
+    for xs, ys in ranks:
+        for x, y in zip(xs, ys, strict=True):
+            number = int((x - first) / width)
+            parts[number].append(y)
+            if x < begins.get(number, math.inf):
+                begins[number] = x
+    for number, part in sorted(parts.items()):
         some = sorted(part[:: len(part) // SAMPLE + 1])
-        for key, value in (
-            ("x", xs[begin]),
-            ("low", min(part)),
-            ("y", some[len(some) // 2]),
-            ("high", max(part)),
-        ):
-            found[key].append(value)
+        found["x"].append(begins[number])
+        found["low"].append(min(part))
+        found["y"].append(some[len(some) // 2])
+        found["high"].append(max(part))
     return found
 
 

@@ -48,11 +48,15 @@ class Beginning:
 
     def supersedes(self, group: str, step: int) -> bool:
         """Tell whether this round has done, or will do, that step of an earlier one again."""
-        own = self.first.get(group)
-        if own is not None and step >= own:
-            return True
+        limit = self.void_from(group)
+        return limit is not None and step >= limit
+
+    def void_from(self, group: str) -> int | None:
+        """Return the first step of an earlier round that is superseded; None where none is."""
         resumed = self.resumed_step
-        return resumed is not None and step > resumed
+        found = [] if resumed is None else [resumed + 1]
+        found += [self.first[group]] if group in self.first else []
+        return min(found, default=None)
 
     @cached_property
     def resumed_step(self) -> int | None:

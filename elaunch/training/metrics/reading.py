@@ -17,12 +17,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
+
+import msgspec
 
 from elaunch.errors import RunDirError
 from elaunch.runs.directory import RunDir, find, handle, is_live, run_id_of, runs_of
 from elaunch.training.metrics.files import ROUNDS, ROWS, SUPERSEDED, read_rounds
 from elaunch.training.metrics.history import Beginning, RowPlace, place_of
+
+_decode: Final = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 class StoredRow(NamedTuple):
@@ -38,9 +42,7 @@ class StoredRow(NamedTuple):
     @property
     def values(self) -> dict[str, Any]:
         """The columns and the metrics."""
-        values = json.loads(self.line)
-        assert isinstance(values, dict)  # the line begins with one
-        return values
+        return decoded(self.line)
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class MetricRows:
 
 
 @dataclass(frozen=True)
-class _Start:
+class Start:
     """One directory of a run: when it began and ended, and where its rounds began."""
 
     path: Path
@@ -76,12 +78,11 @@ def directories(run: str, environ: Mapping[str, str]) -> list[RunDir]:
 
 def read(runs: Sequence[RunDir]) -> MetricRows:
     """Return the rows of a run's directories; raise RunDirError for one that cannot be read."""
-    starts = sorted((_start(run) for run in runs), key=lambda start: start.began)
+    starts = starts_of(runs)
     rows: list[StoredRow] = []
     torn = 0
     for start in starts:
-        later = [begun for s in starts if s.began >= start.ended for begun in s.rounds.values()]
-        void = _Void(start.rounds, later)
+        void = later_rounds(start, starts)
         # A writer that was killed while it moved rows has left them in both files.
         moved = set(_lines(start.path / SUPERSEDED))
         for line in _lines(start.path / ROWS):
@@ -97,30 +98,57 @@ def read(runs: Sequence[RunDir]) -> MetricRows:
     return MetricRows(tuple(rows), torn, tuple(start.path for start in starts))
 
 
-class _Void:
+def starts_of(runs: Sequence[RunDir]) -> list[Start]:
+    """Return the directories of a run in the order in which they began."""
+    return sorted((_start(run) for run in runs), key=lambda start: start.began)
+
+
+class LaterRounds:
     """Tells which rows of one directory are superseded: by its own later rounds, by later starts.
 
-    What supersedes the rows of a round is the same for all of them, and is put together once.
+    It is the same for all rows of a round, and is put together once.
     """
 
-    def __init__(self, rounds: Mapping[int, Beginning], later: Sequence[Beginning]) -> None:
-        self._rounds = rounds
-        self._later = later
+    def __init__(self, own: Mapping[int, Beginning], starts: Sequence[Beginning]) -> None:
+        self.own = own
+        self.starts = starts
         self._known: dict[int, Beginning] = {}
+
+    def void_from(self, round: int, group: str) -> int | None:
+        """Return the step from which rows of a round are superseded; None where none is."""
+        begun = self._known.get(round)
+        if begun is None:
+            after = [b for number, b in self.own.items() if number > round]
+            begun = reduce(Beginning.joined, [*after, *self.starts], Beginning())
+            self._known[round] = begun
+        return begun.void_from(group)
 
     def takes(self, place: RowPlace) -> bool:
         """Tell whether the row of that place is superseded."""
-        begun = self._known.get(place.round)
-        if begun is None:
-            after = [b for number, b in self._rounds.items() if number > place.round]
-            begun = reduce(Beginning.joined, [*after, *self._later], Beginning())
-            self._known[place.round] = begun
-        return begun.supersedes(place.group, place.step)
+        limit = self.void_from(place.round, place.group)
+        return limit is not None and place.step >= limit
+
+
+def later_rounds(start: Start, starts: Sequence[Start]) -> LaterRounds:
+    """Return what supersedes rows of ``start``, one of ``starts``."""
+    later = [begun for s in starts if s.began >= start.ended for begun in s.rounds.values()]
+    return LaterRounds(start.rounds, later)
+
+
+def decoded(line: bytes) -> dict[str, Any]:
+    """Return the values of a line; raise ValueError or RecursionError for what is no object."""
+    try:
+        return _decode(line)
+    except msgspec.MsgspecError:
+        values = json.loads(line)  # msgspec takes no NaN
+        if not isinstance(values, dict):
+            raise ValueError("no object") from None
+        return values
 
 
 def _is_json(line: bytes) -> bool:
     try:
-        json.loads(line)
+        decoded(line)
     except (ValueError, RecursionError):
         return False
     return True
@@ -142,7 +170,7 @@ def _lines(path: Path) -> Iterator[bytes]:
         raise RunDirError(f"cannot read {path}: {error.strerror}") from error
 
 
-def _start(run: RunDir) -> _Start:
+def _start(run: RunDir) -> Start:
     try:
         rounds = read_rounds(run.path / ROUNDS)
     except OSError as error:
@@ -150,11 +178,11 @@ def _start(run: RunDir) -> _Start:
     try:
         record = run.read_state()
     except RunDirError:
-        return _Start(run.path, _changed(run.path), math.inf, rounds)
+        return Start(run.path, _changed(run.path), math.inf, rounds)
     ended = record["ended_at"]
     if ended is None:
         ended = math.inf if is_live(run) else _changed(run.path / ROWS, run.state_file)
-    return _Start(run.path, record["started_at"], ended, rounds)
+    return Start(run.path, record["started_at"], ended, rounds)
 
 
 def _changed(*paths: Path) -> float:
