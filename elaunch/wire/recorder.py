@@ -79,14 +79,21 @@ def watch(environ: Mapping[str, str]) -> None:
     path = socket_path(Path(place).parent, int(number), int(local_rank))
     recorder = _Recorder(path, original)
     distributed._new_process_group_helper = recorder.make_group
+    if hasattr(distributed, "_register_pg_in_world"):
+        recorder.register = distributed._register_pg_in_world
+        distributed._register_pg_in_world = recorder.register_group
     if distributed.is_initialized():
         recorder.note_made(distributed)
 
 
 class _Recorder:
-    """Stands before the function of torch that makes process groups, in the worker alone."""
+    """Stands before the functions of torch that make process groups, in the worker alone.
+
+    ``register`` is torch's function that takes every group into its tables.
+    """
 
     def __init__(self, path: Path, original: Any) -> None:
+        self.register: Any = None
         self._path = path
         self._original = original
         self._pid = os.getpid()
@@ -102,6 +109,18 @@ class _Recorder:
                 name = named["group_name"] if "group_name" in named else rest[2]
                 self._note(str(name), size, rank, list(ranks))
         return self._original(size, rank, ranks, *rest, **named)
+
+    def register_group(self, group: Any, *rest: Any, **named: Any) -> None:
+        """Note a group that torch has made otherwise (``split_group``), and register it.
+
+        Those are registered with their ranks, others without.
+        """
+        places = named.get("rank_mapping")
+        if places and os.getpid() == self._pid:
+            with _reported():
+                name = str(named["group_name"])
+                self._note(name, len(places), group.rank(), list(places))
+        self.register(group, *rest, **named)
 
     def note_made(self, distributed: Any) -> None:
         """Note the groups that there are already."""

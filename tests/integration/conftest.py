@@ -2,12 +2,39 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
 import pytest
 
 from tests import launching
+
+MEMORY = 3 << 30
+"""Bytes that a job in the test's own cgroup may take."""
 
 
 @pytest.fixture
 def free_port() -> int:
     """Return a port that nobody listens on; another may take it before it is used."""
     return launching.free_port()
+
+
+@pytest.fixture
+def cgroup() -> Iterator[str]:
+    """Make a memory cgroup (v1) of the test's own; an empty name where none can be made."""
+    own = next(
+        (line for line in Path("/proc/self/cgroup").read_text().splitlines() if ":memory:" in line),
+        "",
+    )
+    path = Path(f"/sys/fs/cgroup/memory{own.partition(':memory:')[2]}") / f"causes-{os.getpid()}"
+    try:
+        path.mkdir()
+        (path / "memory.limit_in_bytes").write_text(str(MEMORY))
+    except OSError:
+        yield ""
+        return
+    yield str(path)
+    with suppress(OSError):
+        path.rmdir()

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -96,9 +94,6 @@ NOBODY = {"late-in-collective"}
 ALL = {"other-size"}
 """Faults of all ranks: whose end comes first is chance, and its report says that it is all."""
 
-MEMORY = 3 << 30
-"""Bytes that the job of the trial may take."""
-
 
 def job(at: Path, words: Sequence[str], *flags: str) -> list[str]:
     """Return the arguments of ``elaunch`` for a job that meets these faults, one a round."""
@@ -149,22 +144,6 @@ def test_real_faults_have_their_codes(elaunch: Launcher, tmp_path: Path) -> None
     assert "rank 1" in shown.stdout and "round 0: rank 0 exited with code 1" not in shown.stdout
 
 
-@pytest.fixture
-def cgroup() -> str:
-    """Make a memory cgroup (v1) of the test's own; an empty name where none can be made."""
-    own = next(
-        (line for line in Path("/proc/self/cgroup").read_text().splitlines() if ":memory:" in line),
-        "",
-    )
-    path = Path(f"/sys/fs/cgroup/memory{own.partition(':memory:')[2]}") / f"causes-{os.getpid()}"
-    try:
-        path.mkdir()
-        (path / "memory.limit_in_bytes").write_text(str(MEMORY))
-    except OSError:
-        return ""
-    return str(path)
-
-
 @pytest.mark.trial
 @pytest.mark.executed
 def test_trial_of_faults(elaunch: Launcher, tmp_path: Path, cgroup: str) -> None:
@@ -185,9 +164,6 @@ def test_trial_of_faults(elaunch: Launcher, tmp_path: Path, cgroup: str) -> None
     )
     argv = [sys.executable, "-m", "elaunch", *job(tmp_path, words(names))]
     done = elaunch.start_command(["unshare", "--mount", "sh", "-c", shell, "sh", *argv]).wait(400)
-    with suppress(OSError):
-        if cgroup:
-            os.rmdir(cgroup)
     assert done.returncode == 0, done.stderr
     found = cards(elaunch)
     right, wrong, lines = 0, 0, []

@@ -101,6 +101,13 @@ import torch, torch.distributed as dist
 from elaunch.wire import recorder
 recorder.watch(os.environ)
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+# torch splits groups on machines with a GPU only.
+cpu, everyone = torch.device("cpu", 0), dist.group.WORLD
+torch.accelerator.is_available = lambda: True
+torch.accelerator.current_accelerator = lambda: cpu
+everyone.bound_device_id = cpu
+half = dist.split_group(everyone, [[0]], pg_options=everyone._get_backend(cpu).options)
+dist.all_reduce(torch.ones(4), group=half)
 print(flush=True)
 sum(range(20_000_000))  # it is asked meanwhile
 """
@@ -117,6 +124,11 @@ def test_a_worker_that_is_asked_as_it_ends_ends_well(tmp_path: Path) -> None:
     worker.stdout.readline()
     answers = 0
     path = socket_path(tmp_path, 0, 0)
+    trace = ask({Question(0, TRACE): path}, time.monotonic() + 10)[Question(0, TRACE)]
+    assert isinstance(trace, bytes)
+    found = place(0, 1, trace, groups_path(path).read_text())
+    (half,) = (group for name, group in found.groups.items() if name != "0")
+    assert (half.members, half.times, half.entered) == ((0,), 1, 1)  # of split_group
     while worker.poll() is None:
         question = Question(0, STACKS)
         answers += isinstance(ask({question: path}, time.monotonic() + 10)[question], bytes)

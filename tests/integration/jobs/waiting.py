@@ -74,6 +74,9 @@ def fault(step: int) -> None:
         ctypes.string_at(0)
     elif WHAT == "oom":
         os.kill(os.getpid(), signal.SIGKILL)
+    elif WHAT == "allocates":
+        taken = [bytearray(b"x") * (64 << 20) for _ in range(1000)]
+        raise AssertionError(f"{len(taken)} times 64 MiB were to be had")
     elif WHAT == "raises":
         raise ValueError("boom")
     elif WHAT == "busy":
@@ -110,12 +113,16 @@ elif WHAT.startswith("fsdp"):
     from torch.distributed.fsdp import fully_shard
 
     fully_shard(model)
+elif WHAT.startswith("compile"):
+    model = torch.compile(model, backend="inductor" if WHAT == "compile-clean" else "aot_eager")
 for step in range(STEPS):
     mine = RANK == WHO and step == WHEN
-    if WHAT in ("ddp", "fsdp"):
+    if WHAT in ("ddp", "fsdp", "compile"):
         if mine:
             stand()
         model(torch.ones(2, 4)).sum().backward()
+        if WHAT == "compile":
+            dist.all_reduce(torch.ones(4))
     elif WHAT == "groups":
         if mine:
             stand()
@@ -125,8 +132,9 @@ for step in range(STEPS):
         if mine:
             fault(step)
         clean(step)
-        if WHAT in ("ddp-clean", "fsdp-clean"):
-            model(torch.ones(2, 4)).sum().backward()
+        if WHAT in ("ddp-clean", "fsdp-clean", "compile-clean"):
+            # Another shape is compiled anew, on one rank.
+            model(torch.ones(3 if mine else 2, 4)).sum().backward()
         if WHAT == "order" and step == WHEN and not mine:
             dist.all_reduce(torch.ones(4))
             dist.all_reduce(torch.ones(4), group=halves[RANK // 2])
