@@ -110,3 +110,38 @@ def boot_id() -> str:
 def pid_namespace() -> str:
     """Return the namespace in which the pids of this process are pids."""
     return os.readlink("/proc/self/ns/pid")
+
+
+def cgroup_file(
+    controller: str, name: str, unified: str, proc_dir: Path = Path("/proc/self")
+) -> Path | None:
+    """Return a process's file ``name`` of cgroup v1's controller, or ``unified`` of v2.
+
+    It is found by the process's cgroup and mountinfo; None where neither is mounted. May raise
+    OSError.
+    """
+    groups = (proc_dir / "cgroup").read_text(errors="replace")
+    mounts = (proc_dir / "mountinfo").read_text(errors="replace")
+    paths = {}
+    for line in groups.splitlines():
+        _, controllers, path = line.split(":", 2)
+        paths.update(dict.fromkeys(controllers.split(","), path))
+    if controller in paths:
+        return _in_mount(paths[controller], mounts, "cgroup", controller, name)
+    if "" in paths:
+        return _in_mount(paths[""], mounts, "cgroup2", "", unified)
+    return None
+
+
+def _in_mount(path: str, mounts: str, kind: str, option: str, file: str) -> Path | None:
+    for line in mounts.splitlines():
+        before, _, after = line.partition(" - ")
+        root, point = before.split()[3:5]
+        found, _, options = after.split(" ", 2)
+        if found != kind or (option and option not in options.split(" ")[-1].split(",")):
+            continue
+        # Without a cgroup namespace the path counts from the host's root, of which the container
+        # sees only the part that is mounted.
+        inside = path.removeprefix(root) if root != "/" else path
+        return Path(point.replace("\\040", " ")) / inside.strip("/") / file
+    return None

@@ -39,7 +39,7 @@ from elaunch.agent.saver.plan import SaverPlan
 from elaunch.agent.saver.saver import AgentSaver
 from elaunch.agent.status.decisionlog import DecisionLog
 from elaunch.agent.status.eventlog import EventLog
-from elaunch.agent.status.ledger import Ledger, VerdictLog, open_ledger
+from elaunch.agent.status.ledger import Ledger, VerdictLog, open_ledger, times_of_node
 from elaunch.agent.status.record import StatusRecord, shown_code
 from elaunch.agent.status.socket import ControlSocket
 from elaunch.agent.status.views import NodeViews
@@ -180,6 +180,8 @@ class _Run:
         hook = self._start_event_hook(group)
         self._start_kubeflow()
         publisher, standalone = self._join(plan, group, pump.say, saver, hangs, views)
+        if standalone is None:
+            publisher.follow(partial(times_of_node, ledger, hangs))
         self._stack.callback(saver.close)
         agent = Agent(
             settings,

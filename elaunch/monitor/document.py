@@ -54,6 +54,8 @@ def job_document(view: JobView) -> dict[str, Any]:
     """Return a whole job as its store has it; of an unreadable one the plan's fields are null."""
     from msgspec import structs  # what tells of one run is quicker there without it
 
+    from elaunch.rendezvous.times import to_record
+
     plan = view.plan
     return {
         "schema": JOB_SCHEMA,
@@ -75,6 +77,7 @@ def job_document(view: JobView) -> dict[str, Any]:
         "coordinator": plan.coordinator if plan else None,
         "master_addr": plan.master_addr if plan else None,
         "master_port": plan.master_port if plan else None,
+        "job_timing": to_record(view.times) if view.times else None,
         "nodes": [_node(node) for node in view.nodes],
         "spares": [_node(node) for node in view.spares],
         "joining": [_node(node) for node in view.joining],

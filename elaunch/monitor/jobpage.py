@@ -13,6 +13,8 @@ from elaunch.monitor.jobview import JobView, NodeView
 from elaunch.monitor.page import Cell, Column, Fields, Page, Paragraph, Part, Table, Title
 from elaunch.monitor.runpage import NOTHING, SHOWN_MESSAGE_LINES, restarts_text
 from elaunch.rendezvous.plan import Plan, WorkerFailure
+from elaunch.rendezvous.times import to_record
+from elaunch.runs import verdict
 from elaunch.text import duration, host_port, one_line
 
 _NO_ROLES = ("default", "")
@@ -80,7 +82,9 @@ def _cause(view: JobView) -> Iterator[str]:
         yield f"the store does not answer, this is what it said last: {view.stale}"
     if view.reason:
         yield view.reason
-    plan = view.plan
+    plan, times = view.plan, view.times
+    if view.live and times is not None and (late := to_record(times)["late"]) is not None:
+        yield f"attention: {verdict.late_text(late)}"
     if plan and plan.failure and plan.phase in ("ending", "over"):
         yield from _failure(plan.failure)
     if plan and plan.notice:
@@ -133,6 +137,8 @@ def _facts(view: JobView) -> Iterator[tuple[str, str]]:
         hosts = {node.name: node.host for node in view.everyone}
         known = hosts.get(plan.coordinator)
         yield "coordinator", f"{plan.coordinator} on {known}" if known else plan.coordinator
+    if view.times is not None:
+        yield from verdict.facts_of_job(to_record(view.times))
 
 
 def _census(view: JobView) -> str:

@@ -42,7 +42,8 @@ from typing import Final, Literal
 
 from elaunch.endings import PREEMPTED
 from elaunch.rendezvous.decide.members import Applicant, by_hint
-from elaunch.rendezvous.plan import NodeStatus, Phase, Plan
+from elaunch.rendezvous.plan import NodeStatus, NodeTimes, Phase, Plan
+from elaunch.rendezvous.times import total
 
 NodeState = Literal[
     "alive",
@@ -210,6 +211,14 @@ class JobView:
             return self.problem or said
         last = f"; the last word of the coordinator: {said}" if said else ""
         return f"no agent is there any more, and the job had not ended{last}"
+
+    @property
+    def times(self) -> NodeTimes | None:
+        """Return where the time of the round's nodes went, as they have last published it."""
+        if self.plan is not None and self.plan.phase == "over":
+            return self.plan.times
+        records = (node.record for node in self.nodes)
+        return total(one.times for one in records if one is not None and one.times is not None)
 
     @property
     def restarts(self) -> Restarts | None:

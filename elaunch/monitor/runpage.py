@@ -19,7 +19,6 @@ from elaunch.monitor.standing import Standing
 from elaunch.runs import verdict
 from elaunch.runs.directory import handle
 from elaunch.runs.record import (
-    LatenessRecord,
     ProgressRecord,
     Record,
     RoundRecord,
@@ -130,7 +129,7 @@ def _cause(view: RunView) -> Iterator[str]:
         yield one_line(view.standing.reason)
     lateness = view.record.get("lateness")
     if lateness is not None and lateness["slow"] is not None and view.standing.live:
-        yield f"attention: {_slowest(lateness)}"
+        yield f"attention: {verdict.late_text(verdict.last_rank(lateness))}"
     failure = view.record["failure"]
     # An earlier round's failure stays in the record.
     current = failure is not None and failure.get("round") == view.record["round"]
@@ -163,7 +162,7 @@ def _progress(view: RunView) -> Iterator[tuple[str, str]]:
     yield from _place_among_nodes(record)
     yield from _progress_facts(record, standing.live)
     if lateness := record.get("lateness"):
-        yield "last", _slowest(lateness)
+        yield "last", verdict.late_text(verdict.last_rank(lateness))
     yield from _checkpoint_facts(view)
     yield from _save_facts(record, view.standing)
     yield from verdict.facts(record)
@@ -390,16 +389,6 @@ def _doing_text(worker: WorkerProgressRecord | None) -> str:
     parts = [f"in section {worker['section']}"] if worker["section"] else []
     parts += [worker["doing"]] if worker["doing"] else []
     return ", ".join([*parts, f"{duration(worker['silent_s'])} ago"])
-
-
-def _slowest(lateness: LatenessRecord) -> str:
-    """Return "rank 2 is last in 46 of 60 collectives, 21 ms behind; …"."""
-    first, count = lateness["ranks"][0], lateness["collectives"]
-    behind, waited = 1000 * first["behind_s"], round(100 * lateness["held"])
-    return (
-        f"rank {first['rank']} is last in {first['last']} of {count} collectives, {behind:.3g} ms "
-        f"behind; ranks wait for the last {waited} % of {duration(lateness['seconds'])}"
-    )
 
 
 def _save_facts(record: Record, standing: Standing) -> Iterator[tuple[str, str]]:

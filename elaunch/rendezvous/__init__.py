@@ -6,6 +6,7 @@ module            what it is
 plan              the two records: an agent's status, and what the coordinator has decided
 records           records as signed JSON, and back; refuses what is foreign, too large or malformed
 decide            what follows from the plan and the members: a new plan, a wait, a search (pure)
+times             where the time of all nodes' slots went (pure)
 text              how nodes, failures and differences are named (pure)
 munge             a key that the agents of one user share by MUNGE
 coordinatorstate  what the coordinator knows and does next, without waiting

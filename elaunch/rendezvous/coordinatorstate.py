@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from elaunch.rendezvous import records
+from elaunch.rendezvous import records, times
 from elaunch.rendezvous.decide import members
 from elaunch.rendezvous.decide.decide import decide
 from elaunch.rendezvous.decide.view import (
@@ -220,6 +220,8 @@ class CoordinatorState:
         if not isinstance(step, Publish):
             return step, reason
         plan = replace(step.plan, coordinator=self.me)
+        if plan.phase == "over":
+            plan = replace(plan, times=times.of_round(self._view, now))
         return Coming(self._version + 1, plan), reason
 
     def encoded(self, coming: Coming) -> tuple[bytes, bytes]:

@@ -122,6 +122,46 @@ class JobSeen(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkn
     lost: bool = False
 
 
+class RankPace(Struct, frozen=True, forbid_unknown_fields=True):
+    """The rank whose own part of a step takes longest, and the median of those it is one of."""
+
+    rank: Rank
+    step_s: Seconds
+    median_s: Seconds
+
+
+class LateRank(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """The rank of a node, on ``host``, for which the others of that node wait in collectives.
+
+    It is ``last`` in so many of the ``collectives`` of some ``seconds``, typically ``behind_s``
+    after the others, and for the share ``held`` of that time they wait; ``why``: what was measured.
+    """
+
+    rank: Rank
+    last: Count
+    collectives: Count
+    behind_s: Seconds
+    held: Seconds
+    seconds: Seconds
+    host: Line = ""
+    why: Line = ""
+
+
+class NodeTimes(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Where the time of a node's slots went so far, or that of several ``nodes``.
+
+    ``seconds`` by class (elaunch.runs.verdict.CLASSES) are means over the ``slots``; their sum is
+    ``wall_s``.
+    """
+
+    slots: Slots
+    wall_s: Seconds
+    seconds: Annotated[Mapping[Line, Seconds], Meta(max_length=100)]
+    nodes: Count = 1
+    late: LateRank | None = None
+    pace: RankPace | None = None
+
+
 class NodeStatus(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """What one agent reports of itself.
 
@@ -150,6 +190,7 @@ class NodeStatus(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=
         probe: the name of the file that it has written where all nodes should see it
             (elaunch.rendezvous.decide.sharing), or "".
         held: what it has in memory of saves that are not committed, while it has no workers.
+        times: where the time of its slots went, as of when it was written.
     """
 
     host: Line
@@ -173,6 +214,7 @@ class NodeStatus(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=
     courier: Port = 0
     probe: Line = ""
     held: tuple[HeldShards, ...] = ()
+    times: NodeTimes | None = None
 
     @property
     def rests(self) -> bool:
@@ -301,6 +343,7 @@ class Plan(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
         exit_code: of every agent, when over.
         strangers: names of agents that do not share the checkpoint directory, and so end.
         coordinator: the name of the agent that wrote this.
+        times: when over, where the time of the slots of all nodes of ``round`` went.
     """
 
     job: Line
@@ -327,6 +370,7 @@ class Plan(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     exit_code: Code | None = None
     strangers: tuple[Line, ...] = ()
     coordinator: Line = ""
+    times: NodeTimes | None = None
 
     @property
     def world_size(self) -> int:

@@ -153,19 +153,24 @@ class RankLatenessRecord(TypedDict):
     behind_s: float
 
 
-class LatenessRecord(TypedDict):
-    """Which rank of this node comes last to the collectives, those first that do most often.
-
-    ``collectives`` are counted, which began in the ``seconds`` before ``until``; for the share
-    ``held`` of that time ranks waited for the last. ``slow`` is the rank for which they do.
-    """
-
+class _LatenessRequired(TypedDict):
     collectives: int
     until: float
     seconds: float
     held: float
     slow: int | None
     ranks: list[RankLatenessRecord]
+
+
+class LatenessRecord(_LatenessRequired, total=False):
+    """Which rank of this node comes last to the collectives, those first that do most often.
+
+    ``collectives`` are counted, which began in the ``seconds`` before ``until``; for the share
+    ``held`` of that time ranks waited for the last. ``slow`` is the rank for which they do, ``why``
+    what was measured that may be the reason, or "".
+    """
+
+    why: str
 
 
 class _SavesRequired(TypedDict):
@@ -218,6 +223,30 @@ class TimingRecord(TypedDict):
     spare_threads: int
 
 
+class LateRecord(TypedDict):
+    """The slow rank of a node, on ``host``, as in its LatenessRecord."""
+
+    rank: int
+    last: int
+    collectives: int
+    behind_s: float
+    held: float
+    seconds: float
+    host: str
+    why: str
+
+
+class JobTimingRecord(TypedDict):
+    """Where the time of all nodes' slots went: means over the slots of the last round's nodes."""
+
+    nodes: int
+    slots: int
+    wall_s: float
+    seconds: dict[str, float]
+    slowest: SlowestRecord | None
+    late: LateRecord | None
+
+
 class _RecordRequired(TypedDict):
     schema: int
     run_id: str
@@ -252,11 +281,12 @@ class Record(_RecordRequired, total=False):
 
     The optional fields are there in a job of several nodes: this node's rank (None: not in the
     round), the nodes (the first 64 of them where this is not node 0), how many there are, whether
-    this one stands by as a spare, how many nodes wait to join, and the first failure of the job
-    where it was on another node. Where the script itself writes it (elaunch.training.tracking):
-    what started it; ``agent`` is then one of the workers. ``progress``, ``lateness``, ``saves`` and
-    ``timing`` are there where something is known of them. ``rounds_left_out`` are the rounds before
-    those of ``history``. ``code`` is that of docs/errors.md where elaunch itself has ended the run.
+    this one stands by as a spare, how many nodes wait to join, the first failure of the job where
+    it was on another node, and, at the end, where the time of all nodes went. Where the script
+    itself writes it (elaunch.training.tracking): what started it; ``agent`` is then one of the
+    workers. ``progress``, ``lateness``, ``saves`` and ``timing`` are there where something is known
+    of them. ``rounds_left_out`` are the rounds before those of ``history``. ``code`` is that of
+    docs/errors.md where elaunch itself has ended the run.
     """
 
     node_rank: int | None
@@ -267,6 +297,7 @@ class Record(_RecordRequired, total=False):
     job_failure: dict[str, Any] | None
     launcher: str
     started_by: AgentRecord | None
+    job_timing: JobTimingRecord
     progress: ProgressRecord
     lateness: LatenessRecord
     saves: SavesRecord

@@ -23,10 +23,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Final
+from typing import Final, cast
 
-from elaunch.runs.record import Record, TimingRecord
-from elaunch.text import count, duration
+from elaunch.runs.record import (
+    JobTimingRecord,
+    LatenessRecord,
+    LateRecord,
+    Record,
+    SlowestRecord,
+    TimingRecord,
+)
+from elaunch.text import count, duration, one_line
 
 CLASSES: Final = {
     "start": "start",
@@ -90,15 +97,54 @@ def goodput(timing: TimingRecord) -> float:
 def facts(record: Record) -> Iterator[tuple[str, str]]:
     """Yield names and values: goodput, recoveries, slowest rank, advice; nothing if none is known.
 
-    A record of an earlier version, or of a run without an agent, has no timing.
+    A record of an earlier version, or of a run without an agent, has no timing. That of all nodes,
+    at the end of a job, takes the place of this node's own.
     """
-    timing = record.get("timing")
+    timing, job, lateness = record.get("timing"), record.get("job_timing"), record.get("lateness")
     if timing is None or not timing["slots"] or timing["wall_s"] <= 0:
         return
-    yield "goodput", _goodput(timing)
+    late = None if lateness is None else late_rank(lateness)
+    if job is not None:
+        for name in ("slots", "wall_s", "seconds", "slowest"):
+            timing = cast("TimingRecord", timing | {name: job[name]})
+        late = job["late"]
+    nodes = 1 if job is None else job["nodes"]
+    yield "goodput", _goodput(timing, nodes)
     yield "recoveries", _recoveries(record)
-    yield "slowest rank", _slowest(timing)
+    yield "slowest rank", _slowest(timing, late, nodes)
     yield "advice", _advice(record, timing)
+
+
+def facts_of_job(job: JobTimingRecord) -> Iterator[tuple[str, str]]:
+    """Yield names and values of a job that other nodes' records are not at hand of."""
+    timing = cast("TimingRecord", {**job, "reports": "steps"})
+    if job["wall_s"] > 0:
+        yield "goodput", _goodput(timing, job["nodes"])
+        if job["late"] is not None or job["slowest"] is not None:
+            yield "slowest rank", _slowest(timing, job["late"], job["nodes"])
+
+
+def late_rank(found: LatenessRecord) -> LateRecord | None:
+    """Return the rank for which the others of its node wait, if there is one."""
+    return None if found["slow"] is None else last_rank(found)
+
+
+def last_rank(found: LatenessRecord) -> LateRecord:
+    """Return the rank of a node that comes last most often."""
+    first = found["ranks"][0]
+    rest = {key: found[key] for key in ("collectives", "held", "seconds")}
+    return cast("LateRecord", {**first, **rest, "host": "", "why": found.get("why", "")})
+
+
+def late_text(late: LateRecord) -> str:
+    """Return "rank 2 is last in 46 of 60 collectives, 21 ms behind; …"."""
+    behind, waited = 1000 * late["behind_s"], round(100 * late["held"])
+    on = f" on {one_line(late['host'])}" if late["host"] else ""
+    text = (
+        f"rank {late['rank']}{on} is last in {late['last']} of {late['collectives']} collectives, "
+        f"{behind:.3g} ms behind; ranks wait for the last {waited} % of {duration(late['seconds'])}"
+    )
+    return f"{text}; {one_line(late['why'])}" if late["why"] else text
 
 
 def lines(record: Record) -> list[str]:
@@ -109,7 +155,7 @@ def lines(record: Record) -> list[str]:
     return [f"result: {result}", *(f"{name}: {value}" for name, value in facts(record))]
 
 
-def _goodput(timing: TimingRecord) -> str:
+def _goodput(timing: TimingRecord, nodes: int) -> str:
     wall = timing["wall_s"]
     others = {name: s for name, s in timing["seconds"].items() if name != "train"}
     named = [
@@ -117,7 +163,7 @@ def _goodput(timing: TimingRecord) -> str:
         for name, seconds in sorted(others.items(), key=lambda one: -one[1])
         if seconds >= LEAST * wall
     ][:SHOWN]
-    slots = count(timing["slots"], "slot")
+    slots = count(timing["slots"], "slot") + (f" of {count(nodes)}" if nodes > 1 else "")
     text = f"{_percent(goodput(timing))} of {duration(wall)} on {slots} is train"
     text += f"; {', '.join(named)}" if named else ""
     unknown = _UNKNOWN.get(timing["reports"])
@@ -141,20 +187,31 @@ def _rank(ordered: Sequence[float], share: float) -> float:
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
-def _slowest(timing: TimingRecord) -> str:
+def _slowest(timing: TimingRecord, late: LateRecord | None, nodes: int) -> str:
+    """Return which rank is slow: by the collectives, by the steps, or by both."""
     found = timing["slowest"]
+    if late is not None:
+        text = late_text(late)
+        if found is None or found["rank"] != late["rank"] or not _stands_out(found):
+            return text
+        return f"{text}; {_paced(found)}"
     if found is None:
         if timing["reports"] == "steps":
             return "not known: no two ranks of this node have reported more than 5 steps"
         return "not known: the script reports no steps"
-    median = found["median_s"]
-    if found["step_s"] <= (1 + WORTH) * median:
-        return f"none stands out: a step takes each {median:.3g} s of its own"
-    above = _percent(found["step_s"] / median - 1) if median > 0 else "far"
-    return (
-        f"rank {found['rank']}: {found['step_s']:.3g} s of its own for a step, {above} above the "
-        f"median of this node's ranks, {median:.3g} s"
-    )
+    if not _stands_out(found):
+        return f"none stands out: a step takes each {found['median_s']:.3g} s of its own"
+    whose = "this node's ranks" if nodes == 1 else f"the ranks of {count(nodes)}"
+    return f"rank {found['rank']}: {_paced(found)} of {whose}, {found['median_s']:.3g} s"
+
+
+def _stands_out(found: SlowestRecord) -> bool:
+    return found["step_s"] > (1 + WORTH) * found["median_s"]
+
+
+def _paced(found: SlowestRecord) -> str:
+    above = _percent(found["step_s"] / found["median_s"] - 1) if found["median_s"] > 0 else "far"
+    return f"{found['step_s']:.3g} s of its own for a step, {above} above the median"
 
 
 def _advice(record: Record, timing: TimingRecord) -> str:

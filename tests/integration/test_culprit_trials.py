@@ -89,6 +89,8 @@ def trial(elaunch: Launcher, number: int, what: str, cgroup: str) -> tuple[int, 
     flags = ["--nproc-per-node=4", f"--run-id=t{number}", "--hang-timeout=4", "-r", "3"]
     if what == "slow":
         return who, *slowest(elaunch, flags, who, DELAYS[number % 2])
+    if what == "allocates":
+        flags[2] = "--hang-timeout=60"  # it takes its time
     words = ["run", *flags, str(WAITING), what, str(who), str(when), "200"]
     command = [sys.executable, "-m", "elaunch", *words]
     if what == "allocates":

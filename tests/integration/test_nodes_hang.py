@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 
 import pytest
 
 from tests.integration.jobs import FORK, PROGRESS, WAITING
-from tests.integration.nodes import DEADLINE, Build, Job, over
+from tests.integration.nodes import DEADLINE, Build, Job, over, wait_until_said
+from tests.launching import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -68,3 +70,38 @@ def test_the_culprit_is_found_among_all_nodes_ranks(cluster: Build, what: str) -
     assert [one.returncode for one in done] == [77, 77], done
     assert WORDS[what] in done[0].stderr and WORDS[what] in done[1].stderr
     assert "(on node2)" in done[0].stderr or what == "collective"
+
+
+def test_the_slow_rank_of_another_node_is_shown(cluster: Build) -> None:
+    """On the job's page while it runs, and in node 0's verdict, which is on both nodes' time."""
+    job = Job(cluster, "c10d", 2)
+    flags = ["--nnodes=2", "--nproc-per-node=2"]
+    env = {"GLOO_SOCKET_IFNAME": "eth0", "LOGLEVEL": "INFO"}
+    words = ["slow", "3", "50", "5000"]
+    first, other = [job.start(n, flags, words, method=(), script=WAITING, env=env) for n in (1, 2)]
+    asks = ["status", "--rdzv-id=job", *job.meeting]
+    page = ""
+    for agent in (first, other):
+        wait_until_said(agent, "OMP_NUM_THREADS")  # before, there is no store to ask
+
+    def named() -> bool:
+        nonlocal page
+        page = job.machines[1].elaunch(asks).wait(DEADLINE).stdout
+        return "attention: " in page
+
+    wait_until(named, DEADLINE, "the slow rank on the job's page")
+    assert re.search(r"attention: rank 3 on \S+ is last in \d+ of \d+ collectives, ", page), page
+    assert re.search(r"goodput +\S+ % of .* on 4 slots of 2 nodes is train", page), page
+    other.send_signal(signal.SIGTERM)
+    first.send_signal(signal.SIGTERM)
+    told = first.wait(DEADLINE).stderr
+    assert re.search(r"goodput: \S+ % of .* on 4 slots of 2 nodes is train", told), told
+    assert re.search(r"slowest rank: rank 3 on \S+ is last in \d+ of \d+ collectives", told), told
+    other.wait(DEADLINE)
+    (found,) = [
+        json.loads(path.read_text())
+        for path in job.machines.directory.rglob("state.json")
+        if json.loads(path.read_text())["node_rank"] == 0
+    ]
+    timing = found["job_timing"]
+    assert sum(timing["seconds"].values()) == pytest.approx(timing["wall_s"], rel=1e-3)

@@ -11,24 +11,26 @@ import logging
 import os
 from pathlib import Path
 
+from elaunch import proc
+
 log = logging.getLogger("elaunch")
 
 
-def oom_kill_count(proc: Path = Path("/proc/self")) -> int | None:
+def oom_kill_count(proc_dir: Path = Path("/proc/self")) -> int | None:
     """Return how many processes of this process's memory cgroup the kernel has killed for memory.
 
     Knows cgroup v1 and v2. None where there is no such count. Compare two readings: a count that
     grew during a round says that one of its processes was a victim.
     """
     try:
-        events = _events_file(proc)
+        events = _events_file(proc_dir)
         lines = events.read_text().splitlines() if events else []
         return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)
     except (OSError, ValueError, IndexError):
         return None
 
 
-def available(proc: Path = Path("/proc/self"), meminfo: Path = Path("/proc/meminfo")) -> int:
+def available(proc_dir: Path = Path("/proc/self"), meminfo: Path = Path("/proc/meminfo")) -> int:
     """Return how many bytes this process's cgroup can still take without pushing anybody out.
 
     The smaller of what the machine has available and what is left of the cgroup's own limit, in
@@ -37,7 +39,7 @@ def available(proc: Path = Path("/proc/self"), meminfo: Path = Path("/proc/memin
     lines = meminfo.read_text(errors="replace").splitlines()
     found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
     try:
-        events = _events_file(proc)
+        events = _events_file(proc_dir)
         if events is not None:
             found.append(_left_of_limit(events.parent))
     except (OSError, ValueError, IndexError):
@@ -66,30 +68,6 @@ def shm_free(path: str = "/dev/shm") -> int | None:
     return status.f_bavail * status.f_frsize
 
 
-def _events_file(proc: Path) -> Path | None:
-    """Find the file with the count from /proc/<pid>/cgroup and /proc/<pid>/mountinfo."""
-    groups = (proc / "cgroup").read_text(errors="replace")
-    mounts = (proc / "mountinfo").read_text(errors="replace")
-    paths = {}
-    for line in groups.splitlines():
-        _, controllers, path = line.split(":", 2)
-        paths.update(dict.fromkeys(controllers.split(","), path))
-    if "memory" in paths:
-        return _in_mount(paths["memory"], mounts, "cgroup", "memory", "memory.oom_control")
-    if "" in paths:
-        return _in_mount(paths[""], mounts, "cgroup2", "", "memory.events")
-    return None
-
-
-def _in_mount(path: str, mounts: str, kind: str, option: str, file: str) -> Path | None:
-    for line in mounts.splitlines():
-        before, _, after = line.partition(" - ")
-        root, point = before.split()[3:5]
-        found, _, options = after.split(" ", 2)
-        if found != kind or (option and option not in options.split(" ")[-1].split(",")):
-            continue
-        # Without a cgroup namespace the path counts from the host's root, of which the container
-        # sees only the part that is mounted.
-        inside = path.removeprefix(root) if root != "/" else path
-        return Path(point.replace("\\040", " ")) / inside.strip("/") / file
-    return None
+def _events_file(proc_dir: Path) -> Path | None:
+    """Find the file with the count."""
+    return proc.cgroup_file("memory", "memory.oom_control", "memory.events", proc_dir)

@@ -58,11 +58,22 @@ Key = tuple[str, int, int]
 class Lateness:
     """Remembers the round's collectives; its thread asks from :meth:`start` to :meth:`close`.
 
-    ``places`` returns where the workers of this node are; it may take a second.
+    Args:
+        places: returns where the workers of this node are; it may take a second.
+        why: returns what may make a rank slow since the round began, or "".
+        asked: called by the thread when it has asked.
     """
 
-    def __init__(self, places: Callable[[], Mapping[int, RankPlace]]) -> None:
+    def __init__(
+        self,
+        places: Callable[[], Mapping[int, RankPlace]],
+        why: Callable[[int], str] = lambda _: "",
+        asked: Callable[[], None] = lambda: None,
+    ) -> None:
         self._places = places
+        self._why = why
+        self._asked = asked
+        self._found: LatenessRecord | None = None
         self._lock = threading.Lock()
         self._asking = threading.Lock()
         self._arrivals: dict[Key, LastArrival] = {}
@@ -84,14 +95,13 @@ class Lateness:
     def begin(self) -> None:
         """Forget the round before."""
         with self._lock:
-            self._arrivals, self._round = {}, self._round + 1
+            self._arrivals, self._round, self._found = {}, self._round + 1, None
 
     def record(self, ask: bool) -> LatenessRecord | None:
         """Return what is known, None where nothing is; ``ask`` the workers, if that is too old."""
         if ask and time.monotonic() - self._asked_at >= ANSWERED_S:
             self._ask()
-        with self._lock:
-            return summary(self._arrivals.values())
+        return self._found
 
     def _run(self) -> None:
         pause = FIRST_S
@@ -99,6 +109,7 @@ class Lateness:
             while not self._closing.wait(pause):
                 began = time.thread_time()
                 self._ask()
+                self._asked()
                 pause = max(EVERY_S, SPARING * (time.thread_time() - began))
         except Exception:
             log.exception("which rank comes last to the collectives is not known any more")
@@ -112,9 +123,15 @@ class Lateness:
             self._asked_at = time.monotonic()
             with self._lock:
                 if number == self._round:
-                    since = max((one.at for one in found.values()), default=0.0) - WINDOW_S
-                    merged = {**self._arrivals, **found}
-                    self._arrivals = {key: one for key, one in merged.items() if one.at > since}
+                    self._take(found)
+
+    def _take(self, found: Mapping[Key, LastArrival]) -> None:
+        since = max((one.at for one in found.values()), default=0.0) - WINDOW_S
+        merged = {**self._arrivals, **found}
+        self._arrivals = {key: one for key, one in merged.items() if one.at > since}
+        self._found = summary(self._arrivals.values())
+        if self._found is not None and (slow := self._found["slow"]) is not None:
+            self._found["why"] = self._why(slow)
 
 
 def arrivals(places: Mapping[int, RankPlace]) -> dict[Key, LastArrival]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from msgspec import structs
 
-from elaunch.agent.hangs import collectives, stackdump, stacks
+from elaunch.agent.hangs import collectives, hindrance, stackdump, stacks
 from elaunch.agent.hangs.activity import WorkerActivity
 from elaunch.agent.hangs.collectives import RankPlace
 from elaunch.agent.hangs.judge import (
@@ -254,7 +254,9 @@ class HangWatch:
             collectives=self._places if watched else None,
             activity=WorkerActivity() if settings.hang_timeout == "auto" else None,
         )
-        self._lateness = Lateness(lambda: self._now()[1])
+        self._hindered = hindrance.count()
+        news: Callable[[], None] = partial(post, events.RanksAsked()) if several else lambda: None
+        self._lateness = Lateness(lambda: self._now()[1], self._why, news)
         self._watchdog: Watchdog | None = None
         if settings.hang_timeout is not None:
             look = self._progress.look
@@ -277,6 +279,7 @@ class HangWatch:
     def begin(self, begun: Round) -> None:
         """Watch the next round; its workers are about to start."""
         self._recorders.begin(begun)
+        self._hindered = hindrance.count()
         self._lateness.begin()
         self._begun, self._ask_again, self._silent = begun, 0.0, 0
         self._progress.begin(begun.first_rank)
@@ -317,6 +320,10 @@ class HangWatch:
     def _now(self) -> tuple[Mapping[int, int], Mapping[int, RankPlace]]:
         pids = {rank: pid for rank, (_, pid) in self._progress.workers().items()}
         return pids, self._recorders.places(pids, time.monotonic() + ANSWER_S)
+
+    def _why(self, rank: int) -> str:
+        _, pid = self._progress.workers().get(rank, (0, 0))
+        return hindrance.count().since(self._hindered, pid)
 
     def lateness(self, ask: bool) -> LatenessRecord | None:
         """Return which rank comes last to the collectives; any thread may ``ask`` the workers."""

@@ -23,7 +23,14 @@ from elaunch.agent.policy.turn import Turn
 from elaunch.endings import KILLED, PREEMPTED
 from elaunch.errors import HangError, ServerError, SymmetryError
 from elaunch.rendezvous import text as words
-from elaunch.rendezvous.plan import AgentState, NodeStatus, Plan, Preempted, WorkerFailure
+from elaunch.rendezvous.plan import (
+    AgentState,
+    NodeStatus,
+    NodeTimes,
+    Plan,
+    Preempted,
+    WorkerFailure,
+)
 from elaunch.rendezvous.text import differences
 from elaunch.text import block, count
 
@@ -34,6 +41,8 @@ if TYPE_CHECKING:
 MAX_TEXT = 4000
 AT_REST: frozenset[AgentState] = frozenset(("joining", "ready", "ended", "finished"))
 """What an agent publishes while nothing of a round is left on its node."""
+STALE_S = 300.0
+"""Seconds after which this node's times are published anew, where nothing else is to be."""
 LEAVE_DEADLINE = 5.0
 """Seconds to remove this agent's record, and for those who still wait to read the end."""
 
@@ -78,6 +87,11 @@ class StatusPublisher:
         self._text = self._signature = ""
         self._told: tuple[int, str] | None = None
         self._noticed: set[str] = set()
+        self._times: Callable[[], NodeTimes | None] = lambda: None
+
+    def follow(self, times: Callable[[], NodeTimes | None]) -> None:
+        """Publish where the time of this node's slots went, too, from now on."""
+        self._times = times
 
     def see(self, turn: Turn) -> None:
         """Log what a new plan says beside rounds."""
@@ -109,8 +123,9 @@ class StatusPublisher:
             held=state.held if word in AT_REST and state.finish is None else (),
             reason=_reason(state),
             exit_code=_own_code(state),
+            times=self._times(),
         )
-        if _news(made) != _news(old):
+        if _news(made) != _news(old) or _is_stale(old.times, made.times):
             self._record = made
             self._meeting.publish(made)
 
@@ -251,4 +266,12 @@ def _own_code(state: State) -> int | None:
 def _news(record: NodeStatus) -> NodeStatus:
     """Return what of a record is published anew when it has changed."""
     found = None if record.failure is None else replace(record.failure, age=0.0)
-    return replace(record, failure=found, reason="", exit_code=None)
+    return replace(record, failure=found, reason="", exit_code=None, times=None)
+
+
+def _is_stale(old: NodeTimes | None, new: NodeTimes | None) -> bool:
+    """Whether another rank is slow since, or the old times are of long ago."""
+    if old is None or new is None:
+        return False
+    slow = [None if one.late is None else one.late.rank for one in (old, new)]
+    return slow[0] != slow[1] or new.wall_s >= old.wall_s + STALE_S

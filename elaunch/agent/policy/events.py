@@ -25,6 +25,8 @@ NoticeHeard         workers' links           it knows of a notice that another n
 PreemptAcked        workers' links           a script reports that it ends because of the notice
 PreemptAsked        control socket, timer,   somebody asks that the job end, to be continued
                     notice command
+RanksAsked          lateness                 which rank comes last is known anew, and goes to
+                                             other nodes' agents
 HangSeen            watchdog                 the workers make no progress for too long
 StacksTaken         stacks                   what the workers were doing then
 SaverUsed           saver                   a worker has the agent write its checkpoints
@@ -100,6 +102,10 @@ class WorkerNotStarted(Struct, frozen=True):
     round: int
     local_rank: int
     problem: str
+
+
+class RanksAsked(Struct, frozen=True):
+    """The workers were asked which of them comes last to the collectives, of several nodes."""
 
 
 class TreeGone(Struct, frozen=True):
@@ -278,6 +284,7 @@ Event = (
     | WorkerStarted
     | WorkerNotStarted
     | Exit
+    | RanksAsked
     | TreeGone
     | StoreLost
     | DevicesCounted

@@ -29,6 +29,7 @@ from elaunch.agent.policy.turn import Round, Turn
 from elaunch.agent.status.record import StatusRecord
 from elaunch.agent.workers.links import WorkerLinks
 from elaunch.config import Settings
+from elaunch.rendezvous.plan import LateRank, NodeTimes, RankPace
 from elaunch.runs import directory, verdict
 from elaunch.runs.record import ProgressRecord, Record, SlowestRecord, TimingRecord
 from elaunch.wire.progress import SPENT, Reading, Spent
@@ -394,6 +395,24 @@ def open_ledger(
         threads=threads,
         before=None if found is None else found.get("timing"),
         begun=time.monotonic() - max(0.0, time.time() - record.snapshot()["started_at"]),
+    )
+
+
+def times_of_node(ledger: Ledger, hangs: HangWatch) -> NodeTimes | None:
+    """Return what the other nodes are to know of this one's time, and of its slow rank."""
+    timing, found = ledger.record(), hangs.lateness(False)
+    if timing is None:
+        return None
+    late, slowest = None if found is None else verdict.late_rank(found), timing["slowest"]
+    if late is not None:
+        late["host"] = os.uname().nodename
+    return NodeTimes(
+        slots=timing["slots"],
+        wall_s=max(0.0, timing["wall_s"]),
+        # What is lost is taken from what was trained, and rounding may leave less than nothing.
+        seconds={kind: seconds for kind, seconds in timing["seconds"].items() if seconds > 0},
+        late=None if late is None else LateRank(**late),
+        pace=None if slowest is None else RankPace(**slowest),
     )
 
 

@@ -30,6 +30,7 @@ from elaunch.config import Settings
 from elaunch.endings import PREEMPTED
 from elaunch.errors import ElaunchError, RunDirError
 from elaunch.rendezvous.plan import Plan, WorkerFailure
+from elaunch.rendezvous.times import to_record
 from elaunch.runs.directory import RunDir
 from elaunch.runs.record import (
     FINAL_STATES,
@@ -206,6 +207,8 @@ class StatusRecord:
         record["node_count"] = len(plan.nodes)
         record["standby"] = name in plan.spares
         record["joining"] = len(plan.joining)
+        if plan.times is not None:
+            record["job_timing"] = to_record(plan.times)
 
     def _note_round(self, begun: Round, reason: str) -> None:
         record, checkpoint, place = self._record, begun.checkpoint, begun.place
