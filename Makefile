@@ -73,8 +73,9 @@ matrix:
 	$(PYTHON) scripts/matrix.py $(if $(TORCH),--torch $(TORCH)) $(if $(PYTHONS),--python $(PYTHONS)) $(if $(STEPS),--steps $(STEPS))
 
 # In environments of their own. ONLY="accelerate composer" chooses among the libraries.
+# EXAMPLES=DIRECTORY runs PyTorch's examples instead, from a checkout of them.
 clients:
-	$(PYTHON) scripts/clients/clients.py $(if $(ONLY),--only $(ONLY))
+	$(PYTHON) scripts/clients/$(if $(EXAMPLES),examples.py $(EXAMPLES),clients.py) $(if $(ONLY),--only $(ONLY))
 
 docs: $(STAMP)-docs
 	# Not quiet: then warnings would not count, either. The variable turns off an advertisement.
