@@ -13,6 +13,7 @@ address                    answers
 ``/api/csv?run=KEY``       the metrics as comma-separated values
 ``/api/logs?run=KEY…``     lines: ``ranks``, ``node``, ``round``, ``stream``, ``text``, ``older``;
                            the same way
+``/api/stacks?run=KEY``    where all ranks of a running job are, on all nodes
 ``/api/checkpoints?run=…`` what is in the run's checkpoint directory
 ``/metrics``               all runs for Prometheus
 ``/healthz``               ``ok``
@@ -26,6 +27,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
@@ -46,6 +48,7 @@ from elaunch.monitor import card, checkpointtarget
 from elaunch.monitor.checkpointview import document
 from elaunch.monitor.document import list_document
 from elaunch.monitor.logfiles import Choice, parse_ranks
+from elaunch.monitor.nodeviews import stacks_of
 from elaunch.monitor.standing import overview
 from elaunch.runs import prometheus
 from elaunch.runs.directory import RunDir, handle
@@ -62,7 +65,9 @@ TYPES: Final = {
     ".svg": "image/svg+xml",
 }
 STREAM: Final = "text/event-stream"
-KEPT_RUNS: Final = 2
+KEPT_RUNS: Final = 4  # as many as a page compares
+STACKS_S: Final = 5.0
+"""Seconds between two readings of a job's stacks, however many pages ask."""
 
 Answer = Callable[[Request], Awaitable[Response]]
 T = TypeVar("T")
@@ -113,6 +118,7 @@ class Dashboard:
             "/api/curves": self._in_thread(self._curves),
             "/api/csv": self._in_thread(self._csv),
             "/api/logs": self._logs,
+            "/api/stacks": self._stacks,
             "/api/checkpoints": self._in_thread(self._checkpoints),
             "/metrics": self._prometheus,
             "/healthz": self._healthz,
@@ -196,6 +202,17 @@ class Dashboard:
     async def _run(self, request: Request) -> Response:
         run = self._named(request.query_params)
         return await self._watched(request, run.path.name, RunReader(run).read)
+
+    async def _stacks(self, request: Request) -> Response:
+        """Ask the job at most once in STACKS_S, whoever asks here."""
+        run = self._named(request.query_params)
+
+        def read() -> dict[str, Any]:
+            taken_at = time.time()
+            return {**stacks_of(run, ()).to_dict(), "taken_at": taken_at, "every_s": STACKS_S}
+
+        feed = self._feeds.setdefault(f"stacks/{run.path.name}", Feed(read, STACKS_S))
+        return Response(await feed.newest(), media_type="application/json")
 
     async def _watched(
         self, request: Request, key: str, read: Callable[[], dict[str, Any]]

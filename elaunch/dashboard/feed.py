@@ -28,13 +28,14 @@ def encoded(document: Any) -> str:
 
 
 class Feed:
-    """The newest reading of one thing, for all who follow it.
+    """The newest reading of one thing, for all who follow it, at most one in ``least_s``.
 
     ``read`` is called in a thread. It returns the document, whose ``read_at`` is no change of it.
     """
 
-    def __init__(self, read: Callable[[], dict[str, Any]]) -> None:
+    def __init__(self, read: Callable[[], dict[str, Any]], least_s: float = LEAST_S) -> None:
         self._read = read
+        self._least_s = least_s
         self._lock = asyncio.Lock()
         self._due = 0.0
         self._gist = ""
@@ -47,7 +48,7 @@ class Feed:
                 began = time.monotonic()
                 document, gist = await asyncio.to_thread(self._reading)
                 ended = time.monotonic()
-                self._due = ended + max(LEAST_S, SHARE * (ended - began))
+                self._due = ended + max(self._least_s, SHARE * (ended - began))
                 if gist != self._gist:
                     self._gist, self._newest = gist, document
             return self._newest

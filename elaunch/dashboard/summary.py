@@ -16,6 +16,7 @@ from elaunch.monitor.document import run_document
 from elaunch.monitor.runpage import failure_lines
 from elaunch.monitor.snapshot import Measurement, take
 from elaunch.monitor.standing import Standing, read_standing
+from elaunch.runs import verdict
 from elaunch.runs.directory import RunDir, run_id_of
 from elaunch.text import duration, ranks
 
@@ -73,6 +74,8 @@ class RunReader:
             "workers": [[row.get(name) for name in WORKER_FIELDS] for row in rows],
             "grid": list(_grid(document)),
             "failures": failures,
+            "time_classes": verdict.CLASSES,
+            "verdict": list(verdict.facts(view.record)),
             "attention": list(attention(document, failures, rows)),
         }
 

@@ -12,6 +12,7 @@ import pytest
 from elaunch.dashboard.app import STATIC, Dashboard
 from elaunch.dashboard.guard import App
 from elaunch.runs.directory import RunDir, create
+from tests.agent.status.test_views import LOADS, WAITS, job, taken
 from tests.dashboard.asking import ask
 from tests.monitor.conftest import Play
 from tests.monitor.played_agent import new_record
@@ -195,3 +196,36 @@ def test_prometheus_and_healthz(app: App, play: Play) -> None:
     assert f"elaunch_run_live{{{label}}} 1" in lines
     assert f'elaunch_run_workers{{{label},state="RUNNING"}} 2' in lines
     assert ask(app, "/healthz").body == b"ok\n"
+
+
+def test_stacks_are_read_once_however_often_they_are_asked_for(
+    environ: dict[str, str], tmp_path: Path
+) -> None:
+    """Of all nodes, the outliers first; the job is asked at most once in STACKS_S."""
+    run_dir = tmp_path / "job"
+    run_dir.mkdir()
+    with job(run_dir, taken({(0,): WAITS}), taken({(1,): WAITS, (2,): LOADS})) as (run, _):
+        app = Dashboard(environ, run).app()
+        first, second = (ask(app, "/api/stacks", run="job").json for _ in range(2))
+    assert [group["ranks"] for group in first["groups"]] == [[2], [0, 1]]
+    assert abs(first["taken_at"] - time.time()) < 60 and second == first
+    assert ask(Dashboard(environ, run).app(), "/api/stacks", run="job").status == 400
+    assert ask(app, "/api/stacks", run="none").status == 404
+
+
+def test_where_the_time_went(app: App, environ: dict[str, str]) -> None:
+    """The seconds of each class, and what the end of the run says of them."""
+    timing = {
+        "slots": 2,
+        "wall_s": 100.0,
+        "seconds": {"train": 80.0, "start": 20.0},
+        "failures": 0,
+        "reports": "steps",
+        "step_s": 0.1,
+        "slowest": None,
+        "spare_threads": 0,
+    }
+    made(environ, timing=timing)
+    found = ask(app, "/api/run", run="train-1").json
+    assert found["timing"]["seconds"].keys() <= found["time_classes"].keys()
+    assert dict(found["verdict"])["advice"] == "start takes most: 20 s of each slot, 20.0 %"

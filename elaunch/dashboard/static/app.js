@@ -67,7 +67,7 @@ export const state = (run) =>
 
 const main = document.getElementById("main");
 const pulse = document.getElementById("pulse");
-const TABS = [["", "Overview"], ["metrics", "Metrics"], ["logs", "Logs"], ["checkpoints", "Checkpoints"], ["failures", "Failures"]];
+const TABS = [["", "Overview"], ["metrics", "Metrics"], ["logs", "Logs"], ["checkpoints", "Checkpoints"], ["failures", "Failures"], ["stacks", "Stacks"]];
 let leave = () => {};
 
 // A feed sends the whole document at each change; it rests while nobody looks at the page.

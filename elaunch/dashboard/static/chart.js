@@ -18,7 +18,8 @@ export class Chart {
   constructor(title, zoomed) {
     this.canvas = h("canvas", { tabindex: 0, role: "img", "aria-label": title });
     this.output = h("output");
-    this.element = h("figure", { class: "chart" }, h("h3", {}, title), this.output, this.canvas);
+    this.element = h("figure", { class: "chart" }, h("h3", {}, title), h("button", { type: "button", class: "png",
+      "aria-label": `PNG of ${title}`, onclick: () => this.save(title) }, "PNG"), this.output, this.canvas);
     this.element.style.margin = "0 0 20px";
     this.data = { curves: [], markers: [], axis: "step" };
     this.at = null;
@@ -41,6 +42,22 @@ export class Chart {
       if (event.key === "Escape") zoomed(null);
     });
     new ResizeObserver(() => this.draw()).observe(this.canvas);
+  }
+
+  save(title) {
+    const { canvas } = this, ratio = devicePixelRatio || 1, picture = h("canvas", { width: canvas.width, height: canvas.height + 30 * ratio }), pen = picture.getContext("2d");
+    const style = getComputedStyle(canvas);
+    pen.fillStyle = this.resolve(style, "--page");
+    pen.fillRect(0, 0, picture.width, picture.height);
+    pen.fillStyle = this.resolve(style, "--text");
+    pen.font = `${14 * ratio}px system-ui, sans-serif`;
+    pen.fillText([title, ...new Set(this.data.curves.map(({ of }) => of).filter(Boolean))].join(" · "), 8 * ratio, 20 * ratio);
+    pen.drawImage(canvas, 0, 30 * ratio);
+    picture.toBlob((blob) => {
+      const link = h("a", { href: URL.createObjectURL(blob), download: `${title.replaceAll(/[^\w.-]+/g, "-")}.png` });
+      link.click();
+      setTimeout(() => URL.revokeObjectURL(link.href), 10000);
+    });
   }
 
   show(data) { this.data = data; this.draw(); }
@@ -85,14 +102,14 @@ export class Chart {
     const chosen = this.nearest(curves, up);
     for (const curve of curves) {
       const xs = curve.x.map((v) => this.place(v));
-      colour("--accent");
+      colour(curve.colour ?? "--accent");
       if (curve.low) {
         pen.globalAlpha = 0.18; pen.beginPath();
         xs.forEach((x, i) => pen.lineTo(x, up(curve.high[i])));
         for (let i = xs.length - 1; i >= 0; i--) pen.lineTo(xs[i], up(curve.low[i]));
         pen.fill();
       }
-      pen.globalAlpha = curves.length === 1 || curve === chosen?.curve ? 1 : 0.35;
+      pen.globalAlpha = curves.length === 1 || curve === chosen?.curve ? 1 : curve.of ? 0.6 : 0.35;
       pen.lineWidth = 1.5;
       this.line(pen, xs, curve.y.map(up));
       if (xs.length === 1) pen.fillRect(xs[0] - 2, up(curve.y[0]) - 2, 4, 4);
@@ -128,6 +145,6 @@ export class Chart {
   said({ curve, x, y, low, high }, axis, written, markers) {
     const marker = markers.find((m) => m[axis] !== null && m[axis] !== undefined && Math.abs(this.place(m[axis]) - this.place(x)) < 5);
     const who = curve.rank === null ? `median ${short(y)}, ${short(low)} to ${short(high)}` : `rank ${curve.rank}: ${short(y)}`;
-    return `${axis === "step" ? `step ${x}` : written(x)} · ${who}${marker ? ` · ${marker.text}` : ""}`;
+    return `${axis === "step" ? `step ${x}` : written(x)} · ${curve.of ? `${curve.of}, ` : ""}${who}${marker ? ` · ${marker.text}` : ""}`;
   }
 }

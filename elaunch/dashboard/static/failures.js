@@ -1,7 +1,7 @@
 // The failed rounds of a run, the newest first: report, and the stacks that were taken.
 import { get, h } from "./app.js";
 
-const ranks = (numbers) => `${numbers.length === 1 ? "rank" : "ranks"} ${numbers.slice(0, 16).join(", ")}${numbers.length > 16 ? " …" : ""}`;
+export const ranks = (numbers) => `${numbers.length === 1 ? "rank" : "ranks"} ${numbers.slice(0, 16).join(", ")}${numbers.length > 16 ? " …" : ""}`;
 
 export default function view(root, key) {
   get("/api/failures", { run: key }).then((cards) => {

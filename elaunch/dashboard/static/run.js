@@ -6,7 +6,7 @@ const PAGES = { failures: "The whole report", checkpoints: "The checkpoints", lo
 const LISTED = 32; // ranks in the table below the grid, the worst first
 
 export default function view(root, key) {
-  const parts = Object.fromEntries(["head", "attention", "facts", "rounds", "grid", "ranks", "more"].map(
+  const parts = Object.fromEntries(["head", "attention", "facts", "time", "rounds", "grid", "ranks", "more"].map(
     (name) => [name, root.appendChild(h("section", { id: name }))]));
   const memory = { chosen: null, key, shown: {} };
   parts.grid.addEventListener("click", (event) => event.target.dataset.rank && choose(Number(event.target.dataset.rank)));
@@ -53,6 +53,7 @@ const PARTS = {
     build: () => run.started_at === undefined ? [] : [h("dl", { class: "facts" }, facts(run).map(([name, value, note]) =>
       h("div", {}, h("dt", {}, name), h("dd", {}, value, note ? h("small", {}, note) : ""))))],
   }),
+  time: (run) => ({ of: [run.job_timing ?? run.timing, run.lateness, run.verdict], build: () => time(run) }),
   rounds: (run) => ({ of: [run.history, run.state, run.live && Math.round(run.duration_s / 2)], build: () => rounds(run) }),
   grid: (run, memory) => ({ of: [run.grid, run.workers, memory.chosen], build: () => grid(run, memory) }),
   ranks: (run) => ({ of: run.workers, build: () => ranks(run) }),
@@ -75,6 +76,29 @@ function facts(run) {
       saves?.saving !== undefined && saves?.saving !== null && run.live ? `step ${saves.saving} is being written`
         : latest ? `at ${clock(run.read_at - latest.age_s)}` : ""]] : []),
   ];
+}
+
+// Where the time went: classes of the same kind share a hue, and what is small is named in the table only.
+function time(run) {
+  const timing = run.job_timing ?? run.timing;
+  if (!timing || !(timing.wall_s > 0)) return [];
+  const order = Object.keys(run.time_classes), part = (name) => (timing.seconds[name] ?? 0) / timing.wall_s;
+  const percent = (share) => `${(100 * share).toFixed(1)} %`;
+  const named = ["train", ...order.filter((name) => name !== "train").sort((a, b) => part(b) - part(a))].filter((name) => part(name) >= 0.0005);
+  const bar = h("div", { class: "time", role: "img", "aria-label": named.map((name) => `${run.time_classes[name]} ${percent(part(name))}`).join(", ") },
+    named.map((name) => {
+      const piece = h("i", { class: `t-${name}`, title: `${run.time_classes[name]}: ${span(timing.seconds[name])}, ${percent(part(name))}` });
+      piece.style.width = `${100 * part(name)}%`;
+      return piece;
+    }));
+  const legend = h("ul", { class: "legend time-legend" }, named.map((name) => h("li", {}, h("i", { class: `t-${name}` }), `${run.time_classes[name]} `, h("b", {}, percent(part(name))))));
+  const rows = [...(run.verdict ?? []).filter(([name]) => name !== "goodput"), ...(run.lateness ? [["comes last", late(run.lateness)]] : [])];
+  return [h("h2", {}, "Where the time went"), bar, legend, h("dl", { class: "said" }, rows.map(([name, text]) => h("div", { class: name === "advice" && !text.startsWith("none") ? "advice" : "" }, h("dt", {}, name), h("dd", {}, text))))];
+}
+
+function late({ ranks: [first], collectives, held, seconds, why }) {
+  if (!first) return "no rank";
+  return `rank ${first.rank} in ${first.last} of ${collectives} collectives, ${(1000 * first.behind_s).toPrecision(3)} ms behind; ranks wait for the last ${Math.round(100 * held)} % of ${span(seconds)}${why ? `; ${why}` : ""}`;
 }
 
 const field = (run, worker, name) => worker[run.worker_fields.indexOf(name)];
