@@ -248,3 +248,5 @@ class Agent:
             event.answer(refusal(state, event.round, event.uuid))
         elif isinstance(event, events.PreemptAsked):
             event.answer(taken.reason)
+        elif isinstance(event, events.RestartAsked):
+            event.answer((taken.reason, taken.after.restarts_round))

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, cast
 from msgspec.structs import replace
 
 from elaunch import env
-from elaunch.agent import signals
+from elaunch.agent import requests, signals
 from elaunch.agent.failure.errorfile import write_launcher_error
 from elaunch.agent.failure.reporter import Reporter
 from elaunch.agent.hangs.progress import ProgressLines
@@ -63,8 +63,6 @@ if TYPE_CHECKING:
     from elaunch.runs.record import Record
 
 PING_TIMEOUT = 2.0
-LOOP_PATIENCE = 1.0
-"""Seconds for the loop to answer a request; far less than a client waits."""
 
 log = logging.getLogger("elaunch")
 
@@ -240,9 +238,13 @@ class _Run:
 
     def _start_control(self, links: WorkerLinks, views: NodeViews) -> None:
         record = self._status_record
-        ask = partial(preempt, self._inbox, record)
         control = ControlSocket(
-            self._run_dir.socket, partial(record.snapshot, True), ask, links.adopt, views.serve
+            self._run_dir.socket,
+            partial(record.snapshot, True),
+            partial(requests.preempt, self._inbox, record),
+            links.adopt,
+            views.serve,
+            restart=partial(requests.restart, self._inbox),
         )
         try:
             control.start()
@@ -477,21 +479,3 @@ def _log_plan(settings: Settings, log_root: Path | None, environ: Mapping[str, s
         prefix_template=settings.log_line_prefix_template or environ.get(env.LOG_PREFIX_TEMPLATE),
         role=settings.role,
     )
-
-
-def preempt(
-    inbox: Inbox, status_record: StatusRecord, reason: str, left: float | None = None
-) -> str:
-    """Ask the loop that the job end and be continued; return what is done about it.
-
-    ``left``: seconds until the platform ends it, if that is known.
-    """
-    answers: queue.SimpleQueue[str] = queue.SimpleQueue()
-    inbox.put(events.PreemptAsked(reason, answers.put, left))
-    try:
-        return answers.get(timeout=LOOP_PATIENCE)
-    except queue.Empty:
-        code = status_record.snapshot()["exit_code"]
-        if code is not None:
-            return f"{reason}: the job has ended already, with {code}"
-        return f"{reason}: accepted; the agent is busy, and acts on it as soon as it is not"

@@ -28,6 +28,10 @@ COMMANDS = {
     ),
     "profile": ("elaunch.cli.views.stacks", "Write a flame graph of one rank of a running job."),
     "stop": ("elaunch.cli.stop", "End a running job, as SIGTERM to its agent does."),
+    "restart": (
+        "elaunch.cli.stop",
+        "End the round of a running job, and begin the next one.",
+    ),
     "preempt": ("elaunch.cli.stop", "Ask a running job to save and to end, to be continued."),
     "status": ("elaunch.cli.views.status", "Show running and recent jobs, here or on all nodes."),
     "why": ("elaunch.cli.views.why", "Show why a run has failed, who caused it, and what to do."),

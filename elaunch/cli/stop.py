@@ -1,4 +1,4 @@
-"""``elaunch stop`` and ``elaunch preempt``: end a running job by its name.
+"""``elaunch stop``, ``preempt`` and ``restart``: end a running job, or its round, by its name.
 
 docs/status.md and docs/preemption.md.
 """
@@ -14,6 +14,7 @@ import click
 
 from elaunch.errors import UsageError
 from elaunch.runs.directory import RunDir
+from elaunch.runs.record import Record
 from elaunch.wire.worker import MOST_SECONDS
 
 TIMED_OUT: Final = 1
@@ -64,14 +65,7 @@ def _agent(run: RunDir, name: str) -> int:
     """Return a descriptor of the agent's process; raise UsageError if there is none here."""
     from elaunch.runs.record import condition
 
-    record = run.read_state()
-    if "launcher" in record:
-        raise UsageError(
-            f"RUN {name} was started by {record['launcher']}, not by `elaunch run`: stop that"
-        )
-    agent = record["agent"]
-    if condition(agent) == "elsewhere":
-        raise UsageError(f"RUN {name} runs on {agent['host']}: stop it there")
+    agent = _own(run, name, "stop")["agent"]
     try:
         pidfd = os.pidfd_open(agent["pid"])
     except ProcessLookupError:
@@ -82,6 +76,37 @@ def _agent(run: RunDir, name: str) -> int:
     if pidfd >= 0:
         os.close(pidfd)
     raise UsageError(f"RUN {name} does not run: `elaunch status {name}` tells how it ended")
+
+
+def _own(run: RunDir, name: str, verb: str) -> Record:
+    """Return the record of a run of `elaunch run` on this machine; raise UsageError for others."""
+    from elaunch.runs.record import condition
+
+    record = run.read_state()
+    if "launcher" in record:
+        raise UsageError(
+            f"RUN {name} was started by {record['launcher']}, not by `elaunch run`: {verb} that"
+        )
+    if condition(record["agent"]) == "elsewhere":
+        raise UsageError(f"RUN {name} runs on {record['agent']['host']}: {verb} it there")
+    return record
+
+
+def _asked(run: str, request: dict[str, object], verb: str) -> None:
+    """Send the agent of RUN a request with a reason, and print what is done about it."""
+    from elaunch.monitor.nodeviews import answer_of
+    from elaunch.runs import directory
+
+    reason = str(request["reason"])
+    if not reason.strip() or not reason.isprintable():
+        raise UsageError(f"--reason {reason!r}: give a text of one line")
+    found = directory.find(run, os.environ)
+    name = directory.run_id_of(found)
+    _own(found, name, verb)
+    answer = answer_of(found, request, ANSWER_S, ", so the request is withdrawn")
+    if "refused" in answer:
+        raise UsageError(f"RUN {name}: {answer['refused']}")
+    click.echo(f"{name}: {answer['done']}")
 
 
 @click.command("preempt")
@@ -108,15 +133,26 @@ def preempt(run: str, reason: str, deadline: float | None) -> None:
     by the deadline is killed. RUN is a run id of this machine, or the beginning of one; one node of
     several is enough.
     """
-    from elaunch.monitor.nodeviews import answer_of
-    from elaunch.runs import directory
-
-    found = directory.find(run, os.environ)
-    if not reason.strip() or not reason.isprintable():
-        raise UsageError(f"--reason {reason!r}: give a text of one line")
-    name = directory.run_id_of(found)
     request: dict[str, object] = {"op": "preempt", "reason": reason}
     if deadline is not None:
         request["left"] = deadline
-    answer = answer_of(found, request, ANSWER_S, ", so the request is withdrawn")
-    click.echo(f"{name}: {answer['done']}")
+    _asked(run, request, "end")
+
+
+@click.command("restart")
+@click.argument("run", metavar="RUN")
+@click.option(
+    "--reason",
+    default="elaunch restart",
+    show_default=True,
+    metavar="TEXT",
+    help="What the script, the log and the record call it.",
+)
+def restart(run: str, reason: str) -> None:
+    """End the round of RUN on all its nodes; the next one begins from the newest checkpoint.
+
+    That is no failure, and uses no restart of --max-restarts. Workers that ask should_preempt()
+    save first, all others get SIGTERM; who has not ended after --shutdown-timeout is killed. RUN is
+    a run id of this machine, or the beginning of one; one node of several is enough.
+    """
+    _asked(run, {"op": "restart", "reason": reason}, "restart")

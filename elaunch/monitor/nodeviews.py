@@ -82,6 +82,8 @@ def answer_of(
         raise UsageError(
             f"RUN {name} does not run: `elaunch status {name}` tells how it ended"
         ) from None
+    except PermissionError:
+        raise UsageError(f"RUN {name} belongs to another user") from None
     except TimeoutError:
         raise UsageError(
             f"RUN {name} has not answered for {seconds:g} s{means}: its agent is stopped or "

@@ -31,7 +31,7 @@ from msgspec import Meta, Struct
 
 AgentState = Literal["joining", "ready", "running", "failed", "finished", "ended", "leaving"]
 Phase = Literal["forming", "running", "ending", "over"]
-Cause = Literal["", "failure", "lost", "left", "joined"]
+Cause = Literal["", "failure", "lost", "left", "joined", "asked"]
 Preempted = Literal["", "stop", "resize"]
 
 _MOST = 2**53
@@ -162,6 +162,13 @@ class NodeTimes(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=T
     pace: RankPace | None = None
 
 
+class RestartRequest(Struct, frozen=True, forbid_unknown_fields=True):
+    """Somebody asks that ``round`` end and another one begin."""
+
+    round: Rank
+    reason: Text
+
+
 class NodeStatus(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """What one agent reports of itself.
 
@@ -183,6 +190,7 @@ class NodeStatus(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=
         preempted: why its workers, which have ended with 0, are not done: the job was asked to end
             (``stop``) or its nodes change (``resize``); or "".
         asks: why a command asks on this node that the whole job end, to be continued; or "".
+        restart: which round a command asks on this node to end, so that the next one begins.
         seen: what it last read of the job, so that a store that has lost its memory goes on where
             the job was. The Meeting writes it, and ``seq``, which counts what this agent has
             written.
@@ -209,6 +217,7 @@ class NodeStatus(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=
     listens: bool = False
     preempted: Preempted = ""
     asks: Text = ""
+    restart: RestartRequest | None = None
     seen: JobSeen | None = None
     seq: Count = 0
     courier: Port = 0

@@ -9,6 +9,8 @@ request                answer
 ``{"op": "preempt",``  ``{"done": "what is done about it"}``; the job is asked to save and to end
 ``"reason": …,``       within ``left`` seconds, which may be left out, the platform ends it
 ``"left": …}``
+``{"op": "restart",``  ``{"done": "what is done about it"}``, or ``refused`` and why; the round is
+``"reason": …}``       asked to end, and the next one to begin
 ``{"op": "view",``     ``{"nodes": …}``: stacks or log files of this node and of others
 ``"of": …, …}``        (``elaunch.agent.status.views``)
 ``{"op": "worker",``   a worker stays connected (``elaunch.wire.worker``)

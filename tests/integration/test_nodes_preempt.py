@@ -108,6 +108,22 @@ def test_one_notice_is_enough(cluster: Build, backend: str) -> None:
     assert [agent.wait(DEADLINE).returncode for agent in agents] == [0, 0]
 
 
+def test_one_node_restarts_all(cluster: Build) -> None:
+    """`elaunch restart` on one; workers that cannot save are stopped, and begin again."""
+    job = Job(cluster, "c10d", 2)
+    agents = [start(job, number, "2", "deaf") for number in (1, 2)]
+    for rank, agent in enumerate((agents[0], agents[0], agents[1], agents[1])):
+        wait_for_steps(agent, rank, 0)
+    done = job.machines[2].elaunch(["restart", "job", "--reason=new data"]).wait(DEADLINE)
+    assert done.returncode == 0, done
+    for rank, agent in enumerate((agents[0], agents[0], agents[1], agents[1])):
+        wait_for_steps(agent, rank, 1)
+    wait_until_said(agents[0], "new data; going on with 2 nodes, 4 workers, from the start")
+    for agent in agents:
+        agent.send_signal(signal.SIGINT)
+    assert [agent.wait(DEADLINE).returncode for agent in agents] == [130, 130]
+
+
 @pytest.mark.parametrize("backend", ["etcd"])
 def test_a_node_that_is_done_is_asked(cluster: Build, backend: str) -> None:
     """Its workers have ended with 0; those of the other node save, for the job to be continued."""

@@ -7,6 +7,7 @@ import re
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -69,6 +70,24 @@ def test_all_ranks_save_at_one_step(elaunch: Launcher) -> None:
     assert done.returncode == 0
     assert "up rank=1 round=0 pid=" in done.stdout and f"from={step}" in done.stdout
     assert record(elaunch)["state"] == "COMPLETED"
+
+
+def test_a_round_is_restarted(elaunch: Launcher) -> None:
+    """All ranks save at one step, the next round begins there; no restart is used for it."""
+    running = start(elaunch, nproc=2, flags=["--max-restarts=0"])
+    done = elaunch.run(["restart", "job", "--reason=new data"])
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("job: new data: round 0 is to end, and the next begins from")
+    found = running.wait_for_line(r"^up rank=0 round=1 pid=\d+ from=(\d+)$", 60.0)
+    assert set(ends(elaunch)) == {int(found[1])}
+    running.wait_for_line("^steps rank=1 round=1 ", 60.0)
+    shown: Any = record(elaunch)
+    assert shown["state"] == "RUNNING" and shown["restarts"]["used"] == 0
+    assert shown["history"][-1]["reason"] == f"new data, from step {found[1]}"
+    preempt(elaunch)
+    assert running.wait().returncode == 75
+    again = elaunch.run(["restart", "job"])
+    assert again.returncode == 2 and "RUN job does not run" in again.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])

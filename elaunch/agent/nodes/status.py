@@ -120,6 +120,7 @@ class StatusPublisher:
             listens=bool(state.listens),
             preempted=_preempted(state),
             asks=_asks(state),
+            restart=state.restart,
             held=state.held if word in AT_REST and state.finish is None else (),
             reason=_reason(state),
             exit_code=_own_code(state),

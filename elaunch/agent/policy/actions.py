@@ -8,6 +8,7 @@ from msgspec import Struct
 
 from elaunch.checkpoint.records import Checkpoint
 from elaunch.errors import ElaunchError
+from elaunch.rendezvous.plan import RestartRequest
 from elaunch.wire.worker import Notice
 
 
@@ -61,6 +62,12 @@ class Notify(Struct, frozen=True):
 
     notice: Notice
     grace: float | None
+
+
+class AskRestart(Struct, frozen=True):
+    """Publish that somebody asks for another round; the plan says what follows."""
+
+    request: RestartRequest
 
 
 class TakeStacks(Struct, frozen=True):
@@ -117,6 +124,7 @@ Action = (
     | Hurry
     | Forward
     | Notify
+    | AskRestart
     | TakeStacks
     | Settle
     | ReplaceServer

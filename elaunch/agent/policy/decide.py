@@ -13,7 +13,7 @@ import signal
 from collections.abc import Callable
 from typing import Any, Final
 
-from elaunch.agent.policy import events, hang, nodes, preempt
+from elaunch.agent.policy import events, hang, nodes, preempt, restart
 from elaunch.agent.policy.actions import (
     NOTHING,
     Decision,
@@ -265,7 +265,7 @@ def _after_tree(state: State, also: str = "") -> Decision:
 
 
 def _next(state: State) -> Decision:
-    if state.limits.meets:
+    if state.limits.meets or state.restarts_round:
         return nodes.on_tree_gone(state)
     asked = state.interrupted is not None or state.told_in_round
     if state.failed and not state.completed and not asked:
@@ -305,4 +305,5 @@ _ARMS: dict[type, Callable[[State, Any], Decision]] = {
     **nodes.ARMS,
     **preempt.ARMS,
     **hang.ARMS,
+    **restart.ARMS,
 }

@@ -27,6 +27,7 @@ PreemptAsked        control socket, timer,   somebody asks that the job end, to 
                     notice command
 RanksAsked          lateness                 which rank comes last is known anew, and goes to
                                              other nodes' agents
+RestartAsked        control socket           somebody asks that the round end and the next one begin
 HangSeen            watchdog                 the workers make no progress for too long
 StacksTaken         stacks                   what the workers were doing then
 SaverUsed           saver                   a worker has the agent write its checkpoints
@@ -212,6 +213,14 @@ class PreemptAsked:
     left: float | None = None
 
 
+@dataclass(frozen=True)
+class RestartAsked:
+    """Somebody asks for another round; ``answer`` takes what is done, and whether it is."""
+
+    reason: str
+    answer: Callable[[tuple[str, bool]], None] = field(compare=False)
+
+
 class HangSeen(Struct, frozen=True):
     """The workers ``ranks`` of ``round`` hang, for ``reason``; ``source`` is what showed it.
 
@@ -299,6 +308,7 @@ Event = (
     | NoticeHeard
     | PreemptAcked
     | PreemptAsked
+    | RestartAsked
     | HangSeen
     | StacksTaken
     | SaverUsed

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from elaunch import env
-from elaunch.agent.policy import events, hang, preempt
+from elaunch.agent.policy import events, hang, preempt, restart
 from elaunch.agent.policy.actions import (
     NOTHING,
     Decision,
@@ -206,6 +206,8 @@ def _while_running(state: State, plan: Plan) -> Decision:
     # A worker that lost a peer can only hang; one stopped for growth may want to save first.
     peer_gone = plan.cause in ("failure", "lost") or plan.phase == "over"
     peer_gone = peer_gone and plan.exit_code != PREEMPTED
+    if plan.cause == "asked" and state.notice is None:
+        return restart.stop(state, plan)
     stacks = hang.elsewhere(state, plan)
     if stacks is not None:
         return stacks

@@ -33,6 +33,7 @@ from msgspec.structs import replace
 from elaunch.agent.policy import events
 from elaunch.agent.policy.actions import (
     Action,
+    AskRestart,
     EndTree,
     Finish,
     KillServer,
@@ -48,7 +49,7 @@ from elaunch.agent.policy.actions import (
 from elaunch.checkpoint.records import Checkpoint
 from elaunch.endings import exit_code, how_it_ended
 from elaunch.errors import HangError, ServerError
-from elaunch.rendezvous.plan import HeldShards, Plan
+from elaunch.rendezvous.plan import HeldShards, Plan, RestartRequest
 from elaunch.runs.record import SavesRecord
 from elaunch.text import count, duration
 from elaunch.wire.worker import Notice
@@ -106,7 +107,8 @@ class State(Struct, frozen=True):
     ``hang`` is the hang that ended the round, ``stacks`` what the workers were doing then;
     ``taking`` says that they were asked. ``saves`` says that workers have checkpoints written by
     the agent, or that the round resumes from one in its memory; ``settled`` is what became of the
-    last. ``finish`` is the decided end that waits for the disk, ``why`` its reason.
+    last. ``finish`` is the decided end that waits for the disk, ``why`` its reason. ``restart`` is
+    which round a command has asked here to end.
 
     ``plan`` is the coordinator's newest, ``name`` this agent's among the members, ``member`` the
     name under which this node is in ``round`` (empty: in none), ``first_rank`` the rank of its
@@ -146,6 +148,7 @@ class State(Struct, frozen=True):
     settled: events.SavesSettled | None = None
     finish: Finish | None = None
     why: str = ""
+    restart: RestartRequest | None = None
     plan: Plan | None = None
     name: str = ""
     member: str = ""
@@ -202,6 +205,16 @@ class State(Struct, frozen=True):
         if self.notice is None:
             return False
         return self.notice.kind == "stop" or self.interrupted is not None
+
+    @property
+    def restarts_round(self) -> bool:
+        """Whether the round of the newest plan ends, or is to end, because somebody has asked."""
+        plan = self.plan
+        if plan is None:
+            return False
+        if plan.cause == "asked" and plan.phase == "ending":
+            return True
+        return self.restart is not None and self.restart.round == plan.round
 
     @property
     def told_in_round(self) -> bool:
@@ -316,6 +329,8 @@ def follow(state: State, action: Action) -> State:
         )
     if isinstance(action, Notify):
         return replace(state, notice=action.notice, notified_in=state.phase)
+    if isinstance(action, AskRestart):
+        return replace(state, restart=action.request)
     if isinstance(action, TakeStacks):
         return replace(state, taking=True)
     if isinstance(action, RestartServer):

@@ -283,6 +283,7 @@ def _state_name(state: State, action: Action) -> str:
         return "RUNNING"
     if state.phase in (Phase.STOPPING, Phase.SWEEPING, Phase.FLUSHING):
         restarts = state.failed and state.interrupted is None and state.limits.max_restarts > 0
+        restarts = restarts or state.restarts_round
         restarts = restarts or (state.limits.meets and state.interrupted is None)
         return "RESTARTING" if restarts else "STOPPING"
     if state.phase is Phase.MEETING and state.member:

@@ -46,6 +46,7 @@ JOIN_S: Final = 2.0
 ACCEPT_PAUSE_S: Final = 0.5
 
 Preempt = Callable[[str, float | None], str]
+Restart = Callable[[str], tuple[str, bool]]
 Attach = Callable[[LocalChannel, Message, list[int]], object]
 
 
@@ -60,6 +61,8 @@ class ControlSocket:
         snapshot: returns a record that nobody changes any more.
         preempt: asks, for the reason given, that the job end within so many seconds, if any are
             given, and be continued; returns what is done about it.
+        restart: asks, for the reason given, for another round; returns what is done about it, and
+            whether it is.
         attach: takes a worker's connection, its message and its descriptors, for good.
         view: takes the connection of a command that asks for stacks or log files, as ``attach``.
     """
@@ -71,10 +74,13 @@ class ControlSocket:
         preempt: Preempt | None = None,
         attach: Attach | None = None,
         view: Attach | None = None,
+        *,
+        restart: Restart | None = None,
     ) -> None:
         self._path = path
         self._snapshot = snapshot
         self._preempt = preempt
+        self._restart = restart
         self._stays = {"worker": attach, "view": view}
         self._listener: socket.socket | None = None
         self._client: LocalChannel | None = None
@@ -164,13 +170,18 @@ class ControlSocket:
         op = fields.get("op")
         if op == "status":
             return self._snapshot()
-        if op == "preempt" and self._preempt is not None:
+        if op in ("preempt", "restart"):
             reason = fields.get("reason")
             if not isinstance(reason, str) or not reason.strip() or len(reason) > MAX_REASON:
                 return {"error": f"'reason' must be a text of 1 to {MAX_REASON} characters"}
-            left = seconds_of(fields.get("left"))
-            return {"done": self._preempt(" ".join(reason.split()), left)}
-        return {"error": f"unknown op {op!r}, known: 'status', 'preempt', 'view', 'worker'"}
+            reason = " ".join(reason.split())
+            if op == "restart" and self._restart is not None:
+                what, done = self._restart(reason)
+                return {"done" if done else "refused": what}
+            if op == "preempt" and self._preempt is not None:
+                return {"done": self._preempt(reason, seconds_of(fields.get("left")))}
+        known = "'status', 'preempt', 'restart', 'view', 'worker'"
+        return {"error": f"unknown op {op!r}, known: {known}"}
 
 
 def may_ask(uid: int, own_uid: int) -> bool:

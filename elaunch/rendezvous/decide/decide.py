@@ -4,8 +4,8 @@
 phase      what is decided
 =========  =====================================================================================
 forming    is anybody missing, and for how long (elaunch.rendezvous.decide.formation)
-running    has a worker failed, a node gone, are all done, is the job asked to end, does a node
-           join (here, and elaunch.rendezvous.decide.newcomers)
+running    has a worker failed, a node gone, are all done, is the job asked to end, or the round
+           to be restarted, does a node join (here, and elaunch.rendezvous.decide.newcomers)
 ending     has everyone ended; may a round follow; who is in it
            (elaunch.rendezvous.decide.formation)
 over       nothing
@@ -83,6 +83,9 @@ def _decide(view: View, now: float, rules: Rules) -> Decision:
         asked = formation.asked(view)
         if asked and not plan.asked:
             return Publish(replace(plan, asked=asked)), f"the job is asked to end: {asked}"
+        again = None if asked or plan.asked else formation.restart(view)
+        if again is not None:
+            return publish(again)
         return _running(view, now, rules)
     return formation.decide(view, now, rules)
 

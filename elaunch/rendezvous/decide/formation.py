@@ -46,6 +46,8 @@ def decide(view: View, now: float, rules: Rules) -> Decision:
     late = [node for node, one in nodes if one and not one.record.has_ended(plan.round)]
     if late:
         return _await_end(view, now, rules, late)
+    if _all_done(view):
+        return publish(over(plan, 0, "all workers ended with 0"))
     late_save = held.awaited(view, rules, ended_at(view))
     if late_save is not None and late_save[1] > now:
         return Wait(late_save[1]), late_save[0]
@@ -86,6 +88,26 @@ def asked(view: View) -> str:
     """Return why an agent asks that the whole job end, to be continued; or ""."""
     told = (one.record.asks for one in view.present.values() if one.record.state != "leaving")
     return next((reason for reason in told if reason), "")
+
+
+def restart(view: View) -> Plan | None:
+    """Return the plan that ends the round which runs, if an agent asks for that; or None."""
+    plan = view.plan
+    for one in view.present.values():
+        found = one.record.restart
+        if found is not None and found.round == plan.round and one.record.state != "leaving":
+            return replace(plan, phase="ending", cause="asked", reason=found.reason, failure=None)
+    return None
+
+
+def _all_done(view: View) -> bool:
+    """Whether all workers of a round that was asked to end had ended with 0 by themselves."""
+    plan = view.plan
+    if plan.cause != "asked" or plan.phase != "ending":
+        return False
+    records = [view.present[node.name].record for node in plan.nodes if node.name in view.present]
+    done = [one for one in records if one.state == "finished" and not one.preempted]
+    return len(done) == len(plan.nodes) and all(one.round == plan.round for one in done)
 
 
 def _preempted(view: View) -> Decision:
@@ -332,11 +354,13 @@ def _why_again(plan: Plan, rules: Rules, verdict: budget.Again) -> str:
 
 
 def _why(plan: Plan, new: Plan, rules: Rules, before: LastKnown) -> str:
-    if rules.standalone:
+    if rules.standalone and plan.round < 0:
         return "first start"
-    with_whom = f"{count(len(new.nodes))}, {count(new.world_size, 'worker')}"
     resumes = budget.resumes_from(_step(new.checkpoint))
     start = f", {resumes}" if rules.has_checkpoint_dir else ""
+    if rules.standalone:
+        return f"{plan.reason}{start}"
+    with_whom = f"{count(len(new.nodes))}, {count(new.world_size, 'worker')}"
     if plan.round < 0 and before.round < 0:
         return f"first start: {with_whom}{start}"
     if plan.round < before.round:

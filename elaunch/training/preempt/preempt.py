@@ -91,7 +91,7 @@ class PreemptContext:
 
     @property
     def kind(self) -> Kind:
-        """``stop``: the job ends and can be resumed; ``resize``: it goes on with other nodes."""
+        """``stop``: the job ends and can be resumed; ``resize``: it goes on in another round."""
         agreed = self._agreement.agreed
         notice = agreed.notice if agreed else self._notice
         return notice.kind if notice else "stop"

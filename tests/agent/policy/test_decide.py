@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from elaunch.agent.policy import events, hang, nodes, preempt
+from elaunch.agent.policy import events, hang, nodes, preempt, restart
 from elaunch.agent.policy.actions import (
     Action,
+    AskRestart,
     EndTree,
     Finish,
     Forward,
@@ -839,6 +840,7 @@ def test_every_arm_has_a_row() -> None:
         *nodes.ARMS,
         *preempt.ARMS,
         *hang.ARMS,
+        *restart.ARMS,
         events.PreemptAcked,
         events.FenceAsked,
         events.CheckpointChosen,
@@ -846,7 +848,7 @@ def test_every_arm_has_a_row() -> None:
     }  # tables of their own; and what is logged or published only
     assert seen | elsewhere == set(events.Event.__args__)
     actions = {type(action) for _, _, action, _ in rows}
-    assert actions == set(Action.__args__) - {Notify, TakeStacks}
+    assert actions == set(Action.__args__) - {Notify, TakeStacks, AskRestart}
 
 
 def test_a_newer_checkpoint_refills_the_budget() -> None:

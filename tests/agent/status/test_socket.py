@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 
-from elaunch.agent import main
+from elaunch.agent import requests
 from elaunch.agent.policy import events
 from elaunch.agent.status import socket as control
 from elaunch.agent.status.socket import (
@@ -292,8 +292,8 @@ def test_a_loop_that_is_busy_has_accepted(tmp_path: Path) -> None:
     inbox: queue.SimpleQueue[events.Event] = queue.SimpleQueue()
     status_record: Any = SimpleNamespace(snapshot=lambda: {"exit_code": code[0]})
     code: list[int | None] = [None]
-    assert control.CLIENT_DEADLINE_S != main.LOOP_PATIENCE < ANSWER_S
-    server = ControlSocket(tmp_path / "sock", dict, partial(main.preempt, inbox, status_record))
+    assert control.CLIENT_DEADLINE_S != requests.LOOP_PATIENCE < ANSWER_S
+    server = ControlSocket(tmp_path / "sock", dict, partial(requests.preempt, inbox, status_record))
     server.start()
     try:
         answer = ask(tmp_path / "sock", {"op": "preempt", "reason": "drain"}, ANSWER_S)
@@ -304,8 +304,8 @@ def test_a_loop_that_is_busy_has_accepted(tmp_path: Path) -> None:
         server.close()
     assert str(answer["done"]).startswith("drain: accepted; the agent is busy")
     assert late == {"done": "drain: the job has ended already, with 3"}
-    requests = [inbox.get(timeout=LONG) for _ in range(2)]
-    assert [(one.reason, one.left) for one in requests] == [("drain", None), ("drain", 120.0)]
+    asked = [inbox.get(timeout=LONG) for _ in range(2)]
+    assert [(one.reason, one.left) for one in asked] == [("drain", None), ("drain", 120.0)]
 
 
 def test_a_client_that_gave_up_gets_nothing_done(tmp_path: Path) -> None:

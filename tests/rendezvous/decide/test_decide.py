@@ -10,7 +10,14 @@ from msgspec.structs import replace
 from elaunch.errors import JoinTimeoutError, SymmetryError
 from elaunch.rendezvous.decide.decide import Publish, Rules, Search, Wait, decide
 from elaunch.rendezvous.decide.view import Absent, LastKnown, Present, SearchResult, View
-from elaunch.rendezvous.plan import Node, NodeStatus, Plan, PlanCheckpoint, WorkerFailure
+from elaunch.rendezvous.plan import (
+    Node,
+    NodeStatus,
+    Plan,
+    PlanCheckpoint,
+    RestartRequest,
+    WorkerFailure,
+)
 
 TWO = Rules(2, 2, max_restarts=3, remind=1e6)
 ELASTIC = Rules(1, 3, max_restarts=3, remind=1e6)
@@ -42,6 +49,11 @@ def saved(number: int, why: str) -> Present:
     return member(number, "finished", 0, preempted=why, reason="a node joins")
 
 
+def again(number: int, round: int, state: str = "running", of: int = 0) -> Present:
+    """Return an agent on which a command asks that ``round`` end and another begin."""
+    return member(number, state, of, restart=RestartRequest(round, "new data"))
+
+
 def node(number: int) -> Node:
     """Return a node of a plan."""
     return Node(f"a{number}", f"node{number}", f"10.0.0.{number}", 8, "default")
@@ -56,6 +68,9 @@ RUN1, RUN2 = member(1, "running", 0), member(2, "running", 0)
 END1, END2 = member(1, "ended", 0), member(2, "ended", 0)
 LISTENS1, LISTENS2 = member(1, "running", 0, listens=True), member(2, "running", 0, listens=True)
 GROWS = replace(RUNNING, joining=("a3",))
+ASKED = replace(RUNNING, phase="ending", cause="asked", reason="new data")
+SECOND = replace(RUNNING, round=1)
+GOES_ON = ("wait 600", "waiting for node1 (10.0.0.1), node2 (10.0.0.2) to start round 1")
 GONE2 = {"a2": Absent("expired", 99.0, RUN2.record)}
 
 Row = tuple[Rules, Plan, list[Present], dict[str, Any], str, str]
@@ -68,6 +83,39 @@ TABLE: dict[str, Row] = {
         {"stirred": 100.0},
         "running//0/None a1 a2",
         "first start: 2 nodes, 16 workers",
+    ),
+    "a round is to be restarted": (
+        *(TWO, RUNNING, [RUN1, again(2, 0)], {}),
+        *("ending/asked/0/None a1 a2", "new data"),
+    ),
+    "a request for the round before": (TWO, SECOND, [again(1, 0), again(2, 0)], {}, *GOES_ON),
+    "a spare may ask, too": (
+        *(TWO, RUNNING, [RUN1, RUN2, again(3, 0, state="ready", of=-1)], {}),
+        *("ending/asked/0/None a1 a2", "new data"),
+    ),
+    "a job that is asked to end is not restarted": (
+        *(TWO, replace(RUNNING, asked="drain"), [RUN1, again(2, 0)], {}),
+        *("wait None", ""),
+    ),
+    "a restart waits for all": (
+        *(TWO, ASKED, [END1, RUN2], {}),
+        *("wait 600", "waiting for node2 (10.0.0.2) to end round 0"),
+    ),
+    "a restart is not counted": (
+        *(SAVING, replace(ASKED, restarts=2), [END1, END2], {"found": SearchResult(CKPT)}),
+        *("running//1/None a1 a2 r2", "new data; going on with 2 nodes, 16 workers, from step 40"),
+    ),
+    "all were done before they could be stopped": (
+        *(TWO, ASKED, [member(1, "finished", 0), member(2, "finished", 0)], {}),
+        *("over/asked/0/0 a1 a2", "all workers ended with 0"),
+    ),
+    "all have saved for it": (
+        *(TWO, ASKED, [saved(1, "resize"), saved(2, "resize")], {}),
+        *("running//1/None a1 a2", "new data; going on with 2 nodes, 16 workers"),
+    ),
+    "a failure while it ends counts for nothing": (
+        *(replace(TWO, max_restarts=0), ASKED, [failed(1), END2], {}),
+        *("running//1/None a1 a2", "new data; going on with 2 nodes, 16 workers"),
     ),
     "enough, and one may come": (
         *(ELASTIC, EMPTY, [member(1)], {"stirred": 99.0}),

@@ -1,0 +1,67 @@
+"""A round that somebody asks to end, so that the next one begins: the arms of ``decide``. Pure.
+
+::
+
+    `elaunch restart` ──► RestartAsked ──► AskRestart, published ──► the coordinator ──► a plan:
+    the round ends, cause ``asked`` ──► each node: the workers save, or are stopped ──► …
+
+It is no failure, and uses no restart. Workers that ask should_preempt() have ``--shutdown-timeout``
+to save and to end, as for a node that joins; others get SIGTERM and as long.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from typing import Any
+
+from elaunch.agent.policy import events
+from elaunch.agent.policy.actions import (
+    AskRestart,
+    Decision,
+    Nothing,
+    Notify,
+    StopWorkers,
+)
+from elaunch.agent.policy.state import Phase, State, workers
+from elaunch.rendezvous.plan import Plan, RestartRequest
+from elaunch.wire.worker import Notice
+
+
+def stop(state: State, plan: Plan) -> Decision:
+    """Return how this node's part of a round ends that the plan ends because of a request."""
+    grace, others = state.limits.shutdown_timeout, workers(len(state.alive))
+    if state.listens:
+        what = f"{plan.reason}; {others} may save, grace {grace:g} s"
+        return Notify(Notice(plan.reason, "resize"), grace), what
+    reason = f"{plan.reason}; stopping {others}, grace {grace:g} s"
+    return StopWorkers(signal.SIGTERM, grace), reason
+
+
+def _on_asked(state: State, event: events.RestartAsked) -> Decision:
+    plan = state.plan
+    if plan is None or state.restarts_round:
+        number = "no round runs yet" if plan is None else f"round {plan.round} is being restarted"
+        return Nothing(), f"{event.reason}: {number}{'' if plan is None else ' already'}"
+    if problem := _refusal(state, plan):
+        return Nothing(), f"{event.reason}: {problem}"
+    what = f"round {plan.round} is to end, and the next begins from the newest checkpoint"
+    return AskRestart(RestartRequest(plan.round, event.reason)), f"{event.reason}: {what}"
+
+
+def _refusal(state: State, plan: Plan) -> str:
+    """Return why the round that the plan shows cannot be asked to end; or ""."""
+    if state.interrupted is not None:
+        return f"not while this node ends after {state.interrupted.name}"
+    if plan.phase == "over":
+        return f"the job is over: {plan.reason}"
+    if state.told_to_stop or plan.asked:
+        return f"the job is asked to end: {state.notice.reason if state.notice else plan.asked}"
+    if plan.phase == "forming":
+        return f"no round runs: {plan.reason}"
+    if plan.phase == "ending" or state.phase in (Phase.STOPPING, Phase.SWEEPING, Phase.FLUSHING):
+        return f"round {plan.round} ends already"
+    return ""
+
+
+ARMS: dict[type, Callable[[State, Any], Decision]] = {events.RestartAsked: _on_asked}
