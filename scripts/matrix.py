@@ -1,9 +1,9 @@
 """Try elaunch with other versions of torch and Python, one pair after the other: ``make matrix``.
 
 Each pair gets an environment of its own, with the newest of everything else, and runs the fast
-tests, those that compare with torchrun, and the demo. Of what a build of torch for CUDA asks for
-only that is installed without which ``import torch`` fails: all of it runs on CPUs. An environment
-takes 5 to 8 GB on the disk and is removed before the next one is made.
+tests, those that compare with torchrun, and the demo. Builds of torch for CUDA run on CPUs, with
+stubs in the place of CUDA's libraries. An environment takes 2 GB on the disk at most and is removed
+before the next one is made.
 
 ``make matrix TORCH="2.6 2.15" PYTHONS=3.11 STEPS=parity`` takes some of the pairs and of
 the steps. A table in Markdown is printed at the end, for docs/versions.md; the output of what
@@ -23,12 +23,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import cudastubs
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "matrix-results"
 TORCH = ("2.6", "2.8", "2.10", "2.13", "2.14", "2.15")
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
-NOT_NEEDED = re.compile(r"triton|nvidia-(nvtx|cuda-cccl)|cuda-(bindings|pathfinder)")
-"""Packages that torch asks for, and that no CPU ever calls."""
+CUDAS = re.compile(r"^Requires-Dist: (nvidia|cuda|triton).*\n", re.M)
+"""What a build of torch for CUDA asks for, and stubs stand for (cudastubs.py)."""
 DEADLINE = 3600
 """Seconds for one step of a pair."""
 BESIDE = tuple(f"tests/{room}" for room in ("cli", "config", "integration", "peers", "torchrun"))
@@ -60,25 +62,22 @@ def interpreter(version: str) -> str:
     raise Failed("no interpreter")
 
 
-def fetched(python: Path, torch: str, to: Path) -> list[Path]:
-    """Download what is to be installed for one version of torch; Failed where that has no wheel."""
-    argv = [str(python), "-m", "pip", "download", "--quiet", "--no-cache-dir", f"--dest={to}"]
-    argv += ["--only-binary=torch", f"torch=={torch}.*", f"{ROOT}[test,examples]"]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=DEADLINE)
-    if done.returncode != 0:
-        raise Failed("no wheel" if "torch==" in done.stderr else "cannot be installed")
-    names = {path: path.name.lower().replace("_", "-") for path in to.iterdir()}
-    return [path for path, name in names.items() if not NOT_NEEDED.match(name)]
-
-
 def environment(directory: Path, base: str, torch: str) -> Path:
-    """Make an environment with one version of torch and elaunch; return its interpreter."""
+    """Make an environment with one version of torch and elaunch; return its interpreter.
+
+    Failed where that version has no wheel.
+    """
     subprocess.run([base, "-m", "venv", directory], check=True, timeout=DEADLINE)
     python = directory / "bin" / "python"
-    install = [str(python), "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile"]
-    with tempfile.TemporaryDirectory(prefix="matrix-wheels-") as to:
-        for words in (fetched(python, torch, Path(to)), ["-e", str(ROOT)]):
-            subprocess.run([*install, *words], check=True, timeout=DEADLINE)
+    install = [str(python), "-m", "pip", "install", "--quiet", "--no-cache-dir", "--no-compile"]
+    words = ["--no-deps", "--only-binary=torch", f"torch=={torch}.*"]
+    done = subprocess.run([*install, *words], capture_output=True, text=True, timeout=DEADLINE)
+    if done.returncode != 0:
+        raise Failed("no wheel" if "No matching" in done.stderr else "cannot be installed")
+    (metadata,) = directory.glob("lib/*/site-packages/torch-*.dist-info/METADATA")
+    metadata.write_text(CUDAS.sub("", metadata.read_text()))
+    cudastubs.make(metadata.parent.parent / "torch" / "lib")
+    subprocess.run([*install, "-e", f"{ROOT}[test,examples]"], check=True, timeout=DEADLINE)
     return python
 
 
