@@ -204,7 +204,7 @@ def test_whatever_torchrun_takes_elaunch_cuts_alike(argv: list[str]) -> None:
 TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 PINNED = (2, 13)
 NEWER = pytest.mark.skipif(TORCH < PINNED, reason="this torchrun has fewer flags")
-ADDED = {(2, 15): "log_line_prefix_template print_completion"}
+ADDED = {(2, 14): "log_line_prefix_template print_completion"}
 """Flags of torchrun's by the version since PINNED that they came with."""
 _PARSERS: dict[int, argparse.ArgumentParser] = {}
 
