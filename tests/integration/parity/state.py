@@ -142,9 +142,7 @@ def process():
             if name.startswith("RLIMIT_")
         },
         "ids": [os.getresuid(), os.getresgid(), os.getgroups()],
-        "signal handlers": {
-            n.name: str(signal.getsignal(n)).partition(" at ")[0] for n in _known()
-        },
+        "signal handlers": {n.name: _shown(signal.getsignal(n)) for n in _known()},
         "signal masks": {k: _public(status[k]) for k in status if k.startswith(("Sig", "ShdPnd"))},
         "privileges": {
             k: status[k] for k in ("NoNewPrivs", "Seccomp", "CapEff", "CapBnd", "CapAmb")
@@ -170,6 +168,13 @@ def process():
             threading.stack_size(),
         ],
     }
+
+
+def _shown(handler):
+    """Return SIG_DFL and SIG_IGN as numbers: Python 3.10 shows their names."""
+    if isinstance(handler, signal.Handlers):
+        return str(int(handler))
+    return str(handler).partition(" at ")[0]
 
 
 def _known():
