@@ -34,6 +34,7 @@ COMMANDS = {
     ),
     "preempt": ("elaunch.cli.stop", "Ask a running job to save and to end, to be continued."),
     "status": ("elaunch.cli.views.status", "Show running and recent jobs, here or on all nodes."),
+    "top": ("elaunch.cli.views.top", "Watch a job as a tree of nodes and ranks, worst first."),
     "why": ("elaunch.cli.views.why", "Show why a run has failed, who caused it, and what to do."),
     "explain": (
         "elaunch.cli.views.why",

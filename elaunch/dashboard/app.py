@@ -39,16 +39,17 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from elaunch.dashboard.curves import Axis, MetricsReader, nodes_of
 from elaunch.dashboard.feed import Feed, encoded
-from elaunch.dashboard.logtail import LogFilter, RunLogs, follow, parse_older, search
-from elaunch.dashboard.summary import BAD, RunReader
+from elaunch.dashboard.logfeed import follow, parse_older
 from elaunch.errors import ElaunchError
 from elaunch.monitor import card, checkpointtarget
 from elaunch.monitor.checkpointview import document
 from elaunch.monitor.document import list_document
 from elaunch.monitor.logfiles import Choice, parse_ranks
 from elaunch.monitor.nodeviews import stacks_of
+from elaunch.monitor.screen.curves import Axis, MetricsReader, nodes_of
+from elaunch.monitor.screen.logtail import LogFilter, RunLogs, search
+from elaunch.monitor.screen.summary import BAD, RunReader
 from elaunch.monitor.standing import overview
 from elaunch.runs import prometheus
 from elaunch.runs.directory import RunDir, handle

@@ -5,12 +5,13 @@ The agent of this node is asked, which asks the others (``elaunch.agent.status.v
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
+from elaunch import text
 from elaunch.agent.hangs.stackdump import StackGroup, joined
 from elaunch.errors import UsageError
 from elaunch.runs.directory import RunDir, run_id_of
@@ -49,6 +50,24 @@ class JobStacks:
             "problems": [{"ranks": ranks, "text": why} for ranks, why in self.problems],
             "silent": [{"node": node, "text": why} for node, why in self.silent],
         }
+
+    def lines(self) -> Iterator[str]:
+        """Yield what people read, the smallest groups first."""
+        for group in self.groups:
+            yield f"{text.ranks(group.ranks)}:"
+            values = dict(group.values)
+            for frame in group.main:
+                yield f"  {frame}"
+                yield from (f"      {value}" for value in values.get(frame, ()))
+            for ranks, stack in group.threads:
+                yield f"  another thread of {text.ranks(ranks)}:"
+                yield from (f"    {frame}" for frame in stack)
+        for ranks, why in self.problems:
+            yield f"no stacks of {text.ranks(ranks)}: {why}"
+        for node, why in self.silent:
+            yield f"no stacks of node {node}: {why}"
+        if not (self.groups or self.problems or self.silent):
+            yield "no worker runs now"
 
 
 def stacks_of(run: RunDir, options: Sequence[str]) -> JobStacks:

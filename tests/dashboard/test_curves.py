@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from elaunch.dashboard.app import Dashboard
-from elaunch.dashboard.curves import BUCKETS, SEPARATE
 from elaunch.dashboard.guard import App
+from elaunch.monitor.screen.curves import BUCKETS, SEPARATE
 from elaunch.runs.directory import RunDir
 from elaunch.runs.record import new_round
 from elaunch.training.metrics.files import MetricFiles

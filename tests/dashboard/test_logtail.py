@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from elaunch.dashboard import logtail
+from elaunch.dashboard import logfeed
 from elaunch.dashboard.app import Dashboard
 from elaunch.dashboard.guard import App
 from elaunch.monitor.logfiles import Choice
+from elaunch.monitor.screen import logtail
 from elaunch.runs.directory import RunDir
 from elaunch.runs.record import new_worker
 from tests.dashboard.asking import ask
@@ -143,14 +144,14 @@ def test_lines_that_come_are_sent(
     environ: dict[str, str], play: Play, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whole lines of files that fit, of new files too, until the run has ended."""
-    monkeypatch.setattr(logtail, "PAUSE_S", 0.05)
+    monkeypatch.setattr(logfeed, "PAUSE_S", 0.05)
     agent = play(2, log_dir=str(root))
     write(root, 0, 0, "stdout", b"first\nhal")
     logs = logtail.RunLogs(agent.run, environ)
     wanted = logtail.LogFilter(Choice(), "a")
 
     async def followed() -> list[Any]:
-        found = logtail.follow(logs, wanted, *logtail.search(logs, wanted))
+        found = logfeed.follow(logs, wanted, *logtail.search(logs, wanted))
         seen = [await anext(found)]
         write(root, 0, 0, "stdout", b"f a line\nno\n")
         seen.append(await anext(found))

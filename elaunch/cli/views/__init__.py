@@ -1,6 +1,7 @@
 """The commands that only read: a person sees a job, running or ended, and changes nothing.
 
 ============  =============================================================================
+top.py        one job as a tree that stays open
 status.py     running and recent jobs, one job on all nodes; also as it changes
 logs.py       what ranks have printed, merged by time over ranks, rounds and nodes
 stacks.py     where all ranks are; a flame graph of one of them
@@ -10,4 +11,4 @@ dashboard.py  all of it in the browser
 ============  =============================================================================
 """
 
-__all__ = ["dashboard", "logs", "metrics", "stacks", "status", "why"]
+__all__ = ["dashboard", "logs", "metrics", "stacks", "status", "top", "why"]

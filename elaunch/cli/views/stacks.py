@@ -13,18 +13,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import click
 
 from elaunch import text
 from elaunch.endings import INTERRUPTED
 from elaunch.errors import UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from elaunch.monitor.nodeviews import JobStacks
 
 SILENT = 69
 """Exit code where nothing is known of some node or rank."""
@@ -51,26 +46,8 @@ def stacks(run: str | None, native: bool, values: bool, as_json: bool) -> int:
     if as_json:
         click.echo(json.dumps(taken.to_dict(), indent=2))
     else:
-        click.echo("\n".join(text.block(line) for line in _lines(taken)))
+        click.echo("\n".join(text.block(line) for line in taken.lines()))
     return SILENT if taken.silent or taken.problems else 0
-
-
-def _lines(taken: JobStacks) -> Iterator[str]:
-    for group in taken.groups:
-        yield f"{text.ranks(group.ranks)}:"
-        values = dict(group.values)
-        for frame in group.main:
-            yield f"  {frame}"
-            yield from (f"      {value}" for value in values.get(frame, ()))
-        for ranks, stack in group.threads:
-            yield f"  another thread of {text.ranks(ranks)}:"
-            yield from (f"    {frame}" for frame in stack)
-    for ranks, why in taken.problems:
-        yield f"no stacks of {text.ranks(ranks)}: {why}"
-    for node, why in taken.silent:
-        yield f"no stacks of node {node}: {why}"
-    if not (taken.groups or taken.problems or taken.silent):
-        yield "no worker runs now"
 
 
 @click.command("profile")

@@ -14,7 +14,7 @@ import struct
 import subprocess
 import sys
 import termios
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -40,11 +40,18 @@ def run(environ: dict[str, str], *args: str) -> subprocess.CompletedProcess[str]
 class Terminal:
     """The command on a terminal of its own."""
 
-    def __init__(self, environ: dict[str, str], *args: str, columns: int = 80) -> None:
+    def __init__(
+        self,
+        environ: dict[str, str],
+        *args: str,
+        columns: int = 80,
+        rows: int = 50,
+        command: Sequence[str] = COMMAND,
+    ) -> None:
         self._fd, terminal = pty.openpty()
-        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
+        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
         self.process = subprocess.Popen(
-            [*COMMAND, *args],
+            [*command, *args],
             env={"TERM": "xterm-256color"} | environ,
             stdin=terminal,
             stdout=terminal,
@@ -69,6 +76,10 @@ class Terminal:
         except OSError:  # EIO: nobody has the other end open any more
             return False
         return True
+
+    def type(self, keys: str) -> None:
+        """Press keys."""
+        os.write(self._fd, keys.encode())
 
     def wait_for(self, pattern: str) -> None:
         """Wait until the output matches."""

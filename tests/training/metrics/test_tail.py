@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.dashboard.curves import nodes_of
+from elaunch.monitor.screen.curves import nodes_of
 from elaunch.runs.directory import RunDir
 from elaunch.training.metrics.files import ROWS
 from elaunch.training.metrics.reading import read

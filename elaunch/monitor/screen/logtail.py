@@ -7,28 +7,24 @@ and another search goes on from there.
 
 from __future__ import annotations
 
-import asyncio
 import heapq
-import json
 import re
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from elaunch.dashboard.feed import SILENT_S, encoded
-from elaunch.errors import RunDirError, UsageError
+from elaunch.errors import RunDirError
 from elaunch.monitor.logfiles import Choice, FollowedLog, Reader, nodes_of
-from elaunch.runs.directory import RunDir, is_live
+from elaunch.runs.directory import RunDir
 
 LINES: Final = 500
 BUDGET_S: Final = 0.12
 FIRST_CHUNK: Final = 1 << 14
 CHUNK: Final = 1 << 20
 LONGEST: Final = 4000
-PAUSE_S: Final = 0.5
 MOST_CURSORS: Final = 64
 
 _ESCAPES: Final = re.compile(r"\x1b\[[0-9;:?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
@@ -51,18 +47,19 @@ class LogFilter:
 
 
 class RunLogs:
-    """The log files of one run, for several readers at once."""
+    """The log files of one run, or of one ``node`` of it, for several readers at once."""
 
-    def __init__(self, run: RunDir, environ: Mapping[str, str]) -> None:
+    def __init__(self, run: RunDir, environ: Mapping[str, str], node: str | None = None) -> None:
         self.run = run
         self._environ = environ
+        self._node = node
         self._lock = threading.Lock()
         self._places: list[str] = []
         self._reader: Reader | None = None
 
     def files(self, choice: Choice) -> dict[str, FollowedLog]:
         """Return what there is of the chosen files now, by name; raises UsageError, RunDirError."""
-        nodes = nodes_of(self.run, None, self._environ)
+        nodes = nodes_of(self.run, self._node, self._environ)
         places = [node.place for node in nodes]
         with self._lock:
             if self._reader is None or places != self._places:
@@ -154,9 +151,13 @@ class Backwards:
 
 
 def search(
-    logs: RunLogs, wanted: LogFilter, older: Mapping[str, int] | None = None
+    logs: RunLogs,
+    wanted: LogFilter,
+    older: Mapping[str, int] | None = None,
+    *,
+    most: int | None = None,
 ) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return the newest lines that fit, and how far each file is known: its size."""
+    """Return the ``most`` newest lines that fit, and how far each file is known: its size."""
     files = logs.files(wanted.choice)
     ends = {name: file.size for name, file in files.items()}
     begins = ends if older is None else {n: min(a, ends[n]) for n, a in older.items() if n in ends}
@@ -165,7 +166,7 @@ def search(
     heapq.heapify(due)
     found: list[Line] = []
     until = time.monotonic() + BUDGET_S
-    while due and len(found) < LINES and time.monotonic() < until:
+    while due and len(found) < (most or LINES) and time.monotonic() < until:
         name = due[0][1]
         got = readers[name].next()
         if got is None:
@@ -186,30 +187,7 @@ def search(
     return document, ends
 
 
-async def follow(
-    logs: RunLogs, wanted: LogFilter, document: dict[str, Any], ends: dict[str, int]
-) -> AsyncIterator[bytes]:
-    """Yield what :func:`search` has returned as an event, then lines that come.
-
-    The last event has ``ended``: the run has, or had.
-    """
-    yield _event(document)
-    held: dict[str, bytes] = {}
-    sent_at, live = time.monotonic(), True
-    while live:
-        await asyncio.sleep(PAUSE_S)
-        # Asked first: what a run that has ended wrote is there.
-        live = await asyncio.to_thread(is_live, logs.run)
-        lines = await asyncio.to_thread(_newer, logs, wanted, ends, held)
-        if lines or not live:
-            sent_at = time.monotonic()
-            yield _event({"lines": lines, "ended": not live})
-        elif time.monotonic() - sent_at > SILENT_S:
-            sent_at = time.monotonic()
-            yield b": still here\n\n"
-
-
-def _newer(
+def newer(
     logs: RunLogs, wanted: LogFilter, ends: dict[str, int], held: dict[str, bytes]
 ) -> list[Line]:
     """Return whole lines that came since, of very many the last."""
@@ -232,17 +210,3 @@ def _newer(
     # Lines of one file came in their order, whatever they say.
     found.sort(key=lambda one: (one[0], one[1].rank, one[1].name.stream, one[1].name.round))
     return [_line(file, came, line) for came, file, line in found[-2 * LINES :]]
-
-
-def parse_older(text: str) -> dict[str, int] | None:
-    """Return how far each file was read, as ``older`` has it; None for "". Raises UsageError."""
-    if not text:
-        return None
-    try:
-        return {str(name): max(0, int(at)) for name, at in json.loads(text).items()}
-    except (ValueError, TypeError, AttributeError, RecursionError):
-        raise UsageError("older is not what an answer had") from None
-
-
-def _event(document: dict[str, Any]) -> bytes:
-    return b"data: " + encoded(document).encode() + b"\n\n"

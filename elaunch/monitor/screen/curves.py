@@ -19,8 +19,8 @@ from itertools import compress
 from typing import Any, Final, Literal
 
 from elaunch.checkpoint.storage.storage import open_storage
-from elaunch.dashboard.summary import RunReader
 from elaunch.errors import ElaunchError
+from elaunch.monitor.screen.summary import RunReader
 from elaunch.runs.directory import RunDir, run_id_of, runs_of
 from elaunch.training.metrics.reading import starts_of
 from elaunch.training.metrics.tail import Columns, RowTail

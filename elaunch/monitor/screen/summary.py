@@ -14,10 +14,11 @@ from elaunch.errors import RunDirError
 from elaunch.monitor import card
 from elaunch.monitor.document import run_document
 from elaunch.monitor.runpage import failure_lines
-from elaunch.monitor.snapshot import Measurement, take
+from elaunch.monitor.snapshot import Measurement, RunView, take
 from elaunch.monitor.standing import Standing, read_standing
 from elaunch.runs import verdict
 from elaunch.runs.directory import RunDir, run_id_of
+from elaunch.runs.pace import Pace
 from elaunch.text import duration, ranks
 
 WORKER_FIELDS: Final = (
@@ -39,9 +40,16 @@ _AGENT: Final = {
 
 @dataclass
 class RunReader:
-    """Reads one run again and again; CPU is measured from one reading to the next."""
+    """Reads one run again and again; CPU is measured from one reading to the next.
+
+    ``view`` is the newest reading, None where the run cannot be read; ``rows`` its workers by rank,
+    each with its progress; ``pace`` how fast they go.
+    """
 
     run: RunDir
+    view: RunView | None = None
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    pace: Pace = field(default_factory=Pace)
     _measured: Mapping[int, Measurement] = field(default_factory=dict)
     _cards: dict[int, tuple[int, dict[str, Any]]] = field(default_factory=dict)
 
@@ -50,6 +58,7 @@ class RunReader:
         try:
             view = take(self.run, self._measured)
         except RunDirError:
+            self.view, self.rows = None, []
             return _unreadable(self.run, read_standing(self.run))
         self._measured = view.measurements
         document = run_document(view)
@@ -65,6 +74,8 @@ class RunReader:
         rows.sort(key=lambda row: int(row["rank"]))
         if not view.standing.live:
             rows = [{**row, "silent_s": None} for row in rows]
+        self.view, self.rows = view, rows
+        self.pace.see(view.standing.taken_at, document["round"], rows)
         return {
             **document,
             "key": self.run.path.name,
@@ -156,6 +167,8 @@ def attention(
         yield _item("warn", _AGENT[document["agent"]["condition"]])
     if live:
         yield from _standing_still(document.get("progress") or {}, workers)
+        if (lateness := document.get("lateness")) and lateness["slow"] is not None:
+            yield _item("warn", verdict.late_text(verdict.last_rank(lateness)))
     if newest is not None and (live or not current):
         title = f"Round {newest['round']} failed: {newest['summary']}"
         detail = newest["ended"] if newest["ended"] != newest["summary"] else ""
@@ -188,7 +201,7 @@ def _standing_still(
 ) -> Iterator[dict[str, str]]:
     """Yield ranks that are silent for long, or behind the others, while the run goes on."""
     limit = progress.get("limit_s")
-    silent = [w for w in workers if limit and (w["silent_s"] or 0.0) > QUIET * limit]
+    silent, behind = lagging(progress, workers)
     if silent and limit:
         longest = max(silent, key=lambda worker: float(worker["silent_s"]))
         names = ranks(sorted(worker["rank"] for worker in silent))
@@ -200,11 +213,22 @@ def _standing_still(
             detail,
             "logs",
         )
+    if behind:
+        first, last = min(w["step"] for w in behind), max(w["step"] for w in workers)
+        names = ranks(sorted(worker["rank"] for worker in behind))
+        yield _item("warn", f"Behind: {names} at step {first} of {last}")
+
+
+def lagging(
+    progress: Mapping[str, Any], workers: list[dict[str, Any]]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the workers that are silent for long, and those that are behind most others."""
+    limit = progress.get("limit_s")
+    silent = [w for w in workers if limit and (w["silent_s"] or 0.0) > QUIET * limit]
     steps = [worker["step"] for worker in workers if worker["step"] is not None]
-    behind = [w["rank"] for w in workers if steps and (w["step"] or 0) <= max(steps) - BEHIND]
-    if len(steps) == len(workers) and 0 < len(behind) < len(workers) / 2:
-        first = min(steps)
-        yield _item("warn", f"Behind: {ranks(sorted(behind))} at step {first} of {max(steps)}")
+    behind = [w for w in workers if steps and (w["step"] or 0) <= max(steps) - BEHIND]
+    few = len(steps) == len(workers) and len(behind) < len(workers) / 2
+    return silent, behind if few else []
 
 
 def _grid(document: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

@@ -1,0 +1,58 @@
+"""``elaunch top``: one run as a tree on a terminal that stays open (docs/top.md)."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+
+import click
+
+from elaunch.errors import UsageError
+from elaunch.monitor.page import on_terminal
+
+
+@click.command("top")
+@click.argument("run", required=False, metavar="[RUN]")
+@click.option("--json", "as_json", is_flag=True, help="Print the tree once (docs/top.md).")
+@click.pass_context
+def top(ctx: click.Context, run: str | None, as_json: bool) -> None:
+    """Watch RUN as a tree of its nodes and ranks, the worst first; ? shows the keys.
+
+    RUN is a run id of this machine, the beginning of one, or a run directory; without it the newest
+    run. It only reads: while the job runs, after it ended, and after its agent was killed.
+    """
+    from elaunch.runs import directory
+
+    found = directory.newest(os.environ) if run is None else directory.find(run, os.environ)
+    if as_json:
+        from elaunch.monitor.screen.summary import RunReader
+        from elaunch.top import tree
+
+        reader = RunReader(found)
+        summary = reader.read()
+        click.echo(json.dumps(tree.document(summary, tree.nodes(summary, reader.rows)), indent=2))
+        return
+    if not (on_terminal() and sys.stdin.isatty()):
+        raise UsageError(
+            "top draws on a terminal: `elaunch top --json` prints the tree once, "
+            "`elaunch status RUN --watch` follows it in lines"
+        )
+    if importlib.util.find_spec("textual") is None:
+        from elaunch.cli.views.status import status
+
+        text = "elaunch: note: this is `elaunch status --watch`; the tree takes textual: "
+        click.echo(f"{text}pip install 'elaunch[top]'", err=True)
+        ctx.invoke(status, run=str(found.path), watching=True, **dict.fromkeys(_places()))
+        return
+    from elaunch.top.app import TopApp
+    from elaunch.top.pages import TopReader
+
+    TopApp(TopReader(found)).run()
+
+
+def _places() -> list[str]:
+    from elaunch.cli.views.status import PLACE_FLAGS
+
+    return [flag.dest for flag in PLACE_FLAGS]

@@ -1,0 +1,10 @@
+"""What a screen that stays open shows of a run, in the browser (elaunch.dashboard) or a terminal.
+
+==========  ===================================================================================
+summary.py  how the run stands, what needs attention, its nodes and ranks
+logtail.py  the newest lines that fit a filter, and those that come
+curves.py   what the script has reported, thinned to what a screen can show
+==========  ===================================================================================
+"""
+
+__all__ = ["curves", "logtail", "summary"]

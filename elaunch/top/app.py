@@ -1,0 +1,226 @@
+"""The screen of ``elaunch top``: a tree of job, nodes and ranks, and the chosen one beside it.
+
+A reading is made in a thread, once a second, or so seldom that it takes a twentieth of a core. The
+keys are those of k9s; ``?`` shows them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import ClassVar, Final
+
+from rich.text import Text
+from textual.app import App, ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal, VerticalScroll
+from textual.events import Resize
+from textual.widgets import Footer, Input, Static
+
+from elaunch.text import one_line
+from elaunch.top import pages
+from elaunch.top.pager import LEAST_S, SHARE, Pager, Read, fixed, in_thread
+from elaunch.top.pages import TopReader, TopReading
+from elaunch.top.rows import RowList
+from elaunch.top.tree import JOB, Key, rows
+
+TEXT_WIDTH: Final = 66
+"""Columns of a metric's line without its curve."""
+FEW_RANKS: Final = 64
+"""Ranks of this node that are shown from the beginning; more are counted until it is opened."""
+
+
+class TopApp(App[None]):
+    """One run on the screen; ``reader`` reads it."""
+
+    ENABLE_COMMAND_PALETTE = False
+    CSS = """
+    Screen { background: $background; }
+    #header { height: 1; padding: 0 1; background: $panel; }
+    #tree { width: 44%; min-width: 30; max-width: 60; border-right: solid $panel-lighten-2; }
+    #detail { padding: 0 1; scrollbar-size-vertical: 1; }
+    #filter { height: 1; border: none; padding: 0 1; }
+    RichLog { padding: 0 1; background: $background; scrollbar-size-vertical: 1; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("slash", "find", "Filter"),
+        Binding("l", "log", "Log"),
+        Binding("s", "stacks", "Stacks"),
+        Binding("w", "why", "Why"),
+        Binding("m", "metrics", "Metrics"),
+        Binding("question_mark", "help", "Help"),
+        Binding("r", "again", "Read again", show=False),
+        Binding("escape", "back", "Back", show=False),
+        Binding("q", "quit", "Quit"),
+    ]
+
+    def __init__(self, reader: TopReader) -> None:
+        super().__init__()
+        self._reader = reader
+        self._reading: TopReading | None = None
+        self._opened: set[Key] = {JOB}
+        self._seen: set[Key] = set()
+        self._needle = ""
+        self._full_at = 0.0
+        self._due = asyncio.Event()
+
+    def compose(self) -> ComposeResult:
+        """Make the widgets."""
+        yield Static(id="header", markup=False)
+        with Horizontal():
+            yield RowList(id="tree")
+            with VerticalScroll(id="detail"):
+                yield Static(id="chosen", markup=False)
+        yield Input(placeholder="rank 3, FAILED, a host", id="filter")
+        yield Footer(show_command_palette=False)
+
+    def on_mount(self) -> None:
+        """Begin to read."""
+        self._field.display = False
+        self._tree.focus()
+        self.query_one("#header", Static).update("elaunch top  reading …")
+        self.run_worker(self._follow())
+
+    @property
+    def _tree(self) -> RowList:
+        tree: RowList = self.screen_stack[0].query_one(RowList)
+        return tree
+
+    @property
+    def _field(self) -> Input:
+        return self.screen_stack[0].query_one("#filter", Input)
+
+    async def _follow(self) -> None:
+        while True:
+            self._due.clear()
+            began, key, known = time.process_time(), self._tree.key, self._reading
+            if known is None or time.monotonic() >= self._full_at:
+                self._reading = known = await in_thread(partial(self._reader.read, key))
+                self._open_first(known)
+                self._show()
+                spent = time.process_time() - began
+                self._full_at = time.monotonic() + max(LEAST_S, SHARE * spent)
+            else:
+                recent = await in_thread(partial(self._reader.recent, key, known.summary))
+                self._reading = replace(known, recent=recent)
+                self._show_chosen()
+            try:
+                pause = max(0.0, self._full_at - time.monotonic())
+                await asyncio.wait_for(self._due.wait(), pause)
+            except asyncio.TimeoutError:
+                continue
+
+    def _open_first(self, reading: TopReading) -> None:
+        """Open nodes that have not been seen: with few ranks those of this node, and bad ones."""
+        for node in reading.nodes:
+            if (node.number,) not in self._seen:
+                self._seen.add((node.number,))
+                if (node.here and len(node.ranks) <= FEW_RANKS) or node.level == 2:
+                    self._opened.add((node.number,))
+
+    def _show(self) -> None:
+        reading = self._reading
+        if reading is None:
+            return
+        base = self.screen_stack[0]
+        base.query_one("#header", Static).update(pages.header(reading))
+        self._tree.show(rows(reading.summary, reading.nodes, self._opened, self._needle))
+        self._show_chosen()
+
+    def _show_chosen(self) -> None:
+        reading = self._reading
+        if reading is not None:
+            place = self.screen_stack[0].query_one("#detail", VerticalScroll)
+            width = max(20, place.scrollable_content_region.width)
+            shown = self.screen_stack[0].query_one("#chosen", Static)
+            shown.update(pages.detail(reading, self._tree.key, width))
+
+    def on_resize(self, _: Resize) -> None:
+        """Draw for the new width."""
+        self.call_after_refresh(self._show_chosen)
+
+    def on_row_list_chosen(self, _: RowList.Chosen) -> None:
+        """Show another row on the right, and read its lines."""
+        self._show_chosen()
+        self._due.set()
+
+    def on_row_list_entered(self, event: RowList.Entered) -> None:
+        """Open or close a row; of a rank, show its log."""
+        row = event.row
+        if row.open is None:
+            self.action_log()
+            return
+        wanted = not row.open if event.open is None else event.open
+        (self._opened.add if wanted else self._opened.discard)(row.key)
+        self._show()
+
+    def action_find(self) -> None:
+        """Ask for what rows shall have."""
+        field = self._field
+        field.display = True
+        field.focus()
+
+    def on_input_changed(self, event: Input.Changed) -> None:
+        """Filter while it is typed."""
+        if event.input is self._field:
+            self._needle = event.value
+            self._show()
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        """Keep the filter, and go to the rows."""
+        if event.input is self._field:
+            event.input.display = bool(event.value)
+            self._tree.focus()
+
+    def action_back(self) -> None:
+        """End the filter."""
+        field = self._field
+        field.value = self._needle = ""
+        field.display = False
+        self._tree.focus()
+        self._show()
+
+    def action_again(self) -> None:
+        """Read again now."""
+        self._full_at = 0.0
+        self._due.set()
+
+    def _page(self, title: str, read: Read, once: bool) -> None:
+        if len(self.screen_stack) > 1:
+            self.pop_screen()
+        self.push_screen(Pager(one_line(title), read, once))
+
+    def _read_once(self, title: str, lines: Callable[[], list[Text]]) -> None:
+        self._page(title, fixed(lines), once=True)
+
+    def action_log(self) -> None:
+        """Show the log of what is chosen."""
+        row, reading = self._tree.row, self._reading
+        if row is not None and reading is not None:
+            own = reading.summary.get("node_rank") or 0
+            name = row.name if row.key else f"{row.name}, node {own}"
+            page = self._reader.log(row.key, reading.summary)
+            self._page(f"log of {name}", page.read, once=False)
+
+    def action_stacks(self) -> None:
+        """Show where all ranks are."""
+        self._read_once(f"stacks of {self._reader.name}", self._reader.stacks)
+
+    def action_why(self) -> None:
+        """Show why a round has failed."""
+        self._read_once(f"why {self._reader.name}", self._reader.why)
+
+    def action_metrics(self) -> None:
+        """Show what the script has reported."""
+        key = self._tree.key
+        rank = key[1] if len(key) == 2 else None
+        of = "all ranks" if rank is None else f"rank {rank}"
+        read = fixed(lambda: self._reader.metrics(rank, self.size.width - TEXT_WIDTH))
+        self._page(f"metrics of {self._reader.name}, {of}", read, once=True)
+
+    def action_help(self) -> None:
+        """Show the keys."""
+        self._read_once("help", pages.help_lines)

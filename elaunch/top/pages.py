@@ -1,0 +1,290 @@
+"""What the screens show beside the tree, as lines of text, and the one place that reads it.
+
+All methods of :class:`TopReader` but ``now`` may take long, and are called in threads.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Final
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from elaunch.errors import ElaunchError
+from elaunch.monitor import card
+from elaunch.monitor.logfiles import Choice
+from elaunch.monitor.nodeviews import stacks_of
+from elaunch.monitor.page import Cell, Fields, Page, Paragraph, Table, Title, styled
+from elaunch.monitor.runpage import run_page
+from elaunch.monitor.screen.curves import MetricsReader
+from elaunch.monitor.screen.logtail import Line, LogFilter, RunLogs, newer, search
+from elaunch.monitor.screen.summary import RunReader
+from elaunch.runs import verdict
+from elaunch.runs.directory import RunDir, run_id_of
+from elaunch.text import block, duration, moment, one_line, size
+from elaunch.top.tree import Key, TreeNode, Worker, nodes
+
+RECENT: Final = 8
+SPARKS: Final = " ▁▂▃▄▅▆▇█"
+MOST_SPARKS: Final = 80
+LEVELS: Final = {"bad": ("✗", "bold red"), "warn": ("!", "yellow")}
+
+HELP: Final = """\
+key               shows                               the same for programs
+up, down, …       go through the tree                 elaunch top RUN --json
+left, right       close and open a node               elaunch status RUN --json
+Enter             open or close it; a rank's log
+l                 the log of what is chosen, followed elaunch logs RUN --rank N
+s                 where all ranks are now             elaunch stacks RUN --json
+w                 why a round has failed              elaunch why RUN --json
+m                 what the script has reported        elaunch metrics RUN --json
+/                 filter: a rank, a state, a host; elsewhere lines
+r                 read again now
+Esc               end the filter, go back
+q                 quit; the job goes on
+
+✗   a rank has failed, is gone, or is silent for half of the hang timeout
+!   a rank is behind the others, or comes last to the collectives
+
+Nothing here changes the job. Each view has the time at which it was read.
+"""
+
+
+@dataclass(frozen=True)
+class TopReading:
+    """One reading of a run; ``page`` is what ``elaunch status`` shows of it."""
+
+    summary: dict[str, Any]
+    workers: Mapping[int, Worker]
+    nodes: list[TreeNode]
+    page: Page
+    pace: str
+    recent: tuple[Line, ...] | str
+
+
+class TopReader:
+    """Reads one run for ``elaunch top``."""
+
+    def __init__(self, run: RunDir, environ: Mapping[str, str] = os.environ) -> None:
+        self.name = run_id_of(run)
+        self._run = run
+        self._environ = environ
+        self._summary = RunReader(run)
+        self._metrics = MetricsReader(run, environ)
+        self._logs: dict[str, RunLogs] = {}
+
+    def read(self, chosen: Key) -> TopReading:
+        """Read how the run stands, and the newest lines of what is chosen."""
+        summary = self._summary.read()
+        view = self._summary.view
+        page = run_page(view) if view else (Paragraph((one_line(summary["reason"]),)),)
+        rows = self._summary.rows
+        return TopReading(
+            summary=summary,
+            workers={row["rank"]: row for row in rows},
+            nodes=nodes(summary, rows),
+            page=tuple(part for part in page if not isinstance(part, Table)),
+            pace=self._summary.pace.text(),
+            recent=self.recent(chosen, summary),
+        )
+
+    def recent(self, chosen: Key, summary: Mapping[str, Any]) -> tuple[Line, ...] | str:
+        """Return the newest lines of what is chosen, or why there are none."""
+        try:
+            logs, wanted = self._wanted(chosen, summary, "")
+            return tuple(search(logs, wanted, most=RECENT)[0]["lines"][-RECENT:])
+        except (ElaunchError, OSError) as error:
+            return str(error)
+
+    def _wanted(
+        self, chosen: Key, summary: Mapping[str, Any], needle: str
+    ) -> tuple[RunLogs, LogFilter]:
+        # Without a choice the log of this node: those of others take a question to each agent.
+        node = str(chosen[0] if chosen else summary.get("node_rank") or 0)
+        logs = self._logs.setdefault(node, RunLogs(self._run, self._environ, node))
+        ranks = frozenset(chosen[1:]) or None
+        return logs, LogFilter(Choice(ranks=ranks), needle)
+
+    def log(self, chosen: Key, summary: Mapping[str, Any]) -> LogPage:
+        """Return the log of what is chosen, to be followed."""
+        return LogPage(lambda needle: self._wanted(chosen, summary, needle))
+
+    def stacks(self) -> list[Text]:
+        """Return where all ranks are now."""
+        return _lines("\n".join(stacks_of(self._run, ()).lines()))
+
+    def why(self) -> list[Text]:
+        """Return what ``elaunch why`` shows."""
+        return _lines("\n".join(card.lines(card.read(self._run))))
+
+    def metrics(self, rank: int | None, width: int) -> list[Text]:
+        """Return each metric's last value, its curve in ``width`` columns, and its extent."""
+        shown = []
+        for one in self._metrics.overview()["metrics"]:
+            name, ranks = (one["group"], one["name"]), None if rank is None else [rank]
+            found = self._metrics.curves(name, "step", ranks, -math.inf, math.inf)
+            points = sorted(p for curve in found for p in zip(curve["x"], curve["y"], strict=True))
+            if points:
+                shown.append(_metric_line(name, points, max(8, min(width, MOST_SPARKS))))
+        return shown or [Text("The script has reported nothing (ctx.train.report_…).")]
+
+
+class LogPage:
+    """The lines of a log: what is there when a needle is first asked for, then what comes."""
+
+    def __init__(self, wanted: Callable[[str], tuple[RunLogs, LogFilter]]) -> None:
+        self._wanted = wanted
+        self._needle: str | None = None
+        self._ends: dict[str, int] = {}
+        self._held: dict[str, bytes] = {}
+
+    def read(self, needle: str) -> tuple[bool, list[Text]]:
+        """Return whether the lines take the place of those before, and the lines."""
+        logs, chosen = self._wanted(needle)
+        if needle != self._needle:
+            found, self._ends = search(logs, chosen)
+            self._needle, self._held = needle, {}
+            return True, [log_line(line) for line in found["lines"]]
+        return False, [log_line(line) for line in newer(logs, chosen, self._ends, self._held)]
+
+
+def log_line(line: Line) -> Text:
+    """Return one line of a log with its rank, stderr in another colour."""
+    _, rank, stream, _, text = line
+    shown = Text().append(f"[{rank}] ", "cyan")
+    return shown.append(
+        one_line(text.expandtabs()), style="yellow" if stream == "stderr" else "none"
+    )
+
+
+def _lines(text: str) -> list[Text]:
+    return [Text(line) for line in block(text).expandtabs().split("\n")]
+
+
+def help_lines() -> list[Text]:
+    """Return the help."""
+    return _lines(HELP)
+
+
+def header(reading: TopReading) -> Text:
+    """Return the line above everything: which run, and when it was read."""
+    summary = reading.summary
+    text = Text(no_wrap=True, overflow="ellipsis").append("elaunch top", "bold")
+    text.append(f"  read at {moment(summary['read_at'], time.time())}")
+    if reading.pace:
+        text.append(f"  {reading.pace}", "cyan")
+    if (timing := summary.get("timing")) and timing["wall_s"] > 0:
+        text.append(f"  goodput {100 * verdict.goodput(timing):.1f} %")
+    return text
+
+
+def detail(reading: TopReading, chosen: Key, width: int) -> RenderableType:
+    """Return what is on the right for the job, a node or a rank."""
+    if len(chosen) == 2:
+        parts = _rank_page(reading, *chosen)
+    elif chosen:
+        parts = _node_page(reading, chosen[0])
+    else:
+        parts = reading.page
+    first, rest = _halves(parts)
+    shown: list[RenderableType] = [styled(first, width)]
+    if not chosen or reading.summary["attention"]:
+        shown += ["", _attention(reading.summary["attention"], width)]
+    shown += ["", _recent(reading.recent)]
+    if rest:
+        shown += ["", styled(rest, width)]
+    return Group(*shown)
+
+
+def _halves(parts: Page) -> tuple[Page, Page]:
+    """Return what stands above the lines and what below: of a job the fields are long."""
+    at = next((i for i, part in enumerate(parts) if isinstance(part, Fields)), len(parts))
+    return (parts, ()) if len(parts) - at < 2 else (parts[:at], parts[at:])
+
+
+def _attention(items: list[dict[str, str]], width: int) -> RenderableType:
+    if not items:
+        return Text("nothing needs attention", style="green")
+    text = Text()
+    for at, item in enumerate(items):
+        mark, color = LEVELS.get(item["level"], LEVELS["warn"])
+        text.append("\n" if at else "").append(f"{mark} ", color)
+        text.append(one_line(item["title"]), "bold")
+        for line in item["detail"].splitlines()[:4]:
+            text.append(f"\n  {one_line(line)[: 4 * width]}")
+    return text
+
+
+def _recent(lines: tuple[Line, ...] | str) -> RenderableType:
+    if isinstance(lines, str):
+        return Text(one_line(lines), style="dim")
+    head = Text("last lines", style="dim")
+    shown = [log_line(line) for line in lines] or [Text("none yet", style="dim")]
+    for text in shown:
+        text.no_wrap, text.overflow = True, "ellipsis"
+    return Group(head, *shown)
+
+
+def _node_page(reading: TopReading, number: int) -> Page:
+    node = next((one for one in reading.nodes if one.number == number), None)
+    if node is None:
+        return (Paragraph((f"node {number} is not in this round",)),)
+    known = [worker for _, _, worker in node.ranks if worker]
+    cpu = sum(worker["tree_cpu_percent"] or 0.0 for worker in known)
+    memory = sum(worker["tree_rss_bytes"] or 0 for worker in known)
+    facts = [("host", one_line(node.host)), ("ranks", str(len(node.ranks)))]
+    if known:
+        facts += [("cpu", f"{cpu:.0f} % of a core"), ("memory", size(memory))]
+    else:
+        facts += [("", f"what its ranks do is seen there: elaunch top {reading.summary['run_id']}")]
+    return (Title(f"node {number}", Cell(""), ""), Fields(tuple(facts)))
+
+
+def _rank_page(reading: TopReading, number: int, rank: int) -> Page:
+    worker = reading.workers.get(rank)
+    if worker is None:
+        text = f"it is on node {number}; its log and its stack can be read from here"
+        return (Title(f"rank {rank}", Cell(""), ""), Paragraph((text,)))
+    state = Cell(worker["state"], worker["state"])
+    facts = [(name, one_line(text)) for name, text in _rank_facts(worker) if text]
+    title = Title(f"rank {rank}", state, f"node {number}, local rank {worker['local_rank']}")
+    return (title, Fields(tuple(facts)))
+
+
+def _rank_facts(worker: Worker) -> Iterator[tuple[str, str]]:
+    yield "ended", worker["exit"] or ""
+    yield "step", "" if worker["step"] is None else str(worker["step"])
+    yield "doing", worker["doing"]
+    yield "status", worker.get("status") or ""
+    yield "silent for", "" if worker["silent_s"] is None else duration(worker["silent_s"])
+    if worker["cpu_percent"] is not None:
+        yield "cpu", f"{worker['cpu_percent']:.0f} %, tree {worker['tree_cpu_percent']:.0f} %"
+        yield "memory", f"{size(worker['rss_bytes'])}, tree {size(worker['tree_rss_bytes'])}"
+        yield "threads", str(worker["threads"])
+    yield "pid", str(worker["pid"] or "")
+
+
+def _metric_line(name: tuple[str, str], points: Sequence[tuple[float, float]], width: int) -> Text:
+    """Return a metric's line; ``points`` are in the order of their steps."""
+    values = [value for _, value in points]
+    line = Text().append(" ".join(map(one_line, name)).ljust(26), "bold")
+    line.append(f" {values[-1]:>11.5g}  ").append(spark(values, width), "cyan")
+    return line.append(f"  {min(values):.4g} to {max(values):.4g}, step {points[-1][0]:.0f}")
+
+
+def spark(values: Sequence[float], width: int) -> str:
+    """Return a curve of one line: the mean of each part of the values, from lowest to highest."""
+    count = min(width, len(values))
+    cuts = [round(i * len(values) / count) for i in range(count + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(cuts)]
+    low, high = min(means), max(means)
+    top = len(SPARKS) - 2
+    return "".join(
+        SPARKS[1 + round((m - low) / (high - low) * top) if high > low else 4] for m in means
+    )

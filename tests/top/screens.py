@@ -1,0 +1,35 @@
+"""What a driven screen shows, as text."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+from textual.pilot import Pilot
+
+from tests.launching import Launcher
+
+SECONDS = 60.0
+
+
+def drawn(pilot: Pilot[None]) -> str:
+    """Return the text on the screen, line by line."""
+    width, height = pilot.app.size
+    strips = pilot.app.screen._compositor.render_strips()
+    return "\n".join(strip.crop(0, width).text for strip in strips[:height])
+
+
+async def seen(pilot: Pilot[None], *texts: str) -> None:
+    """Wait until all of it is on the screen."""
+    until = time.monotonic() + SECONDS
+    while not all(text in drawn(pilot) for text in texts):
+        assert time.monotonic() < until, f"{texts} not in\n{drawn(pilot)}"
+        await pilot.pause(0.05)
+
+
+def run_json(elaunch: Launcher, run: str) -> Any:
+    """Return what ``elaunch top --json`` prints."""
+    shown = elaunch.run(["top", run, "--json"])
+    assert shown.returncode == 0, shown
+    return json.loads(shown.stdout)

@@ -1,0 +1,210 @@
+"""The screen of ``elaunch top``, driven by its keys, on run directories as agents leave them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from textual.pilot import Pilot
+from textual.widgets import RichLog
+
+from elaunch.runs.directory import RunDir
+from elaunch.runs.record import new_worker
+from elaunch.top.app import TopApp
+from elaunch.top.pages import TopReader
+from elaunch.top.rows import RowList
+from tests.dashboard.test_app import failed, made
+from tests.launching import Launcher
+from tests.monitor.conftest import Play
+from tests.top.screens import drawn, run_json, seen
+
+HOSTILE = "\x1b[2J\x1b]0;owned\x07[bold red]markup[/] 漢字\u202e\tend"
+SMALL, WIDE = (80, 24), (200, 50)
+Drive = Callable[[Pilot[None]], Awaitable[None]]
+
+
+def drive(run: RunDir, environ: dict[str, str], size: tuple[int, int], act: Drive) -> None:
+    """Open the screen, and act on it."""
+
+    async def driven() -> None:
+        app = TopApp(TopReader(run, environ))
+        async with app.run_test(size=size) as pilot:
+            await seen(pilot, "read at")
+            await act(pilot)
+
+    asyncio.run(driven())
+
+
+@pytest.fixture
+def run(environ: dict[str, str], tmp_path: Path) -> RunDir:
+    """Return a run of two ranks that has failed, with hostile names and lines."""
+    workers = [new_worker(0, 0) | {"state": "STOPPED"}, new_worker(1, 1) | {"state": "FAILED"}]
+    run = made(
+        environ,
+        state="FAILED",
+        exit_code=7,
+        reason=f"rank 1 exited with code 7 {HOSTILE}",
+        workers=workers,
+        world_size=2,
+        log_dir=str(tmp_path / "logs"),
+        nodes=[{"name": "n", "host": f"host{HOSTILE}", "addr": "10.0.0.1", "slots": 2}],
+        node_rank=0,
+    )
+    for rank in (0, 1):
+        directory = tmp_path / "logs" / "attempt_0" / str(rank)
+        directory.mkdir(parents=True)
+        lines = "".join(f"line {n} of {rank}\n" for n in range(50))
+        (directory / "stdout.log").write_text(f"{lines}loss of {rank} {HOSTILE}\n")
+    failed(run, 0, summary=f"rank 1 exited with code 7 {HOSTILE}")
+    return run
+
+
+@pytest.mark.parametrize("size", [SMALL, WIDE])
+def test_a_failed_run_at_a_glance(
+    run: RunDir, environ: dict[str, str], size: tuple[int, int]
+) -> None:
+    """The failed rank first, what needs attention, its newest lines; nothing hostile is obeyed."""
+
+    async def act(pilot: Pilot[None]) -> None:
+        await seen(pilot, "FAILED", "loss of")
+        text = drawn(pilot)
+        assert "✗ rank 1" in text and text.index("rank 1 ") < text.index("rank 0 ")
+        assert "FAILED" in text and "loss of" in text
+        assert "\x1b" not in text and "\x07" not in text and "\u202e" not in text
+        assert "[bold red]" in text
+        await pilot.press("down", "down")
+        await seen(pilot, "loss of 1", "line 49 of 1")
+        assert "line 49 of 0" not in drawn(pilot)
+
+    drive(run, environ, size, act)
+
+
+def test_keys_as_in_k9s(run: RunDir, environ: dict[str, str]) -> None:
+    """Enter on a rank is its log; / filters there and in the tree; Esc goes back."""
+
+    async def act(pilot: Pilot[None]) -> None:
+        await pilot.press("slash", *"rank 0", "enter")
+        tree = pilot.app.screen_stack[0].query_one(RowList)
+        assert [row.key for row in tree._rows] == [(), (0,), (0, 0)]
+        await pilot.press("escape", "end", "enter")
+        await seen(pilot, "log of rank 0", "loss of 0", "line 40 of 0")
+        await pilot.press("slash", *"line 7 ", "enter")
+        await seen(pilot, "lines with 'line 7 '")
+        await seen(pilot, "line 7 of 0")
+        assert "line 40 of 0" not in drawn(pilot)
+        await pilot.press("escape", "w")
+        await seen(pilot, "why train-1", "rank 1 (local_rank 1) exited with code 7")
+        await pilot.press("m")
+        await seen(pilot, "metrics of train-1", "has reported nothing")
+        await pilot.press("s")
+        await seen(pilot, "stacks of train-1", "does not run")
+        await pilot.press("question_mark")
+        await seen(pilot, "elaunch top RUN --json")
+        await pilot.press("escape", "home", "left")
+        assert [row.key for row in tree._rows] == [()]
+        await pilot.press("right")
+        assert len(tree._rows) == 4
+
+    drive(run, environ, SMALL, act)
+
+
+def test_an_agent_that_is_killed_meanwhile(play: Play, environ: dict[str, str]) -> None:
+    """The view goes on, with what was written last and why the run is LOST."""
+    agent = play(2)
+
+    async def act(pilot: Pilot[None]) -> None:
+        await seen(pilot, "RUNNING")
+        agent.kill()
+        await pilot.press("r")
+        await seen(pilot, "LOST", "GONE")
+
+    drive(agent.run, environ, SMALL, act)
+
+
+def test_two_thousand_ranks(environ: dict[str, str]) -> None:
+    """Only open nodes have rows, only seen rows are drawn; a filter finds one of them."""
+    workers = [new_worker(rank, rank) | {"state": "SUCCEEDED"} for rank in range(2000)]
+    run = made(environ, workers=workers, nproc_per_node=2000, world_size=2000)
+
+    async def act(pilot: Pilot[None]) -> None:
+        tree = pilot.app.query_one(RowList)
+        assert len(tree._rows) == 2 and "2000 ranks" in drawn(pilot)
+        await pilot.press("down", "enter", "end")
+        assert tree.key == (0, 1999)
+        await seen(pilot, "rank 1999")
+        began = time.process_time()
+        for _ in range(5):
+            pilot.app._show()  # type: ignore[attr-defined]
+        assert (time.process_time() - began) / 5 < 0.2
+        await pilot.press("slash", *"rank 1234", "enter")
+        assert [row.name for row in tree._rows][-1] == "rank 1234"
+
+    drive(run, environ, WIDE, act)
+
+
+def test_a_run_that_cannot_be_read(run: RunDir, environ: dict[str, str]) -> None:
+    """Its reason stands there, and q ends it."""
+    run.state_file.write_text("{")
+
+    async def act(pilot: Pilot[None]) -> None:
+        await seen(pilot, "UNREADABLE", "state.json")
+        await pilot.press("w", "escape", "q")
+
+    drive(run, environ, SMALL, act)
+
+
+SCRIPT = """
+import os, sys, time, elaunch
+with elaunch.init() as ctx:
+    step = 0
+    while not os.path.exists(sys.argv[1]):
+        step += 1
+        ctx.train.report_progress(min(1.0, step / 10_000))
+        ctx.train.report_training_metrics(step, {"loss": 1.0 / step})
+        print("step", step, "of rank", os.environ["RANK"], flush=True)
+        time.sleep(0.05)
+"""
+
+
+@pytest.mark.slow
+def test_a_job_that_runs(elaunch: Launcher, tmp_path: Path) -> None:
+    """Steps with their rate, a log that is followed, stacks, metrics; then its end is seen."""
+    script, stop = tmp_path / "s.py", tmp_path / "stop"
+    script.write_text(SCRIPT)
+    running = elaunch.start(["run", "--rdzv-id=top", "--nproc-per-node=2", script, str(stop)])
+    running.wait_for_line("step 5 ")
+    place = run_json(elaunch, "top")
+
+    async def act(pilot: Pilot[None]) -> None:
+        await seen(pilot, "steps/s", "ETA", "rank 1")
+        await pilot.press("end", "l")
+        await seen(pilot, "log of rank 1", "of rank 1")
+        lines = len(pilot.app.screen.query_one(RichLog).lines)
+        while len(pilot.app.screen.query_one(RichLog).lines) == lines:
+            await pilot.pause(0.1)
+        await pilot.press("s")
+        await seen(pilot, "s.py")
+        await pilot.press("m")
+        await seen(pilot, "training loss")
+        stop.touch()
+        await asyncio.to_thread(running.wait, 60)
+        await pilot.press("escape", "r")
+        await seen(pilot, "COMPLETED")
+
+    drive(RunDir(Path(place["dir"])), elaunch.env, SMALL, act)
+    assert place["nodes"][0]["ranks"][0]["level"] == 0
+
+
+def test_numbers_that_are_no_level(environ: dict[str, str]) -> None:
+    """A script's own record has no number of slots: its ranks are those of its workers."""
+    workers: list[Any] = [new_worker(3, 0) | {"state": "SUCCEEDED"}]
+    run = made(environ, workers=workers, nproc_per_node=None)
+
+    async def act(pilot: Pilot[None]) -> None:
+        assert "rank 3" in drawn(pilot)
+
+    drive(run, environ, SMALL, act)

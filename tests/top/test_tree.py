@@ -1,0 +1,77 @@
+"""The tree of ``elaunch top``: worst first, filtered, filled only where it is open."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from elaunch.top.tree import JOB, document, nodes, rows
+
+
+def summary(slots: int, hosts: list[str], here: int = 0, **more: Any) -> dict[str, Any]:
+    """Return a summary of nodes with so many slots each."""
+    grid = [
+        {"node": n, "host": host, "first": n * slots, "slots": slots, "here": n == here}
+        for n, host in enumerate(hosts)
+    ]
+    return {"run_id": "r", "state": "RUNNING", "live": True, "grid": grid, **more}
+
+
+def worker(rank: int, state: str = "RUNNING", step: int | None = 10, **more: Any) -> dict[str, Any]:
+    """Return a worker's row."""
+    silent = {"silent_s": None, "doing": ""}
+    return {"rank": rank, "state": state, "step": step, **silent, **more}
+
+
+def test_the_worst_comes_first() -> None:
+    """A failed rank before a slow one before the rest; a node where its worst rank puts it."""
+    workers = [worker(8 + k) for k in range(8)]
+    workers[5] = worker(13, step=4)
+    workers[6] = worker(14, "FAILED")
+    found = nodes(summary(8, ["a", "b"], here=1), workers)
+    assert [node.number for node in found] == [1, 0]
+    assert [rank for _, rank, _ in found[0].ranks][:3] == [14, 13, 8]
+    shown = rows(summary(8, ["a", "b"], here=1), found, {JOB, (1,)})
+    assert [(row.name, row.level) for row in shown[:4]] == [
+        ("r", 2),
+        ("node 1 b", 2),
+        ("rank 14", 2),
+        ("rank 13", 1),
+    ]
+    assert [row.open for row in shown if len(row.key) == 1] == [True, False]
+
+
+def test_silent_and_late_ranks() -> None:
+    """More than half of the hang timeout; the last at the collectives, while the run goes on."""
+    workers = [worker(0, silent_s=6.0), worker(1), worker(2)]
+    said = summary(3, ["a"], progress={"limit_s": 10.0}, lateness={"slow": 2})
+    assert [(level, rank) for level, rank, _ in nodes(said, workers)[0].ranks] == [
+        (2, 0),
+        (1, 2),
+        (0, 1),
+    ]
+    assert nodes({**said, "live": False, "progress": None}, workers)[0].level == 0
+
+
+def test_a_filter_shows_ranks_with_their_nodes() -> None:
+    """By rank, state or host, in any case; a node that is named keeps all its ranks."""
+    workers = [worker(k, "FAILED" if k == 1 else "RUNNING") for k in range(4)]
+    said = summary(2, ["alpha", "beta"])
+    found = nodes(said, workers)
+    assert [row.key for row in rows(said, found, (), "failed")] == [JOB, (0,), (0, 1)]
+    assert [row.key for row in rows(said, found, (), "BETA")] == [JOB, (1,)]
+    assert [row.key for row in rows(said, found, {(1,)}, "beta")] == [JOB, (1,), (1, 2), (1, 3)]
+
+
+def test_hostile_names_stay_on_their_line() -> None:
+    """Escapes and line breaks in a host name are written out."""
+    said = summary(1, ["\x1b[31mh\nx"])
+    assert rows(said, nodes(said, []), {JOB})[1].name == "node 0 \\x1b[31mh\\nx"
+
+
+def test_the_document_has_all_ranks() -> None:
+    """Also of nodes of which only the place is known."""
+    said = summary(2, ["a", "b"], read_at=1.0, attention=[])
+    found = document(said, nodes(said, [worker(0), worker(1)]))
+    assert [node["host"] for node in found["nodes"]] == ["a", "b"]
+    assert [one["rank"] for node in found["nodes"] for one in node["ranks"]] == [0, 1, 2, 3]
+    assert found["nodes"][1]["ranks"][0]["state"] is None and found["read_at"] == 1.0
