@@ -40,6 +40,7 @@ from elaunch.agent.saver.saver import AgentSaver
 from elaunch.agent.status.decisionlog import DecisionLog
 from elaunch.agent.status.eventlog import EventLog
 from elaunch.agent.status.ledger import Ledger, VerdictLog, open_ledger, times_of_node
+from elaunch.agent.status.liveline import LiveLine
 from elaunch.agent.status.record import StatusRecord, shown_code
 from elaunch.agent.status.socket import ControlSocket
 from elaunch.agent.status.views import NodeViews
@@ -177,6 +178,8 @@ class _Run:
         self._start_notice_command(group)
         hook = self._start_event_hook(group)
         self._start_kubeflow()
+        if settings.progress:
+            LiveLine(pump, status_record.snapshot).start(self._stack)
         publisher, standalone = self._join(plan, group, pump.say, saver, hangs, views)
         if standalone is None:
             publisher.follow(partial(times_of_node, ledger, hangs))

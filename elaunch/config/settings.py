@@ -83,6 +83,7 @@ class Settings(Struct, frozen=True):
     sibling_grace: float
     virtual_local_rank: bool
     hang_timeout: float | Literal["auto"] | None
+    progress: bool
     progress_regex: str | None
     no_stacks: bool
     checkpoint_dir: Path | str | None

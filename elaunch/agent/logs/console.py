@@ -12,17 +12,24 @@ file). A `Speaker` is one worker's stream as one console shows it. Together they
   two progress bars take turns on one line, as they would without a launcher.
 * Nothing here blocks. What the console does not take now is queued; `Console.pending` shows the
   pump when to stop reading the streams that are shown there, so nothing is lost either.
+* A live line (`Console.show_live`) stands below the last whole line, while that is the last thing
+  there: it goes before anything is written, and a line that is not whole yet has its place. It is
+  drawn only while this process is in the foreground: the shell's prompt is left alone.
 * A console that is gone (``| head``, a closed terminal) swallows what is written to it.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import re
 import select
 import stat
+import struct
+import termios
 from collections import deque
+from contextlib import suppress
 
 PARTIAL_AGE = 0.2
 BULK_SILENCE = 2.0
@@ -32,6 +39,7 @@ HELD_LIMIT = 16 * 1024 * 1024
 _SEGMENT = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _BUFFERS_PER_WRITE = 64
+_ERASE = b"\r\x1b[K"
 
 
 class Console:
@@ -60,6 +68,8 @@ class Console:
         self._queue: deque[memoryview] = deque()
         self._owner: Speaker | None = None
         self._last = b"\n"
+        self._live = b""
+        self._drawn = False
 
     def write(self, data: bytes, speaker: Speaker | None = None, *, bar: bool = False) -> None:
         """Queue `data` so that no line mixes two speakers.
@@ -71,6 +81,7 @@ class Console:
         """
         if self.gone or not data:
             return
+        self._erase()
         before = self._separator(speaker, bar)
         if before:
             self._push(before)
@@ -78,8 +89,16 @@ class Console:
         self._last = data[-1:]
         self._owner = None if self._last == b"\n" else speaker
 
+    def show_live(self, text: str) -> None:
+        """Have ``text`` below what is written from now on, or nothing; `flush` draws it."""
+        self._live = text.encode("ascii", "backslashreplace")
+        # A console that takes nothing has the line of before in its queue: one is enough.
+        if not self._queue or not text:
+            self._erase()
+
     def flush(self) -> None:
         """Write as much of the queue as the console takes now."""
+        self._draw()
         while self._queue:
             try:
                 written = self._write_some()
@@ -97,6 +116,30 @@ class Console:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+    def _erase(self) -> None:
+        if self._drawn and self._in_front():
+            self._push(_ERASE)
+        self._drawn = False
+
+    def _draw(self) -> None:
+        whole = self._last == b"\n"
+        if self._live and not (self._drawn or self.gone) and whole and self._in_front():
+            self._push(self._live[: self._columns() - 1])
+            self._drawn = True
+
+    def _columns(self) -> int:
+        """Return the terminal's width: a line that fills it would be two after a resize."""
+        with suppress(OSError):
+            size = fcntl.ioctl(self.fd, termios.TIOCGWINSZ, bytes(8))
+            return int(struct.unpack("HHHH", size)[1]) or 80
+        return 80
+
+    def _in_front(self) -> bool:
+        try:
+            return os.tcgetpgrp(self.fd) == os.getpgrp()
+        except OSError:
+            return True  # a terminal without job control
 
     def _separator(self, speaker: Speaker | None, bar: bool) -> bytes:
         owner = self._owner

@@ -172,6 +172,17 @@ class LogPump:
         else:
             write_directly(self._console_fds[1], _line(text))
 
+    @property
+    def on_terminal(self) -> bool:
+        """Whether a live line can be shown: a console is a terminal that knows how to erase."""
+        known = os.environ.get("TERM", "") not in ("", "dumb", "unknown")
+        return known and any(console.terminal for console in self._consoles.values())
+
+    def show_live(self, text: str) -> None:
+        """Show a line below all others on the terminal, in the place of the last; "" for none."""
+        if self._thread.is_alive():
+            self._post(partial(self._set_live, text))
+
     def close(self, timeout: float = CONSOLE_PATIENCE) -> None:
         """Stop the thread, once files are closed and the console has taken what is queued for it.
 
@@ -311,6 +322,11 @@ class LogPump:
 
     def _show(self, text: str) -> None:
         self._consoles["stderr"].write(_line(text))
+
+    def _set_live(self, text: str) -> None:
+        both = (self._consoles["stderr"], self._consoles["stdout"])
+        for console in [one for one in both if one.terminal][:1]:
+            console.show_live(text)
 
     def _stop(self, deadline: float) -> None:
         self._stop_at = deadline

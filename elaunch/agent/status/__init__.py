@@ -4,7 +4,8 @@
 ``elaunch status`` and its like, ``views`` shows commands the stacks and log files of all nodes,
 ``httpport`` answers HTTP probes and Prometheus; ``kubeflow`` posts how far the job is, ``onevent``
 hands over what happens, both by ``posting``; ``ledger`` adds up where the time goes;
-``decisionlog`` writes the log lines and ``eventlog`` torch's events.
+``decisionlog`` writes the log lines, ``liveline`` the one of --progress; ``eventlog`` torch's
+events.
 """
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "httpport",
     "kubeflow",
     "ledger",
+    "liveline",
     "onevent",
     "record",
     "socket",

@@ -107,6 +107,12 @@ OUTPUT = (
         None,
         "default, or refused: a class of torch's.",
     ),
+    switch(
+        name="progress",
+        help="Keep a line below the workers' with step, rate, ETA and goodput; without a terminal "
+        "print one each 30 s.",
+        torchrun=False,
+    ),
     Flag(
         "event-log-handler",
         one_of("null", "console", "dynamic_rendezvous"),
