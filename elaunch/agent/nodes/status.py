@@ -111,6 +111,8 @@ class StatusPublisher:
         old = self._record
         word, round_number = nodes.own_state(state)
         self._rests(word in AT_REST)
+        is_due = (word, round_number) != (old.state, old.round)
+        is_due = is_due or isinstance(turn.event, events.RanksAsked)
         made = replace(
             old,
             state=word,
@@ -124,7 +126,7 @@ class StatusPublisher:
             held=state.held if word in AT_REST and state.finish is None else (),
             reason=_reason(state),
             exit_code=_own_code(state),
-            times=self._times(),
+            times=self._times() if is_due else old.times,
         )
         if _news(made) != _news(old) or _is_stale(old.times, made.times):
             self._record = made
