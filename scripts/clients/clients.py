@@ -76,7 +76,8 @@ def pip(library: Library, *words: str) -> None:
 def version(library: Library, package: str) -> str:
     """Return the version of a package in a library's environment, or nothing."""
     code = f"from importlib.metadata import version; print(version({package!r}))"
-    done = subprocess.run([python(library), "-c", code], capture_output=True, text=True)
+    # Isolated: else it finds what lies in the current directory, such as this checkout's metadata.
+    done = subprocess.run([python(library), "-I", "-c", code], capture_output=True, text=True)
     return done.stdout.strip()
 
 
