@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,7 +18,7 @@ from elaunch.errors import UsageError
 from elaunch.runs.directory import RunDir, run_id_of
 from elaunch.runs.record import condition
 from elaunch.wire import control
-from elaunch.wire.control import LOGS_S, MOST_BYTES, STACKS_S
+from elaunch.wire.control import LOGS_S, MOST_BYTES, PROFILE_S, STACKS_S
 
 
 class _Taken(msgspec.Struct):
@@ -84,6 +85,16 @@ def stacks_of(run: RunDir, options: Sequence[str]) -> JobStacks:
         groups += taken.groups
         problems += taken.problems
     return JobStacks(joined(groups), tuple(problems), tuple(silent))
+
+
+def profile_of(run: RunDir, rank: int, seconds: int, path: Path, native: bool) -> tuple[int, str]:
+    """Write the flame graph of a rank of any node; return its pid, and why there is none, or ""."""
+    request = {"of": "profile", "rank": rank, "seconds": seconds, "native": native}
+    ((_, answer),) = ask(run, request, seconds + PROFILE_S).items()
+    if "error" in answer:
+        return 0, str(answer["error"])
+    path.write_text(str(answer["svg"]))
+    return int(answer["pid"]), ""
 
 
 def answer_of(

@@ -34,6 +34,10 @@ STACKS_S: Final = 35.0
 """Seconds for all nodes to show their stacks."""
 LOGS_S: Final = 5.0
 """Seconds for a node to show a piece of its log files."""
+PROFILE_S: Final = 45.0
+"""Seconds for a flame graph beyond those that py-spy looks."""
+LONGEST_S: Final = 3600
+"""Seconds that py-spy may look."""
 MOST_BYTES: Final = 1 << 18
 """Bytes of a log file in one answer."""
 

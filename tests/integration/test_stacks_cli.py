@@ -57,6 +57,12 @@ def test_all_nodes_are_seen_from_one(cluster: Build) -> None:
     found = json.loads(shown.stdout)
     assert sorted(rank for group in found["groups"] for rank in group["ranks"]) == [0, 1], shown
     assert found["silent"] == found["problems"] == []
+    graph = job.share / "1.svg"
+    asked = ["profile", "job", "1s", "--rank=1", "-o", graph]
+    shown = job.machines[1].elaunch(asked).wait(DEADLINE)
+    up = agents[1].wait_for_line(r"^up rank=1 round=0 pid=(\d+)$", DEADLINE)
+    assert shown.stdout.endswith(f"1.svg: 1 s of pid {up[1]}\n"), shown
+    assert "<svg" in graph.read_text()
     for flags in (["--rank=1", "--stream=stdout"], ["--node=1", "--grep=^up "]):
         logs = job.machines[1].elaunch(["logs", "job", *flags]).wait(DEADLINE)
         assert logs.returncode == 0 and "up rank=1 round=0" in logs.stdout, logs

@@ -2,7 +2,7 @@
 
 The watchdog of ``watch`` looks at the workers' ``progress`` at fixed times: at what the script
 reports, or at lines that it prints. ``judge`` decides purely from the history of that. ``stacks``
-asks every worker where it is before the round is ended.
+asks every worker where it is before the round is ended; ``flame`` looks at one for longer.
 """
 
-__all__ = ["elsewhere", "progress", "stackdump", "watch"]
+__all__ = ["elsewhere", "flame", "progress", "stackdump", "watch"]

@@ -402,6 +402,10 @@ class HangWatch:
             for rank, (local_rank, pid) in self._progress.workers().items()
         )
 
+    def pid(self, rank: int) -> int:
+        """Return the process of a rank that runs on this node, or 0. Any thread."""
+        return self._progress.workers().get(rank, (0, 0))[1]
+
     def stacks(self, options: tuple[str, ...] = ()) -> events.StacksTaken:
         """Return the workers' stacks now; with ``options`` as py-spy shows them. Any thread."""
         begun = self._begun

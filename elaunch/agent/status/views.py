@@ -1,4 +1,4 @@
-"""What a command asks of a job's nodes through the agent of one: stacks and log files.
+"""What a command asks of a job's nodes through the agent of one: stacks, a profile, log files.
 
 The command sends the agent of its node one message (elaunch.wire.control) with ``of``, and which
 ``nodes`` it means by node rank, or none for all; the agent asks the others' agents (elaunch.agent
@@ -8,6 +8,8 @@ The command sends the agent of its node one message (elaunch.wire.control) with 
 ``of``      with                             the answer of a node
 ==========  ===============================  =====================================================
 stacks      ``options`` for py-spy           ``host``, ``groups`` and ``problems``, as StacksTaken
+profile     ``rank``, ``seconds``,           ``svg`` and ``pid``; the node of that rank is asked
+            ``native``
 files                                        ``files``: by name size and time of the last change
 bytes       ``name``, ``at``, ``most``       ``bytes`` of that file, as latin-1
 ==========  ===============================  =====================================================
@@ -20,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -29,11 +32,19 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from elaunch.agent.hangs import flame
 from elaunch.agent.hangs.watch import HangWatch
 from elaunch.agent.peers.messages import PeerConnection, Undelivered
 from elaunch.checkpoint.storage import atonce
 from elaunch.runs.logtree import LogTree
-from elaunch.wire.control import LOGS_S, MOST_BYTES, SPY_OPTIONS, STACKS_S
+from elaunch.wire.control import (
+    LOGS_S,
+    LONGEST_S,
+    MOST_BYTES,
+    PROFILE_S,
+    SPY_OPTIONS,
+    STACKS_S,
+)
 from elaunch.wire.local import LocalChannel, Message, close_files
 
 if TYPE_CHECKING:
@@ -42,7 +53,14 @@ if TYPE_CHECKING:
 MOST: Final = 8
 AT_ONCE: Final = 32
 SEND_S: Final = 5.0
-_PATIENCE: Final = {"stacks": STACKS_S - LOGS_S, "files": LOGS_S, "bytes": LOGS_S}
+MOST_SVG: Final = 16 << 20
+"""Bytes of a flame graph that one agent sends another; most have some hundred KB."""
+_PATIENCE: Final = {
+    "stacks": STACKS_S - LOGS_S,
+    "files": LOGS_S,
+    "bytes": LOGS_S,
+    "profile": PROFILE_S - LOGS_S,
+}
 
 log = logging.getLogger("elaunch")
 
@@ -86,13 +104,18 @@ class NodeViews:
         of = request.get("of")
         if of not in _PATIENCE:
             return {"error": f"'of' is {of!r}, known: {', '.join(map(repr, _PATIENCE))}"}
+        numbers = ("rank", "seconds") if of == "profile" else ()
+        if not all(type(request.get(name)) is int for name in numbers):
+            return {"error": "'rank' and 'seconds' must be numbers"}
         begun = self._hangs.begun
         own = 0 if begun is None else begun.place.node_rank
         count = len(begun.plan.nodes) if begun is not None and begun.plan is not None else 1
         wanted = request.get("nodes")
+        if of == "profile" and begun is not None:
+            wanted = [begun.node_of(request["rank"])]
         nodes = [node for node in range(count) if wanted is None or node in wanted]
         found: dict[str, object] = {str(node): {"error": "it does not answer"} for node in nodes}
-        patience = _PATIENCE[of]
+        patience = _patience(request)
 
         def ask(node: int) -> None:
             found[str(node)] = self._own(request) if node == own else self._ask(node, request)
@@ -104,7 +127,7 @@ class NodeViews:
     def _ask(self, node: int, request: Mapping[str, Any]) -> Mapping[str, object]:
         if self._peers is None:
             return {"error": "its agent is not known"}
-        patience = _PATIENCE[request["of"]]
+        patience = _patience(request)
         try:
             peer = self._peers.node(node)
             with self._peers.call(peer, time.monotonic() + LOGS_S, patience) as line:
@@ -128,6 +151,8 @@ class NodeViews:
             options = tuple(one for one in SPY_OPTIONS if one in request["options"])
             taken = self._hangs.stacks(options)
             return {"host": os.uname().nodename, **msgspec.to_builtins(taken)}
+        if request["of"] == "profile":
+            return self._profile(int(request["rank"]), _seconds(request), bool(request["native"]))
         if self._tree is None:
             return {"error": "it keeps no log files: --log-dir /dev/null"}
         if request["of"] == "files":
@@ -135,3 +160,26 @@ class NodeViews:
         most = min(int(request["most"]), MOST_BYTES)
         data = self._tree.read(str(request["name"]), int(request["at"]), most)
         return {"bytes": data.decode("latin-1")}
+
+    def _profile(self, rank: int, seconds: int, native: bool) -> dict[str, object]:
+        pid = self._hangs.pid(rank)
+        if not pid:
+            return {"error": f"rank {rank} does not run on {os.uname().nodename}"}
+        with tempfile.TemporaryDirectory(prefix="elaunch-") as place:
+            path = Path(place, "profile.svg")
+            problem = flame.record(pid, seconds, path, native)
+            if not problem and path.stat().st_size > MOST_SVG:
+                problem = f"the graph has more than {MOST_SVG:,} bytes: ask on that node"
+            if problem:
+                return {"error": problem}
+            return {"svg": path.read_text("utf-8", "replace"), "pid": pid}
+
+
+def _seconds(request: Mapping[str, Any]) -> int:
+    return max(1, min(int(request["seconds"]), LONGEST_S))
+
+
+def _patience(request: Mapping[str, Any]) -> float:
+    """Return the seconds that a node has for its answer."""
+    more = _seconds(request) if request["of"] == "profile" else 0
+    return _PATIENCE[request["of"]] + more

@@ -8,22 +8,17 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
-from typing import Final
 
 import click
 
 from elaunch import text
 from elaunch.endings import INTERRUPTED
 from elaunch.errors import UsageError
+from elaunch.wire.control import LONGEST_S
 
 SILENT = 69
 """Exit code where nothing is known of some node or rank."""
-LONGEST_S: Final = 3600
 
 
 @click.command("stacks")
@@ -63,29 +58,46 @@ def stacks(run: str | None, native: bool, values: bool, as_json: bool) -> int:
     help="The file.  [default: profile-RUN-rankR.svg]",
 )
 def profile(run: str, duration: str, rank: int, native: bool, output: Path | None) -> int:
-    """Write a flame graph (SVG) of one rank of RUN on this node, of the next DURATION.
+    """Write a flame graph (SVG) of one rank of RUN, of the next DURATION.
 
-    DURATION is 10s, 2m; 10s if it is left out. The rank trains on meanwhile. RUN is a run id of
-    this machine, or the beginning of one. It takes py-spy: pip install 'elaunch[stacks]'.
+    DURATION is 10s, 2m; 10s if it is left out. The rank trains on meanwhile; one of another node is
+    looked at by that node's agent. RUN is a run id of this machine, or the beginning of one. It
+    takes py-spy on the rank's node: pip install 'elaunch[stacks]'.
     """
+    from elaunch.agent.hangs import flame
+    from elaunch.monitor.nodeviews import profile_of
     from elaunch.runs import directory, statedir
 
     seconds = _seconds(duration)
     found = directory.find(run, os.environ)
     name, record = directory.run_id_of(found), found.read_state()
     pids = {one["rank"]: one["pid"] for one in record["workers"] if one["state"] == "RUNNING"}
-    pid = pids.get(rank)
     if not directory.is_live(found) or not pids:
         raise UsageError(f"RUN {name} does not run: `elaunch status {name}` tells how it ended")
-    if pid is None:
+    pid = pids.get(rank)
+    if pid is None and rank >= (record["world_size"] or 0):
         raise UsageError(
             f"--rank {rank} of run {name} does not run on this node; here: {text.ranks(pids)}; "
-            "name one of these, or ask on that rank's node"
+            "name one of these, or one of another node"
         )
-    if record["agent"]["host"] != os.uname().nodename:
-        raise UsageError(f"RUN {name} runs on {record['agent']['host']}: ask there")
     path = output or Path(f"profile-{statedir.file_name(name)}-rank{rank}.svg")
-    return _record(pid, seconds, path, native)
+    place = path.absolute().parent
+    if not os.access(place, os.W_OK):
+        raise UsageError(f"--output {path}: {place} cannot be written; name a file elsewhere")
+    try:
+        if pid is not None and record["agent"]["host"] == os.uname().nodename:
+            problem = flame.record(pid, seconds, path, native)
+        else:
+            pid, problem = profile_of(found, rank, seconds, path, native)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    if problem == flame.MISSING:
+        raise UsageError(problem)
+    if problem:
+        click.echo(f"elaunch: {problem}", err=True)
+        return SILENT
+    click.echo(f"{path}: {seconds} s of pid {pid}")
+    return 0
 
 
 def _seconds(raw: str) -> int:
@@ -94,34 +106,3 @@ def _seconds(raw: str) -> int:
     if not 0 < seconds <= LONGEST_S:
         raise UsageError(f"DURATION {raw}: is none; give 1s to 3600s, as 10s or 2m")
     return seconds
-
-
-def _record(pid: int, seconds: int, path: Path, native: bool) -> int:
-    """Have py-spy write the graph; return the exit code."""
-    program = shutil.which("py-spy") or shutil.which("py-spy", path=os.path.dirname(sys.executable))
-    if program is None:
-        raise UsageError("py-spy is not installed: pip install 'elaunch[stacks]'")
-    place = path.absolute().parent
-    if not os.access(place, os.W_OK):
-        raise UsageError(f"--output {path}: {place} cannot be written; name a file elsewhere")
-    # Without frames of C the process need not be stopped for each sample.
-    how = "--native" if native else "--nonblocking"
-    argv = [program, "record", how, "--pid", str(pid), "--duration", str(seconds)]
-    argv += ["--output", str(path)]
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        try:
-            out, err = process.communicate(timeout=seconds + 60)
-        except KeyboardInterrupt:
-            process.send_signal(signal.SIGINT)
-            process.communicate()
-            return INTERRUPTED
-        except subprocess.TimeoutExpired:
-            process.kill()
-            out, err = process.communicate()
-    lines = [line.strip() for line in (err + out).decode("utf-8", "replace").splitlines()]
-    if process.returncode or not path.exists() or not path.stat().st_size:
-        why = next((line for line in lines if line.startswith("Error")), " ".join(lines[:1]))
-        click.echo(f"elaunch: py-spy has written nothing: {text.one_line(why)}", err=True)
-        return SILENT
-    click.echo(f"{path}: {seconds} s of pid {pid}")
-    return 0

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -10,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from elaunch.agent.hangs import flame
 from elaunch.agent.hangs.stackdump import StackGroup
 from elaunch.agent.peers.peers import Peers
 from elaunch.agent.policy.events import StacksTaken
@@ -18,12 +22,13 @@ from elaunch.agent.status import views
 from elaunch.agent.status.socket import ControlSocket
 from elaunch.agent.status.views import NodeViews
 from elaunch.errors import UsageError
-from elaunch.monitor.nodeviews import RemoteTree, ask, stacks_of
+from elaunch.monitor.nodeviews import RemoteTree, ask, profile_of, stacks_of
 from elaunch.runs.directory import RunDir
 from elaunch.runs.logtree import Arrival
 from elaunch.runs.record import first_record
 from tests.agent.peersrig import agents, tell
 
+PIDS: dict[int, int] = {}
 WAITS, LOADS = ("all_reduce", "step"), ("load", "step")
 
 
@@ -42,7 +47,11 @@ def job(tmp_path: Path, *nodes: StacksTaken | None) -> Iterator[tuple[RunDir, li
         run.write_state(first_record("j", "j", tmp_path))
         for number, stacks in enumerate(nodes):
             begun = Round(0, 1, plan=plan, name=f"a{number}")
-            hangs: Any = SimpleNamespace(begun=begun, stacks=lambda options, own=stacks: own)
+            hangs: Any = SimpleNamespace(
+                begun=begun,
+                stacks=lambda options, own=stacks: own,
+                pid=lambda rank: PIDS.get(rank, 0),
+            )
             served = NodeViews(hangs, tmp_path / f"logs{number}")
             if stacks is not None:
                 served.meet(made[number])
@@ -95,7 +104,7 @@ def test_log_files_of_another_node_are_read(tmp_path: Path) -> None:
 def test_what_makes_no_sense_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And more at a time than there is room for."""
     with job(tmp_path, taken({})) as (run, _):
-        with pytest.raises(UsageError, match="'of' is 'x', known: 'stacks', 'files', 'bytes'"):
+        with pytest.raises(UsageError, match="'of' is 'x', known: 'stacks', 'files', 'bytes',"):
             ask(run, {"of": "x"}, 5)
         for request in ({"of": "bytes"}, {"of": "bytes", "name": 3, "at": "x", "most": None}):
             assert "makes no sense" in ask(run, request, 5)[0]["error"]
@@ -104,3 +113,34 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "full").mkdir()
     with job(tmp_path / "full", taken({})) as (run, _), pytest.raises(UsageError, match="0 such"):
         ask(run, {"of": "files"}, 5)
+
+
+def test_a_rank_of_another_node_is_profiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its agent; where it cannot, its host is named, and nothing is written."""
+    path = tmp_path / "x.svg"
+    busy = "print('up', flush=True)\nwhile True: sum(range(1000))\n"
+
+    def problem() -> str:
+        pid, why = profile_of(run, 1, 1, path, False)
+        assert (pid, path.exists()) == (0, False) and "node1" in why
+        return why
+
+    with (
+        job(tmp_path, taken({}), taken({})) as (run, _),
+        subprocess.Popen([sys.executable, "-c", busy], stdout=subprocess.PIPE) as process,
+    ):
+        assert process.stdout is not None and process.stdout.readline() == b"up\n"
+        assert f"rank 1 does not run on {os.uname().nodename}" in problem()
+        monkeypatch.setitem(PIDS, 1, process.pid)
+        assert profile_of(run, 1, 1, path, False) == (process.pid, "")
+        assert "<svg" in path.read_text()
+        path.unlink()
+        monkeypatch.setattr(views, "MOST_SVG", 10)
+        assert "the graph has more than 10 bytes: ask on that node" in problem()
+        process.kill()
+        monkeypatch.setattr(flame, "py_spy", lambda: None)
+        assert flame.MISSING in problem()
+        with pytest.raises(UsageError, match="must be numbers"):
+            ask(run, {"of": "profile", "rank": "x"}, 5)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from elaunch.agent.hangs import stacks
 from elaunch.cli import execute
-from elaunch.cli.views import stacks
 from elaunch.runs.directory import RunDir, create
 from elaunch.runs.record import first_record, new_worker
 
