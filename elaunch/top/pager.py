@@ -98,10 +98,11 @@ class Pager(Screen[None]):
         if replaced:
             at = log.scroll_offset
             log.clear()
+        # Without a width it wraps at 80 columns, whatever the terminal has.
+        width = log.scrollable_content_region.width
         for line in lines:
-            log.write(
-                line, scroll_end=None if log.auto_scroll and log.is_vertical_scroll_end else False
-            )
+            at_end = log.auto_scroll and log.is_vertical_scroll_end
+            log.write(line, width=width, scroll_end=None if at_end else False)
         if replaced and not log.auto_scroll:
             log.scroll_to(at.x, at.y, animate=False)
         now = time.time()

@@ -36,18 +36,18 @@ MOST_SPARKS: Final = 80
 LEVELS: Final = {"bad": ("✗", "bold red"), "warn": ("!", "yellow")}
 
 HELP: Final = """\
-key               shows                               the same for programs
-up, down, …       go through the tree                 elaunch top RUN --json
-left, right       close and open a node               elaunch status RUN --json
-Enter             open or close it; a rank's log
-l                 the log of what is chosen, followed elaunch logs RUN --rank N
-s                 where all ranks are now             elaunch stacks RUN --json
-w                 why a round has failed              elaunch why RUN --json
-m                 what the script has reported        elaunch metrics RUN --json
-/                 filter: a rank, a state, a host; elsewhere lines
-r                 read again now
-Esc               end the filter, go back
-q                 quit; the job goes on
+key          shows                               the same for programs
+up, down, …  go through the tree                 elaunch top RUN --json
+left, right  close and open a node               elaunch status RUN --json
+Enter        open or close it; a rank's log
+l            the log of what is chosen, followed elaunch logs RUN --rank N
+s            where all ranks are now             elaunch stacks RUN --json
+w            why a round has failed              elaunch why RUN --json
+m            what the script has reported        elaunch metrics RUN --json
+/            filter: a rank, a state, a host; elsewhere lines
+r            read again now
+Esc          end the filter, go back
+q            quit; the job goes on
 
 ✗   a rank has failed, is gone, or is silent for half of the hang timeout
 !   a rank is behind the others, or comes last to the collectives

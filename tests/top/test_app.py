@@ -112,6 +112,20 @@ def test_keys_as_in_k9s(run: RunDir, environ: dict[str, str]) -> None:
     drive(run, environ, SMALL, act)
 
 
+def test_a_long_line_has_the_whole_width(
+    run: RunDir, environ: dict[str, str], tmp_path: Path
+) -> None:
+    """Of a wide terminal; it wraps where that ends."""
+    with open(tmp_path / "logs" / "attempt_0" / "0" / "stdout.log", "a") as log:
+        log.write("w" * 150 + "\n")
+
+    async def act(pilot: Pilot[None]) -> None:
+        await pilot.press("l")
+        await seen(pilot, "w" * 150)
+
+    drive(run, environ, WIDE, act)
+
+
 def test_an_agent_that_is_killed_meanwhile(play: Play, environ: dict[str, str]) -> None:
     """The view goes on, with what was written last and why the run is LOST."""
     agent = play(2)
