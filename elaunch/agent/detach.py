@@ -48,9 +48,12 @@ class Detached:
         os.close(console)
         self._tell({"dir": str(run.path)})
 
-    def ready(self) -> None:
-        """Let the command end: the run has a record, and its socket answers."""
-        self._tell({"ready": True})
+    def ready(self, address: str = "") -> None:
+        """Let the command end: the run has a record, and its socket answers.
+
+        ``address``: of the run's pages.
+        """
+        self._tell({"ready": True, "dashboard": address})
         os.close(self._pipe)
 
     def _tell(self, said: dict[str, Any]) -> None:
@@ -96,9 +99,11 @@ def _wait(pid: int, pipe: int, settings: Settings) -> int:
     signal.signal(signal.SIGINT, _interrupt)
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        directory, ready = _hear(pipe)
+        directory, ready, address = _hear(pipe)
         if ready and directory is not None:
             _announce(settings, directory)
+            if address:
+                print(f"elaunch: dashboard: {address}", file=sys.stderr)
             return 0
         _, status = os.waitpid(pid, 0)
     except KeyboardInterrupt:
@@ -109,16 +114,19 @@ def _wait(pid: int, pipe: int, settings: Settings) -> int:
     return exit_code(os.waitstatus_to_exitcode(status)) or 1
 
 
-def _hear(pipe: int) -> tuple[Path | None, bool]:
-    """Return where the agent has its record, and whether it is ready; it may have ended."""
+def _hear(pipe: int) -> tuple[Path | None, bool, str]:
+    """Return where the agent has its record, whether it is ready, and where its pages are.
+
+    It may have ended.
+    """
     directory: Path | None = None
     with os.fdopen(pipe, "rb") as lines:
         for line in lines:
             said = json.loads(line)
             if said.get("ready"):
-                return directory, True
+                return directory, True, str(said["dashboard"])
             directory = Path(said["dir"])
-    return directory, False
+    return directory, False, ""
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:

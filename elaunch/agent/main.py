@@ -44,6 +44,7 @@ from elaunch.agent.status.liveline import LiveLine
 from elaunch.agent.status.record import StatusRecord, shown_code
 from elaunch.agent.status.socket import ControlSocket
 from elaunch.agent.status.views import NodeViews
+from elaunch.agent.status.webpages import WebPages
 from elaunch.agent.workers.group import GroupPlan, WorkerGroup, check_open_files
 from elaunch.agent.workers.links import WorkerLinks
 from elaunch.agent.workers.server import open_standard_files
@@ -174,9 +175,9 @@ class _Run:
         )
         views = NodeViews(hangs, self._log_root)
         self._start_control(links, views)
-        self._start_timer()
-        self._start_notice_command(group)
-        hook = self._start_event_hook(group)
+        self._start_notices(group)
+        pages = self._open_pages(group, pump)
+        hook = (*self._start_event_hook(group), pages.see)
         self._start_kubeflow()
         if settings.progress:
             LiveLine(pump, status_record.snapshot).start(self._stack)
@@ -194,12 +195,11 @@ class _Run:
             observers=self._observers(plan, group, pump, hangs, publisher, hook, ledger),
             standalone=standalone,
         )
-        threading.Thread(
-            target=directory.prune_for, args=(self._run_dir, os.environ), name="prune", daemon=True
-        ).start()
+        prune = partial(directory.prune_for, self._run_dir, os.environ)
+        threading.Thread(target=prune, name="prune", daemon=True).start()
         saver.check()
         if detached is not None:
-            detached.ready()
+            detached.ready(pages.wait())
         return agent.run()
 
     def _start_pump(self, lines: ProgressLines | None) -> LogPump:
@@ -256,16 +256,12 @@ class _Run:
         else:
             self._stack.callback(control.close)
 
-    def _start_timer(self) -> None:
-        """Have the workers asked to save and to end at --preempt-at."""
+    def _start_notices(self, group: WorkerGroup) -> None:
+        """Have the workers asked to save and to end at --preempt-at, or by --notice-command."""
         settings = self._settings
         if settings.preempt_at is not None:
             timer = signals.timer(settings.preempt_at, settings.preempt_left, self._inbox.put)
             self._stack.callback(timer.cancel)
-
-    def _start_notice_command(self, group: WorkerGroup) -> None:
-        """Have the workers asked to save and to end when --notice-command prints a notice."""
-        settings = self._settings
         if settings.notice_command is None:
             return
         from elaunch.agent.noticecommand import NoticeCommand, post_notice
@@ -274,6 +270,13 @@ class _Run:
         command = NoticeCommand(settings.notice_command, self._environ, group.reaper, taken)
         command.start()
         self._stack.callback(command.close)
+
+    def _open_pages(self, group: WorkerGroup, pump: LogPump) -> WebPages:
+        where, environ = self._run_dir.path, self._environ
+        pages = WebPages(self._settings, where, environ, group.reaper, pump.say)
+        self._stack.callback(pages.close)
+        self._status_record.pages = lambda: pages.address
+        return pages
 
     def _start_event_hook(self, group: WorkerGroup) -> tuple[Observer, ...]:
         """Have --on-event, if any, get what happens; return what sees the loop's turns."""
@@ -421,8 +424,7 @@ def _own_temp(
         return None, {}
 
     def close() -> None:
-        left = temp.close()
-        if left is not None:
+        if (left := temp.close()) is not None:
             log.warning("the workers left files in their TMPDIR, %s", left)
 
     stack.callback(close)

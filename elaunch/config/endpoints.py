@@ -8,7 +8,9 @@ endpoint, and give the form that was probably meant.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import importlib.util
 import ipaddress
 import os
 import re
@@ -16,6 +18,7 @@ import socket
 from collections.abc import Iterator
 
 from elaunch import hosts
+from elaunch.config import values
 
 # Addresses for documentation, never anybody's: the route to them is the default route.
 _EVERYWHERE = ("192.0.2.1", "2001:db8::1")
@@ -63,6 +66,19 @@ def listening(raw: str) -> tuple[str, int]:
     if not number:
         raise ValueError("has no port, or 0: nobody would know which")
     return place, number
+
+
+def pages(raw: str) -> tuple[str, int | None] | None:
+    """Return (host, port or None) of a web server, "yes" for any port of loopback; None for no."""
+    with contextlib.suppress(ValueError):
+        if not values.switch(raw):
+            return None
+        raw = ""
+    place = listening(raw) if raw else ("127.0.0.1", None)
+    for package in ("starlette", "uvicorn"):
+        if importlib.util.find_spec(package) is None:
+            raise ValueError(f"needs {package}: pip install 'elaunch[dashboard]'")
+    return place
 
 
 def host(raw: str) -> str:

@@ -70,6 +70,7 @@ class Settings(Struct, frozen=True):
     event_log_handler: str
     health_check_port: int | None
     metrics_port: tuple[str, int] | None
+    dashboard: tuple[str, int | None] | None
     file_timer: bool
     timer_file: Path | None
     signals_to_handle: tuple[signal.Signals, ...]

@@ -161,6 +161,8 @@ def _progress(view: RunView) -> Iterator[tuple[str, str]]:
     yield "world size", f"{_or_nothing(record['world_size'])}, {record['start_method']}"
     yield from _place_among_nodes(record)
     yield from _progress_facts(record, standing.live)
+    if standing.live and (address := record.get("dashboard")):
+        yield "dashboard", address
     if lateness := record.get("lateness"):
         yield "last", verdict.late_text(verdict.last_rank(lateness))
     yield from _checkpoint_facts(view)

@@ -304,6 +304,7 @@ class Record(_RecordRequired, total=False):
     timing: TimingRecord
     rounds_left_out: int
     code: str
+    dashboard: str
 
 
 def parse(raw: bytes, source: str) -> Record:

@@ -2,7 +2,8 @@
 
 ``record`` keeps the run's record and puts it on the disk in a thread of its own; ``socket`` answers
 ``elaunch status`` and its like, ``views`` shows commands the stacks and log files of all nodes,
-``httpport`` answers HTTP probes and Prometheus; ``kubeflow`` posts how far the job is, ``onevent``
+``webpages`` has a process serve the run in the browser, ``httpport`` answers HTTP probes and
+Prometheus; ``kubeflow`` posts how far the job is, ``onevent``
 hands over what happens, both by ``posting``; ``ledger`` adds up where the time goes;
 ``decisionlog`` writes the log lines, ``liveline`` the one of --progress; ``eventlog`` torch's
 events.
@@ -19,4 +20,5 @@ __all__ = [
     "record",
     "socket",
     "views",
+    "webpages",
 ]

@@ -77,6 +77,7 @@ class StatusRecord:
         self._progress: Callable[[], ProgressRecord | None] = lambda: None
         self._saves: Callable[[], SavesRecord | None] = lambda: None
         self._name: Callable[[], str] = lambda: ""
+        self.pages: Callable[[], str] = lambda: ""
         self._timing: Callable[[], TimingRecord | None] = lambda: None
         self._lateness: Callable[[bool], LatenessRecord | None] = lambda _: None
 
@@ -109,6 +110,7 @@ class StatusRecord:
             "lateness": self._lateness(ask),
             "saves": self._saves(),
             "name": self._name() or None,
+            "dashboard": self.pages() or None,
         }
         if published["state"] not in FINAL_STATES:
             now["timing"] = self._timing()

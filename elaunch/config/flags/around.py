@@ -220,6 +220,10 @@ OTHER = (
         *("metrics-port", Kind(endpoints.listening, "[HOST:]PORT", "PORT or HOST:PORT"), None),
         "Where the agent answers Prometheus, at /metrics; on loopback unless HOST is given.",
     ),
+    own(
+        *("dashboard", Kind(endpoints.pages, "[=HOST:PORT]", "yes, no or HOST:PORT"), "no"),
+        "Serve the run's pages for the browser as long as it lasts, and print their address.",
+    ),
     switch(
         name="detach",
         help="Go on in the background: print the run id, and leave the rest to status, logs, stop.",

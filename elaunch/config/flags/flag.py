@@ -17,7 +17,7 @@ from typing import Any, Final, Literal
 
 from msgspec import Struct
 
-from elaunch.config import values
+from elaunch.config import endpoints, values
 from elaunch.env import AGENT_SOCKET, FACTS
 from elaunch.errors import UsageError
 
@@ -94,7 +94,7 @@ class Flag(Struct, frozen=True):
     @property
     def is_switch(self) -> bool:
         """Whether the flag stands alone on the command line."""
-        return self.kind.read is values.switch
+        return self.kind.read in (values.switch, endpoints.pages)
 
     @property
     def spellings(self) -> tuple[str, ...]:

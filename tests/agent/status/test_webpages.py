@@ -1,0 +1,59 @@
+"""--dashboard: a real server beside a real job, from its start to its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import urllib.request
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from elaunch import proc
+from tests.integration.jobs import SPAWN
+from tests.integration.watching import act, wait_for_workers
+from tests.launching import Launcher, wait_until
+
+FLAGS = ("--run-id", "job", "--max-restarts", "1")
+
+
+def healthy(address: str) -> bool:
+    """Tell whether a server answers there."""
+    try:
+        with urllib.request.urlopen(f"{address.partition('#')[0]}healthz", timeout=10) as answer:
+            return bool(answer.read() == b"ok\n")
+    except OSError:
+        return False
+
+
+def test_pages_are_served_for_as_long_as_the_run_lasts(elaunch: Launcher) -> None:
+    """Printed once; a port that is taken is replaced; the server dies with the agent."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        flag = f"--dashboard=127.0.0.1:{taken.getsockname()[1]}"
+        job = elaunch.start(act(SPAWN, "say=up", "wait", flags=[*FLAGS, flag]))
+        line = job.wait_for_line(r"dashboard: http://\S+#/run/job", stream="stderr")[0]
+    wait_for_workers(job)
+    address = re.findall(r"http://\S+", line)[0]
+    assert healthy(address) and urlsplit(address).port is not None
+    status = elaunch.run(["status", "job", "--json"])
+    assert json.loads(status.stdout)["dashboard"] == address
+    pids = proc.children(job.process.pid)
+    (server,) = (p for p in pids if b"dashboard\0" in Path(f"/proc/{p}/cmdline").read_bytes())
+    os.kill(server, signal.SIGKILL)
+    wait_until(lambda: healthy(address), what="the server is started again")
+    job.process.kill()
+    job.wait()
+    wait_until(lambda: not healthy(address), what="the server ends with its agent")
+
+
+def test_the_detached_command_prints_the_address(elaunch: Launcher) -> None:
+    """And one word that is neither yes nor a place is refused."""
+    done = elaunch.run(act(SPAWN, "wait", flags=[*FLAGS, "--dashboard", "--detach"]))
+    found = re.search(r"elaunch: dashboard: (http://\S+)", done.stderr)
+    assert found is not None and healthy(found[1])
+    assert elaunch.run(["stop", "job"]).returncode == 0
+    assert not healthy(found[1])
+    refused = elaunch.run(act(SPAWN, "wait", flags=["--dashboard=maybe"]))
+    assert refused.returncode == 2 and "--dashboard: 'maybe'" in refused.stderr
