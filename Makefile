@@ -1,7 +1,7 @@
 # Each target sets up what it needs by itself, on a Debian machine with Python 3 and make.
 #
 #   make demo    train on real data, kill a worker in the middle, show what it cost
-#   make test    every test but the trials
+#   make test    every test but the trials; some of them with the newest torch, too
 #   make trials  the long ones: kills at random moments, launchers times sizes, the other store
 #   make lint    format, lint, types
 #   make check   the same and the fast tests: less than a minute and a half
@@ -43,6 +43,7 @@ test: $(STAMP)
 	# The tests start elaunch a thousand times; where Python may not write bytecode, it is here.
 	$(BIN)/python -m compileall -q elaunch
 	$(PYTEST) --strict-machine -m "not trial"
+	$(BIN)/python scripts/newest.py -q
 
 trials: $(STAMP)
 	scripts/setup-system.sh --trials
@@ -92,6 +93,6 @@ size: $(STAMP)
 	@$(BIN)/python scripts/size.py
 
 clean:
-	rm -rf $(VENV) build dist bench-results matrix-results .clients .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-newest build dist bench-results matrix-results .clients .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	rm -rf elaunch.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
