@@ -13,6 +13,7 @@ from msgspec.structs import asdict, replace
 from elaunch.rendezvous.decide.view import View
 from elaunch.rendezvous.plan import NodeTimes
 from elaunch.runs.record import JobTimingRecord
+from elaunch.runs.verdict import CLASSES
 
 
 def total(found: Iterable[NodeTimes]) -> NodeTimes | None:
@@ -60,12 +61,12 @@ def _of_round(view: View, now: float) -> Iterator[NodeTimes]:
 
 
 def to_record(times: NodeTimes) -> JobTimingRecord:
-    """Return the sum as a run's record has it."""
+    """Return the sum as a run's record has it, with the classes that no node has any time of."""
     return {
         "nodes": times.nodes,
         "slots": times.slots,
         "wall_s": times.wall_s,
-        "seconds": dict(times.seconds),
+        "seconds": {**dict.fromkeys(CLASSES, 0.0), **times.seconds},
         "slowest": None if times.pace is None else asdict(times.pace),  # type: ignore[typeddict-item]
         "late": None if times.late is None else asdict(times.late),  # type: ignore[typeddict-item]
     }

@@ -51,6 +51,15 @@ def test_a_node_that_has_finished_waits_for_the_others() -> None:
     assert found.wall_s == pytest.approx(sum(found.seconds.values()))
 
 
+def test_a_verdict_with_saves_needs_every_class() -> None:
+    """Nodes publish those that they have any time of, and the advice on saves asks for others."""
+    found = total([times(2, 100.0, 90.0)])
+    assert found is not None
+    job = to_record(found)
+    assert set(job["seconds"]) == set(verdict.CLASSES)
+    assert sum(job["seconds"].values()) == pytest.approx(job["wall_s"])
+
+
 def test_the_verdict_is_on_all_nodes() -> None:
     """It names the rank, its node, and what was measured of it."""
     found = total([times(6, 100.0, 90.0), times(2, 60.0, 50.0, LATE)])
