@@ -38,6 +38,8 @@ PROFILE_S: Final = 45.0
 """Seconds for a flame graph beyond those that py-spy looks."""
 LONGEST_S: Final = 3600
 """Seconds that py-spy may look."""
+ATTEMPTS: Final = 3
+"""How often a request is sent that the agent has not taken."""
 MOST_BYTES: Final = 1 << 18
 """Bytes of a log file in one answer."""
 
@@ -51,9 +53,8 @@ def ask(path: Path, request: Mapping[str, object], timeout: float = 2.0) -> dict
     """
     until = time.monotonic() + timeout
     try:
-        channel = LocalChannel(connect(path, timeout))
+        channel = _sent(path, request, until)
         try:
-            channel.send(request, seconds=until - time.monotonic())
             received = channel.receive(until)
         finally:
             channel.close()
@@ -67,3 +68,23 @@ def ask(path: Path, request: Mapping[str, object], timeout: float = 2.0) -> dict
     if "error" in answer:
         raise ConnectionError(f"the agent at {path} refused: {answer!r}")
     return answer
+
+
+def _sent(path: Path, request: Mapping[str, object], until: float) -> LocalChannel:
+    """Return a connection that the request has been sent on.
+
+    The agent hangs up on a client that does not send its request in time, and a busy machine may
+    hold this one up: what the agent has not taken is sent again.
+    """
+    for attempt in range(ATTEMPTS):
+        left = max(0.0, until - time.monotonic())
+        channel = LocalChannel(connect(path, left))
+        try:
+            channel.send(request, seconds=left)
+        except OSError as error:
+            channel.close()
+            if not isinstance(error, BrokenPipeError) or attempt == ATTEMPTS - 1:
+                raise
+        else:
+            return channel
+    raise AssertionError("unreachable")

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from elaunch.wire import control, local
 from elaunch.wire.control import ask
+from elaunch.wire.local import LocalChannel
 
 
 @contextmanager
@@ -48,3 +51,33 @@ def test_bad_answers(tmp_path: Path, answer: bytes, problem: str) -> None:
         pytest.raises(ConnectionError, match=problem),
     ):
         ask(tmp_path / "agent.sock", {"op": "status"}, timeout=60)
+
+
+def test_a_request_that_came_too_late_is_sent_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agent has hung up on a client that was held up between its connection and its request."""
+    path, hung_up = tmp_path / "agent.sock", threading.Event()
+
+    def connected(path: Path, seconds: float) -> socket.socket:
+        connection = local.connect(path, seconds)
+        assert hung_up.wait(60)
+        return connection
+
+    monkeypatch.setattr(control, "connect", connected)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen(2)
+
+        def serve() -> None:
+            listener.accept()[0].close()
+            hung_up.set()
+            channel = LocalChannel(listener.accept()[0])
+            received = channel.receive(time.monotonic() + 60)
+            channel.send({"got": received and received[0]["op"]})
+            channel.close()
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        assert ask(path, {"op": "status"}, timeout=60) == {"got": "status"}
+        thread.join(60)
