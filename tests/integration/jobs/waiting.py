@@ -72,7 +72,7 @@ def fault(step: int) -> None:
         os._exit(0)
     elif WHAT == "segfault":
         ctypes.string_at(0)
-    elif WHAT == "oom":
+    elif WHAT in ("oom", "alone"):
         os.kill(os.getpid(), signal.SIGKILL)
     elif WHAT == "allocates":
         taken = [bytearray(b"x") * (64 << 20) for _ in range(1000)]
@@ -93,6 +93,8 @@ def clean(step: int) -> None:
                 file.write(bytes(1 << 20))
                 file.flush()
                 time.sleep(0.1)
+    elif WHAT == "alone" and step == WHEN and RANK != WHO:
+        stand()
     elif WHAT == "uneven" and RANK == WHO:
         compute(0.05)
     elif WHAT == "first" and step == 0:
