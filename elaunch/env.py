@@ -94,6 +94,8 @@ HANDLED_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 """Those of --signals-to-handle by default, as with torchrun."""
 STACKS_SIGNAL = signal.SIGRTMIN + 12
 """At this signal a worker writes the stacks of its threads to its STACKS_FILE."""
+DEBUG_SIGNAL = signal.SIGRTMIN + 13
+"""At this signal a forked worker runs a debugger for the command that listens for it."""
 
 
 class NodePlace(NamedTuple):

@@ -27,6 +27,7 @@ COMMANDS = {
         "Show where all ranks of a running job are, outliers first.",
     ),
     "profile": ("elaunch.cli.views.stacks", "Write a flame graph of one rank of a running job."),
+    "debug": ("elaunch.cli.debug", "Run pdb in one rank of a running job."),
     "stop": ("elaunch.cli.stop", "End a running job, as SIGTERM to its agent does."),
     "restart": (
         "elaunch.cli.stop",

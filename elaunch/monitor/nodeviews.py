@@ -5,6 +5,7 @@ The agent of this node is asked, which asks the others (``elaunch.agent.status.v
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,16 +99,22 @@ def profile_of(run: RunDir, rank: int, seconds: int, path: Path, native: bool) -
 
 
 def answer_of(
-    run: RunDir, request: Mapping[str, object], seconds: float, means: str = ""
+    run: RunDir,
+    request: Mapping[str, object],
+    seconds: float,
+    means: str = "",
+    *,
+    stack: contextlib.ExitStack | None = None,
 ) -> dict[str, Any]:
     """Return what the run's agent answers to ``request``.
 
     Raises UsageError where none does; ``means`` says what became of the request where the
-    agent has not answered for ``seconds``, as in ", so it is withdrawn".
+    agent has not answered for ``seconds``, as in ", so it is withdrawn"; ``stack`` as in
+    ``control.ask``.
     """
     name = run_id_of(run)
     try:
-        return control.ask(run.socket, request, seconds)
+        return control.ask(run.socket, request, seconds, stack)
     except (FileNotFoundError, ConnectionRefusedError):
         raise UsageError(
             f"RUN {name} does not run: `elaunch status {name}` tells how it ended"

@@ -14,6 +14,9 @@ import signal
 import sys
 import threading
 from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from types import FrameType
 from typing import NamedTuple, TextIO
 
 from elaunch import env
@@ -22,6 +25,8 @@ from elaunch.wire import recorder
 
 _stacks_files: list[TextIO] = []
 """The file that the handler of env.STACKS_SIGNAL writes to."""
+_asked: list[int] = []
+"""Signals of commands that want a debugger, and are not answered yet."""
 
 
 class Job(NamedTuple):
@@ -99,6 +104,31 @@ def become(job: Job, fresh: bool = True) -> None:
     torchfix.mend_paths()
     recorder.watch(os.environ)
     _write_stacks_when_asked()
+    _debug_when_asked()
+
+
+def _debug_when_asked() -> None:
+    """Have ``elaunch debug`` find its debugger here."""
+    if place := os.environ.get(env.AGENT_SOCKET):
+        signal.signal(env.DEBUG_SIGNAL, partial(_debug, Path(place).parent))
+
+
+def _debug(directory: Path, signum: int, frame: FrameType | None) -> None:
+    """Look for a command; once more where another signal has come meanwhile."""
+    if frame is None:
+        return
+    _asked.append(signum)
+    if len(_asked) > 1:
+        return
+    try:
+        from elaunch.wire import debugger
+
+        while _asked:
+            del _asked[1:]
+            debugger.attach(directory, frame)
+            del _asked[0]
+    finally:
+        _asked.clear()
 
 
 def _write_stacks_when_asked() -> None:

@@ -12,7 +12,7 @@ request                answer
 ``{"op": "restart",``  ``{"done": "what is done about it"}``, or ``refused`` and why; the round is
 ``"reason": …}``       asked to end, and the next one to begin
 ``{"op": "view",``     ``{"nodes": …}``: stacks or log files of this node and of others
-``"of": …, …}``        (``elaunch.agent.status.views``)
+``"of": …, …}``        (``elaunch.agent.status.views``); with ``of`` ``debug`` it stays open
 ``{"op": "worker",``   a worker stays connected (``elaunch.wire.worker``)
 ``…}``
 anything else          ``{"error": "what is wrong with it"}``
@@ -21,6 +21,7 @@ anything else          ``{"error": "what is wrong with it"}``
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -44,20 +45,25 @@ MOST_BYTES: Final = 1 << 18
 """Bytes of a log file in one answer."""
 
 
-def ask(path: Path, request: Mapping[str, object], timeout: float = 2.0) -> dict[str, Any]:
+def ask(
+    path: Path,
+    request: Mapping[str, object],
+    timeout: float = 2.0,
+    stack: contextlib.ExitStack | None = None,
+) -> dict[str, Any]:
     """Send ``request`` to the agent that listens at ``path`` and return its answer.
 
-    ``timeout`` bounds the whole exchange, in seconds. Raises FileNotFoundError or
-    ConnectionRefusedError when no agent listens there, TimeoutError when it does not answer, and
-    ConnectionError when it refuses the request or closes the connection.
+    With ``stack`` the connection stays open until that is closed. ``timeout`` bounds the whole
+    exchange, in seconds. Raises FileNotFoundError or ConnectionRefusedError when no agent listens
+    there, TimeoutError when it does not answer, and ConnectionError when it refuses the request or
+    closes the connection.
     """
     until = time.monotonic() + timeout
     try:
-        channel = _sent(path, request, until)
-        try:
+        with contextlib.ExitStack() as own:
+            channel = _sent(path, request, until)
+            (own if stack is None else stack).callback(channel.close)
             received = channel.receive(until)
-        finally:
-            channel.close()
     except TimeoutError:
         raise TimeoutError(f"the agent at {path} does not answer") from None
     except BadMessage as error:

@@ -36,6 +36,7 @@ DIFFERENT = {
         "process/death signal": "parent-death signal",
         "process/cmdline": "`/proc/PID/cmdline`",
         "process/environ in /proc": "`/proc/PID/environ`",
+        "process/signal masks/SigCgt": "`SIGRTMIN+13`",
         "identity/loaded twice": "`__mp_main__`",
         "interpreter/stack depth": "frame at the bottom of the stack",
         "interpreter/frozen objects": "`gc.get_freeze_count()`",

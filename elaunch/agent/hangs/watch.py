@@ -8,10 +8,11 @@ purely (elaunch.agent.hangs.judge).
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -254,14 +255,38 @@ class HangWatch:
             collectives=self._places if watched else None,
             activity=WorkerActivity() if settings.hang_timeout == "auto" else None,
         )
+        self._lock = threading.Lock()
+        self._debugged: set[int] = set()
         self._hindered = hindrance.count()
         news: Callable[[], None] = partial(post, events.RanksAsked()) if several else lambda: None
         self._lateness = Lateness(lambda: self._now()[1], self._why, news)
         self._watchdog: Watchdog | None = None
         if settings.hang_timeout is not None:
-            look = self._progress.look
+            look = self._look
             asked = settings.hang_timeout
             self._watchdog = Watchdog(asked, look, self._tell, several, self._explain)
+
+    @property
+    def watches(self) -> bool:
+        """Whether hangs are looked for."""
+        return self._watchdog is not None
+
+    @contextlib.contextmanager
+    def held_by_debugger(self, pid: int) -> Iterator[bool]:
+        """Let no time count while a debugger looks at ``pid``; False: one does. Any thread."""
+        with self._lock:
+            first = pid not in self._debugged
+            self._debugged.add(pid)
+        try:
+            yield first
+        finally:
+            with self._lock:
+                self._debugged -= {pid} if first else set()
+
+    def _look(self) -> Look | None:
+        found = self._progress.look()
+        held = bool(self._debugged)
+        return structs.replace(found, held=True) if found is not None and held else found
 
     def start(self) -> None:
         """Begin to watch."""

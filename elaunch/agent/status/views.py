@@ -12,6 +12,8 @@ profile     ``rank``, ``seconds``,           ``svg`` and ``pid``; the node of th
             ``native``
 files                                        ``files``: by name size and time of the last change
 bytes       ``name``, ``at``, ``most``       ``bytes`` of that file, as latin-1
+debug       ``rank`` of this node            no ``nodes``: ``pid``, or ``refused`` and why; no rank
+                                             counts as hanging until the command hangs up
 ==========  ===============================  =====================================================
 
 Nothing here changes the job. Each request has a thread; more than MOST at a time are refused.
@@ -32,6 +34,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from elaunch import env, proc
 from elaunch.agent.hangs import flame
 from elaunch.agent.hangs.watch import HangWatch
 from elaunch.agent.peers.messages import PeerConnection, Undelivered
@@ -91,7 +94,10 @@ class NodeViews:
 
     def _serve(self, channel: LocalChannel, request: Message) -> None:
         try:
-            channel.send(self._answer(request), (), SEND_S)
+            if request.get("of") == "debug":
+                self._hold(channel, request.get("rank"))
+            else:
+                channel.send(self._answer(request), (), SEND_S)
         except OSError as error:
             log.debug("a command that asked for a view is gone: %s", error)
         except Exception:
@@ -99,6 +105,41 @@ class NodeViews:
         finally:
             channel.close()
             self._room.release()
+
+    def _hold(self, channel: LocalChannel, rank: object) -> None:
+        """Let no rank count as hanging while a debugger of ``rank`` is there."""
+        with contextlib.ExitStack() as stack:
+            pid = self._hangs.pid(rank) if type(rank) is int else 0
+            refused = self._no_debugger(rank, pid)
+            if not refused and not stack.enter_context(self._hangs.held_by_debugger(pid)):
+                refused = f"another `elaunch debug` looks at rank {rank}"
+            channel.send({"refused": refused} if refused else {"pid": pid}, (), SEND_S)
+            if not refused:
+                channel.receive()
+
+    def _no_debugger(self, rank: object, pid: int) -> str:
+        """Return why no debugger can look at ``rank``, or ""."""
+        begun = self._hangs.begun
+        if begun is None:
+            return "no worker runs now"
+        if type(rank) is not int or not 0 <= rank < begun.place.world_size:
+            return f"--rank {rank} is none of 0 to {begun.place.world_size - 1}"
+        node = begun.node_of(rank)
+        if begun.plan is not None and node != begun.place.node_rank:
+            return f"rank {rank} runs on node {node}, {begun.plan.nodes[node].host}: run it there"
+        if not pid:
+            return f"rank {rank} does not run now"
+        if begun.place.nodes > 1 and self._hangs.watches:
+            return (
+                "with --hang-timeout on several nodes the other nodes would take the wait for a "
+                "hang; start the job without it to debug it"
+            )
+        if not proc.catches(pid, env.DEBUG_SIGNAL):
+            return (
+                f"rank {rank} is no fork of the server, or is still being started, and cannot be "
+                "debugged so; `elaunch stacks --native --locals` shows where it is"
+            )
+        return ""
 
     def _answer(self, request: Mapping[str, Any]) -> dict[str, object]:
         of = request.get("of")

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from elaunch import env
 from elaunch.agent.hangs import flame
 from elaunch.agent.hangs.stackdump import StackGroup
 from elaunch.agent.peers.peers import Peers
@@ -22,7 +23,7 @@ from elaunch.agent.status import views
 from elaunch.agent.status.socket import ControlSocket
 from elaunch.agent.status.views import NodeViews
 from elaunch.errors import UsageError
-from elaunch.monitor.nodeviews import RemoteTree, ask, profile_of, stacks_of
+from elaunch.monitor.nodeviews import RemoteTree, answer_of, ask, profile_of, stacks_of
 from elaunch.runs.directory import RunDir
 from elaunch.runs.logtree import Arrival
 from elaunch.runs.record import first_record
@@ -51,6 +52,7 @@ def job(tmp_path: Path, *nodes: StacksTaken | None) -> Iterator[tuple[RunDir, li
                 begun=begun,
                 stacks=lambda options, own=stacks: own,
                 pid=lambda rank: PIDS.get(rank, 0),
+                watches=True,
             )
             served = NodeViews(hangs, tmp_path / f"logs{number}")
             if stacks is not None:
@@ -144,3 +146,22 @@ def test_a_rank_of_another_node_is_profiled(
         assert flame.MISSING in problem()
         with pytest.raises(UsageError, match="must be numbers"):
             ask(run, {"of": "profile", "rank": "x"}, 5)
+
+
+def test_a_debugger_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it would find nothing, or where other nodes would take the wait for a hang."""
+
+    def refused(run: RunDir, rank: object) -> str:
+        asked = {"op": "view", "of": "debug", "rank": rank}
+        return str(answer_of(run, asked, 5)["refused"])
+
+    with job(tmp_path, taken({}), taken({})) as (run, _):
+        assert refused(run, 2) == "--rank 2 is none of 0 to 1"
+        assert refused(run, "x") == "--rank x is none of 0 to 1"
+        assert refused(run, 1).startswith("rank 1 runs on node 1, ")
+        assert refused(run, 0) == "rank 0 does not run now"
+        monkeypatch.setitem(PIDS, 0, os.getpid())
+        assert refused(run, 0).startswith("with --hang-timeout on several nodes")
+    monkeypatch.setattr(Round, "place", env.only_node("", 1))
+    with job(tmp_path, taken({})) as (run, _):
+        assert refused(run, 0).startswith("rank 0 is no fork of the server")

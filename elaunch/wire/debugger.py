@@ -1,0 +1,148 @@
+"""A debugger in a worker, at the terminal of ``elaunch debug``, which the command listens for.
+
+The command listens at a socket in the run directory (:func:`socket_path`), and sends the worker
+``env.DEBUG_SIGNAL``. At the next bytecode of its main thread the worker connects and runs pdb at
+the interrupted frame: what the command sends are pdb's commands, what the worker sends is shown.
+The end of the stream, by either side, lets the script go on; so does a signal that comes when
+nobody listens any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pdb  # noqa: T100  it is what this is about
+import select
+import socket
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final
+
+from elaunch.wire.local import connect
+
+CONNECT_S: Final = 5.0
+
+_sessions: list[_Session] = []
+"""The one that goes on, if any."""
+
+
+def socket_path(directory: Path, pid: int) -> Path:
+    """Return where a command listens for the worker ``pid``, in the run's directory."""
+    return directory / f"debug-{pid}"
+
+
+def attach(directory: Path, frame: FrameType) -> None:
+    """Run pdb at ``frame`` for the command that listens, until it lets the script go on."""
+    if _sessions and not _sessions[0].rests():
+        return
+    try:
+        connection = connect(socket_path(directory, os.getpid()), CONNECT_S)
+    except OSError:
+        return  # the command has given up meanwhile
+    connection.settimeout(None)
+    _sessions[:] = [_Session(_Terminal(connection))]
+    _sessions[0].begin(frame)
+
+
+class _Terminal:
+    """The command's terminal, as files for pdb: it ends, and raises nothing, with the command.
+
+    A process that is forked meanwhile sees its end at once.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._owner = os.getpid()
+        self._connection = connection
+        self._lines = connection.makefile("r", encoding="utf-8", errors="replace")
+        self.ended = False
+
+    def readline(self) -> str:
+        """Return the next line, or "" at the end."""
+        line = ""
+        if not self.ended and os.getpid() == self._owner:
+            with contextlib.suppress(OSError):
+                line = self._lines.readline()
+        return line
+
+    def write(self, text: str) -> int:
+        """Show a text; one that nobody sees any more is dropped."""
+        if not self.ended and os.getpid() == self._owner:
+            with contextlib.suppress(OSError):
+                self._connection.sendall(text.encode("utf-8", "replace"))
+        return len(text)
+
+    def flush(self) -> None:
+        """Do nothing: each text is sent at once."""
+
+    def hung_up(self) -> bool:
+        """Return whether the command is gone."""
+        poll = select.poll()
+        if not self.ended:
+            poll.register(self._connection, 0)
+        return self.ended or bool(poll.poll(0))
+
+    def end(self) -> None:
+        """Hang up."""
+        self.ended = True
+        if os.getpid() == self._owner:
+            with contextlib.suppress(OSError):
+                self._connection.shutdown(socket.SHUT_RDWR)
+        self._connection.close()
+
+
+class _Session(pdb.Pdb):
+    """Pdb whose end, however it comes, lets the script go on."""
+
+    def __init__(self, terminal: _Terminal) -> None:
+        files: Any = terminal
+        super().__init__(stdin=files, stdout=files, nosigint=True, readrc=False)
+        self._terminal = terminal
+        self._prompting = False
+
+    def begin(self, frame: FrameType) -> None:
+        """Stop here at once: the next line of ``frame`` may be far, behind a call of C."""
+        self.reset()
+        self.botframe = frame
+        while self.botframe.f_back is not None:
+            self.botframe = self.botframe.f_back
+        self.interaction(frame, None)
+        if self._terminal.ended:
+            return
+        traced: FrameType | None = frame
+        while traced is not None:
+            traced.f_trace = self.trace_dispatch
+            traced = traced.f_back
+        sys.settrace(self.trace_dispatch)  # last: what follows would be traced, too
+
+    def interaction(self, *args: Any, **named: Any) -> None:
+        """Prompt; a signal that comes meanwhile begins no other session."""
+        self._prompting = True
+        try:
+            super().interaction(*args, **named)
+        finally:
+            self._prompting = False
+
+    def rests(self) -> bool:
+        """Return whether another session may begin: the command of this one is gone."""
+        if self._prompting or not self._terminal.hung_up():
+            return False
+        self.set_quit()
+        return True
+
+    def set_continue(self) -> None:
+        """Go on; hang up where no breakpoint will stop the script again."""
+        super().set_continue()
+        if not self.breaks:
+            self._terminal.end()
+
+    def set_quit(self) -> None:
+        """Go on without breakpoints: the end of a debugger is no end of the script."""
+        self.clear_all_breaks()
+        self.set_continue()
+
+    def do_run(self, arg: str) -> None:
+        """Refuse what would raise into the script."""
+        self.error("a running rank cannot be begun again: `elaunch restart` does that")
+
+    do_restart = do_run

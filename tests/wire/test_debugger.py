@@ -1,0 +1,98 @@
+"""A process that a command debugs goes on, however the command ends or whatever it asks."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elaunch import env
+from elaunch.wire.debugger import socket_path
+from elaunch.wire.local import listen
+
+SCRIPT = """
+import os, sys, time
+from elaunch.server.worker import _debug_when_asked
+_debug_when_asked()
+print("up", flush=True)
+while not os.path.exists(sys.argv[1]):
+    seen = 1
+    time.sleep(0.01)
+print("whole", sys.gettrace(), flush=True)
+"""
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """Yield a process that handles the signal, and ends well when the file "stop" is there."""
+    argv = [sys.executable, "-c", SCRIPT, str(tmp_path / "stop")]
+    environ = os.environ | {env.AGENT_SOCKET: str(tmp_path / "agent.sock")}
+    with subprocess.Popen(argv, env=environ, text=True, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == "up\n"
+        yield process
+        (tmp_path / "stop").touch()
+        assert process.stdout.readline() == "whole None\n"
+        assert process.wait(30) == 0
+
+
+def debug(worker: subprocess.Popen[str], directory: Path) -> socket.socket:
+    """Return the connection of a debugger that prompts."""
+    path = socket_path(directory, worker.pid)
+    with listen(path, 1) as listener:
+        listener.settimeout(30)
+        worker.send_signal(env.DEBUG_SIGNAL)
+        connection, _ = listener.accept()
+    path.unlink()
+    connection.settimeout(30)
+    shown_until(connection, b"(Pdb) ")
+    return connection
+
+
+def shown_until(connection: socket.socket, end: bytes) -> bytes:
+    """Return what is shown up to ``end``; b"": to the end of the stream."""
+    shown = b""
+    while not (end and shown.endswith(end)):
+        more = connection.recv(4096)
+        assert more or not end, shown
+        shown += more
+        if not more:
+            break
+    return shown
+
+
+@pytest.mark.parametrize(
+    "words", [b"q\n", b"exit\n", b"b 7\nc\nq\n", b"run\nn\nn\nc\n", b"1 / 0\n"]
+)
+def test_it_goes_on(worker: subprocess.Popen[str], tmp_path: Path, words: bytes) -> None:
+    """After commands that end other programs, and at the end of the terminal."""
+    with debug(worker, tmp_path) as connection:
+        connection.sendall(words)
+        connection.shutdown(socket.SHUT_WR)
+        assert b"(Pdb)" in shown_until(connection, b"") or words in (b"q\n", b"exit\n")
+
+
+@pytest.mark.parametrize("words", [b"", b"b 7\nc\n", b"p 'x' * 10 ** 7\n"])
+def test_the_command_is_killed(worker: subprocess.Popen[str], tmp_path: Path, words: bytes) -> None:
+    """At the prompt, with a breakpoint, and while it is shown something; then another comes."""
+    connection = debug(worker, tmp_path)
+    connection.sendall(words)
+    connection.close()
+    with debug(worker, tmp_path) as again:
+        again.sendall(b"p seen\nc\n")
+        assert shown_until(again, b"").startswith(b"1\n")
+
+
+def test_a_late_signal_and_one_at_the_prompt_do_nothing(
+    worker: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    """Nobody listens; and one debugger is there."""
+    worker.send_signal(env.DEBUG_SIGNAL)
+    with debug(worker, tmp_path) as connection:
+        worker.send_signal(env.DEBUG_SIGNAL)
+        connection.sendall(b"p seen\n")
+        assert shown_until(connection, b"(Pdb) ") == b"1\n(Pdb) "
