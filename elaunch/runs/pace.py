@@ -20,7 +20,7 @@ LEAST_S: Final = 0.5
 
 
 @dataclass
-class Pace:
+class StepRate:
     """Steps and their rate; ``step`` and ``done`` (0 to 1) are None where nothing is reported."""
 
     step: int | None = None

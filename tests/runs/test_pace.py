@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from elaunch.runs.pace import WINDOW_S, Pace
+from elaunch.runs.pace import WINDOW_S, StepRate
 
 
 def at(
-    pace: Pace, now: float, *steps: int | None, done: float | None = None, round: int = 0
+    pace: StepRate, now: float, *steps: int | None, done: float | None = None, round: int = 0
 ) -> str:
     """Take a reading of ranks at these steps; return the text."""
     workers: list[dict[str, Any]] = [{"step": step, "progress": None} for step in steps]
@@ -18,7 +18,7 @@ def at(
 
 def test_steps_rate_and_the_time_that_is_left() -> None:
     """The slowest rank's steps; what is left by the progress since the round began."""
-    pace = Pace()
+    pace = StepRate()
     assert at(pace, 0.0) == ""
     assert at(pace, 10.0, 100, 102, done=0.1) == "step 100-102, 10 % done"
     assert at(pace, 20.0, 120, 120, done=0.2) == "step 120, 2 steps/s, 20 % done, ETA 1m 20s"
@@ -27,7 +27,7 @@ def test_steps_rate_and_the_time_that_is_left() -> None:
 
 def test_a_slow_step_and_a_new_round() -> None:
     """Steps of minutes keep their rate; a round, or steps that are done again, begin anew."""
-    pace = Pace()
+    pace = StepRate()
     assert at(pace, 0.0, 1) == "step 1"
     assert at(pace, 3 * WINDOW_S, 2) == "step 2, 180 s/step"
     assert at(pace, 5 * WINDOW_S, 2) == "step 2, 180 s/step"
@@ -38,7 +38,7 @@ def test_a_slow_step_and_a_new_round() -> None:
 
 def test_the_rate_is_that_of_the_last_minute() -> None:
     """What was quicker before is forgotten."""
-    pace = Pace()
+    pace = StepRate()
     for second in range(200):
         at(pace, float(second), 10 * second if second < 100 else 900 + second)
     assert pace.rate == 1.0

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from elaunch.agent.logs.pump import LogPump
 from elaunch.runs import verdict
-from elaunch.runs.pace import Pace
+from elaunch.runs.pace import StepRate
 from elaunch.text import duration
 
 DRAWN_S: Final = 1.0
@@ -33,7 +33,7 @@ class LiveLine:
     def __init__(self, pump: LogPump, snapshot: Callable[[], Mapping[str, Any]]) -> None:
         self._pump = pump
         self._snapshot = snapshot
-        self._pace = Pace()
+        self._pace = StepRate()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
 
@@ -58,7 +58,7 @@ class LiveLine:
                 self._pump.say(line)
 
 
-def line_of(record: Mapping[str, Any], pace: Pace, now: float) -> str:
+def line_of(record: Mapping[str, Any], pace: StepRate, now: float) -> str:
     """Return the line for a record that was read ``now``, in seconds since the epoch."""
     workers = (record.get("progress") or {}).get("workers", ())
     pace.see(now, record["round"], workers)

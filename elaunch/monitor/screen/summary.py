@@ -18,7 +18,7 @@ from elaunch.monitor.snapshot import Measurement, RunView, take
 from elaunch.monitor.standing import Standing, read_standing
 from elaunch.runs import verdict
 from elaunch.runs.directory import RunDir, run_id_of
-from elaunch.runs.pace import Pace
+from elaunch.runs.pace import StepRate
 from elaunch.text import duration, ranks
 
 WORKER_FIELDS: Final = (
@@ -49,7 +49,7 @@ class RunReader:
     run: RunDir
     view: RunView | None = None
     rows: list[dict[str, Any]] = field(default_factory=list)
-    pace: Pace = field(default_factory=Pace)
+    pace: StepRate = field(default_factory=StepRate)
     _measured: Mapping[int, Measurement] = field(default_factory=dict)
     _cards: dict[int, tuple[int, dict[str, Any]]] = field(default_factory=dict)
 

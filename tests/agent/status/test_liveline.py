@@ -16,7 +16,7 @@ import pytest
 
 from elaunch.agent.logs.console import Console, Speaker
 from elaunch.agent.status.liveline import line_of
-from elaunch.runs.pace import Pace
+from elaunch.runs.pace import StepRate
 from tests.cli.views.test_status import Terminal
 from tests.integration.jobs import FORK
 from tests.launching import clean_environment
@@ -121,7 +121,7 @@ def test_what_it_says() -> None:
     """The state, unless it is RUNNING; steps or for how long there were none; the round."""
     timing = {"wall_s": 10.0, "seconds": {"train": 9.0}}
     record = {"state": "RUNNING", "round": 0, "started_at": 5.0, "timing": timing}
-    pace = Pace()
+    pace = StepRate()
     assert line_of(record, pace, 17.0) == ("elaunch: no step is reported, for 12 s, goodput 90.0 %")
     workers = [{"step": 12, "progress": 0.5}]
     record |= {"progress": {"workers": workers}, "state": "RESTARTING", "round": 2}

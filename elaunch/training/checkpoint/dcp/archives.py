@@ -130,14 +130,14 @@ def unpack(archive: Any, also: Names | None = None) -> Any:
     """
     refuse_script(archive)
 
-    class Reader(Careful):
+    class ArchiveReader(Careful):
         """Reads with the names of this call; torch.load makes it."""
 
         def __init__(self, file: Any, **kwargs: Any) -> None:
             super().__init__(file, also=also, **kwargs)
 
     # torch.load takes whatever has an Unpickler for a module.
-    reader: Any = SimpleNamespace(Unpickler=Reader, load=_no_old_format, __name__=__name__)
+    reader: Any = SimpleNamespace(Unpickler=ArchiveReader, load=_no_old_format, __name__=__name__)
     file = io.BytesIO(archive)
     return torch.load(file, map_location="cpu", weights_only=False, pickle_module=reader)
 
