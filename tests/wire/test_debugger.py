@@ -16,12 +16,12 @@ from elaunch.wire.debugger import socket_path
 from elaunch.wire.local import listen
 
 SCRIPT = """
-import os, sys, time
+import os, sys, time; seen = 1
 from elaunch.server.worker import _debug_when_asked
 _debug_when_asked()
 print("up", flush=True)
-while not os.path.exists(sys.argv[1]):
-    seen = 1
+while not os.access(sys.argv[1], os.F_OK):
+    sys.stdout.flush()
     time.sleep(0.01)
 print("whole", sys.gettrace(), flush=True)
 """
