@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PLACE = ROOT / ".venv-newest"
 NEWEST = "torch>=2.14,<2.16"
 """The newest that was tried, and the newest with a wheel for Python 3.10."""
-ROOMS = ("server", "wire", "torchrun", "training", "store/tcp")
+ROOMS = ("server", "wire", "torchrun", "training/checkpoint", "training/stores", "store/tcp")
 """Where elaunch imports torch, or talks to what is torch's (TORCH_ALLOWED in test_style.py)."""
 
 
