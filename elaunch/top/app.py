@@ -66,32 +66,29 @@ class TopApp(App[None]):
         self._needle = ""
         self._full_at = 0.0
         self._due = asyncio.Event()
+        # Not looked up: a reading may come when the screen is closed and has nothing left in it.
+        self._header = Static(id="header", markup=False)
+        self._tree = RowList(id="tree")
+        self._detail = VerticalScroll(id="detail")
+        self._chosen = Static(id="chosen", markup=False)
+        self._field = Input(placeholder="rank 3, FAILED, a host", id="filter")
 
     def compose(self) -> ComposeResult:
         """Make the widgets."""
-        yield Static(id="header", markup=False)
+        yield self._header
         with Horizontal():
-            yield RowList(id="tree")
-            with VerticalScroll(id="detail"):
-                yield Static(id="chosen", markup=False)
-        yield Input(placeholder="rank 3, FAILED, a host", id="filter")
+            yield self._tree
+            with self._detail:
+                yield self._chosen
+        yield self._field
         yield Footer(show_command_palette=False)
 
     def on_mount(self) -> None:
         """Begin to read."""
         self._field.display = False
         self._tree.focus()
-        self.query_one("#header", Static).update("elaunch top  reading …")
+        self._header.update("elaunch top  reading …")
         self.run_worker(self._follow())
-
-    @property
-    def _tree(self) -> RowList:
-        tree: RowList = self.screen_stack[0].query_one(RowList)
-        return tree
-
-    @property
-    def _field(self) -> Input:
-        return self.screen_stack[0].query_one("#filter", Input)
 
     async def _follow(self) -> None:
         while True:
@@ -125,18 +122,15 @@ class TopApp(App[None]):
         reading = self._reading
         if reading is None:
             return
-        base = self.screen_stack[0]
-        base.query_one("#header", Static).update(pages.header(reading))
+        self._header.update(pages.header(reading))
         self._tree.show(rows(reading.summary, reading.nodes, self._opened, self._needle))
         self._show_chosen()
 
     def _show_chosen(self) -> None:
         reading = self._reading
         if reading is not None:
-            place = self.screen_stack[0].query_one("#detail", VerticalScroll)
-            width = max(20, place.scrollable_content_region.width)
-            shown = self.screen_stack[0].query_one("#chosen", Static)
-            shown.update(pages.detail(reading, self._tree.key, width))
+            width = max(20, self._detail.scrollable_content_region.width)
+            self._chosen.update(pages.detail(reading, self._tree.key, width))
 
     def on_resize(self, _: Resize) -> None:
         """Draw for the new width."""
@@ -159,9 +153,8 @@ class TopApp(App[None]):
 
     def action_find(self) -> None:
         """Ask for what rows shall have."""
-        field = self._field
-        field.display = True
-        field.focus()
+        self._field.display = True
+        self._field.focus()
 
     def on_input_changed(self, event: Input.Changed) -> None:
         """Filter while it is typed."""
@@ -177,9 +170,8 @@ class TopApp(App[None]):
 
     def action_back(self) -> None:
         """End the filter."""
-        field = self._field
-        field.value = self._needle = ""
-        field.display = False
+        self._field.value = self._needle = ""
+        self._field.display = False
         self._tree.focus()
         self._show()
 

@@ -62,18 +62,22 @@ class Pager(Screen[None]):
         self._once = once
         self._needle = ""
         self._due = asyncio.Event()
+        # Not looked up: a reading may come when the screen is closed and has nothing left in it.
+        self._header = Static(id="header", markup=False)
+        self._lines = RichLog(max_lines=KEPT_LINES, auto_scroll=not once, min_width=1, wrap=True)
+        self._field = Input(placeholder="only lines with this", id="filter")
 
     def compose(self) -> ComposeResult:
         """Make the widgets."""
-        yield Static(id="header", markup=False)
-        yield RichLog(max_lines=KEPT_LINES, auto_scroll=not self._once, min_width=1, wrap=True)
-        yield Input(placeholder="only lines with this", id="filter")
+        yield self._header
+        yield self._lines
+        yield self._field
         yield Footer(show_command_palette=False)
 
     def on_mount(self) -> None:
         """Begin to read."""
-        self.query_one(Input).display = False
-        self.query_one(RichLog).focus()
+        self._field.display = False
+        self._lines.focus()
         self._say("reading …")
         self.run_worker(self._follow())
 
@@ -94,7 +98,7 @@ class Pager(Screen[None]):
                 continue
 
     def _show(self, replaced: bool, lines: list[Text]) -> None:
-        log = self.query_one(RichLog)
+        log = self._lines
         if replaced:
             at = log.scroll_offset
             log.clear()
@@ -111,13 +115,12 @@ class Pager(Screen[None]):
 
     def _say(self, text: str) -> None:
         head = Text(no_wrap=True, overflow="ellipsis").append(f"{self._title}  ", "bold")
-        self.query_one("#header", Static).update(head.append(one_line(text)))
+        self._header.update(head.append(one_line(text)))
 
     def action_find(self) -> None:
         """Ask for what lines shall have."""
-        field = self.query_one(Input)
-        field.display = True
-        field.focus()
+        self._field.display = True
+        self._field.focus()
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
         """Show only lines with it."""
@@ -125,8 +128,8 @@ class Pager(Screen[None]):
         self._hide()
 
     def _hide(self) -> None:
-        self.query_one(Input).display = False
-        self.query_one(RichLog).focus()
+        self._field.display = False
+        self._lines.focus()
         self._due.set()
 
     def action_again(self) -> None:
@@ -135,14 +138,13 @@ class Pager(Screen[None]):
 
     def action_edge(self, last: bool) -> None:
         """Go to the first line, or the last."""
-        log = self.query_one(RichLog)
-        log.scroll_end(animate=False) if last else log.scroll_home(animate=False)
+        move = self._lines.scroll_end if last else self._lines.scroll_home
+        move(animate=False)
 
     def action_back(self) -> None:
         """End the filter, or the screen."""
-        field = self.query_one(Input)
-        if field.display or self._needle:
-            field.value = self._needle = ""
+        if self._field.display or self._needle:
+            self._field.value = self._needle = ""
             self._hide()
         else:
             self.app.pop_screen()

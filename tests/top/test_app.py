@@ -14,6 +14,7 @@ from textual.widgets import RichLog
 
 from elaunch.runs.directory import RunDir
 from elaunch.runs.record import new_worker
+from elaunch.top import app, pager
 from elaunch.top.app import TopApp
 from elaunch.top.pages import TopReader
 from elaunch.top.rows import RowList
@@ -31,8 +32,7 @@ def drive(run: RunDir, environ: dict[str, str], size: tuple[int, int], act: Driv
     """Open the screen, and act on it."""
 
     async def driven() -> None:
-        app = TopApp(TopReader(run, environ))
-        async with app.run_test(size=size) as pilot:
+        async with TopApp(TopReader(run, environ)).run_test(size=size) as pilot:
             await seen(pilot, "read at")
             await act(pilot)
 
@@ -81,6 +81,35 @@ def test_a_failed_run_at_a_glance(
         assert "line 49 of 0" not in drawn(pilot)
 
     drive(run, environ, size, act)
+
+
+@pytest.mark.parametrize("with_page", [False, True])
+def test_a_reading_while_the_screen_is_closed(
+    run: RunDir, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch, with_page: bool
+) -> None:
+    """A reading that comes when the widgets are already gone ends nothing."""
+    readings = []
+
+    async def at_once(work: Callable[[], Any]) -> Any:
+        await asyncio.sleep(0)
+        readings.append(work)
+        return work()
+
+    for module in (app, pager):
+        monkeypatch.setattr(module, "in_thread", at_once)
+        monkeypatch.setattr(module, "LEAST_S", 0.0)
+        monkeypatch.setattr(module, "SHARE", 0)
+
+    async def act(pilot: Pilot[None]) -> None:
+        if with_page:
+            await pilot.press("l")
+            await seen(pilot, "log of")
+            await pilot.press("escape", "l")
+        before, until = len(readings), time.monotonic() + 30
+        while len(readings) < before + 10 and time.monotonic() < until:
+            await pilot.pause(0)
+
+    drive(run, environ, SMALL, act)
 
 
 def test_keys_as_in_k9s(run: RunDir, environ: dict[str, str]) -> None:
