@@ -63,6 +63,24 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert [target for target in files if not (page.parent / target).exists()] == []
 
 
+def anchors(page: Path) -> set[str]:
+    """Return the anchors that a page has both on the site and where the repository is browsed."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    names = set(re.findall(r"<a (?:id|name)=\"([\w-]+)", text))
+    for heading in re.findall(r"^#+ +(.+?)(?: *\{.*\})?$", text, re.MULTILINE):
+        words = re.sub(r"[^\w\s-]", "", re.sub(r"\]\([^)]*\)", "]", heading)).strip().lower()
+        names.add(re.sub(r"\s", "-", words))
+    return names
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_headings(page: Path) -> None:
+    """Of headings with the same words only the first can be linked to."""
+    links = re.findall(r"\]\(([^)#\s:]*)#([^)\s]+)\)", page.read_text())
+    known = {name: anchors(page.parent / name if name else page) for name, _ in links}
+    assert [f"{name}#{anchor}" for name, anchor in links if anchor not in known[name]] == []
+
+
 def test_the_tests_that_pages_name_exist() -> None:
     """Pages that promise something name the test that holds it."""
     named = {
