@@ -34,6 +34,7 @@ COMMANDS = {
         "End the round of a running job, and begin the next one.",
     ),
     "preempt": ("elaunch.cli.stop", "Ask a running job to save and to end, to be continued."),
+    "runs": ("elaunch.cli.views.status", "List running and recent jobs of this machine."),
     "status": ("elaunch.cli.views.status", "Show running and recent jobs, here or on all nodes."),
     "top": ("elaunch.cli.views.top", "Watch a job as a tree of nodes and ranks, worst first."),
     "why": ("elaunch.cli.views.why", "Show why a run has failed, who caused it, and what to do."),

@@ -94,6 +94,22 @@ def status(
             _follow_on_terminal(readings)
 
 
+@click.command("runs")
+@click.argument("verb", default="ls", metavar="[ls]")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON (docs/status.md).")
+@click.option("--all", "everything", is_flag=True, help="List every kept run, other hosts' too.")
+def runs(verb: str, as_json: bool, everything: bool) -> None:
+    """List the runs of this user on this machine, the newest first.
+
+    It is the list of elaunch status; elaunch status RUN shows one of them.
+    """
+    if verb != "ls":
+        raise UsageError(f"elaunch runs lists all of them; one run: elaunch status {verb}")
+    with _quiet_interrupt():
+        read, _ = _reader(None, everything)
+        _print(read(None), as_json)
+
+
 def _refuse_idle_flags(
     run: str | None, watching: bool, interval: float | None, everything: bool
 ) -> None:

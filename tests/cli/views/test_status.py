@@ -128,6 +128,22 @@ def test_the_list_and_one_run_on_a_pipe(play: Play, environ: dict[str, str]) -> 
 
 
 @pytest.mark.slow
+def test_runs_is_the_list(play: Play, environ: dict[str, str]) -> None:
+    """``elaunch runs`` and ``runs ls`` list what ``elaunch status`` lists, and nothing else."""
+    play(1)
+    command = [sys.executable, "-m", "elaunch", "runs"]
+    for words in ([], ["ls", "--all"]):
+        done = subprocess.run(
+            [*command, *words, "--json"], env=environ, capture_output=True, text=True, timeout=60
+        )
+        assert [entry["run_id"] for entry in json.loads(done.stdout)] == ["train-3fa2c1"]
+    done = subprocess.run(
+        [*command, "train"], env=environ, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2 and "one run: elaunch status train" in done.stderr
+
+
+@pytest.mark.slow
 def test_json(play: Play, environ: dict[str, str]) -> None:
     agent = play(1)
     assert [entry["run_id"] for entry in json.loads(run(environ, "--json").stdout)] == [
