@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import importlib
+import inspect
 import io
 import re
 import sys
+import textwrap
 from collections.abc import Sequence
 
 import click
@@ -65,7 +69,7 @@ class _LazyGroup(click.Group):
         module, _ = COMMANDS[cmd_name]
         command = getattr(importlib.import_module(module), cmd_name)
         assert isinstance(command, click.Command)
-        return command
+        return documented(command)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -89,6 +93,20 @@ def cli() -> None:
     """Start, supervise and restart distributed PyTorch training."""
 
 
+def documented(command: click.Command) -> click.Command:
+    """Return a command, and a group's commands, with the help that ``python -OO`` leaves out.
+
+    It is the docstring in the source, where that is installed.
+    """
+    for one in (command, *getattr(command, "commands", {}).values()):
+        if one.help is None and one.callback is not None:
+            with contextlib.suppress(OSError):  # there is no source
+                (function,) = ast.parse(textwrap.dedent(inspect.getsource(one.callback))).body
+                assert isinstance(function, ast.FunctionDef)
+                one.help = ast.get_docstring(function)
+    return command
+
+
 def execute(argv: Sequence[str]) -> int:
     """Run one command line and return its exit code; messages go to stderr."""
     for stream in (sys.stdout, sys.stderr):
@@ -96,7 +114,7 @@ def execute(argv: Sequence[str]) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
-        code = cli.main(list(argv), prog_name="elaunch", standalone_mode=False)
+        code = documented(cli).main(list(argv), prog_name="elaunch", standalone_mode=False)
     except click.ClickException as exc:
         shown = io.StringIO()
         exc.show(shown)
