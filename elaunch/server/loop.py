@@ -36,7 +36,7 @@ from elaunch.server.stores import Stores
 from elaunch.server.sweep import Sweep
 from elaunch.server.timers import Timers, worker_above
 from elaunch.server.worker import Job
-from elaunch.wire.local import LocalChannel, Message, close_files
+from elaunch.wire.local import LocalChannel, Message, close_files, is_readable
 
 MAX_FILES = 2
 """Descriptors of one message: a worker's stdout and stderr."""
@@ -457,7 +457,7 @@ class Server:
         last = {"round": -1, "signum": 0, "grace": 0.0, "deadline": 5.0}
         sweep = Sweep(last, self._pid, tuple)
         while not sweep.step():
-            select.select([self._wake_read], [], [], 0.01)
+            is_readable(self._wake_read, 0.01)
             self._drain_wakeups()
             try:
                 while os.waitpid(-1, os.WNOHANG)[0]:

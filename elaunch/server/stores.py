@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import math
 import os
-import select
 import signal
 import socket
 import sys
@@ -32,7 +31,7 @@ from typing import NamedTuple, NoReturn
 from elaunch.server import processes
 from elaunch.store.tcp import wire
 from elaunch.store.tcp.connection import HELLO
-from elaunch.wire.local import LocalChannel, Message
+from elaunch.wire.local import LocalChannel, Message, is_readable
 
 START_DELAY = 0.25
 """Seconds into a round after which a store host that must import torch itself is started."""
@@ -108,7 +107,7 @@ class Stores:
         waiting = self._waiting
         if waiting is None:
             return
-        connected = bool(select.select([waiting.listening], [], [], 0)[0])
+        connected = is_readable(waiting.listening, 0.0)
         if connected or time.monotonic() >= waiting.start_at:
             self._waiting = None
             self.start()
@@ -156,7 +155,7 @@ class Stores:
         until = time.monotonic() + DROP_DEADLINE
         while self._host is not None and self._dropping:
             left = max(0.0, until - time.monotonic())
-            if not select.select([self._host], [], [], left)[0]:
+            if not is_readable(self._host.fileno(), left):
                 os.kill(self.pid, signal.SIGKILL)
                 self._cut()
                 self.pid = 0

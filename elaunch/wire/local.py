@@ -342,6 +342,13 @@ def close_files(files: list[int]) -> None:
         os.close(files.pop())
 
 
+def is_readable(descriptor: int, seconds: float) -> bool:
+    """Wait until something can be read; unlike select(), also where 1,024 files are open."""
+    ready = select.poll()
+    ready.register(descriptor, select.POLLIN)
+    return bool(ready.poll(seconds * 1000.0))
+
+
 def connect(path: Path, seconds: float) -> socket.socket:
     """Return a connection to the process that listens at ``path``.
 

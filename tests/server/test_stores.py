@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import socket
 
 import pytest
@@ -27,3 +28,16 @@ def test_a_store_is_served_on_a_bound_socket(
     client = TCPStore("127.0.0.1", port, is_master=False)
     client.set("key", "value")
     assert store.get("key") == b"value"
+
+
+def test_a_store_waits_behind_a_thousand_files() -> None:
+    """What --preload imports may hold more files than select() can count."""
+    sent: list[object] = []
+    waiting = stores.Stores(sent.append, lambda: None)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        high = fcntl.fcntl(listening, fcntl.F_DUPFD_CLOEXEC, 1100)
+    waiting.open({"fixed": False}, high)
+    waiting.start_waiting()
+    assert waiting.files == [high]
+    waiting.drop()
+    assert sent == []

@@ -15,6 +15,7 @@ listed at once, by everybody    fsspec's own cache of listings is turned off
 from __future__ import annotations
 
 import errno
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +24,7 @@ from typing import Any
 from elaunch.checkpoint.records import Image
 from elaunch.checkpoint.search.places import BUCKETS, without_slash
 from elaunch.checkpoint.storage.checksums import begin
-from elaunch.checkpoint.storage.durable import do_steps, plain_views, portions
+from elaunch.checkpoint.storage.durable import do_steps, plain_views, portions, write_document
 from elaunch.checkpoint.writing.manifests import FileEntry
 from elaunch.errors import UsageError
 
@@ -97,7 +98,11 @@ class Objects:
     def put(self, path: str, content: bytes) -> None:
         """Put a small object, as a whole."""
         with self._at(path) as (system, full):
-            _with_parents(system, [full], lambda: system.pipe_file(full, content))
+            if "file" in _protocols(system):  # fsspec would truncate it first
+                put = functools.partial(write_document, Path(full), content)
+            else:
+                put = functools.partial(system.pipe_file, full, content)
+            _with_parents(system, [full], put)
 
     def write(self, path: str, image: Image) -> FileEntry:
         """Put an image below ``path``."""

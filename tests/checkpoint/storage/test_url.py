@@ -275,6 +275,16 @@ def test_another_run(storage: ObjectStorage) -> None:
     assert (document["run_id"], document["given"]) == ("digits", True)
 
 
+def test_a_document_is_put_as_a_whole(tmp_path: Path) -> None:
+    """A reader who has opened the one before reads it to its end."""
+    objects = Objects(f"file://{tmp_path}")
+    objects.put("below/COMMIT", b"before")
+    with (tmp_path / "below" / "COMMIT").open() as file:
+        objects.put("below/COMMIT", b"after")
+        assert (file.read(), objects.read("below/COMMIT")) == ("before", b"after")
+    assert objects.names("below") == ["COMMIT"]
+
+
 @pytest.mark.slow
 def test_two_committers_at_once(storage: ObjectStorage) -> None:
     at = storages.stage()
@@ -291,6 +301,7 @@ def save_one(url: str, step: int) -> None:
     storages.save(open_storage(url), step)
 
 
+@pytest.mark.trial
 @pytest.mark.slow
 def test_processes_share_a_bucket(s3: str) -> None:
     url = f"{s3}/{uuid.uuid4()}/ck"
