@@ -311,7 +311,8 @@ def _pids() -> list[int]:
 
 def _read(pid: int, name: str) -> str:
     try:
-        return Path(f"/proc/{pid}/{name}").read_bytes().decode(errors="replace")
+        with open(f"/proc/{pid}/{name}", "rb", buffering=0) as file:
+            return file.read().decode(errors="replace")
     except OSError:
         return ""
 
@@ -335,15 +336,19 @@ def _command_line(pid: int) -> str | None:
     return None if "multiprocessing.resource_tracker" in line else line or f"[{pid}]"
 
 
+def _children(pid: int) -> list[int]:
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return []
+    return [int(one) for tid in threads for one in _read(pid, f"task/{tid}/children").split()]
+
+
 def _descendants(root: int) -> set[int]:
-    children: dict[int, list[int]] = {}
-    for pid in _pids():
-        if stat := _stat(pid):
-            children.setdefault(int(stat[1]), []).append(pid)
     found: set[int] = set()
     todo = [root]
     while todo:
-        new = children.get(todo.pop(), [])
+        new = _children(todo.pop())
         found.update(new)
         todo += new
     return found

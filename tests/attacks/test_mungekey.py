@@ -77,6 +77,7 @@ def key_of(agent: Running, round_number: int = 0) -> str:
     return agent.wait_for_line(f"^round {round_number} key=(.*)$", 90.0)[1]
 
 
+@pytest.mark.trial
 def test_agents_of_srun_share_a_key(elaunch: Launcher, job: Job, port: int, daemon: Munged) -> None:
     """Records are signed, workers know each other; a stranger's plan, which ends the job, is not.
 

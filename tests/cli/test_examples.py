@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-import sys
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -66,27 +62,3 @@ def test_mistakes_end_with_2(
     assert execute(["examples", *words]) == 2
     said = capsys.readouterr().err
     assert message in said and "Traceback" not in said
-
-
-@pytest.mark.slow
-def test_a_wheel_has_them(tmp_path: Path) -> None:
-    """Unpacked anywhere, the command finds them beside the package."""
-    source, wheels, place = tmp_path / "source", tmp_path / "wheels", tmp_path / "site"
-    source.mkdir()
-    for name in ("elaunch", "examples"):
-        skip = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=skip)
-    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source / name)
-    flags = ["--no-build-isolation", "--no-deps", "--quiet", "--wheel-dir", str(wheels)]
-    built = [sys.executable, "-m", "pip", "wheel", *flags, str(source)]
-    subprocess.run(built, check=True, timeout=200)
-    with zipfile.ZipFile(next(wheels.glob("*.whl"))) as wheel:
-        wheel.extractall(place)
-    assert sorted(path.name for path in (place / "elaunch" / "examples").glob("*.py")) == EXAMPLES
-    code = f"import sys; sys.path.insert(0, {str(place)!r}); from elaunch.cli import execute; "
-    code += "sys.exit(execute(['examples']))"
-    argv = [sys.executable, "-I", "-c", code]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, cwd=tmp_path)
-    assert done.returncode == 0, done
-    assert str(place / "elaunch" / "examples") in done.stdout

@@ -258,7 +258,7 @@ def test_names_are_those_of_dns() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("nodes", [pytest.param(1, marks=pytest.mark.trial), 2])
 def test_the_words_of_a_trainjob_start_it(elaunch: Launcher, nodes: int) -> None:
     """With the variables that Kubeflow sets; the name of one node's pod does not resolve yet."""
     script = elaunch.directory / "train.py"

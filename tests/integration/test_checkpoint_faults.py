@@ -120,6 +120,7 @@ def test_another_number_of_ranks(elaunch: Launcher) -> None:
     assert [one.world_size for one in first.listed()] == [2, 3]
 
 
+@pytest.mark.trial
 def test_a_script_learns_how_many_ranks_saved(elaunch: Launcher) -> None:
     """Who uses store_path deals the files out by himself."""
     act(elaunch, "save=2", nproc=2).run()
@@ -162,6 +163,7 @@ def test_a_commit_of_a_round_that_is_over(elaunch: Launcher) -> None:
     assert [one.step for one in job.listed()] == [2, 4]
 
 
+@pytest.mark.trial
 def test_what_was_refused_is_not_committed_later(elaunch: Launcher) -> None:
     """It was complete; but the round that follows is not the one that was told of it."""
     words = ["r0:save=2", "1r0:exit=7", "r0:wait", "r1:load", "r1:stale=9,0", "0r1:exit=7"]
@@ -170,7 +172,7 @@ def test_what_was_refused_is_not_committed_later(elaunch: Launcher) -> None:
     assert [one.step for one in job.listed()] == [2]
 
 
-@pytest.mark.parametrize("step", ["manifest", "publish"])
+@pytest.mark.parametrize("step", ["manifest", pytest.param("publish", marks=pytest.mark.trial)])
 def test_a_node_that_was_frozen_in_its_commit(elaunch: Launcher, step: str) -> None:
     """The other one goes on without it; thawed, it commits nothing that the other has not seen."""
     job = act(elaunch, "r0:save=2", "r0:save=4", "r0:wait", "r1:load", "r1:save=6", nproc=1)
@@ -213,6 +215,7 @@ def on_small_disk(job: Job, size: int) -> Path:
     return copied
 
 
+@pytest.mark.trial
 def test_a_full_disk_is_cleared_by_retention(elaunch: Launcher) -> None:
     """There is room for three and a half, three are kept: the oldest goes before the fourth."""
     job = Job(elaunch, "job", "aside", steps=10, words=[WIDE, "keep=3"])
@@ -238,6 +241,7 @@ def test_a_full_disk_that_nothing_frees(elaunch: Launcher) -> None:
     assert list((saves / ".stage").iterdir()) == []
 
 
+@pytest.mark.trial
 def test_a_full_disk_in_the_block_of_a_script(elaunch: Launcher) -> None:
     """What a script has begun to write itself cannot be written again by anyone else."""
     job = act(elaunch, "calm=2,600000", "calm=4,600000", "calm=6,100", "load")
@@ -270,6 +274,7 @@ def test_sigterm_while_a_save_is_in_flight(
         expected.check(rank, line)
 
 
+@pytest.mark.trial
 def test_the_orphan_of_an_asynchronous_save_of_torch(elaunch: Launcher) -> None:
     """It outlives its trainer, but not the round; what it was at is no checkpoint."""
     marks, saves = elaunch.directory / "marks", elaunch.directory / "saves"
@@ -292,6 +297,7 @@ def test_the_orphan_of_an_asynchronous_save_of_torch(elaunch: Launcher) -> None:
 # ── readers, power cuts ──────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.trial
 def test_sixteen_readers_while_one_saves(elaunch: Launcher) -> None:
     """Not one of them fails; those of a file that is written in place do."""
     found = {}

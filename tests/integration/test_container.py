@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests import programs
-from tests.integration.jobs import ACT, METHODS
+from tests.integration.jobs import ACT, both_methods
 from tests.integration.watching import act, children, wait_for_workers
 from tests.launching import Launcher
 
@@ -55,7 +55,7 @@ def as_pid_1() -> list[str]:
     return UNSHARE
 
 
-@pytest.mark.parametrize("method", METHODS, ids=["spawn", "fork"])
+@both_methods
 def test_orphans_are_reaped(
     elaunch: Launcher, as_pid_1: list[str], method: Sequence[str], tmp_path: Path
 ) -> None:
@@ -71,7 +71,7 @@ def test_orphans_are_reaped(
     assert done.stdout == "agent ['-m', 'elaunch', 'run'] zombies []\n"
 
 
-@pytest.mark.parametrize("method", METHODS, ids=["spawn", "fork"])
+@both_methods
 def test_sigterm_is_forwarded(
     elaunch: Launcher, as_pid_1: list[str], method: Sequence[str], tmp_path: Path
 ) -> None:

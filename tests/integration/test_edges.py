@@ -144,7 +144,9 @@ def test_a_report_that_the_file_system_never_takes(elaunch: Launcher, tmp_path: 
     assert json.loads(elaunch.run(["status", "pipe", "--json"]).stdout)["state"] == "FAILED"
 
 
-@pytest.mark.parametrize("first", [True, False], ids=["first", "second"])
+@pytest.mark.parametrize(
+    "first", [True, pytest.param(False, marks=pytest.mark.trial)], ids=["first", "second"]
+)
 def test_a_server_whose_imports_hang(elaunch: Launcher, tmp_path: Path, first: bool) -> None:
     """As those of torch on a dead network disk; ten minutes are five seconds here."""
     (tmp_path / "slow.py").write_text(
@@ -258,6 +260,7 @@ def test_workers_start_and_end_while_interrupted_early(elaunch: Launcher) -> Non
     assert running.wait().returncode == 130
 
 
+@pytest.mark.trial
 def test_a_preloaded_module_that_computes(elaunch: Launcher, tmp_path: Path) -> None:
     """Its OpenMP threads cannot be forked: the workers are plain processes, in all rounds."""
     computes = "import torch\ntorch.set_num_threads(3)\nprint((torch.ones(10 ** 6) + 1).sum())\n"

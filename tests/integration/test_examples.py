@@ -153,6 +153,7 @@ def test_stopped_and_started_again_under_torchrun(
     assert_same(example, checkpoints / (LAST + example.suffix), reference, tmp_path)
 
 
+@pytest.mark.trial
 def test_a_worker_is_killed_under_elaunch(
     elaunch: Launcher, example: Example, reference: Path, tmp_path: Path
 ) -> None:
@@ -173,6 +174,7 @@ def test_a_worker_is_killed_under_elaunch(
     assert_same(example, checkpoints / (LAST + example.suffix), reference, tmp_path)
 
 
+@pytest.mark.trial
 def test_one_worker_goes_on_alone_to_the_goal(
     elaunch: Launcher, example: Example, reference: Path, tmp_path: Path
 ) -> None:

@@ -44,6 +44,7 @@ def test_dcp_corrected(elaunch: Launcher) -> None:
     assert len(losses(done.stdout)) == 200
 
 
+@pytest.mark.trial
 def test_sharded_save(elaunch: Launcher) -> None:
     """2 x 2 ranks, then two, then one: each goes on where the one before has ended."""
     script = str(ROOT / "examples" / "sharded_save.py")

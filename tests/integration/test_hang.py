@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.jobs import FORK, PROGRESS, SPAWN
+from tests.integration.jobs import FORK, PROGRESS, both_methods
 from tests.integration.watching import agent_lines
 from tests.launching import Launcher, wait_until
 
@@ -115,6 +115,7 @@ def test_a_section_may_last_longer_than_the_limit(elaunch: Launcher, tmp_path: P
     assert (done.returncode, agent_lines(done.stderr)[1:]) == (0, [])
 
 
+@pytest.mark.trial
 def test_a_section_may_not_last_longer_than_its_own_timeout(
     elaunch: Launcher, tmp_path: Path
 ) -> None:
@@ -149,7 +150,11 @@ def test_lines_of_the_log(elaunch: Launcher, tmp_path: Path) -> None:
     assert "60 steps (by log lines)" in elaunch.run(["status", "lines"]).stdout
 
 
-@pytest.mark.parametrize("words", [("busy=6",), ("sleep=6",)], ids=["computes", "waits"])
+@pytest.mark.parametrize(
+    "words",
+    [pytest.param(("busy=6",), marks=pytest.mark.trial), ("sleep=6",)],
+    ids=["computes", "waits"],
+)
 def test_a_script_that_shows_nothing_is_not_killed(elaunch: Launcher, words: Sequence[str]) -> None:
     """For many times the limit; what to do is said once on its node."""
     done = elaunch.run(job("silent", *words, flags=["--hang-timeout=0.2"]))
@@ -158,7 +163,7 @@ def test_a_script_that_shows_nothing_is_not_killed(elaunch: Launcher, words: Seq
     assert re.search(r"--hang-timeout 0\.2 watches nothing so far: in the first [\d.]+ s", line)
 
 
-@pytest.mark.parametrize("method", [SPAWN, FORK], ids=["spawn", "fork"])
+@both_methods
 def test_workers_without_a_word_of_elaunch(
     elaunch: Launcher, tmp_path: Path, method: Sequence[str]
 ) -> None:

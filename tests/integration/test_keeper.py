@@ -124,6 +124,7 @@ def test_the_last_save_of_a_job_that_is_done(elaunch: Launcher, tmp_path: Path, 
     assert names(place)[-1] == "step-00000030.r0"
 
 
+@pytest.mark.trial
 def test_a_last_save_that_is_lost_is_no_good_end(elaunch: Launcher, tmp_path: Path) -> None:
     """A signal cuts the waiting short; the exit code tells, also where all workers ended with 0."""
     place = tmp_path / "ck"

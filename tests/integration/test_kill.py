@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.jobs import COLLECTIVE, FORK, METHODS, SPAWN
+from tests.integration.jobs import COLLECTIVE, FORK, SPAWN, both_methods
 from tests.integration.watching import (
     Clock,
     act,
@@ -29,7 +29,6 @@ from tests.launching import Launcher, Running, wait_until
 pytestmark = pytest.mark.slow
 
 Method = Sequence[str]
-both_methods = pytest.mark.parametrize("method", METHODS, ids=["spawn", "fork"])
 
 
 @pytest.fixture
@@ -81,7 +80,7 @@ def test_the_agent_is_killed_while_the_server_imports(elaunch: Launcher, place: 
     wait_until_gone(elaunch)
 
 
-@pytest.mark.parametrize("nproc", [2, "auto"])
+@pytest.mark.parametrize("nproc", [2, pytest.param("auto", marks=pytest.mark.trial)])
 def test_the_server_is_killed_while_it_imports(
     elaunch: Launcher, place: Path, nproc: int | str
 ) -> None:
@@ -131,6 +130,7 @@ def test_a_server_that_was_killed_is_replaced(
     assert "was killed by SIGKILL; restart 1 of 3" in done.stderr
 
 
+@pytest.mark.trial
 def test_a_server_that_hangs_is_killed_in_the_end(elaunch: Launcher, place: Path) -> None:
     """It is stopped: it can neither pass signals on nor end anything."""
     running = start_families(elaunch, SPAWN, place, "wait", flags=["--shutdown-timeout=0.2"])
@@ -339,6 +339,7 @@ def test_sigterm_while_the_devices_are_counted(elaunch: Launcher) -> None:
     assert '"STOPPED"' in elaunch.run(["status", "--json", "counting"]).stdout
 
 
+@pytest.mark.trial
 @pytest.mark.executed
 def test_the_agent_is_killed_while_the_devices_are_counted(elaunch: Launcher) -> None:
     """Neither the server nor the counting process stays."""

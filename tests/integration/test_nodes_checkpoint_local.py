@@ -96,6 +96,7 @@ def test_shards_of_two_nodes_are_put_together(cluster: Build) -> None:
         assert (root / whole.name / "rank1" / "rng.bin").read_bytes() == b"\x01" * 100
 
 
+@pytest.mark.trial
 def test_files_of_scripts_without_elaunch(cluster: Build) -> None:
     """One file per step, by torch.save; the newer one of the other node is torn."""
     import torch
@@ -151,6 +152,7 @@ def peak(agent: Running) -> int:
     return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) * 1024  # type: ignore[index]
 
 
+@pytest.mark.trial
 @pytest.mark.executed
 def test_a_large_file_goes_in_chunks(cluster: Build) -> None:
     """Neither agent's memory grows with it; the same was seen with 1 GiB."""
@@ -165,7 +167,8 @@ def test_a_large_file_goes_in_chunks(cluster: Build) -> None:
     assert_alike(resumed(agents), disks, good.name, 50)
 
 
-@pytest.mark.parametrize("other_has_it", [True, pytest.param(False, marks=pytest.mark.trial)])
+@pytest.mark.trial
+@pytest.mark.parametrize("other_has_it", [True, False])
 def test_a_sender_that_dies_in_the_middle(cluster: Build, other_has_it: bool) -> None:
     """Power off while it sends: another that has it goes on, or the next older one is taken."""
     job = Job(cluster, "etcd", 3)
@@ -204,7 +207,7 @@ def test_a_node_that_cannot_store_it_is_named(cluster: Build) -> None:
         assert "resumed" not in agent.output()
 
 
-@pytest.mark.parametrize("way", ["path", "async"])
+@pytest.mark.parametrize("way", ["async", pytest.param("path", marks=pytest.mark.trial)])
 def test_what_elaunch_saved_on_each_node_is_brought_together(cluster: Build, way: str) -> None:
     """A rank fails right after a save: both nodes go on from that step, of the same content."""
     job = Job(cluster, "c10d", 2)

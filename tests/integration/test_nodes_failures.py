@@ -50,6 +50,7 @@ def test_one_failure_ends_the_round_on_all_nodes(cluster: Build, backend: str) -
     assert "node2 was killed by SIGSEGV" in told[0][0]
 
 
+@pytest.mark.trial
 def test_a_node_never_starts_its_workers(cluster: Build) -> None:
     """Its server imports for ever: both agents name it, and end in bounded time."""
     job = Job(cluster, "c10d", 2)
@@ -64,6 +65,7 @@ def test_a_node_never_starts_its_workers(cluster: Build) -> None:
         wait_until_said(agent, r"node2 \(\S+\) did not start round 0 in \d+ s")
 
 
+@pytest.mark.trial
 @over("c10d", "static")
 def test_the_server_of_an_agent_that_waits_is_killed(cluster: Build, backend: str) -> None:
     """The job begins when the other node comes; no restart is used."""

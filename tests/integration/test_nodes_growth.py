@@ -88,6 +88,7 @@ def test_too_few_come(cluster: Build, backend: str) -> None:
         assert f"2 of 3 nodes after 12 s: {there}; 1 more is needed" in done.stderr
 
 
+@pytest.mark.trial
 @over("c10d", "etcd")
 def test_too_few_are_left(cluster: Build, backend: str) -> None:
     """The error names who went, why, and since when."""

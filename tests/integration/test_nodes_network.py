@@ -124,6 +124,7 @@ def test_a_partition_has_one_direction(cluster: Build, backend: str, cut: object
     comes_back(job, one, two)
 
 
+@pytest.mark.trial
 @over("etcd", "c10d")
 def test_one_packet_of_five_is_lost(cluster: Build, backend: str) -> None:
     """Nodes meet and train; with a patient timeout no restart comes of it."""
@@ -151,6 +152,7 @@ def test_the_way_is_long(cluster: Build, backend: str) -> None:
     assert rounds(one) == rounds(two) == [(0, 2), (1, 2)]
 
 
+@pytest.mark.trial
 @over("etcd", "c10d")
 def test_clocks_are_set_apart(cluster: Build, backend: str) -> None:
     """By two hours: nobody is thought dead, and failures have their order."""

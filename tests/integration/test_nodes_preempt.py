@@ -124,6 +124,7 @@ def test_one_node_restarts_all(cluster: Build) -> None:
     assert [agent.wait(DEADLINE).returncode for agent in agents] == [130, 130]
 
 
+@pytest.mark.trial
 @pytest.mark.parametrize("backend", ["etcd"])
 def test_a_node_that_is_done_is_asked(cluster: Build, backend: str) -> None:
     """Its workers have ended with 0; those of the other node save, for the job to be continued."""
@@ -137,6 +138,7 @@ def test_a_node_that_is_done_is_asked(cluster: Build, backend: str) -> None:
     assert said(agents[1])[-1] == "round 0: preempted: SIGUSR1 received; to be continued"
 
 
+@pytest.mark.trial
 @pytest.mark.parametrize("backend", ["c10d"])
 def test_a_spare_is_asked(cluster: Build, backend: str) -> None:
     """The nodes that run save and end; all three are to be continued."""
@@ -167,6 +169,7 @@ def test_a_node_joins(cluster: Build, backend: str) -> None:
     assert [agent.wait(DEADLINE).returncode for agent in (one, two)] == [75, 75]
 
 
+@pytest.mark.trial
 def test_a_node_joins_a_job_that_does_not_listen(cluster: Build) -> None:
     """It is ended for the newcomer as any other."""
     job = Job(cluster, "etcd", 2)

@@ -54,6 +54,7 @@ def test_a_member_of_etcd_fails(cluster: Build, who: str, how: str) -> None:
         thaw(member.running.pid)
 
 
+@pytest.mark.trial
 def test_the_leader_dies_during_a_round_change(cluster: Build) -> None:
     """The next round comes all the same, and is one restart."""
     job = Job(cluster, "etcd", 2, members=3)
@@ -69,6 +70,7 @@ def test_the_leader_dies_during_a_round_change(cluster: Build) -> None:
     assert rounds(one) == rounds(two) == [(0, 2), (1, 2)]
 
 
+@pytest.mark.trial
 def test_etcd_has_no_majority_for_a_while(cluster: Build) -> None:
     """Nobody can decide anything then, so the workers may go on."""
     job = Job(cluster, "etcd", 2, members=3)
@@ -130,6 +132,7 @@ def test_the_host_of_the_tcpstore_comes_back(cluster: Build, backend: str) -> No
     assert rounds(again) == [(1, 2)]
 
 
+@pytest.mark.trial
 def test_a_host_that_is_back_at_once_waits_for_the_fences(cluster: Build) -> None:
     """It could begin alone; the other node's workers may run for most of a long heartbeat."""
     job = Job(cluster, "c10d", 2)
@@ -171,6 +174,7 @@ def test_the_host_of_the_tcpstore_is_told_to_leave(cluster: Build) -> None:
     wait_until_said(two, r"node1.*stopped by SIGTERM.*the store.*etcd")
 
 
+@pytest.mark.trial
 def test_all_agents_are_killed_and_none_knows_the_job(cluster: Build) -> None:
     """A TCPStore ends with its host: rounds are counted anew, and both nodes say so."""
     job = Job(cluster, "c10d", 2)
@@ -184,6 +188,7 @@ def test_all_agents_are_killed_and_none_knows_the_job(cluster: Build) -> None:
     assert end(job, *again) == [0, 0]
 
 
+@pytest.mark.trial
 def test_all_agents_are_told_to_leave_at_once(cluster: Build) -> None:
     """The job is over: what is started with its run id then is another one."""
     job = Job(cluster, "etcd", 3, members=3)
@@ -229,7 +234,7 @@ def test_all_agents_are_frozen_for_longer_than_a_lease(cluster: Build) -> None:
     assert end(job, *agents) == [0, 0]
 
 
-@pytest.mark.parametrize("how", ["wiped", "restored"])
+@pytest.mark.parametrize("how", ["wiped", pytest.param("restored", marks=pytest.mark.trial)])
 def test_etcd_loses_its_memory(cluster: Build, how: str) -> None:
     """The job goes on, in the round after the last, with the restarts that it has used."""
     job = Job(cluster, "etcd", 2)
@@ -251,6 +256,7 @@ def test_etcd_loses_its_memory(cluster: Build, how: str) -> None:
     assert [rounds(agent) for agent in agents] == [[(0, 2), (1, 2), (2, 2)]] * 2
 
 
+@pytest.mark.trial
 def test_etcd_is_full(cluster: Build) -> None:
     """Training goes on; once something has to be written, the agents name it, and end in time."""
     job = Job(cluster, "etcd", 2)

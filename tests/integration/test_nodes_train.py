@@ -138,6 +138,7 @@ def test_a_run_id_is_used_again(cluster: Build, backend: str) -> None:
             assert re.fullmatch(r"up rank=\d round=0 pid=\d+\n", done.stdout)
 
 
+@pytest.mark.trial
 def test_two_jobs_on_one_etcd(cluster: Build) -> None:
     """The end of one, and its failures, do not touch the other."""
     job = Job(cluster, "etcd", 2)

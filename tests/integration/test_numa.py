@@ -74,7 +74,11 @@ def cores() -> list[str]:
 
 
 @pytest.mark.skipif(len(cores()) < 2, reason="there is one core to bind to")
-@pytest.mark.parametrize(("method", "nproc"), [((), 1), (SPAWN, 2)], ids=["fork", "spawn"])
+@pytest.mark.parametrize(
+    ("method", "nproc"),
+    [((), 1), pytest.param(SPAWN, 2, marks=pytest.mark.trial)],
+    ids=["fork", "spawn"],
+)
 def test_workers_are_bound_before_the_script_runs(
     elaunch: Launcher, near: dict[str, str], tmp_path: Path, method: tuple[str, ...], nproc: int
 ) -> None:
@@ -88,6 +92,7 @@ def test_workers_are_bound_before_the_script_runs(
     assert rows == [[str(rank), own[rank], "1"] for rank in range(nproc)]
 
 
+@pytest.mark.trial
 def test_what_cannot_be_bound_is_said_before_anything_starts(
     elaunch: Launcher, near: dict[str, str], tmp_path: Path
 ) -> None:

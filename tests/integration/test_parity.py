@@ -138,6 +138,7 @@ def test_two_workers_see_what_torchruns_see(
     assert set(DIFFERENT[method]) - set(found) == set()
 
 
+@pytest.mark.trial
 @pytest.mark.parametrize("method", ELAUNCH)
 def test_one_worker_inherits_what_torchruns_inherits(one: dict[str, Outcome], method: str) -> None:
     """Mask, ignored signals, limits, affinity, niceness, umask, piped stdin, descriptors."""
@@ -149,6 +150,7 @@ def test_one_worker_inherits_what_torchruns_inherits(one: dict[str, Outcome], me
     assert found["process"]["nice"] == min(os.nice(0) + 4, 19)
 
 
+@pytest.mark.trial
 @pytest.mark.parametrize("method", ELAUNCH)
 def test_nohup_keeps_its_promise(one: dict[str, Outcome], method: str) -> None:
     """SIGHUP stays ignored in the workers, too; torchrun hands the default on."""
@@ -178,6 +180,7 @@ def test_threads_and_title(two: dict[str, Outcome]) -> None:
         assert line == f"{sys.executable} -u jobs/deep/../probe.py --flag two words  -- -u ä "
 
 
+@pytest.mark.trial
 def test_no_two_processes_draw_the_same(two: dict[str, Outcome], one: dict[str, Outcome]) -> None:
     """Over ranks, launchers and runs; only the hashes of texts are a fork server's own."""
     drawn: dict[str, list[Any]] = {}
@@ -226,7 +229,7 @@ def test_standard_files(tmp_path: Path, shell: str, expected: dict[str, str]) ->
     [
         pytest.param(["--start-method", "spawn"], True, marks=pytest.mark.trial),
         ([], False),
-        (["--preload", "none"], True),
+        pytest.param(["--preload", "none"], True, marks=pytest.mark.trial),
     ],
     ids=["spawn", "fork", "fork-without-preload"],
 )

@@ -53,6 +53,7 @@ def shown(case: list[Any], method: str) -> list[Any]:
     return [status, *texts]
 
 
+@pytest.mark.trial
 @pytest.mark.parametrize(
     ("method", "reference"),
     [
@@ -72,6 +73,7 @@ def test_each_ending_is_torchruns(
     assert len(found) == len(expected)
 
 
+@pytest.mark.trial
 @pytest.mark.parametrize("method", ["spawn", "fork"])
 def test_the_statuses_are_what_python_says(endings: dict[str, dict[str, Any]], method: str) -> None:
     """A few by hand, so that two launchers that are wrong alike do not pass."""
@@ -92,6 +94,7 @@ def test_the_statuses_are_what_python_says(endings: dict[str, dict[str, Any]], m
     )
 
 
+@pytest.mark.trial
 @pytest.mark.parametrize("method", ["spawn", "fork"])
 def test_no_traceback_shows_elaunch(endings: dict[str, dict[str, Any]], method: str) -> None:
     """Only a dump of the whole stack has the bottom frame."""

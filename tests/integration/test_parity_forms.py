@@ -19,7 +19,7 @@ import pytest
 
 from tests.launching import Launcher
 
-pytestmark = pytest.mark.executed
+pytestmark = pytest.mark.slow
 
 SHOW = """
 def answer(x: int) -> int:

@@ -23,6 +23,7 @@ def inside(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]
     return {method: outcome.read("inside") for method, outcome in outcomes.items()}
 
 
+@pytest.mark.trial
 @pytest.mark.parametrize("method", ["spawn", "fork"])
 def test_each_item_is_torchruns(inside: dict[str, dict[str, Any]], method: str) -> None:
     """multiprocessing, DataLoader, subprocesses, signals, forks, daemons, pickles, inspect, ps."""
@@ -31,6 +32,7 @@ def test_each_item_is_torchruns(inside: dict[str, dict[str, Any]], method: str) 
     assert {n: (expected[n], found[n]) for n in expected if expected[n] != found[n]} == {}
 
 
+@pytest.mark.trial
 def test_every_item_works(inside: dict[str, dict[str, Any]]) -> None:
     """No item is an exception that all three share."""
     raised = {name: value for name, value in inside["fork"].items() if "raised" in str(value)[:10]}

@@ -69,7 +69,16 @@ def an_archive(directory: Path) -> list[str]:
     return ["returned.pyz", "fork"]
 
 
-@pytest.mark.parametrize("form", [a_module, a_run_path, not_preloaded, a_package, an_archive])
+@pytest.mark.parametrize(
+    "form",
+    [
+        a_module,
+        *(
+            pytest.param(form, marks=pytest.mark.trial)
+            for form in (a_run_path, not_preloaded, a_package, an_archive)
+        ),
+    ],
+)
 def test_objects_come_back_to_every_form_of_a_script(tmp_path: Path, form: Any) -> None:
     """Both names of the script's module are the script's."""
     words = form(tmp_path)

@@ -35,6 +35,7 @@ def assert_alike(expected: dict[str, Any], outcomes: dict[str, Outcome], workers
             assert (method, number, different) == (method, number, {})
 
 
+@pytest.mark.trial
 def test_tools_in_a_forked_worker(tmp_path: Path) -> None:
     """Those that do without torch, beside a plain process."""
     outcomes = launch_alike(tmp_path, Start([SCRIPT], options=TWICE), ["fork without preload"])

@@ -225,6 +225,7 @@ def test_one_rank_that_asks_alone(elaunch: Launcher) -> None:
     )
 
 
+@pytest.mark.trial
 def test_one_rank_that_asks_alone_without_a_timeout(elaunch: Launcher) -> None:
     """The error that names the others comes before the agent ends the ranks."""
     running = start(elaunch, "only=0", "patient", nproc=2, flags=["--shutdown-timeout=20"])

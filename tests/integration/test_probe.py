@@ -90,6 +90,7 @@ def refusal(job: Job, agents: list[Running]) -> str:
     return said[0]
 
 
+@pytest.mark.trial
 def test_two_nodes_that_do_not_share_the_directory(cluster: Build) -> None:
     """Both end with 2 and name both hosts, the directory, and the way out; no worker is started."""
     job = Job(cluster, "static", 2)

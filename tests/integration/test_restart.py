@@ -11,15 +11,13 @@ from typing import Any
 
 import pytest
 
-from tests.integration.jobs import COLLECTIVE, METHODS, SPAWN
+from tests.integration.jobs import COLLECTIVE, SPAWN, both_methods
 from tests.integration.watching import Clock, act, agent_lines
 from tests.launching import Launcher
 
 pytestmark = pytest.mark.slow
 
 Method = Sequence[str]
-both_methods = pytest.mark.parametrize("method", METHODS, ids=["spawn", "fork"])
-
 SHOWN = (
     "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK "
     "ROLE_WORLD_SIZE MASTER_ADDR MASTER_PORT TORCHELASTIC_RESTART_COUNT TORCHELASTIC_MAX_RESTARTS "
@@ -81,7 +79,12 @@ def test_a_port_that_was_given_stays(elaunch: Launcher, tmp_path: Path, free_por
 
 
 @pytest.mark.parametrize(
-    ("nproc", "fixed"), [(2, False), (4, False), (2, True)], ids=["2", "4", "2 on one port"]
+    ("nproc", "fixed"),
+    [
+        (2, False),
+        *(pytest.param(*more, marks=pytest.mark.trial) for more in ((4, False), (2, True))),
+    ],
+    ids=["2", "4", "2 on one port"],
 )
 def test_the_group_forms_again_after_each_of_ten_restarts(
     elaunch: Launcher, tmp_path: Path, nproc: int, fixed: bool, free_port: int
@@ -102,6 +105,7 @@ def test_the_group_forms_again_after_each_of_ten_restarts(
     assert [entry["resumed_step"] for entry in record["history"]] == [None, *range(10)]
 
 
+@pytest.mark.trial
 def test_the_group_forms_again_in_plain_processes(elaunch: Launcher, tmp_path: Path) -> None:
     """The store's host imports torch by itself there."""
     flags = ["--max-restarts=1", "--nproc-per-node=2", *SPAWN]

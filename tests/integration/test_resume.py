@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoint import makers
-from tests.integration.jobs import METHODS, SPAWN
+from tests.integration.jobs import SPAWN, both_methods
 from tests.integration.test_restart import shown, state
 from tests.integration.watching import act, agent_lines
 from tests.launching import Launcher, wait_until
@@ -19,7 +19,6 @@ from tests.launching import Launcher, wait_until
 pytestmark = pytest.mark.slow
 
 Method = Sequence[str]
-both_methods = pytest.mark.parametrize("method", METHODS, ids=["spawn", "fork"])
 RESUME = "show=ELAUNCH_RESUME_FROM,ELAUNCH_RESUME_STEP,ELAUNCH_CHECKPOINT_DIR"
 
 
@@ -177,11 +176,11 @@ def test_files_that_nobody_understands(elaunch: Launcher, saves: Path) -> None:
     (saves / "weights.npz").write_bytes(b"0")
     words = [f"ckpt={saves}", "0r0:exit=7"]
     line = [f"--checkpoint-dir={saves}", "--max-restarts=1"]
-    done = elaunch.run(act(METHODS[0], *words, nproc=1, flags=line))
+    done = elaunch.run(act(SPAWN, *words, nproc=1, flags=line))
     assert done.returncode == 0
     told = [text for text in agent_lines(done.stderr) if "no checkpoint is recognised" in text]
     assert len(told) == 2 and "workers start without one (--require-resume makes" in told[1]
-    again = elaunch.run(act(METHODS[0], *words, nproc=1, flags=[*line, "--require-resume"]))
+    again = elaunch.run(act(SPAWN, *words, nproc=1, flags=[*line, "--require-resume"]))
     assert again.returncode == 74
     assert f"none of the 2 entries of {saves} can be resumed from" in again.stderr
     assert "leave the flag out to start afresh" in again.stderr

@@ -73,6 +73,7 @@ def test_the_restarts_are_used_up_while_a_save_is_written(elaunch: Launcher) -> 
     assert [found.name for found in job.listed()] == ["step-00000002.r0"]
 
 
+@pytest.mark.trial
 def test_a_node_is_lost_while_a_save_is_written(
     elaunch: Launcher, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -13,14 +13,13 @@ from signal import SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2, Signals
 
 import pytest
 
-from tests.integration.jobs import FORK, METHODS, SPAWN
+from tests.integration.jobs import SPAWN, both_methods
 from tests.integration.watching import act, agent_lines, wait_for_workers, wait_until_gone
 from tests.launching import Launcher, wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.executed]
+pytestmark = pytest.mark.slow
 
 Method = Sequence[str]
-both_methods = pytest.mark.parametrize("method", METHODS, ids=["spawn", "fork"])
 
 
 @both_methods
@@ -115,6 +114,7 @@ def holds_back(pid: int, number: int) -> bool:
     return bool(int(mask, 16) >> (number - 1) & 1)
 
 
+@pytest.mark.executed
 @pytest.mark.parametrize("number", [SIGUSR1, SIGUSR2])
 def test_a_request_to_save_in_the_first_moments(elaunch: Launcher, number: Signals) -> None:
     """It is held back until it can be handled; the job is to be continued, not killed by it."""
@@ -155,7 +155,8 @@ def test_a_request_to_save_while_devices_are_counted(elaunch: Launcher, tmp_path
     assert (record["state"], record["exit_code"]) == ("PREEMPTED", 75)
 
 
-@pytest.mark.parametrize("method", [SPAWN, FORK], ids=["spawn", "fork"])
+@pytest.mark.executed
+@both_methods
 def test_sigterm_in_the_first_moments(elaunch: Launcher, method: Method) -> None:
     """At any time from the first instruction on: no traceback, no orphan, always 143."""
     for milliseconds in range(0, 301, 20 if method is SPAWN else 60):

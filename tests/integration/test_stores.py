@@ -83,10 +83,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(
-    "how",
-    ["variables", *(pytest.param(how, marks=pytest.mark.trial) for how in ("tcp", "worker"))],
-)
+@pytest.mark.trial
+@pytest.mark.parametrize("how", ["variables", "tcp", "worker"])
 def test_ranks_that_a_worker_spawns_find_each_other(
     elaunch: Launcher, tmp_path: Path, how: str
 ) -> None:

@@ -70,6 +70,7 @@ def test_ranks_under_mpirun(elaunch: Launcher) -> None:
     assert rows(done.stdout) == expected(2, "mpi", [2])
 
 
+@pytest.mark.trial
 def test_the_first_failure_is_mpiruns_code(elaunch: Launcher) -> None:
     """The wrapper's own code was 7."""
     done = mpirun(elaunch, "-np", "4", *WRAP, "--", *PYTHON, "exit=2:7").wait(100)
@@ -78,6 +79,7 @@ def test_the_first_failure_is_mpiruns_code(elaunch: Launcher) -> None:
     assert re.search(r"Exit code:\s+7", done.stderr)
 
 
+@pytest.mark.trial
 def test_elaunch_run_supervises_mpirun(elaunch: Launcher) -> None:
     """The ranks meet in the store of each round, and know the run that they are part of."""
     programs.needed("mpirun", "orted", "ssh")
@@ -129,6 +131,7 @@ def test_mpirun_on_two_nodes(elaunch: Launcher, tmp_path: Path, nodes: list[int]
     assert rows(done.stdout) == expected(sum(nodes), "mpi", nodes)
 
 
+@pytest.mark.trial
 def test_three_ranks_on_two_nodes_of_slurm(elaunch: Launcher, cluster_of_two: Slurm) -> None:
     """Unequal nodes; exit codes; files by rank; a signal comes once."""
     env = {"MASTER_ADDR": "127.0.0.1"}  # n1 and n2 are names that only Slurm knows
@@ -150,6 +153,7 @@ def test_three_ranks_on_two_nodes_of_slurm(elaunch: Launcher, cluster_of_two: Sl
     assert running.wait(100).stdout.count(":saved\n") == 3
 
 
+@pytest.mark.trial
 def test_slurm_on_one_node_needs_nothing(elaunch: Launcher, cluster_of_two: Slurm) -> None:
     """The port and the address come from the step itself, on one node."""
     done = cluster_of_two.srun("-N1", "-n2", *WRAP, "--", *PYTHON, "torch").wait(100)

@@ -139,6 +139,7 @@ except Exception as error:
 """
 
 
+@pytest.mark.trial
 def test_two_programs_are_two_nodes(elaunch: Launcher) -> None:
     """Each gets its own workers' results; a failure is raised in both, the same."""
     port = str(free_port())

@@ -67,6 +67,7 @@ say("ok")
 """
 
 
+@pytest.mark.trial
 def test_three_machines_of_two(
     cluster: Callable[[int], Cluster], start: Callable[..., list[Running]]
 ) -> None:
@@ -119,6 +120,7 @@ ctx.allgather(b"x" * (1 << 20), timeout=2)
         assert f"rank {1 - rank} (host node{2 - rank}, " in said and "does not answer" in said
 
 
+@pytest.mark.trial
 def test_a_machine_that_loses_power_in_a_large_call(
     cluster: Callable[[int], Cluster], start: Callable[..., list[Running]]
 ) -> None:

@@ -96,7 +96,7 @@ HOLES = [Leg(4, 2, 1), Leg(3, 5, 2), Leg(5, 1, 1), Leg(2, 3, 1)]
 
 
 @pytest.mark.slow
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(
     length=st.integers(0, 300),
     chain=legs,
@@ -130,7 +130,7 @@ def test_any_chain_is_exact(
 
 
 @pytest.mark.slow
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(
     length=st.integers(0, 300),
     chain=legs,

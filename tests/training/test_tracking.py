@@ -137,6 +137,7 @@ def test_a_job_of_slurm_keeps_its_id(elaunch: Launcher) -> None:
     assert len(steps(elaunch, "4711")) == 10
 
 
+@pytest.mark.trial
 @pytest.mark.slow
 def test_torchrun_is_tracked(elaunch: Launcher) -> None:
     running = start(elaunch, TORCHRUN, "hold:1")
@@ -155,7 +156,7 @@ def test_torchrun_is_tracked(elaunch: Launcher) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("word", ["fail:1", "kill:1"])
+@pytest.mark.parametrize("word", ["kill:1", pytest.param("fail:1", marks=pytest.mark.trial)])
 def test_torchruns_rounds_are_one_run(elaunch: Launcher, word: str) -> None:
     running = start(elaunch, [*TORCHRUN, "--max-restarts", "1"], word, "hold:0")
     assert running.wait(120).returncode == 0, running.output("stderr")
@@ -178,6 +179,7 @@ def test_a_rank_of_torchrun_that_fails(elaunch: Launcher) -> None:
     assert listed["reason"] == "rank 1 failed: ValueError: it went wrong"
 
 
+@pytest.mark.trial
 @pytest.mark.slow
 def test_mpirun_is_tracked(elaunch: Launcher) -> None:
     programs.needed("mpirun", "orted", "ssh")

@@ -11,6 +11,8 @@ import urllib.request
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import pytest
+
 from elaunch import proc
 from tests.integration.jobs import SPAWN
 from tests.integration.watching import act, wait_for_workers
@@ -48,6 +50,7 @@ def test_pages_are_served_for_as_long_as_the_run_lasts(elaunch: Launcher) -> Non
     wait_until(lambda: not healthy(address), what="the server ends with its agent")
 
 
+@pytest.mark.trial
 def test_the_detached_command_prints_the_address(elaunch: Launcher) -> None:
     """And one word that is neither yes nor a place is refused."""
     done = elaunch.run(act(SPAWN, "wait", flags=[*FLAGS, "--dashboard", "--detach"]))

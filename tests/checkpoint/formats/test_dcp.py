@@ -41,6 +41,7 @@ def test_whole_directories_pass(path: Path) -> None:
     dcp.verify(path)
 
 
+@pytest.mark.trial
 @pytest.mark.slow
 def test_fsdp2_by_two_processes(tmp_path: Path) -> None:
     path = makers.fsdp2_directory(tmp_path)

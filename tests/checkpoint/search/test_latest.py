@@ -320,6 +320,7 @@ def test_retention_while_it_searches(tmp_path: Path, template: Path) -> None:
         remover.join()
 
 
+@pytest.mark.trial
 @pytest.mark.slow
 def test_ten_thousand_entries(tmp_path: Path, archive: Path) -> None:
     for number in range(10_000):

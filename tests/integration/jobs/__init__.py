@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 ACT = Path(__file__).with_name("act.py")
 COLLECTIVE = Path(__file__).with_name("collective.py")
 PROGRESS = Path(__file__).with_name("progress.py")
@@ -13,4 +15,7 @@ SPAWN = ("--start-method", "spawn")
 """Plain processes: quick for scripts that do without torch."""
 FORK = ("--preload", "none")
 """The fork server, for scripts that do without torch."""
-METHODS = [SPAWN, FORK]
+both_methods = pytest.mark.parametrize(
+    "method", [pytest.param(SPAWN, marks=pytest.mark.trial), FORK], ids=["spawn", "fork"]
+)
+"""Forked; by spawn among the trials, since workers differ in how they begin, and in little else."""

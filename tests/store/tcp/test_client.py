@@ -6,7 +6,6 @@ What every store can do is in tests/store/test_contract.py.
 from __future__ import annotations
 
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -28,6 +27,7 @@ from elaunch.store.tcp import wire
 from elaunch.store.tcp.connection import TcpConnection
 from elaunch.store.tcp.host import AgentNotice, MembersThread, put_notice, read_notice
 from elaunch.store.tcp.store import SLICE
+from elaunch.wire.local import is_readable
 from tests.launching import free_port
 from tests.store.test_contract import LONG, beside, collect, read_until, until
 
@@ -120,6 +120,7 @@ def test_a_host_that_is_killed_is_noticed_at_once(process: HostProcess) -> None:
             assert f"127.0.0.1:{process.port}" in str(caught.value)
 
 
+@pytest.mark.trial
 def test_a_host_that_is_frozen_is_no_proof(process: HostProcess) -> None:
     """Calls end at their deadline; when it goes on, so do they, and everybody is still there."""
     store = tcp.connect("127.0.0.1", process.port, "job", deadline=LONG, timeout=2.0)
@@ -315,7 +316,7 @@ def test_an_answer_that_is_there_is_taken_after_its_deadline(hosted: tuple[Store
     with closing(wire.Connection(sock)) as line:
         line.open(("127.0.0.1", hosted[1]), by)
         line.send([wire.get("elaunch")], by)
-        assert select.select([sock], [], [], LONG)[0]
+        assert is_readable(sock.fileno(), LONG)
         assert b"elaunch" in line.value(0.0)
         with pytest.raises(TimeoutError):
             line.value(0.0)

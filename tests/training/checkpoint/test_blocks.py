@@ -13,6 +13,7 @@ from tests.training.checkpoint.rig import Job, checkpoints, committed, stages, u
 Start = Callable[..., Job]
 
 
+@pytest.mark.trial
 @pytest.mark.slow
 def test_all_ranks_write_one_checkpoint(start: Start, tmp_path: Path) -> None:
     """The union of the files, the merge of the metadata, one uuid; seen by all, at once."""

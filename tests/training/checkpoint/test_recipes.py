@@ -333,7 +333,8 @@ def load_all(ctx: Any) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("saves", "loads"), [(2, 3), (3, 2), pytest.param(4, 2, marks=pytest.mark.trial)]
+    ("saves", "loads"),
+    [(2, 3), *(pytest.param(*sizes, marks=pytest.mark.trial) for sizes in ((3, 2), (4, 2)))],
 )
 def test_all_recipes(tmp_path: Path, saves: int, loads: int) -> None:
     """Bit for bit, on as many ranks as saved, and on another number of them."""
@@ -367,6 +368,7 @@ def both_ways(ctx: Any) -> Any:
     return told
 
 
+@pytest.mark.trial
 @pytest.mark.slow
 def test_dcp_reads_and_writes_the_same(tmp_path: Path) -> None:
     """What ``save`` has written ``dcp.load`` reads, and ``load`` what ``dcp.save`` has written."""

@@ -125,6 +125,7 @@ def sharded_load(ctx: Any, kind: str, step: int) -> Any:
     return full(model, optimizer)
 
 
+@pytest.mark.trial
 @pytest.mark.slow
 def test_reshard(tmp_path: Path) -> None:
     """FSDP2 from three ranks to two, to four: parameters and moments are the same bits."""

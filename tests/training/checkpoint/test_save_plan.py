@@ -133,6 +133,7 @@ def sent_bytes(ctx: Any) -> Any:
     ]
 
 
+@pytest.mark.trial
 def test_ranks_send_few_bytes_for_many_keys(tmp_path: Path) -> None:
     """Also where they have different ones, as with pipeline stages."""
     said = in_group(sent_bytes, 2, tmp_path)

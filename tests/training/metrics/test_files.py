@@ -196,6 +196,7 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
         append(MetricFiles(tmp_path, 0, None), 0, ("training", 1))
 
 
+@pytest.mark.trial
 @pytest.mark.slow
 def test_writers_that_are_killed_at_any_moment(tmp_path: Path) -> None:
     """What is there stays readable, and the next round supersedes it all."""

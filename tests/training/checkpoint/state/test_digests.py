@@ -8,7 +8,7 @@ import pytest
 
 from elaunch.training.checkpoint.state.digests import LENGTH, ComparedKeys, differing, digest
 
-WORLD, KEYS = 512, 1000
+WORLD, KEYS = 64, 1000
 
 
 def digests(keys: tuple[str, ...], other: Mapping[str, bytes]) -> bytes:
