@@ -63,6 +63,8 @@ WORTH: Final = 0.05
 """The share from which something is worth advice, and a slower rank is named."""
 FAR: Final = 2.0
 """By so much the interval of saves differs from the best one, to be worth advice."""
+SILENT_S: Final = 60.0
+"""Seconds that a run of one round may take without a verdict at its end."""
 _UNKNOWN: Final = {
     "nothing": "the script reports nothing, so that its init, loads, saves, waits and steps done "
     "again count as train",
@@ -112,7 +114,7 @@ def facts(record: Record) -> Iterator[tuple[str, str]]:
     yield "goodput", _goodput(timing, nodes)
     yield "recoveries", _recoveries(record)
     yield "slowest rank", _slowest(timing, late, nodes)
-    yield "advice", _advice(record, timing)
+    yield "advice", _advice(record, timing, late)
 
 
 def facts_of_job(job: JobTimingRecord) -> Iterator[tuple[str, str]]:
@@ -147,11 +149,22 @@ def late_text(late: LateRecord) -> str:
     return f"{text}; {one_line(late['why'])}" if late["why"] else text
 
 
+def is_shown(record: Record) -> bool:
+    """Return whether a run that has ended prints its verdict: not if it was short and whole.
+
+    A launcher of short scripts is as silent as torchrun.
+    """
+    return len(record["history"]) > 1 or _lasted(record) > SILENT_S
+
+
+def _lasted(record: Record) -> float:
+    return max(0.0, (record["ended_at"] or record["started_at"]) - record["started_at"])
+
+
 def lines(record: Record) -> list[str]:
     """Return the verdict on a run that has ended: its result, and :func:`facts`."""
-    lasted = max(0.0, (record["ended_at"] or record["started_at"]) - record["started_at"])
     used = record["restarts"]["used"]
-    result = f"{record['state']} after {duration(lasted)}, {count(used, 'restart')}"
+    result = f"{record['state']} after {duration(_lasted(record))}, {count(used, 'restart')}"
     return [f"result: {result}", *(f"{name}: {value}" for name, value in facts(record))]
 
 
@@ -214,10 +227,11 @@ def _paced(found: SlowestRecord) -> str:
     return f"{found['step_s']:.3g} s of its own for a step, {above} above the median"
 
 
-def _advice(record: Record, timing: TimingRecord) -> str:
+def _advice(record: Record, timing: TimingRecord, late: LateRecord | None) -> str:
     return (
         _advice_on_saves(record, timing)
         or _advice_on_threads(timing)
+        or _advice_on_rank(timing, late)
         or _advice_on_losses(timing)
         or f"none: no class but train takes {100 * WORTH:.0f} % of the time"
     )
@@ -254,9 +268,26 @@ def _advice_on_threads(timing: TimingRecord) -> str:
     return f"try OMP_NUM_THREADS={threads}: each worker has 1 thread, and {threads} CPUs are there"
 
 
-def _advice_on_losses(timing: TimingRecord) -> str:
+def _advice_on_rank(timing: TimingRecord, late: LateRecord | None) -> str:
+    """Return the rank that the others wait for, if no class of time takes more than that."""
+    if late is None:
+        return ""
+    waited = late["held"] * late["seconds"]
+    if waited < max(WORTH * timing["wall_s"], _largest_loss(timing)[1]):
+        return ""
+    share = _percent(waited / timing["wall_s"])
+    return (
+        f"rank {late['rank']} costs most: ranks wait for it {duration(waited)}, {share} of the time"
+    )
+
+
+def _largest_loss(timing: TimingRecord) -> tuple[str, float]:
     others = {name: s for name, s in timing["seconds"].items() if name != "train"}
-    name, seconds = max(others.items(), key=lambda one: one[1], default=("", 0.0))
+    return max(others.items(), key=lambda one: one[1], default=("", 0.0))
+
+
+def _advice_on_losses(timing: TimingRecord) -> str:
+    name, seconds = _largest_loss(timing)
     if seconds < WORTH * timing["wall_s"]:
         return ""
     at = f"{CLASSES.get(name, name)} takes most: {duration(seconds)} of each slot"

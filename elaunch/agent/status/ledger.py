@@ -417,10 +417,7 @@ def times_of_node(ledger: Ledger, hangs: HangWatch) -> NodeTimes | None:
 
 
 class VerdictLog:
-    """Logs the verdict on a run at its end, on node 0; an observer of the loop's turns.
-
-    Where one round was enough nothing is printed by default: the launcher is as silent as torchrun.
-    """
+    """Logs the verdict on a run at its end, on node 0; an observer of the loop's turns."""
 
     def __init__(self, record: StatusRecord) -> None:
         self._record = record
@@ -432,7 +429,7 @@ class VerdictLog:
         record = cast("Record", self._record.snapshot())
         if record.get("node_rank"):
             return
-        level = logging.WARNING if len(record["history"]) > 1 else logging.INFO
+        level = logging.WARNING if verdict.is_shown(record) else logging.INFO
         for line in verdict.lines(record):
             log.log(level, "%s", line)
 

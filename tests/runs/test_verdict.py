@@ -1,0 +1,66 @@
+"""What the end of a run says of where its time went."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elaunch.runs import verdict
+from elaunch.runs.directory import RunDir
+from elaunch.runs.record import Record
+from tests.monitor.played_agent import new_record
+
+
+def ended(lasted: float, rounds: int = 1, **changes: Any) -> Record:
+    """Return the record of a run of so many seconds, of which most are training."""
+    now = time.time()
+    timing = {
+        "slots": 4,
+        "wall_s": lasted,
+        "seconds": {"train": 0.9 * lasted, "start": 0.1 * lasted},
+        "failures": rounds - 1,
+        "reports": "nothing",
+        "step_s": None,
+        "slowest": None,
+        "spare_threads": 0,
+    }
+    entry = {"round": 0, "recovery_s": None}
+    record: dict[str, Any] = {**new_record(RunDir(Path("job")), "job", [])}
+    record |= {"state": "COMPLETED", "started_at": now - lasted, "ended_at": now}
+    return record | {"timing": timing, "history": [entry] * rounds} | changes  # type: ignore[return-value]
+
+
+def late(held: float, seconds: float) -> dict[str, Any]:
+    """Return that ranks of this node wait for rank 2 in that share of so many seconds."""
+    rank = {"rank": 2, "last": 46, "behind_s": 0.021, "seconds": seconds}
+    return {"slow": 2, "ranks": [rank], "collectives": 60, "held": held, "seconds": seconds}
+
+
+@pytest.mark.parametrize(
+    ("lasted", "rounds", "shown"), [(3.0, 1, False), (3.0, 2, True), (61.0, 1, True)]
+)
+def test_a_run_that_was_short_and_whole_is_silent(lasted: float, rounds: int, shown: bool) -> None:
+    """As under torchrun; one that was neither prints its verdict."""
+    assert verdict.is_shown(ended(lasted, rounds)) is shown
+
+
+@pytest.mark.parametrize(
+    ("held", "advice"),
+    [
+        (0.5, "rank 2 costs most: ranks wait for it 50 s, 50.0 % of the time"),
+        (0.09, "start takes most: 10 s of each slot, 10.0 %"),
+    ],
+)
+def test_the_advice_names_what_costs_most(held: float, advice: str) -> None:
+    """Be it a class of time, or a rank for which the others wait inside their training."""
+    facts = dict(verdict.facts(ended(100.0, lateness=late(held, 100.0))))
+    assert facts["advice"] == advice
+
+
+def test_a_slow_rank_counts_for_the_time_in_which_it_was_seen() -> None:
+    """Not for all of a run that it held up in its last minute."""
+    facts = dict(verdict.facts(ended(1000.0, lateness=late(0.9, 60.0))))
+    assert facts["advice"].startswith("start takes most")
