@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -106,6 +107,24 @@ class Agent:
         handed, memory = found
         into(handed.end)[: handed.end] = memory[: handed.end]
         return handed.stage.uuid, handed.images
+
+
+@pytest.fixture(autouse=True)
+def close_files(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Close the memory of all agents: each of up to 1,000 segments is two open files."""
+    made: list[CheckpointMemory] = []
+    begin = CheckpointMemory.__init__
+
+    def noted(memory: CheckpointMemory, limit: int | None) -> None:
+        begin(memory, limit)
+        made.append(memory)
+
+    monkeypatch.setattr(CheckpointMemory, "__init__", noted)
+    yield
+    for memory in made:
+        memory.close()
+    made.clear()
+    gc.collect()  # an agent and its network refer to each other
 
 
 def test_nobody_is_asked_in_the_first_round() -> None:
