@@ -94,7 +94,7 @@ class StoreFull(StoreUnreachable):
 
 
 class StoreDenied(StoreError):
-    """The store answers and does not let us in: TLS, certificate, user or password."""
+    """The store answers and does not let us in: TLS, certificate, user, password, old torch."""
 
     code = "E-STORE-DENIED"
 

@@ -19,7 +19,7 @@ CUDAS = re.compile(r"lib(cu(?!da\.)|nccl|nv)")
 OWN_FUNCTIONS = re.compile(r"_*(cu|nccl|nv)[a-zA-Z0-9]*[A-Z_]")
 """How a function of CUDA is called, among those that are asked for without a version."""
 NEEDED = re.compile(r"NEEDED\s+(\S+)")
-UNDEFINED = re.compile(r"\*UND\*\s+[0-9a-f]+\s+(?:\((\S+)\)|Base)\s+(\S+)$", re.M)
+UNDEFINED = re.compile(r"\*UND\*\s+[0-9a-f]+\s+(?:(?:\((\S+)\)|Base)\s+)?(\S+)$", re.M)
 
 
 def make(libraries: Path) -> int:

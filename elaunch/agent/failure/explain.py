@@ -173,9 +173,10 @@ START: Final = (
     ),
     Cause(
         "E-STORE-DENIED",
-        "The store in which the nodes' agents meet answers and does not let this agent in.",
+        "The store in which the nodes' agents meet answers and does not let this agent in, or is "
+        "to be hosted by a torch that cannot.",
         "Compare user, password, certificates and the job's secret with those of the other nodes; "
-        "docs/rendezvous.md.",
+        "docs/rendezvous.md. Where the message names a torch, host the store on another node.",
         seen="exit code 69 of `elaunch run`",
     ),
     Cause(

@@ -45,22 +45,33 @@ FOREIGN_PATIENCE = 5.0
 
 
 def host(
-    listening: socket.socket, run_id: str, *, timeout: float = CALL_TIMEOUT, shared: bytes = b""
+    listening: socket.socket,
+    run_id: str,
+    *,
+    timeout: float = CALL_TIMEOUT,
+    shared: bytes = b"",
+    refusing: Callable[[], object] = lambda: None,
 ) -> Store:
     """Host the store of the job ``run_id`` on a bound socket, which is owned from now on.
 
     Imports torch. ``timeout``: seconds for each call. ``shared``: what Store.shared is from the
     first moment, whatever an unauthenticated process has written there. Raises StoreUnreachable if
-    the store that was started does not answer, StoreDenied where this torch can host none.
+    the store that was started does not answer, StoreDenied where this torch can host none: agents
+    that connect while ``refusing`` is called get the same error.
     """
     bound = listening.getsockname()
     name, own = spot_name(bound[0], bound[1]), _reachable(listening)
     address = (listening.family, (own, *bound[1:]))
     spot = Spot(name, address, run_id, secrets.token_hex(4))
-    said = json.dumps({"elaunch": 1, "run_id": run_id, "boot": spot.boot}).encode()
+    said = {"elaunch": 1, "run_id": run_id, "boot": spot.boot}
     try:
-        server = _serve(listening.detach(), bound[1], own, timeout)
-        connection = _announce(spot, said, shared, time.monotonic() + timeout)
+        server, problem = _serve(listening.detach(), bound[1], own, timeout)
+        if problem:
+            server.set(HELLO, json.dumps({**said, "refused": problem}))
+            refusing()
+            raise StoreDenied(problem)
+        raw = json.dumps(said).encode()
+        connection = _announce(spot, raw, shared, time.monotonic() + timeout)
     except (OSError, RuntimeError, ForeignAnswer) as error:
         raise StoreUnreachable(f"the {name} cannot be hosted here: {error}") from None
     return TcpStore(spot, timeout, connection, server=server)
@@ -79,9 +90,10 @@ def connect(
     """Connect to the store of the job ``run_id``, which another agent hosts or is about to.
 
     ``host`` is resolved anew at each attempt. Raises StoreUnreachable after ``deadline`` seconds,
-    or sooner if something else is there to stay, and names what was tried; StoreClosed when
-    ``stop`` is set meanwhile. ``timeout``: seconds for each call later. ``moved`` is called when
-    nothing listens there any more: whether the store is hosted at another address now.
+    or sooner if something else is there to stay, and names what was tried; StoreDenied where the
+    host cannot have one; StoreClosed when ``stop`` is set meanwhile. ``timeout``: seconds for each
+    call later. ``moved`` is called when nothing listens there any more: whether the store is hosted
+    at another address now.
     """
     began, name = time.monotonic(), spot_name(host, port)
     stopped = threading.Event() if stop is None else stop
@@ -128,9 +140,12 @@ class _MissError(Exception):
 
 
 def _enter(host: str, port: int, run_id: str, until: float) -> tuple[Spot, Connection]:
-    """Connect and make sure that it is this job's store; raises _MissError."""
+    """Connect and make sure that it is this job's store; raises _MissError, StoreDenied."""
     address, connection, said = _ask(host, port, until)
     if said is not None and said["run_id"] == run_id:
+        if "refused" in said:
+            connection.close()
+            raise StoreDenied(said["refused"])
         return Spot(spot_name(host, port), address, run_id, said["boot"]), connection
     connection.close()
     if said is None:
@@ -171,8 +186,8 @@ def _reachable(listening: socket.socket) -> str:
     return "::1" if bound == "::" else bound
 
 
-def _serve(listening: int, port: int, address: str, timeout: float) -> object:
-    """Start torch's store on the descriptor ``listening``."""
+def _serve(listening: int, port: int, address: str, timeout: float) -> tuple[Any, str]:
+    """Start torch's store on the descriptor ``listening``; return it, and why it is of no use."""
     # Read when torch is loaded: else it logs each process that sends it nonsense to stderr. Taken
     # away again, so that the workers' torch does not read it.
     quiet = "TORCH_CPP_LOG_LEVEL" not in os.environ and "torch" not in sys.modules
@@ -184,19 +199,20 @@ def _serve(listening: int, port: int, address: str, timeout: float) -> object:
     finally:
         if quiet:
             del os.environ["TORCH_CPP_LOG_LEVEL"]
-    if not wire.is_served_by(__version__):
-        raise StoreDenied(
-            f"the {spot_name(address, port)} cannot be hosted here: its queues came with torch "
-            f"2.8, and here is {__version__}; nodes with an older one meet by --rdzv-backend etcd"
-        )
-    return TCPStore(
+    serves = wire.is_served_by(__version__)
+    store = TCPStore(
         address,
         port,
         is_master=True,
         wait_for_workers=False,
         master_listen_fd=listening,
-        use_libuv=True,
+        use_libuv=serves,
         timeout=timedelta(seconds=timeout),
+    )
+    return store, "" if serves else (
+        f"the job's store cannot be hosted on {os.uname().nodename}: the TCPStore of its torch "
+        f"({__version__}) has no queues; host it on a node with torch 2.8 or newer, or use "
+        "--rdzv-backend etcd on all nodes"
     )
 
 

@@ -6,6 +6,7 @@ The store's hello stands under the key ``elaunch``, outside of every job, as JSO
 
 ``boot`` is a random id of the process that hosts it. A connection opens again only to the same one:
 a host that was started anew knows nothing of this job's agents, which must enrol there again.
+``refused`` instead of a store is why there is none.
 
 What breaks an exchange, and what is raised as StoreUnreachable (elaunch.errors):
 
@@ -140,6 +141,7 @@ def _read_hello(raw: bytes) -> dict[str, Any] | None:
     if not isinstance(said, dict) or type(said.get("elaunch")) is not int:
         return None
     named = all(_is_line(said.get(name)) for name in ("run_id", "boot"))
+    named = named and _is_line(said.get("refused", ""))
     return said if named and ("store" not in said or _is_place(said["store"])) else None
 
 

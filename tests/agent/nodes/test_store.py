@@ -11,7 +11,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
@@ -179,18 +180,45 @@ def test_who_looks_for_the_store_stops_when_the_agent_ends(
         client.open()
 
 
+def masters_port(stack: ExitStack, port: int) -> Callable[[str], None]:
+    """Host a store at the master's port; return what publishes a text there."""
+    stack.callback(tcp.host(socket.create_server(("127.0.0.1", port)), "job").close)
+
+    def publish(text: str) -> None:
+        address = (socket.AF_INET, ("127.0.0.1", port))
+        connection, _ = greet(address, time.monotonic() + 20.0, hold=lambda _: None)
+        with contextlib.closing(connection):
+            connection.send([wire.put(HELLO, text.encode())], time.monotonic() + 20.0)
+
+    return publish
+
+
+@pytest.mark.parametrize("backend", ["c10d", "static"])
+def test_a_host_whose_torch_is_too_old_tells_the_others(
+    stack: ExitStack, free_port: int, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    """They have the same error as it, and do not wait for it until the join timeout."""
+    publish = masters_port(stack, free_port) if backend == "static" else lambda _: None
+    monkeypatch.setattr("torch.__version__", "2.6.0+cpu")
+    settings = meeting(free_port, backend=backend, is_host=True)
+    host = StoreOpener(settings, "job", "127.0.0.1", publish)
+    host.prepare()
+    pool = stack.enter_context(ThreadPoolExecutor(1))
+    stack.callback(host.close)
+    opened = pool.submit(host.open)
+    with pytest.raises(StoreDenied, match=r"its torch \(2.6.0.cpu\) has no queues") as told:
+        opening(meeting(free_port, backend=backend, is_host=False), stack).open()
+    assert not opened.done()
+    host.close()
+    with pytest.raises(StoreDenied, match=re.escape(str(told.value))):
+        opened.result(20.0)
+
+
 def test_a_static_host_that_is_started_again_is_found_at_its_new_port(
     stack: ExitStack, free_port: int
 ) -> None:
     """The others ask at the master's port, the one that all know, when nothing listens any more."""
-    page = tcp.host(socket.create_server(("127.0.0.1", free_port)), "job")
-    stack.callback(page.close)
-
-    def publish(text: str) -> None:
-        address = (socket.AF_INET, ("127.0.0.1", free_port))
-        connection, _ = greet(address, time.monotonic() + 20.0, hold=lambda _: None)
-        with contextlib.closing(connection):
-            connection.send([wire.put(HELLO, text.encode())], time.monotonic() + 20.0)
+    publish = masters_port(stack, free_port)
 
     def host() -> tuple[StoreOpener, Store]:
         settings = meeting(free_port, backend="static", is_host=True)

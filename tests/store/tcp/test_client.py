@@ -680,6 +680,6 @@ def test_a_torch_without_queues_hosts_nothing(monkeypatch: pytest.MonkeyPatch) -
     """It is named, with the way out, and not waited for: StoreDenied is final."""
     monkeypatch.setattr("torch.__version__", "2.7.1+cu126")
     listening = socket.create_server(("127.0.0.1", 0))
-    why = "its queues came with torch 2.8, and here is 2.7.1.cu126; .* --rdzv-backend etcd"
+    why = r"the TCPStore of its torch \(2.7.1.cu126\) has no queues; .* --rdzv-backend etcd"
     with pytest.raises(StoreDenied, match=why):
         tcp.host(listening, "job", timeout=20.0)
