@@ -12,7 +12,8 @@ NCCL_SOCKET_IFNAME              set and it is known
 ELAUNCH_RUN_ID                  the run's id; equal to TORCHELASTIC_RUN_ID
 ELAUNCH_ROUND                   0 at the first start, one more at each restart
 ELAUNCH_RESTART_REASON          why this round began; empty in round 0
-ELAUNCH_NODE_ADDRS              addresses of all nodes in the order of their node ranks, by comma
+ELAUNCH_NODE_ADDRS              addresses of all nodes in the order of their node ranks, by comma;
+                                empty where that is longer than 100,000 bytes
 ELAUNCH_AGENT_SOCKET            path of this node's agent's Unix socket
 ELAUNCH_CHECKPOINT_DIR          ``--checkpoint-dir``, absolute, or its URL; unset without it
 ELAUNCH_CHECKPOINT_LOCAL        ``1`` with ``--checkpoint-local``; unset without it
@@ -92,6 +93,8 @@ FACTS = frozenset(
 """What an agent sets for its own workers alone: it means nothing to another job."""
 HANDLED_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 """Those of --signals-to-handle by default, as with torchrun."""
+MAX_ADDRS = 100_000
+"""Bytes of ELAUNCH_NODE_ADDRS: no program is started with a variable of 128 KiB (execve(2))."""
 STACKS_SIGNAL = signal.SIGRTMIN + 12
 """At this signal a worker writes the stacks of its threads to its STACKS_FILE."""
 DEBUG_SIGNAL = signal.SIGRTMIN + 13
@@ -186,7 +189,7 @@ def worker_environment(
         "ELAUNCH_RUN_ID": facts.run_id,
         "ELAUNCH_ROUND": str(facts.round),
         "ELAUNCH_RESTART_REASON": facts.reason,
-        "ELAUNCH_NODE_ADDRS": ",".join(place.addrs),
+        "ELAUNCH_NODE_ADDRS": _addresses(place.addrs),
         AGENT_SOCKET: facts.agent_socket,
         "ELAUNCH_RESUME_FROM": facts.resume_from,
         "ELAUNCH_RESUME_STEP": facts.resume_step,
@@ -197,6 +200,11 @@ def worker_environment(
         names = {VISIBLE_DEVICES, visible_devices(launcher)}
         variables |= dict.fromkeys(names, _visible_device(launcher, local_rank))
     return variables
+
+
+def _addresses(addrs: tuple[str, ...]) -> str:
+    listed = ",".join(addrs)
+    return listed if len(listed) <= MAX_ADDRS else ""
 
 
 def _only_where_given(facts: RoundFacts) -> dict[str, str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+
 import pytest
 
 from elaunch import env
@@ -29,3 +31,15 @@ def test_outside_of_a_worker_they_are_a_persons(monkeypatch: pytest.MonkeyPatch)
     given = {env.CHECKPOINT_KEEP: "{}", env.TIMER_FILE: "/pipe", **SHARED}
     monkeypatch.setattr("os.environ", {**given, env.RUN_ID_GIVEN: "1", env.STACKS_FILE: "/s"})
     assert env.launcher_environment() == given
+
+
+@pytest.mark.parametrize(("nodes", "listed"), [(7_000, 7_000), (16_384, 0)])
+def test_a_worker_of_a_very_large_job_starts_programs(nodes: int, listed: int) -> None:
+    """Linux takes no variable of more than 128 KiB."""
+    place = env.NodePlace(0, ("10.20.30.40X",) * nodes, 0, nodes, 0, nodes)
+    facts = env.RoundFacts("job", place=place)
+    variables = env.worker_environment(facts, 0, "/e", {})
+    subprocess.run(["/bin/true"], env=variables, check=True)
+    found = variables["ELAUNCH_NODE_ADDRS"]
+    assert (len(found.split(",")) if found else 0) == listed
+    assert variables["GROUP_WORLD_SIZE"] == str(nodes)
