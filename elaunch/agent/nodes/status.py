@@ -252,11 +252,13 @@ def _reason(state: State) -> str:
         return state.notice.reason
     if state.interrupted is not None:
         return f"stopped by {state.interrupted.name}"
-    return "" if state.phase is not Phase.ENDED else "its agent has ended"
+    return state.why
 
 
 def _own_code(state: State) -> int | None:
     """Return what this agent will end with, if it leaves the job."""
+    if state.finish is not None and state.finish.exit_code:
+        return state.finish.exit_code
     if state.parted is not None:
         return state.parted.exit_code
     if state.preempted and state.told_to_stop:

@@ -309,8 +309,8 @@ def _observe_exit(state: State, event: events.Exit) -> State:
     return replace(state, later=(*state.later, event))
 
 
-def follow(state: State, action: Action) -> State:
-    """Return the state in which ``action`` leaves the agent."""
+def follow(state: State, action: Action, reason: str = "") -> State:
+    """Return the state in which ``action`` leaves the agent, decided for ``reason``."""
     if isinstance(action, StartRound):
         assert state.plan is not None  # it named the round
         return State(
@@ -339,6 +339,8 @@ def follow(state: State, action: Action) -> State:
         return replace(state, killing=True)
     if isinstance(action, Settle):
         return replace(state, phase=Phase.FLUSHING, finish=action.then, why=action.why)
+    if isinstance(action, Finish):
+        return replace(state, phase=Phase.ENDED, finish=action, why=reason)
     return replace(state, phase=_PHASES.get(type(action), state.phase))
 
 
@@ -346,7 +348,6 @@ _PHASES: Final = {
     Meet: Phase.MEETING,
     StopWorkers: Phase.STOPPING,
     EndTree: Phase.SWEEPING,
-    Finish: Phase.ENDED,
     Refuse: Phase.ENDED,
 }
 COMMITTING: Final = (Phase.RUNNING, Phase.STOPPING, Phase.SWEEPING, Phase.FLUSHING)

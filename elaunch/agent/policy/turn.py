@@ -97,7 +97,7 @@ def take(state: State, event: events.Event) -> Turn:
     before = observe(state, event)
     action, reason = decide.decide(before, event)
     begun = _begun(before, action, reason) if isinstance(action, StartRound) else None
-    return Turn(before, event, action, reason, follow(before, action), begun)
+    return Turn(before, event, action, reason, follow(before, action, reason), begun)
 
 
 def _begun(state: State, action: StartRound, reason: str) -> Round:

@@ -17,6 +17,7 @@ from elaunch.rendezvous.plan import NodeStatus, Plan, WorkerFailure
 from tests.agent.histories import READY, TERM, exited, gone, play
 from tests.agent.policy.test_nodes import ENDED, ENDING, FIRST, RUNS, SECOND, seen
 
+DRAIN = events.PreemptAsked("drain", lambda _: None)
 THEIRS = WorkerFailure(
     rank=0,
     host="node2",
@@ -145,17 +146,30 @@ def test_a_failure_is_sent_with_its_age_and_once(
     assert found.age > 0
 
 
+@pytest.mark.parametrize(
+    ("history", "reason", "code"),
+    [
+        ((*RUNS, TERM), "stopped by SIGTERM", 143),
+        ((events.ServerReady("--preload x: it fails"),), "--preload x: it fails", 2),
+        (
+            (*RUNS, DRAIN, exited(1, 7), exited(0, 1), gone()),
+            "rank 4 exited with code 7; no restart: drain",
+            7,
+        ),
+    ],
+    ids=["told to go", "cannot start", "failed when told to go"],
+)
 def test_who_leaves_says_why_and_with_which_code(
-    publisher: StatusPublisher, meeting: Recorder
+    publisher: StatusPublisher,
+    meeting: Recorder,
+    history: tuple[events.Event, ...],
+    reason: str,
+    code: int,
 ) -> None:
-    """The others wait for nobody who was told to go."""
-    publisher.publish(turn_to(*RUNS, TERM))
+    """The others wait for nobody who leaves, and end as the one that hosts their store does."""
+    publisher.publish(turn_to(*history))
     record = meeting.records[-1]
-    assert (record.state, record.reason, record.exit_code) == (
-        "leaving",
-        "stopped by SIGTERM",
-        143,
-    )
+    assert (record.state, record.reason, record.exit_code) == ("leaving", reason, code)
 
 
 def test_the_loss_of_the_server_is_a_failure(publisher: StatusPublisher, meeting: Recorder) -> None:

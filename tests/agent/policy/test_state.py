@@ -110,12 +110,17 @@ def test_other_events_end_nothing(event: events.Event) -> None:
         (StopWorkers(signal.SIGTERM, 1.0), Phase.STOPPING),
         (EndTree(), Phase.SWEEPING),
         (Meet(), Phase.MEETING),
-        (Finish(0), Phase.ENDED),
     ],
 )
 def test_each_action_leads_to_its_phase(action: Action, phase: Phase) -> None:
     """And changes nothing else."""
     assert follow(RUNNING, action) == replace(RUNNING, phase=phase)
+
+
+def test_its_end_is_kept_with_its_reason() -> None:
+    """The others read it: the one that hosts their store ends them, too."""
+    end = replace(RUNNING, phase=Phase.ENDED, finish=Finish(3), why="rank 0 failed")
+    assert follow(RUNNING, Finish(3), "rank 0 failed") == end
 
 
 def test_a_new_round_forgets_the_last_one() -> None:
