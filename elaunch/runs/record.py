@@ -204,6 +204,19 @@ class SlowestRecord(TypedDict):
     median_s: float
 
 
+class LoaderRecord(TypedDict):
+    """The processes of DataLoaders on this node (elaunch.agent.hangs.loaders).
+
+    ``processes``: the most that one worker has had; ``seconds``: for which all of them were watched
+    together; ``busy``: the share of that in which they computed; ``cpus`` for each worker.
+    """
+
+    processes: int
+    seconds: float
+    busy: float
+    cpus: int
+
+
 class TimingRecord(TypedDict):
     """Where the time of this node's slots went, over all agents that have run it so far.
 
@@ -211,6 +224,7 @@ class TimingRecord(TypedDict):
     ``wall_s``. ``reports`` is what the script shows of itself: ``steps``, ``context`` (it calls
     ``elaunch.init()``) or ``nothing``. ``step_s``: of a step, without waits and saves.
     ``spare_threads``: CPUs for each worker, where each has one thread by default; else 0.
+    ``loaders`` is not in a record of an earlier version.
     """
 
     slots: int
@@ -221,6 +235,7 @@ class TimingRecord(TypedDict):
     step_s: float | None
     slowest: SlowestRecord | None
     spare_threads: int
+    loaders: LoaderRecord | None
 
 
 class LateRecord(TypedDict):

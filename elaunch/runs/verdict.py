@@ -63,6 +63,10 @@ WORTH: Final = 0.05
 """The share from which something is worth advice, and a slower rank is named."""
 FAR: Final = 2.0
 """By so much the interval of saves differs from the best one, to be worth advice."""
+BUSY: Final = 0.9
+"""The share of the time from which a DataLoader's processes compute all of the time."""
+WATCHED_S: Final = 20.0
+"""Seconds of such processes, together, from which something is said of them."""
 SILENT_S: Final = 60.0
 """Seconds that a run of one round may take without a verdict at its end."""
 _UNKNOWN: Final = {
@@ -231,6 +235,7 @@ def _advice(record: Record, timing: TimingRecord, late: LateRecord | None) -> st
     return (
         _advice_on_saves(record, timing)
         or _advice_on_threads(timing)
+        or _advice_on_loaders(timing)
         or _advice_on_rank(timing, late)
         or _advice_on_losses(timing)
         or f"none: no class but train takes {100 * WORTH:.0f} % of the time"
@@ -266,6 +271,22 @@ def _advice_on_threads(timing: TimingRecord) -> str:
     if threads < 2:
         return ""
     return f"try OMP_NUM_THREADS={threads}: each worker has 1 thread, and {threads} CPUs are there"
+
+
+def _advice_on_loaders(timing: TimingRecord) -> str:
+    """Return a number of DataLoader processes, where those that there are compute all the time."""
+    found = timing.get("loaders")
+    if found is None or found["busy"] < BUSY or found["seconds"] < WATCHED_S:
+        return ""
+    processes = found["processes"]
+    number = min(2 * processes, found["cpus"] - 1)
+    if number <= processes:
+        return ""
+    return (
+        f"try num_workers={number} in the DataLoader, not {processes}: its processes compute "
+        f"{100 * found['busy']:.0f} % of the time, so the training waits for them, and "
+        f"each worker has {found['cpus']} CPUs"
+    )
 
 
 def _advice_on_rank(timing: TimingRecord, late: LateRecord | None) -> str:

@@ -224,6 +224,7 @@ def test_where_the_time_went(app: App, environ: dict[str, str]) -> None:
         "step_s": 0.1,
         "slowest": None,
         "spare_threads": 0,
+        "loaders": None,
     }
     made(environ, timing=timing)
     found = ask(app, "/api/run", run="train-1").json

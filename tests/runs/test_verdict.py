@@ -26,6 +26,7 @@ def ended(lasted: float, rounds: int = 1, **changes: Any) -> Record:
         "step_s": None,
         "slowest": None,
         "spare_threads": 0,
+        "loaders": None,
     }
     entry = {"round": 0, "recovery_s": None}
     record: dict[str, Any] = {**new_record(RunDir(Path("job")), "job", [])}
@@ -64,3 +65,31 @@ def test_a_slow_rank_counts_for_the_time_in_which_it_was_seen() -> None:
     """Not for all of a run that it held up in its last minute."""
     facts = dict(verdict.facts(ended(1000.0, lateness=late(0.9, 60.0))))
     assert facts["advice"].startswith("start takes most")
+
+
+@pytest.mark.parametrize(
+    ("busy", "cpus", "advice"),
+    [
+        (
+            0.97,
+            8,
+            "try num_workers=4 in the DataLoader, not 2: its processes compute 97 % of the "
+            "time, so the training waits for them, and each worker has 8 CPUs",
+        ),
+        (0.97, 3, "start takes most: 10 s of each slot, 10.0 %"),
+        (0.5, 8, "start takes most: 10 s of each slot, 10.0 %"),
+    ],
+)
+def test_dataloaders_that_compute_all_the_time(busy: float, cpus: int, advice: str) -> None:
+    """More of them are advised where there are CPUs for more."""
+    record = ended(100.0)
+    assert record["timing"] is not None
+    record["timing"]["loaders"] = {"processes": 2, "seconds": 90.0, "busy": busy, "cpus": cpus}
+    assert dict(verdict.facts(record))["advice"] == advice
+
+
+def test_the_record_of_an_earlier_version_has_no_loaders() -> None:
+    """Its verdict is read all the same."""
+    record: Any = ended(100.0)
+    del record["timing"]["loaders"]
+    assert dict(verdict.facts(record))["advice"] == "start takes most: 10 s of each slot, 10.0 %"

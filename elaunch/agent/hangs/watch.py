@@ -34,6 +34,7 @@ from elaunch.agent.hangs.judge import (
     limit,
 )
 from elaunch.agent.hangs.lateness import Lateness
+from elaunch.agent.hangs.loaders import LoaderActivity
 from elaunch.agent.hangs.progress import ProgressLines, RoundProgress
 from elaunch.agent.hangs.recorders import Recorders
 from elaunch.agent.hangs.stackdump import Scene
@@ -44,7 +45,7 @@ from elaunch.agent.policy.turn import Round, Turn
 from elaunch.agent.workers.group import WorkerGroup
 from elaunch.agent.workers.links import WorkerLinks
 from elaunch.config import Settings
-from elaunch.runs.record import LatenessRecord, ProgressRecord
+from elaunch.runs.record import LatenessRecord, LoaderRecord, ProgressRecord
 
 if TYPE_CHECKING:
     from elaunch.agent.hangs.elsewhere import OtherNodes
@@ -259,7 +260,8 @@ class HangWatch:
         self._debugged: set[int] = set()
         self._hindered = hindrance.count()
         news: Callable[[], None] = partial(post, events.RanksAsked()) if several else lambda: None
-        self._lateness = Lateness(lambda: self._now()[1], self._why, news)
+        self._loaders = LoaderActivity()
+        self._lateness = Lateness(self._seen, self._why, news)
         self._watchdog: Watchdog | None = None
         if settings.hang_timeout is not None:
             look = self._look
@@ -345,6 +347,15 @@ class HangWatch:
     def _now(self) -> tuple[Mapping[int, int], Mapping[int, RankPlace]]:
         pids = {rank: pid for rank, (_, pid) in self._progress.workers().items()}
         return pids, self._recorders.places(pids, time.monotonic() + ANSWER_S)
+
+    def _seen(self) -> Mapping[int, RankPlace]:
+        pids, places = self._now()
+        self._loaders.look(pids.values())
+        return places
+
+    def loaders(self, slots: int) -> LoaderRecord | None:
+        """Return how busy the DataLoaders of so many workers have been; any thread may ask."""
+        return self._loaders.record(slots)
 
     def _why(self, rank: int) -> str:
         _, pid = self._progress.workers().get(rank, (0, 0))

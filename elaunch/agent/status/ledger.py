@@ -31,7 +31,13 @@ from elaunch.agent.workers.links import WorkerLinks
 from elaunch.config import Settings
 from elaunch.rendezvous.plan import LateRank, NodeTimes, RankPace
 from elaunch.runs import directory, verdict
-from elaunch.runs.record import ProgressRecord, Record, SlowestRecord, TimingRecord
+from elaunch.runs.record import (
+    LoaderRecord,
+    ProgressRecord,
+    Record,
+    SlowestRecord,
+    TimingRecord,
+)
 from elaunch.wire.progress import SPENT, Reading, Spent
 
 SPANS: Final = 64
@@ -168,6 +174,7 @@ class Ledger:
         pages: returns the workers' pages by local rank, of those that have ended, too.
         progress: returns how far the workers are, also by their log lines.
         threads: returns the CPUs for each of so many workers, where they have one thread each.
+        loaders: returns how busy the DataLoaders of so many workers have been.
         before: the timing of an earlier agent of this run.
         begun: when this agent began, on ``clock``; by default now.
     """
@@ -179,6 +186,7 @@ class Ledger:
         progress: Callable[[], ProgressRecord | None],
         *,
         threads: Callable[[int], int] = lambda _: 0,
+        loaders: Callable[[int], LoaderRecord | None] = lambda _: None,
         before: TimingRecord | None = None,
         begun: float | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -187,6 +195,7 @@ class Ledger:
         self._pages = pages
         self._progress = progress
         self._threads = threads
+        self._loaders = loaders
         self._before = before
         self._clock = clock
         self._lock = threading.Lock()
@@ -240,6 +249,7 @@ class Ledger:
                 "step_s": self._step_s,
                 "slowest": self._slowest,
                 "spare_threads": self._threads(self._slots),
+                "loaders": self._loaders(self._slots),
             }
         before = self._before
         if before is not None:
@@ -393,6 +403,7 @@ def open_ledger(
         lambda: {**links.left(), **links.readings()},
         hangs.record,
         threads=threads,
+        loaders=hangs.loaders,
         before=None if found is None else found.get("timing"),
         begun=time.monotonic() - max(0.0, time.time() - record.snapshot()["started_at"]),
     )

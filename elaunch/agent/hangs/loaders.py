@@ -1,0 +1,65 @@
+"""How busy the processes of a DataLoader are, of any script.
+
+torch calls them ``pt_data_worker``. Each prepares batches ahead until its queue is full, and then
+waits. So where it computes nearly all of the time, its queue is never full: the training takes the
+batches as fast as they come. Only its first thread counts, which runs the dataset's code. One that
+waits for a disk is not busy, and nothing is known of a DataLoader without processes of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable
+from typing import Final, NamedTuple
+
+from elaunch import proc
+from elaunch.runs.record import LoaderRecord
+
+NAME: Final = "pt_data_worker"
+_TICKS: Final = os.sysconf("SC_CLK_TCK")
+
+
+class _Seen(NamedTuple):
+    """A process at a moment: seconds since boot, and its first thread's processor time."""
+
+    at: float
+    computed: float
+
+
+class LoaderActivity:
+    """Adds up the time of all DataLoader processes that it has seen; one thread may look."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, _Seen] = {}
+        self._most = 0
+        self._computed = self._lived = 0.0
+
+    def look(self, workers: Iterable[int]) -> None:
+        """Read the DataLoader processes below these workers; a new one counts from its start."""
+        seen: dict[str, _Seen] = {}
+        for worker in workers:
+            found = {key: one for pid in proc.children(worker) for key, one in _read(pid)}
+            self._most = max(self._most, len(found))
+            seen |= found
+        for key, one in seen.items():
+            before = self._seen.get(key) or _Seen(int(key.partition(".")[2]) / _TICKS, 0.0)
+            self._computed += one.computed - before.computed
+            self._lived += max(0.0, one.at - before.at)
+        self._seen = seen
+
+    def record(self, slots: int) -> LoaderRecord | None:
+        """Return what is known of so many workers; None where none has had such a process."""
+        if not self._most or self._lived <= 0:
+            return None
+        cpus = len(os.sched_getaffinity(0)) // slots
+        busy = min(1.0, self._computed / self._lived)
+        return {"processes": self._most, "seconds": self._lived, "busy": busy, "cpus": cpus}
+
+
+def _read(pid: int) -> Iterable[tuple[str, _Seen]]:
+    found = proc.stat(f"/proc/{pid}/task/{pid}")
+    if found is not None and found[0] == NAME:
+        fields = found[1]
+        computed = (int(fields[11]) + int(fields[12])) / _TICKS
+        yield f"{pid}.{fields[19]}", _Seen(time.clock_gettime(time.CLOCK_BOOTTIME), computed)
