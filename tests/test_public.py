@@ -39,7 +39,7 @@ def test_every_name_is_there_and_nothing_is_loaded_before() -> None:
         "elaunch.nothing\n"
     )
     argv = [sys.executable, "-c", code]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=100, cwd=ROOT)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=280, cwd=ROOT)
     assert done.stdout == "[] []\n"
     assert done.stderr.endswith("AttributeError: module 'elaunch' has no attribute 'nothing'\n")
 

@@ -28,6 +28,14 @@ async def seen(pilot: Pilot[None], *texts: str) -> None:
         await pilot.pause(0.05)
 
 
+async def closed(pilot: Pilot[None]) -> None:
+    """Wait until no screen lies over the tree: keys go to it from then on."""
+    until = time.monotonic() + SECONDS
+    while len(pilot.app.screen_stack) > 1 or pilot.app.focused is None:
+        assert time.monotonic() < until, drawn(pilot)
+        await pilot.pause(0.05)
+
+
 def run_json(elaunch: Launcher, run: str) -> Any:
     """Return what ``elaunch top --json`` prints."""
     shown = elaunch.run(["top", run, "--json"])

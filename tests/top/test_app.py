@@ -22,7 +22,7 @@ from elaunch.top.rows import RowList
 from tests.dashboard.test_app import failed, made
 from tests.launching import Launcher
 from tests.monitor.conftest import Play
-from tests.top.screens import drawn, run_json, seen
+from tests.top.screens import closed, drawn, run_json, seen
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07[bold red]markup[/] 漢字\u202e\tend"
 SMALL, WIDE = (80, 24), (200, 50)
@@ -134,7 +134,9 @@ def test_keys_as_in_k9s(run: RunDir, environ: dict[str, str]) -> None:
         await seen(pilot, "stacks of train-1", "does not run")
         await pilot.press("question_mark")
         await seen(pilot, "elaunch top RUN --json")
-        await pilot.press("escape", "home", "left")
+        await pilot.press("escape")
+        await closed(pilot)
+        await pilot.press("home", "left")
         assert [row.key for row in tree._rows] == [()]
         await pilot.press("right")
         assert len(tree._rows) == 4

@@ -139,7 +139,7 @@ def test_the_store_of_another_job_is_named(stack: ExitStack, free_port: int) -> 
     other = subprocess.Popen([sys.executable, "-c", OTHER_JOB, str(free_port), "elaunch"])
     stack.callback(other.wait)
     stack.callback(other.kill)
-    wait_until(lambda: hello(free_port), what="the other job's store")
+    wait_until(lambda: hello(free_port), 120.0, what="the other job's store")
     second = opening(meeting(free_port), stack, "second")
     second.prepare()
     with pytest.raises(StoreDenied, match="it belongs to the job 'first', not to 'second'"):
