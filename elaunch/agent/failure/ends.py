@@ -267,7 +267,7 @@ def build(
         round=round,
         first=cause,
         victims=tuple(f for f in others if not f.stopped),
-        stopped=tuple(f for f in others if f.stopped),
+        stopped=tuple(sorted((f for f in others if f.stopped), key=lambda f: f.exit.rank)),
         seconds_into_round=None if began is None else max(0.0, failed_at - began),
         noticed_monotonic=circumstances.noticed_monotonic,
         hang=hang,

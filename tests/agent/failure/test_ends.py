@@ -47,6 +47,13 @@ def test_workers_are_sorted() -> None:
     assert report.seconds_into_round == pytest.approx(12.3)
 
 
+def test_stopped_workers_are_in_the_order_of_their_ranks() -> None:
+    """Which of them was gone first says nothing."""
+    ended = [end(2, 1), *(end(rank, -15, stopped=True) for rank in (3, 0, 1))]
+    report = build("t.py", "h", 0, ended, 2)
+    assert [f.exit.rank for f in report.stopped] == [0, 1, 3]
+
+
 def test_stopped_workers_that_exit_0_are_kept_apart_from_success() -> None:
     """One that handled SIGTERM well was still stopped."""
     report = build("t.py", "h", 0, [end(0, 3), end(1, 0, stopped=True), end(2, 0)], 0)
