@@ -1,12 +1,13 @@
 """In round 0 rank 1 exits 7 while the others wait in a collective; every later round ends well.
 
-Stamps: ``started`` in the first line, ``joined`` after the first all-reduce, ``exit`` just before
-``os._exit(7)``.
+With the argument ``raise`` rank 1 raises an exception instead. Stamps: ``started`` in the first
+line, ``joined`` after the first all-reduce, ``exit`` just before ``os._exit(7)`` or ``raise``.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 import time
 
 from stamp import prepare, rank, round_number, stamp, write
@@ -28,6 +29,8 @@ def main() -> None:
         descriptor = prepare("exit")
         time.sleep(SETTLE)
         write(descriptor)
+        if sys.argv[1:] == ["raise"]:
+            raise RuntimeError("the loss is not a number")
         os._exit(7)
     dist.all_reduce(tensor)
     dist.destroy_process_group()
