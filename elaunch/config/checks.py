@@ -273,7 +273,7 @@ def _idle(answers: Answers, command: Command, alone: bool) -> Iterator[str]:
     """Yield a remark on each flag that the table says has no effect here."""
     holds = {
         kinds.ALWAYS: True,
-        kinds.ON_ONE_NODE: answers["nnodes"][1] == 1,
+        kinds.ON_ONE_NODE: answers["nnodes"][1] == 1 or alone,
         kinds.ALONE: alone,
         kinds.WITH_PROGRAM: command.mode == "command",
         kinds.WITH_RUN_PATH: answers["run-path"],

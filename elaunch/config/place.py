@@ -4,6 +4,8 @@
 flags                                       the agents meet
 ==========================================  =================================================
 --nnodes 1, --standalone                    not at all: one node by itself (``alone``)
+--nnodes 1:MAX --rdzv-backend c10d          not at all: no other node finds that port
+--rdzv-endpoint H:0, where H is this one
 --nnodes 1 --rdzv-backend c10d and an       there, as several would
 endpoint on another machine; or etcd
 --nnodes N --master-addr A                  at A (port 29500), where node 0 hosts; each node has
@@ -167,9 +169,9 @@ def _with_its_port(answers: Answers, raw: str) -> tuple[str, int]:
 
 def _meet(answers: Answers) -> bool:
     """Whether this job has a store, which several nodes need and one node may ask for."""
-    several = answers["nnodes"][1] > 1
+    low, high = answers["nnodes"]
     if answers["standalone"]:
-        if several:
+        if low > 1:
             raise answers.fault(
                 "nnodes",
                 "needs other nodes, and --standalone means one node by itself",
@@ -177,9 +179,12 @@ def _meet(answers: Answers) -> bool:
             )
         return False
     refuse_etcd_v2(answers)
-    if several or answers["rdzv-backend"] == "etcd":
+    if answers["rdzv-backend"] != "c10d":
+        return bool(high > 1 or answers["rdzv-backend"] == "etcd")
+    if _host_by_conf_or_address(answers) is False:
         return True
-    return answers["rdzv-backend"] == "c10d" and _host_by_conf_or_address(answers) is False
+    port = endpoints.split_all(answers["rdzv-endpoint"] or "localhost")[0][1]
+    return bool(high > 1 and not (low == 1 and port == 0))
 
 
 def _host_by_conf_or_address(answers: Answers) -> bool | None:
@@ -349,6 +354,10 @@ def _unused_with_standalone(answers: Answers) -> list[str]:
 def _local(answers: Answers, why: str) -> Topology:
     """Return the meeting of one node by itself: a fresh port in each round."""
     notices = _unused(answers)
+    if answers["nnodes"][1] > 1:
+        port = "where the endpoint's port is a free one, since none finds it"
+        how = "with --standalone" if answers["standalone"] else port
+        notices.append(f"--nnodes: no other node can join {how}; this one is by itself")
     if why:
         if answers["master-port"] and answers.said("master-port"):
             notices.append(f"--master-port has no effect {why}: each round has a free port")

@@ -54,6 +54,8 @@ def meet(job: Job, line: str, **environ: str) -> RendezvousSettings:
         f"--rdzv-backend c10d --rdzv-endpoint {socket.gethostname()}:29400",
         "--rdzv-backend c10d --rdzv-endpoint 192.0.2.1 --rdzv-conf is_host=1",
         "--master-addr 127.0.0.1",
+        "--standalone --nnodes 1:2",
+        "--nnodes 1:4 --rdzv-backend c10d --rdzv-endpoint localhost:0",
     ],
 )
 def test_one_node_by_itself_meets_nobody(job: Job, line: str) -> None:
@@ -140,6 +142,8 @@ def test_variables_of_a_cluster_are_enough(job: Job) -> None:
         ("--nnodes 2 --rdzv-endpoint h", "has no port, which the static backend needs"),
         ("--nnodes 2 --rdzv-endpoint h:1,i:2", "names several endpoints, and node 0 has one"),
         ("--nnodes 2 --rdzv-endpoint h:0", "has port 0"),
+        (f"{C10D} localhost:0 --nnodes 2:4", "has port 0"),
+        (f"{C10D} {ELSEWHERE}:0 --nnodes 1:4", "has port 0"),
         (f"{C10D} h --local-addr {ELSEWHERE}", "--local-addr: '192.0.2.1' is not an address of"),
         (f"{C10D} h --local-addr localhost:1", "--local-addr: 'localhost:1' has a port in it"),
     ],

@@ -126,6 +126,15 @@ def test_what_one_node_cannot_be_is_refused(job: Job, line: str, message: str) -
         ("--standalone --master-port 29400 train.py", "--master-port has no effect"),
         ("--rdzv-backend c10d --node-rank 1 train.py", "--node-rank has no effect"),
         ("--rdzv-conf timeout=900 train.py", "--rdzv-conf: timeout has no effect on one node"),
+        (
+            "--standalone --nnodes 1:2 train.py",
+            "--nnodes: no other node can join with --standalone",
+        ),
+        (
+            "--nnodes 1:4 --rdzv-backend c10d --rdzv-endpoint localhost:0 train.py",
+            "--nnodes: no other node can join where the endpoint's port is a free one, since none",
+        ),
+        ("--on-join now --standalone --nnodes 1:2 train.py", "--on-join has no effect on one node"),
         ("--on-join now train.py", "--on-join has no effect on one node"),
         ("--strict-symmetry --standalone train.py", "--strict-symmetry has no effect on one"),
         ("--rdzv-secret-file none train.py", "--rdzv-secret-file has no effect on one node"),

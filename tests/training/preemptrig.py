@@ -22,12 +22,17 @@ LONG = 100.0
 """Seconds that anything may take on a busy machine."""
 _HOST = """
 import signal, socket
+from torch import __version__
 from torch.distributed import TCPStore
+from elaunch.store.tcp import wire
 # Of IPv4, as the agent's: the addresses of its peers are then looked up in /etc/hosts.
 listening = socket.create_server(("127.0.0.1", 0), backlog=100)
 port = listening.getsockname()[1]
 store = TCPStore(
-    "127.0.0.1", port, None, True, wait_for_workers=False, master_listen_fd=listening.detach()
+    *("127.0.0.1", port, None, True),
+    wait_for_workers=False,
+    master_listen_fd=listening.detach(),
+    use_libuv=wire.is_served_by(__version__),
 )
 print(port, flush=True)
 signal.pause()
