@@ -7,19 +7,14 @@ from __future__ import annotations
 
 import os
 import select
-import signal
 from typing import Final
 
 import click
 
 from elaunch.errors import UsageError
-from elaunch.runs.directory import RunDir
-from elaunch.runs.record import Record
 from elaunch.wire.worker import MOST_SECONDS
 
 TIMED_OUT: Final = 1
-ANSWER_S: Final = 15.0
-"""Seconds for the agent to answer; it serves one client after the other, each in a few seconds."""
 
 
 @click.command("stop")
@@ -37,23 +32,20 @@ def stop(run: str, timeout: float | None) -> int:
     of --shutdown-timeout. RUN is a run id of this machine, or the beginning of one; of several
     nodes this one leaves the job.
     """
+    from elaunch.monitor import nodeviews
     from elaunch.runs import directory
 
     found = directory.find(run, os.environ)
     name = directory.run_id_of(found)
-    agent = _agent(found, name)
-    try:
-        signal.pidfd_send_signal(agent, signal.SIGTERM)
-        waited = None if timeout is None else timeout * 1000
+    agent = nodeviews.send_stop(found)
+    ended = True
+    if agent is not None:
         poll = select.poll()
         poll.register(agent, select.POLLIN)
-        ended = bool(poll.poll(waited)) if timeout != 0 else True
-    except ProcessLookupError:
-        ended = True  # just now, by itself
-    except PermissionError:
-        raise UsageError(f"RUN {name} belongs to another user") from None
-    finally:
-        os.close(agent)
+        try:
+            ended = timeout == 0 or bool(poll.poll(None if timeout is None else timeout * 1000))
+        finally:
+            os.close(agent)
     if not ended:
         click.echo(f"{name}: SIGTERM was sent, and it has not ended in {timeout:g} s", err=True)
         return TIMED_OUT
@@ -61,52 +53,17 @@ def stop(run: str, timeout: float | None) -> int:
     return 0
 
 
-def _agent(run: RunDir, name: str) -> int:
-    """Return a descriptor of the agent's process; raise UsageError if there is none here."""
-    from elaunch.runs.record import condition
-
-    agent = _own(run, name, "stop")["agent"]
-    try:
-        pidfd = os.pidfd_open(agent["pid"])
-    except ProcessLookupError:
-        pidfd = -1
-    # The descriptor is of the recorded process if that is there now.
-    if pidfd >= 0 and condition(agent) in ("alive", "stopped"):
-        return pidfd
-    if pidfd >= 0:
-        os.close(pidfd)
-    raise UsageError(f"RUN {name} does not run: `elaunch status {name}` tells how it ended")
-
-
-def _own(run: RunDir, name: str, verb: str) -> Record:
-    """Return the record of a run of `elaunch run` on this machine; raise UsageError for others."""
-    from elaunch.runs.record import condition
-
-    record = run.read_state()
-    if "launcher" in record:
-        raise UsageError(
-            f"RUN {name} was started by {record['launcher']}, not by `elaunch run`: {verb} that"
-        )
-    if condition(record["agent"]) == "elsewhere":
-        raise UsageError(f"RUN {name} runs on {record['agent']['host']}: {verb} it there")
-    return record
-
-
 def _asked(run: str, request: dict[str, object], verb: str) -> None:
     """Send the agent of RUN a request with a reason, and print what is done about it."""
-    from elaunch.monitor.nodeviews import answer_of
+    from elaunch.monitor import nodeviews
     from elaunch.runs import directory
 
     reason = str(request["reason"])
     if not reason.strip() or not reason.isprintable():
         raise UsageError(f"--reason {reason!r}: give a text of one line")
     found = directory.find(run, os.environ)
-    name = directory.run_id_of(found)
-    _own(found, name, verb)
-    answer = answer_of(found, request, ANSWER_S, ", so the request is withdrawn")
-    if "refused" in answer:
-        raise UsageError(f"RUN {name}: {answer['refused']}")
-    click.echo(f"{name}: {answer['done']}")
+    done = nodeviews.asked(found, request, verb)
+    click.echo(f"{directory.run_id_of(found)}: {done}")
 
 
 @click.command("preempt")

@@ -1,4 +1,4 @@
-"""The addresses of the dashboard; all of them only read.
+"""The addresses of the dashboard; all but one only read.
 
 =========================  =========================================================================
 address                    answers
@@ -15,6 +15,8 @@ address                    answers
                            the same way
 ``/api/stacks?run=KEY``    where all ranks of a running job are, on all nodes
 ``/api/checkpoints?run=…`` what is in the run's checkpoint directory
+``/api/control``           ``key``: what a POST has to show, None where nothing can be changed
+``POST /api/control?…``    ``run``, ``op``: ``stop`` or ``preempt`` a job, or ``restart`` its round
 ``/metrics``               all runs for Prometheus
 ``/healthz``               ``ok``
 =========================  =========================================================================
@@ -26,6 +28,7 @@ request is ever a path.
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from collections import Counter, OrderedDict
@@ -40,13 +43,13 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from elaunch.dashboard.feed import Feed, encoded
+from elaunch.dashboard.guard import CONTROL
 from elaunch.dashboard.logfeed import follow, parse_older
 from elaunch.errors import ElaunchError
-from elaunch.monitor import card, checkpointtarget
+from elaunch.monitor import card, checkpointtarget, nodeviews
 from elaunch.monitor.checkpointview import document
 from elaunch.monitor.document import list_document
 from elaunch.monitor.logfiles import Choice, parse_ranks
-from elaunch.monitor.nodeviews import stacks_of
 from elaunch.monitor.screen.curves import Axis, MetricsReader, nodes_of
 from elaunch.monitor.screen.logtail import LogFilter, RunLogs, search
 from elaunch.monitor.screen.summary import BAD, RunReader
@@ -69,6 +72,9 @@ STREAM: Final = "text/event-stream"
 KEPT_RUNS: Final = 4  # as many as a page compares
 STACKS_S: Final = 5.0
 """Seconds between two readings of a job's stacks, however many pages ask."""
+
+VERBS: Final = {"preempt": "end", "restart": "restart"}
+"""What an agent is asked for, and what that is called where another machine has to be asked."""
 
 Answer = Callable[[Request], Awaitable[Response]]
 T = TypeVar("T")
@@ -97,11 +103,15 @@ class Dashboard:
     Args:
         environ: tells where runs are.
         first: the run that the page opens with, wherever its directory is.
+        key: what the page shows when it changes something; None: it cannot.
     """
 
-    def __init__(self, environ: Mapping[str, str], first: RunDir | None = None) -> None:
+    def __init__(
+        self, environ: Mapping[str, str], first: RunDir | None = None, key: str | None = None
+    ) -> None:
         self._environ = environ
         self._first = first
+        self._key = key
         self._files = {path.name: path for path in STATIC.iterdir() if path.suffix in TYPES}
         self._feeds: dict[str, Feed] = {}
         self._metrics_of = _LastUsed(lambda run: MetricsReader(run, environ))
@@ -121,10 +131,15 @@ class Dashboard:
             "/api/logs": self._logs,
             "/api/stacks": self._stacks,
             "/api/checkpoints": self._in_thread(self._checkpoints),
+            CONTROL: self._control,
             "/metrics": self._prometheus,
             "/healthz": self._healthz,
         }
-        return Starlette(routes=[Route(path, self._told(a)) for path, a in answers.items()])
+        routes = [Route(path, self._told(answer)) for path, answer in answers.items()]
+        if self._key is not None:
+            change = self._told(self._in_thread(self._change))
+            routes.append(Route(CONTROL, change, methods=["POST"]))
+        return Starlette(routes=routes)
 
     def _told(self, answer: Answer) -> Answer:
         """Make an answer of what goes wrong on the way to one."""
@@ -209,8 +224,8 @@ class Dashboard:
         run = self._named(request.query_params)
 
         def read() -> dict[str, Any]:
-            taken_at = time.time()
-            return {**stacks_of(run, ()).to_dict(), "taken_at": taken_at, "every_s": STACKS_S}
+            taken = {"taken_at": time.time(), "every_s": STACKS_S}
+            return {**nodeviews.stacks_of(run, ()).to_dict(), **taken}
 
         feed = self._feeds.setdefault(f"stacks/{run.path.name}", Feed(read, STACKS_S))
         return Response(await feed.newest(), media_type="application/json")
@@ -272,6 +287,20 @@ class Dashboard:
             return document(checkpointtarget.listing(target, self._environ))
         except FileNotFoundError:
             return {"directory": str(target.place)}
+
+    async def _control(self, request: Request) -> Response:
+        return Response(encoded({"key": self._key}), media_type="application/json")
+
+    def _change(self, run: RunDir, query: Mapping[str, str]) -> dict[str, str]:
+        op = query.get("op", "")
+        if op == "stop":
+            agent = nodeviews.send_stop(run)
+            if agent is not None:
+                os.close(agent)
+            return {"done": "SIGTERM was sent to its agent"}
+        if op not in VERBS:
+            raise ValueError(f"op {op[:50]!r}: stop, {', '.join(VERBS)}")
+        return {"done": nodeviews.asked(run, {"op": op, "reason": "elaunch dashboard"}, VERBS[op])}
 
     async def _prometheus(self, request: Request) -> Response:
         found = await asyncio.to_thread(overview, self._environ)

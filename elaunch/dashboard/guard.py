@@ -6,7 +6,8 @@ this machine, and another user of this machine can all send requests here.
 =====================  ======  =================================================================
 request                status  why
 =====================  ======  =================================================================
-not GET or HEAD        405     nothing can be changed
+not GET or HEAD        405     nothing can be changed, but for POST to CONTROL where that is allowed
+POST without its key   403     the page reads it from CONTROL, which no page of another site can
 a foreign Host         403     DNS rebinding: the page of another site, under its own name
 from another site      403     ``Sec-Fetch-Site`` and ``Origin``; a link to the page is followed
 of another user        403     on loopback without a token: the kernel names the peer's user
@@ -33,6 +34,8 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import parse_qs
 
+CONTROL: Final = "/api/control"
+KEY_HEADER: Final = "x-elaunch-control"
 LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 HEADERS: Final = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
@@ -89,6 +92,7 @@ class Guard:
         app: gets the other requests.
         hosts: names that a request may call this server by, beside those of loopback.
         token: what a client has to show; None where every process of this user may read.
+        key: what a POST to CONTROL has to show besides, in KEY_HEADER; None: there is none.
         peer: finds the user of a connection's other end.
     """
 
@@ -98,11 +102,14 @@ class Guard:
         hosts: frozenset[str] = frozenset(),
         token: str | None = None,
         peer: PeerUser = peer_user,
+        *,
+        key: str | None = None,
     ) -> None:
         self._app = app
         self._hosts = hosts | LOOPBACK
         self._token = token
         self._peer = peer
+        self._key = key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -131,7 +138,8 @@ class Guard:
         await guarded({"type": "http.response.body", "body": body})
 
     def _refusal(self, scope: Scope, headers: Mapping[str, str]) -> RefusedRequest | None:
-        if scope["method"] not in ("GET", "HEAD"):
+        changes = scope["method"] == "POST" and scope["path"] == CONTROL and self._key is not None
+        if scope["method"] not in ("GET", "HEAD") and not changes:
             return RefusedRequest(
                 HTTPStatus.METHOD_NOT_ALLOWED,
                 "only GET: nothing can be changed here",
@@ -144,6 +152,9 @@ class Guard:
             return RefusedRequest(
                 HTTPStatus.FORBIDDEN, "requests of other sites are not answered", {}
             )
+        if changes and not _same(headers.get(KEY_HEADER, ""), self._key or ""):
+            why = f"the key of {CONTROL} is missing in {KEY_HEADER}; load the page again"
+            return RefusedRequest(HTTPStatus.FORBIDDEN, why, {})
         if self._token is not None:
             return self._without_token(scope, headers, self._token)
         if self._peer(scope["client"], scope["server"]) not in (os.getuid(), 0):

@@ -32,12 +32,16 @@ CLOSE_S: Final = 1
 
 @dataclass(frozen=True)
 class Place:
-    """Where to listen: ``port`` None for PORT or, where that is taken, any free one."""
+    """Where to listen, and for whom.
+
+    ``port`` None is PORT or, where that is taken, any free one; ``control``: runs can be stopped.
+    """
 
     host: str = "127.0.0.1"
     port: int | None = None
     token: bool = False
     names: Sequence[str] = ()
+    control: bool = False
 
 
 def serve(
@@ -63,7 +67,8 @@ def serve(
         needs_token = place.token or not ipaddress.ip_address(host).is_loopback
         token = kept_token(environ) if needs_token else None
         own = _own_names(host) | {name.lower() for name in place.names}
-        app = Guard(Dashboard(environ, run).app(), own, token)
+        key = secrets.token_urlsafe(24) if place.control else None
+        app = Guard(Dashboard(environ, run, key).app(), own, token, key=key)
         config = uvicorn.Config(
             app,
             log_config=None,

@@ -1,15 +1,19 @@
-"""What the agents of a running job show of all its nodes: stacks, and log files of other nodes.
+"""What the agents of a running job show of all its nodes, and what they are asked to do.
 
-The agent of this node is asked, which asks the others (``elaunch.agent.status.views``).
+Stacks, and log files of other nodes: the agent of this node is asked, which asks the others
+(``elaunch.agent.status.views``). And that the job stop, be preempted, or begin another round:
+docs/status.md and docs/preemption.md.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -17,9 +21,12 @@ from elaunch import text
 from elaunch.agent.hangs.stackdump import StackGroup, joined
 from elaunch.errors import UsageError
 from elaunch.runs.directory import RunDir, run_id_of
-from elaunch.runs.record import condition
+from elaunch.runs.record import Record, condition
 from elaunch.wire import control
 from elaunch.wire.control import LOGS_S, MOST_BYTES, PROFILE_S, STACKS_S
+
+ANSWER_S: Final = 15.0
+"""Seconds for the agent to answer; it serves one client after the other, each in a few seconds."""
 
 
 class _Taken(msgspec.Struct):
@@ -128,6 +135,66 @@ def answer_of(
         ) from None
     except ConnectionError as error:
         raise UsageError(f"RUN {name} could not be asked: {error}") from None
+
+
+def send_stop(run: RunDir) -> int | None:
+    """Send SIGTERM to the agent; return a descriptor of its process, None if it has just ended.
+
+    Raises UsageError where no agent of this user runs on this machine.
+    """
+    name = run_id_of(run)
+    agent = _agent(run, name)
+    try:
+        signal.pidfd_send_signal(agent, signal.SIGTERM)
+    except ProcessLookupError:
+        os.close(agent)
+        return None
+    except BaseException as error:
+        os.close(agent)
+        if isinstance(error, PermissionError):
+            raise UsageError(f"RUN {name} belongs to another user") from None
+        raise
+    return agent
+
+
+def _agent(run: RunDir, name: str) -> int:
+    """Return a descriptor of the agent's process; raise UsageError if there is none here."""
+    agent = _own(run, name, "stop")["agent"]
+    try:
+        pidfd = os.pidfd_open(agent["pid"])
+    except ProcessLookupError:
+        pidfd = -1
+    # The descriptor is of the recorded process if that is there now.
+    if pidfd >= 0 and condition(agent) in ("alive", "stopped"):
+        return pidfd
+    if pidfd >= 0:
+        os.close(pidfd)
+    raise UsageError(f"RUN {name} does not run: `elaunch status {name}` tells how it ended")
+
+
+def _own(run: RunDir, name: str, verb: str) -> Record:
+    """Return the record of a run of `elaunch run` on this machine; raise UsageError for others."""
+    record = run.read_state()
+    if "launcher" in record:
+        raise UsageError(
+            f"RUN {name} was started by {record['launcher']}, not by `elaunch run`: {verb} that"
+        )
+    if condition(record["agent"]) == "elsewhere":
+        raise UsageError(f"RUN {name} runs on {record['agent']['host']}: {verb} it there")
+    return record
+
+
+def asked(run: RunDir, request: Mapping[str, object], verb: str) -> str:
+    """Send the agent a request with a reason; return what is done about it.
+
+    Raises UsageError where it does not run here, or does nothing about it.
+    """
+    name = run_id_of(run)
+    _own(run, name, verb)
+    answer = answer_of(run, request, ANSWER_S, ", so the request is withdrawn")
+    if "refused" in answer:
+        raise UsageError(f"RUN {name}: {answer['refused']}")
+    return str(answer["done"])
 
 
 def ask(run: RunDir, request: Mapping[str, object], seconds: float) -> dict[int, dict[str, Any]]:

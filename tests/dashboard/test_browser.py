@@ -45,7 +45,7 @@ def watched(elaunch: Launcher, directory: Path) -> Iterator[tuple[Running, Brows
     flags = ["--nproc-per-node", "3", "--max-restarts", "3", "--checkpoint-dir", "saves"]
     job = elaunch.start(["run", *flags, "--rdzv-id", "job", "--tee", "3", script])
     job.wait_for_line(r"rank 1 at step 7 ")
-    server = elaunch.start(["dashboard", "--port", "0"])
+    server = elaunch.start(["dashboard", "--port", "0", "--allow-control"])
     address = server.wait_for_line(r"^(http://\S+/)$")[1]
     with chromium(directory) as browser:
         yield job, browser, f"{address}#/run/job"
@@ -80,7 +80,7 @@ def test_a_person_sees_what_happens(elaunch: Launcher, tmp_path: Path) -> None:
         assert has_focus(page, ".grid")
         for rank in (0, 1, 2):
             page.press("ArrowRight")
-            page.wait(f"document.querySelector('.legend').innerText.startsWith('rank {rank}:')")
+            page.wait(f"document.querySelector('#grid .legend').innerText.startsWith('rank {rank}:')")
         os.kill(pid_of(job, 1), signal.SIGKILL)
         page.wait(
             "document.querySelector('.note')?.innerText.includes("
@@ -89,6 +89,13 @@ def test_a_person_sees_what_happens(elaunch: Launcher, tmp_path: Path) -> None:
         page.wait("document.querySelectorAll('#rounds tbody tr').length === 2")
         assert page.evaluate("document.activeElement.matches('.grid')")
         assert page.evaluate("window.sameDocument")
+
+        assert has_focus(page, "#do-restart")
+        page.press("Enter")
+        page.wait("document.querySelector('#do-restart').innerText.startsWith('Really')")
+        page.press("Enter")
+        page.wait("document.querySelector('#control .quiet').innerText.includes('is to end')")
+        page.wait("document.querySelectorAll('#rounds tbody tr').length === 3")
 
         page.evaluate("location.hash = '#/run/job/metrics'")
         page.see(".chart canvas")

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from elaunch.dashboard.guard import HEADERS, Guard, PeerUser, peer_user
+from elaunch.dashboard.guard import CONTROL, HEADERS, KEY_HEADER, Guard, PeerUser, peer_user
 from tests.dashboard.asking import ask
 
 TOKEN = "a-token-of-the-test"
+KEY = "a-key-of-the-test"
 
 
 async def page(scope: Any, receive: Any, send: Any) -> None:
@@ -114,3 +115,41 @@ def test_others_are_answered_beside_one_that_is_slow() -> None:
     for thread in threads:
         thread.join(30)
     assert answers == [200] * 4
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "status"),
+    [
+        (CONTROL, {KEY_HEADER: KEY}, 200),
+        (CONTROL, {KEY_HEADER: KEY, "origin": "http://127.0.0.1:8642"}, 200),
+        (CONTROL, {}, 403),
+        (CONTROL, {KEY_HEADER: ""}, 403),
+        (CONTROL, {KEY_HEADER: KEY[:-1]}, 403),
+        (CONTROL, {KEY_HEADER: KEY, "origin": "http://evil.example"}, 403),
+        (CONTROL, {KEY_HEADER: KEY, "origin": "null"}, 403),
+        (CONTROL, {KEY_HEADER: KEY, "sec-fetch-site": "cross-site"}, 403),
+        (CONTROL, {KEY_HEADER: KEY, "host": "evil.example:8642"}, 403),
+        ("/api/runs", {KEY_HEADER: KEY}, 405),
+        ("/", {KEY_HEADER: KEY}, 405),
+    ],
+)
+def test_what_may_change_something(path: str, headers: dict[str, str], status: int) -> None:
+    """A form of another site has no key, and its browser says where it comes from."""
+    guard = Guard(page, token=None, peer=lambda *_: os.getuid(), key=KEY)
+    assert ask(guard, path, method="POST", headers=headers).status == status
+    for method in ("PUT", "DELETE", "OPTIONS"):
+        assert ask(guard, path, method=method, headers=headers).status == 405
+
+
+def test_the_key_is_no_token() -> None:
+    """Both are needed where a token is; and on loopback the user, too."""
+    with_token = Guard(page, token=TOKEN, peer=lambda *_: os.getuid(), key=KEY)
+    bearer = {"authorization": f"Bearer {TOKEN}"}
+    for headers, status in (
+        ({KEY_HEADER: KEY}, 401),
+        (bearer, 403),
+        ({KEY_HEADER: KEY, **bearer}, 200),
+    ):
+        assert ask(with_token, CONTROL, method="POST", headers=headers).status == status
+    other = Guard(page, token=None, peer=lambda *_: os.getuid() + 1, key=KEY)
+    assert ask(other, CONTROL, method="POST", headers={KEY_HEADER: KEY}).status == 403

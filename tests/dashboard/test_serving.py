@@ -16,10 +16,11 @@ from urllib.parse import urlsplit
 import pytest
 
 from elaunch.dashboard import serving
+from elaunch.dashboard.guard import KEY_HEADER
 from elaunch.errors import RunDirError
 from tests.integration.jobs import SPAWN
 from tests.integration.watching import act, wait_for_workers
-from tests.launching import Launcher, free_port
+from tests.launching import Launcher, free_port, wait_until
 
 
 def events(answer: http.client.HTTPResponse) -> Iterator[Any]:
@@ -52,6 +53,33 @@ def test_a_killed_worker_shows_up_without_a_reload(elaunch: Launcher) -> None:
     job.wait()
     server.send_signal(signal.SIGTERM)
     assert server.wait().returncode == -signal.SIGTERM or server.process.returncode == 143
+
+
+def test_a_job_is_restarted_and_stopped(elaunch: Launcher) -> None:
+    """By what the page sends; a request without the page's key does nothing."""
+    flags = ["--run-id", "job", "--max-restarts", "0"]
+    job = elaunch.start(act(SPAWN, "say=up", "wait", flags=flags))
+    wait_for_workers(job)
+    server = elaunch.start(["dashboard", "job", "--port", "0", "--allow-control"])
+    address = urlsplit(server.wait_for_line(r"^http://")[0] and server.output().strip())
+    connection = http.client.HTTPConnection("127.0.0.1", address.port or 0, timeout=60)
+
+    def asked(method: str, query: str, headers: dict[str, str]) -> tuple[int, bytes]:
+        connection.request(method, f"/api/control{query}", headers=headers)
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+
+    key = {KEY_HEADER: json.loads(asked("GET", "", {})[1])["key"]}
+    assert asked("POST", "?run=job&op=stop", {})[0] == 403
+    assert asked("POST", "?run=other&op=stop", key) == (404, b"there is no run 'other'\n")
+    assert asked("POST", "?run=job&op=kill", key)[0] == 400
+    status, body = asked("POST", "?run=job&op=restart", key)
+    assert status == 200 and "round 0 is to end" in json.loads(body)["done"]
+    wait_until(lambda: job.output().count("up") == 4, what="both workers of the next round")
+    assert asked("POST", "?run=job&op=stop", key)[0] == 200
+    assert job.wait().returncode == 143
+    assert asked("POST", "?run=job&op=stop", key)[0] == 400
+    connection.close()
 
 
 def test_another_address_asks_for_the_token(elaunch: Launcher) -> None:

@@ -24,19 +24,29 @@ from elaunch.endings import INTERRUPTED
 @click.option(
     "--allow-host", multiple=True, metavar="NAME", help="A name that a proxy calls it by."
 )
+@click.option(
+    "--allow-control",
+    is_flag=True,
+    help="Let the page of a run stop it, preempt it, and restart its round.",
+)
 def dashboard(
-    run: str | None, host: str, port: int | None, token: bool, allow_host: tuple[str, ...]
+    run: str | None,
+    host: str,
+    port: int | None,
+    token: bool,
+    allow_host: tuple[str, ...],
+    allow_control: bool,
 ) -> int:
     """Show the runs of this user on this machine in the browser, or begin with one RUN.
 
-    The address is printed. Nothing can be changed through it. At another address than loopback it
-    asks for a token, which is in the address that is printed.
+    The address is printed. Without --allow-control nothing can be changed through it. At another
+    address than loopback it asks for a token, which is in the address that is printed.
     """
     from elaunch.dashboard import serving
     from elaunch.runs.directory import find
 
     found = find(run, os.environ) if run is not None else None
-    place = serving.Place(host, port, token, allow_host)
+    place = serving.Place(host, port, token, allow_host, allow_control)
     try:
         serving.serve(place, os.environ, found, lambda address: click.echo(address))
     except KeyboardInterrupt:

@@ -26,6 +26,12 @@ export async function get(path, query) {
   return answer.json();
 }
 
+export async function post(path, query, headers) {
+  const answer = await fetch(`${path}?${new URLSearchParams(query)}`, { method: "POST", headers });
+  if (!answer.ok) throw new Error((await answer.text()).trim() || `${answer.status}`);
+  return answer.json();
+}
+
 const pad = (number) => String(number).padStart(2, "0");
 
 export function clock(seconds) {

@@ -1,12 +1,15 @@
 // One run: what needs attention, how far it is, its rounds, its nodes and ranks.
-import { clock, follow, h, redraw, size, span, state, table } from "./app.js";
+import { clock, follow, get, h, post, redraw, size, span, state, table } from "./app.js";
 
 const MANY = 256; // ranks beyond which cells are small
 const PAGES = { failures: "The whole report", checkpoints: "The checkpoints", logs: "The logs" };
+const SURE_MS = 5000;
+const ACTIONS = [["restart", "Restart the round", "Really end the round on all nodes?"],
+  ["preempt", "Preempt", "Really save and end, to go on later?"], ["stop", "Stop", "Really stop the job on this node?"]];
 const LISTED = 32; // ranks in the table below the grid, the worst first
 
 export default function view(root, key) {
-  const parts = Object.fromEntries(["head", "attention", "facts", "time", "rounds", "grid", "ranks", "more"].map(
+  const parts = Object.fromEntries(["head", "control", "attention", "facts", "time", "rounds", "grid", "ranks", "more"].map(
     (name) => [name, root.appendChild(h("section", { id: name }))]));
   const memory = { chosen: null, key, shown: {} };
   parts.grid.addEventListener("click", (event) => event.target.dataset.rank && choose(Number(event.target.dataset.rank)));
@@ -18,6 +21,10 @@ export default function view(root, key) {
     memory.chosen = rank;
     draw(parts, memory, memory.run, "grid");
   }
+  get("/api/control", {}).then((found) => {
+    memory.allowed = found.key;
+    if (memory.run) draw(parts, memory, memory.run, "control");
+  }).catch(() => {}); // an older server has no such address, and then no buttons
   return follow("/api/run", { run: key }, (run) => {
     memory.run = run;
     for (const name of Object.keys(parts)) draw(parts, memory, run, name);
@@ -42,6 +49,7 @@ const PARTS = {
       run.reason && !run.bad && !run.attention.some(({ title }) => title.includes(run.reason)) ? h("div", { class: "quiet" }, run.reason) : "",
     ].filter(Boolean),
   }),
+  control: (run, memory) => ({ of: [memory.allowed, run.live, run.launcher], build: () => control(run, memory) }),
   attention: (run, { key }) => ({
     of: run.attention,
     build: () => run.attention.map(({ level, title, detail, page }) => h("div", { class: `note ${level}`, role: level === "bad" ? "alert" : null },
@@ -59,6 +67,32 @@ const PARTS = {
   ranks: (run) => ({ of: run.workers, build: () => ranks(run) }),
   more: (run) => ({ of: [run.dir, run.argv], build: () => more(run) }),
 };
+
+// A button is pressed twice: it asks first, and forgets that after SURE_MS.
+function control(run, { allowed, key }) {
+  if (!allowed || !run.live || run.launcher) return [];
+  const note = h("span", { class: "quiet", role: "status" });
+  const buttons = ACTIONS.map(([op, text, sure]) => {
+    let timer = null;
+    const forget = () => { clearTimeout(timer); timer = null; button.textContent = text; };
+    const button = h("button", { type: "button", id: `do-${op}`, onclick: async () => {
+      if (timer === null) {
+        button.textContent = sure;
+        timer = setTimeout(forget, SURE_MS);
+        return;
+      }
+      forget();
+      button.disabled = true;
+      note.textContent = "Asking …";
+      try {
+        note.textContent = (await post("/api/control", { run: key, op }, { "x-elaunch-control": allowed })).done;
+      } catch (error) { note.textContent = error.message; }
+      button.disabled = false;
+    } }, text);
+    return button;
+  });
+  return [h("div", { class: "bar below" }, buttons, note)];
+}
 
 function facts(run) {
   const steps = run.workers.map((worker) => field(run, worker, "step")).filter((step) => step !== null);
