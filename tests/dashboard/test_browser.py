@@ -80,7 +80,9 @@ def test_a_person_sees_what_happens(elaunch: Launcher, tmp_path: Path) -> None:
         assert has_focus(page, ".grid")
         for rank in (0, 1, 2):
             page.press("ArrowRight")
-            page.wait(f"document.querySelector('#grid .legend').innerText.startsWith('rank {rank}:')")
+            page.wait(
+                f"document.querySelector('#grid .legend').innerText.startsWith('rank {rank}:')"
+            )
         os.kill(pid_of(job, 1), signal.SIGKILL)
         page.wait(
             "document.querySelector('.note')?.innerText.includes("
