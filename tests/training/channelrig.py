@@ -28,10 +28,11 @@ PATIENCE = 60.0
 class StoreHost:
     """A TCPStore as a launcher hosts it; ``job()`` names a new job in it."""
 
-    def __init__(self) -> None:
+    def __init__(self, libuv: bool = True) -> None:
         from torch.distributed import TCPStore
 
-        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        where = ("127.0.0.1", 0)
+        self.store = TCPStore(*where, is_master=True, wait_for_workers=False, use_libuv=libuv)
         self.port: int = self.store.port
 
     def place(

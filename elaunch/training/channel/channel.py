@@ -259,7 +259,7 @@ class RankChannel:
         verdict = json.dumps(asdict(own)).encode()
         try:
             with contextlib.closing(self._store.line(until)) as line:
-                found = json.loads(line.compare_set(key, b"", verdict, until))
+                found = json.loads(line.put_first(key, verdict, until))
             return Absentees(str(found["text"]), tuple(found["missing"]))
         except (CollectiveError, ContextError, ValueError, TypeError, KeyError):
             return own

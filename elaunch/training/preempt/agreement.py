@@ -292,7 +292,7 @@ class PreemptBoard:
     def announce(self, notice: Notice) -> None:
         """Publish ``notice`` to every rank, if there is none yet."""
         value = _packed(notice_to_json(notice))
-        self._line.run(lambda line, until: line.compare_set(NOTICE, b"", value, until))
+        self._line.run(lambda line, until: line.put_first(NOTICE, value, until))
 
     def notice(self) -> Notice:
         """Return the notice that there is."""
@@ -345,7 +345,7 @@ class PreemptBoard:
             return False  # the count is too high; the last one is yet to come
         outcome = complete(values)
         key = f"preempt/{stage}/all"
-        self._line.run(lambda line, until: line.compare_set(key, b"", outcome, until))
+        self._line.run(lambda line, until: line.put_first(key, outcome, until))
         return True
 
     def _all_of(self, stage: Stage) -> list[bytes]:

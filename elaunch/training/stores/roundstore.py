@@ -75,10 +75,13 @@ class StoreConnection:
         request = wire.add(self._prefix + key, number)
         return self._ask(request, lambda c: c.integer(until), until)
 
-    def compare_set(self, key: str, expected: bytes, value: bytes, until: float) -> bytes:
-        """Set ``key`` if it is ``expected`` (empty: if it has no value); return what it then is."""
-        request = wire.compare_set(self._prefix + key, expected, value)
-        return self._ask(request, lambda c: c.value(until), until)
+    def put_first(self, key: str, value: bytes, until: float) -> bytes:
+        """Set ``key`` unless it has a value; return what it then is."""
+        request = wire.compare_set(self._prefix + key, b"", value)
+        found = self._ask(request, lambda c: c.value(until), until)
+        if found == value:  # it wakes those that wait, as comparing does with libuv only
+            self.put(key, value, until)
+        return found
 
     def wait(self, key: str, until: float) -> bool:
         """Wait until ``key`` has a value; return whether it has before ``until``."""

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -43,13 +44,29 @@ def test_every_operation_does_what_it_says(line: StoreConnection) -> None:
     assert line.get("k", soon()) == b"v"
     assert line.multi_get(["none", "k", "none"], soon()) == [b"", b"v", b""]
     assert [line.add("n", 2, soon()), line.add("n", 3, soon())] == [2, 5]
-    assert line.compare_set("c", b"", b"first", soon()) == b"first"
-    assert line.compare_set("c", b"", b"second", soon()) == b"first"
+    assert line.put_first("c", b"first", soon()) == b"first"
+    assert line.put_first("c", b"second", soon()) == b"first"
     assert line.wait("k", soon())
     assert not line.wait("never", time.monotonic() + 0.05)
     assert not line.wait("never", time.monotonic() - 1)
     assert line.get("k", soon()) == b"v"
     assert line.local_addr == "127.0.0.1"
+
+
+@pytest.mark.parametrize("libuv", [True, False])
+def test_a_first_value_is_waited_for(libuv: bool) -> None:
+    """Without libuv, as with torch before 2.8, TCPStore wakes nobody for what it compares."""
+    host = StoreHost(libuv)
+    stores = [RoundStore(host.place(rank, 2)) for rank in range(2)]
+    waiting, other = (store.line(soon()) for store in stores)
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(waiting.wait, "c", time.monotonic() + 5.0)
+        for _ in range(100):
+            other.add("n", 1, soon())  # meanwhile the other one has begun to wait
+        other.put_first("c", b"v", soon())
+        assert found.result(PATIENCE)
+    for store in stores:
+        store.close()
 
 
 def test_keys_have_a_room_of_their_own(host: StoreHost) -> None:
