@@ -10,6 +10,7 @@ in the same process shares it. Otherwise torch is not needed: elaunch.store.tcp 
 
 from __future__ import annotations
 
+import itertools
 import socket
 import threading
 import time
@@ -62,13 +63,20 @@ class StoreConnection:
 
     def get(self, key: str, until: float) -> bytes:
         """Return the value of ``key``, empty if it has none."""
-        return self._ask(wire.get(self._prefix + key), lambda c: c.value(until), until)
+        return self.multi_get([key], until)[0]
 
     def multi_get(self, keys: Iterable[str], until: float) -> list[bytes]:
-        """Return the values of ``keys``, empty for those that have none."""
+        """Return the values of ``keys``, empty for those that have none.
+
+        TCPStore without libuv closes the connection that gets a key which is not there.
+        """
         names = [self._prefix + key for key in keys]
-        request = b"".join(map(wire.get, names))
-        return self._ask(request, lambda c: [c.value(until) for _ in names], until)
+        request = b"".join(map(wire.check, names))
+        there = self._ask(request, lambda c: [c.exists(until) for _ in names], until)
+        request = b"".join(map(wire.get, itertools.compress(names, there)))
+        found = self._ask(request, lambda c: [c.value(until) for _ in range(sum(there))], until)
+        values = iter(found)
+        return [next(values) if known else b"" for known in there]
 
     def add(self, key: str, number: int, until: float) -> int:
         """Add to the counter ``key`` and return the sum."""

@@ -18,10 +18,10 @@ from tests.launching import free_port
 from tests.training.channelrig import PATIENCE, StoreHost
 
 
-@pytest.fixture(scope="module")
-def host() -> Iterator[StoreHost]:
-    """One store for all tests of this module."""
-    yield StoreHost()
+@pytest.fixture(scope="module", params=[True, False], ids=["libuv", "plain"])
+def host(request: pytest.FixtureRequest) -> Iterator[StoreHost]:
+    """One store for all tests of this module; one without libuv, as with torch before 2.8."""
+    yield StoreHost(request.param)
 
 
 def soon() -> float:
@@ -53,11 +53,9 @@ def test_every_operation_does_what_it_says(line: StoreConnection) -> None:
     assert line.local_addr == "127.0.0.1"
 
 
-@pytest.mark.parametrize("libuv", [True, False])
-def test_a_first_value_is_waited_for(libuv: bool) -> None:
-    """Without libuv, as with torch before 2.8, TCPStore wakes nobody for what it compares."""
-    host = StoreHost(libuv)
-    stores = [RoundStore(host.place(rank, 2)) for rank in range(2)]
+def test_a_first_value_is_waited_for(host: StoreHost) -> None:
+    """Without libuv TCPStore wakes nobody for what it compares."""
+    stores = [RoundStore(host.place(rank, 2, job="first")) for rank in range(2)]
     waiting, other = (store.line(soon()) for store in stores)
     with ThreadPoolExecutor(1) as pool:
         found = pool.submit(waiting.wait, "c", time.monotonic() + 5.0)
