@@ -178,7 +178,7 @@ def test_a_node_joins_a_job_that_does_not_listen(cluster: Build) -> None:
     wait_for_steps(one, 0, 0)
     two = start(job, 2, "1:2", "deaf")
     wait_for_steps(two, 3, 1)
-    assert any("stopping 2 workers" in line for line in said(one))
+    one.wait_for_line("stopping 2 workers", stream="stderr")
     for agent in (one, two):
         agent.send_signal(signal.SIGINT)
     assert [agent.wait(DEADLINE).returncode for agent in (one, two)] == [130, 130]

@@ -84,7 +84,8 @@ SCRIPTS = {
         dist.init_process_group("gloo")
         one = torch.ones(1)
         dist.all_reduce(one)
-        print("sum", int(one), dist.is_torchelastic_launched(), flush=True)
+        launched = dist.is_torchelastic_launched()
+        os.write(1, f"sum {int(one)} {launched}\\n".encode())  # as a whole line
         dist.barrier()
         dist.destroy_process_group()
         """),
