@@ -15,7 +15,7 @@ from pathlib import Path
 
 from elaunch.agent.hangs.watch import HangWatch
 from elaunch.agent.patience import telling
-from elaunch.agent.policy import events, turn
+from elaunch.agent.policy import events, restart, turn
 from elaunch.agent.policy.actions import (
     EndTree,
     Finish,
@@ -249,4 +249,5 @@ class Agent:
         elif isinstance(event, events.PreemptAsked):
             event.answer(taken.reason)
         elif isinstance(event, events.RestartAsked):
-            event.answer((taken.reason, taken.after.restarts_round))
+            part = taken.after.restarts_round or restart.age(state, event) is not None
+            event.answer((taken.reason, part))

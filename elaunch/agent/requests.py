@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import time
 from typing import Final
 
 from elaunch.agent.policy import events
@@ -35,7 +36,7 @@ def preempt(
 def restart(inbox: Inbox, reason: str) -> tuple[str, bool]:
     """Ask the loop for another round; return what is done about it, and whether it is."""
     answers: queue.SimpleQueue[tuple[str, bool]] = queue.SimpleQueue()
-    inbox.put(events.RestartAsked(reason, answers.put))
+    inbox.put(events.RestartAsked(reason, answers.put, time.monotonic()))
     try:
         return answers.get(timeout=LOOP_PATIENCE)
     except queue.Empty:

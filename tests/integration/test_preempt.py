@@ -79,6 +79,9 @@ def test_a_round_is_restarted(elaunch: Launcher) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("job: new data: round 0 is to end, and the next begins from")
     found = running.wait_for_line(r"^up rank=0 round=1 pid=\d+ from=(\d+)$", 60.0)
+    twice = elaunch.run(["restart", "job", "--reason=new data"])
+    assert (twice.returncode, twice.stderr) == (0, "")
+    assert twice.stdout.startswith("job: new data: round 1 has begun for this ")
     assert set(ends(elaunch)) == {int(found[1])}
     running.wait_for_line("^steps rank=1 round=1 ", 60.0)
     shown: Any = record(elaunch)

@@ -215,10 +215,14 @@ class PreemptAsked:
 
 @dataclass(frozen=True)
 class RestartAsked:
-    """Somebody asks for another round; ``answer`` takes what is done, and whether it is."""
+    """Somebody asks for another round; ``answer`` takes what is done, and whether it is.
+
+    ``at`` is when, in monotonic seconds.
+    """
 
     reason: str
     answer: Callable[[tuple[str, bool]], None] = field(compare=False)
+    at: float = 0.0
 
 
 class HangSeen(Struct, frozen=True):

@@ -7,13 +7,16 @@
 
 It is no failure, and uses no restart. Workers that ask should_preempt() have ``--shutdown-timeout``
 to save and to end, as for a node that joins; others get SIGTERM and as long.
+
+Two requests a moment apart are one restart: the second takes part in that which is under way, or
+whose round has just begun, if it gives the same reason.
 """
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 from elaunch.agent.policy import events
 from elaunch.agent.policy.actions import (
@@ -25,7 +28,11 @@ from elaunch.agent.policy.actions import (
 )
 from elaunch.agent.policy.state import Phase, State, workers
 from elaunch.rendezvous.plan import Plan, RestartRequest
+from elaunch.text import duration
 from elaunch.wire.worker import Notice
+
+MOMENT_S: Final = 5.0
+"""Seconds after a restarted round has begun, in which the same request asks for no other one."""
 
 
 def stop(state: State, plan: Plan) -> Decision:
@@ -45,8 +52,24 @@ def _on_asked(state: State, event: events.RestartAsked) -> Decision:
         return Nothing(), f"{event.reason}: {number}{'' if plan is None else ' already'}"
     if problem := _refusal(state, plan):
         return Nothing(), f"{event.reason}: {problem}"
+    begun = age(state, event)
+    if begun is not None:
+        what = f"round {plan.round} has begun for this {duration(begun)} ago"
+        return Nothing(), f"{event.reason}: {what}; for another, ask {MOMENT_S:g} s after that"
     what = f"round {plan.round} is to end, and the next begins from the newest checkpoint"
     return AskRestart(RestartRequest(plan.round, event.reason)), f"{event.reason}: {what}"
+
+
+def age(state: State, event: events.RestartAsked) -> float | None:
+    """Return for how long the round runs here that has begun for the same request, if it is new."""
+    plan = state.plan
+    if plan is None or plan.phase != "running" or plan.node_rank(state.name) is None:
+        return None
+    if state.restart != RestartRequest(plan.round - 1, event.reason):
+        return None
+    starts = state.began is None or state.round < plan.round
+    begun = 0.0 if starts else max(0.0, event.at - (state.began or 0.0))
+    return begun if begun < MOMENT_S else None
 
 
 def _refusal(state: State, plan: Plan) -> str:

@@ -108,7 +108,7 @@ class State(Struct, frozen=True):
     ``taking`` says that they were asked. ``saves`` says that workers have checkpoints written by
     the agent, or that the round resumes from one in its memory; ``settled`` is what became of the
     last. ``finish`` is the decided end that waits for the disk, ``why`` its reason. ``restart`` is
-    which round a command has asked here to end.
+    the newest request that a round end: asked here, or read in a plan.
 
     ``plan`` is the coordinator's newest, ``name`` this agent's among the members, ``member`` the
     name under which this node is in ``round`` (empty: in none), ``first_rank`` the rank of its
@@ -210,11 +210,7 @@ class State(Struct, frozen=True):
     def restarts_round(self) -> bool:
         """Whether the round of the newest plan ends, or is to end, because somebody has asked."""
         plan = self.plan
-        if plan is None:
-            return False
-        if plan.cause == "asked" and plan.phase == "ending":
-            return True
-        return self.restart is not None and self.restart.round == plan.round
+        return plan is not None and self.restart is not None and self.restart.round == plan.round
 
     @property
     def told_in_round(self) -> bool:
@@ -260,7 +256,10 @@ def _observe_start(state: State, event: events.Event) -> State:
 
 def _observe_news(state: State, event: events.Event) -> State:
     if isinstance(event, events.PlanSeen):
-        return replace(state, plan=event.plan, name=event.name)
+        plan, asked = event.plan, state.restart
+        if plan.cause == "asked" and plan.phase == "ending":
+            asked = RestartRequest(plan.round, plan.reason)
+        return replace(state, plan=plan, name=event.name, restart=asked)
     if isinstance(event, events.CutOff):
         return replace(state, cut_off=True)
     if isinstance(event, events.Rejoined):
@@ -326,6 +325,7 @@ def follow(state: State, action: Action, reason: str = "") -> State:
             name=state.name,
             member=state.name,
             first_rank=action.first_rank,
+            restart=state.restart,
         )
     if isinstance(action, Notify):
         return replace(state, notice=action.notice, notified_in=state.phase)

@@ -49,6 +49,9 @@ LISTENS = events.WorkerListens(0, 1)
 ENDED = (exited(0, -15, stopped=True), exited(1, -15, stopped=True))
 NOTICE = Notice("new data", "resize")
 ACKED = tuple(events.PreemptAcked(0, rank, NOTICE) for rank in range(2))
+SECOND = replace(FIRST, round=1)
+FEW = replace(ENDS, phase="forming", reason="too few")
+AGAIN = (*RUNS, ASK, *ENDED, gone(), started(0, 1, 10.0), started(1, 1, 10.1))
 STOP = StopWorkers(signal.SIGTERM, 30.0)
 CALLED = "round 0 is to end, and the next begins from the newest checkpoint"
 
@@ -104,6 +107,40 @@ TABLE: dict[str, Row] = {
     ),
     "two at once": (
         *(ONE, (*RUNS, ASK, ASK), Nothing(), "new data: round 0 is being restarted already"),
+    ),
+    "again, when the round has just begun": (
+        ONE,
+        (*AGAIN, events.RestartAsked("new data", lambda _: None, 12.0)),
+        *(
+            Nothing(),
+            "new data: round 1 has begun for this 2.0 s ago; for another, ask 5 s after that",
+        ),
+    ),
+    "on another node, too": (
+        MANY,
+        (*THERE, events.PlanSeen(ENDS, "aa"), *ENDED, gone(), events.PlanSeen(SECOND, "aa"), ASK),
+        *(
+            Nothing(),
+            "new data: round 1 has begun for this 0.00 s ago; for another, ask 5 s after that",
+        ),
+    ),
+    "later it is another one": (
+        *(
+            ONE,
+            (*AGAIN, events.RestartAsked("new data", lambda _: None, 15.0)),
+            STOP,
+            "new data; stopping 2 workers, grace 30 s",
+        ),
+    ),
+    "and so it is for another reason": (
+        ONE,
+        (*AGAIN, events.RestartAsked("new code", lambda _: None, 12.0)),
+        *(STOP, "new code; stopping 2 workers, grace 30 s"),
+    ),
+    "between the rounds": (
+        MANY,
+        (*THERE, events.PlanSeen(ENDS, "aa"), *ENDED, gone(), events.PlanSeen(FEW, "aa"), ASK),
+        *(Nothing(), "new data: round 0 is being restarted already"),
     ),
     "before a round": (SAVING, (ASK,), Nothing(), "new data: no round runs yet"),
     "after a request to end": (
