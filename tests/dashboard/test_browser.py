@@ -34,7 +34,7 @@ with elaunch.init() as ctx:
                 (path / f"state-{rank}").write_text("5")
         threading.Event().wait(0.1)
 """
-PAGES = ("", "metrics", "logs", "checkpoints", "failures")
+PAGES = ("", "metrics", "logs", "checkpoints", "failures", "stacks")
 WIDE, PHONE = (1280, 900), (375, 740)
 
 
@@ -154,6 +154,9 @@ def test_every_page_is_accessible_and_fits_a_phone(elaunch: Launcher, tmp_path: 
             page = browser.open(at.removesuffix("/") if name == "" else at)
             shown = {"runs": "td a", "": ".facts", "metrics": ".chart canvas", "logs": ".log div"}
             page.see(shown.get(name, "main h1"))
+            if name == "stacks":
+                page.evaluate("document.querySelector('main button').click()")
+                page.see("main pre")
             for scheme in ("light", "dark"):
                 page.scheme(scheme)
                 for size in (WIDE, PHONE):
