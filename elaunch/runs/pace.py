@@ -39,11 +39,14 @@ class StepRate:
         known = [(worker.get("step"), worker.get("progress")) for worker in workers]
         steps = [step for step, _ in known if step is not None]
         before, self.step, self.last = self.step, min(steps, default=None), max(steps, default=None)
+        done = self.done
         self.done = max((part for _, part in known if part is not None), default=None)
         self._now = at
         if number != self._round or (before or 0) > (self.step or 0):
             self._round, self._begun = number, None
             self._steps.clear()
+        if (done or 0.0) > (self.done or 0.0):  # a restart from a checkpoint, without steps
+            self._begun = None
         if self._begun is None and self.done is not None:
             self._begun = at, self.done
         if self.step is not None and (not self._steps or self._steps[-1][1] != self.step):

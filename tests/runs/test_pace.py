@@ -36,6 +36,15 @@ def test_a_slow_step_and_a_new_round() -> None:
     assert at(pace, 6 * WINDOW_S + 20, 5, round=1) == "step 5"
 
 
+def test_progress_that_falls_begins_anew() -> None:
+    """Where no step is reported it shows that the job went on from a checkpoint."""
+    pace = StepRate()
+    at(pace, 0.0, done=0.5)
+    assert at(pace, 10.0, done=0.6) == "60 % done, ETA 40 s"
+    assert at(pace, 20.0, done=0.2) == "20 % done"
+    assert at(pace, 30.0, done=0.6) == "60 % done, ETA 10 s"
+
+
 def test_the_rate_is_that_of_the_last_minute() -> None:
     """What was quicker before is forgotten."""
     pace = StepRate()

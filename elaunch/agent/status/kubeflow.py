@@ -31,6 +31,7 @@ from urllib.parse import urlsplit
 
 from elaunch.agent.status import posting
 from elaunch.env import KUBEFLOW_URL
+from elaunch.runs.pace import StepRate
 from elaunch.text import one_line
 
 CA_CERT: Final = "KUBEFLOW_TRAINER_SERVER_CA_CERT"
@@ -45,27 +46,7 @@ MOST_SECONDS: Final = 2**31 - 1
 log = logging.getLogger("elaunch")
 
 
-class Estimate:
-    """When the job will be done, from how its progress has grown since the round began to work."""
-
-    def __init__(self) -> None:
-        self._from: tuple[float, float] | None = None
-        self._last = 0.0
-
-    def remaining(self, progress: float, now: float) -> int | None:
-        """Return the seconds that are left; None while that is not known."""
-        if self._from is None or progress < self._last:  # a restart from a checkpoint
-            self._from = now, progress
-        self._last = progress
-        since, begun = self._from
-        if progress >= 1.0:
-            return 0
-        if progress <= begun or now <= since:
-            return None
-        return min(round((1.0 - progress) * (now - since) / (progress - begun)), MOST_SECONDS)
-
-
-def status_of(record: Mapping[str, Any], estimate: Estimate, now: float) -> dict[str, Any] | None:
+def status_of(record: Mapping[str, Any], pace: StepRate, now: float) -> dict[str, Any] | None:
     """Return what to post of a run's record; None without rank 0, or a progress of its script."""
     workers = (record.get("progress") or {}).get("workers", ())
     first = next((worker for worker in workers if worker["rank"] == 0), None)
@@ -73,9 +54,9 @@ def status_of(record: Mapping[str, Any], estimate: Estimate, now: float) -> dict
         return None
     progress = 1.0 if record["state"] == "COMPLETED" else min(max(first["progress"], 0.0), 1.0)
     found: dict[str, Any] = {"progressPercentage": int(100 * progress)}
-    remaining = estimate.remaining(progress, now)
-    if remaining is not None:
-        found["estimatedRemainingSeconds"] = remaining
+    pace.see(now, record["round"], [{**first, "progress": progress}])
+    if pace.eta_s is not None:
+        found["estimatedRemainingSeconds"] = min(round(pace.eta_s), MOST_SECONDS)
     numbers = {"step": first["step"], "restarts": record["restarts"]["used"]}
     found["metrics"] = [
         {"name": name, "value": str(value)} for name, value in numbers.items() if value is not None
@@ -96,7 +77,7 @@ class TrainJobStatus:
     ) -> None:
         self._environ = environ
         self._snapshot = snapshot
-        self._estimate = Estimate()
+        self._pace = StepRate()
         self._posted: dict[str, Any] | None = None
         self._reported = False
         self._closing = threading.Event()
@@ -125,7 +106,7 @@ class TrainJobStatus:
                 return
 
     def _post_news(self) -> None:
-        found = status_of(self._snapshot(), self._estimate, time.monotonic())
+        found = status_of(self._snapshot(), self._pace, time.monotonic())
         if found is None or found == self._posted:
             return
         at = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")

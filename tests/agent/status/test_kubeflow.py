@@ -18,7 +18,8 @@ import pytest
 import trustme
 
 from elaunch.agent.status import kubeflow
-from elaunch.agent.status.kubeflow import Estimate, TrainJobStatus, status_of
+from elaunch.agent.status.kubeflow import TrainJobStatus, status_of
+from elaunch.runs.pace import StepRate
 from tests.launching import Launcher, wait_until
 
 LONG = 60.0
@@ -79,24 +80,29 @@ def server(tmp_path: Path) -> Iterator[StatusServer]:
 def record(progress: float | None, step: int | None = 7, **changes: Any) -> dict[str, Any]:
     """Return what matters of a run's record."""
     workers = [{"rank": 0, "step": step, "progress": progress}]
-    plain = {"state": "RUNNING", "restarts": {"used": 1}, "progress": {"workers": workers}}
+    plain = {
+        "state": "RUNNING",
+        "round": 1,
+        "restarts": {"used": 1},
+        "progress": {"workers": workers},
+    }
     return plain | changes
 
 
 def test_what_is_posted() -> None:
     """Whole percents and seconds, values of metrics as text; nothing that is not known."""
     metrics = [{"name": "step", "value": "7"}, {"name": "restarts", "value": "1"}]
-    estimate = Estimate()
-    first = status_of(record(0.25), estimate, 100.0)
+    pace = StepRate()
+    first = status_of(record(0.25), pace, 100.0)
     assert first == {"progressPercentage": 25, "metrics": metrics}
-    later = status_of(record(0.5), estimate, 160.0)
+    later = status_of(record(0.5), pace, 160.0)
     assert later == {
         "progressPercentage": 50,
         "estimatedRemainingSeconds": 120,
         "metrics": metrics,
     }
-    assert "estimatedRemainingSeconds" not in (status_of(record(0.4), estimate, 170.0) or {})
-    done = status_of(record(0.9, None, state="COMPLETED"), estimate, 180.0)
+    assert "estimatedRemainingSeconds" not in (status_of(record(0.4), pace, 170.0) or {})
+    done = status_of(record(0.9, None, state="COMPLETED"), pace, 180.0)
     assert done == {
         "progressPercentage": 100,
         "estimatedRemainingSeconds": 0,
@@ -109,7 +115,7 @@ def test_nothing_is_posted_where_nothing_is_known() -> None:
     elsewhere = {"workers": [{"rank": 8, "step": 7, "progress": 0.5}]}
     unknown = [record(0.5) | {"progress": progress} for progress in (None, elsewhere)]
     for one in (record(None), *unknown):
-        assert status_of(one, Estimate(), 0.0) is None
+        assert status_of(one, StepRate(), 0.0) is None
 
 
 @pytest.fixture
