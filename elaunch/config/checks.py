@@ -23,8 +23,17 @@ from typing import Final
 from elaunch import env, hosts
 from elaunch.config import checkpoint, endpoints, files, values
 from elaunch.config.command import Command
-from elaunch.config.flags import kinds, table
-from elaunch.config.flags.flag import Answers
+from elaunch.config.flags import table
+from elaunch.config.flags.flag import (
+    ALONE,
+    ALWAYS,
+    ON_ONE_NODE,
+    WITH_PROGRAM,
+    WITH_RUN_PATH,
+    WITH_SPAWN,
+    WITHOUT_RESTARTS,
+    Answers,
+)
 from elaunch.config.place import Topology
 from elaunch.config.rendezvous import RendezvousSettings
 from elaunch.config.values import Moment
@@ -272,13 +281,13 @@ def remarks(
 def _idle(answers: Answers, command: Command, alone: bool) -> Iterator[str]:
     """Yield a remark on each flag that the table says has no effect here."""
     holds = {
-        kinds.ALWAYS: True,
-        kinds.ON_ONE_NODE: answers["nnodes"][1] == 1 or alone,
-        kinds.ALONE: alone,
-        kinds.WITH_PROGRAM: command.mode == "command",
-        kinds.WITH_RUN_PATH: answers["run-path"],
-        kinds.WITH_SPAWN: answers["start-method"] == "spawn",
-        kinds.WITHOUT_RESTARTS: not answers["max-restarts"],
+        ALWAYS: True,
+        ON_ONE_NODE: answers["nnodes"][1] == 1 or alone,
+        ALONE: alone,
+        WITH_PROGRAM: command.mode == "command",
+        WITH_RUN_PATH: answers["run-path"],
+        WITH_SPAWN: answers["start-method"] == "spawn",
+        WITHOUT_RESTARTS: not answers["max-restarts"],
     }
     for flag in table.FLAGS:
         when = next((when for when in flag.idle if holds[when]), None)

@@ -1,8 +1,7 @@
 """The launcher that has started this process, and the rank and size that it gives.
 
-``table`` holds the variables of torchrun, mpirun, srun and others; ``meetingpoint`` is where ranks
-meet whose launcher hosts no store; ``ranks`` checks the six numbers of a rank and derives those
-that follow.
+``table`` holds the variables of torchrun, mpirun, srun and others; ``ranks`` checks the six numbers
+of a rank, derives those that follow, and finds where ranks meet whose launcher hosts no store.
 """
 
-__all__ = ["meetingpoint", "ranks", "table"]
+__all__ = ["ranks", "table"]

@@ -26,8 +26,7 @@ from elaunch.config.values import StreamMap, did_you_mean
 from elaunch.errors import PlacementError, UsageError
 from elaunch.hosts import LOOPBACK
 from elaunch.launchers import table
-from elaunch.launchers.meetingpoint import meeting_point
-from elaunch.launchers.ranks import Numbers, launcher_numbers
+from elaunch.launchers.ranks import Numbers, launcher_numbers, meeting_point
 from elaunch.launchers.table import LauncherNames
 from elaunch.proc import process_name
 from elaunch.runs import statedir

@@ -5,8 +5,19 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from elaunch.config import endpoints, rdzvconf, values
-from elaunch.config.flags.flag import Flag, Kind, one_of
-from elaunch.config.flags.kinds import ALONE, COUNT, SECONDS, SIGNALS, STREAMS, TEXTS, own, switch
+from elaunch.config.flags.flag import (
+    ALONE,
+    COUNT,
+    SECONDS,
+    SIGNALS,
+    STREAMS,
+    TEXTS,
+    Flag,
+    Kind,
+    one_of,
+    own,
+    switch,
+)
 from elaunch.env import HANDLED_SIGNALS
 
 STOP = (

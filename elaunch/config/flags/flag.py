@@ -1,4 +1,4 @@
-"""One flag, which of its sources counts, and the one conversion of its text.
+"""One flag, which of its sources counts, the one conversion of its text; what flags share.
 
 Sources, the strongest first: command line, variables, job file, default. Of the variables
 ``ELAUNCH_<FLAG>`` wins over torchrun's ``PET_<FLAG>``. An empty variable counts as not set. In a
@@ -13,6 +13,7 @@ allowed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, Final, Literal
 
 from msgspec import Struct
@@ -244,3 +245,29 @@ def _value(flag: Flag, given: Given) -> object:
     if given.source == "default" and flag.default is None:
         return None
     return convert(flag, given)
+
+
+# When a flag has no effect; checks.py knows when that is so.
+ALWAYS = ""
+ON_ONE_NODE = "on one node"
+ALONE = "on one node by itself"
+WITH_PROGRAM = "with --no-python"
+WITH_RUN_PATH = "with --run-path"
+WITH_SPAWN = "with --start-method spawn"
+WITHOUT_RESTARTS = "without --max-restarts"
+
+COUNT = Kind(values.whole(0), "N", "0 or more")
+SECONDS = Kind(values.seconds, "SECONDS", "0 or more seconds")
+SIGNALS = Kind(values.signals, "SIGNAL,...", "comma-separated names of signals", comma=",")
+STREAMS = Kind(
+    values.streams,
+    "STREAMS",
+    "0 none, 1 stdout, 2 stderr, 3 both; or RANK:STREAMS,RANK:STREAMS",
+    pairs=":",
+)
+SWITCH = Kind(values.switch, "", "nothing, or =yes / =no")
+TEXTS = Kind(
+    values.words, "TEXT,...", "comma-separated strings; ',,' for a comma inside one", comma=",,"
+)
+own = partial(Flag, torchrun=False)
+switch = partial(Flag, kind=SWITCH, default="no")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from elaunch.config import values
-from elaunch.config.flags.flag import Flag, Kind, one_of
-from elaunch.config.flags.kinds import (
+from elaunch.config.flags.flag import (
     ALWAYS,
     COUNT,
     ON_ONE_NODE,
@@ -12,6 +11,9 @@ from elaunch.config.flags.kinds import (
     WITH_RUN_PATH,
     WITH_SPAWN,
     WITHOUT_RESTARTS,
+    Flag,
+    Kind,
+    one_of,
     own,
     switch,
 )

@@ -32,8 +32,13 @@ from elaunch import env
 from elaunch.errors import PlacementError
 from elaunch.hosts import LOOPBACK
 from elaunch.launchers import table
-from elaunch.launchers.meetingpoint import given_port, meeting_point
-from elaunch.launchers.ranks import Numbers, launcher_numbers, torch_numbers
+from elaunch.launchers.ranks import (
+    Numbers,
+    given_port,
+    launcher_numbers,
+    meeting_point,
+    torch_numbers,
+)
 from elaunch.launchers.table import LauncherNames, first_set, number
 from elaunch.proc import process_name
 
