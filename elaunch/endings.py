@@ -32,9 +32,6 @@ def how_it_ended(exitcode: int) -> str:
 class Exit(NamedTuple):
     """How one worker ended: made by the server, which waited for it, and passed on as it is.
 
-    A forked worker whose script has failed counts as ended when its exit handlers have run
-    (elaunch.server.failing).
-
     It is a message to the agent, an event of its loop, the failure in its state, and what report,
     record and event log are made from.
 
@@ -44,8 +41,7 @@ class Exit(NamedTuple):
         local_rank: on its node.
         pid: of its process.
         exitcode: negative for a signal.
-        at: when its wait returned, or the server learned that its script had failed, in seconds of
-            the machine's monotonic clock.
+        at: when its wait returned, in seconds of the machine's monotonic clock.
         stopped: whether the server had been asked to end the workers, and had not yet seen this
             one's end: "it died" and "we ended it" are different facts.
         timer: which timer of torch.distributed.elastic.timer had expired before; empty: none.

@@ -32,8 +32,7 @@ server      warmed              problem (text or null), seconds, settings (varia
                                 (whether what compiling takes is imported)
 server      started             round, local_rank, pid, at
 server      not_started         round, local_rank, problem
-server      exited              the fields of elaunch.endings.Exit; a forked worker whose script has
-                                failed is still there (elaunch.server.failing)
+server      exited              the fields of elaunch.endings.Exit
 server      swept               round, killed (pids and names), survivors (same)
 server      store_failed        round, problem
 server      fenced              late (s): the fence has passed so long ago; all workers are killed

@@ -31,7 +31,6 @@ from elaunch import env
 from elaunch.endings import Exit
 from elaunch.proc import Process
 from elaunch.server import devices, numa, processes, worker
-from elaunch.server.failing import ENDING_S, FailurePage
 from elaunch.server.preload import ANNOUNCED, Later, Preloaded, preload
 from elaunch.server.stores import Stores
 from elaunch.server.sweep import Sweep
@@ -88,10 +87,6 @@ class Server:
         self._pid = os.getpid()
         self._workers: dict[int, Job] = {}  # by pid
         self._stopped: set[int] = set()  # pids of workers that were alive when sent a signal to end
-        self._failures = FailurePage()
-        self._ending: dict[int, float] = {}
-        """Workers that are reported as failed and take their interpreter apart: pid → until when
-        they may."""
         self._sweep: Sweep | None = None
         self._stores = Stores(self._send, self._forget)
         self._fork_start = False
@@ -188,9 +183,10 @@ class Server:
         elif op == "signal":
             self._signal(message)
         elif op == "sweep":
+            self._stores.drop()
             self._timers.clear()
             self._note_stop()
-            self._sweep = Sweep(message, self._pid, lambda: {self._stores.pid, *self._ending})
+            self._sweep = Sweep(message, self._pid, lambda: {self._stores.pid})
         elif op == "fence":
             self._fence, self._hold = message["until"], message["hold"]
         elif op == "compile_ahead":
@@ -272,7 +268,6 @@ class Server:
         fields = {key: value for key, value in message.items() if key != "op"}
         fields["args"] = tuple(fields["args"])
         job = Job(**fields, stdout=files[0], stderr=files[1])
-        self._failures.clear(job.local_rank)
         try:
             pid = os.fork()
         except OSError as error:
@@ -303,7 +298,6 @@ class Server:
             worker.replace(job)
         self._later.announce(self._pid)
         worker.become(job, fresh=not self._of_caller)
-        self._failures.become(job.local_rank)
         return job
 
     def _forget(self) -> None:
@@ -356,7 +350,7 @@ class Server:
         late = time.monotonic() - self._fence
         if late < 0 and self._held:
             self._stop_all(False)
-        if late < 0 or not (self._workers or self._ending) or self._sweep is not None:
+        if late < 0 or not self._workers or self._sweep is not None:
             return
         if late < self._hold:
             if not self._held:
@@ -364,7 +358,6 @@ class Server:
             return
         self._held = False
         self._note_stop()
-        self._ending.clear()
         self._send({"op": "fenced", "late": late})
         order = {"round": FENCED, "signum": 0, "grace": 0.0, "deadline": 10.0}
         self._sweep = Sweep(order, self._pid, lambda: {self._stores.pid})
@@ -373,7 +366,7 @@ class Server:
         """Return when to look at the fence again."""
         if self._held and self._fence > time.monotonic():
             return 0.0  # it was moved
-        if not (self._workers or self._ending) or self._sweep is not None:
+        if not self._workers or self._sweep is not None:
             return math.inf
         return self._fence + (self._hold if self._held else 0.0)
 
@@ -399,18 +392,12 @@ class Server:
     def _collect(self) -> None:
         """Reap what has ended, and take the sweep one step on."""
         self._reap()
-        if self._sweep is None:
-            return
-        now = time.monotonic()
-        self._ending = {pid: until for pid, until in self._ending.items() if now < until}
-        if self._sweep.step() and not self._ending:
-            outcome, self._sweep = self._sweep.outcome(), None
-            if outcome["round"] != FENCED:
-                self._stores.drop()
-            self._send(outcome)
+        if self._sweep is not None and self._sweep.step():
+            self._send(self._sweep.outcome())
+            self._sweep = None
 
     def _reap(self) -> None:
-        """Free what has ended, and report the workers among it and those that have failed."""
+        """Free what has ended and report the workers among it."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -421,18 +408,9 @@ class Server:
             if pid == self._stores.pid:
                 self._stores.lose(os.waitstatus_to_exitcode(status))
             elif pid in self._workers:
-                self._report(pid, os.waitstatus_to_exitcode(status))
-            else:
-                self._ending.pop(pid, None)
-        for pid, job in tuple(self._workers.items()):
-            code = self._failures.code(job.local_rank)
-            if code and pid not in self._stopped:
-                self._ending[pid] = time.monotonic() + ENDING_S
-                self._report(pid, code)
-
-    def _report(self, pid: int, exitcode: int) -> None:
-        self._later.note_end(pid)
-        self._send({"op": "exited", **self._exit(pid, exitcode)._asdict()})
+                self._later.note_end(pid)
+                found = self._exit(pid, os.waitstatus_to_exitcode(status))
+                self._send({"op": "exited", **found._asdict()})
 
     def _exit(self, pid: int, exitcode: int) -> Exit:
         job, stopped = self._workers.pop(pid), pid in self._stopped

@@ -240,48 +240,6 @@ def test_two_ranks_that_fail_in_one_moment(elaunch: Launcher, tmp_path: Path) ->
     assert sorted([failure["first"]["rank"], *others]) == [0, 1, 2]
 
 
-FAILS = """import atexit, os, select, signal, sys
-from pathlib import Path
-
-place, rank = Path(sys.argv[1]), os.environ["RANK"]
-if rank == "0":
-    (place / "0.new").write_text(str(os.getpid()))
-    os.rename(place / "0.new", place / "0")
-    signal.pause()
-while not (place / "0").exists():
-    os.sched_yield()
-written = open(place / "left", "w")
-file = os.open(place / "other", os.O_WRONLY | os.O_CREAT)
-other = os.pidfd_open(int((place / "0").read_text()))
-atexit.register(written.write, "by a handler")
-
-
-class Last:
-    def __del__(self, select=select.select, write=os.write, other=other, file=file):
-        write(file, b"gone" if select([other], [], [], 4)[0] else b"there")
-
-
-last = Last()
-raise ValueError("the loss is not a number")
-"""
-
-
-def test_the_others_are_ended_before_a_failed_interpreter_has_ended(
-    elaunch: Launcher, tmp_path: Path
-) -> None:
-    """Its exit handlers, its objects and its files are what they are in a plain process."""
-    script = tmp_path / "fails.py"
-    script.write_text(FAILS)
-    done = elaunch.run(["run", "--preload=none", "--nproc-per-node=2", script, tmp_path])
-    assert done.returncode == 1
-    assert (tmp_path / "left").read_text() == "by a handler"
-    assert (tmp_path / "other").read_text() == "gone"
-    failure = state(elaunch)["failure"]
-    assert failure["first"]["rank"] == 1
-    assert "Stopped by elaunch: rank 0 (SIGTERM)" in done.stderr
-    assert "ValueError: the loss is not a number" in done.stderr
-
-
 def test_the_same_failure_ends_the_job(elaunch: Launcher, tmp_path: Path) -> None:
     """Numbers in a message make no other failure; the rounds are named, the code is its own."""
     script = tmp_path / "fails.py"

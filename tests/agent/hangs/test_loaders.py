@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from elaunch import proc
 from elaunch.agent.hangs.loaders import LoaderActivity
 from tests.launching import wait_until
 
@@ -80,7 +81,8 @@ def test_processes_whose_queue_is_full(worker: int) -> None:
 def test_a_worker_without_a_dataloader() -> None:
     """Nothing is said of it, whatever else it has started."""
     activity = LoaderActivity()
-    with subprocess.Popen(["sleep", "60"]) as other:
-        activity.look([os.getpid()])
-        other.kill()
+    with subprocess.Popen(["sh", "-c", "sleep 60; true"], start_new_session=True) as worker:
+        wait_until(lambda: proc.children(worker.pid), what="its child")
+        activity.look([worker.pid])
+        os.killpg(worker.pid, signal.SIGKILL)
     assert activity.record(slots=1) is None
