@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
+
+TICKS: Final = os.sysconf("SC_CLK_TCK")
+"""Of processor time and of the time since boot, in a second."""
 
 
 class Process(NamedTuple):
@@ -49,6 +52,11 @@ def stat(directory: str) -> tuple[str, list[str]] | None:
         return None
     # The name, in parentheses, may itself hold blanks and parentheses.
     return text[text.index("(") + 1 : text.rindex(")")], text[text.rindex(")") + 2 :].split()
+
+
+def ticks(fields: list[str]) -> int:
+    """Return the processor time, the user's and the kernel's, in what :func:`stat` has returned."""
+    return int(fields[11]) + int(fields[12])
 
 
 def status(pid: int | str) -> dict[str, str]:
@@ -98,7 +106,7 @@ def create_time(process: Process) -> float:
     """Return when a process was created, in seconds since the epoch (psutil's create_time)."""
     with open("/proc/stat", "rb") as file:
         boot_time = next(int(line.split()[1]) for line in file if line.startswith(b"btime"))
-    return boot_time + process.start / os.sysconf("SC_CLK_TCK")
+    return boot_time + process.start / TICKS
 
 
 def boot_id() -> str:

@@ -6,7 +6,6 @@ docs/status.md and docs/preemption.md.
 from __future__ import annotations
 
 import os
-import select
 from typing import Final
 
 import click
@@ -34,16 +33,15 @@ def stop(run: str, timeout: float | None) -> int:
     """
     from elaunch.monitor import nodeviews
     from elaunch.runs import directory
+    from elaunch.wire.local import is_readable
 
     found = directory.find(run, os.environ)
     name = directory.run_id_of(found)
     agent = nodeviews.send_stop(found)
     ended = True
     if agent is not None:
-        poll = select.poll()
-        poll.register(agent, select.POLLIN)
         try:
-            ended = timeout == 0 or bool(poll.poll(None if timeout is None else timeout * 1000))
+            ended = timeout == 0 or is_readable(agent, timeout)
         finally:
             os.close(agent)
     if not ended:

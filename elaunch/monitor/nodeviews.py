@@ -149,11 +149,9 @@ def send_stop(run: RunDir) -> int | None:
     except ProcessLookupError:
         os.close(agent)
         return None
-    except BaseException as error:
+    except PermissionError:
         os.close(agent)
-        if isinstance(error, PermissionError):
-            raise UsageError(f"RUN {name} belongs to another user") from None
-        raise
+        raise UsageError(f"RUN {name} belongs to another user") from None
     return agent
 
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -33,6 +32,7 @@ from typing import Any, NoReturn, Protocol
 from elaunch import env, proc
 from elaunch.runs import directory
 from elaunch.runs.record import Record
+from elaunch.wire.local import is_readable
 
 ERROR_FILE = "error.json"
 _ROOT = str(Path(__file__).parent.parent.parent)
@@ -137,9 +137,7 @@ def _wait(pid: int) -> None:
     """
     child = os.pidfd_open(pid)
     try:
-        ended = select.poll()
-        ended.register(child, select.POLLIN)
-        while not ended.poll(1000):
+        while not is_readable(child, 1.0):
             pass
     finally:
         os.close(child)

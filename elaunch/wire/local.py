@@ -342,11 +342,14 @@ def close_files(files: list[int]) -> None:
         os.close(files.pop())
 
 
-def is_readable(descriptor: int, seconds: float) -> bool:
-    """Wait until something can be read; unlike select(), also where 1,024 files are open."""
+def is_readable(descriptor: int, seconds: float | None) -> bool:
+    """Wait until something can be read, or the process of a pidfd has ended; None: for ever.
+
+    Unlike select(), also where 1,024 files are open.
+    """
     ready = select.poll()
     ready.register(descriptor, select.POLLIN)
-    return bool(ready.poll(seconds * 1000.0))
+    return bool(ready.poll(None if seconds is None else seconds * 1000.0))
 
 
 def connect(path: Path, seconds: float) -> socket.socket:

@@ -7,7 +7,6 @@ that hangs in a loop counts as busy, too: nothing tells that from a long computa
 
 from __future__ import annotations
 
-import os
 import time
 from typing import Final, NamedTuple
 
@@ -17,7 +16,6 @@ from elaunch.server import processes
 BUSY: Final = 0.03
 """Share of one processor's time; a worker that waits uses less, although it is asked."""
 BYTES: Final = 1 << 16
-_TICKS: Final = os.sysconf("SC_CLK_TCK")
 
 
 class _ActivityReading(NamedTuple):
@@ -40,7 +38,7 @@ class WorkerActivity:
         ticks = sum(map(_ticks, everyone))
         transferred = sum(map(_transferred, everyone))
         before = self._readings.get(pid, _ActivityReading(now, ticks, transferred, 0))
-        allowed = BUSY * _TICKS * (now - before.at)
+        allowed = BUSY * proc.TICKS * (now - before.at)
         busy = abs(ticks - before.ticks) > allowed + 1 or (
             abs(transferred - before.transferred) > BYTES
         )
@@ -50,7 +48,7 @@ class WorkerActivity:
 
 def _ticks(pid: int) -> int:
     found = proc.stat(f"/proc/{pid}")
-    return 0 if found is None else int(found[1][11]) + int(found[1][12])
+    return 0 if found is None else proc.ticks(found[1])
 
 
 def _transferred(pid: int) -> int:

@@ -17,7 +17,6 @@ from elaunch import proc
 from elaunch.runs.record import LoaderRecord
 
 NAME: Final = "pt_data_worker"
-_TICKS: Final = os.sysconf("SC_CLK_TCK")
 
 
 class _Seen(NamedTuple):
@@ -39,11 +38,11 @@ class LoaderActivity:
         """Read the DataLoader processes below these workers; a new one counts from its start."""
         seen: dict[str, _Seen] = {}
         for worker in workers:
-            found = {key: one for pid in proc.children(worker) for key, one in _read(pid)}
+            found = dict(filter(None, map(_read, proc.children(worker))))
             self._most = max(self._most, len(found))
             seen |= found
         for key, one in seen.items():
-            before = self._seen.get(key) or _Seen(int(key.partition(".")[2]) / _TICKS, 0.0)
+            before = self._seen.get(key) or _Seen(int(key.partition(".")[2]) / proc.TICKS, 0.0)
             self._computed += one.computed - before.computed
             self._lived += max(0.0, one.at - before.at)
         self._seen = seen
@@ -57,9 +56,9 @@ class LoaderActivity:
         return {"processes": self._most, "seconds": self._lived, "busy": busy, "cpus": cpus}
 
 
-def _read(pid: int) -> Iterable[tuple[str, _Seen]]:
+def _read(pid: int) -> tuple[str, _Seen] | None:
     found = proc.stat(f"/proc/{pid}/task/{pid}")
-    if found is not None and found[0] == NAME:
-        fields = found[1]
-        computed = (int(fields[11]) + int(fields[12])) / _TICKS
-        yield f"{pid}.{fields[19]}", _Seen(time.clock_gettime(time.CLOCK_BOOTTIME), computed)
+    if found is None or found[0] != NAME:
+        return None
+    now = time.clock_gettime(time.CLOCK_BOOTTIME)
+    return f"{pid}.{found[1][19]}", _Seen(now, proc.ticks(found[1]) / proc.TICKS)

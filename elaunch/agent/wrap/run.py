@@ -24,7 +24,6 @@ import math
 import os
 import queue
 import resource
-import select
 import shlex
 import signal
 import sys
@@ -44,6 +43,7 @@ from elaunch.agent.wrap.plan import WrapPlan
 from elaunch.endings import exit_code, how_it_ended
 from elaunch.errors import ServerError
 from elaunch.server import processes
+from elaunch.wire.local import is_readable
 
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 FORWARDED = (*ENDING, signal.SIGUSR1, signal.SIGUSR2, signal.SIGWINCH)
@@ -254,7 +254,7 @@ def _watch_parent(pid: int, post: Callable[[Event], None]) -> None:
         return
 
     def wait() -> None:
-        select.select([parent], [], [])
+        is_readable(parent, None)
         os.close(parent)
         post(LauncherGone())
 

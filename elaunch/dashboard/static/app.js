@@ -20,17 +20,14 @@ export function redraw(element, ...children) {
   if (at >= 0) reached()[at]?.focus({ preventScroll: true });
 }
 
-export async function get(path, query) {
-  const answer = await fetch(`${path}?${new URLSearchParams(query)}`);
+async function ask(path, query, options) {
+  const answer = await fetch(`${path}?${new URLSearchParams(query)}`, options);
   if (!answer.ok) throw new Error((await answer.text()).trim() || `${answer.status}`);
   return answer.json();
 }
 
-export async function post(path, query, headers) {
-  const answer = await fetch(`${path}?${new URLSearchParams(query)}`, { method: "POST", headers });
-  if (!answer.ok) throw new Error((await answer.text()).trim() || `${answer.status}`);
-  return answer.json();
-}
+export const get = (path, query) => ask(path, query, {});
+export const post = (path, query, headers) => ask(path, query, { method: "POST", headers });
 
 const pad = (number) => String(number).padStart(2, "0");
 

@@ -24,7 +24,7 @@ export default function view(root, key) {
   get("/api/control", {}).then((found) => {
     memory.allowed = found.key;
     if (memory.run) draw(parts, memory, memory.run, "control");
-  }).catch(() => {}); // an older server has no such address, and then no buttons
+  }).catch(() => {}); // no buttons; a server that is gone is told beside the tabs
   return follow("/api/run", { run: key }, (run) => {
     memory.run = run;
     for (const name of Object.keys(parts)) draw(parts, memory, run, name);
