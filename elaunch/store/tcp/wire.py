@@ -9,7 +9,6 @@ compare_set    2     key, expected value, new value                   the value 
 get            3     key                                              value; empty if there is none
                                                                       (without libuv: none)
 add            4     key, i64                                         i64: the sum
-check          5     u64 1, key                                       byte 0 if the key exists
 wait           6     u64 1, key                                       byte 0 once the key exists
 delete_key     8     key                                              i64: how many
 multi_get      10    u64 n, n keys                                    n values
@@ -94,11 +93,6 @@ def get(key: str) -> bytes:
 def add(key: str, number: int) -> bytes:
     """Return a request to add to a counter; the reply is an integer."""
     return b"\x04" + _key(key) + _I64.pack(number)
-
-
-def check(key: str) -> bytes:
-    """Return a request for whether ``key`` exists."""
-    return b"\x05" + _U64.pack(1) + _key(key)
 
 
 def wait(key: str) -> bytes:
@@ -191,10 +185,6 @@ class Connection:
         """Read an integer."""
         (number,) = _I64.unpack(self._read(8, until))
         return int(number)
-
-    def exists(self, until: float) -> bool:
-        """Read the reply to :func:`check`."""
-        return self._read(1, until) == b"\x00"
 
     def popped(self, until: float) -> tuple[int, bytes]:
         """Read a reply to :func:`pop`: how many are left in the queue, and the value.

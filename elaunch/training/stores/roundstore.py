@@ -10,7 +10,6 @@ in the same process shares it. Otherwise torch is not needed: elaunch.store.tcp 
 
 from __future__ import annotations
 
-import itertools
 import socket
 import threading
 import time
@@ -30,6 +29,8 @@ PAUSES: Final = (0.02, 0.05, 0.1, 0.25)
 """Seconds between two attempts to connect; the last goes on."""
 AT_ONCE: Final = 64
 """Keys that one request sets."""
+NO_VALUE: Final = b"\0none"
+"""What is set nowhere, so that a key which is compared with it stays as it is."""
 GRACE_S: Final = 10.0
 """Seconds for the store to answer that a wait is over."""
 
@@ -68,15 +69,13 @@ class StoreConnection:
     def multi_get(self, keys: Iterable[str], until: float) -> list[bytes]:
         """Return the values of ``keys``, empty for those that have none.
 
-        TCPStore without libuv closes the connection that gets a key which is not there.
+        Each is compared with what no value is, which changes nothing: TCPStore without libuv closes
+        the connection that gets a key which is not there.
         """
         names = [self._prefix + key for key in keys]
-        request = b"".join(map(wire.check, names))
-        there = self._ask(request, lambda c: [c.exists(until) for _ in names], until)
-        request = b"".join(map(wire.get, itertools.compress(names, there)))
-        found = self._ask(request, lambda c: [c.value(until) for _ in range(sum(there))], until)
-        values = iter(found)
-        return [next(values) if known else b"" for known in there]
+        request = b"".join(wire.compare_set(name, NO_VALUE, NO_VALUE) for name in names)
+        found = self._ask(request, lambda c: [c.value(until) for _ in names], until)
+        return [b"" if value == NO_VALUE else value for value in found]
 
     def add(self, key: str, number: int, until: float) -> int:
         """Add to the counter ``key`` and return the sum."""

@@ -6,13 +6,14 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
 
 from elaunch.errors import CollectiveTimeout, ContextError, PeerLost
+from elaunch.store.tcp.wire import Connection
 from elaunch.training.stores.roundstore import RoundStore, StoreConnection
 from tests.launching import free_port
 from tests.training.channelrig import PATIENCE, StoreHost
@@ -51,6 +52,25 @@ def test_every_operation_does_what_it_says(line: StoreConnection) -> None:
     assert not line.wait("never", time.monotonic() - 1)
     assert line.get("k", soon()) == b"v"
     assert line.local_addr == "127.0.0.1"
+
+
+def test_values_are_read_in_one_exchange(
+    line: StoreConnection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether they are there or not, and reading leaves nothing in the store."""
+    sent: list[bytes] = []
+    send = Connection.send
+
+    def counted(connection: Connection, requests: Iterable[bytes], until: float) -> None:
+        sent.append(b"".join(requests))
+        send(connection, [sent[-1]], until)
+
+    line.put("there", b"v", soon())
+    monkeypatch.setattr(Connection, "send", counted)
+    assert line.multi_get(["there", "never set"], soon()) == [b"v", b""]
+    assert line.get("never set", soon()) == b""
+    assert len(sent) == 2
+    assert not line.wait("never set", time.monotonic() + 0.05)
 
 
 def test_a_first_value_is_waited_for(host: StoreHost) -> None:
