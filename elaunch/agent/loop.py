@@ -15,8 +15,9 @@ from pathlib import Path
 
 from elaunch.agent.hangs.watch import HangWatch
 from elaunch.agent.patience import telling
-from elaunch.agent.policy import events, restart, turn
+from elaunch.agent.policy import events, turn
 from elaunch.agent.policy.actions import (
+    AskRestart,
     EndTree,
     Finish,
     Forward,
@@ -249,5 +250,4 @@ class Agent:
         elif isinstance(event, events.PreemptAsked):
             event.answer(taken.reason)
         elif isinstance(event, events.RestartAsked):
-            part = taken.after.restarts_round or restart.age(state, event) is not None
-            event.answer((taken.reason, part))
+            event.answer((taken.reason, isinstance(taken.action, AskRestart)))

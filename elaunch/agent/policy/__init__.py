@@ -7,4 +7,4 @@ for the coordinator's plans, for requests to restart and to end, and for hangs. 
 an action says, and the reason becomes the log line, the status and what tests assert.
 """
 
-__all__ = ["actions", "events", "nodes", "restart", "state", "turn"]
+__all__ = ["actions", "events", "nodes", "state", "turn"]

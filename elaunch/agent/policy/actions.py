@@ -65,7 +65,10 @@ class Notify(Struct, frozen=True):
 
 
 class AskRestart(Struct, frozen=True):
-    """Publish that somebody asks for another round; the plan says what follows."""
+    """Publish that somebody asks for another round; the plan says what follows.
+
+    For somebody who takes part in a restart that was asked for before, it is that request again.
+    """
 
     request: RestartRequest
 

@@ -14,6 +14,7 @@ whose round has just begun, if it gives the same reason.
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Callable
 from typing import Any, Final
@@ -47,29 +48,29 @@ def stop(state: State, plan: Plan) -> Decision:
 
 def _on_asked(state: State, event: events.RestartAsked) -> Decision:
     plan = state.plan
-    if plan is None or state.restarts_round:
-        number = "no round runs yet" if plan is None else f"round {plan.round} is being restarted"
-        return Nothing(), f"{event.reason}: {number}{'' if plan is None else ' already'}"
+    if plan is None:
+        return Nothing(), f"{event.reason}: no round runs yet"
+    if state.restart is not None and state.restart.round == plan.round:
+        what = f"round {plan.round} is being restarted already"
+        return AskRestart(state.restart), f"{event.reason}: {what}"
     if problem := _refusal(state, plan):
         return Nothing(), f"{event.reason}: {problem}"
-    begun = age(state, event)
-    if begun is not None:
+    begun = _age(state, plan, event.at)
+    if state.restart == RestartRequest(plan.round - 1, event.reason) and begun < MOMENT_S:
         what = f"round {plan.round} has begun for this {duration(begun)} ago"
-        return Nothing(), f"{event.reason}: {what}; for another, ask {MOMENT_S:g} s after that"
+        what += f"; for another, ask {MOMENT_S:g} s after that"
+        return AskRestart(state.restart), f"{event.reason}: {what}"
     what = f"round {plan.round} is to end, and the next begins from the newest checkpoint"
     return AskRestart(RestartRequest(plan.round, event.reason)), f"{event.reason}: {what}"
 
 
-def age(state: State, event: events.RestartAsked) -> float | None:
-    """Return for how long the round runs here that has begun for the same request, if it is new."""
-    plan = state.plan
-    if plan is None or plan.phase != "running" or plan.node_rank(state.name) is None:
-        return None
-    if state.restart != RestartRequest(plan.round - 1, event.reason):
-        return None
-    starts = state.began is None or state.round < plan.round
-    begun = 0.0 if starts else max(0.0, event.at - (state.began or 0.0))
-    return begun if begun < MOMENT_S else None
+def _age(state: State, plan: Plan, now: float) -> float:
+    """Return for how many seconds the plan's round has run here; inf if it does not."""
+    if plan.phase != "running" or plan.node_rank(state.name) is None:
+        return math.inf
+    if state.began is None or state.round < plan.round:
+        return 0.0  # its workers start
+    return max(0.0, now - state.began)
 
 
 def _refusal(state: State, plan: Plan) -> str:

@@ -44,6 +44,7 @@ ENDS = replace(FIRST, phase="ending", cause="asked", reason="new data")
 RUNS = (READY, started(0), started(1))
 THERE = (READY, events.PlanSeen(FIRST, "aa"), started(0), started(1))
 ASK = events.RestartAsked("new data", lambda _: None)
+JOINED = AskRestart(RestartRequest(0, "new data"))
 DRAIN = events.PreemptAsked("drain", lambda _: None)
 LISTENS = events.WorkerListens(0, 1)
 ENDED = (exited(0, -15, stopped=True), exited(1, -15, stopped=True))
@@ -106,13 +107,13 @@ TABLE: dict[str, Row] = {
         *(Finish(75), "preempted: drain; to be continued"),
     ),
     "two at once": (
-        *(ONE, (*RUNS, ASK, ASK), Nothing(), "new data: round 0 is being restarted already"),
+        *(ONE, (*RUNS, ASK, ASK), JOINED, "new data: round 0 is being restarted already"),
     ),
     "again, when the round has just begun": (
         ONE,
         (*AGAIN, events.RestartAsked("new data", lambda _: None, 12.0)),
         *(
-            Nothing(),
+            JOINED,
             "new data: round 1 has begun for this 2.0 s ago; for another, ask 5 s after that",
         ),
     ),
@@ -120,7 +121,7 @@ TABLE: dict[str, Row] = {
         MANY,
         (*THERE, events.PlanSeen(ENDS, "aa"), *ENDED, gone(), events.PlanSeen(SECOND, "aa"), ASK),
         *(
-            Nothing(),
+            JOINED,
             "new data: round 1 has begun for this 0.00 s ago; for another, ask 5 s after that",
         ),
     ),
@@ -140,7 +141,7 @@ TABLE: dict[str, Row] = {
     "between the rounds": (
         MANY,
         (*THERE, events.PlanSeen(ENDS, "aa"), *ENDED, gone(), events.PlanSeen(FEW, "aa"), ASK),
-        *(Nothing(), "new data: round 0 is being restarted already"),
+        *(JOINED, "new data: round 0 is being restarted already"),
     ),
     "before a round": (SAVING, (ASK,), Nothing(), "new data: no round runs yet"),
     "after a request to end": (
