@@ -109,6 +109,8 @@ class Dashboard:
     def __init__(
         self, environ: Mapping[str, str], first: RunDir | None = None, key: str | None = None
     ) -> None:
+        self.closing = asyncio.Event()
+        """Set by the server when it closes: nothing more is sent to open pages."""
         self._environ = environ
         self._first = first
         self._key = key
@@ -238,7 +240,7 @@ class Dashboard:
             found = encoded(await asyncio.to_thread(read))
             return Response(found, media_type="application/json")
         feed = self._feeds.setdefault(key, Feed(read))
-        return StreamingResponse(feed.events(), media_type=STREAM)
+        return StreamingResponse(feed.events(self.closing), media_type=STREAM)
 
     def _failures(self, run: RunDir, query: Mapping[str, str]) -> Any:
         cards = (card.read_card(run, number) for number in run.reports())
@@ -277,7 +279,7 @@ class Dashboard:
         found, ends = await asyncio.to_thread(search, logs, wanted, older)
         if request.headers.get("accept") != STREAM:
             return Response(encoded(found), media_type="application/json")
-        return StreamingResponse(follow(logs, wanted, found, ends), media_type=STREAM)
+        return StreamingResponse(follow(logs, wanted, found, ends, self.closing), media_type=STREAM)
 
     def _checkpoints(self, run: RunDir, query: Mapping[str, str]) -> Any:
         if run.read_state()["checkpoint_dir"] is None:

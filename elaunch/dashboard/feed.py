@@ -7,6 +7,7 @@ watches. An interval is at least LEAST_S and so long that reading takes at most 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
 from collections.abc import AsyncIterator, Callable
@@ -25,6 +26,13 @@ def encoded(document: Any) -> str:
     except ValueError:
         plain = json.loads(json.dumps(document), parse_constant=lambda _: None)
         return json.dumps(plain, separators=(",", ":"))
+
+
+async def pause(closing: asyncio.Event, seconds: float) -> bool:
+    """Wait ``seconds``, or until the server closes; return whether it goes on."""
+    with contextlib.suppress(asyncio.TimeoutError):
+        await asyncio.wait_for(closing.wait(), seconds)
+    return not closing.is_set()
 
 
 class Feed:
@@ -58,10 +66,10 @@ class Feed:
         gist = encoded({**document, "read_at": None})
         return encoded(document).encode(), gist
 
-    async def events(self) -> AsyncIterator[bytes]:
-        """Yield an event for each change, until the client is gone."""
-        last, sent_at = b"", time.monotonic()
-        while True:
+    async def events(self, closing: asyncio.Event) -> AsyncIterator[bytes]:
+        """Yield an event for each change, until the client is gone or the server closes."""
+        last, sent_at, due = b"", time.monotonic(), 0.0
+        while await pause(closing, due):
             newest = await self.newest()
             if newest is not last:
                 last, sent_at = newest, time.monotonic()
@@ -69,4 +77,4 @@ class Feed:
             elif time.monotonic() - sent_at > SILENT_S:
                 sent_at = time.monotonic()
                 yield b": still here\n\n"
-            await asyncio.sleep(max(0.05, self._due - time.monotonic()))
+            due = max(0.05, self._due - time.monotonic())

@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any, Final
 
-from elaunch.dashboard.feed import SILENT_S, encoded
+from elaunch.dashboard.feed import SILENT_S, encoded, pause
 from elaunch.errors import UsageError
 from elaunch.monitor.screen.logtail import LogFilter, RunLogs, newer
 from elaunch.runs.directory import is_live
@@ -17,17 +17,20 @@ PAUSE_S: Final = 0.5
 
 
 async def follow(
-    logs: RunLogs, wanted: LogFilter, document: dict[str, Any], ends: dict[str, int]
+    logs: RunLogs,
+    wanted: LogFilter,
+    document: dict[str, Any],
+    ends: dict[str, int],
+    closing: asyncio.Event,
 ) -> AsyncIterator[bytes]:
-    """Yield what :func:`search` has returned as an event, then lines that come.
+    """Yield what :func:`search` has returned as an event, then lines, until the server closes.
 
     The last event has ``ended``: the run has, or had.
     """
     yield _event(document)
     held: dict[str, bytes] = {}
     sent_at, live = time.monotonic(), True
-    while live:
-        await asyncio.sleep(PAUSE_S)
+    while live and await pause(closing, PAUSE_S):
         # Asked first: what a run that has ended wrote is there.
         live = await asyncio.to_thread(is_live, logs.run)
         lines = await asyncio.to_thread(newer, logs, wanted, ends, held)

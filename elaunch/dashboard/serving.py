@@ -68,7 +68,15 @@ def serve(
         token = kept_token(environ) if needs_token else None
         own = _own_names(host) | {name.lower() for name in place.names}
         key = secrets.token_urlsafe(24) if place.control else None
-        app = Guard(Dashboard(environ, run, key).app(), own, token, key=key)
+        dashboard = Dashboard(environ, run, key)
+
+        class Server(uvicorn.Server):  # type: ignore[misc]
+            async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+                """Let go of the pages that are open, then close."""
+                dashboard.closing.set()
+                await super().shutdown(sockets)
+
+        app = Guard(dashboard.app(), own, token, key=key)
         config = uvicorn.Config(
             app,
             log_config=None,
@@ -80,7 +88,7 @@ def serve(
             timeout_graceful_shutdown=CLOSE_S,
         )
         say(_address(host, port, token, run))
-        uvicorn.Server(config).run(sockets=[listener])
+        Server(config).run(sockets=[listener])
 
 
 def _address(host: str, port: int, token: str | None, run: RunDir | None) -> str:

@@ -151,7 +151,7 @@ def test_lines_that_come_are_sent(
     wanted = logtail.LogFilter(Choice(), "a")
 
     async def followed() -> list[Any]:
-        found = logfeed.follow(logs, wanted, *logtail.search(logs, wanted))
+        found = logfeed.follow(logs, wanted, *logtail.search(logs, wanted), asyncio.Event())
         seen = [await anext(found)]
         write(root, 0, 0, "stdout", b"f a line\nno\n")
         seen.append(await anext(found))

@@ -48,11 +48,16 @@ def test_a_killed_worker_shows_up_without_a_reload(elaunch: Launcher) -> None:
     (item,) = later["attention"]
     assert item["title"] == "Round 0 failed: rank 1 was killed by SIGKILL"
     assert [round["round"] for round in later["history"]] == [0, 1]
-    connection.close()
+    logs = http.client.HTTPConnection("127.0.0.1", address.port or 0, timeout=60)
+    logs.request("GET", "/api/logs?run=job", headers={"Accept": "text/event-stream"})
+    lines = events(logs.getresponse())
+    next(lines)
+    server.send_signal(signal.SIGTERM)  # open pages are let go of, without a word
+    assert server.wait().returncode == -signal.SIGTERM or server.process.returncode == 143
+    assert not server.output("stderr")
+    assert not [*lines, *(one for one in found if one["state"] != "RUNNING")]
     job.send_signal(signal.SIGTERM)
     job.wait()
-    server.send_signal(signal.SIGTERM)
-    assert server.wait().returncode == -signal.SIGTERM or server.process.returncode == 143
 
 
 def test_a_job_is_restarted_and_stopped(elaunch: Launcher) -> None:
