@@ -7,14 +7,18 @@ It is written in a thread, so that a file system that hangs does not stop the lo
 for its record to be on the disk, as its next reader expects, but only as long as the file system
 answers: one that takes longer than PATIENCE is named, and is not waited for until it has answered.
 It then gets the newest record; those between are never written.
+
+While nothing changes, it is written again from time to time with how far the workers are and where
+the time went, for an agent that is killed, and for the one that goes on after it.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import islice
 from signal import SIGTERM
 from typing import Any, Final
@@ -46,6 +50,8 @@ from elaunch.runs.record import (
     new_worker,
 )
 
+log = logging.getLogger("elaunch")
+
 MOST_NODES: Final = 64
 """Nodes in a record, but in that of node 0, which has all: N records of N nodes would be large."""
 
@@ -70,7 +76,7 @@ class StatusRecord:
         self, settings: Settings, run_dir: RunDir, log_dir: str | None, warn: Callable[[str], None]
     ) -> None:
         self._settings = settings
-        self._writer = RecordWriter(run_dir.write_state_text, warn)
+        self._writer = RecordWriter(run_dir.write_state_text, warn, self._newest)
         self._failed_at: float | None = None
         self._record = _first_record(settings, run_dir, log_dir)
         self._published = json.dumps(self._record)
@@ -194,8 +200,11 @@ class StatusRecord:
         if timing is not None:
             self._record["timing"] = timing
         self._record["name"] = self._name() or self._record["name"]
-        self._published = json.dumps(self._record, separators=(",", ":"))
+        self._published = _packed(self._record)
         self._writer.put(self._published, is_last=self._record["state"] in FINAL_STATES)
+
+    def _newest(self) -> str:
+        return _packed(self.snapshot())
 
     def _note_plan(self, plan: Plan, name: str) -> None:
         """Note what the job is beyond this node; workers' tools read who joins."""
@@ -245,6 +254,10 @@ class StatusRecord:
         worker = self._record["workers"][event.local_rank]
         worker["state"], worker["exit"], worker["exit_code"] = name, event.word, code
         worker["ended_at"] = wall_time(event.at)
+
+
+def _packed(record: Mapping[str, Any]) -> str:
+    return json.dumps(record, separators=(",", ":"))
 
 
 def _checkpoint(checkpoint: Checkpoint) -> CheckpointRecord:
@@ -297,6 +310,8 @@ PATIENCE: Final = 1.0
 """Seconds for the file system to take a record."""
 LAST_PATIENCE: Final = 5.0
 """Seconds for it to take the last one."""
+AGAIN_S: Final = (60.0, 300.0)
+"""The least and the most seconds after which it is written again: a tenth of the job's time."""
 THAWED_S: Final = 0.2
 """Seconds more, which a process that was frozen for longer than its patience still has."""
 
@@ -307,11 +322,19 @@ class RecordWriter:
     Args:
         write: replaces the record; raises RunDirError where it cannot.
         warn: takes what is wrong, each problem once.
+        newest: returns the record as of now, for when nothing has changed for long.
     """
 
-    def __init__(self, write: Callable[[str, bool], None], warn: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        write: Callable[[str, bool], None],
+        warn: Callable[[str], None],
+        newest: Callable[[], str],
+    ) -> None:
         self._write = write
         self._warn = warn
+        self._newest = newest
+        self._begun = time.monotonic()
         self._problem = ""
         self._changed = threading.Condition()
         self._next: tuple[str, bool] | None = None
@@ -345,11 +368,19 @@ class RecordWriter:
         return done
 
     def _run(self) -> None:
+        again = True
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._next is not None)
-                (text, is_last), self._next = self._next or ("", False), None
+                self._changed.wait_for(lambda: self._next is not None, self._pause(again))
+                taken, self._next = self._next, None
                 number = self._given
+            try:
+                text, is_last = taken or (self._newest(), False)
+            except Exception:
+                log.exception("the record is written only where something changes from now on")
+                again = False
+                continue
+            again = again and not is_last
             problem = ""
             try:
                 self._write(text, is_last)
@@ -361,3 +392,7 @@ class RecordWriter:
                 self._changed.notify_all()
             if news:
                 self._warn(f"{problem}; `elaunch status` will be out of date")
+
+    def _pause(self, again: bool) -> float | None:
+        least, most = AGAIN_S
+        return min(max(least, 0.1 * (time.monotonic() - self._begun)), most) if again else None

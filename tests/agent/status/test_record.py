@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import threading
@@ -53,17 +54,43 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
 def test_a_record_is_written_when_put_returns(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if there were no thread."""
     monkeypatch.setattr(recordwriter, "PATIENCE", LONG)
-    writer = RecordWriter(disk.write, disk.said.append)
+    writer = RecordWriter(disk.write, disk.said.append, str)
     for number in range(100):
         assert writer.put(str(number))
         assert disk.written[-1] == str(number)
     assert disk.said == []
 
 
+def test_a_record_is_written_again_until_the_last(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that what an agent leaves that is killed is not of its round's beginning."""
+    monkeypatch.setattr(recordwriter, "AGAIN_S", (0.01, 0.01))
+    numbers = itertools.count()
+    writer = RecordWriter(disk.write, disk.said.append, lambda: f"now {next(numbers)}")
+    wait_until(lambda: writer.put("first"), what="it is written")
+    wait_until(lambda: disk.written[-1] in ("now 3", "now 4", "now 5"), what="it goes on")
+    assert writer.put("end", is_last=True)
+    assert disk.written[-1] == "end!"
+
+
+def test_what_makes_a_record_may_fail(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is not written again, and those of the loop are, as before."""
+    monkeypatch.setattr(recordwriter, "AGAIN_S", (0.01, 0.01))
+    monkeypatch.setattr(recordwriter, "PATIENCE", LONG)
+    writer = RecordWriter(disk.write, disk.said.append, lambda: str(1 // 0))
+    assert writer.put("first")
+    wait_until(lambda: "ZeroDivisionError" in caplog.text, what="it is logged")
+    assert writer.put("second") and disk.written == ["first", "second"]
+    assert caplog.text.count("Traceback") == 1
+
+
 @pytest.mark.slow
 def test_a_disk_that_hangs_is_waited_for_once(disk: Disk) -> None:
     """It is named once, and has the newest record when it answers; the last one is waited for."""
-    writer = RecordWriter(disk.write, disk.said.append)
+    writer = RecordWriter(disk.write, disk.said.append, str)
     disk.answers.clear()
     assert not writer.put("first")
     began = time.monotonic()
@@ -80,7 +107,7 @@ def test_a_disk_that_hangs_is_waited_for_once(disk: Disk) -> None:
 def test_what_a_disk_refuses_is_said_once(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
     """And again when it is something else."""
     monkeypatch.setattr(recordwriter, "PATIENCE", LONG)
-    writer = RecordWriter(disk.write, disk.said.append)
+    writer = RecordWriter(disk.write, disk.said.append, str)
     for problem in ("it is full", "it is full", "it is gone"):
         disk.problem = problem
         assert writer.put("x")
