@@ -103,7 +103,7 @@ BROAD_EXCEPTS: dict[str, str] = {
     "elaunch.agent.hangs.watch:Watchdog._explained": "a hang that cannot be explained is still one",
     "elaunch.agent.hangs.watch:Watchdog._run": "top of a thread: logged, the job goes on unwatched",
     "elaunch.agent.hangs.lateness:Lateness._run": "top of a thread: logged, as are hangs",
-    "elaunch.agent.status.record:RecordWriter._run": "logged, and the loop's own records are written on",
+    "elaunch.agent.status.record:RecordWriter._run": "logged, the loop's records are still written",
     "elaunch.training.channel.objects:attempt": "what a user's object raises is the call's error",
     "elaunch.training.unpickling:named_by": "what cannot be pickled names nothing that is needed",
     "elaunch.training.checkpoint.together:together": "whatever is raised in its block is "
