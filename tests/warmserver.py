@@ -141,10 +141,14 @@ def _set_threads() -> None:
 
 
 class _Hidden(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Hides modules that are imported already until one of them is imported."""
+    """Hides modules that are imported already until one of them is imported.
 
-    def __init__(self, names: set[str]) -> None:
+    ``path`` is what they have appended to ``sys.path``, as torch did up to 2.8.
+    """
+
+    def __init__(self, names: set[str], path: Sequence[str]) -> None:
         self._modules = {name: sys.modules.pop(name) for name in names}
+        self._path = path
         self._own: Any = None
         sys.meta_path.insert(0, self)
 
@@ -155,6 +159,7 @@ class _Hidden(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         sys.meta_path.remove(self)
         self._own = self._modules[name].__spec__
         sys.modules.update({key: one for key, one in self._modules.items() if key != name})
+        sys.path.extend(self._path)
         return importlib.machinery.ModuleSpec(name, self)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
@@ -220,8 +225,11 @@ class WarmServer:
         import torch  # noqa: F401
 
         self._server = set(sys.modules)
+        path = list(sys.path)
         for name in _LATER:
             importlib.import_module(name)
+        self._path = sys.path[len(path) :]
+        sys.path[:] = path
         self._later = _not_of_python(set(sys.modules) - self._server)
         self._torch = _not_of_python(self._server - first) | self._later
         spared.update(
@@ -281,7 +289,7 @@ class WarmServer:
         _take_over(argv, request["env"])
         _open_streams(unbuffered=False)
         _set_threads()
-        _Hidden(self._torch)
+        _Hidden(self._torch, self._path)
         _run(argv[1:])
         sys.exit()
 
@@ -345,7 +353,7 @@ class WarmServer:
         _take_over(start["argv"], start["env"])
         _open_streams(unbuffered=True)
         _set_threads()
-        _Hidden(self._later)
+        _Hidden(self._later, self._path)
         for name in set(sys.modules) - self._server:
             del sys.modules[name]
         sys.argv[:] = [start["argv"][2], str(files[0]), *start["argv"][4:]]
