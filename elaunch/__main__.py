@@ -13,6 +13,7 @@ from elaunch import earlysignals
 
 def main() -> int:
     """Run ``elaunch`` with the arguments of this process; return its exit code."""
+    _open_standard_files()
     # PID 1 of a container has no default action: a SIGTERM without a handler would be lost. An
     # interrupt in the middle of an import may be swallowed there, and the job would go on.
     signal.signal(signal.SIGTERM, _leave)
@@ -21,9 +22,6 @@ def main() -> int:
     if launches:
         signal.signal(signal.SIGINT, _leave)
         earlysignals.hold()
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by the parent (>&-)
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  open to the end
     try:
         from elaunch.cli import execute
 
@@ -33,6 +31,19 @@ def main() -> int:
     if launches:
         _end(code)
     return code
+
+
+def _open_standard_files() -> None:
+    """Open what the parent has closed (``<&- >&- 2>&-``), for this process and for its children.
+
+    A pipe of the agent's would get the number else, and what is printed would go into it.
+    """
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(fd, True)
+    os.close(fd)
+    for number, name in enumerate(("stdout", "stderr"), 1):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w", closefd=False))  # noqa: SIM115  open to the end
 
 
 def _end(code: int) -> None:

@@ -47,7 +47,6 @@ from elaunch.agent.status.views import NodeViews
 from elaunch.agent.status.webpages import WebPages
 from elaunch.agent.workers.group import GroupPlan, WorkerGroup, check_open_files
 from elaunch.agent.workers.links import WorkerLinks
-from elaunch.agent.workers.server import open_standard_files
 from elaunch.agent.workers.tempdir import RunTemp
 from elaunch.config import Settings
 from elaunch.config.checks import NO_FILES
@@ -86,7 +85,6 @@ def run(settings: Settings, detached: Detached | None = None) -> int:
         *signals.not_ignored(settings.preempt_signals),
     )
     signals.install(handled, inbox.put)
-    open_standard_files()
     if settings.workdir is not None:
         os.chdir(settings.workdir)
     processes.become_subreaper()

@@ -231,6 +231,16 @@ def test_a_directory_without_anything_known_is_pointed_out(
     assert (again.returncode, "recognised" in again.stderr) == (0, False), again.stderr
 
 
+@pytest.mark.parametrize("closed", ["<&- 2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
+def test_closed_standard_files(elaunch: Launcher, tmp_path: Path, closed: str) -> None:
+    """What is printed goes nowhere, and into no pipe that takes a newline for a SIGUSR1."""
+    script = tmp_path / "script.py"
+    script.write_text("import sys; sys.stderr.write('line\\n'); open('done', 'x').close()")
+    run = f"{sys.executable} -m elaunch run --nproc-per-node 1 --start-method spawn {script}"
+    done = elaunch.start_command(["sh", "-c", f"exec {run} {closed}"], cwd=tmp_path).wait()
+    assert (done.returncode, (tmp_path / "done").exists()) == (0, True)
+
+
 def test_closed_output_and_a_deleted_directory(elaunch: Launcher, tmp_path: Path) -> None:
     """Neither shows a traceback of elaunch."""
     quiet = subprocess.run(

@@ -270,15 +270,6 @@ class WorkerServer:
             self._post(events.ServerLost(exitcode))
 
 
-def open_standard_files() -> None:
-    """Open what the parent closed, so that no pipe of ours gets to be a worker's stdin."""
-    for fd in (0, 1, 2):
-        try:
-            os.fstat(fd)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)
-
-
 _EVENTS: Final[Mapping[str, Callable[..., events.Event]]] = {
     "exited": events.Exit,
     "started": events.WorkerStarted,

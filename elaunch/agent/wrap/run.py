@@ -38,7 +38,7 @@ from elaunch import env
 from elaunch.agent import signals
 from elaunch.agent.logs.pump import LogPump
 from elaunch.agent.policy import events
-from elaunch.agent.workers.server import Reaper, ServerPlan, WorkerServer, open_standard_files
+from elaunch.agent.workers.server import Reaper, ServerPlan, WorkerServer
 from elaunch.agent.wrap.plan import WrapPlan
 from elaunch.endings import exit_code, how_it_ended
 from elaunch.errors import ServerError
@@ -74,7 +74,6 @@ def run(plan: WrapPlan) -> int:
     """
     inbox: Inbox = queue.SimpleQueue()
     signals.install(FORWARDED, inbox.put)
-    open_standard_files()
     processes.become_subreaper()
     with contextlib.ExitStack() as stack:
         pump = LogPump(plan.logs)
