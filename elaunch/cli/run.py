@@ -19,7 +19,7 @@ import itertools
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import click
 from msgspec import Struct
@@ -131,7 +131,23 @@ def _meant(name: str) -> list[str]:
     return []
 
 
+ELSEWHERE: Final = {
+    "--nproc-per-node": "n np nprocs num-procs num-processes num-gpus gpus gpus-per-node devices "
+    "ntasks-per-node world-size",
+    "--nnodes": "num-nodes num-machines nodes",
+    "--node-rank": "machine-rank rank",
+    "--master-addr": "main-process-ip",
+    "--master-port": "main-process-port",
+}
+"""What mpirun, srun, accelerate, deepspeed and others call what a flag of ours is for."""
+
+
 def _no_such(word: str) -> click.UsageError:
+    given = word.partition("=")[0]
+    for flag, names in ELSEWHERE.items():
+        if given.strip("-0123456789").replace("_", "-") in names.split():
+            what = f"No such option {given!r}. Did you mean {flag!r}? {SPELLINGS[flag].help}"
+            return click.UsageError(what)
     long = [f"--{name}" for flag in LINE_FLAGS for name in (flag.name, *flag.aliases)]
     name = word.partition("=")[0] if word[:2] == "--" else word[:2]
     return click.NoSuchOption(name, possibilities=[*long, HELP, HELP_ALL])
