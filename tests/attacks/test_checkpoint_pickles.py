@@ -41,7 +41,7 @@ class Settings:
 def saved(directory: Path, state: dict[str, Any]) -> Path:
     """Save a checkpoint as another program does; return its directory."""
     with pytest.warns(UserWarning, match="single process"):
-        dcp.save(state, checkpoint_id=directory, no_dist=True)
+        dcp.save(state, checkpoint_id=directory)
     return directory
 
 

@@ -151,7 +151,7 @@ def test_what_others_wrote_is_brought_to_all(tmp_path: Path, kind: str) -> None:
             if kind == "file":
                 torch.save(state, roots[number] / f"step_{step}.pt")
             else:
-                dcp.save(state, checkpoint_id=roots[number] / f"step_{step}", no_dist=True)
+                dcp.save(state, checkpoint_id=roots[number] / f"step_{step}")
         if kind == "dcp":
             (roots[0] / "step_50").mkdir()
             data = roots[1] / "step_50" / "__0_0.distcp"

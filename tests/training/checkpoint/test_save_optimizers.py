@@ -128,7 +128,9 @@ def test_torchs_own_begin_their_state_without_a_step(kind: str) -> None:
     by_step, _ = state_made(kind, shortened=False)
     found, steps = state_made(kind, shortened=True)
     assert found == by_step
-    assert steps == (1 if kind == "SGD" else 0)
+    # AdamW of torch 2.6 is no Adam: it wants to be told of amsgrad to begin its state.
+    takes_one = kind == "SGD" or (kind == "AdamW" and torch.__version__ < (2, 7))
+    assert steps == int(takes_one)
 
 
 def test_any_other_optimizer_makes_the_step() -> None:

@@ -1,12 +1,14 @@
 """Modules by the names of their parameters, through torch's get/set_model_state_dict.
 
 Names have no ``module.`` of DDP and the like, and shards stay shards. torch's functions refuse a
-module without parameters; its own ``state_dict`` is taken then.
+module without parameters; its own ``state_dict`` is taken then. Those of torch 2.7 and older leave
+out what is on the device ``meta``, without an error; ``state_dict`` has it, so that it is refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,6 +17,8 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.nn.parameter import is_lazy
 
 from elaunch.training.checkpoint.state import tensors
+
+_LEAVES_OUT_META = torch.__version__ < (2, 8)
 
 
 def addresses(module: nn.Module) -> frozenset[int]:
@@ -35,7 +39,7 @@ def state_of(module: nn.Module) -> dict[str, Any]:
 
     FSDP1 makes calls of its ranks for it: ALL ranks call it together.
     """
-    if not _has_parameters(module):
+    if not _has_parameters(module) or (_LEAVES_OUT_META and _is_on_meta(module)):
         return dict(module.state_dict())
     return dict(get_model_state_dict(module))
 
@@ -53,6 +57,10 @@ def set_state(module: nn.Module, state: Mapping[str, Any]) -> None:
 
 def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
+
+
+def _is_on_meta(module: nn.Module) -> bool:
+    return any(each.is_meta for each in chain(module.parameters(), module.buffers()))
 
 
 def _with_parameters(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
