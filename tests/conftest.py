@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -42,6 +43,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Give the session, and its worker processes, the programs of the list and no others."""
+    gc.disable()  # to the end of the collection, which makes next to no garbage
     if "PYTEST_XDIST_WORKER" in os.environ:
         return
     config.stash[_LINKS] = programs.directory_of_links()
@@ -62,6 +64,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         nodes = slow and "cluster" in getattr(item, "fixturenames", ())
         places[item.path] = min(places.get(item.path, 2), 0 if nodes else 2 - slow)
     items.sort(key=lambda item: places[item.path])
+
+
+def pytest_collection_finish() -> None:
+    """Look for garbage again, but not among a million objects that stay to the end."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

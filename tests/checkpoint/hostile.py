@@ -11,7 +11,8 @@ from pathlib import Path
 HUGE = 200 * 10**9
 """Bytes of files that are one hole."""
 
-_DEEP = 400_000
+_DEEP = 200_000
+"""Levels, of which each takes 48 bytes of a stack of 8 MiB and more where C recurses."""
 _NESTED = b")" + b"2\x86" * 60  # each tuple holds the one before twice: 2^60 hashes
 _LONG = b"\x8b" + struct.pack("<i", 2**20) + b"\x01" * 2**20
 PICKLES: Mapping[str, bytes] = {
@@ -28,7 +29,7 @@ PICKLES: Mapping[str, bytes] = {
     "one large number as many keys": b"\x80\x02" + _LONG + b"q\x00}(" + b"h\x00N" * _DEEP + b"u.",
     "keys that collide": b"\x80\x02}("
     + b"".join(
-        b"\x8a\x0c" + ((2**61 - 1) * n).to_bytes(12, "little") + b"N" for n in range(1, _DEEP // 4)
+        b"\x8a\x0c" + ((2**61 - 1) * n).to_bytes(12, "little") + b"N" for n in range(1, _DEEP // 2)
     )
     + b"u.",
     "a piece at a number of a million digits": b"\x80\x02cx\nMetadata\n)\x81}X\x0c\x00\x00\x00"

@@ -49,6 +49,9 @@ SOME = VALUES[::4]
 SHORT = [value for value in SOME if len(value) < 100_000]
 """For each key of a job file; sections of it have long ones, too, over which YAML takes long."""
 
+ALL = pytest.mark.parametrize("turns", [4, pytest.param(1, marks=pytest.mark.trial)])
+"""Each flag has so many values by turns, each value so many flags; in a trial, each has all."""
+
 # Beside which the value of a flag is looked at, and not only found to be without effect.
 BESIDE = {
     "checkpoint-glob": ["--checkpoint-dir=saves"],
@@ -142,35 +145,38 @@ def beside(flag: Flag) -> list[str]:
 
 
 @pytest.mark.slow
+@ALL
 @pytest.mark.parametrize("flag", FLAGS, ids=lambda flag: flag.name)
-def test_flags(place: Path, flag: Flag) -> None:
-    """On the command line, joined to the flag; a half of the values, by turns."""
-    for value in VALUES[FLAGS.index(flag) % 2 :: 2]:
+def test_flags(place: Path, flag: Flag, turns: int) -> None:
+    """On the command line, joined to the flag."""
+    for value in VALUES[FLAGS.index(flag) % turns :: turns]:
         if flag.name == "dry-run":
             continue
         check(["run", "--dry-run", *beside(flag), f"--{flag.name}={value}", "train.py"])
 
 
 @pytest.mark.slow
+@ALL
 @pytest.mark.parametrize("flag", [*FLAGS, *VARIABLES], ids=lambda flag: flag.name)
-def test_variables(place: Path, monkeypatch: pytest.MonkeyPatch, flag: Flag) -> None:
+def test_variables(place: Path, monkeypatch: pytest.MonkeyPatch, flag: Flag, turns: int) -> None:
     """As the environment can hold them: without NUL, bytes that are no text as surrogates."""
     if flag.name in ("dry-run", "file"):
         return
     for name in {*flag.environment[:1], *flag.variables}:
-        for value in filter(possible, SOME):
+        for value in filter(possible, SOME[len(name) % turns :: turns]):
             monkeypatch.setenv(name, value)
             check(["run", "--dry-run", *beside(flag), "train.py"])
         monkeypatch.delenv(name)
 
 
 @pytest.mark.slow
+@ALL
 @pytest.mark.parametrize(
     "key", [flag.name for flag in FLAGS if flag.name not in ("file", "dry-run")]
 )
-def test_keys_of_a_job_file(place: Path, key: str) -> None:
+def test_keys_of_a_job_file(place: Path, key: str, turns: int) -> None:
     """As a quoted string, and as YAML reads it."""
-    for value in SHORT:
+    for value in SHORT[len(key) % turns :: turns]:
         text = json.dumps(value)
         (place / "j.yaml").write_text(f"entrypoint: train.py\n{key}: {text}\n")
         check(["run", "--dry-run", "-f", "j.yaml"])
@@ -180,13 +186,14 @@ def test_keys_of_a_job_file(place: Path, key: str) -> None:
 
 
 @pytest.mark.slow
+@ALL
 @pytest.mark.parametrize(
     "key", ["entrypoint", "environment", "checkpoint", "resources", "searcher"]
 )
-def test_sections_of_a_job_file(place: Path, key: str) -> None:
+def test_sections_of_a_job_file(place: Path, key: str, turns: int) -> None:
     """Of any type, and with any name and value inside."""
     rest = "" if key == "entrypoint" else "entrypoint: train.py\n"
-    for value in SOME:
+    for value in SOME[len(key) % turns :: turns]:
         text = json.dumps(value)
         for form in (text, f"[{text}]", f"{{A: {text}}}", f"{{{text}: x}}", f"[[{text}]]"):
             (place / "j.yaml").write_text(f"{rest}{key}: {form}\n")
