@@ -141,6 +141,23 @@ def cgroup_file(
     return None
 
 
+def cpus(proc_dir: Path = Path("/proc/self")) -> int:
+    """Return how many CPUs a process may use: this one's affinity, within the cgroup's quota.
+
+    A container may see all CPUs of its machine and get the time of a few: Kubernetes' limits.
+    """
+    allowed = len(os.sched_getaffinity(0))
+    try:
+        file = cgroup_file("cpu", "cpu.cfs_quota_us", "cpu.max", proc_dir)
+        words = "" if file is None else file.read_text()
+        if file is not None and file.name == "cpu.cfs_quota_us":
+            words += file.with_name("cpu.cfs_period_us").read_text()
+        quota, period = (int(word) for word in words.replace("max", "-1").split())
+    except (OSError, ValueError):
+        return allowed  # a cgroup that is the whole machine has no such file
+    return min(allowed, max(1, quota // period)) if quota > 0 else allowed
+
+
 def _in_mount(path: str, mounts: str, kind: str, option: str, file: str) -> Path | None:
     for line in mounts.splitlines():
         before, _, after = line.partition(" - ")

@@ -8,7 +8,6 @@ waits for a disk is not busy, and nothing is known of a DataLoader without proce
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterable
 from typing import Final, NamedTuple
@@ -51,7 +50,7 @@ class LoaderActivity:
         """Return what is known of so many workers; None where none has had such a process."""
         if not self._most or self._lived <= 0:
             return None
-        cpus = len(os.sched_getaffinity(0)) // slots
+        cpus = proc.cpus() // slots
         busy = min(1.0, self._computed / self._lived)
         return {"processes": self._most, "seconds": self._lived, "busy": busy, "cpus": cpus}
 

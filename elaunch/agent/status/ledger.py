@@ -20,7 +20,7 @@ from typing import Final, cast
 from msgspec import Struct
 from msgspec.structs import replace
 
-from elaunch import env
+from elaunch import env, proc
 from elaunch.agent.hangs.watch import HangWatch
 from elaunch.agent.policy import events
 from elaunch.agent.policy.actions import Finish
@@ -396,7 +396,7 @@ def open_ledger(
 
     def threads(slots: int) -> int:
         alone = env.default_omp_threads(os.environ, slots)
-        return len(os.sched_getaffinity(0)) // slots if alone else 0
+        return proc.cpus() // slots if alone else 0
 
     return Ledger(
         settings.checkpoint_dir is not None,

@@ -1,0 +1,62 @@
+"""elaunch.proc: what this machine's kernel shows, and made-up cgroups of other machines."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from elaunch import proc
+
+V1 = "31 23 0:28 / {point} rw - cgroup cgroup rw,cpu,cpuacct\n"
+V2 = "38 31 0:41 / {point} rw - cgroup2 cgroup2 rw\n"
+ALL = len(os.sched_getaffinity(0))
+
+
+@pytest.mark.parametrize(
+    ("mount", "files", "expected"),
+    [
+        (V1, {"cpu.cfs_quota_us": "100000\n", "cpu.cfs_period_us": "100000\n"}, 1),
+        (V1, {"cpu.cfs_quota_us": "50000\n", "cpu.cfs_period_us": "100000\n"}, 1),
+        (V1, {"cpu.cfs_quota_us": "-1\n", "cpu.cfs_period_us": "100000\n"}, ALL),
+        (V1, {"cpu.cfs_quota_us": "100000\n"}, ALL),
+        (V2, {"cpu.max": "150000 100000\n"}, 1),
+        (V2, {"cpu.max": "max 100000\n"}, ALL),
+        (V2, {"cpu.max": "nonsense\n"}, ALL),
+        (V2, {"cpu.max": "100000000 100\n"}, ALL),
+        (V2, {}, ALL),
+    ],
+)
+def test_cpus(tmp_path: Path, mount: str, files: dict[str, str], expected: int) -> None:
+    """Of a cgroup with and without a quota, in both versions; never more than there are."""
+    group = tmp_path / "job"
+    group.mkdir()
+    for name, text in files.items():
+        (group / name).write_text(text)
+    (tmp_path / "cgroup").write_text("3:cpu,cpuacct:/job\n" if mount == V1 else "0::/job\n")
+    (tmp_path / "mountinfo").write_text(mount.format(point=tmp_path))
+    assert proc.cpus(tmp_path) == expected
+
+
+def test_cpus_of_a_real_cgroup() -> None:
+    """A process with the time of one CPU has one, however many it may run on."""
+    parent = proc.cgroup_file("cpu", "cpu.cfs_quota_us", "cpu.max")
+    if parent is None or parent.name == "cpu.max":
+        pytest.skip("no CPU controller of cgroup v1 here")
+    group = parent.with_name(f"elaunch-test-{os.getpid()}")
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"no cgroup of our own: {error}")
+    try:
+        (group / "cpu.cfs_quota_us").write_text("100000")
+        code = "import os, sys; open(sys.argv[1], 'w').write(str(os.getpid())); "
+        code += "from elaunch import proc; print(proc.cpus(), len(os.sched_getaffinity(0)))"
+        argv = [sys.executable, "-c", code, str(group / "cgroup.procs")]
+        done = subprocess.run(argv, capture_output=True, text=True, check=True)
+        assert done.stdout.split() == ["1", str(ALL)]
+    finally:
+        group.rmdir()
