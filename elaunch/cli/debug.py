@@ -11,6 +11,7 @@ import select
 import signal
 import socket
 import sys
+import time
 from typing import TYPE_CHECKING, Final
 
 import click
@@ -20,12 +21,18 @@ from elaunch.errors import UsageError
 
 if TYPE_CHECKING:
     from elaunch.runs.directory import RunDir
+    from elaunch.runs.record import WorkerRecord
 
 ENDED: Final = 69
 """Exit code where the rank ends before it comes to the debugger, or in it."""
 ANSWER_S: Final = 15.0
 SOON_MS: Final = 1000
 """Until the rank counts as one that is in C, in milliseconds."""
+GONE_S: Final = 1.0
+"""Seconds for the process of a rank to end whose files are closed."""
+RECORDED_S: Final = 2.0
+"""Seconds until the record says how a rank has ended, in which it is read every LOOK_S."""
+LOOK_S: Final = 0.02
 CHUNK: Final = 1 << 16
 
 
@@ -45,11 +52,19 @@ def debug(run: str, rank: int) -> int:
     from elaunch.runs import directory
     from elaunch.runs.record import condition
 
+    if sys.stdin is None:
+        raise UsageError("stdin is closed, and pdb's commands come from it; </dev/null gives none")
     found = directory.find(run, os.environ)
-    name, agent = directory.run_id_of(found), found.read_state()["agent"]
+    name = directory.run_id_of(found)
+    for same in directory.runs_of(name, os.environ):  # two agents of a job on one machine
+        if _worker(same, rank) and condition(same.read_state()["agent"]) in ("alive", "stopped"):
+            found = same
+    agent = found.read_state()["agent"]
     if condition(agent) == "elsewhere":
-        raise UsageError(f"RUN {name} runs on {agent['host']}: debug it there")
-    request = {"op": "view", "of": "debug", "rank": rank}
+        raise UsageError(
+            f"RUN {name} runs on {agent['host']}: type `elaunch debug {name} --rank {rank}` there"
+        )
+    request = {"op": "view", "of": "debug", "rank": rank, "run": name}
     with contextlib.ExitStack() as stack:
         answer = answer_of(found, request, ANSWER_S, stack=stack)
         if "refused" in answer:
@@ -57,17 +72,21 @@ def debug(run: str, rank: int) -> int:
         try:
             return _debugged(found, rank, int(answer["pid"]), stack)
         except KeyboardInterrupt:
+            click.echo(f"\nelaunch: rank {rank} goes on", err=True)
             return INTERRUPTED
 
 
-def _debugged(run: RunDir, rank: int, pid: int, stack: contextlib.ExitStack) -> int:
-    from elaunch.wire.debugger import socket_path
-    from elaunch.wire.local import listen
+def _worker(run: RunDir, rank: int) -> WorkerRecord | None:
+    workers = run.read_state()["workers"]
+    return next((worker for worker in workers if worker["rank"] == rank), None)
 
-    path = socket_path(run.path, pid)
-    path.unlink(missing_ok=True)  # of a command that was killed: the agent lets in one at a time
+
+def _debugged(run: RunDir, rank: int, pid: int, stack: contextlib.ExitStack) -> int:
+    from elaunch.wire.control import debug_socket
+    from elaunch.wire.local import is_readable, listen
+
+    path = debug_socket(run.path, pid)
     listener = stack.enter_context(listen(path, 1))
-    stack.callback(path.unlink, missing_ok=True)
     try:
         worker = os.pidfd_open(pid)
         stack.callback(os.close, worker)
@@ -75,7 +94,7 @@ def _debugged(run: RunDir, rank: int, pid: int, stack: contextlib.ExitStack) -> 
 
         signal.pidfd_send_signal(worker, env.DEBUG_SIGNAL)
     except ProcessLookupError:
-        return _ended(rank)
+        return _ended(run, rank, pid)
     if not _wait(listener, worker, SOON_MS):
         _show_wait(run, rank)
         _wait(listener, worker, None)
@@ -83,15 +102,17 @@ def _debugged(run: RunDir, rank: int, pid: int, stack: contextlib.ExitStack) -> 
     try:
         connection, _ = listener.accept()
     except BlockingIOError:
-        return _ended(rank)
+        return _ended(run, rank, pid)
+    listener.close()
+    path.unlink(missing_ok=True)
     with connection:
         click.echo(
             f"elaunch: pdb in rank {rank}, pid {pid}: `c`, `q` and Ctrl-D let it go on; a timeout "
             "of torch's for collectives runs meanwhile",
             err=True,
         )
-        _relay(connection)
-    return _ended(rank) if select.select([worker], [], [], 0)[0] else 0
+        goes_on = _relay(connection, worker)
+    return 0 if goes_on or not is_readable(worker, GONE_S) else _ended(run, rank, pid)
 
 
 def _wait(listener: socket.socket, worker: int, milliseconds: int | None) -> bool:
@@ -101,9 +122,41 @@ def _wait(listener: socket.socket, worker: int, milliseconds: int | None) -> boo
     return bool(poll.poll(milliseconds))
 
 
-def _ended(rank: int) -> int:
-    click.echo(f"elaunch: rank {rank} has ended", err=True)
+def _ended(run: RunDir, rank: int, pid: int) -> int:
+    """Show what became of the rank, as soon as the record has it, and how to go on."""
+    from elaunch.runs.directory import run_id_of
+
+    how, lives, name = "", True, run_id_of(run)
+    until = time.monotonic() + RECORDED_S
+    while lives and not how and time.monotonic() < until:
+        worker = _worker(run, rank)
+        if worker is None or worker["pid"] != pid:
+            break  # of a later round
+        if word := worker["exit"]:
+            how = f", stopped by elaunch ({word})" if worker["state"] == "STOPPED" else f": {word}"
+        else:
+            lives = _agent_lives(run)
+    then = f"if a round follows, `elaunch debug {name} --rank {rank}` looks at its process there"
+    click.echo(
+        f"elaunch: rank {rank}, pid {pid}, has ended{how}; `elaunch status {name}` tells more; "
+        + (then if lives else "its agent is gone, too"),
+        err=True,
+    )
     return ENDED
+
+
+def _agent_lives(run: RunDir) -> bool:
+    """Return whether the agent is still there after LOOK_S."""
+    from elaunch.wire.local import is_readable
+
+    try:
+        agent = os.pidfd_open(run.read_state()["agent"]["pid"])
+    except ProcessLookupError:
+        return False
+    try:
+        return not is_readable(agent, LOOK_S)
+    finally:
+        os.close(agent)
 
 
 def _show_wait(run: RunDir, rank: int) -> None:
@@ -120,28 +173,35 @@ def _show_wait(run: RunDir, rank: int) -> None:
             click.echo("\n".join(f"  {text.block(frame)}" for frame in group.main), err=True)
 
 
-def _relay(connection: socket.socket) -> None:
-    """Send what is typed, and show what comes, until the rank goes on."""
+def _relay(connection: socket.socket, worker: int) -> bool:
+    """Send what is typed, and show what comes; return whether the rank says that it goes on."""
+    from elaunch.wire.debugger import GOES_ON
+
     poll = select.poll()
-    poll.register(connection, select.POLLIN)
     typed = sys.stdin.fileno()
-    poll.register(typed, select.POLLIN)
+    for one in (connection.fileno(), worker, typed):
+        poll.register(one, select.POLLIN)
+    shown = more = b"\n"
     with contextlib.suppress(OSError):  # the rank or the terminal is gone
-        while connection.fileno() not in (ready := [fd for fd, _ in poll.poll()]) or _shown(
-            connection
-        ):
-            if typed not in ready:
-                continue
-            line = os.read(typed, CHUNK)
-            connection.sendall(line)
-            if not line:
+        while more and not shown.endswith(GOES_ON):
+            ready = [fd for fd, _ in poll.poll()]
+            if ready != [typed]:
+                # A child of the rank that has ended may hold its end of the stream open.
+                more = connection.recv(CHUNK, socket.MSG_DONTWAIT)
+                shown = more or shown
+                sys.stdout.buffer.write(more.removesuffix(GOES_ON))
+                sys.stdout.buffer.flush()
+            if typed in ready and not _typed(connection, typed):
                 poll.unregister(typed)
-                connection.shutdown(socket.SHUT_WR)
+    if not shown.endswith((GOES_ON, b"\n")):
+        click.echo(err=True)  # behind a prompt
+    return shown.endswith(GOES_ON)
 
 
-def _shown(connection: socket.socket) -> bool:
-    """Show what has come; whether more may come."""
-    shown = connection.recv(CHUNK)
-    sys.stdout.buffer.write(shown)
-    sys.stdout.buffer.flush()
-    return bool(shown)
+def _typed(connection: socket.socket, typed: int) -> bool:
+    """Send what has been typed; whether more may come."""
+    line = os.read(typed, CHUNK)
+    connection.sendall(line)
+    if not line:
+        connection.shutdown(socket.SHUT_WR)
+    return bool(line)

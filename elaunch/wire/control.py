@@ -45,6 +45,11 @@ MOST_BYTES: Final = 1 << 18
 """Bytes of a log file in one answer."""
 
 
+def debug_socket(directory: Path, pid: int) -> Path:
+    """Return where a command that debugs the worker ``pid`` listens, in the run's directory."""
+    return directory / f"debug-{pid}"
+
+
 def ask(
     path: Path,
     request: Mapping[str, object],

@@ -1,15 +1,16 @@
 """A debugger in a worker, at the terminal of ``elaunch debug``, which the command listens for.
 
-The command listens at a socket in the run directory (:func:`socket_path`), and sends the worker
-``env.DEBUG_SIGNAL``. At the next bytecode of its main thread the worker connects and runs pdb at
-the interrupted frame: what the command sends are pdb's commands, what the worker sends is shown.
-The end of the stream, by either side, lets the script go on; so does a signal that comes when
-nobody listens any more.
+The command listens at a socket in the run directory (``control.debug_socket``), and sends the
+worker ``env.DEBUG_SIGNAL``. At the next bytecode of its main thread the worker connects and runs
+pdb at the interrupted frame: what the command sends are pdb's commands, what the worker sends is
+shown. The end of the stream, by either side, lets the script go on: of the command's the kernel
+tells by the same signal. GOES_ON is the last that a worker sends; without it, it has ended.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import pdb  # noqa: T100  it is what this is about
 import select
@@ -19,17 +20,15 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
+from elaunch import env
+from elaunch.wire.control import debug_socket
 from elaunch.wire.local import connect
 
 CONNECT_S: Final = 5.0
+GOES_ON: Final = b"\0"
 
 _sessions: list[_Session] = []
 """The one that goes on, if any."""
-
-
-def socket_path(directory: Path, pid: int) -> Path:
-    """Return where a command listens for the worker ``pid``, in the run's directory."""
-    return directory / f"debug-{pid}"
 
 
 def attach(directory: Path, frame: FrameType) -> None:
@@ -37,7 +36,7 @@ def attach(directory: Path, frame: FrameType) -> None:
     if _sessions and not _sessions[0].rests():
         return
     try:
-        connection = connect(socket_path(directory, os.getpid()), CONNECT_S)
+        connection = connect(debug_socket(directory, os.getpid()), CONNECT_S)
     except OSError:
         return  # the command has given up meanwhile
     connection.settimeout(None)
@@ -54,6 +53,10 @@ class _Terminal:
     def __init__(self, connection: socket.socket) -> None:
         self._owner = os.getpid()
         self._connection = connection
+        fcntl.fcntl(connection, fcntl.F_SETOWN, self._owner)
+        fcntl.fcntl(connection, fcntl.F_SETSIG, env.DEBUG_SIGNAL)
+        flags = fcntl.fcntl(connection, fcntl.F_GETFL)
+        fcntl.fcntl(connection, fcntl.F_SETFL, flags | os.O_ASYNC)
         self._lines = connection.makefile("r", encoding="utf-8", errors="replace")
         self.ended = False
 
@@ -83,11 +86,15 @@ class _Terminal:
         return self.ended or bool(poll.poll(0))
 
     def end(self) -> None:
-        """Hang up."""
+        """Hang up; another time nothing is done."""
+        if self.ended:
+            return
         self.ended = True
         if os.getpid() == self._owner:
             with contextlib.suppress(OSError):
+                self._connection.sendall(GOES_ON)
                 self._connection.shutdown(socket.SHUT_RDWR)
+        self._lines.close()
         self._connection.close()
 
 
@@ -122,6 +129,7 @@ class _Session(pdb.Pdb):
             super().interaction(*args, **named)
         finally:
             self._prompting = False
+            self.rests()  # the command may have gone before a signal would have been heeded
 
     def rests(self) -> bool:
         """Return whether another session may begin: the command of this one is gone."""

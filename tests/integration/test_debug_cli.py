@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.jobs import FORK
-from tests.launching import Launcher
+from tests.launching import Launcher, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -41,8 +41,10 @@ def test_a_rank_is_looked_at_and_goes_on(elaunch: Launcher, tmp_path: Path) -> N
 
     def debugger(rank: int) -> subprocess.Popen[str]:
         argv = [sys.executable, "-m", "elaunch", "debug", "d", "--rank", str(rank)]
-        pipe = subprocess.PIPE
-        return subprocess.Popen(argv, env=elaunch.env, text=True, stdin=pipe, stdout=pipe)
+        pipe, same = subprocess.PIPE, subprocess.STDOUT
+        return subprocess.Popen(
+            argv, env=elaunch.env, text=True, stdin=pipe, stdout=pipe, stderr=same
+        )
 
     with debugger(0) as first:
         shown, _ = first.communicate("p secret\nimport time; time.sleep(4)\nrun\nb train\nc\n", 60)
@@ -50,16 +52,24 @@ def test_a_rank_is_looked_at_and_goes_on(elaunch: Launcher, tmp_path: Path) -> N
         assert "`elaunch restart` does that" in shown
     with debugger(0) as second:
         assert second.stdout is not None
+        assert "pdb in rank 0" in second.stdout.readline()
         assert "s.py(" in second.stdout.readline()
         refused = elaunch.run(["debug", "d", "--rank", "0"])
         assert refused.returncode == 2 and "another `elaunch debug`" in refused.stderr
         second.kill()
+    kept = elaunch.state / "elaunch" / "runs" / "d"
+    wait_until(
+        lambda: not list(kept.glob("debug-*")), what="the socket of a killed command is gone"
+    )
     waits = elaunch.start(["debug", "d", "--rank", "1"])
     waits.wait_for_line("Ctrl-C gives up", stream="stderr")
     waits.send_signal(signal.SIGINT)
     assert waits.wait().returncode == 130
     (tmp_path / "open").touch()
     job.wait_for_line("open")
+    with debugger(1) as last:
+        shown, _ = last.communicate("import os; os._exit(0)\n", 60)
+    assert last.returncode == 69 and "has ended: exit code 0; `elaunch status d`" in shown, shown
     (tmp_path / "stop").touch()
     ended = job.wait()
     assert ended.returncode == 0, ended

@@ -12,18 +12,21 @@ from pathlib import Path
 import pytest
 
 from elaunch import env
-from elaunch.wire.debugger import socket_path
+from elaunch.wire.control import debug_socket
+from elaunch.wire.debugger import GOES_ON
 from elaunch.wire.local import listen
 
 SCRIPT = """
-import os, sys, time; seen = 1
+import json, os, sys, time; seen = 1
 from elaunch.server.worker import _debug_when_asked
 _debug_when_asked()
 print("up", flush=True)
+def files(): return len(os.listdir("/proc/self/fd"))
+before = files()
 while not os.access(sys.argv[1], os.F_OK):
     sys.stdout.flush()
     time.sleep(0.01)
-print("whole", sys.gettrace(), flush=True)
+print("whole", sys.gettrace(), files() - before, flush=True)
 """
 
 
@@ -36,13 +39,13 @@ def worker(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         assert process.stdout is not None and process.stdout.readline() == "up\n"
         yield process
         (tmp_path / "stop").touch()
-        assert process.stdout.readline() == "whole None\n"
+        assert process.stdout.readline() == "whole None 0\n"
         assert process.wait(30) == 0
 
 
 def debug(worker: subprocess.Popen[str], directory: Path) -> socket.socket:
     """Return the connection of a debugger that prompts."""
-    path = socket_path(directory, worker.pid)
+    path = debug_socket(directory, worker.pid)
     with listen(path, 1) as listener:
         listener.settimeout(30)
         worker.send_signal(env.DEBUG_SIGNAL)
@@ -73,7 +76,9 @@ def test_it_goes_on(worker: subprocess.Popen[str], tmp_path: Path, words: bytes)
     with debug(worker, tmp_path) as connection:
         connection.sendall(words)
         connection.shutdown(socket.SHUT_WR)
-        assert b"(Pdb)" in shown_until(connection, b"") or words in (b"q\n", b"exit\n")
+        shown = shown_until(connection, b"")
+        assert b"(Pdb)" in shown or words in (b"q\n", b"exit\n")
+        assert shown.endswith(GOES_ON)
 
 
 @pytest.mark.parametrize("words", [b"", b"b 7\nc\n", b"p 'x' * 10 ** 7\n"])
@@ -85,6 +90,14 @@ def test_the_command_is_killed(worker: subprocess.Popen[str], tmp_path: Path, wo
     with debug(worker, tmp_path) as again:
         again.sendall(b"p seen\nc\n")
         assert shown_until(again, b"").startswith(b"1\n")
+
+
+def test_a_breakpoint_that_never_comes(worker: subprocess.Popen[str], tmp_path: Path) -> None:
+    """Nothing traces the script any more when the command was killed."""
+    with debug(worker, tmp_path) as connection:
+        connection.sendall(b"b json.dumps\n")
+        assert b"Breakpoint 1" in shown_until(connection, b"(Pdb) ")
+        connection.sendall(b"c\n")
 
 
 def test_a_late_signal_and_one_at_the_prompt_do_nothing(

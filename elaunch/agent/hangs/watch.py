@@ -46,6 +46,7 @@ from elaunch.agent.workers.group import WorkerGroup
 from elaunch.agent.workers.links import WorkerLinks
 from elaunch.config import Settings
 from elaunch.runs.record import LatenessRecord, LoaderRecord, ProgressRecord
+from elaunch.wire.control import debug_socket
 
 if TYPE_CHECKING:
     from elaunch.agent.hangs.elsewhere import OtherNodes
@@ -275,15 +276,20 @@ class HangWatch:
 
     @contextlib.contextmanager
     def held_by_debugger(self, pid: int) -> Iterator[bool]:
-        """Let no time count while a debugger looks at ``pid``; False: one does. Any thread."""
+        """Let no time count while a debugger looks at ``pid``; False: one does. Any thread.
+
+        The socket of its command, which may have been killed, is removed.
+        """
         with self._lock:
             first = pid not in self._debugged
             self._debugged.add(pid)
         try:
             yield first
         finally:
-            with self._lock:
-                self._debugged -= {pid} if first else set()
+            if first:
+                debug_socket(self._group.run_dir, pid).unlink(missing_ok=True)
+                with self._lock:
+                    self._debugged.discard(pid)
 
     def _look(self) -> Look | None:
         found = self._progress.look()

@@ -12,7 +12,7 @@ profile     ``rank``, ``seconds``,           ``svg`` and ``pid``; the node of th
             ``native``
 files                                        ``files``: by name size and time of the last change
 bytes       ``name``, ``at``, ``most``       ``bytes`` of that file, as latin-1
-debug       ``rank`` of this node            no ``nodes``: ``pid``, or ``refused`` and why; no rank
+debug       ``rank`` of this node, ``run``   no ``nodes``: ``pid``, or ``refused`` and why; no rank
                                              counts as hanging until the command hangs up
 ==========  ===============================  =====================================================
 
@@ -95,7 +95,7 @@ class NodeViews:
     def _serve(self, channel: LocalChannel, request: Message) -> None:
         try:
             if request.get("of") == "debug":
-                self._hold(channel, request.get("rank"))
+                self._hold(channel, request.get("rank"), request.get("run"))
             else:
                 channel.send(self._answer(request), (), SEND_S)
         except OSError as error:
@@ -106,19 +106,19 @@ class NodeViews:
             channel.close()
             self._room.release()
 
-    def _hold(self, channel: LocalChannel, rank: object) -> None:
+    def _hold(self, channel: LocalChannel, rank: object, run: object) -> None:
         """Let no rank count as hanging while a debugger of ``rank`` is there."""
         with contextlib.ExitStack() as stack:
             pid = self._hangs.pid(rank) if type(rank) is int else 0
-            refused = self._no_debugger(rank, pid)
+            refused = self._no_debugger(rank, pid, run)
             if not refused and not stack.enter_context(self._hangs.held_by_debugger(pid)):
                 refused = f"another `elaunch debug` looks at rank {rank}"
             channel.send({"refused": refused} if refused else {"pid": pid}, (), SEND_S)
             if not refused:
                 channel.receive()
 
-    def _no_debugger(self, rank: object, pid: int) -> str:
-        """Return why no debugger can look at ``rank``, or ""."""
+    def _no_debugger(self, rank: object, pid: int, run: object) -> str:
+        """Return why no debugger can look at ``rank`` of ``run``, or ""."""
         begun = self._hangs.begun
         if begun is None:
             return "no worker runs now"
@@ -126,9 +126,12 @@ class NodeViews:
             return f"--rank {rank} is none of 0 to {begun.place.world_size - 1}"
         node = begun.node_of(rank)
         if begun.plan is not None and node != begun.place.node_rank:
-            return f"rank {rank} runs on node {node}, {begun.plan.nodes[node].host}: run it there"
+            return (
+                f"rank {rank} runs on node {node}, {begun.plan.nodes[node].host}: type "
+                f"`elaunch debug {run} --rank {rank}` there"
+            )
         if not pid:
-            return f"rank {rank} does not run now"
+            return f"rank {rank} does not run now: `elaunch status {run}` tells what became of it"
         if begun.place.nodes > 1 and self._hangs.watches:
             return (
                 "with --hang-timeout on several nodes the other nodes would take the wait for a "

@@ -152,14 +152,15 @@ def test_a_debugger_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """Where it would find nothing, or where other nodes would take the wait for a hang."""
 
     def refused(run: RunDir, rank: object) -> str:
-        asked = {"op": "view", "of": "debug", "rank": rank}
+        asked = {"op": "view", "of": "debug", "rank": rank, "run": "j"}
         return str(answer_of(run, asked, 5)["refused"])
 
     with job(tmp_path, taken({}), taken({})) as (run, _):
         assert refused(run, 2) == "--rank 2 is none of 0 to 1"
         assert refused(run, "x") == "--rank x is none of 0 to 1"
         assert refused(run, 1).startswith("rank 1 runs on node 1, ")
-        assert refused(run, 0) == "rank 0 does not run now"
+        assert refused(run, 1).endswith(": type `elaunch debug j --rank 1` there")
+        assert refused(run, 0).startswith("rank 0 does not run now: `elaunch status j` tells")
         monkeypatch.setitem(PIDS, 0, os.getpid())
         assert refused(run, 0).startswith("with --hang-timeout on several nodes")
     monkeypatch.setattr(Round, "place", env.only_node("", 1))
