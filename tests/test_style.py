@@ -157,6 +157,8 @@ def file_of(module: str) -> Path:
 def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, Function]]:
     """Yield every function with its dotted name inside the module, nested ones too."""
     for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.expr):
+            continue  # has no statement in it
         inner = prefix
         if isinstance(node, ast.ClassDef | Function):
             inner = f"{prefix}{node.name}."
@@ -165,11 +167,23 @@ def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, Function]]
         yield from functions(node, inner)
 
 
-def all_functions() -> Iterator[tuple[str, Function]]:
-    """Yield "module:function" and its node for the whole package."""
-    for module, tree in modules().items():
-        for name, node in functions(tree):
-            yield f"{module}:{name}", node
+@cache
+def all_functions() -> list[tuple[str, Function]]:
+    """Return "module:function" and its node for the whole package."""
+    return [
+        (f"{module}:{name}", node)
+        for module, tree in modules().items()
+        for name, node in functions(tree)
+    ]
+
+
+def calls(function: Function, *names: str) -> Iterator[ast.Call]:
+    """Yield the calls in a function of what has one of these names as its last."""
+    for node in ast.walk(function):
+        if isinstance(node, ast.Call):
+            last = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            if last in names:
+                yield node
 
 
 def report(rule: str, findings: Iterable[Finding]) -> None:
@@ -333,7 +347,7 @@ def nesting(node: ast.AST) -> int:
         chained = len(node.orelse) == 1 and isinstance(node.orelse[0], ast.If)
         other = deepest(node.orelse)
         return max(1 + deepest(node.body), other if chained else 1 + other)
-    inner = [n for n in ast.iter_child_nodes(node) if not isinstance(n, Function | ast.Lambda)]
+    inner = [n for n in ast.iter_child_nodes(node) if not isinstance(n, Function | ast.expr)]
     return isinstance(node, BLOCKS) + deepest(inner)
 
 
@@ -386,21 +400,21 @@ def test_exceptions_are_caught_narrowly() -> None:
                 last = node.body[-1]
                 if not (isinstance(last, ast.Raise) and last.exc is None):
                     found.add(place)
-            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("suppress"):
-                found |= {place for argument in node.args if broad(argument)}
+        for call in calls(function, "suppress"):
+            found |= {place for argument in call.args if broad(argument)}
     assert found == set(BROAD_EXCEPTS), "each broad except needs its row and its reason"
 
 
 @pytest.mark.slow
 def test_nothing_sleeps() -> None:
     """Wait for a condition, with a deadline."""
-    calls = (
-        (place, f"line {node.lineno}")
+    sleeping = (
+        (place, f"line {call.lineno}")
         for place, function in all_functions()
-        for node in ast.walk(function)
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in SLEEPS
+        for call in calls(function, "sleep", "wait")
+        if ast.unparse(call.func) in SLEEPS
     )
-    report("sleep", calls)
+    report("sleep", sleeping)
 
 
 def test_module_names_say_what_is_inside() -> None:
