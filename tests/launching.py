@@ -244,7 +244,7 @@ class Launcher:
     ) -> Running:
         """Start ``elaunch ARGS`` with just these variables, on a machine if one is given."""
         argv = [sys.executable, "-m", "elaunch", *map(os.fspath, args)]
-        return self._begin(argv, env, cwd, machine, may_fork=argv[3:4] == ["run"])
+        return self._begin(argv, env, cwd, machine, may_fork=True)
 
     def start_command(
         self,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import threading
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 import torch
 
 from elaunch.training.channel import objects
+from tests import warm
 
 
 def through_bytes(obj: object) -> Any:
@@ -138,5 +138,5 @@ def test_what_is_packed_keeps_the_memory_that_it_points_to() -> None:
         "print(torch.equal(back, tensor))\n"
     )
     argv = [sys.executable, "-c", code]  # what is read after its end may end the process
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=100)
+    done = warm.run(argv)
     assert (done.returncode, done.stdout) == (0, "True\n")

@@ -20,6 +20,7 @@ from elaunch.runs.directory import RunDir, create
 from elaunch.training.metrics.files import ROWS, MetricFiles
 from elaunch.training.metrics.history import firsts
 from elaunch.training.metrics.rows import Encoder
+from tests import warm
 from tests.monitor.conftest import environ
 from tests.monitor.played_agent import new_record
 
@@ -30,14 +31,7 @@ ROOT = Path(__file__).parents[3]
 
 def run(environ: dict[str, str], *args: str) -> subprocess.CompletedProcess[str]:
     """Run the command with pipes for its output."""
-    return subprocess.run(
-        [sys.executable, "-m", "elaunch", "metrics", *args],
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=ROOT,
-    )
+    return warm.run([sys.executable, "-m", "elaunch", "metrics", *args], environ)
 
 
 def refused(environ: dict[str, str], *args: str) -> str:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import warm
 from tests.launching import wait_until
 from tests.monitor.conftest import Play, environ, play
 from tests.monitor.jobs import BACKENDS, Meetings, PlayedJob
@@ -32,9 +33,7 @@ COMMAND = [sys.executable, "-m", "elaunch", "status"]
 
 def run(environ: dict[str, str], *args: str) -> subprocess.CompletedProcess[str]:
     """Run the command with pipes for its output."""
-    return subprocess.run(
-        [*COMMAND, *args], env=environ, capture_output=True, text=True, timeout=60, cwd=ROOT
-    )
+    return warm.run([*COMMAND, *args], environ)
 
 
 class Terminal:
