@@ -34,7 +34,7 @@ ENVIRONMENT = Library(
 )
 ERROR = re.compile(r"\b(?!ChildFailed)\w+Error: [^\n]{,70}")
 ENDED = re.compile(
-    r"Unable to locate .*Exiting|Training epoch \d+|Acc@1 \d\S*|Accuracy: \S+|Finish training"
+    r"Unable to locate .*Exiting|Training epoch \d+|Acc@1 \d\S*|Accuracy:? \S+|Finish training"
 )
 RESUMED = re.compile(r"loaded checkpoint .*\(epoch (\d+)\)")
 IMAGES = Path(__file__).resolve().parent / "jobs" / "images.py"
@@ -51,12 +51,14 @@ class Example:
         arguments: as they are typed.
         workers: of one node; on two nodes each has one.
         saves: it saves and resumes, and a worker is killed.
+        ranked: it reads no variables: a shell gives it rank, size and where rank 0 is.
     """
 
     path: str
     arguments: Sequence[str] = ()
     workers: int = 2
     saves: bool = False
+    ranked: bool = False
 
 
 EXAMPLES = (
@@ -81,13 +83,25 @@ EXAMPLES = (
     Example("distributed/tensor_parallelism/tensor_parallel_example.py"),
     Example("distributed/tensor_parallelism/sequence_parallel_example.py"),
     Example("distributed/tensor_parallelism/fsdp_tp_example.py"),
+    Example("distributed/rpc/ddp_rpc/main.py"),
+    Example(
+        "distributed/rpc/parameter_server/rpc_parameter_server.py",
+        (
+            *"--world_size $WORLD_SIZE --rank $RANK".split(),
+            *"--master_addr $MASTER_ADDR --master_port $MASTER_PORT".split(),
+        ),
+        ranked=True,
+    ),
 )
 
 
 def command(example: Example, root: Path, launcher: Sequence[str]) -> list[str]:
     """Return the command of one node."""
-    script = str(root / example.path)
-    return [str(clients.python(ENVIRONMENT)), "-m", *launcher, script, *example.arguments]
+    python = str(clients.python(ENVIRONMENT))
+    words = [str(root / example.path), *example.arguments]
+    if example.ranked:
+        words = ["--no-python", "bash", "-c", " ".join(["exec", python, *words])]
+    return [python, "-m", *launcher, *words]
 
 
 def run(example: Example, commands: Sequence[Sequence[str]], place: Path, *, kill: bool) -> str:
