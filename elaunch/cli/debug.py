@@ -96,7 +96,7 @@ def _debugged(run: RunDir, rank: int, pid: int, stack: contextlib.ExitStack) -> 
     except ProcessLookupError:
         return _ended(run, rank, pid)
     if not _wait(listener, worker, SOON_MS):
-        _show_wait(run, rank)
+        _show_wait(run, rank, pid)
         _wait(listener, worker, None)
     listener.setblocking(False)
     try:
@@ -159,15 +159,24 @@ def _agent_lives(run: RunDir) -> bool:
         os.close(agent)
 
 
-def _show_wait(run: RunDir, rank: int) -> None:
-    from elaunch import text
+def _show_wait(run: RunDir, rank: int, pid: int) -> None:
+    from elaunch import proc, text
     from elaunch.monitor.nodeviews import stacks_of
 
+    process = proc.read_process(pid)
+    stopped = process is not None and process.state in "Tt"
     click.echo(
-        f"elaunch: rank {rank} is in a call of C, as a collective is: pdb begins when it comes "
-        "back to Python; Ctrl-C gives up",
+        f"elaunch: rank {rank} is "
+        + (
+            f"stopped by a signal or a tracer: pdb begins after `kill -CONT {pid}`"
+            if stopped
+            else "in a call of C, as a collective is: pdb begins when it comes back to Python"
+        )
+        + "; Ctrl-C gives up",
         err=True,
     )
+    if stopped:
+        return  # it would not answer where it is
     for group in stacks_of(run, []).groups:
         if rank in group.ranks:
             click.echo("\n".join(f"  {text.block(frame)}" for frame in group.main), err=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -61,6 +62,12 @@ def test_a_rank_is_looked_at_and_goes_on(elaunch: Launcher, tmp_path: Path) -> N
     wait_until(
         lambda: not list(kept.glob("debug-*")), what="the socket of a killed command is gone"
     )
+    pid = int(shown.partition("pid ")[2].partition(":")[0])
+    os.kill(pid, signal.SIGSTOP)
+    stopped = elaunch.start(["debug", "d", "--rank", "0"])
+    stopped.wait_for_line(f"`kill -CONT {pid}`; Ctrl-C gives up", stream="stderr")
+    os.kill(pid, signal.SIGCONT)
+    assert stopped.wait().returncode == 0
     waits = elaunch.start(["debug", "d", "--rank", "1"])
     waits.wait_for_line("Ctrl-C gives up", stream="stderr")
     waits.send_signal(signal.SIGINT)

@@ -20,9 +20,9 @@ SCRIPT = """
 import json, os, sys, time; seen = 1
 from elaunch.server.worker import _debug_when_asked
 _debug_when_asked()
-print("up", flush=True)
 def files(): return len(os.listdir("/proc/self/fd"))
 before = files()
+print("up", flush=True)
 while not os.access(sys.argv[1], os.F_OK):
     sys.stdout.flush()
     time.sleep(0.01)
