@@ -54,6 +54,8 @@ _HUGE, _COLLAPSE = 2 << 20, 25
 _LIBC = ctypes.CDLL(None, use_errno=True)
 IMPORT_TIME: Final = ("PYTHON", "LD_", "MALLOC_", "TORCH_", "KMP_", "MKL_", "OMP_", "FAKETIME")
 """Beginnings of variables that are read when a program starts, or when torch is imported."""
+_GROUP_TIME: Final = "TORCH_NCCL_"
+"""Beginning of those that are read when a process group is made."""
 THREADS: Final = "OMP_NUM_THREADS"
 PATH: Final = "PYTHONPATH"
 
@@ -77,7 +79,8 @@ def settings(environ: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in environ.items()
-        if name.startswith(IMPORT_TIME) and name not in (THREADS, PATH)
+        if name.startswith(IMPORT_TIME)
+        and not (name in (THREADS, PATH) or name.startswith(_GROUP_TIME))
     }
 
 

@@ -164,9 +164,7 @@ ROWS: Mapping[str, Row] = {
     ),
     "a program": Row("--no-python --nproc-per-node 2 sh report.sh x y", rounds=(2,)),
     "a module": Row("--nproc-per-node 2 -m mod x --y", rounds=(2,), env={"PYTHONPATH": "CWD"}),
-    "a path that is run": Row(
-        "--nproc-per-node 2 --run-path CWD/report.py x", rounds=(2,), unlike=CHANGING | {"near"}
-    ),
+    "a path that is run": Row("--run-path CWD/report.py x", unlike=CHANGING | {"near"}),
     "standalone": Row("--standalone --nproc-per-node 2 report.py", rounds=(2,)),
     "standalone, with its own endpoint": Row(
         "--standalone --rdzv-backend static --rdzv-endpoint nowhere:1 report.py"
