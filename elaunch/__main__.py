@@ -34,12 +34,12 @@ def main() -> int:
 
 
 def _open_standard_files() -> None:
-    """Open what the parent has closed (``<&- >&- 2>&-``), for this process and for its children.
+    """Open what the parent has closed (``<&- >&- 2>&-``); for the workers it stays closed.
 
     A pipe of the agent's would get the number else, and what is printed would go into it.
     """
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
-        os.set_inheritable(fd, True)
+        pass
     os.close(fd)
     for number, name in enumerate(("stdout", "stderr"), 1):
         if getattr(sys, name) is None:

@@ -101,8 +101,9 @@ def documented(command: click.Command) -> click.Command:
     for one in (command, *getattr(command, "commands", {}).values()):
         if one.help is None and one.callback is not None:
             with contextlib.suppress(OSError):  # there is no source
-                (function,) = ast.parse(textwrap.dedent(inspect.getsource(one.callback))).body
-                assert isinstance(function, ast.FunctionDef)
+                source = textwrap.dedent(inspect.getsource(one.callback))
+                flags = ast.PyCF_ONLY_AST  # ast.parse drops docstrings, too, from Python 3.14 on
+                (function,) = compile(source, "", "exec", flags, optimize=0).body
                 one.help = ast.get_docstring(function)
     return command
 

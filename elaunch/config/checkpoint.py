@@ -101,7 +101,7 @@ def remarks(answers: Answers) -> Iterator[str]:
 def writable_directory(answers: Answers, flag: str, path: Path) -> None:
     """Check that the directory of a flag can be written, or made."""
     existing = path
-    while (why := files.problem(existing)) == "does not exist" and existing != existing.parent:
+    while (why := files.problem(existing)) == files.NOTHING_THERE and existing != existing.parent:
         existing = existing.parent
     if why:
         raise answers.fault(flag, why)
@@ -115,12 +115,10 @@ def writable_directory(answers: Answers, flag: str, path: Path) -> None:
 def _directory(answers: Answers, path: Path) -> Path:
     if broken := broken_link(path):
         raise answers.fault("checkpoint-dir", f"cannot be made: {broken}", "mend the link")
-    try:
-        there = path.exists()
-    except OSError as error:  # a name that is too long, a parent that may not be entered
-        why = f"cannot be used: {error.strerror}"
-        raise answers.fault("checkpoint-dir", why, "give another directory") from None
-    if there and not path.is_dir():
+    why = files.problem(path)
+    if why and why != files.NOTHING_THERE:
+        raise answers.fault("checkpoint-dir", why, "give another directory")
+    if not why and not path.is_dir():
         raise answers.fault("checkpoint-dir", "is a file, not a directory")
     if path.is_dir():
         if not os.access(path, os.R_OK | os.X_OK):

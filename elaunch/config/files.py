@@ -28,6 +28,7 @@ from elaunch.config import values
 
 PIPE_S: Final = 30.0
 """Seconds within which a pipe must have been written to its end."""
+NOTHING_THERE: Final = "does not exist"
 _LARGEST_SECRET: Final = 64 * 1024
 _CERTIFICATE: Final = b"CERTIFICATE-----"
 _PRIVATE_KEY: Final = b"PRIVATE KEY-----"
@@ -43,7 +44,7 @@ def problem(path: Path) -> str:
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
-        return "does not exist"
+        return NOTHING_THERE
     except PermissionError:
         return "cannot be looked at: this user may not enter its directory"
     except OSError as error:
@@ -70,7 +71,7 @@ def open_to_read(path: Path) -> int:
     try:
         return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
-        raise ValueError("does not exist") from None
+        raise ValueError(NOTHING_THERE) from None
     except OSError as error:
         raise ValueError(f"cannot be read: {error.strerror}") from None
 

@@ -87,7 +87,7 @@ def load(path: Path, shown: str) -> JobFile:
     try:
         text = files.read_text(path, LARGEST)
     except ValueError as error:
-        missing = str(error) == "does not exist"
+        missing = str(error) == files.NOTHING_THERE
         raise UsageError(f"--file: {shown!r} {error}{_near(path) if missing else ''}") from None
     if _deepest(text) > DEEPEST:
         raise UsageError(f"{shown}: not YAML of a job: nested more than {DEEPEST} deep")

@@ -45,7 +45,9 @@ def prepare(job: Job) -> Callable[[], object]:
     sys.argv[:] = [job.entrypoint, *job.args]
     _replaced.append(sys.modules["__main__"])
     main = types.ModuleType("__main__")
-    main.__dict__.update(__builtins__=builtins, __annotations__={})
+    main.__dict__.update(__builtins__=builtins)
+    if sys.version_info < (3, 14):
+        main.__annotations__ = {}
     sys.modules["__main__"] = main
     _alias_for_multiprocessing(main if job.mode != "run-path" else _forwarding())
     if job.mode == "run-path":

@@ -74,7 +74,10 @@ def test_a_url_without_fsspec(job: Job, monkeypatch: pytest.MonkeyPatch) -> None
             "--checkpoint-dir s3:///run train.py",
             "--checkpoint-dir: 's3:///run' is a URL without a bucket; write s3://BUCKET/PATH",
         ),
-        (f"--checkpoint-dir {'x' * 300} train.py", "' cannot be used: File name too long; give an"),
+        (
+            f"--checkpoint-dir {'x' * 300} train.py",
+            "' cannot be looked at: File name too long; give an",
+        ),
     ],
 )
 def test_what_contradicts_or_means_nothing(job: Job, line: str, told: str) -> None:

@@ -71,7 +71,7 @@ def test_no_file_is_no_problem(path: str | None) -> None:
         (b'{"message": 7}', 'it has no "message" that is a string or an object'),
         (b'{"message": {}}', 'its "message" has neither "message" nor "py_callstack"'),
         (b'{"message": {"message": []}}', 'its "message" has neither'),
-        (b"[" * 200_000, "recursion"),
+        (b"[" * 200_000, "while decoding a JSON array"),
         (b'{"message": "' + b"x" * (4 << 20) + b'"}', "it is larger than 4 MiB"),
     ],
 )
