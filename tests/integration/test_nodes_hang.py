@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import signal
 
 import pytest
 
@@ -76,7 +75,7 @@ def test_the_slow_rank_of_another_node_is_shown(cluster: Build) -> None:
     """On the job's page while it runs, and in node 0's verdict, which is on both nodes' time."""
     job = Job(cluster, "c10d", 2)
     flags = ["--nnodes=2", "--nproc-per-node=2"]
-    env = {"GLOO_SOCKET_IFNAME": "eth0", "LOGLEVEL": "INFO"}
+    env = {"GLOO_SOCKET_IFNAME": "eth0", "LOGLEVEL": "INFO", "STOP": str(job.share / "stop")}
     words = ["slow", "3", "50", "5000"]
     first, other = [job.start(n, flags, words, method=(), script=WAITING, env=env) for n in (1, 2)]
     asks = ["status", "--rdzv-id=job", *job.meeting]
@@ -92,12 +91,11 @@ def test_the_slow_rank_of_another_node_is_shown(cluster: Build) -> None:
     wait_until(named, DEADLINE, "the slow rank on the job's page")
     assert re.search(r"attention: rank 3 on \S+ is last in \d+ of \d+ collectives, ", page), page
     assert re.search(r"goodput +\S+ % of .* on 4 slots of 2 nodes is train", page), page
-    other.send_signal(signal.SIGTERM)
-    first.send_signal(signal.SIGTERM)
+    job.stop()
     told = first.wait(DEADLINE).stderr
     assert re.search(r"goodput: \S+ % of .* on 4 slots of 2 nodes is train", told), told
     assert re.search(r"slowest rank: rank 3 on \S+ is last in \d+ of \d+ collectives", told), told
-    other.wait(DEADLINE)
+    assert other.wait(DEADLINE).returncode == 0
     (found,) = [
         json.loads(path.read_text())
         for path in job.machines.directory.rglob("state.json")

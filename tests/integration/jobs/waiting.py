@@ -1,6 +1,7 @@
 """An unchanged script with gloo: ranks that meet in collectives, and one that does something else.
 
 Arguments: what, the rank that does it, the step, the number of steps. It knows nothing of elaunch.
+It ends early once the file is there that the variable STOP names.
 """
 
 import ctypes
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 WHAT, WHO, WHEN, STEPS = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 FOREVER = 600
+STOP = os.environ.get("STOP")
 
 
 class Samples(Dataset):
@@ -140,7 +142,10 @@ for step in range(STEPS):
         if WHAT == "order" and step == WHEN and not mine:
             dist.all_reduce(torch.ones(4))
             dist.all_reduce(torch.ones(4), group=halves[RANK // 2])
-        dist.all_reduce(torch.ones(4))
+        asked = torch.full((4,), float(STOP is not None and os.path.exists(STOP)))
+        dist.all_reduce(asked)
+        if asked.any():
+            break
         if WHAT == "uneven" and step % 5 == 0 and halves:
             dist.all_reduce(torch.ones(2), group=halves[RANK // 2])
     time.sleep(0.01)
