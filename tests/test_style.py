@@ -66,7 +66,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
             "monitor.logfiles:Reader.run",
             "monitor.logfiles:follow_console",
         ),
-        "a measurement is of a span of time": ("monitor.snapshot:_first_measurement",),
+        "a measurement is of a span of time": ("runs.usage:measure_since",),
         "a person has asked for it": ("monitor.watch:pause", "dashboard.otlp:export"),
         "the exit of the lost rank is to be the first": (
             "training.channel.channel:RankChannel._fail",

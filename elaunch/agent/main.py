@@ -171,7 +171,7 @@ class _Run:
         status_record.follow(
             hangs.record, saver.record, links.name, timing=ledger.record, lateness=hangs.lateness
         )
-        views = NodeViews(hangs, self._log_root)
+        views = NodeViews(hangs, self._log_root, status_record.snapshot)
         self._start_control(links, views)
         self._start_notices(group)
         pages = self._open_pages(group, pump)

@@ -1,6 +1,6 @@
 """What the agents of a running job show of all its nodes, and what they are asked to do.
 
-Stacks, and log files of other nodes: the agent of this node is asked, which asks the others
+Stacks, workers and log files of other nodes: the agent of this node is asked, which asks the others
 (``elaunch.agent.status.views``). And that the job stop, be preempted, or begin another round:
 docs/status.md and docs/preemption.md.
 """
@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import threading
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,14 +21,19 @@ import msgspec
 
 from elaunch import text
 from elaunch.agent.hangs.stackdump import StackGroup, joined
-from elaunch.errors import UsageError
+from elaunch.errors import ElaunchError, UsageError
+from elaunch.monitor.snapshot import PATIENCE_S, NodeReading, RunView, WorkerView
 from elaunch.runs.directory import RunDir, run_id_of
-from elaunch.runs.record import Record, condition
+from elaunch.runs.record import ProgressRecord, Record, WorkerRecord, condition
+from elaunch.runs.usage import Usage
 from elaunch.wire import control
-from elaunch.wire.control import LOGS_S, MOST_BYTES, PROFILE_S, STACKS_S
+from elaunch.wire.control import LOGS_S, MOST_BYTES, PROFILE_S, STACKS_S, WORKERS_S
 
 ANSWER_S: Final = 15.0
 """Seconds for the agent to answer; it serves one client after the other, each in a few seconds."""
+
+MOST_ASKED: Final = 16
+"""Nodes that a screen asks at a time for their workers; each comes in its turn."""
 
 
 class _Taken(msgspec.Struct):
@@ -228,3 +235,96 @@ class RemoteTree:
         if "error" in answer:
             raise ConnectionError(answer["error"])
         return answer
+
+
+class _Workers(msgspec.Struct):
+    round: int
+    workers: list[WorkerRecord]
+    usage: list[Usage | None]
+    progress: ProgressRecord | None = None
+
+
+@dataclass
+class OtherNodes:
+    """The workers of a run's other nodes, as their agents have answered last.
+
+    The agents are asked in a thread, so that one that does not answer holds up no screen; of many
+    nodes those that were asked longest ago, MOST_ASKED at a time unless ``most`` says otherwise.
+    """
+
+    run: RunDir
+    most: int = MOST_ASKED
+    _answers: dict[int, tuple[float, _Workers]] = field(default_factory=dict)
+    _problems: dict[int, str] = field(default_factory=dict)
+    _asked: dict[int, float] = field(default_factory=dict)
+    _thread: threading.Thread | None = None
+
+    def complete(
+        self, view: RunView, wanted: Collection[int] | None = None, patience: float = PATIENCE_S
+    ) -> RunView:
+        """Return ``view`` with what is known of the run's other nodes after ``patience`` seconds.
+
+        ``wanted`` nodes are asked, all where it is None; none while the agent here, through which
+        they are asked, does not answer.
+        """
+        record, own = view.record, view.record.get("node_rank")
+        nodes = record.get("nodes") or []
+        others = [number for number in range(len(nodes)) if number != own]
+        asked = [number for number in others if wanted is None or number in wanted]
+        if view.standing.agent != "answers":
+            self._problems |= dict.fromkeys(
+                others, "the agent of this node, which asks it, does not answer"
+            )
+        elif asked and own is not None and (self._thread is None or not self._thread.is_alive()):
+            asked.sort(key=lambda number: self._asked.get(number, 0.0))
+            self._thread = threading.Thread(
+                target=self._ask, args=(asked[: self.most],), name="nodes", daemon=True
+            )
+            self._thread.start()
+            self._thread.join(patience)
+        hosts = [str(node["host"]) for node in nodes]
+        return replace(
+            view,
+            others=tuple(
+                self._reading(number, hosts[number], record["round"]) for number in others
+            ),
+        )
+
+    def _ask(self, nodes: list[int]) -> None:
+        self._asked |= dict.fromkeys(nodes, time.monotonic())
+        try:
+            found = ask(self.run, {"of": "workers", "nodes": nodes}, WORKERS_S)
+        except (ElaunchError, OSError) as error:
+            self._problems |= dict.fromkeys(nodes, _known_problem(str(error)))
+            return
+        for number in nodes:
+            answer = found.get(number, {"error": "it is not in the round that runs"})
+            problem = _known_problem(str(answer.get("error", "")))
+            if not problem:
+                try:
+                    self._answers[number] = time.monotonic(), msgspec.convert(answer, _Workers)
+                except msgspec.ValidationError as error:
+                    problem = f"its answer is not understood: {error}"
+            self._problems[number] = problem
+
+    def _reading(self, number: int, host: str, now: int) -> NodeReading:
+        problem = self._problems.get(number, "")
+        if (known := self._answers.get(number)) is None:
+            late = number in self._asked
+            return NodeReading(number, host, problem=problem or "it has not answered yet" * late)
+        at, answer = known
+        if answer.round != now:
+            # Its workers are of another round: nothing is known of those of this one.
+            return NodeReading(number, host, problem=problem or f"it is in round {answer.round}")
+        rows = zip(answer.workers, answer.usage, strict=False)
+        workers = tuple(WorkerView(one, one["state"], used) for one, used in rows)
+        progress = tuple(answer.progress["workers"]) if answer.progress else ()
+        age = time.monotonic() - at
+        return NodeReading(number, host, workers, progress, age, problem)
+
+
+def _known_problem(problem: str) -> str:
+    """Return why a node shows no workers; an agent of an earlier version does not know of them."""
+    if any(text in problem for text in ("makes no sense", "'of' is", "does not serve 'view'")):
+        return "its elaunch is older than this: what its ranks do is seen there"
+    return problem

@@ -36,6 +36,8 @@ NOTHING_YET: Final[Mapping[str, str]] = {
 }
 SHOWN_ROUNDS: Final = 10
 SHOWN_NODES: Final = 8
+SHOWN_RANKS: Final = 64
+"""Ranks of a job that have a row each; of more, those of this node have."""
 
 _AGENT_NOTES: Final = {
     "silent": "agent does not answer",
@@ -55,12 +57,34 @@ def run_page(view: RunView) -> Page:
     if cause := tuple(_cause(view)):
         parts.append(Paragraph(cause))
     parts.append(Fields(tuple((name, one_line(value)) for name, value in _progress(view))))
-    if view.workers:
-        parts.append(_workers(view.workers, _by_rank(view.record, view.standing.live)))
+    progress = _by_rank(view.record, view.standing.live)
+    if few := len(shown := _all_workers(view)) <= SHOWN_RANKS:
+        progress |= {one["rank"]: one for node in view.others for one in node.progress}
+    if workers := shown if few else view.workers:
+        parts.append(_workers(workers, progress))
+    if notes := tuple(_others(view, few)):
+        parts.append(Paragraph(notes))
     if len(view.record["history"]) > 1:
         parts.append(_history(view.record["history"], view.standing))
     parts.append(Fields(tuple((name, one_line(value)) for name, value in _origin(view))))
     return tuple(parts)
+
+
+def _all_workers(view: RunView) -> tuple[WorkerView, ...]:
+    return view.workers + tuple(worker for node in view.others for worker in node.workers)
+
+
+def _others(view: RunView, few: bool) -> Iterator[str]:
+    """Yield which nodes do not answer, and how many ranks have no row, by their state."""
+    if not few:
+        states = Counter(worker.state for node in view.others for worker in node.workers)
+        numbers = ", ".join(f"{number:,} {one_line(state)}" for state, number in states.items())
+        yield f"ranks of other nodes: {numbers}; each: elaunch status --json, elaunch top"
+    silent = [node for node in view.others if node.note]
+    for node in silent[:SHOWN_NODES]:
+        yield f"node {node.node}, {one_line(node.host)}: {node.note}"
+    if len(silent) > SHOWN_NODES:
+        yield f"and {len(silent) - SHOWN_NODES} more nodes"
 
 
 def list_page(standings: Sequence[Standing], everything: bool) -> Page:

@@ -1,26 +1,19 @@
-"""One frozen reading of a run: how it stands, its workers' use of the machine, its checkpoints.
-
-A worker's tree is the worker and its descendants, such as the processes of a DataLoader. CPU is in
-percent of one core, between two measurements. Memory is resident memory in bytes; a tree's counts
-pages that its processes share once for each of them.
-"""
+"""One frozen reading of a run: how it stands, its workers' use of the machine, its checkpoints."""
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from elaunch.errors import ElaunchError, RunDirError
 from elaunch.monitor.standing import Standing, living, lost_reason, read_standing
 from elaunch.runs.directory import RunDir
-from elaunch.runs.record import Record, WorkerRecord
-
-if TYPE_CHECKING:
-    import psutil
+from elaunch.runs.record import Record, WorkerProgressRecord, WorkerRecord
+from elaunch.runs.usage import Measurement, Usage, measure_since, usage
+from elaunch.text import duration, one_line
 
 GONE: Final = "GONE"
 RUNNING: Final = "RUNNING"
@@ -29,31 +22,8 @@ STARTING: Final = "STARTING"
 # The server ends the workers within 0.5 s of the agent's death.
 WORKERS_END_S: Final = 0.7
 RETRY_S: Final = 0.05
-# The system counts CPU time in ticks of 10 ms: a shorter time would show little.
-SAMPLE_S: Final = 0.1
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """One worker at one moment: CPU seconds so far, bytes of memory, threads."""
-
-    at: float
-    cpu_s: float
-    rss: int
-    threads: int
-    tree_cpu_s: float
-    tree_rss: int
-
-
-@dataclass(frozen=True)
-class Usage:
-    """One worker's use of the machine; CPU in percent of one core, memory in bytes."""
-
-    cpu_percent: float
-    rss: int
-    threads: int
-    tree_cpu_percent: float
-    tree_rss: int
+PATIENCE_S: Final = 0.3
+"""Seconds that a screen waits for the agents of other nodes; what comes later is shown next."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +33,28 @@ class WorkerView:
     record: WorkerRecord
     state: str
     usage: Usage | None
+
+
+@dataclass(frozen=True)
+class NodeReading:
+    """What the agent of another node has answered of its workers.
+
+    ``age_s`` is how old that is, None where it has not answered in this round; ``problem`` why it
+    does not answer now, or "".
+    """
+
+    node: int
+    host: str
+    workers: tuple[WorkerView, ...] = ()
+    progress: tuple[WorkerProgressRecord, ...] = ()
+    age_s: float | None = None
+    problem: str = ""
+
+    @property
+    def note(self) -> str:
+        """What a person should know of the reading, or ""."""
+        seen = f"seen {duration(self.age_s)} ago: " if self.problem and self.age_s else ""
+        return one_line(seen + self.problem)
 
 
 @dataclass(frozen=True)
@@ -85,6 +77,12 @@ class RunView:
     latest: LatestCheckpoint | None
     latest_note: str | None
     measurements: Mapping[int, Measurement]
+    others: tuple[NodeReading, ...] = ()
+
+    @property
+    def has_others(self) -> bool:
+        """Whether the run goes on and has other nodes, which its agent can ask."""
+        return self.standing.live and len(self.record.get("nodes") or ()) > 1
 
 
 def take(run: RunDir, before: Mapping[int, Measurement] | None = None) -> RunView:
@@ -99,9 +97,7 @@ def take(run: RunDir, before: Mapping[int, Measurement] | None = None) -> RunVie
     if standing.agent == "gone":
         standing = _settle(standing, record)
     pids = _running(standing, record["workers"])
-    if not before or not pids <= before.keys():
-        before = _first_measurement(pids)
-    measurements = measure(pids)
+    before, measurements = measure_since(before or {}, pids)
     used = usage(before, measurements)
     latest, note = _latest_checkpoint(record, standing.taken_at)
     return RunView(
@@ -140,13 +136,6 @@ def _running(standing: Standing, workers: Sequence[WorkerRecord]) -> frozenset[i
 def _state(worker: WorkerRecord, running: Collection[int], standing: Standing) -> str:
     lost = worker["state"] in (STARTING, RUNNING) and worker["pid"] not in running
     return GONE if lost and standing.agent in ("gone", "ended", "runs") else worker["state"]
-
-
-def _first_measurement(pids: Collection[int]) -> Mapping[int, Measurement]:
-    measurements = measure(pids)
-    if measurements:
-        time.sleep(SAMPLE_S)
-    return measurements
 
 
 def _latest_checkpoint(record: Record, now: float) -> tuple[LatestCheckpoint | None, str | None]:
@@ -189,77 +178,3 @@ def _latest_at_url(url: str, now: float) -> tuple[LatestCheckpoint | None, str |
         return None, None
     age_s = max(0.0, now - found.committed)
     return LatestCheckpoint(str(found.place), found.step, "elaunch", age_s), None
-
-
-def measure(pids: Iterable[int]) -> dict[int, Measurement]:
-    """Measure each process of ``pids`` that runs and may be seen."""
-    wanted = tuple(pids)
-    if not wanted:
-        return {}
-    import psutil
-
-    children: dict[int, list[psutil.Process]] = {}
-    processes: dict[int, psutil.Process] = {}
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            children.setdefault(process.ppid(), []).append(process)
-            processes[process.pid] = process
-    measured = {}
-    for pid in wanted:
-        with contextlib.suppress(psutil.Error, KeyError):
-            measured[pid] = _measure_one(processes[pid], children)
-    return measured
-
-
-def usage(before: Mapping[int, Measurement], now: Mapping[int, Measurement]) -> dict[int, Usage]:
-    """Return what each process took from ``before`` to ``now``; 0 % for one that is new."""
-    return {pid: _between(before.get(pid, last), last) for pid, last in now.items()}
-
-
-def _measure_one(
-    process: psutil.Process, children: Mapping[int, list[psutil.Process]]
-) -> Measurement:
-    cpu_s, rss, threads = _take(process)
-    tree_cpu_s, tree_rss = cpu_s, rss
-    for descendant in _descendants(process.pid, children):
-        more_cpu_s, more_rss = _take_if_there(descendant)
-        tree_cpu_s += more_cpu_s
-        tree_rss += more_rss
-    return Measurement(time.monotonic(), cpu_s, rss, threads, tree_cpu_s, tree_rss)
-
-
-def _take(process: psutil.Process) -> tuple[float, int, int]:
-    with process.oneshot():
-        times = process.cpu_times()
-        return times.user + times.system, process.memory_info().rss, process.num_threads()
-
-
-def _take_if_there(process: psutil.Process) -> tuple[float, int]:
-    import psutil
-
-    try:
-        cpu_s, rss, _ = _take(process)
-    except psutil.Error:
-        return 0.0, 0
-    return cpu_s, rss
-
-
-def _descendants(
-    pid: int, children: Mapping[int, list[psutil.Process]]
-) -> Iterator[psutil.Process]:
-    for child in children.get(pid, ()):
-        yield child
-        yield from _descendants(child.pid, children)
-
-
-def _between(before: Measurement, now: Measurement) -> Usage:
-    seconds = now.at - before.at
-    share = 100.0 / seconds if seconds > 0 else 0.0
-    # A descendant that ended takes its seconds with it.
-    return Usage(
-        cpu_percent=max(0.0, now.cpu_s - before.cpu_s) * share,
-        rss=now.rss,
-        threads=now.threads,
-        tree_cpu_percent=max(0.0, now.tree_cpu_s - before.tree_cpu_s) * share,
-        tree_rss=now.tree_rss,
-    )

@@ -9,14 +9,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from elaunch.monitor.document import list_document, run_document
 from elaunch.monitor.page import Page
 from elaunch.monitor.runpage import list_page, run_page
-from elaunch.monitor.snapshot import Measurement, RunView, take
+from elaunch.monitor.snapshot import PATIENCE_S, RunView, take
 from elaunch.monitor.standing import overview
 from elaunch.runs.directory import RunDir
+from elaunch.runs.usage import Measurement
+
+if TYPE_CHECKING:
+    from elaunch.monitor.nodeviews import OtherNodes
 
 
 @dataclass(frozen=True)
@@ -36,8 +40,18 @@ Read = Callable[[WatchReading | None], WatchReading]
 def run_reader(run: RunDir) -> Read:
     """Return what reads one run; CPU is measured from one reading to the next."""
 
+    others: OtherNodes | None = None
+
     def read(last: WatchReading | None) -> WatchReading:
+        nonlocal others
         view = take(run, last.measurements if last else None)
+        if view.has_others:
+            from elaunch.monitor.nodeviews import OtherNodes
+            from elaunch.wire.control import WORKERS_S
+
+            others = others or OtherNodes(run, len(view.record["nodes"]))
+            patience = WORKERS_S if last is None else PATIENCE_S
+            view = others.complete(view, patience=patience)
         return WatchReading(
             run_page(view), run_document(view), _gist(view), view.standing.live, view.measurements
         )

@@ -3,8 +3,8 @@
 ``directory`` finds, makes and prunes run directories; ``record`` is the record that
 ``elaunch status`` shows; ``logtree`` names the workers' log files; ``statedir`` writes files so
 that readers never see half of one; ``verdict`` says where a run's time went,
-``pace`` how fast it trains; ``prometheus`` is the
+``pace`` how fast it trains, ``usage`` what processes take of the machine; ``prometheus`` is the
 page that is scraped.
 """
 
-__all__ = ["directory", "logtree", "pace", "prometheus", "record", "statedir", "verdict"]
+__all__ = ["directory", "logtree", "pace", "prometheus", "record", "statedir", "usage", "verdict"]

@@ -30,7 +30,7 @@ from elaunch.top.tree import JOB, Key, rows
 TEXT_WIDTH: Final = 66
 """Columns of a metric's line without its curve."""
 FEW_RANKS: Final = 64
-"""Ranks of this node that are shown from the beginning; more are counted until it is opened."""
+"""Ranks of a job, or of this node, that are shown from the beginning; more are counted."""
 
 
 class TopApp(App[None]):
@@ -95,7 +95,9 @@ class TopApp(App[None]):
             self._due.clear()
             began, key, known = time.process_time(), self._tree.key, self._reading
             if known is None or time.monotonic() >= self._full_at:
-                self._reading = known = await in_thread(partial(self._reader.read, key))
+                self._reading = known = await in_thread(
+                    partial(self._reader.read, key, frozenset(self._opened))
+                )
                 self._open_first(known)
                 self._show()
                 spent = time.process_time() - began
@@ -111,11 +113,13 @@ class TopApp(App[None]):
                 continue
 
     def _open_first(self, reading: TopReading) -> None:
-        """Open nodes that have not been seen: with few ranks those of this node, and bad ones."""
+        """Open nodes that have not been seen: of a job with few ranks, this one, and bad ones."""
+        few = sum(len(node.ranks) for node in reading.nodes) <= FEW_RANKS
         for node in reading.nodes:
             if (node.number,) not in self._seen:
                 self._seen.add((node.number,))
-                if (node.here and len(node.ranks) <= FEW_RANKS) or node.level == 2:
+                here = node.here and len(node.ranks) <= FEW_RANKS
+                if few or here or node.level == 2:
                     self._opened.add((node.number,))
 
     def _show(self) -> None:
@@ -150,6 +154,8 @@ class TopApp(App[None]):
         wanted = not row.open if event.open is None else event.open
         (self._opened.add if wanted else self._opened.discard)(row.key)
         self._show()
+        if wanted:
+            self.action_again()
 
     def action_find(self) -> None:
         """Ask for what rows shall have."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final
@@ -79,9 +79,13 @@ class TopReader:
         self._metrics = MetricsReader(run, environ)
         self._logs: dict[str, RunLogs] = {}
 
-    def read(self, chosen: Key) -> TopReading:
-        """Read how the run stands, and the newest lines of what is chosen."""
-        summary = self._summary.read()
+    def read(self, chosen: Key, opened: Collection[Key] | None = None) -> TopReading:
+        """Read how the run stands, and the newest lines of what is chosen.
+
+        The workers of ``opened`` nodes are asked for, of all where it is None.
+        """
+        seen = None if opened is None else {key[0] for key in (*opened, chosen) if key}
+        summary = self._summary.read(seen)
         view = self._summary.view
         page = run_page(view) if view else (Paragraph((one_line(summary["reason"]),)),)
         rows = self._summary.rows
@@ -239,20 +243,22 @@ def _node_page(reading: TopReading, number: int) -> Page:
     cpu = sum(worker["tree_cpu_percent"] or 0.0 for worker in known)
     memory = sum(worker["tree_rss_bytes"] or 0 for worker in known)
     facts = [("host", one_line(node.host)), ("ranks", str(len(node.ranks)))]
+    if node.note:
+        facts.append(("", node.note))
     if known:
         facts += [("cpu", f"{cpu:.0f} % of a core"), ("memory", size(memory))]
-    else:
-        facts += [("", f"what its ranks do is seen there: elaunch top {reading.summary['run_id']}")]
     return (Title(f"node {number}", Cell(""), ""), Fields(tuple(facts)))
 
 
 def _rank_page(reading: TopReading, number: int, rank: int) -> Page:
     worker = reading.workers.get(rank)
     if worker is None:
-        text = f"it is on node {number}; its log and its stack can be read from here"
+        note = next((one.note for one in reading.nodes if one.number == number), "")
+        text = f"node {number}: {note or 'it has not been asked yet'}"
         return (Title(f"rank {rank}", Cell(""), ""), Paragraph((text,)))
     state = Cell(worker["state"], worker["state"])
     facts = [(name, one_line(text)) for name, text in _rank_facts(worker) if text]
+    facts += [("", one.note) for one in reading.nodes if one.number == number and one.note]
     title = Title(f"rank {rank}", state, f"node {number}, local rank {worker['local_rank']}")
     return (title, Fields(tuple(facts)))
 

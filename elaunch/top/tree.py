@@ -41,13 +41,17 @@ class TreeRow:
 
 @dataclass(frozen=True)
 class TreeNode:
-    """A node with its ranks, the worst first: level, rank, and what is known of its worker."""
+    """A node with its ranks, the worst first: level, rank, and what is known of its worker.
+
+    ``note``: why its agent does not answer, and since when.
+    """
 
     number: int
     host: str
     here: bool
     level: int
     ranks: tuple[tuple[int, int, Worker | None], ...]
+    note: str = ""
 
 
 def nodes(summary: Mapping[str, Any], workers: list[Worker]) -> list[TreeNode]:
@@ -62,7 +66,16 @@ def nodes(summary: Mapping[str, Any], workers: list[Worker]) -> list[TreeNode]:
         ranks = [(levels.get(rank, 0), rank, known.get(rank)) for rank in span]
         ranks.sort(key=lambda row: (-row[0], row[1]))
         worst = max((row[0] for row in ranks), default=0)
-        found.append(TreeNode(node["node"], node["host"], node["here"], worst, tuple(ranks)))
+        found.append(
+            TreeNode(
+                node["node"],
+                node["host"],
+                node["here"],
+                max(worst, int(bool(node["note"]))),
+                tuple(ranks),
+                node["note"],
+            )
+        )
     return sorted(found, key=lambda node: (-node.level, node.number))
 
 
@@ -121,6 +134,7 @@ def document(summary: Mapping[str, Any], found: Sequence[TreeNode]) -> dict[str,
                 "node": node.number,
                 "host": node.host,
                 "here": node.here,
+                "note": node.note or None,
                 "level": node.level,
                 "ranks": [
                     {**{name: (worker or {}).get(name) for name in WORKER_FIELDS}}

@@ -11,7 +11,7 @@ request                answer
 ``"left": …}``
 ``{"op": "restart",``  ``{"done": "what is done about it"}``, or ``refused`` and why; the round is
 ``"reason": …}``       asked to end, and the next one to begin
-``{"op": "view",``     ``{"nodes": …}``: stacks or log files of this node and of others
+``{"op": "view",``     ``{"nodes": …}``: stacks, workers or log files of nodes
 ``"of": …, …}``        (``elaunch.agent.status.views``); with ``of`` ``debug`` it stays open
 ``{"op": "worker",``   a worker stays connected (``elaunch.wire.worker``)
 ``…}``
@@ -37,6 +37,8 @@ LOGS_S: Final = 5.0
 """Seconds for a node to show a piece of its log files."""
 PROFILE_S: Final = 45.0
 """Seconds for a flame graph beyond those that py-spy looks."""
+WORKERS_S: Final = 2.0
+"""Seconds for all nodes to show what their workers do."""
 LONGEST_S: Final = 3600
 """Seconds that py-spy may look."""
 ATTEMPTS: Final = 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,13 @@ def test_all_nodes_are_seen_from_one(cluster: Build) -> None:
     found = json.loads(shown.stdout)
     assert sorted(rank for group in found["groups"] for rank in group["ranks"]) == [0, 1], shown
     assert found["silent"] == found["problems"] == []
+    shown = job.machines[1].elaunch(["top", "job", "--json"]).wait(DEADLINE)
+    top = json.loads(shown.stdout)
+    (rank,) = (rank for node in top["nodes"] for rank in node["ranks"] if not node["here"])
+    assert (rank["rank"], rank["state"]) == (1, "RUNNING") and rank["pid"] and rank["rss_bytes"]
+    status = job.machines[1].elaunch(["status", "job"]).wait(DEADLINE)
+    for row in (r"^ *0 +0 +\d+ +RUNNING ", rf"^ *1 +0 +{rank['pid']} +RUNNING +\d+ .*B "):
+        assert re.search(row, status.stdout, re.M), status.stdout
     graph = job.share / "1.svg"
     asked = ["profile", "job", "1s", "--rank=1", "-o", graph]
     shown = job.machines[1].elaunch(asked).wait(DEADLINE)

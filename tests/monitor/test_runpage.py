@@ -14,10 +14,11 @@ from rich.console import Console
 
 from elaunch.monitor.page import Table, plain, styled
 from elaunch.monitor.runpage import list_page, run_page
-from elaunch.monitor.snapshot import LatestCheckpoint, RunView, Usage, WorkerView
+from elaunch.monitor.snapshot import LatestCheckpoint, RunView, WorkerView
 from elaunch.monitor.standing import AgentState, Standing
 from elaunch.runs.directory import RunDir
 from elaunch.runs.record import Record
+from elaunch.runs.usage import Usage
 from tests.monitor.played_agent import new_record
 
 NOW = time.mktime((2026, 11, 21, 12, 0, 0, 0, 0, -1))

@@ -10,7 +10,7 @@ from elaunch.top.tree import JOB, document, nodes, rows
 def summary(slots: int, hosts: list[str], here: int = 0, **more: Any) -> dict[str, Any]:
     """Return a summary of nodes with so many slots each."""
     grid = [
-        {"node": n, "host": host, "first": n * slots, "slots": slots, "here": n == here}
+        {"node": n, "host": host, "first": n * slots, "slots": slots, "here": n == here, "note": ""}
         for n, host in enumerate(hosts)
     ]
     return {"run_id": "r", "state": "RUNNING", "live": True, "grid": grid, **more}

@@ -1,4 +1,4 @@
-"""What a command asks of a job's nodes through the agent of one: stacks, a profile, log files.
+"""What a command asks of a job's nodes through the agent of one: workers, stacks, log files.
 
 The command sends the agent of its node one message (elaunch.wire.control) with ``of``, and which
 ``nodes`` it means by node rank, or none for all; the agent asks the others' agents (elaunch.agent
@@ -8,6 +8,8 @@ The command sends the agent of its node one message (elaunch.wire.control) with 
 ``of``      with                             the answer of a node
 ==========  ===============================  =====================================================
 stacks      ``options`` for py-spy           ``host``, ``groups`` and ``problems``, as StacksTaken
+workers                                      ``round``, ``workers``, ``progress`` as in the
+                                             record; ``usage`` of each worker, or null
 profile     ``rank``, ``seconds``,           ``svg`` and ``pid``; the node of that rank is asked
             ``native``
 files                                        ``files``: by name size and time of the last change
@@ -39,6 +41,7 @@ from elaunch.agent.hangs import flame
 from elaunch.agent.hangs.watch import HangWatch
 from elaunch.agent.peers.messages import PeerConnection, Undelivered
 from elaunch.checkpoint.storage import atonce
+from elaunch.runs import usage
 from elaunch.runs.logtree import LogTree
 from elaunch.wire.control import (
     LOGS_S,
@@ -47,6 +50,7 @@ from elaunch.wire.control import (
     PROFILE_S,
     SPY_OPTIONS,
     STACKS_S,
+    WORKERS_S,
 )
 from elaunch.wire.local import LocalChannel, Message, close_files
 
@@ -63,17 +67,25 @@ _PATIENCE: Final = {
     "files": LOGS_S,
     "bytes": LOGS_S,
     "profile": PROFILE_S - LOGS_S,
+    "workers": 0.75 * WORKERS_S,
 }
 
 log = logging.getLogger("elaunch")
 
 
 class NodeViews:
-    """Answers commands and other agents; ``log_root`` is None where no log files are kept."""
+    """Answers commands and other agents.
 
-    def __init__(self, hangs: HangWatch, log_root: Path | None) -> None:
+    ``log_root`` is None where no log files are kept; ``record`` returns the run's record of now.
+    """
+
+    def __init__(
+        self, hangs: HangWatch, log_root: Path | None, record: Callable[[], Mapping[str, Any]]
+    ) -> None:
         self._hangs = hangs
+        self._record = record
         self._tree = None if log_root is None else LogTree(log_root)
+        self._measured: Mapping[int, usage.Measurement] = {}
         self._peers: Peers | None = None
         self._room = threading.BoundedSemaphore(MOST)
 
@@ -174,7 +186,8 @@ class NodeViews:
         patience = _patience(request)
         try:
             peer = self._peers.node(node)
-            with self._peers.call(peer, time.monotonic() + LOGS_S, patience) as line:
+            until = time.monotonic() + min(LOGS_S, patience)
+            with self._peers.call(peer, until, patience) as line:
                 return line.ask({**request, "do": "view"})
         except Undelivered as error:
             return {"error": str(error)}
@@ -195,6 +208,8 @@ class NodeViews:
             options = tuple(one for one in SPY_OPTIONS if one in request["options"])
             taken = self._hangs.stacks(options)
             return {"host": os.uname().nodename, **msgspec.to_builtins(taken)}
+        if request["of"] == "workers":
+            return self._workers()
         if request["of"] == "profile":
             return self._profile(int(request["rank"]), _seconds(request), bool(request["native"]))
         if self._tree is None:
@@ -204,6 +219,15 @@ class NodeViews:
         most = min(int(request["most"]), MOST_BYTES)
         data = self._tree.read(str(request["name"]), int(request["at"]), most)
         return {"bytes": data.decode("latin-1")}
+
+    def _workers(self) -> dict[str, object]:
+        record = self._record()
+        workers = record["workers"]
+        pids = [one["pid"] for one in workers if one["pid"] and one["state"] == "RUNNING"]
+        before, self._measured = usage.measure_since(self._measured, pids)
+        used = usage.usage(before, self._measured)
+        found = {name: record.get(name) for name in ("round", "workers", "progress")}
+        return {**found, "usage": [msgspec.to_builtins(used.get(one["pid"])) for one in workers]}
 
     def _profile(self, rank: int, seconds: int, native: bool) -> dict[str, object]:
         pid = self._hangs.pid(rank)

@@ -183,17 +183,19 @@ function grid(run, memory) {
   const summary = Object.entries(counts).map(([name, number]) => `${number} ${name.toLowerCase()}`).join(", ");
   const chosen = workers.get(memory.chosen);
   const text = chosen ? described(run, chosen) : memory.chosen === null ? `${summary}. Choose a rank with a click or the arrow keys.`
-    : `rank ${memory.chosen} is on another node, and not read from here`;
+    : `rank ${memory.chosen}: ${noteOf(run, memory.chosen) || "its node has not answered yet"}`;
   return [h("h2", {}, "Nodes and ranks"),
     h("div", { class: `grid ${run.world_size > MANY ? "many" : ""}`, tabindex: 0, role: "group", "aria-label": "Ranks by node" },
-      run.grid.map((node) => h("div", { class: "node" }, h("b", { title: node.host }, node.host), h("div", { class: "slots" }, cells(node))))),
+      run.grid.map((node) => h("div", { class: "node" }, h("b", { title: node.host }, node.host), node.note ? h("small", { class: "quiet" }, node.note) : "", h("div", { class: "slots" }, cells(node))))),
     h("p", { class: "legend", "aria-live": "polite" }, text, chosen ? [" · ", h("a", { href: `#/run/${encodeURIComponent(run.key)}/logs?ranks=${memory.chosen}` }, "its log")] : "")];
 }
+
+const noteOf = (run, rank) => run.grid.find((node) => rank >= node.first && rank < node.first + node.slots)?.note;
 
 function described(run, worker) {
   const { rank, state, step, doing, silent_s, cpu_percent, rss_bytes, pid, exit } = Object.fromEntries(
     run.worker_fields.map((name, i) => [name, worker[i]]));
-  return [`rank ${rank}: ${state}`, step !== null && `step ${step}`, doing, silent_s !== null && `reported ${span(silent_s)} ago`,
+  return [noteOf(run, rank), `rank ${rank}: ${state}`, step !== null && `step ${step}`, doing, silent_s !== null && `reported ${span(silent_s)} ago`,
     cpu_percent !== null && `CPU ${Math.round(cpu_percent)} %`, rss_bytes !== null && size(rss_bytes), pid && `pid ${pid}`, exit].filter(Boolean).join(" · ");
 }
 

@@ -6,19 +6,21 @@ with the workers as rows (WORKER_FIELDS), since there may be thousands.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from elaunch.errors import RunDirError
 from elaunch.monitor import card
 from elaunch.monitor.document import run_document
+from elaunch.monitor.nodeviews import OtherNodes
 from elaunch.monitor.runpage import failure_lines
-from elaunch.monitor.snapshot import Measurement, RunView, take
+from elaunch.monitor.snapshot import PATIENCE_S, NodeReading, RunView, take
 from elaunch.monitor.standing import Standing, read_standing
 from elaunch.runs import verdict
 from elaunch.runs.directory import RunDir, run_id_of
 from elaunch.runs.pace import StepRate
+from elaunch.runs.usage import Measurement
 from elaunch.text import duration, ranks
 
 WORKER_FIELDS: Final = (
@@ -26,6 +28,8 @@ WORKER_FIELDS: Final = (
     *("cpu_percent", "rss_bytes", "pid", "exit"),
 )
 BAD: Final = frozenset({"FAILED", "LOST", "KILLED", "UNREADABLE"})
+FIRST_S: Final = 0.8
+"""Seconds that the first reading waits for other nodes, so that it already shows their ranks."""
 BEHIND: Final = 2
 """Steps by which a rank is behind that is named: one is what any reading may show."""
 QUIET: Final = 0.5
@@ -47,35 +51,45 @@ class RunReader:
     """
 
     run: RunDir
+    others: OtherNodes | None = None
     view: RunView | None = None
     rows: list[dict[str, Any]] = field(default_factory=list)
     pace: StepRate = field(default_factory=StepRate)
     _measured: Mapping[int, Measurement] = field(default_factory=dict)
     _cards: dict[int, tuple[int, dict[str, Any]]] = field(default_factory=dict)
 
-    def read(self) -> dict[str, Any]:
-        """Return the summary; of a run that cannot be read, its state and the reason."""
+    def read(
+        self, wanted: Collection[int] | None = None, patience: float | None = None
+    ) -> dict[str, Any]:
+        """Return the summary; of a run that cannot be read, its state and the reason.
+
+        The agents of the ``wanted`` nodes, or of all, have ``patience`` seconds to answer, by
+        default FIRST_S for the first reading and PATIENCE_S for others.
+        """
         try:
             view = take(self.run, self._measured)
         except RunDirError:
             self.view, self.rows = None, []
             return _unreadable(self.run, read_standing(self.run))
         self._measured = view.measurements
+        if view.has_others:
+            self.others = self.others or OtherNodes(self.run)
+            patience = patience or (PATIENCE_S if self.view else FIRST_S)
+            view = self.others.complete(view, wanted, patience)
         document = run_document(view)
+        others = document.pop("other_nodes")
         del document["failure"]  # the reports of all rounds are read below
         failures = [self._failure(number) for number in self._rounds()]
         progress = dict(document.get("progress") or {})
-        said = {worker["rank"]: worker for worker in progress.pop("workers", ())}
+        rows = _rows(document.pop("workers"), progress.pop("workers", ()))
         document["progress"] = progress or None
-        rows = [
-            {**_PROGRESS, **said.get(worker["rank"], {}), **worker}
-            for worker in document.pop("workers")
-        ]
-        rows.sort(key=lambda row: int(row["rank"]))
         if not view.standing.live:
             rows = [{**row, "silent_s": None} for row in rows]
-        self.view, self.rows = view, rows
         self.pace.see(view.standing.taken_at, document["round"], rows)
+        for node in others:
+            rows += _rows(node["workers"], node["progress"])
+        rows.sort(key=lambda row: int(row["rank"]))
+        self.view, self.rows = view, rows
         return {
             **document,
             "key": self.run.path.name,
@@ -83,7 +97,7 @@ class RunReader:
             "bad": view.standing.state in BAD,
             "worker_fields": WORKER_FIELDS,
             "workers": [[row.get(name) for name in WORKER_FIELDS] for row in rows],
-            "grid": list(_grid(document)),
+            "grid": list(_grid(document, {node.node: node for node in view.others})),
             "failures": failures,
             "time_classes": verdict.CLASSES,
             "verdict": list(verdict.facts(view.record)),
@@ -231,8 +245,18 @@ def lagging(
     return silent, behind if few else []
 
 
-def _grid(document: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the nodes with the ranks of each; only those of this node have workers here."""
+def _rows(
+    workers: Iterable[dict[str, Any]], progress: Iterable[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return the workers of a node, each with its progress."""
+    known = {one["rank"]: one for one in progress}
+    return [{**_PROGRESS, **known.get(worker["rank"], {}), **worker} for worker in workers]
+
+
+def _grid(
+    document: Mapping[str, Any], others: Mapping[int, NodeReading]
+) -> Iterator[dict[str, Any]]:
+    """Yield the nodes with the ranks of each, and whether their agents answer."""
     nodes: Iterable[Mapping[str, Any]] = document.get("nodes") or [
         {"name": "", "host": document["agent"]["host"], "slots": document["nproc_per_node"] or 0}
     ]
@@ -244,5 +268,6 @@ def _grid(document: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             "first": first,
             "slots": node["slots"],
             "here": number == own,
+            "note": others[number].note if number in others else "",
         }
         first += node["slots"]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,19 +26,30 @@ from elaunch.agent.status import views
 from elaunch.agent.status.socket import ControlSocket
 from elaunch.agent.status.views import NodeViews
 from elaunch.errors import UsageError
-from elaunch.monitor.nodeviews import RemoteTree, answer_of, ask, profile_of, stacks_of
+from elaunch.monitor.nodeviews import OtherNodes, RemoteTree, answer_of, ask, profile_of, stacks_of
+from elaunch.monitor.snapshot import NodeReading, RunView
+from elaunch.monitor.standing import AgentState, Standing
 from elaunch.runs.directory import RunDir
 from elaunch.runs.logtree import Arrival
-from elaunch.runs.record import first_record
+from elaunch.runs.record import first_record, new_worker
 from tests.agent.peersrig import agents, tell
 
 PIDS: dict[int, int] = {}
+RECORDS: dict[int, dict[str, Any]] = {}
+HELD: dict[int, threading.Event] = {}
 WAITS, LOADS = ("all_reduce", "step"), ("load", "step")
 
 
 def taken(groups: dict[tuple[int, ...], tuple[str, ...]]) -> StacksTaken:
     """Return stacks of a node."""
     return StacksTaken(0, tuple(StackGroup(ranks, main) for ranks, main in groups.items()))
+
+
+def record_of(node: int) -> dict[str, Any]:
+    """Return the record of a node, when it is no longer held."""
+    if held := HELD.get(node):
+        held.wait(30)
+    return RECORDS.get(node, {})
 
 
 @contextmanager
@@ -54,7 +68,7 @@ def job(tmp_path: Path, *nodes: StacksTaken | None) -> Iterator[tuple[RunDir, li
                 pid=lambda rank: PIDS.get(rank, 0),
                 watches=True,
             )
-            served = NodeViews(hangs, tmp_path / f"logs{number}")
+            served = NodeViews(hangs, tmp_path / f"logs{number}", partial(record_of, number))
             if stacks is not None:
                 served.meet(made[number])
             if number == 0:
@@ -101,6 +115,51 @@ def test_log_files_of_another_node_are_read(tmp_path: Path) -> None:
                 tree.read(name, 0, 10)
         with pytest.raises(ConnectionError, match="not in the round"):
             RemoteTree(run, 7).files()
+
+
+def test_workers_of_other_nodes_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what they take; of another round none, and of a node that is silent the last ones."""
+    worker = new_worker(1, 0) | {"pid": os.getpid(), "state": "RUNNING"}
+    monkeypatch.setitem(RECORDS, 1, {"round": 3, "workers": [worker]})
+    with job(tmp_path, taken({}), taken({}), None, taken({})) as (run, made):
+        hosts = [{"name": f"a{n}", "host": f"h{n}", "addr": "", "slots": 1} for n in range(4)]
+        record: Any = first_record("j", "j", tmp_path) | {
+            "nodes": hosts,
+            "node_rank": 0,
+            "round": 3,
+        }
+        others = OtherNodes(run)
+
+        def read(
+            seen: Any,
+            asked: tuple[int, ...] | None,
+            agent: AgentState = "answers",
+            by: Any = others,
+        ) -> tuple[NodeReading, ...]:
+            standing = Standing(run, seen, seen["state"], None, agent, 0.0)
+            view = RunView(standing, seen, (), None, None, {})
+            found: RunView = by.complete(view, asked, 5)
+            return found.others
+
+        assert not any(one.note or one.workers for one in read(record, ()))
+        seen, old, older = read(record, None)
+        assert (seen.node, seen.host, seen.note) == (1, "h1", "")
+        (shown,) = seen.workers
+        assert shown.record == worker and shown.usage is not None and shown.usage.rss > 1 << 20
+        assert "its elaunch is older" in old.note and "its elaunch is older" in older.note
+        (later, *_) = read({**record, "round": 4}, ())
+        assert not later.workers and later.note == "it is in round 3"
+        monkeypatch.setitem(HELD, 3, threading.Event())
+        seen, _, frozen = read(record, None, by=OtherNodes(run))
+        HELD[3].set()
+        assert seen.workers and not seen.problem and frozen.note == "it does not answer"
+        (unasked, *_) = read(record, (1,), "stopped")
+        assert [one.record for one in unasked.workers] == [worker]
+        assert re.match(r"seen \d.* ago: the agent of this node, ", unasked.note)
+        made[1].close()
+        (silent, *_) = read(record, (1,))
+        assert [one.record for one in silent.workers] == [worker]
+        assert re.match(r"seen \d.* ago: \S", silent.note)
 
 
 def test_what_makes_no_sense_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""elaunch.monitor.snapshot: real processes that spin, sleep and have children."""
+"""elaunch.runs.usage: real processes that spin, sleep and have children."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from elaunch.monitor.snapshot import Measurement, measure, usage
+from elaunch.runs.usage import Measurement, measure, usage
 from tests.launching import wait_until
 
 PARENT = """
