@@ -7,6 +7,7 @@ machine by its boot, and where pids mean the same, by the namespace.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -94,6 +95,22 @@ def _children_by_scan(pid: int) -> list[int]:
     """Find children where the kernel has no ``children`` file (CONFIG_PROC_CHILDREN)."""
     everyone = (read_process(int(name)) for name in os.listdir("/proc") if name.isdigit())
     return [process.pid for process in everyone if process is not None and process.ppid == pid]
+
+
+def descendants(root: int, exclude: Iterable[int] = ()) -> list[Process]:
+    """Return every living process below ``root``, parents first, without ``exclude``'s trees."""
+    left_out = set(exclude)
+    found: list[Process] = []
+    pending = [root]
+    while pending:
+        for pid in children(pending.pop(0)):
+            process = None if pid in left_out else read_process(pid)
+            if process is None:
+                continue
+            pending.append(pid)
+            if process.living:
+                found.append(process)
+    return found
 
 
 def process_name(pid: int) -> str:

@@ -53,7 +53,7 @@ from elaunch.monitor.logfiles import Choice, parse_ranks
 from elaunch.monitor.screen.curves import Axis, MetricsReader, nodes_of
 from elaunch.monitor.screen.logtail import LogFilter, RunLogs, search
 from elaunch.monitor.screen.summary import BAD, RunReader
-from elaunch.monitor.standing import overview
+from elaunch.monitor.standing import overview, read_standing
 from elaunch.runs import prometheus
 from elaunch.runs.directory import RunDir, handle
 from elaunch.runs.logtree import STREAMS
@@ -197,6 +197,8 @@ class Dashboard:
 
     def _read_runs(self) -> dict[str, Any]:
         standings = overview(self._environ, everything=True)
+        if self._first is not None and self._first.path not in {of.run.path for of in standings}:
+            standings = (read_standing(self._first), *standings)
         listed = list_document(standings)
         ids = Counter(row["run_id"] for row in listed)
         rows = zip(listed, standings, strict=True)
@@ -210,9 +212,6 @@ class Dashboard:
             }
             for row, of in rows
         ]
-        if self._first is not None and self._first.path.name not in {r["key"] for r in runs}:
-            summary = RunReader(self._first).read()
-            runs.insert(0, {**summary, "name_shown": summary["run_id"], "workers": [], "grid": []})
         first = self._first.path.name if self._first else None
         read_at = standings[0].taken_at if standings else None
         return {"runs": runs, "first": first, "read_at": read_at}

@@ -13,6 +13,8 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Final
 
+import msgspec
+
 LEAST_S: Final = 1.0
 SHARE: Final = 20
 SILENT_S: Final = 15.0
@@ -22,8 +24,8 @@ SILENT_S: Final = 15.0
 def encoded(document: Any) -> str:
     """Return JSON that every browser can parse: NaN and infinities are null."""
     try:
-        return json.dumps(document, separators=(",", ":"), allow_nan=False)
-    except ValueError:
+        return msgspec.json.encode(document).decode()
+    except UnicodeEncodeError:  # a file's name that is no UTF-8
         plain = json.loads(json.dumps(document), parse_constant=lambda _: None)
         return json.dumps(plain, separators=(",", ":"))
 

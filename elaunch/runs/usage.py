@@ -7,15 +7,15 @@ pages that its processes share once for each of them.
 
 from __future__ import annotations
 
-import contextlib
+import os
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-if TYPE_CHECKING:
-    import psutil
+from elaunch import proc
 
+PAGE: Final = os.sysconf("SC_PAGE_SIZE")
 # The system counts CPU time in ticks of 10 ms: a shorter time would show little.
 SAMPLE_S: Final = 0.1
 
@@ -61,21 +61,15 @@ def measure_since(
 
 def measure(pids: Iterable[int]) -> dict[int, Measurement]:
     """Measure each process of ``pids`` that runs and may be seen."""
-    wanted = tuple(pids)
-    if not wanted:
-        return {}
-    import psutil
-
-    children: dict[int, list[psutil.Process]] = {}
-    processes: dict[int, psutil.Process] = {}
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            children.setdefault(process.ppid(), []).append(process)
-            processes[process.pid] = process
     measured = {}
-    for pid in wanted:
-        with contextlib.suppress(psutil.Error, KeyError):
-            measured[pid] = _measure_one(processes[pid], children)
+    for pid in pids:
+        taken = [_taken(pid), *(_taken(below.pid) for below in proc.descendants(pid))]
+        if taken[0] is not None:
+            cpu_s, rss, threads = taken[0]
+            tree = [one for one in taken if one is not None]
+            tree_cpu_s, tree_rss = sum(one[0] for one in tree), sum(one[1] for one in tree)
+            now = time.monotonic()
+            measured[pid] = Measurement(now, cpu_s, rss, threads, tree_cpu_s, tree_rss)
     return measured
 
 
@@ -84,40 +78,13 @@ def usage(before: Mapping[int, Measurement], now: Mapping[int, Measurement]) -> 
     return {pid: _between(before.get(pid, last), last) for pid, last in now.items()}
 
 
-def _measure_one(
-    process: psutil.Process, children: Mapping[int, list[psutil.Process]]
-) -> Measurement:
-    cpu_s, rss, threads = _take(process)
-    tree_cpu_s, tree_rss = cpu_s, rss
-    for descendant in _descendants(process.pid, children):
-        more_cpu_s, more_rss = _take_if_there(descendant)
-        tree_cpu_s += more_cpu_s
-        tree_rss += more_rss
-    return Measurement(time.monotonic(), cpu_s, rss, threads, tree_cpu_s, tree_rss)
-
-
-def _take(process: psutil.Process) -> tuple[float, int, int]:
-    with process.oneshot():
-        times = process.cpu_times()
-        return times.user + times.system, process.memory_info().rss, process.num_threads()
-
-
-def _take_if_there(process: psutil.Process) -> tuple[float, int]:
-    import psutil
-
-    try:
-        cpu_s, rss, _ = _take(process)
-    except psutil.Error:
-        return 0.0, 0
-    return cpu_s, rss
-
-
-def _descendants(
-    pid: int, children: Mapping[int, list[psutil.Process]]
-) -> Iterator[psutil.Process]:
-    for child in children.get(pid, ()):
-        yield child
-        yield from _descendants(child.pid, children)
+def _taken(pid: int) -> tuple[float, int, int] | None:
+    """Return the CPU seconds of a process so far, its bytes of memory, and its threads."""
+    found = proc.stat(f"/proc/{pid}")
+    if found is None:
+        return None
+    fields = found[1]
+    return proc.ticks(fields) / proc.TICKS, int(fields[21]) * PAGE, int(fields[17])
 
 
 def _between(before: Measurement, now: Measurement) -> Usage:

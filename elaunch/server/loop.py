@@ -27,7 +27,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
-from elaunch import env
+from elaunch import env, proc
 from elaunch.endings import Exit
 from elaunch.proc import Process
 from elaunch.server import devices, numa, processes, worker
@@ -381,7 +381,7 @@ class Server:
         self._send({"op": "held", "on": stop})
 
     def _below(self) -> list[Process]:
-        return processes.descendants(self._pid, exclude=[self._stores.pid])
+        return proc.descendants(self._pid, exclude=[self._stores.pid])
 
     def _note_stop(self) -> None:
         """Report workers that have ended by themselves until now; later ones were sent a signal."""

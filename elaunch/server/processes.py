@@ -1,4 +1,4 @@
-"""The kernel's side of a process tree: subreaper, parent-death signal, descendants, kill.
+"""The kernel's side of a process tree: subreaper, parent-death signal, kill.
 
 A subreaper is the parent that orphans below it come back to, so whatever a worker starts, however
 it daemonises, stays a descendant of the server and can be found and killed (prctl(2)).
@@ -16,7 +16,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from elaunch import proc
@@ -50,22 +50,6 @@ def die_with_parent(parent: int = 0, signum: int = signal.SIGKILL) -> None:
     _prctl(_PR_SET_PDEATHSIG, signum)
     if parent and os.getppid() != parent:
         os._exit(1)
-
-
-def descendants(root: int, exclude: Iterable[int] = ()) -> list[Process]:
-    """Return every living process below ``root``, parents first, without ``exclude``'s trees."""
-    left_out = set(exclude)
-    found: list[Process] = []
-    pending = [root]
-    while pending:
-        for pid in proc.children(pending.pop(0)):
-            process = None if pid in left_out else proc.read_process(pid)
-            if process is None:
-                continue
-            pending.append(pid)
-            if process.living:
-                found.append(process)
-    return found
 
 
 def send_signal(process: Process, signum: int) -> bool:

@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable
 
+from elaunch import proc
 from elaunch.proc import Process
 from elaunch.server import processes
 from elaunch.wire.local import Message
@@ -37,7 +38,7 @@ class Sweep:
                 processes.send_signal(process, message["signum"])
 
     def _living(self) -> list[Process]:
-        return processes.descendants(self._root, exclude=self._spared())
+        return proc.descendants(self._root, exclude=self._spared())
 
     def next_look(self) -> float:
         """Return when to step next, on the monotonic clock, if no child ends before."""

@@ -112,7 +112,7 @@ class Timers:
         due = sorted((t for t in self._running.values() if t.due <= now), key=lambda t: t.due)
         if not due:
             return
-        below = {process.pid for process in processes.descendants(root)}
+        below = {process.pid for process in proc.descendants(root)}
         for pid in dict.fromkeys(timer.process.pid for timer in due):
             first = next((t for t in due if t.process.pid == pid and t.signum > 0), None)
             self._forget(pid)

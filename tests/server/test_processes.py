@@ -61,11 +61,11 @@ def test_all_descendants_are_found_parents_first() -> None:
 
     with root(life) as pid:
         born = set(ready.wait(3)) - {pid}
-        found = processes.descendants(pid)
+        found = proc.descendants(pid)
         assert {process.pid for process in found} == born
         assert found[0].ppid == pid and found[1].ppid == found[0].pid
-        assert processes.descendants(pid, exclude={found[1].pid}) == found[:1]
-        assert processes.descendants(pid, exclude={found[0].pid}) == []
+        assert proc.descendants(pid, exclude={found[1].pid}) == found[:1]
+        assert proc.descendants(pid, exclude={found[0].pid}) == []
         for process in found:
             assert processes.send_signal(process, signal.SIGKILL)
 
@@ -101,7 +101,7 @@ def test_children_of_other_threads_are_found() -> None:
 
     with root(life) as pid:
         (child,) = ready.wait()
-        assert pids(processes.descendants(pid)) == [child]
+        assert pids(proc.descendants(pid)) == [child]
 
 
 def test_the_dead_are_not_living() -> None:
@@ -115,8 +115,8 @@ def test_the_dead_are_not_living() -> None:
     with root(life) as pid:
         (child,) = ready.wait()
         wait_until(lambda: state(child) == "Z")
-        assert processes.descendants(pid) == []
-    assert processes.descendants(pid) == []
+        assert proc.descendants(pid) == []
+    assert proc.descendants(pid) == []
     assert proc.children(pid) == []
 
 
@@ -141,10 +141,10 @@ def test_a_process_whose_first_thread_has_ended_is_living() -> None:
         pytest.skip("the number of the system call is x86_64's")
     with root(parent) as pid:
         (child,) = ready.wait()
-        (found,) = processes.descendants(pid)
+        (found,) = proc.descendants(pid)
         assert (found.pid, found.state, found.threads) == (child, "Z", 1 + 1)
         assert processes.send_signal(found, signal.SIGKILL)
-        wait_until(lambda: processes.descendants(pid) == [])
+        wait_until(lambda: proc.descendants(pid) == [])
 
 
 def test_a_signal_does_not_hit_another_process_of_that_pid() -> None:
@@ -177,8 +177,8 @@ def test_orphans_come_to_a_subreaper() -> None:
 
     with root(life) as pid:
         (orphan,) = ready.wait()
-        wait_until(lambda: pids(processes.descendants(pid)) == [orphan])
-        (found,) = processes.descendants(pid)
+        wait_until(lambda: pids(proc.descendants(pid)) == [orphan])
+        (found,) = proc.descendants(pid)
         assert found.ppid == pid
         assert processes.send_signal(found, signal.SIGKILL)
 

@@ -114,7 +114,7 @@ def test_the_store_host_is_spared(ready: Ready) -> None:
         hosts[0] = host
         step_to_the_end(swept)
         assert [each for each, _ in swept.outcome()["killed"]] == [other]
-        assert [process.pid for process in processes.descendants(pid)] in ([host], [])
+        assert [process.pid for process in proc.descendants(pid)] in ([host], [])
 
 
 def test_who_starts_others_meanwhile_is_caught(ready: Ready) -> None:
@@ -131,7 +131,7 @@ def test_who_starts_others_meanwhile_is_caught(ready: Ready) -> None:
     with root(reaping(hop, hop)) as pid:
         ready.wait(2)
         sweep(order(), pid)
-        assert processes.descendants(pid) == []
+        assert proc.descendants(pid) == []
 
 
 def test_a_stopped_process_is_killed(ready: Ready) -> None:

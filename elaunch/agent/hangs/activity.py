@@ -11,7 +11,6 @@ import time
 from typing import Final, NamedTuple
 
 from elaunch import proc
-from elaunch.server import processes
 
 BUSY: Final = 0.03
 """Share of one processor's time; a worker that waits uses less, although it is asked."""
@@ -34,7 +33,7 @@ class WorkerActivity:
     def __call__(self, pid: int) -> int:
         """Return a number that has grown if the process was busy since the last call."""
         now = time.monotonic()
-        everyone = (pid, *(below.pid for below in processes.descendants(pid)))
+        everyone = (pid, *(below.pid for below in proc.descendants(pid)))
         ticks = sum(map(_ticks, everyone))
         transferred = sum(map(_transferred, everyone))
         before = self._readings.get(pid, _ActivityReading(now, ticks, transferred, 0))

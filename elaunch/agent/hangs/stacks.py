@@ -124,9 +124,7 @@ def _ask(worker: Worker) -> int:
         return 0
     if not proc.catches(process.pid, env.STACKS_SIGNAL):
         # A shell around the script: the script is below it, with the same file.
-        below = (
-            p for p in processes.descendants(worker.pid) if proc.catches(p.pid, env.STACKS_SIGNAL)
-        )
+        below = (p for p in proc.descendants(worker.pid) if proc.catches(p.pid, env.STACKS_SIGNAL))
         process = next(below, None)
     if process is None or not processes.send_signal(process, env.STACKS_SIGNAL):
         return 0

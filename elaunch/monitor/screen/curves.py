@@ -20,7 +20,8 @@ from typing import Any, Final, Literal
 
 from elaunch.checkpoint.storage.storage import open_storage
 from elaunch.errors import ElaunchError
-from elaunch.monitor.screen.summary import RunReader
+from elaunch.monitor.card import read_card
+from elaunch.monitor.standing import read_standing
 from elaunch.runs.directory import RunDir, run_id_of, runs_of
 from elaunch.training.metrics.reading import starts_of
 from elaunch.training.metrics.tail import Columns, RowTail
@@ -233,18 +234,19 @@ def _folded(ranks: Sequence[tuple[Sequence[float], Sequence[float]]]) -> dict[st
 
 def markers(run: RunDir) -> Iterator[dict[str, Any]]:
     """Yield rounds that began after another, and checkpoints, by step and by time."""
-    summary = RunReader(run).read()
-    failed = {failure["round"]: failure for failure in summary.get("failures", ())}
-    for round_ in summary.get("history", ())[1:]:
-        before = failed.get(round_["round"] - 1) or {}
-        step = before.get("at_step")
+    record = read_standing(run).record
+    if record is None:
+        return
+    for round_ in record["history"][1:]:
+        failed = read_card(run, round_["round"] - 1).document or {}
+        step = failed.get("at_step")
         yield {
             "kind": "restart",
             "step": round_["resumed_step"] if step is None else step,
             "time": round_["started_at"],
             "text": f"round {round_['round']}: {round_['reason'] or 'began'}",
         }
-    place = summary.get("checkpoint_dir")
+    place = record["checkpoint_dir"]
     if place is None:
         return
     try:

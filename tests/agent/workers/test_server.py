@@ -27,7 +27,7 @@ from elaunch.agent.workers import server as workerserver
 from elaunch.agent.workers.server import Reaper, ServerPlan, WorkerServer
 from elaunch.errors import ServerError
 from elaunch.proc import read_process
-from elaunch.server import loop, processes
+from elaunch.server import loop
 from tests.integration.jobs import ACT
 from tests.launching import clean_environment, wait_until
 
@@ -252,7 +252,7 @@ def test_a_fence_that_holds_stops_all_workers_until_it_is_moved(rig: Rig) -> Non
     wait_until(lambda: rig.log.exists() and b"up" in rig.log.read_bytes())
 
     def states() -> set[str]:
-        living = processes.descendants(server.pid)
+        living = proc.descendants(server.pid)
         return {one.state for one in (read_process(p.pid) for p in living) if one is not None}
 
     server.send({"op": "fence", "until": time.monotonic(), "hold": 60.0})
