@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from elaunch import env
 from elaunch.server import processes, torchfix
@@ -105,6 +105,7 @@ def become(job: Job, fresh: bool = True) -> None:
     recorder.watch(os.environ)
     _write_stacks_when_asked()
     _debug_when_asked()
+    _break_at_terminal()
 
 
 def _debug_when_asked() -> None:
@@ -129,6 +130,21 @@ def _debug(directory: Path, signum: int, frame: FrameType | None) -> None:
             del _asked[0]
     finally:
         _asked.clear()
+
+
+def _break_at_terminal() -> None:
+    """Have ``breakpoint()`` prompt where it reads, if the output goes to a file or is left out."""
+    if os.isatty(0) and not os.isatty(1) and not os.environ.get("PYTHONBREAKPOINT"):
+        sys.breakpointhook = _breakpoint
+
+
+def _breakpoint(*args: Any, **named: Any) -> Any:
+    frame = sys._getframe(1)
+    if args or named.keys() - {"header"} or os.environ.get("PYTHONBREAKPOINT"):
+        return sys.__breakpointhook__(*args, **named)  # noqa: T100  what the script has asked for
+    from elaunch.wire import debugger
+
+    return debugger.prompt_at_terminal(frame, named.get("header"))
 
 
 def _write_stacks_when_asked() -> None:

@@ -5,6 +5,8 @@ worker ``env.DEBUG_SIGNAL``. At the next bytecode of its main thread the worker 
 pdb at the interrupted frame: what the command sends are pdb's commands, what the worker sends is
 shown. The end of the stream, by either side, lets the script go on: of the command's the kernel
 tells by the same signal. GOES_ON is the last that a worker sends; without it, it has ended.
+
+And pdb for ``breakpoint()`` in a rank whose output is not at its terminal.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ GOES_ON: Final = b"\0"
 
 _sessions: list[_Session] = []
 """The one that goes on, if any."""
+_prompts: list[pdb.Pdb] = []
+"""The one of ``breakpoint()``, if it has been called."""
 
 
 def attach(directory: Path, frame: FrameType) -> None:
@@ -42,6 +46,23 @@ def attach(directory: Path, frame: FrameType) -> None:
     connection.settimeout(None)
     _sessions[:] = [_Session(_Terminal(connection))]
     _sessions[0].begin(frame)
+
+
+def prompt_at_terminal(frame: FrameType, header: str | None) -> None:
+    """Run pdb at ``frame``, as ``breakpoint()`` does, at the terminal that is this rank's stdin.
+
+    The prompt names the rank: another's may be at the same terminal.
+    """
+    if not _prompts:
+        try:
+            place = os.open(os.ttyname(0), os.O_WRONLY | os.O_NOCTTY)
+        except OSError:  # it is no terminal any more, or one of another container
+            place = os.dup(1)
+        _prompts.append(pdb.Pdb(stdout=open(place, "w")))  # noqa: SIM115  for all prompts
+        _prompts[0].prompt = f"(rank {os.environ.get('RANK', '?')}, Pdb) "
+    if header is not None:
+        _prompts[0].message(header)
+    _prompts[0].set_trace(frame)
 
 
 class _Terminal:

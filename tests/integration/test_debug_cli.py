@@ -81,3 +81,22 @@ def test_a_rank_is_looked_at_and_goes_on(elaunch: Launcher, tmp_path: Path) -> N
     ended = job.wait()
     assert ended.returncode == 0, ended
     assert "Traceback" not in ended.stderr
+
+
+def test_breakpoint_in_a_rank_that_is_not_shown(elaunch: Launcher, tmp_path: Path) -> None:
+    """Its prompt is at the terminal where the answers are typed; the job completes."""
+    script = tmp_path / "s.py"
+    script.write_text('import os\nrank = os.environ["RANK"]\nif rank == "1":\n    breakpoint()\n')
+    flags = ["--nproc-per-node=2", "--local-ranks-filter=0"]
+    ours, theirs = os.openpty()
+    argv = [sys.executable, "-m", "elaunch", "run", *flags, *FORK, str(script)]
+    with subprocess.Popen(argv, env=elaunch.env, stdin=theirs, stdout=theirs, stderr=theirs) as job:
+        os.close(theirs)
+        shown = b""
+        for prompts, typed in enumerate((b"p 6 * 7, rank\n", b"c\n"), 1):
+            while shown.count(b"(rank 1, Pdb) ") < prompts:
+                shown += os.read(ours, 4096)
+            os.write(ours, typed)
+        assert b"(42, '1')" in shown
+        assert job.wait(60) == 0
+    os.close(ours)

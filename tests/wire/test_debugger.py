@@ -109,3 +109,41 @@ def test_a_late_signal_and_one_at_the_prompt_do_nothing(
         worker.send_signal(env.DEBUG_SIGNAL)
         connection.sendall(b"p seen\n")
         assert shown_until(connection, b"(Pdb) ") == b"1\n(Pdb) "
+
+
+BREAKS = """
+import os
+from elaunch.server.worker import _break_at_terminal
+_break_at_terminal()
+files = []
+for turn in range(3):
+    breakpoint(header=f"turn {turn}")
+    files.append(len(os.listdir("/proc/self/fd")))
+os.environ["PYTHONBREAKPOINT"] = "0"
+breakpoint()
+print("whole", files[0] == files[2], flush=True)
+"""
+
+
+def test_breakpoint_prompts_at_the_terminal(tmp_path: Path) -> None:
+    """Of a rank whose output is elsewhere, each time; what the script prints is not there."""
+    ours, theirs = os.openpty()
+    script = tmp_path / "breaks.py"
+    script.write_text(BREAKS)
+    with subprocess.Popen(
+        [sys.executable, str(script)],
+        env=os.environ | {"RANK": "3"},
+        stdin=theirs,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        os.close(theirs)
+        for turn in range(3):
+            shown = b""
+            while not shown.endswith(b"(rank 3, Pdb) "):
+                shown += os.read(ours, 4096)
+            assert f"turn {turn}\r\n".encode() in shown
+            os.write(ours, b"c\n")
+        assert process.communicate(timeout=30)[0] == "whole True\n"
+    os.close(ours)
+    assert process.returncode == 0
