@@ -34,6 +34,8 @@ ANSWER_S: Final = 15.0
 
 MOST_ASKED: Final = 16
 """Nodes that a screen asks at a time for their workers; each comes in its turn."""
+FIRST_ASKED: Final = 256
+"""Nodes that are asked the first time: all that a command shows which reads once."""
 
 
 class _Taken(msgspec.Struct):
@@ -249,11 +251,10 @@ class OtherNodes:
     """The workers of a run's other nodes, as their agents have answered last.
 
     The agents are asked in a thread, so that one that does not answer holds up no screen; of many
-    nodes those that were asked longest ago, MOST_ASKED at a time unless ``most`` says otherwise.
+    nodes those that were asked longest ago, MOST_ASKED at a time, the first time FIRST_ASKED.
     """
 
     run: RunDir
-    most: int = MOST_ASKED
     _answers: dict[int, tuple[float, _Workers]] = field(default_factory=dict)
     _problems: dict[int, str] = field(default_factory=dict)
     _asked: dict[int, float] = field(default_factory=dict)
@@ -277,8 +278,9 @@ class OtherNodes:
             )
         elif asked and own is not None and (self._thread is None or not self._thread.is_alive()):
             asked.sort(key=lambda number: self._asked.get(number, 0.0))
+            asked = asked[: MOST_ASKED if self._asked else FIRST_ASKED]
             self._thread = threading.Thread(
-                target=self._ask, args=(asked[: self.most],), name="nodes", daemon=True
+                target=self._ask, args=(asked,), name="nodes", daemon=True
             )
             self._thread.start()
             self._thread.join(patience)

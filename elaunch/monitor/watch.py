@@ -49,7 +49,7 @@ def run_reader(run: RunDir) -> Read:
             from elaunch.monitor.nodeviews import OtherNodes
             from elaunch.wire.control import WORKERS_S
 
-            others = others or OtherNodes(run, len(view.record["nodes"]))
+            others = others or OtherNodes(run)
             patience = WORKERS_S if last is None else PATIENCE_S
             view = others.complete(view, patience=patience)
         return WatchReading(

@@ -27,12 +27,11 @@ def top(ctx: click.Context, run: str | None, as_json: bool) -> None:
 
     found = directory.newest(os.environ) if run is None else directory.find(run, os.environ)
     if as_json:
-        from elaunch.monitor.nodeviews import OtherNodes
         from elaunch.monitor.screen.summary import RunReader
         from elaunch.top import tree
         from elaunch.wire.control import WORKERS_S
 
-        reader = RunReader(found, OtherNodes(found, sys.maxsize))
+        reader = RunReader(found)
         summary = reader.read(patience=WORKERS_S)
         click.echo(json.dumps(tree.document(summary, tree.nodes(summary, reader.rows)), indent=2))
         return

@@ -51,7 +51,7 @@ class RunReader:
     """
 
     run: RunDir
-    others: OtherNodes | None = None
+    others: OtherNodes | None = field(default=None, init=False)
     view: RunView | None = None
     rows: list[dict[str, Any]] = field(default_factory=list)
     pace: StepRate = field(default_factory=StepRate)
