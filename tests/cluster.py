@@ -71,12 +71,14 @@ class Node:
         Args:
             clock: how far its and its children's wall clock is from the test's: ``+1h``, ``-30s``.
         """
-        words = self.machine.prefix(cwd or self._launcher.directory)
+        words = list(argv)
         if clock is not None:
             # Set by a command inside: the library leaves files in the /dev/shm where it is loaded.
-            words += ["env", *(f"{name}={value}" for name, value in wall_clock(clock).items())]
+            words[:0] = ["env", *(f"{name}={value}" for name, value in wall_clock(clock).items())]
         added = self.env | dict(env or {})
-        self._started.append(self._launcher.start_command([*words, *argv], env=added))
+        self._started.append(
+            self._launcher.start_command(words, env=added, cwd=cwd, machine=self.machine)
+        )
         return self._started[-1]
 
     def elaunch(

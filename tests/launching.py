@@ -252,15 +252,16 @@ class Launcher:
         *,
         env: Mapping[str, str] | None = None,
         cwd: Path | None = None,
+        machine: netns.Machine | None = None,
     ) -> Running:
-        """Start any command (torchrun, nohup elaunch …) under the same rules.
+        """Start any command (torchrun, nohup elaunch …) under the same rules, here or on a machine.
 
         A program of this very Python is forked as ``elaunch run`` is.
         """
         words = [os.fspath(word) for word in argv]
         everything = self.env | dict(env or {})
         plain = words[0] == sys.executable and (words[1] in ("-m", "-c") or words[1][:1] != "-")
-        return self._begin(words, everything, cwd or self.directory, may_fork=plain)
+        return self._begin(words, everything, cwd or self.directory, machine, may_fork=plain)
 
     def _begin(
         self,

@@ -259,7 +259,7 @@ def _stops(text: str) -> list[tuple[str, str]]:
 
 def _lines(file: str, name: str) -> set[tuple[str, int]]:
     """Return the lines of a function, class or method; LookupError if it is not there."""
-    node: ast.AST = ast.parse((ROOT / file).read_text())
+    node: ast.AST = style.modules()[style.name_of(ROOT / file)]
     for part in name.split("."):
         found = [
             inner
@@ -320,7 +320,7 @@ def _terms() -> list[str]:
 def _prose() -> str:
     """Return the docstrings of the package and the documents, but for the glossary, as one text."""
     kinds = ast.Module | ast.ClassDef | ast.FunctionDef
-    nodes = (node for tree in style.modules().values() for node in ast.walk(tree))
+    nodes = (node for module in style.modules() for node in style.nodes(module))
     docstrings = [ast.get_docstring(node) or "" for node in nodes if isinstance(node, kinds)]
     pages = [page.read_text() for page in ROOT.glob("docs/*.md") if page != GLOSSARY]
     return " ".join("\n".join([*docstrings, *pages]).split())
@@ -353,10 +353,10 @@ def test_no_name_has_a_retired_word() -> None:
     """Modules, classes and functions."""
     kinds = ast.ClassDef | ast.FunctionDef
     found: set[str] = set()
-    for module, tree in style.modules().items():
+    for module in style.modules():
         if _retired_words(module):
             found.add(module)
-        for node in ast.walk(tree):
+        for node in style.nodes(module):
             if isinstance(node, kinds) and _retired_words(node.name):
                 found.add(f"{module}:{node.name}")
     assert found == set()

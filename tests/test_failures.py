@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 from typing import Final
 
+from tests import test_style as style
+
 ROOT: Final = Path(__file__).parent.parent
 TESTS: Final = ROOT / "tests" / "integration"
 PUT_TOGETHER: Final = {"restart brought no progress", "wait there since", "more is needed"}
@@ -28,10 +30,10 @@ def rows() -> list[list[str]]:
 def messages() -> set[str]:
     """Return the parts of all texts in the product's code, but for docstrings, without fields."""
     found: set[str] = set()
-    for path in (ROOT / "elaunch").rglob("*.py"):
-        tree = ast.parse(path.read_text())
-        docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-        for node in ast.walk(tree):
+    for module in style.modules():
+        nodes = style.nodes(module)
+        docs = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+        for node in nodes:
             if (
                 isinstance(node, ast.Constant)
                 and isinstance(node.value, str)

@@ -7,6 +7,7 @@ excuses anything fails too.
 from __future__ import annotations
 
 import ast
+import gc
 import re
 import subprocess
 import sys
@@ -140,11 +141,28 @@ Finding = tuple[str, str]
 def modules() -> dict[str, ast.Module]:
     """Return the tree of each module of the package by its full name."""
     trees = {}
+    gc.disable()  # it would look for garbage among a million nodes, again and again
     for path in sorted((ROOT / "elaunch").rglob("*.py")):
-        parts = path.relative_to(ROOT).with_suffix("").parts
-        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-        trees[name] = ast.parse(path.read_text(), str(path))
+        trees[name_of(path)] = ast.parse(path.read_text(), str(path))
+    gc.enable()
     return trees
+
+
+def name_of(path: Path) -> str:
+    """Return the full name of the module in a file."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+@cache
+def inside(tree: ast.AST) -> list[ast.AST]:
+    """Return all nodes of a tree."""
+    return list(ast.walk(tree))
+
+
+def nodes(module: str) -> list[ast.AST]:
+    """Return all nodes of a module."""
+    return inside(modules()[module])
 
 
 def file_of(module: str) -> Path:
@@ -179,7 +197,7 @@ def all_functions() -> list[tuple[str, Function]]:
 
 def calls(function: Function, *names: str) -> Iterator[ast.Call]:
     """Yield the calls in a function of what has one of these names as its last."""
-    for node in ast.walk(function):
+    for node in inside(function):
         if isinstance(node, ast.Call):
             last = getattr(node.func, "attr", getattr(node.func, "id", ""))
             if last in names:
@@ -195,11 +213,12 @@ def report(rule: str, findings: Iterable[Finding]) -> None:
     assert not lines, f"{rule}:\n" + "\n".join(lines)
 
 
-def imports(module: str, tree: ast.Module) -> set[str]:
+@cache
+def imports(module: str) -> set[str]:
     """Return the full names that a module imports anywhere in it; own submodules are resolved."""
     package = module if is_package(module) else module.rpartition(".")[0]
     names: set[str] = set()
-    for node in ast.walk(tree):
+    for node in nodes(module):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -214,7 +233,7 @@ def imports(module: str, tree: ast.Module) -> set[str]:
 @cache
 def own_imports() -> dict[str, set[str]]:
     """Return for each module the modules of the package that it imports."""
-    return {name: imports(name, tree) & set(modules()) for name, tree in modules().items()}
+    return {name: imports(name) & set(modules()) for name in modules()}
 
 
 def layer(module: str) -> int:
@@ -297,8 +316,8 @@ def named_in_strings() -> set[str]:
     """Return the modules that the code imports by a name in a string."""
     texts = (
         node.value
-        for tree in modules().values()
-        for node in ast.walk(tree)
+        for module in modules()
+        for node in nodes(module)
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     )
     return {text for text in texts if text in modules()}
@@ -395,7 +414,7 @@ def test_exceptions_are_caught_narrowly() -> None:
     """A broad except must raise again at its end, or be one of the table."""
     found: set[str] = set()
     for place, function in all_functions():
-        for node in ast.walk(function):
+        for node in inside(function):
             if isinstance(node, ast.ExceptHandler) and broad(node.type):
                 last = node.body[-1]
                 if not (isinstance(last, ast.Raise) and last.exc is None):
@@ -427,9 +446,9 @@ def test_torch_is_imported_by_the_server_only() -> None:
     """The agent and the commands work without it: its import takes most of a second."""
     found = (
         (module, f"imports {name}")
-        for module, tree in modules().items()
+        for module in modules()
         if not module.startswith(TORCH_ALLOWED)
-        for name in imports(module, tree)
+        for name in imports(module)
         if name.partition(".")[0] == "torch"
     )
     report("torch", found)

@@ -7,10 +7,10 @@ with descriptors; it answers with the pid of the command. Three processes come o
 process  what it is
 =======  ===========================================================================================
 command  what ``python -m elaunch ARGS``, or ``python PROGRAM ARGS``, would be, in a session of its
-         own. It is an orphan, so it is a child of the test process, which is a subreaper. torch is
-         hidden from it until it imports it
+         own. It is an orphan, so it is a child of the test process, which is a subreaper. torch,
+         and what a script uses of elaunch, is hidden from it until it imports it
 seed     waits to become the agent's server, with what that process has in memory once it has
-         imported torch, and nothing else of elaunch
+         imported torch; what a script uses of elaunch is hidden, the rest of elaunch is not there
 server   the seed, when the agent executes the server's program; its child, where the agent is not
          the command: as the seed ends, the agent is its parent. The agent's next one, and any with
          other settings, is a real one
@@ -52,8 +52,8 @@ _SUBREAPER, _GET_SUBREAPER = 36, 37
 _ARGUMENTS, _VARIABLES = 48, 50
 _HUGE, _COLLAPSE = 2 << 20, 25
 _LIBC = ctypes.CDLL(None, use_errno=True)
-IMPORT_TIME: Final = ("PYTHON", "LD_", "MALLOC_", "TORCH_", "KMP_", "MKL_", "OMP_", "FAKETIME")
-"""Beginnings of variables that are read when a program starts, or when torch is imported."""
+IMPORT_TIME: Final = tuple("PYTHON LD_ MALLOC_ TORCH_ KMP_ MKL_ OMP_ GRPC_ FAKETIME".split())
+"""Beginnings of variables that are read when a program starts, or imports torch or gRPC."""
 _GROUP_TIME: Final = "TORCH_NCCL_"
 """Beginning of those that are read when a process group is made."""
 THREADS: Final = "OMP_NUM_THREADS"
@@ -66,6 +66,32 @@ _LATER: Final = (
     "torch.distributed.tensor.parallel",
 )
 """What torch imports where it is first used, a second and more in each rank that trains."""
+
+_OF_TESTS: Final = ("pytest",)
+"""What the modules of tests import whose functions are run by ranks."""
+
+_OF_SCRIPTS: Final = (
+    "elaunch.training.context",
+    "elaunch.training.channel.channel",
+    "elaunch.training.checkpoint.context",
+    "elaunch.checkpoint.storage.posix",
+    "google_crc32c",
+)
+"""What ``elaunch.init()`` imports, and the first save: 60 ms in each rank. None imports torch."""
+
+_OF_COMMANDS: Final = (
+    "elaunch.agent.main",
+    "elaunch.agent.nodes.connect",
+    "elaunch.cli.run",
+    "elaunch.cli.views.status",
+    "elaunch.monitor.nodeviews",
+    "elaunch.monitor.watch",
+    "elaunch.store.etcd.client",
+    "elaunch.store.tcp.client",
+    "encodings.idna",
+    "psutil",
+)
+"""What an agent of several nodes imports, and the commands that look at a run."""
 
 _GROUPS: Final = "torch.distributed.distributed_c10d"
 """Has the process groups, which end with the process."""
@@ -200,6 +226,14 @@ def _not_of_python(modules: set[str]) -> set[str]:
     return {name for name in modules if name.partition(".")[0] not in others}
 
 
+def _imported(names: Iterable[str]) -> set[str]:
+    """Import modules; return all that were imported for them."""
+    before = set(sys.modules)
+    for name in names:
+        importlib.import_module(name)
+    return set(sys.modules) - before
+
+
 class _ShortEnd:
     """Ends a process before the interpreter takes apart what all programs have.
 
@@ -276,9 +310,7 @@ class WarmServer:
         self._torch = torch
         server = set(sys.modules)
         path = list(sys.path)
-        for name in _LATER:
-            importlib.import_module(name)
-        later = _not_of_python(set(sys.modules) - server)
+        later = _not_of_python(_imported(_LATER))
         self.end.modules.update(
             (name, module)
             for name, module in sys.modules.items()
@@ -289,10 +321,17 @@ class WarmServer:
             finalizer.atexit = False  # torch's would take its operators apart, one by one
         _LIBC.on_exit(_LIBC._exit, None)  # after what is below, before the destructors of C++
         _LIBC.on_exit(_LIBC.fcloseall, None)
-        import elaunch.agent.main
-        import elaunch.cli.run  # noqa: F401
-
-        self._of_commands = set(sys.modules) - server - later
+        scripts = _imported(_OF_SCRIPTS)
+        hidden = {name for name in scripts if name.startswith("elaunch.training")}
+        hidden |= _not_of_python(scripts)
+        self._of_both = scripts - hidden
+        rest = set(sys.modules)
+        _imported(_OF_COMMANDS)
+        importlib.import_module("elaunch.store.etcd.imports").load()
+        tests = _not_of_python(_imported(_OF_TESTS))
+        self._of_commands = set(sys.modules) - rest - tests
+        _Hidden(tests)
+        _Hidden(hidden)
         _Hidden(later, sys.path[len(path) :])
         sys.path[:] = path
         self._hidden = _Hidden(_not_of_python(server - first))
@@ -414,6 +453,7 @@ class WarmServer:
         self._set_threads()
         for name in self._of_commands:
             del sys.modules[name]
+        _Hidden(self._of_both)
         self._hidden.end()
         sys.argv[:] = [start["argv"][2], str(files[0]), *start["argv"][4:]]
         sys.path[0] = os.path.dirname(self.program)  # its program takes this away again

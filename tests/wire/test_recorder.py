@@ -15,6 +15,7 @@ import pytest
 from elaunch import env, proc
 from elaunch.agent.hangs.recorders import STACKS, TRACE, Question, ask, place
 from elaunch.wire.recorder import RECORDED, groups_path, socket_path
+from tests import warm
 from tests.launching import wait_until
 
 pytestmark = pytest.mark.slow
@@ -63,9 +64,9 @@ def test_a_worker_with_a_process_group_answers(tmp_path: Path) -> None:
     directory.mkdir()
     variables = {env.AGENT_SOCKET: str(directory / "agent.sock")}
     variables |= {"ELAUNCH_ROUND": "3", "LOCAL_RANK": "2"}
-    worker = subprocess.Popen(
+    worker = warm.Popen(
         [sys.executable, "-c", WORKER, str(tmp_path / "own.sock")],
-        env={**os.environ, **variables},
+        {**os.environ, **variables},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -117,8 +118,8 @@ def test_a_worker_that_is_asked_as_it_ends_ends_well(tmp_path: Path) -> None:
     """A question for its stack takes Python's lock: at that time it ended the process."""
     variables = {env.AGENT_SOCKET: str(tmp_path / "agent.sock")}
     variables |= {"ELAUNCH_ROUND": "0", "LOCAL_RANK": "0"}
-    worker = subprocess.Popen(
-        [sys.executable, "-c", ENDING], env={**os.environ, **variables}, stdout=subprocess.PIPE
+    worker = warm.Popen(
+        [sys.executable, "-c", ENDING], {**os.environ, **variables}, stdout=subprocess.PIPE
     )
     assert worker.stdout is not None
     worker.stdout.readline()

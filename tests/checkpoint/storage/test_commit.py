@@ -26,7 +26,7 @@ from elaunch.checkpoint.storage import commit
 from elaunch.checkpoint.storage.posix import PosixStorage
 from elaunch.checkpoint.storage.storage import Committed, Image
 from elaunch.errors import CheckpointError, SaveError
-from tests import programs
+from tests import programs, warm
 from tests.checkpoint import storages
 
 ROOT = Path(__file__).parents[3]
@@ -498,7 +498,7 @@ def test_a_reader_while_many_writers_commit(tmp_path: Path) -> None:
         "[storage.remove(found) for found in done[:4]]\n"
     )
     writers = [
-        subprocess.Popen([sys.executable, "-c", code, str(storage.place), str(writer)], cwd=ROOT)
+        warm.Popen([sys.executable, "-c", code, str(storage.place), str(writer)], os.environ, ROOT)
         for writer in range(16)
     ]
     seen = 0

@@ -49,14 +49,13 @@ class Terminal:
     ) -> None:
         self._fd, terminal = pty.openpty()
         fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
-        self.process = subprocess.Popen(
+        self.process = warm.Popen(
             [*command, *args],
-            env={"TERM": "xterm-256color"} | environ,
+            {"TERM": "xterm-256color"} | environ,
+            ROOT,
             stdin=terminal,
             stdout=terminal,
             stderr=terminal,
-            start_new_session=True,
-            cwd=ROOT,
         )
         os.close(terminal)
         self._decoder = codecs.getincrementaldecoder("utf-8")()
@@ -132,13 +131,9 @@ def test_runs_is_the_list(play: Play, environ: dict[str, str]) -> None:
     play(1)
     command = [sys.executable, "-m", "elaunch", "runs"]
     for words in ([], ["ls", "--all"]):
-        done = subprocess.run(
-            [*command, *words, "--json"], env=environ, capture_output=True, text=True, timeout=60
-        )
+        done = warm.run([*command, *words, "--json"], environ)
         assert [entry["run_id"] for entry in json.loads(done.stdout)] == ["train-3fa2c1"]
-    done = subprocess.run(
-        [*command, "train"], env=environ, capture_output=True, text=True, timeout=60
-    )
+    done = warm.run([*command, "train"], environ)
     assert done.returncode == 2 and "one run: elaunch status train" in done.stderr
 
 
@@ -212,9 +207,7 @@ def test_a_job_on_all_its_nodes(meetings: Meetings, environ: dict[str, str]) -> 
 def test_a_job_is_watched_to_its_end(meetings: Meetings, environ: dict[str, str]) -> None:
     with PlayedJob(meetings, "train-1") as job:
         command = [*COMMAND, *meetings.flags, "--watch", "--json", "--interval", "60"]
-        with subprocess.Popen(
-            command, env=environ, stdout=subprocess.PIPE, text=True, cwd=ROOT
-        ) as process:
+        with warm.Popen(command, environ, ROOT, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             assert json.loads(process.stdout.readline())["state"] == "RUNNING"
             job.post(phase="over", exit_code=3, reason="rank 0 exited with code 3")
@@ -295,9 +288,7 @@ def test_watching_on_a_pipe_prints_changes_until_the_end(
 ) -> None:
     agent = play(1)
     command = [*COMMAND, "train", "--watch", "--json", "--interval", "0.1"]
-    with subprocess.Popen(
-        command, env=environ, stdout=subprocess.PIPE, text=True, cwd=ROOT
-    ) as process:
+    with warm.Popen(command, environ, ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert json.loads(process.stdout.readline())["state"] == "RUNNING"
         agent.write(state="RESTARTING")
@@ -343,14 +334,9 @@ def test_interrupting_a_watch_is_quiet(
 
 def test_interrupting_a_watch_on_a_pipe_is_quiet(play: Play, environ: dict[str, str]) -> None:
     play(1)
-    with subprocess.Popen(
-        [*COMMAND, "train", "--watch"],
-        env=environ,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-    ) as process:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    command = [*COMMAND, "train", "--watch"]
+    with warm.Popen(command, environ, ROOT, text=True, **pipes) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.readline()
         process.send_signal(signal.SIGINT)

@@ -28,6 +28,7 @@ from elaunch.store.tcp.connection import TcpConnection
 from elaunch.store.tcp.host import AgentNotice, MembersThread, put_notice, read_notice
 from elaunch.store.tcp.store import SLICE
 from elaunch.wire.local import is_readable
+from tests import warm
 from tests.launching import free_port
 from tests.store.test_contract import LONG, beside, collect, read_until, until
 
@@ -51,8 +52,9 @@ class HostProcess:
     """An agent in a process of its own that hosts the store of ``job`` and leads."""
 
     def __init__(self) -> None:
-        self.process = subprocess.Popen(
+        self.process = warm.Popen(
             [sys.executable, "-c", HOST],
+            os.environ,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -656,9 +658,7 @@ store.close()
 
 def test_torch_writes_nothing_and_leaves_no_variable() -> None:
     """Not of timeouts, not of strangers."""
-    done = subprocess.run(
-        [sys.executable, "-c", QUIET], capture_output=True, text=True, timeout=100, check=False
-    )
+    done = warm.run([sys.executable, "-c", QUIET])
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 

@@ -1,39 +1,28 @@
 """Ranks with a gloo group and a context, quick to start: forked from a process that has torch.
 
 ``in_group(work, size, directory, …)`` runs ``work(ctx, …)`` on every rank and returns what each
-returned. ``work`` is a function of a module, and so are the models here.
+returned. ``work`` is a function of a module, and so are the models here. A rank reads what it is to
+run from its stdin, and writes the answer to what was its stdout: both are pickles.
 """
 
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
+import pickle
+import subprocess
+import sys
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from elaunch.errors import ElaunchError
-from tests.training.channelrig import PATIENCE, StoreHost
-from tests.training.checkpoint.agentrig import SavingAgent
+from tests import warm
+from tests.training.channelrig import PATIENCE, ROOT, StoreHost
 
-_forks = multiprocessing.get_context("forkserver")
-_forks.set_forkserver_preload(
-    [
-        "torch",
-        "torch.distributed.fsdp",
-        "torch.distributed.tensor.parallel",
-        "torch.distributed.checkpoint.state_dict",
-        "torch._dynamo",
-        "elaunch.training.context",
-        "elaunch.training.checkpoint.save",
-        "elaunch.training.checkpoint.load",
-        "tests.training.checkpoint.groups",
-    ]
-)
+_CODE = f"from {__name__} import run_rank; run_rank()"
 
 
 @dataclass(frozen=True)
@@ -65,6 +54,8 @@ def in_group(
     given = dict(env or {})
     with contextlib.ExitStack() as stack:
         if agent:
+            from tests.training.checkpoint.agentrig import SavingAgent  # the ranks need none of it
+
             saving = SavingAgent(directory / "agent", directory / "checkpoints", size)
             stack.callback(saving.close)
             given |= saving.environment
@@ -75,35 +66,31 @@ def _run(
     work: Callable[..., Any], size: int, directory: Path, args: Any, env: Mapping[str, str]
 ) -> list[Any]:
     host = StoreHost()
-    pipes, processes = [], []
-    for rank in range(size):
-        own, other = _forks.Pipe(duplex=False)
-        variables = _variables(rank, size, host.port, directory) | dict(env)
-        process = _forks.Process(target=_rank, args=(other, variables, work, args), daemon=True)
-        process.start()
-        other.close()
-        pipes.append(own)
-        processes.append(process)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    ranks: list[subprocess.Popen[bytes]] = []
     try:
-        return [_received(rank, pipe) for rank, pipe in enumerate(pipes)]
+        for rank in range(size):
+            variables = _variables(rank, size, host.port, directory) | dict(env)
+            ranks.append(warm.Popen([sys.executable, "-c", _CODE], variables, **pipes))
+            with ranks[-1].stdin as stdin:
+                pickle.dump((work, args), stdin)
+            ranks[-1].stdin = None
+        return [_answer(rank, process) for rank, process in enumerate(ranks)]
     finally:
-        for process in processes:
-            process.join(10)
-            if process.is_alive():
-                process.kill()
-                process.join()
+        for process in ranks:
+            process.kill()
+            process.communicate()
 
 
-def _received(rank: int, pipe: Connection) -> Any:
-    assert pipe.poll(2 * PATIENCE), f"rank {rank} has not ended"
-    try:
-        return pipe.recv()
-    except EOFError:
-        raise AssertionError(f"rank {rank} has ended without a word") from None
+def _answer(rank: int, process: subprocess.Popen[bytes]) -> Any:
+    answer, _ = process.communicate(timeout=2 * PATIENCE)
+    assert answer, f"rank {rank} has ended without a word, with {process.returncode}"
+    return pickle.loads(answer)
 
 
 def _variables(rank: int, size: int, port: int, directory: Path) -> dict[str, str]:
-    return {
+    foreign = ("ELAUNCH_", "TORCH", "XDG_")
+    return {name: value for name, value in os.environ.items() if not name.startswith(foreign)} | {
         "RANK": str(rank),
         "WORLD_SIZE": str(size),
         "LOCAL_RANK": str(rank),
@@ -115,17 +102,17 @@ def _variables(rank: int, size: int, port: int, directory: Path) -> dict[str, st
         "TORCHELASTIC_RUN_ID": "job",
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "PYTHONPATH": str(ROOT),
         "XDG_STATE_HOME": str(directory / "state"),
         "ELAUNCH_CHECKPOINT_DIR": str(directory / "checkpoints"),
     }
 
 
-def _rank(
-    pipe: Connection, variables: Mapping[str, str], work: Callable[..., Any], args: tuple[Any, ...]
-) -> None:
-    for name in [name for name in os.environ if name.startswith(("ELAUNCH_", "TORCH"))]:
-        del os.environ[name]
-    os.environ.update(variables)
+def run_rank() -> None:
+    """Run what stdin says; ends this process."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    work, args = pickle.load(sys.stdin.buffer)
     import torch
     import torch.distributed as dist
 
@@ -140,8 +127,9 @@ def _rank(
             assert not torch.cuda.is_initialized()
     except ElaunchError as error:
         answer = Raised(type(error).__name__, f"at the end: {error}", True)
-    pipe.send(answer)
-    pipe.close()
+    with answers:
+        pickle.dump(answer, answers)
+    sys.stdout.flush()
     os._exit(0)  # gloo's threads may abort a process that ends the long way
 
 

@@ -14,6 +14,7 @@ import pytest
 from elaunch.training.place.placement import alone
 from elaunch.training.train import TrainContext
 from elaunch.wire.progress import ProgressPage
+from tests import warm
 
 ROOT = Path(__file__).parents[3]
 
@@ -85,9 +86,7 @@ def test_without_the_package_init_says_what_to_install() -> None:
         "except ContextError as error:\n"
         "    print(error)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100
-    )
+    done = warm.run([sys.executable, "-c", code])
     assert "pip install 'elaunch[tensorboard]'" in done.stdout, done.stderr
 
 
