@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from elaunch.dashboard.app import STATIC, Dashboard
 from elaunch.dashboard.guard import App
 from elaunch.runs.directory import RunDir, create
+from elaunch.runs.record import new_worker
 from tests.agent.status.test_views import LOADS, WAITS, job, taken
 from tests.dashboard.asking import ask
 from tests.monitor.conftest import Play
@@ -149,6 +151,17 @@ def test_a_live_run_shows_who_stands_still(app: App, play: Play) -> None:
     ]
     assert rows[0]["rss_bytes"] > 0
     assert shown["grid"][0]["slots"] == 3
+
+
+def test_a_node_behind_those_in_its_record(app: App, environ: dict[str, str]) -> None:
+    """Of many nodes a record has the first; its own is shown with its ranks all the same."""
+    listed = [{"name": f"a{n}", "host": f"h{n}", "addr": "", "slots": 2} for n in range(64)]
+    workers = [new_worker(200 + n, n) for n in range(2)]
+    made(environ, nodes=listed, node_count=128, node_rank=100, workers=workers, nproc_per_node=2)
+    *others, own = ask(app, "/api/run", run="train-1").json["grid"]
+    assert [node["here"] for node in others] == [False] * 64
+    assert (own["node"], own["host"]) == (100, os.uname().nodename)
+    assert (own["first"], own["slots"], own["here"]) == (200, 2, True)
 
 
 def test_all_is_well(app: App, play: Play) -> None:

@@ -15,7 +15,7 @@ from elaunch.monitor import card
 from elaunch.monitor.document import run_document
 from elaunch.monitor.nodeviews import OtherNodes
 from elaunch.monitor.runpage import failure_lines
-from elaunch.monitor.snapshot import PATIENCE_S, NodeReading, RunView, take
+from elaunch.monitor.snapshot import PATIENCE_S, RunView, take
 from elaunch.monitor.standing import Standing, read_standing
 from elaunch.runs import verdict
 from elaunch.runs.directory import RunDir, run_id_of
@@ -97,7 +97,7 @@ class RunReader:
             "bad": view.standing.state in BAD,
             "worker_fields": WORKER_FIELDS,
             "workers": [[row.get(name) for name in WORKER_FIELDS] for row in rows],
-            "grid": list(_grid(document, {node.node: node for node in view.others})),
+            "grid": list(_grid(document, view)),
             "failures": failures,
             "time_classes": verdict.CLASSES,
             "verdict": list(verdict.facts(view.record)),
@@ -253,21 +253,26 @@ def _rows(
     return [{**_PROGRESS, **known.get(worker["rank"], {}), **worker} for worker in workers]
 
 
-def _grid(
-    document: Mapping[str, Any], others: Mapping[int, NodeReading]
-) -> Iterator[dict[str, Any]]:
-    """Yield the nodes with the ranks of each, and whether their agents answer."""
-    nodes: Iterable[Mapping[str, Any]] = document.get("nodes") or [
-        {"name": "", "host": document["agent"]["host"], "slots": document["nproc_per_node"] or 0}
-    ]
+def _grid(document: Mapping[str, Any], view: RunView) -> Iterator[dict[str, Any]]:
+    """Yield the nodes with the ranks of each, and whether their agents answer.
+
+    Of many nodes the record has the first; the run's own is behind them if it is none of those.
+    """
+    here, slots = document["agent"]["host"], document["nproc_per_node"] or 0
+    nodes = [(node["host"], node["slots"]) for node in document.get("nodes") or ()]
     own, first = document.get("node_rank", 0), 0
-    for number, node in enumerate(nodes):
+    notes = {node.node: node.note for node in view.others}
+    for number, (host, count) in enumerate(nodes or [(here, slots)]):
         yield {
             "node": number,
-            "host": node["host"],
+            "host": host,
             "first": first,
-            "slots": node["slots"],
+            "slots": count,
             "here": number == own,
-            "note": others[number].note if number in others else "",
+            "note": notes.get(number, ""),
         }
-        first += node["slots"]
+        first += count
+    if own is not None and own >= max(1, len(nodes)):
+        first = min((worker.record["rank"] for worker in view.workers), default=first)
+        place = {"node": own, "host": here, "first": first, "slots": slots}
+        yield {**place, "here": True, "note": ""}
