@@ -98,10 +98,10 @@ class TopApp(App[None]):
                 self._reading = known = await in_thread(
                     partial(self._reader.read, key, frozenset(self._opened))
                 )
-                self._open_first(known)
+                unread = self._open_first(known)
                 self._show()
                 spent = time.process_time() - began
-                self._full_at = time.monotonic() + max(LEAST_S, SHARE * spent)
+                self._full_at = time.monotonic() + (0.0 if unread else max(LEAST_S, SHARE * spent))
             else:
                 recent = await in_thread(partial(self._reader.recent, key, known.summary))
                 self._reading = replace(known, recent=recent)
@@ -112,15 +112,21 @@ class TopApp(App[None]):
             except asyncio.TimeoutError:
                 continue
 
-    def _open_first(self, reading: TopReading) -> None:
-        """Open nodes that have not been seen: of a job with few ranks, this one, and bad ones."""
+    def _open_first(self, reading: TopReading) -> bool:
+        """Open nodes that have not been seen: of a job with few ranks, this one, and bad ones.
+
+        Return whether there are others than this one among them: their ranks are not read yet.
+        """
         few = sum(len(node.ranks) for node in reading.nodes) <= FEW_RANKS
+        unread = False
         for node in reading.nodes:
             if (node.number,) not in self._seen:
                 self._seen.add((node.number,))
                 here = node.here and len(node.ranks) <= FEW_RANKS
                 if few or here or node.level == 2:
                     self._opened.add((node.number,))
+                    unread |= not node.here
+        return unread
 
     def _show(self) -> None:
         reading = self._reading
