@@ -81,8 +81,9 @@ class RunView:
 
     @property
     def has_others(self) -> bool:
-        """Whether the run goes on and has other nodes, which its agent can ask."""
-        return self.standing.live and len(self.record.get("nodes") or ()) > 1
+        """Whether the run goes on and has other nodes, which its agent on this machine can ask."""
+        here = self.standing.agent in ("answers", "silent", "stopped")
+        return here and len(self.record.get("nodes") or ()) > 1
 
 
 def take(run: RunDir, before: Mapping[int, Measurement] | None = None) -> RunView:

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -138,6 +139,8 @@ def test_workers_of_other_nodes_are_shown(tmp_path: Path, monkeypatch: pytest.Mo
         ) -> tuple[NodeReading, ...]:
             standing = Standing(run, seen, seen["state"], None, agent, 0.0)
             view = RunView(standing, seen, (), None, None, {})
+            assert view.has_others
+            assert not replace(view, standing=replace(standing, agent="elsewhere")).has_others
             found: RunView = by.complete(view, asked, 5)
             return found.others
 
