@@ -71,6 +71,7 @@ SIZES = [(target, size) for target in CLUSTERS for size in ("1", "2", "2:4")]
 SIZES.remove(("kubeflow", "2:4"))  # a TrainJob has a fixed number of nodes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("target", "size"), SIZES)
 def test_documents_fit_the_published_schemas(target: str, size: str) -> None:
     """Names, types and values of all fields; rules between fields are the server's own."""
@@ -129,6 +130,7 @@ def test_any_text_arrives_as_it_is(target: str) -> None:
     assert args(target, words)[-len(HOSTILE) :] == HOSTILE
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"))))
 def test_any_text_is_read_back(words: list[str]) -> None:

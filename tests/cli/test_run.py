@@ -181,7 +181,7 @@ WORDS = st.sampled_from(
 
 
 @pytest.mark.slow
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(st.lists(WORDS, max_size=8))
 @example(["s.py", "--", "--"])
 @example(["-r", "--", "3", "s.py"])

@@ -75,7 +75,7 @@ class _Taken(BaseHTTPRequestHandler):
 def collector() -> Iterator[Received]:
     """Run a collector."""
     with Received() as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         yield server
         server.shutdown()

@@ -30,6 +30,7 @@ def events(answer: http.client.HTTPResponse) -> Iterator[Any]:
             yield json.loads(line[6:])
 
 
+@pytest.mark.slow
 def test_a_killed_worker_shows_up_without_a_reload(elaunch: Launcher) -> None:
     """The page's feed of a real job: running, then in its next round with the cause of that."""
     flags = ["--run-id", "job", "--max-restarts", "1"]
@@ -60,6 +61,7 @@ def test_a_killed_worker_shows_up_without_a_reload(elaunch: Launcher) -> None:
     job.wait()
 
 
+@pytest.mark.slow
 def test_a_job_is_restarted_and_stopped(elaunch: Launcher) -> None:
     """By what the page sends; a request without the page's key does nothing."""
     flags = ["--run-id", "job", "--max-restarts", "0"]

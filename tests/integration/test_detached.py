@@ -43,12 +43,11 @@ def status(elaunch: Launcher, run: str) -> dict[str, Any]:
 def is_up(elaunch: Launcher, run: str, ranks: int) -> None:
     """Wait until every rank has written its first lines."""
 
-    def seen() -> bool:
-        shown = elaunch.start(["logs", run])
-        assert shown.wait().returncode == 0
-        return len(re.findall(rb"(?:out|err) .*of \d", shown.output_bytes())) == 2 * ranks
-
-    wait_until(seen, 90, "the first lines of all ranks")
+    shown = elaunch.start(["logs", run, "--follow"])
+    lines = re.compile(rb"(?:out|err) .*of \d")
+    all_of_them = "the first lines of all ranks"
+    wait_until(lambda: len(lines.findall(shown.output_bytes())) == 2 * ranks, 90, all_of_them)
+    shown.end()
 
 
 @pytest.mark.slow

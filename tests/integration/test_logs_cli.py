@@ -14,6 +14,7 @@ from tests.integration.jobs import SPAWN
 from tests.integration.watching import act, wait_for_workers
 from tests.launching import Launcher
 
+pytestmark = pytest.mark.slow
 SPEAK = ("say=out", "err=oops")
 
 
@@ -33,7 +34,6 @@ def out(rank: int) -> re.Pattern[str]:
     return re.compile(rf"out rank={rank} round=0 pid=\d+")
 
 
-@pytest.mark.slow
 def test_by_default_all_is_shown_and_kept(elaunch: Launcher) -> None:
     """Unprefixed on the console; the files are in the run directory."""
     done = elaunch.run(act(SPAWN, *SPEAK))
@@ -98,7 +98,6 @@ def test_each_rank_as_it_is_asked_for(elaunch: Launcher, tmp_path: Path) -> None
     assert len(logs(tmp_path / "logs")) == 6
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("flag", ["--local-ranks-filter", "--log-ranks"])
 @pytest.mark.parametrize("tee", [[], ["-t", "3"]], ids=["plain", "teed"])
 def test_only_the_chief_on_the_console(
@@ -128,7 +127,6 @@ def test_lines_that_are_copied_by_a_filter(elaunch: Launcher, tmp_path: Path) ->
     assert sorted(copied) == ["[default0]:oops", "[default1]:oops"]
 
 
-@pytest.mark.slow
 def test_no_files_at_all(elaunch: Launcher, tmp_path: Path) -> None:
     """--log-dir /dev/null: what would only be in a file is shown instead; errors still report."""
     words = [*SPEAK, f"meet={tmp_path}", "1:exit=3", "wait"]
@@ -140,7 +138,6 @@ def test_no_files_at_all(elaunch: Launcher, tmp_path: Path) -> None:
     assert len([line for line in done.stdout.splitlines() if "out rank=" in line]) == 2
 
 
-@pytest.mark.slow
 def test_nothing_is_left_in_the_temporary_directory(elaunch: Launcher, tmp_path: Path) -> None:
     """After a run that succeeded, and after one that failed and was restarted."""
     temporary = tmp_path / "tmp"
@@ -192,7 +189,6 @@ def test_the_launchers_own_error_file(elaunch: Launcher, tmp_path: Path) -> None
     assert reply["message"]["errorCode"] == 1
 
 
-@pytest.mark.slow
 def test_error_files_are_absolute_and_in_place(elaunch: Launcher, tmp_path: Path) -> None:
     """Also with a relative --log-dir and with no files at all."""
     for flags in (["--log-dir=logs"], ["--log-dir=/dev/null"], []):
@@ -203,7 +199,6 @@ def test_error_files_are_absolute_and_in_place(elaunch: Launcher, tmp_path: Path
         assert all(path.is_absolute() and path.read_text() == "{}" for path in paths)
 
 
-@pytest.mark.slow
 def test_two_runs_of_one_name_at_once(elaunch: Launcher, tmp_path: Path) -> None:
     """Each has its logs, its record and its store; neither disturbs the other."""
     flags = ["--rdzv-id=same", f"--log-dir={tmp_path}/logs"]
@@ -225,7 +220,6 @@ def test_two_runs_of_one_name_at_once(elaunch: Launcher, tmp_path: Path) -> None
     assert {(record["run_id"], record["state"]) for record in records} == {("same", "COMPLETED")}
 
 
-@pytest.mark.slow
 def test_a_name_can_be_used_again(elaunch: Launcher) -> None:
     """As a requeued job does."""
     for _ in range(2):

@@ -9,11 +9,14 @@ import shlex
 import signal
 from pathlib import Path
 
+import pytest
+
 from tests.launching import Launcher, wait_until
 
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "tutorial.md").read_text()
 
 
+@pytest.mark.slow
 def test_the_script_of_the_tutorial_survives_a_crash(elaunch: Launcher, tmp_path: Path) -> None:
     """The line is that of the page, with a quarter of the steps."""
     script = re.search(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)

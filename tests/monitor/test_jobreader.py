@@ -42,6 +42,7 @@ def reading(meetings: Meetings, run_id: str = "train-1") -> WatchReading:
         return reader.read(None)
 
 
+@pytest.mark.slow
 def test_a_job_is_read_from_its_store(meetings: Meetings) -> None:
     with PlayedJob(meetings, "train-1", nodes=2) as job:
         wait_until(lambda: all(n["agent_state"] for n in reading(meetings).document["nodes"]))

@@ -113,6 +113,7 @@ def test_files_without_arrivals_have_the_time_of_their_change(home: dict[str, st
     assert shown(run, home, Choice(since=NOW + 5))[0] == b"[rank 0]: line\n"
 
 
+@pytest.mark.slow
 def test_a_million_lines_cost_little(home: dict[str, str]) -> None:
     """Of 8 ranks whose output alternates: CPU seconds, and not one open for each line."""
     run, line = recorded(runs_in(home), 0), b"x" * 30 + b"\n"

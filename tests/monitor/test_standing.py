@@ -75,6 +75,7 @@ def test_workers_that_outlive_their_agent_are_named(play: Play) -> None:
     assert standing.reason.endswith(f"it was killed; still running: rank 3 (pid {survivor.pid})")
 
 
+@pytest.mark.slow
 def test_an_agent_that_does_not_answer(play: Play) -> None:
     agent = play()
     agent.write(silent=True)
@@ -84,6 +85,7 @@ def test_an_agent_that_does_not_answer(play: Play) -> None:
     assert (standing.state, standing.agent, standing.live) == ("RUNNING", "silent", True)
 
 
+@pytest.mark.slow
 def test_a_suspended_agent(play: Play) -> None:
     agent = play()
     identity = agent.run.read_state()["agent"]

@@ -67,6 +67,7 @@ def test_two_runs_may_share_an_id(environ: dict[str, str]) -> None:
     assert [create("a/b", environ).path.name for _ in range(2)] == ["a%2Fb", "a%2Fb.2"]
 
 
+@pytest.mark.slow
 def test_concurrent_agents_get_directories_of_their_own(environ: dict[str, str]) -> None:
     code = "import os, elaunch.runs.directory as d; print(d.create('job', os.environ).path)"
     agents = [

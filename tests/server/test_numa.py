@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ TWO_SOCKETS = {
 }
 """Two sockets with two nodes each; cores of two threads, n and n + 32; four cores to a cache."""
 GPUS = {"0000:07:00.0": 0, "0000:0b:00.0": 0, "0000:48:00.0": 1, "0001:c8:00.0": 3}
+MANY = {f"0000:0{number}:01.0": 2 for number in range(5)}
+"""Devices of one node, more than it has caches."""
 
 
 def machine(root: Path, shape: dict, devices: dict[str, int]) -> Path:
@@ -48,6 +51,12 @@ def machine(root: Path, shape: dict, devices: dict[str, int]) -> Path:
     return root
 
 
+@pytest.fixture(scope="module")
+def sysfs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return what is shown of the machine of two sockets: a thousand files."""
+    return machine(tmp_path_factory.mktemp("sys"), TWO_SOCKETS, GPUS | MANY)
+
+
 def cpus(text: str) -> set[int]:
     """Return the CPUs of a list as sysfs has them."""
     return numa._numbers(text)
@@ -62,17 +71,15 @@ def cpus(text: str) -> set[int]:
         ("core-complex", ["0-3,32-35", "4-7,36-39", "8-11,40-43", "24-27,56-59"]),
     ],
 )
-def test_the_modes(tmp_path: Path, mode: str, expected: list[str]) -> None:
+def test_the_modes(sysfs: Path, mode: str, expected: list[str]) -> None:
     """Two devices at node 0, one each at nodes 1 and 3, none at node 2."""
-    sysfs = machine(tmp_path, TWO_SOCKETS, GPUS)
     found = numa.plan(mode, list(GPUS), set(range(64)), sysfs=sysfs)
     assert [binding.cpus for binding in found] == [cpus(text) for text in expected]
     assert [2 * binding.cores for binding in found] == [len(binding.cpus) for binding in found]
 
 
-def test_only_what_this_process_may_use(tmp_path: Path) -> None:
+def test_only_what_this_process_may_use(sysfs: Path) -> None:
     """Cores count with what is left of them, and the cache with most CPUs comes first."""
-    sysfs = machine(tmp_path, TWO_SOCKETS, GPUS)
     allowed = cpus("3-7,36,8-9,20-23,24-31")
 
     def found(mode: str) -> list[frozenset[int]]:
@@ -84,17 +91,15 @@ def test_only_what_this_process_may_use(tmp_path: Path) -> None:
     assert found("core-complex")[:2] == [cpus("4-7,36"), {3}]
 
 
-def test_more_devices_than_caches_share_them(tmp_path: Path) -> None:
+def test_more_devices_than_caches_share_them(sysfs: Path) -> None:
     """In turn; a core is not divided among devices."""
-    gpus = {f"0000:0{number}:00.0": 2 for number in range(5)}
-    sysfs = machine(tmp_path, TWO_SOCKETS, gpus)
-    found = numa.plan("core-complex", list(gpus), set(range(64)), sysfs=sysfs)
+    found = numa.plan("core-complex", list(MANY), set(range(64)), sysfs=sysfs)
     assert [min(binding.cpus) for binding in found] == [16, 20, 16, 20, 16]
-    shares = numa.plan("exclusive", list(gpus), set(range(64)), sysfs=sysfs)
+    shares = numa.plan("exclusive", list(MANY), set(range(64)), sysfs=sysfs)
     assert [binding.cores for binding in shares] == [2, 2, 2, 1, 1]
     assert set().union(*(binding.cpus for binding in shares)) == cpus("16-23,48-55")
     with pytest.raises(ValueError, match="NUMA node 2 has 4 physical cores for 5 devices"):
-        numa.plan("exclusive", list(gpus), cpus("16-19"), sysfs=sysfs)
+        numa.plan("exclusive", list(MANY), cpus("16-19"), sysfs=sysfs)
 
 
 def test_a_machine_with_one_node(tmp_path: Path) -> None:
@@ -106,15 +111,18 @@ def test_a_machine_with_one_node(tmp_path: Path) -> None:
         assert binding == numa.Binding(frozenset(range(8)), 4)
 
 
-def test_what_cannot_be_bound(tmp_path: Path) -> None:
+def test_what_cannot_be_bound(sysfs: Path, tmp_path: Path) -> None:
     """A node without a CPU for this process; a device or a node that sysfs does not know."""
-    sysfs = machine(tmp_path, TWO_SOCKETS, GPUS)
     with pytest.raises(ValueError, match="device 2 is at NUMA node 1, of which no CPU may be used"):
         numa.plan("node", list(GPUS), cpus("0-7,16-63") - cpus("40-47"), sysfs=sysfs)
     found = numa.plan("node", list(GPUS), cpus("0-7"), sysfs=sysfs, nproc=2)
     assert [binding.cpus for binding in found] == [cpus("0-7")] * 2  # of no more than the workers'
     with pytest.raises(FileNotFoundError, match="numa_node"):
         numa.plan("node", ["0000:ff:00.0"], set(range(64)), sysfs=sysfs)
-    (sysfs / "devices/system/node/node3/cpulist").unlink()
+    nodes = "devices/system/node"
+    shutil.copytree(sysfs / nodes, tmp_path / nodes)
+    (tmp_path / nodes / "node3/cpulist").unlink()
+    for shown in ("bus", "devices/system/cpu"):
+        (tmp_path / shown).symlink_to(sysfs / shown)
     with pytest.raises(FileNotFoundError, match="node3"):
-        numa.plan("node", list(GPUS), set(range(64)), sysfs=sysfs)
+        numa.plan("node", list(GPUS), set(range(64)), sysfs=tmp_path)

@@ -84,6 +84,7 @@ def test_a_failed_run_at_a_glance(
     drive(run, environ, size, act)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_page", [False, pytest.param(True, marks=pytest.mark.trial)])
 def test_a_reading_while_the_screen_is_closed(
     run: RunDir, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch, with_page: bool
@@ -113,6 +114,7 @@ def test_a_reading_while_the_screen_is_closed(
     drive(run, environ, SMALL, act)
 
 
+@pytest.mark.slow
 def test_keys_as_in_k9s(run: RunDir, environ: dict[str, str]) -> None:
     """Enter on a rank is its log; / filters there and in the tree; Esc goes back."""
 
@@ -144,6 +146,7 @@ def test_keys_as_in_k9s(run: RunDir, environ: dict[str, str]) -> None:
     drive(run, environ, SMALL, act)
 
 
+@pytest.mark.slow
 def test_a_long_line_has_the_whole_width(
     run: RunDir, environ: dict[str, str], tmp_path: Path
 ) -> None:
@@ -158,6 +161,7 @@ def test_a_long_line_has_the_whole_width(
     drive(run, environ, WIDE, act)
 
 
+@pytest.mark.slow
 def test_an_agent_that_is_killed_meanwhile(play: Play, environ: dict[str, str]) -> None:
     """The view goes on, with what was written last and why the run is LOST."""
     agent = play(2)
@@ -171,6 +175,7 @@ def test_an_agent_that_is_killed_meanwhile(play: Play, environ: dict[str, str]) 
     drive(agent.run, environ, SMALL, act)
 
 
+@pytest.mark.slow
 def test_two_thousand_ranks(environ: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Only open nodes have rows, only seen rows are drawn; a filter finds one of them."""
     workers = [new_worker(rank, rank) | {"state": "SUCCEEDED"} for rank in range(2000)]
@@ -197,6 +202,7 @@ def test_two_thousand_ranks(environ: dict[str, str], monkeypatch: pytest.MonkeyP
     drive(run, environ, WIDE, act)
 
 
+@pytest.mark.slow
 def test_a_run_that_cannot_be_read(run: RunDir, environ: dict[str, str]) -> None:
     """Its reason stands there, and q ends it."""
     run.state_file.write_text("{")

@@ -139,6 +139,7 @@ except CollectiveTimeout as error:
         assert "(1,)" in said and "does not answer" in said
 
 
+@pytest.mark.slow
 def test_sigint_in_a_call_ends_that_rank_and_tells_the_others(start: Start) -> None:
     """A call can be interrupted like any other wait."""
     script = """

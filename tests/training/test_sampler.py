@@ -275,6 +275,7 @@ def test_long_epochs(shuffle: bool) -> None:
     assert together == alone + alone[:2]
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_data() -> None:
     """Of 10^9 samples any part costs the same, and begins at once."""
     tracemalloc.start()

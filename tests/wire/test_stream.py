@@ -85,6 +85,7 @@ def test_contexts_have_keys_of_their_own() -> None:
     assert session_key(b"secret", "elaunch/job/0/0/") != session_key(b"secret", "elaunch/job/1/0/")
 
 
+@pytest.mark.slow
 def test_an_answer_is_not_forgotten_when_time_runs_out() -> None:
     """One of another job that then falls silent: the error says both."""
     with socket.create_server(("127.0.0.1", 0)) as listening:

@@ -135,7 +135,7 @@ JSON = st.recursive(
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(record=JSON)
 def test_any_json(tmp_path_factory: pytest.TempPathFactory, record: object) -> None:
     """Any JSON is a record or corrupt, and what comes out can be encoded."""

@@ -152,6 +152,7 @@ PIECES = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(pieces=PIECES, eager=st.booleans(), is_terminal=st.booleans(), prefix=st.booleans())
 def test_no_line_mixes_two_workers_and_nothing_is_lost(
     tmp_path_factory: pytest.TempPathFactory,
@@ -215,6 +216,7 @@ def test_the_inherited_descriptor_is_left_as_it_is() -> None:
     os.close(write_end)
 
 
+@pytest.mark.slow
 def test_a_socket_that_blocks() -> None:
     """It cannot be opened anew, so it is asked before each write."""
     ours, theirs = socket.socketpair()

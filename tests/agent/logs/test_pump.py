@@ -73,6 +73,7 @@ def test_bytes_arrive_as_they_were_written(rig: Callable[..., Rig], tmp_path: Pa
     assert one.pump.tail(0, "stdout") == ["\0", "last \ufffd"]
 
 
+@pytest.mark.slow
 def test_arrivals_are_noted_of_each_file_now_and_then(
     rig: Callable[..., Rig], tmp_path: Path
 ) -> None:
@@ -89,6 +90,7 @@ def test_arrivals_are_noted_of_each_file_now_and_then(
     assert all(before - 1 <= one.at <= time.time() for one in found)
 
 
+@pytest.mark.slow
 def test_lines_of_a_megabyte_stay_whole(rig: Callable[..., Rig], tmp_path: Path) -> None:
     """Four workers write them at once to one console, in odd pieces and on both streams."""
     code = f"""{WRITE_ALL}
@@ -167,6 +169,7 @@ def test_the_agent_cuts_no_line_in_two(rig: Callable[..., Rig]) -> None:
     assert one.out.data == b"epoch 1 ...\nelaunch: stopping\n done\n"
 
 
+@pytest.mark.slow
 def test_a_writer_that_never_ends_a_line(rig: Callable[..., Rig], tmp_path: Path) -> None:
     """More than is held goes to the console in pieces; the others are not mixed into it."""
     code = f"{WRITE_ALL}\nfor _ in range(20): put(1, b'x' * 1_000_000)"
@@ -263,6 +266,7 @@ def test_without_files_the_rest_is_dropped_and_that_is_said(rig: Callable[..., R
     assert one.err.data.count(b"\n") == 3
 
 
+@pytest.mark.slow
 def test_earlier_rounds_are_kept_and_descriptors_are_not(
     rig: Callable[..., Rig], tmp_path: Path
 ) -> None:
@@ -537,6 +541,7 @@ def switches() -> int:
     return int(re.findall(r"^voluntary_ctxt_switches:\s+(\d+)", status, re.M)[0])
 
 
+@pytest.mark.slow
 def test_lines_that_come_without_a_pause_are_taken_together(tmp_path: Path) -> None:
     """The pump does not wake for each of them, none is lost, and the end is not waited for."""
     rig = Rig(LogPlan(tmp_path))

@@ -95,6 +95,7 @@ def test_what_is_damaged_is_put_aside(settings: Settings, storage: Storage) -> N
     finishing.close()
 
 
+@pytest.mark.slow
 def test_many_damaged_ones_do_not_hold_up_the_round(
     settings: Settings,
     storage: Storage,

@@ -71,7 +71,7 @@ class _Post(BaseHTTPRequestHandler):
 def server(tmp_path: Path) -> Iterator[StatusServer]:
     """Return a server that serves in a thread."""
     made = StatusServer(tmp_path)
-    threading.Thread(target=made.serve_forever, daemon=True).start()
+    threading.Thread(target=made.serve_forever, args=(0.01,), daemon=True).start()
     yield made
     made.shutdown()
     made.server_close()

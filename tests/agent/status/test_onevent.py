@@ -89,7 +89,7 @@ def test_a_url_gets_a_post() -> None:
             """Print nothing."""
 
     server = HTTPServer(("127.0.0.1", 0), Taker)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     with hooked(f"http://127.0.0.1:{server.server_port}/x?y=1") as hook:
         show(hook, READY, started(0), started(1), *ENDS)
     server.shutdown()

@@ -179,6 +179,7 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
         ask(run, {"of": "files"}, 5)
 
 
+@pytest.mark.slow
 def test_a_rank_of_another_node_is_profiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,6 +30,7 @@ def healthy(address: str) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_pages_are_served_for_as_long_as_the_run_lasts(elaunch: Launcher) -> None:
     """Printed once; a port that is taken is replaced; the server dies with the agent."""
     with socket.create_server(("127.0.0.1", 0)) as taken:

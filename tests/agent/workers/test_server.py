@@ -216,6 +216,7 @@ def test_a_server_that_dies_is_reported_once(rig: Rig) -> None:
     assert rig.inbox.empty()
 
 
+@pytest.mark.slow
 @with_rig
 def test_each_server_is_reported_by_the_one_reaper(rig: Rig) -> None:
     """Also while another child of this process lives, whose end nobody waits for."""
@@ -229,6 +230,7 @@ def test_each_server_is_reported_by_the_one_reaper(rig: Rig) -> None:
         os.kill(bystander, signal.SIGKILL)
 
 
+@pytest.mark.slow
 @with_rig
 def test_a_fence_that_passes_kills_all_workers(rig: Rig) -> None:
     """Also what has left the worker's session; it is not held for the worker's own failure."""

@@ -86,6 +86,7 @@ def test_other_ways_to_a_callable_are_closed(data: bytes) -> None:
         assert DAMAGED in str(error)
 
 
+@pytest.mark.slow
 @given(PLAIN, st.integers(0, pickle.HIGHEST_PROTOCOL))
 def test_plain_data_comes_out_as_it_was(value: object, protocol: int) -> None:
     assert load_inert(pickle.dumps(value, protocol), "plain") == value
@@ -128,7 +129,8 @@ def test_a_truncated_pickle_is_damaged(value: object, protocol: int, data: st.Da
         load_inert(whole[:cut], "torn")
 
 
-@settings(max_examples=400)
+@pytest.mark.slow
+@settings(max_examples=200)
 @given(st.integers(0, pickle.HIGHEST_PROTOCOL), st.data())
 def test_flipped_bytes_never_do_more_than_damage(protocol: int, data: st.DataObject) -> None:
     value = {"torch.float32": [Path("/x"), 1.5, 2**70, "r" * 300], "b": (b"rrrr", {"x": {1, 2}})}

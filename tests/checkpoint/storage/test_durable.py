@@ -43,6 +43,7 @@ def test_large_pieces_have_the_same_checksum(tmp_path: Path) -> None:
     assert entry.mtime_ns == (tmp_path / "a").stat().st_mtime_ns
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("storage", ["takes it", "refuses the flag", "refuses a write"])
 def test_whole_steps_go_past_the_page_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, storage: str

@@ -48,7 +48,7 @@ def s3() -> Iterator[str]:
     server.stop()
 
 
-@pytest.fixture(params=["memory", "file", "s3"])
+@pytest.fixture(params=["memory", "file", pytest.param("s3", marks=pytest.mark.slow)])
 def storage(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStorage:
     """An empty storage of run "digits" behind each kind of URL."""
     if request.param == "s3":

@@ -36,6 +36,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunDir]:
         process.kill()
 
 
+@pytest.mark.slow
 def test_a_flame_graph_of_a_rank(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     """With the function in which it is."""
     assert execute(["profile", "job", "1s", "--rank", "3"]) == 0, capsys.readouterr()

@@ -307,6 +307,7 @@ def test_watching_what_has_ended_shows_it_once(play: Play, environ: dict[str, st
     assert done.stdout.count("STOPPED  exit code 143") == 1
 
 
+@pytest.mark.slow
 def test_watching_on_a_terminal(play: Play, environ: dict[str, str]) -> None:
     agent = play(1)
     terminal = Terminal(environ, "train", "--watch", "--interval", "0.1")
@@ -371,6 +372,7 @@ def test_lines_fit_the_terminal(play: Play, environ: dict[str, str], columns: in
         assert max(len(line) for line in text.splitlines()) <= columns
 
 
+@pytest.mark.slow
 def test_rich_and_psutil_are_imported_only_where_they_are_needed(
     play: Play, environ: dict[str, str]
 ) -> None:

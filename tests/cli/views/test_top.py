@@ -49,6 +49,7 @@ def test_without_textual_it_is_the_watch(play: Play, environ: dict[str, str]) ->
     assert terminal.ended() == 0
 
 
+@pytest.mark.slow
 def test_without_a_terminal(play: Play, environ: dict[str, str], tmp_path: Path) -> None:
     """A clear error; the document for programs; textual is not imported for that."""
     agent = play(1)

@@ -72,6 +72,7 @@ def test_the_newest_failed_round(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["card"]["first"]["message"] == TAIL[-1]
 
 
+@pytest.mark.slow
 def test_it_is_shown_while_the_job_runs_and_after_its_agent_was_killed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

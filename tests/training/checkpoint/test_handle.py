@@ -120,6 +120,7 @@ def patient(ctx: Any) -> Any:
     return [*told, ctx.checkpoint.wait().name]
 
 
+@pytest.mark.slow
 def test_storage_that_takes_longer_than_ranks_wait_for_each_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

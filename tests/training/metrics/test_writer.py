@@ -92,6 +92,7 @@ def test_flush_waits_for_what_was_put(writer: Writer, directory: Path) -> None:
         assert steps(directory)[-1] == step
 
 
+@pytest.mark.slow
 def test_threads_may_report_at_once(writer: Writer, directory: Path) -> None:
     threads = [threading.Thread(target=put, args=(writer, *range(2000))) for _ in range(4)]
     for thread in threads:

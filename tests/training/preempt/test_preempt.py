@@ -56,6 +56,7 @@ def first_true(rank: Rank, pause: float = 0.0, at_most: int = 10**9) -> int:
 # Nothing is pending.
 
 
+@pytest.mark.slow
 def test_while_nothing_is_pending_a_call_is_a_read_of_memory(store: int, scope: str) -> None:
     """A million calls, by this thread's own clock: 0.2 µs each when this was written."""
     with ranks(2, store, scope) as (rank, _):
@@ -408,6 +409,7 @@ def test_closing_leaves_no_thread(store: int, scope: str) -> None:
         )
 
 
+@pytest.mark.slow
 def test_close_races_with_notices(store: int, scope: str) -> None:
     """Whatever comes first, every rank ends, and none is told alone."""
     for trial in range(30):
@@ -655,6 +657,7 @@ def test_the_platforms_deadline_reaches_the_other_nodes_agent(
         rank.close()
 
 
+@pytest.mark.slow
 def test_the_platforms_deadline_waits_for_no_rank(agent: Agent, store: int, scope: str) -> None:
     """An agent that was asked by way of the plan has what is left of it before the ranks agree."""
 
