@@ -62,6 +62,7 @@ class Pager(Screen[None]):
         self._once = once
         self._needle = ""
         self._due = asyncio.Event()
+        self._laid_out = asyncio.Event()
         # Not looked up: a reading may come when the screen is closed and has nothing left in it.
         self._header = Static(id="header", markup=False)
         self._lines = RichLog(max_lines=KEPT_LINES, auto_scroll=not once, min_width=1, wrap=True)
@@ -79,9 +80,16 @@ class Pager(Screen[None]):
         self._field.display = False
         self._lines.focus()
         self._say("reading …")
+        self.screen_layout_refresh_signal.subscribe(self, self._measured, immediate=True)
         self.run_worker(self._follow())
 
+    def _measured(self, _: Screen[None]) -> None:
+        if self._lines.size.width:
+            self._laid_out.set()
+
     async def _follow(self) -> None:
+        # Lines that are written before would be wrapped at no column: nothing of them is seen.
+        await self._laid_out.wait()
         while True:
             self._due.clear()
             began = time.process_time()

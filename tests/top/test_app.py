@@ -146,6 +146,25 @@ def test_keys_as_in_k9s(run: RunDir, environ: dict[str, str]) -> None:
     drive(run, environ, SMALL, act)
 
 
+def test_lines_that_are_read_before_the_screen_is_laid_out(
+    run: RunDir, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are shown when it is."""
+
+    async def at_once(work: Callable[[], Any]) -> Any:
+        return work()
+
+    monkeypatch.setattr(pager, "in_thread", at_once)
+
+    async def act(pilot: Pilot[None]) -> None:
+        await pilot.press("w")
+        await seen(pilot, "why train-1", "rank 1 (local_rank 1) exited with code 7")
+        await pilot.press("question_mark")
+        await seen(pilot, "elaunch top RUN --json")
+
+    drive(run, environ, SMALL, act)
+
+
 @pytest.mark.slow
 def test_a_long_line_has_the_whole_width(
     run: RunDir, environ: dict[str, str], tmp_path: Path
