@@ -26,7 +26,8 @@ SETUP := setup.cfg pyproject.toml constraints.txt scripts/setup-venv.sh
 STAMP := $(VENV)/.installed-$(shell { cat $(SETUP); pwd; $(PYTHON) -V; } 2>&1 | cksum | cut -d' ' -f1)
 # Half of the time a test of processes waits for one of them, so there are more than cores.
 # Tests rewritten for their assertions are kept, or each process of pytest rewrites all of them.
-PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 5 --dist worksteal
+# No test is a coroutine: anyio's plugin for those would load asyncio in each process of pytest.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -p no:anyio -n 5 --dist worksteal
 
 .PHONY: demo test trials lint check bench bench-cluster bench-checkpoint matrix clients docs pictures size clean venv
 

@@ -59,6 +59,9 @@ _GROUP_TIME: Final = "TORCH_NCCL_"
 THREADS: Final = "OMP_NUM_THREADS"
 PATH: Final = "PYTHONPATH"
 
+_LAUNCHER: Final = ("torch.distributed.argparse_util", "torch.distributed.launcher.api")
+"""What torchrun imports. It looks at its stack, for that at all modules: so without those below."""
+
 _LATER: Final = (
     "torch._dynamo",
     "torch.distributed.checkpoint.state_dict",
@@ -310,6 +313,7 @@ class WarmServer:
         self._torch = torch
         server = set(sys.modules)
         path = list(sys.path)
+        launcher = _not_of_python(_imported(_LAUNCHER))
         later = _not_of_python(_imported(_LATER))
         self.end.modules.update(
             (name, module)
@@ -332,6 +336,7 @@ class WarmServer:
         self._of_commands = set(sys.modules) - rest - tests
         _Hidden(tests)
         _Hidden(hidden)
+        _Hidden(launcher)
         _Hidden(later, sys.path[len(path) :])
         sys.path[:] = path
         self._hidden = _Hidden(_not_of_python(server - first))

@@ -397,6 +397,7 @@ def same(one: Any, two: Any) -> bool:
     return bool(type(one) is type(two) and one == two)
 
 
+@pytest.mark.slow
 def test_a_file_goes_in_and_comes_out_equal_to_the_bit(command: Command, tmp_path: Path) -> None:
     """As a committed checkpoint of DCP in between; a second one of a step is a later round."""
     import torch

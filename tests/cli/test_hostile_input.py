@@ -49,7 +49,7 @@ SOME = VALUES[::4]
 SHORT = [value for value in SOME if len(value) < 100_000]
 """For each key of a job file; sections of it have long ones, too, over which YAML takes long."""
 
-ALL = pytest.mark.parametrize("turns", [4, pytest.param(1, marks=pytest.mark.trial)])
+ALL = pytest.mark.parametrize("turns", [8, pytest.param(1, marks=pytest.mark.trial)])
 """Each flag has so many values by turns, each value so many flags; in a trial, each has all."""
 
 # Beside which the value of a flag is looked at, and not only found to be without effect.

@@ -288,6 +288,7 @@ def test_prune_takes_an_unreadable_record_after_a_day(environ: dict[str, str]) -
     assert prune(environ, keep=0) == [torn.path]
 
 
+@pytest.mark.slow
 def test_two_may_prune_at_once(environ: dict[str, str]) -> None:
     runs = [ended(environ, f"run-{age}", -age) for age in range(20)]
     code = (

@@ -86,6 +86,7 @@ def test_claim_numbers_taken_names(tmp_path: Path) -> None:
     assert names == ["run", "run.2", "run.3"]
 
 
+@pytest.mark.slow
 def test_many_claims_try_few_names_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One after the other would be 125,000 for 500 agents that share a home directory."""
     tries: list[Path] = []
@@ -190,6 +191,7 @@ def test_delete_goes_by_name_first_and_trash_is_emptied(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_lock_is_held_by_one_process_at_a_time(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from elaunch.runs.statedir import locked\n"

@@ -136,6 +136,7 @@ def test_nobody_is_asked_in_the_first_round() -> None:
     assert network.asked.total() == 0
 
 
+@pytest.mark.slow
 def test_nobody_is_asked_where_all_were_there_and_have_nothing() -> None:
     """The round has failed before its first save: it goes on from an earlier start's checkpoint."""
     network = Network()
@@ -146,6 +147,7 @@ def test_nobody_is_asked_where_all_were_there_and_have_nothing() -> None:
     assert network.asked.total() == 0
 
 
+@pytest.mark.slow
 def test_the_ranks_that_stay_fetch_one_shard_and_metadata() -> None:
     """A node asks that of rank 0, and no other."""
     network = Network()
@@ -160,6 +162,7 @@ def test_the_ranks_that_stay_fetch_one_shard_and_metadata() -> None:
     assert network.asked.total() == 2 * (NODES - 1)
 
 
+@pytest.mark.slow
 def test_a_newcomer_asks_the_neighbour_that_has_the_replicas() -> None:
     """And finds all shards of the node whose place it has taken."""
     network = Network(NODES + 1)
@@ -175,6 +178,7 @@ def test_a_newcomer_asks_the_neighbour_that_has_the_replicas() -> None:
     assert network.asked[spare] == (1 + 1) + (1 + EACH)  # rank 0's node, the next one
 
 
+@pytest.mark.slow
 def test_a_newcomer_asks_each_node_once_for_what_nobody_has(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -192,6 +196,7 @@ def test_a_newcomer_asks_each_node_once_for_what_nobody_has(
     ]
 
 
+@pytest.mark.slow
 def test_many_shards_are_fetched_at_the_same_time() -> None:
     """Workers that want the same one share it; memory for others is made meanwhile."""
     network = Network(2)

@@ -148,7 +148,10 @@ def test_refusals_are_reported_once(server: StatusServer, caplog: pytest.LogCapt
 
 
 @pytest.mark.usefixtures("fast")
-@pytest.mark.parametrize("fault", ["stranger", "no token", "no url", "silent"])
+@pytest.mark.parametrize(
+    "fault",
+    ["stranger", "no token", "no url", pytest.param("silent", marks=pytest.mark.slow)],
+)
 def test_faults_hold_nothing_up(
     server: StatusServer, fault: str, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:

@@ -177,6 +177,7 @@ def test_who_was_told_to_end_is_told_apart(rig: Rig) -> None:
         assert (ended.exitcode, ended.stopped) == (-signal.SIGTERM, stops)
 
 
+@pytest.mark.slow
 @with_rig
 def test_groups_are_signalled_also_while_they_are_being_made(rig: Rig) -> None:
     """A worker that was just forked leads no group yet."""

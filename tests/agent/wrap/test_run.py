@@ -78,6 +78,7 @@ def test_a_command_that_cannot_be_started(elaunch: Launcher, tmp_path: Path) -> 
     assert f"did you mean `elaunch wrap -- python {script}`?" in done.stderr
 
 
+@pytest.mark.slow
 def test_lines_have_the_rank(elaunch: Launcher) -> None:
     """Bars, bytes that are no UTF-8, long lines, a last line without an end: all of it."""
     code = r"""
@@ -103,6 +104,7 @@ def test_a_line_printed_in_pieces_is_shown_whole(elaunch: Launcher) -> None:
     assert running.wait().stdout == "[default2]:ab\n" * 50
 
 
+@pytest.mark.slow
 def test_files_by_rank(elaunch: Launcher, tmp_path: Path) -> None:
     """Exact bytes, all ranks of a job in one directory; -r shows nothing on the console."""
     code = "import os; os.write(1, b'\\xff out'); os.write(2, b'err')"

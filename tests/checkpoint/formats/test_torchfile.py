@@ -26,6 +26,7 @@ def test_whole_files_pass(archive: Path) -> None:
     assert number_inside(archive, "global_step") == 120
 
 
+@pytest.mark.slow
 def test_every_truncation_is_noticed(archive: Path) -> None:
     for size in reversed(range(archive.stat().st_size)):
         makers.truncate(archive, size)

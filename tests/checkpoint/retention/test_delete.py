@@ -245,6 +245,7 @@ def test_in_a_real_directory(tmp_path: Path) -> None:
     storage.verify(storage.listed()[0])
 
 
+@pytest.mark.slow
 def test_what_was_read_once_is_not_read_again(tmp_path: Path) -> None:
     """However many checkpoints there are, a commit opens its own, and what it removes."""
     storage = PosixStorage(tmp_path)

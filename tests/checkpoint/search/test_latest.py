@@ -291,6 +291,7 @@ def test_what_may_not_be_read_is_passed_over(open_folder: Path, template: Path) 
     assert told == ["None", f"{open_folder.name} permission denied: {open_folder.name}"]
 
 
+@pytest.mark.slow
 def test_retention_while_it_searches(tmp_path: Path, template: Path) -> None:
     for step in range(200):
         shutil.copytree(template, tmp_path / f"step_{step}")

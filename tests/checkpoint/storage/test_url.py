@@ -316,6 +316,7 @@ def test_processes_share_a_bucket(s3: str) -> None:
     assert [found.step for found in storage.listed()] == [1, 2]
 
 
+@pytest.mark.slow
 def test_a_storage_that_is_not_there(s3: str) -> None:
     """No damage is claimed, the place is named."""
     with pytest.raises(OSError, match="bucket") as raised:

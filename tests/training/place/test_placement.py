@@ -218,6 +218,7 @@ def place_ranks(sizes: list[int], in_blocks: bool) -> Iterator[tuple[int, int, i
         yield rank, node, dealt[:rank].count(node), sizes[node]
 
 
+@pytest.mark.slow
 @given(layouts())
 def test_no_rank_is_put_on_a_wrong_node_unseen(layout: tuple[list[int], bool]) -> None:
     """Either all ranks find their nodes, or one of them says that it cannot."""
