@@ -69,6 +69,13 @@ def status(pid: int | str) -> dict[str, str]:
     return dict(line.split(":\t", 1) for line in text.splitlines() if ":\t" in line)
 
 
+def mapped_code() -> set[str]:
+    """Return the paths of the files that this process has mapped as code."""
+    lines = Path("/proc/self/maps").read_text(errors="surrogateescape").splitlines()
+    parts = [line.split(maxsplit=5) for line in lines]
+    return {part[5] for part in parts if len(part) == 6 and "x" in part[1] and part[5][0] == "/"}
+
+
 def catches(pid: int | str, signum: int) -> bool:
     """Whether a process has a handler at a signal; ``signal.getsignal`` knows Python's only."""
     return bool(int(status(pid).get("SigCgt", "0"), 16) >> (signum - 1) & 1)

@@ -68,14 +68,17 @@ def serve(lifeline: int, of_caller: bool = False) -> Job:
 
 
 def _close_all_but(kept: int) -> None:
-    """Close what the launcher's own parent left open; torchrun's workers do not get it either."""
-    for name in os.listdir("/proc/self/fd"):
-        fd = int(name)
-        if fd > 2 and fd != kept:
-            try:
+    """Close what the launcher's own parent left open; torchrun's workers do not get it either.
+
+    Open files with code of this process stay: libffi maps that of further callbacks from its own.
+    """
+    code = proc.mapped_code()
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        try:
+            if fd > 2 and fd != kept and os.readlink(f"/proc/self/fd/{fd}") not in code:
                 os.close(fd)
-            except OSError:  # the one that listed the directory is closed already
-                continue
+        except OSError:  # the one that listed the directory is closed already
+            continue
 
 
 class Server:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import _ctypes
 import math
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
-from elaunch.server import processes
+from elaunch.server import loop, processes
 from elaunch.server.loop import Server
 from elaunch.server.worker import Job
 from elaunch.wire.local import LocalChannel
@@ -54,6 +57,21 @@ def _same_pid(server: Server, old: int) -> int:
 def test_a_pid_that_is_used_again_is_not_that_of_a_stopped_worker() -> None:
     """A job that restarts for weeks sees every pid again."""
     assert processes.ask_fork(_exits_of_two_with_one_pid) == [True, False]
+
+
+def _left_open() -> list[bool]:
+    """Return whether a library, a file without code and the kept one are open afterwards."""
+    library = os.open(_ctypes.__file__, os.O_RDONLY)
+    paper, kept = os.open(__file__, os.O_RDONLY), os.open(__file__, os.O_RDONLY)
+    loop._close_all_but(kept)
+    return [os.path.exists(f"/proc/self/fd/{fd}") for fd in (library, paper, kept)]
+
+
+def test_an_open_library_stays_open() -> None:
+    """Of libffi, which maps the code of further callbacks from it; all else is closed."""
+    asked = [sys.executable, "-c", f"from {__name__} import _left_open; print(_left_open())"]
+    done = subprocess.run(asked, capture_output=True, text=True, check=False)
+    assert done.stdout == "[True, False, True]\n", done.stderr
 
 
 SLOW = """import contextlib, importlib, os
