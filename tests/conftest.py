@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
 import shutil
@@ -10,8 +11,10 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
+from _pytest.faulthandler import fault_handler_stderr_fd_key
 from hypothesis import HealthCheck, settings
 
 from elaunch.errors import StoreDenied
@@ -76,6 +79,21 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     """Remove what ``pytest_configure`` has made."""
     if _LINKS in config.stash:
         shutil.rmtree(config.stash[_LINKS])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool:
+    """Have a thread of C show all stacks and end this process; one of Python costs more."""
+    file = item.config.stash[fault_handler_stderr_fd_key]
+    faulthandler.dump_traceback_later(settings.timeout, exit=True, file=file)
+    return True
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_timeout_cancel_timer() -> bool:
+    """See there."""
+    faulthandler.cancel_dump_traceback_later()
+    return True
 
 
 @contextmanager

@@ -281,6 +281,7 @@ def test_every_file_of_the_architecture_is_there() -> None:
     assert [file for file in sorted(files) if not (ROOT / file).is_file()] == []
 
 
+@pytest.mark.slow
 def test_the_tours_lead_through_what_is_there() -> None:
     """Each numbered stop names a file and functions or methods that it has."""
     tours = _tours()
@@ -293,6 +294,7 @@ def test_the_tours_lead_through_what_is_there() -> None:
             assert _lines(file, name), heading
 
 
+@pytest.mark.slow
 def test_the_tours_are_short() -> None:
     """All functions of a tour are read in one sitting; the tour says how long they are."""
     for heading, text in _tours().items():

@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 from typing import Final
 
+import pytest
+
 from tests import test_style as style
 
 ROOT: Final = Path(__file__).parent.parent
@@ -43,6 +45,7 @@ def messages() -> set[str]:
     return {part for part in found if " " in part and len(part) >= SHORTEST}
 
 
+@pytest.mark.slow
 def test_what_is_seen_is_what_the_code_says() -> None:
     """Three words and more between the names and numbers of a line that the page quotes."""
     known, quoted, lost = messages(), 0, []
