@@ -91,7 +91,7 @@ def is_gone(group: int) -> bool:
     """Whether no process of a group is alive."""
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
-            state, _, its_group, *_ = path.read_text().rpartition(")")[2].split()
+            state, _, its_group, *_ = path.read_text(errors="replace").rpartition(")")[2].split()
             if int(its_group) == group and state not in "ZX":
                 return False
     return True
