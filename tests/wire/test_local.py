@@ -7,6 +7,7 @@ import contextlib
 import gc
 import json
 import os
+import select
 import signal
 import socket
 import threading
@@ -271,11 +272,19 @@ def test_a_message_that_trickles_without_a_pause(
 def test_an_interrupt_in_a_message_ends_the_stream(pair: Pair) -> None:
     """A script may catch it and go on; the agent must not read what follows as the rest."""
     handler = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    sender = threading.get_ident()
+
+    def interrupt() -> None:
+        select.select([pair[1]], [], [], LONG)  # some of it is there; for the rest there is no room
+        signal.pthread_kill(sender, signal.SIGALRM)
+
+    interrupting = threading.Thread(target=interrupt)
+    interrupting.start()
     try:
         with pytest.raises(KeyboardInterrupt):
             pair[0].send({"text": "x" * (4 << 20)})
     finally:
+        interrupting.join()
         signal.signal(signal.SIGALRM, handler)
     with pytest.raises(BrokenPipeError):
         pair[0].send({"op": "later"}, seconds=LONG)

@@ -155,7 +155,7 @@ def test_workers_of_other_nodes_are_shown(tmp_path: Path, monkeypatch: pytest.Mo
         monkeypatch.setitem(HELD, 3, threading.Event())
         seen, _, frozen = read(record, None, by=OtherNodes(run))
         HELD[3].set()
-        assert seen.workers and not seen.problem and frozen.note == "it does not answer"
+        assert seen.workers and not seen.problem and " does not answer" in frozen.note
         (unasked, *_) = read(record, (1,), "stopped")
         assert [one.record for one in unasked.workers] == [worker]
         assert re.match(r"seen \d.* ago: the agent of this node, ", unasked.note)

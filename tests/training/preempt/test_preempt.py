@@ -652,7 +652,9 @@ def test_the_platforms_deadline_reaches_the_other_nodes_agent(
     heard = []
     while not heard or heard[-1]["op"] != "heard":
         heard.append(agent.hear())
-    assert heard[-1] == {"op": "heard", "reason": "spot", "kind": "stop", "grace": 115.0}
+    grace = heard[-1].pop("grace")
+    assert 115.0 - LONG < grace <= 115.0  # what is left when it is sent
+    assert heard[-1] == {"op": "heard", "reason": "spot", "kind": "stop"}
     for rank in opened:
         rank.close()
 
