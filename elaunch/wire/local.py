@@ -98,17 +98,23 @@ class LocalChannel:
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))] if files else []
         if not self._sending.acquire(timeout=-1 if seconds is None else seconds):
             raise TimeoutError("the message before is not taken yet")
+        is_begun = False
         try:
             if self._sock.fileno() < 0:
                 raise BrokenPipeError("the channel is closed")
             while data:
+                is_begun = True  # an interrupt may come between the call and what it returns
                 try:
                     data = data[self._sock.sendmsg([data], rights, socket.MSG_NOSIGNAL) :]
                     rights = []
                 except BlockingIOError:
+                    is_begun = len(data) < len(whole)
                     self._await(select.POLLOUT, until)
+                except OSError:
+                    is_begun = len(data) < len(whole)
+                    raise
         finally:
-            if 0 < len(data) < len(whole):
+            if data and is_begun:
                 self._shut(socket.SHUT_WR)
             self._sending.release()
 

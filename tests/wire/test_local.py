@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -289,6 +290,27 @@ def test_an_interrupt_in_a_message_ends_the_stream(pair: Pair) -> None:
     with pytest.raises(BrokenPipeError):
         pair[0].send({"op": "later"}, seconds=LONG)
     assert pair[1].receive() is None
+
+
+class Interrupted(socket.socket):
+    """A socket on which Ctrl-C comes as soon as the kernel has taken a part of a message."""
+
+    def sendmsg(self, *args: Any) -> int:
+        """Send, and never return."""
+        assert super().sendmsg(*args) > 0
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_behind_the_system_call_ends_the_stream() -> None:
+    """How much of the message is on its way is not known then."""
+    one, other = socket.socketpair()
+    with other, Interrupted(fileno=one.detach()) as interrupted:
+        channel = LocalChannel(interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            channel.send({"text": "x" * (4 << 20)})
+        with pytest.raises(BrokenPipeError):
+            channel.send({"op": "later"}, seconds=LONG)
+        channel.close()
 
 
 def test_a_message_sent_in_part_ends_the_stream(pair: Pair) -> None:
