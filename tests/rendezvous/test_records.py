@@ -105,12 +105,14 @@ def post_of(plan: Plan, secret: bytes | None = None, version: int = 3) -> Post:
     return Post(version, encode_plan(plan, secret, version, nodes), nodes)
 
 
+@pytest.mark.slow
 @given(AGENTS, SECRETS)
 def test_an_agent_comes_back(record: NodeStatus, secret: bytes | None) -> None:
     """Whatever it says."""
     assert decode_agent(encode(record, secret, "a1"), secret, "a1") == record
 
 
+@pytest.mark.slow
 @given(PLANS, SECRETS)
 def test_a_plan_comes_back(plan: Plan, secret: bytes | None) -> None:
     """Commas and equal values in its columns of nodes included."""

@@ -64,6 +64,7 @@ def run(environ: dict[str, str], tmp_path: Path) -> RunDir:
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [SMALL, WIDE])
 def test_a_failed_run_at_a_glance(
     run: RunDir, environ: dict[str, str], size: tuple[int, int]
@@ -146,6 +147,7 @@ def test_keys_as_in_k9s(run: RunDir, environ: dict[str, str]) -> None:
     drive(run, environ, SMALL, act)
 
 
+@pytest.mark.slow
 def test_lines_that_are_read_before_the_screen_is_laid_out(
     run: RunDir, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

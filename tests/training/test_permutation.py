@@ -54,12 +54,14 @@ def written_out(length: int, seed: int, epoch: int, position: int) -> int:
             return position
 
 
+@pytest.mark.slow
 @given(length=st.integers(1, 3000), seed=st.integers(-(2**70), 2**70), epoch=st.integers(0, 10**6))
 def test_each_once(length: int, seed: int, epoch: int) -> None:
     """Any length, seed and epoch give all of 0 … length - 1."""
     assert sorted(order(length, seed, epoch)) == list(range(length))
 
 
+@pytest.mark.slow
 @given(
     length=st.integers(1, LARGEST),
     seed=st.integers(-(2**70), 2**70),

@@ -266,6 +266,7 @@ if "end" not in sys.argv:
 """
 
 
+@pytest.mark.slow
 def test_nothing_is_left_when_the_wrapper_is_killed(elaunch: Launcher) -> None:
     """Not the command, its children, or a daemon of its own session."""
     running = start(elaunch, python(TREE))

@@ -129,6 +129,7 @@ def test_what_never_goes(listed: list[Committed], rule: Keep, data: st.DataObjec
             assert pick(worth) == pick(f.metrics["loss"] for f in numbers)
 
 
+@pytest.mark.slow
 @given(CHECKPOINTS, RULES)
 def test_once_is_enough(listed: list[Committed], rule: Keep) -> None:
     """What stays, stays at the next look."""

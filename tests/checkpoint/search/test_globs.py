@@ -110,6 +110,7 @@ def test_refused_patterns(tmp_path: Path, pattern: str, reason: str) -> None:
         find(tmp_path, pattern)
 
 
+@pytest.mark.slow
 def test_a_deep_tree(tmp_path: Path) -> None:
     deep = tmp_path.joinpath(*["d"] * 400)
     deep.mkdir(parents=True)
