@@ -56,8 +56,8 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 check: lint
-	# These wait for nothing: more processes than cores would only import and collect more often.
-	$(PYTEST) -n 2 -q -m "not slow and not trial"
+	# Some wait for a moment: a third process uses what two leave of two cores, more would only import.
+	$(PYTEST) -n 3 -q -m "not slow and not trial"
 
 bench: $(STAMP)
 	$(BIN)/python scripts/bench/run.py
