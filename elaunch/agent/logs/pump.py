@@ -42,9 +42,9 @@ OPEN_PATIENCE = 2.0
 """Seconds for a round's files to be opened; after it the workers are started without waiting."""
 CLOSE_PATIENCE = 0.1
 """Seconds for a round's files to be closed before the next begins; most take microseconds."""
-FREE_TURNS = 100
+FREE_TURNS = 50
 """Turns in a second that follow each other at once."""
-REST_MS = 10
+REST_MS = 20
 """Milliseconds between two turns after that, unless a stream gushes."""
 _ABANDON_WAIT = 2.0
 
