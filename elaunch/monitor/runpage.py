@@ -76,8 +76,8 @@ def _all_workers(view: RunView) -> tuple[WorkerView, ...]:
 
 def _others(view: RunView, few: bool) -> Iterator[str]:
     """Yield which nodes do not answer, and how many ranks have no row, by their state."""
-    if not few:
-        states = Counter(worker.state for node in view.others for worker in node.workers)
+    states = Counter(worker.state for node in view.others for worker in node.workers)
+    if states and not few:
         numbers = ", ".join(f"{number:,} {one_line(state)}" for state, number in states.items())
         yield f"ranks of other nodes: {numbers}; each: elaunch status --json, elaunch top"
     silent = [node for node in view.others if node.note]

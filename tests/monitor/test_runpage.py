@@ -103,6 +103,13 @@ def test_a_running_run(tmp_path: Path) -> None:
     assert lines == [line.rstrip() for line in lines]
 
 
+def test_many_ranks_of_one_node(tmp_path: Path) -> None:
+    """They have a row each, and no other node is spoken of."""
+    view = viewed(tmp_path)
+    shown = plain(run_page(replace(view, workers=65 * view.workers[:1])))
+    assert shown.count(" RUNNING ") >= 65 and "other nodes" not in shown
+
+
 def test_the_cause_of_a_failure_comes_first(tmp_path: Path) -> None:
     (tmp_path / "failure-2.txt").touch()
     view = viewed(

@@ -35,7 +35,7 @@ def top(ctx: click.Context, run: str | None, as_json: bool) -> None:
         summary = reader.read(patience=WORKERS_S)
         click.echo(json.dumps(tree.document(summary, tree.nodes(summary, reader.rows)), indent=2))
         return
-    if not (on_terminal() and sys.stdin.isatty()):
+    if not (on_terminal() and sys.stdin is not None and sys.stdin.isatty()):
         raise UsageError(
             "top draws on a terminal: `elaunch top --json` prints the tree once, "
             "`elaunch status RUN --watch` follows it in lines"
