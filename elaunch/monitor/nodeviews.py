@@ -247,7 +247,7 @@ class _Workers(msgspec.Struct):
 
 
 @dataclass
-class OtherNodes:
+class RemoteWorkers:
     """The workers of a run's other nodes, as their agents have answered last.
 
     The agents are asked in a thread, so that one that does not answer holds up no screen; of many

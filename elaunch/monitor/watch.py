@@ -20,7 +20,7 @@ from elaunch.runs.directory import RunDir
 from elaunch.runs.usage import Measurement
 
 if TYPE_CHECKING:
-    from elaunch.monitor.nodeviews import OtherNodes
+    from elaunch.monitor.nodeviews import RemoteWorkers
 
 
 @dataclass(frozen=True)
@@ -40,16 +40,16 @@ Read = Callable[[WatchReading | None], WatchReading]
 def run_reader(run: RunDir) -> Read:
     """Return what reads one run; CPU is measured from one reading to the next."""
 
-    others: OtherNodes | None = None
+    others: RemoteWorkers | None = None
 
     def read(last: WatchReading | None) -> WatchReading:
         nonlocal others
         view = take(run, last.measurements if last else None)
         if view.has_others:
-            from elaunch.monitor.nodeviews import OtherNodes
+            from elaunch.monitor.nodeviews import RemoteWorkers
             from elaunch.wire.control import WORKERS_S
 
-            others = others or OtherNodes(run)
+            others = others or RemoteWorkers(run)
             patience = WORKERS_S if last is None else PATIENCE_S
             view = others.complete(view, patience=patience)
         return WatchReading(

@@ -252,13 +252,14 @@ def _node_page(reading: TopReading, number: int) -> Page:
 
 def _rank_page(reading: TopReading, number: int, rank: int) -> Page:
     worker = reading.workers.get(rank)
+    note = next((node.note for node in reading.nodes if node.number == number), "")
     if worker is None:
-        note = next((one.note for one in reading.nodes if one.number == number), "")
         text = f"node {number}: {note or 'it has not been asked yet'}"
         return (Title(f"rank {rank}", Cell(""), ""), Paragraph((text,)))
     state = Cell(worker["state"], worker["state"])
     facts = [(name, one_line(text)) for name, text in _rank_facts(worker) if text]
-    facts += [("", one.note) for one in reading.nodes if one.number == number and one.note]
+    if note:
+        facts.append(("", note))
     title = Title(f"rank {rank}", state, f"node {number}, local rank {worker['local_rank']}")
     return (title, Fields(tuple(facts)))
 

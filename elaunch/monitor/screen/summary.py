@@ -13,7 +13,7 @@ from typing import Any, Final
 from elaunch.errors import RunDirError
 from elaunch.monitor import card
 from elaunch.monitor.document import run_document
-from elaunch.monitor.nodeviews import OtherNodes
+from elaunch.monitor.nodeviews import RemoteWorkers
 from elaunch.monitor.runpage import failure_lines
 from elaunch.monitor.snapshot import PATIENCE_S, RunView, take
 from elaunch.monitor.standing import Standing, read_standing
@@ -51,7 +51,7 @@ class RunReader:
     """
 
     run: RunDir
-    others: OtherNodes | None = field(default=None, init=False)
+    others: RemoteWorkers | None = field(default=None, init=False)
     view: RunView | None = None
     rows: list[dict[str, Any]] = field(default_factory=list)
     pace: StepRate = field(default_factory=StepRate)
@@ -73,7 +73,7 @@ class RunReader:
             return _unreadable(self.run, read_standing(self.run))
         self._measured = view.measurements
         if view.has_others:
-            self.others = self.others or OtherNodes(self.run)
+            self.others = self.others or RemoteWorkers(self.run)
             patience = patience or (PATIENCE_S if self.view else FIRST_S)
             view = self.others.complete(view, wanted, patience)
         document = run_document(view)

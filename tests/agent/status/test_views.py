@@ -27,7 +27,14 @@ from elaunch.agent.status import views
 from elaunch.agent.status.socket import ControlSocket
 from elaunch.agent.status.views import NodeViews
 from elaunch.errors import UsageError
-from elaunch.monitor.nodeviews import OtherNodes, RemoteTree, answer_of, ask, profile_of, stacks_of
+from elaunch.monitor.nodeviews import (
+    RemoteTree,
+    RemoteWorkers,
+    answer_of,
+    ask,
+    profile_of,
+    stacks_of,
+)
 from elaunch.monitor.snapshot import NodeReading, RunView
 from elaunch.monitor.standing import AgentState, Standing
 from elaunch.runs.directory import RunDir
@@ -129,7 +136,7 @@ def test_workers_of_other_nodes_are_shown(tmp_path: Path, monkeypatch: pytest.Mo
             "node_rank": 0,
             "round": 3,
         }
-        others = OtherNodes(run)
+        others = RemoteWorkers(run)
 
         def read(
             seen: Any,
@@ -153,7 +160,7 @@ def test_workers_of_other_nodes_are_shown(tmp_path: Path, monkeypatch: pytest.Mo
         (later, *_) = read({**record, "round": 4}, ())
         assert not later.workers and later.note == "it is in round 3"
         monkeypatch.setitem(HELD, 3, threading.Event())
-        seen, _, frozen = read(record, None, by=OtherNodes(run))
+        seen, _, frozen = read(record, None, by=RemoteWorkers(run))
         HELD[3].set()
         assert seen.workers and not seen.problem and " does not answer" in frozen.note
         (unasked, *_) = read(record, (1,), "stopped")
