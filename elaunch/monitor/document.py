@@ -39,14 +39,14 @@ def run_document(view: RunView) -> dict[str, Any]:
         "agent": {**view.record["agent"], "condition": standing.agent},
         "duration_s": standing.duration_s,
         "read_at": standing.taken_at,
-        "workers": [worker_document(worker) for worker in view.workers],
+        "workers": [_worker(worker) for worker in view.workers],
         "other_nodes": [
             {
                 "node": node.node,
                 "host": node.host,
                 "age_s": None if node.age_s is None else round(node.age_s, 3),
                 "problem": node.problem or None,
-                "workers": [worker_document(worker) for worker in node.workers],
+                "workers": [_worker(worker) for worker in node.workers],
                 "progress": list(node.progress),
             }
             for node in view.others
@@ -140,8 +140,7 @@ def _listed(standing: Standing) -> dict[str, Any]:
     }
 
 
-def worker_document(worker: WorkerView) -> dict[str, Any]:
-    """Return one worker: its record, and what it takes."""
+def _worker(worker: WorkerView) -> dict[str, Any]:
     used = worker.usage
     return {
         **worker.record,
