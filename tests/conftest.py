@@ -19,9 +19,9 @@ from hypothesis import HealthCheck, settings
 
 from elaunch.errors import StoreDenied
 from elaunch.store.tcp import wire
-from tests import netns, programs
+from tests import netns, programs, warm
 from tests.cluster import Cluster
-from tests.launching import Launcher
+from tests.launching import Launcher, clean_environment
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell ignores SIGINT for what it starts in the background, and commands would inherit that.
@@ -53,6 +53,12 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["PATH"] = str(config.stash[_LINKS])
     if config.getoption("--strict-machine"):
         os.environ[programs.STRICT] = "1"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(specs: list[Any]) -> None:
+    """Fork the session's worker processes, and what they start, from one that has torch."""
+    warm.fork_workers(specs, clean_environment(Path()))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

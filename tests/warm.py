@@ -8,14 +8,16 @@ real processes all the same, with the parents, arguments, variables and streams 
 from __future__ import annotations
 
 import ctypes
+import json
 import os
+import shlex
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from tests import warmserver
 
@@ -85,25 +87,36 @@ def run(
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
-class _Warm:
-    """The process that forks, one for each process of pytest."""
+def _start_server(
+    environ: Mapping[str, str], listener: socket.socket | None = None
+) -> tuple[int, int]:
+    """Start a process that forks; return what leads to it, and its pid."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    kept = {name: value for name, value in environ.items() if name != warmserver.PATH}
+    files = [theirs.fileno(), *([] if listener is None else [listener.fileno()])]
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, str(_PROGRAM), *map(str, files), "." * warmserver.ROOM],
+            env={**kept, "ROOM": "." * warmserver.ROOM},
+            stdin=subprocess.DEVNULL,
+            pass_fds=files,
+            start_new_session=listener is None,
+        )
+    return ours.detach(), process.pid
 
-    def __init__(self, environ: Mapping[str, str]) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        kept = {name: value for name, value in environ.items() if name != warmserver.PATH}
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, str(_PROGRAM), str(theirs.fileno()), "." * warmserver.ROOM],
-                env={**kept, "ROOM": "." * warmserver.ROOM},
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
-        self.pid = self._process.pid
-        self._sock = ours
+
+class _Warm:
+    """The process that forks, one for each process of pytest.
+
+    ``fd`` leads to it; it sees ``settings`` as its commands have to.
+    """
+
+    def __init__(self, fd: int, pid: int, settings: Mapping[str, str]) -> None:
+        self.pid = pid
+        self.settings = settings
+        self._sock = socket.socket(fileno=fd)
         self._lock = threading.Lock()
         self._ready = False
-        self.settings = warmserver.settings(environ)
 
     def start(
         self, argv: Sequence[str], env: Mapping[str, str], cwd: Path, files: Sequence[int]
@@ -122,11 +135,14 @@ class _Warm:
     def _receive(self) -> Any:
         self._sock.settimeout(60.0)
         received = warmserver.receive(self._sock)
-        assert received, f"{_PROGRAM.name} has ended with {self._process.wait(10)}"
+        assert received, f"{_PROGRAM.name} has ended with {os.waitpid(self.pid, 0)[1]}"
         return received[0]
 
 
+_OWN: Final = os.environ.pop(warmserver.OF_WORKER, "")
 _warm: list[_Warm] = []
+_kept: list[int] = []
+"""Closed, it ends the process that forks those of pytest."""
 
 
 def pids() -> set[int]:
@@ -138,7 +154,23 @@ def prepare(environ: Mapping[str, str]) -> None:
     """Start the process that forks, if there is none yet; it imports while the tests go on."""
     if not _warm:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        _warm.append(_Warm(environ))
+        own = json.loads(_OWN) if _OWN else (*_start_server(environ), warmserver.settings(environ))
+        _warm.append(_Warm(*own))
+
+
+def fork_workers(specs: Sequence[Any], environ: Mapping[str, str]) -> None:
+    """Have pytest's own processes, of which xdist has these descriptions, forked from one.
+
+    So torch is imported once for all of them, and for their commands.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(b"")  # the kernel finds a name
+        listener.listen(len(specs))
+        _kept.append(_start_server(environ, listener)[0])
+        name = listener.getsockname()[1:].decode()
+    program = _PROGRAM.with_name("forkedworker.py")
+    for spec in specs:
+        spec.python = shlex.join([sys.executable, "-S", "-E", str(program), name])
 
 
 def can_start(environ: Mapping[str, str]) -> bool:

@@ -16,6 +16,9 @@ server   the seed, when the agent executes the server's program; its child, wher
          other settings, is a real one
 =======  ===========================================================================================
 
+With a socket LISTENER, ``python warmserver.py FD LISTENER``, it forks pytest's own processes, too,
+one for each connection (tests/forkedworker.py); each has a fork of this one for its commands.
+
 A command and a server have the arguments, variables, streams, directory and signals that they would
 have if they were executed; what remains of this process is memory.
 """
@@ -35,6 +38,7 @@ import json
 import os
 import resource
 import runpy
+import select
 import signal
 import socket
 import sys
@@ -58,6 +62,8 @@ _GROUP_TIME: Final = "TORCH_NCCL_"
 """Beginning of those that are read when a process group is made."""
 THREADS: Final = "OMP_NUM_THREADS"
 PATH: Final = "PYTHONPATH"
+OF_WORKER: Final = "WARM_SERVER"
+"""Has, in a forked process of pytest, the socket, pid and settings of its own one of these."""
 
 _LAUNCHER: Final = ("torch.distributed.argparse_util", "torch.distributed.launcher.api")
 """What torchrun imports. It looks at its stack, for that at all modules: so without those below."""
@@ -137,7 +143,10 @@ def send(sock: socket.socket, message: object, files: Sequence[int] = ()) -> Non
 
 def receive(sock: socket.socket) -> tuple[Any, list[int]] | None:
     """Return what :func:`send` has sent, None once the other side is gone."""
-    data, rights, _, _ = sock.recvmsg(_LARGEST, socket.CMSG_SPACE(16 * 4))
+    try:
+        data, rights, _, _ = sock.recvmsg(_LARGEST, socket.CMSG_SPACE(16 * 4))
+    except ConnectionResetError:  # it is gone, and has not read all
+        return None
     files = array.array("i")
     for _, _, held in rights:
         files.frombytes(held)
@@ -298,10 +307,14 @@ def _take_huge_pages() -> None:
 
 
 class WarmServer:
-    """Serves the requests of one test process; ``run`` returns in the processes that it forks."""
+    """Serves the requests of one test process; ``run`` returns in the servers that it forks.
 
-    def __init__(self, requests: socket.socket) -> None:
+    ``listener`` is where the processes of pytest are asked for.
+    """
+
+    def __init__(self, requests: socket.socket, listener: socket.socket | None = None) -> None:
         self._requests = requests
+        self._listener = listener
         first = set(sys.modules)
         from elaunch.server import script  # noqa: F401 - as the server's program does
 
@@ -346,12 +359,17 @@ class WarmServer:
         self._settings = settings(os.environ)
 
     def run(self) -> None:
-        """Serve until the test process ends (then never returns); returns in a command."""
-        try:
-            send(self._requests, {"ready": os.getpid()})
-        except BrokenPipeError:  # the tests ended before this process was ready
-            os._exit(0)
+        """Serve until the test process ends (then never returns); returns in a server."""
+        with suppress(BrokenPipeError):  # the tests may have ended before this process was ready
+            if self._listener is None:
+                send(self._requests, {"ready": os.getpid()})
         while True:
+            if self._listener is not None:
+                ready, _, _ = select.select([self._requests, self._listener], [], [])
+                if self._requests not in ready:
+                    if self._fork_worker(self._listener.accept()[0]):
+                        return self.run()
+                    continue
             received = receive(self._requests)
             if received is None:
                 os._exit(0)
@@ -366,6 +384,40 @@ class WarmServer:
                 os.close(fd)
             os.waitpid(between, 0)
             send(self._requests, {"orphan": True})
+
+    def _fork_worker(self, connection: socket.socket) -> bool:
+        """Fork a process of pytest, which keeps ``connection`` to its end; return False.
+
+        It has a fork of this process in turn, where this returns True.
+        """
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:  # those that have ended
+                pass
+        if os.fork():
+            connection.close()
+            return False
+        received = receive(connection)
+        assert received is not None, "pytest ended meanwhile"
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        ours, self._requests = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener = None
+        server = os.fork()
+        if server == 0:
+            os.setsid()
+            loop._close_all_but(self._requests.fileno())
+            return True
+        request, files = received
+        self._requests.close()
+        for number, fd in enumerate(files):
+            os.dup2(fd, number)
+            os.close(fd)
+        os.chdir(request["cwd"])
+        own = json.dumps([ours.detach(), server, self._settings])
+        _take_over(request["argv"], request["env"] | {OF_WORKER: own})
+        _open_streams(unbuffered=True)
+        self._set_threads()
+        self.end.run(partial(_run, request["argv"][1:]))
+        sys.exit()
 
     def _become_command(self, request: Any, files: list[int]) -> None:
         os.setsid()
@@ -465,7 +517,10 @@ class WarmServer:
 
 
 if __name__ == "__main__":
-    _server = WarmServer(socket.socket(fileno=int(sys.argv[1])))
+    _sockets = [socket.socket(fileno=int(word)) for word in sys.argv[1:] if word.isdecimal()]
+    if len(_sockets) > 1:  # the terminal's Ctrl-C is for the processes of pytest
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _server = WarmServer(*_sockets)
     _server.run()
     # Only a server comes here: a command has left by sys.exit.
     _main = types.ModuleType("__main__")
