@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -166,20 +167,30 @@ def cgroup_file(
 
 
 def cpus(proc_dir: Path = Path("/proc/self")) -> int:
-    """Return how many CPUs a process may use: this one's affinity, within the cgroup's quota.
+    """Return how many CPUs a process may use: this one's affinity, within its cgroups' quotas.
 
-    A container may see all CPUs of its machine and get the time of a few: Kubernetes' limits.
+    A container may see all CPUs of its machine and get the time of a few: Kubernetes' limits. The
+    quota of a cgroup is for all below it, so those above this process's own are looked at, too.
     """
     allowed = len(os.sched_getaffinity(0))
-    try:
+    with suppress(OSError):
         file = cgroup_file("cpu", "cpu.cfs_quota_us", "cpu.max", proc_dir)
-        words = "" if file is None else file.read_text()
-        if file is not None and file.name == "cpu.cfs_quota_us":
+        while file is not None and file.with_name("cgroup.procs").exists():
+            allowed = min(allowed, _quota(file) or allowed)
+            file = file.parent.parent / file.name
+    return allowed
+
+
+def _quota(file: Path) -> int:
+    """Return how many whole CPUs a cgroup gets the time of, at least 1, or 0 without a quota."""
+    try:
+        words = file.read_text()
+        if file.name == "cpu.cfs_quota_us":
             words += file.with_name("cpu.cfs_period_us").read_text()
         quota, period = (int(word) for word in words.replace("max", "-1").split())
     except (OSError, ValueError):
-        return allowed  # a cgroup that is the whole machine has no such file
-    return min(allowed, max(1, quota // period)) if quota > 0 else allowed
+        return 0  # one that is the whole machine has no such file, as where the controller is off
+    return max(1, quota // period) if quota > 0 and period > 0 else 0
 
 
 def _in_mount(path: str, mounts: str, kind: str, option: str, file: str) -> Path | None:

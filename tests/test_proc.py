@@ -16,6 +16,7 @@ V2 = "38 31 0:41 / {point} rw - cgroup2 cgroup2 rw\n"
 ALL = len(os.sched_getaffinity(0))
 
 
+@pytest.mark.parametrize("place", ["job", "", "job/pod/leaf"])
 @pytest.mark.parametrize(
     ("mount", "files", "expected"),
     [
@@ -30,15 +31,20 @@ ALL = len(os.sched_getaffinity(0))
         (V2, {}, ALL),
     ],
 )
-def test_cpus(tmp_path: Path, mount: str, files: dict[str, str], expected: int) -> None:
-    """Of a cgroup with and without a quota, in both versions; never more than there are."""
-    group = tmp_path / "job"
-    group.mkdir()
+def test_cpus(tmp_path: Path, mount: str, files: dict[str, str], expected: int, place: str) -> None:
+    """Of a cgroup with and without a quota, in both versions; never more than there are.
+
+    A quota counts for a process of the cgroup itself and of one far below, but for none above.
+    """
+    leaf = tmp_path / "job/pod/leaf"
+    leaf.mkdir(parents=True)
+    for group in (leaf, *list(leaf.parents)[:3]):
+        (group / "cgroup.procs").touch()
     for name, text in files.items():
-        (group / name).write_text(text)
-    (tmp_path / "cgroup").write_text("3:cpu,cpuacct:/job\n" if mount == V1 else "0::/job\n")
+        (tmp_path / "job" / name).write_text(text)
+    (tmp_path / "cgroup").write_text(f"{'3:cpu,cpuacct' if mount == V1 else '0:'}:/{place}\n")
     (tmp_path / "mountinfo").write_text(mount.format(point=tmp_path))
-    assert proc.cpus(tmp_path) == expected
+    assert proc.cpus(tmp_path) == (expected if place else ALL)
 
 
 def test_cpus_of_a_real_cgroup() -> None:
@@ -52,11 +58,15 @@ def test_cpus_of_a_real_cgroup() -> None:
     except OSError as error:
         pytest.skip(f"no cgroup of our own: {error}")
     try:
+        below = group / "below"
+        below.mkdir()
         (group / "cpu.cfs_quota_us").write_text("100000")
         code = "import os, sys; open(sys.argv[1], 'w').write(str(os.getpid())); "
         code += "from elaunch import proc; print(proc.cpus(), len(os.sched_getaffinity(0)))"
-        argv = [sys.executable, "-c", code, str(group / "cgroup.procs")]
-        done = subprocess.run(argv, capture_output=True, text=True, check=True)
-        assert done.stdout.split() == ["1", str(ALL)]
+        for one in (group, below):
+            argv = [sys.executable, "-c", code, str(one / "cgroup.procs")]
+            done = subprocess.run(argv, capture_output=True, text=True, check=True)
+            assert done.stdout.split() == ["1", str(ALL)]
     finally:
+        below.rmdir()
         group.rmdir()

@@ -25,7 +25,7 @@ def encoded(document: Any) -> str:
     """Return JSON that every browser can parse: NaN and infinities are null."""
     try:
         return msgspec.json.encode(document).decode()
-    except UnicodeEncodeError:  # a file's name that is no UTF-8
+    except (TypeError, UnicodeEncodeError):  # a key that is None; a file's name that is no UTF-8
         plain = json.loads(json.dumps(document), parse_constant=lambda _: None)
         return json.dumps(plain, separators=(",", ":"))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from elaunch.dashboard.app import STATIC, Dashboard
+from elaunch.dashboard.feed import encoded
 from elaunch.dashboard.guard import App
 from elaunch.runs.directory import RunDir, create
 from elaunch.runs.record import new_worker
@@ -184,6 +186,11 @@ def test_text_of_others_stays_text(app: App, environ: dict[str, str]) -> None:
     assert all(line.startswith(("elaunch_", "# ")) for line in lines if line)
     (state,) = (line for line in lines if line.startswith("elaunch_run_state"))
     assert state.endswith('\\"\\\\\\n",state="FAILED"} 1')
+
+
+def test_keys_that_are_no_text() -> None:
+    """As the standard library writes them; NaN is null, as everywhere."""
+    assert encoded({None: math.nan, True: "\udcff"}) == '{"null":null,"true":"\\udcff"}'
 
 
 def test_the_checkpoints_of_a_run(app: App, environ: dict[str, str], tmp_path: Path) -> None:
