@@ -256,7 +256,8 @@ class RemoteWorkers:
 
     run: RunDir
     _answers: dict[int, tuple[float, _Workers]] = field(default_factory=dict)
-    _problems: dict[int, str] = field(default_factory=dict)
+    _problems: dict[int, tuple[int, str]] = field(default_factory=dict)
+    """By node the round in which it was asked last, and what was wrong then, or ""."""
     _asked: dict[int, float] = field(default_factory=dict)
     _thread: threading.Thread | None = None
 
@@ -265,59 +266,68 @@ class RemoteWorkers:
     ) -> RunView:
         """Return ``view`` with what is known of the run's other nodes after ``patience`` seconds.
 
-        ``wanted`` nodes are asked, all where it is None; none while the agent here, through which
-        they are asked, does not answer.
+        ``wanted`` nodes are asked, all where it is None, and those with a problem, which may be
+        over; none while the agent here, through which they are asked, does not answer.
         """
         record, own = view.record, view.record.get("node_rank")
-        nodes = record.get("nodes") or []
+        nodes, now = record.get("nodes") or [], record["round"]
         others = [number for number in range(len(nodes)) if number != own]
-        asked = [number for number in others if wanted is None or number in wanted]
+        asked = [
+            number
+            for number in others
+            if wanted is None or number in wanted or self._problem(number, now)
+        ]
+        silent = ""
         if view.standing.agent != "answers":
-            self._problems |= dict.fromkeys(
-                others, "the agent of this node, which asks it, does not answer"
-            )
+            silent = "the agent of this node, which asks it, does not answer"
         elif asked and own is not None and (self._thread is None or not self._thread.is_alive()):
             asked.sort(key=lambda number: self._asked.get(number, 0.0))
             asked = asked[: MOST_ASKED if self._asked else FIRST_ASKED]
             self._thread = threading.Thread(
-                target=self._ask, args=(asked,), name="nodes", daemon=True
+                target=self._ask, args=(asked, now), name="nodes", daemon=True
             )
             self._thread.start()
             self._thread.join(patience)
         hosts = [str(node["host"]) for node in nodes]
         return replace(
             view,
-            others=tuple(
-                self._reading(number, hosts[number], record["round"]) for number in others
-            ),
+            others=tuple(self._reading(number, hosts[number], now, silent) for number in others),
         )
 
-    def _ask(self, nodes: list[int]) -> None:
+    def _problem(self, number: int, now: int) -> str:
+        """Return what is wrong with a node in the round of ``now``, as far as is known, or ""."""
+        of, problem = self._problems.get(number, (now, ""))
+        return problem if of == now else ""
+
+    def _ask(self, nodes: list[int], now: int) -> None:
         self._asked |= dict.fromkeys(nodes, time.monotonic())
+        new = [number for number in nodes if number not in self._answers]
+        self._problems |= dict.fromkeys(new, (now, "it has not answered yet"))
         try:
             found = ask(self.run, {"of": "workers", "nodes": nodes}, WORKERS_S)
         except (ElaunchError, OSError) as error:
-            self._problems |= dict.fromkeys(nodes, _known_problem(str(error)))
+            self._problems |= dict.fromkeys(nodes, (now, _known_problem(str(error))))
             return
         for number in nodes:
             answer = found.get(number, {"error": "it is not in the round that runs"})
             problem = _known_problem(str(answer.get("error", "")))
             if not problem:
                 try:
-                    self._answers[number] = time.monotonic(), msgspec.convert(answer, _Workers)
+                    shown = msgspec.convert(answer, _Workers)
+                    self._answers[number] = time.monotonic(), shown
+                    problem = f"it is in round {shown.round}" * (shown.round != now)
                 except msgspec.ValidationError as error:
                     problem = f"its answer is not understood: {error}"
-            self._problems[number] = problem
+            self._problems[number] = now, problem
 
-    def _reading(self, number: int, host: str, now: int) -> NodeReading:
-        problem = self._problems.get(number, "")
+    def _reading(self, number: int, host: str, now: int, silent: str) -> NodeReading:
+        problem = silent or self._problem(number, now)
         if (known := self._answers.get(number)) is None:
-            late = number in self._asked
-            return NodeReading(number, host, problem=problem or "it has not answered yet" * late)
+            return NodeReading(number, host, problem=problem)
         at, answer = known
         if answer.round != now:
             # Its workers are of another round: nothing is known of those of this one.
-            return NodeReading(number, host, problem=problem or f"it is in round {answer.round}")
+            return NodeReading(number, host, problem=problem)
         rows = zip(answer.workers, answer.usage, strict=False)
         workers = tuple(WorkerView(one, one["state"], used) for one, used in rows)
         progress = tuple(answer.progress["workers"]) if answer.progress else ()

@@ -170,24 +170,32 @@ class NodeViews:
         if of == "profile" and begun is not None:
             wanted = [begun.node_of(request["rank"])]
         nodes = [node for node in range(count) if wanted is None or node in wanted]
-        found: dict[str, object] = {str(node): {"error": "it does not answer"} for node in nodes}
+        found: dict[str, object] = {
+            str(node): {"error": "it was not asked in time"} for node in nodes
+        }
         patience = _patience(request)
+        until = time.monotonic() + patience
 
         def ask(node: int) -> None:
-            found[str(node)] = self._own(request) if node == own else self._ask(node, request)
+            if time.monotonic() >= until:
+                return
+            found[str(node)] = {"error": "it does not answer"}
+            mine = node == own
+            found[str(node)] = self._own(request) if mine else self._ask(node, request, until)
 
         calls: list[Callable[[], None]] = [partial(ask, node) for node in nodes]
         atonce.within(patience, lambda: atonce.at_once(calls, AT_ONCE, "view node"), "view nodes")
         return {"nodes": dict(found)}
 
-    def _ask(self, node: int, request: Mapping[str, Any]) -> Mapping[str, object]:
+    def _ask(self, node: int, request: Mapping[str, Any], until: float) -> Mapping[str, object]:
+        """Return what a node answers; one that is frozen leaves time for those that come after."""
         if self._peers is None:
             return {"error": "its agent is not known"}
-        patience = _patience(request)
+        dial_s = min(LOGS_S, _patience(request) / 3)
         try:
             peer = self._peers.node(node)
-            until = time.monotonic() + min(LOGS_S, patience)
-            with self._peers.call(peer, until, patience) as line:
+            left = until - time.monotonic()
+            with self._peers.call(peer, time.monotonic() + min(left, dial_s), left) as line:
                 return line.ask({**request, "do": "view"})
         except Undelivered as error:
             return {"error": str(error)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from elaunch import env
 from elaunch.agent.hangs import flame
@@ -157,8 +159,17 @@ def test_workers_of_other_nodes_are_shown(tmp_path: Path, monkeypatch: pytest.Mo
         (shown,) = seen.workers
         assert shown.record == worker and shown.usage is not None and shown.usage.rss > 1 << 20
         assert "its elaunch is older" in old.note and "its elaunch is older" in older.note
-        (later, *_) = read({**record, "round": 4}, ())
+        next_round: Any = {**record, "round": 4}
+        (later, *_) = read(next_round, ())
+        assert not later.workers and not later.note
+        (later, *_) = read(next_round, (1,))
         assert not later.workers and later.note == "it is in round 3"
+        monkeypatch.setitem(RECORDS, 1, RECORDS[1] | {"round": 4})
+        (later, *_) = read(next_round, ())
+        assert later.workers and not later.note, "its problem is over"
+        monkeypatch.setitem(RECORDS, 1, RECORDS[1] | {"round": 3})
+        (seen, *_) = read(record, (1,))
+        assert seen.workers and not seen.note
         monkeypatch.setitem(HELD, 3, threading.Event())
         seen, _, frozen = read(record, None, by=RemoteWorkers(run))
         HELD[3].set()
@@ -166,10 +177,37 @@ def test_workers_of_other_nodes_are_shown(tmp_path: Path, monkeypatch: pytest.Mo
         (unasked, *_) = read(record, (1,), "stopped")
         assert [one.record for one in unasked.workers] == [worker]
         assert re.match(r"seen \d.* ago: the agent of this node, ", unasked.note)
+        (unasked, *_) = read(record, ())
+        assert not unasked.note, "that was so at that reading"
         made[1].close()
         (silent, *_) = read(record, (1,))
         assert [one.record for one in silent.workers] == [worker]
         assert re.match(r"seen \d.* ago: \S", silent.note)
+
+
+def test_frozen_nodes_leave_time_for_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose handshake the kernel begins and no agent ends; what was not asked says so."""
+    monkeypatch.setattr(views, "AT_ONCE", 1)
+    monkeypatch.setitem(views._PATIENCE, "workers", 0.9)
+    for number in (0, 3, 5):
+        monkeypatch.setitem(RECORDS, number, {"round": 0, "workers": []})
+    with (
+        job(tmp_path, *[taken({})] * 6) as (run, made),
+        socket.create_server(("127.0.0.1", 0)) as frozen,
+    ):
+        plan = tell(made)
+        port = frozen.getsockname()[1]
+        nodes = tuple(
+            structs.replace(node, courier=port) if number in (1, 2, 4) else node
+            for number, node in enumerate(plan.nodes)
+        )
+        made[0].hear(structs.replace(plan, nodes=nodes), "a0")
+        found = ask(run, {"of": "workers"}, 5)
+        assert found[3]["workers"] == [] == found[0]["workers"], "it was asked"
+        assert "no answer" in found[1]["error"] and "no answer" in found[2]["error"]
+        assert found[5]["error"] == "it was not asked in time"
 
 
 def test_what_makes_no_sense_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
