@@ -34,12 +34,13 @@ def main() -> int:
 
 
 def _open_standard_files() -> None:
-    """Open what the parent has closed (``<&- >&- 2>&-``); for the workers it stays closed.
+    """Open what the parent has closed (``<&- >&- 2>&-``); for the workers stdin stays closed.
 
-    A pipe of the agent's would get the number else, and what is printed would go into it.
+    A pipe of the agent's would get the number else, and what is printed would go into it. The
+    server is to have a ``sys.stdout`` and ``sys.stderr``, for its forks, which get other files.
     """
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass
+        os.set_inheritable(fd, fd > 0)
     os.close(fd)
     for number, name in enumerate(("stdout", "stderr"), 1):
         if getattr(sys, name) is None:

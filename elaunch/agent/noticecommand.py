@@ -19,7 +19,6 @@ ended, and it ends when the agent does (elaunch.agent.shellcommand).
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import threading
 import time
@@ -108,7 +107,7 @@ class NoticeCommand:
         try:
             if self._closing.is_set():  # it may not have known of this run
                 return None, ""
-            notice, problem = self._read(running.output)
+            notice, problem = self._read(running)
         finally:
             running.close()
         if notice is not None or problem:
@@ -118,11 +117,11 @@ class NoticeCommand:
             return None, "cannot be killed"
         return None, how_it_ended(exitcode) if exitcode else ""
 
-    def _read(self, output: int) -> tuple[Told | None, str]:
+    def _read(self, running: ShellCommand) -> tuple[Told | None, str]:
         """Read what the command prints until a notice, its end, or too much of it."""
         held, seen = b"", 0
         while seen <= MOST:
-            data = os.read(output, MOST)
+            data = running.read() or b""
             *lines, held = (held + data + b"\n" * (not data)).split(b"\n")
             for line in lines:
                 text = line[:LINE].decode("utf-8", "replace").strip()
@@ -157,10 +156,10 @@ def post_notice(
 
 def parse(line: str, now: float) -> Told | None:
     """Return what a line says, at the time ``now``; None if it is no notice."""
-    word, _, rest = line.strip().partition(" ")
+    word, rest = [*line.split(None, 1), "", ""][:2]
     if word != WORD:
         return None
-    first, _, text = rest.strip().partition(" ")
+    first, text = [*rest.split(None, 1), "", ""][:2]
     try:
         when = moment(first)
     except (ValueError, OverflowError):

@@ -7,24 +7,29 @@ group then, also when the agent was killed. What the command leaves behind ends 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
+import select
 import threading
+import time
 from collections.abc import Mapping
 from typing import Final
 
 from elaunch.agent.workers.server import Reaper
 
+PIPE: Final = 1 << 16
+"""Bytes that a pipe takes."""
 _SHELL: Final = '(read -r x <&3; kill -9 0) >/dev/null 2>&1 </dev/null & exec sh -c "$1" 3<&-'
 
 
 class ShellCommand:
-    """One run of a command; ``output`` is where its stdout and stderr can be read.
+    """One run of a command; ``output`` is where its stdout and stderr come out.
 
     Args:
         command: text for the shell.
         environ: its variables.
         reaper: starts it.
-        stdin: what it reads, at most a pipe's 64 KiB.
+        stdin: what it reads, at most PIPE bytes.
 
     Raises OSError where it cannot be started.
     """
@@ -39,8 +44,8 @@ class ShellCommand:
             self.output, written = os.pipe()
             stack.callback(os.close, written)
             failed.callback(os.close, self.output)
-            watched, self._lifeline = os.pipe()
-            stack.callback(os.close, watched)
+            self._watched, self._lifeline = os.pipe()
+            failed.callback(os.close, self._watched)
             failed.callback(self.cut)
             given, giving = os.pipe()
             stack.callback(os.close, given)
@@ -51,11 +56,25 @@ class ShellCommand:
                 (os.POSIX_SPAWN_DUP2, given, 0),
                 (os.POSIX_SPAWN_DUP2, written, 1),
                 (os.POSIX_SPAWN_DUP2, written, 2),
-                (os.POSIX_SPAWN_DUP2, watched, 3),
+                (os.POSIX_SPAWN_DUP2, self._watched, 3),
             ]
             argv = ["/bin/sh", "-c", _SHELL, "sh", command]
             reaper.spawn(argv, environ, self._ended, files)
             failed.pop_all()
+
+    def read(self, until: float = math.inf) -> bytes | None:
+        """Return what it prints next; empty once it has ended, None at ``until`` (monotonic).
+
+        A process that it has left in a session of its own may hold its output for ever.
+        """
+        poll = select.poll()
+        for file in (self.output, self._watched):
+            poll.register(file, select.POLLIN)
+        left = None if until == math.inf else max(0.0, until - time.monotonic()) * 1000
+        ready = [file for file, _ in poll.poll(left)]
+        if self.output in ready:
+            return os.read(self.output, PIPE)
+        return b"" if ready else None
 
     def wait(self, seconds: float) -> int | None:
         """Return its exit code (negative: signal) once it has ended; None if it has not."""
@@ -72,6 +91,7 @@ class ShellCommand:
         """Have it killed, and read nothing more of it."""
         self.cut()
         os.close(self.output)
+        os.close(self._watched)
 
     def _ended(self, exitcode: int) -> None:
         self._exits.append(exitcode)

@@ -27,6 +27,7 @@ LINES = {
     "preempt": (PLAIN, None),
     " preempt +120s": (PLAIN, 120.0),
     "preempt +2m AWS terminates it": ("AWS terminates it", 120.0),
+    "preempt\t+2m\tAWS": ("AWS", 120.0),
     "preempt 2027-01-15T08:00:30Z AWS": ("AWS", 30.0),
     "preempt 2027-01-15T08:00:00Z it is over": ("it is over", None),
     "preempt +9999999999d a clock that is wrong": ("a clock that is wrong", None),
@@ -129,6 +130,17 @@ def test_one_that_ends_is_asked_again(rig: Rig, tmp_path: Path) -> None:
     rig.start(f"printf x >> {tries}; [ $(cat {tries}) != xxx ] || printf 'preempt +5s third'")
     assert rig.notices.get(timeout=LONG) == ("third", 5.0)
     assert len(rig.reaper.pids) == 3
+
+
+def test_one_that_leaves_a_process_is_asked_again(rig: Rig, tmp_path: Path) -> None:
+    """Though that has its output open, in a session of its own."""
+    left, tries = tmp_path / "left", tmp_path / "tries"
+    stays = f"[ -e {left} ] || setsid sh -c 'echo $$ > {left}; exec sleep 1000' &"
+    rig.start(f"{stays} printf x >> {tries}; [ $(cat {tries}) != xxx ] || echo preempt +5s third")
+    try:
+        assert rig.notices.get(timeout=LONG) == ("third", 5.0)
+    finally:
+        os.kill(int(left.read_text()), signal.SIGKILL)
 
 
 def test_a_failure_is_reported_once(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:

@@ -241,6 +241,18 @@ def test_closed_standard_files(elaunch: Launcher, tmp_path: Path, closed: str) -
     assert (done.returncode, (tmp_path / "done").exists()) == (0, True)
 
 
+def test_forked_workers_print_where_standard_files_are_closed(
+    elaunch: Launcher, tmp_path: Path
+) -> None:
+    """Into their own files: those of the server, which they are forks of, are others."""
+    script = tmp_path / "script.py"
+    script.write_text("import sys; print('out'); print('err', file=sys.stderr)")
+    run = f"{sys.executable} -m elaunch run --preload none -r 3 --log-dir {tmp_path} {script}"
+    elaunch.start_command(["sh", "-c", f"exec {run} >&- 2>&-"]).wait()
+    texts = [path.read_text() for path in sorted(tmp_path.glob("*/*/0/std*.log"))]
+    assert texts == ["err\n", "out\n"]
+
+
 def test_closed_output_and_a_deleted_directory(elaunch: Launcher, tmp_path: Path) -> None:
     """Neither shows a traceback of elaunch."""
     quiet = subprocess.run(

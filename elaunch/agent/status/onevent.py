@@ -21,7 +21,6 @@ import json
 import logging
 import os
 import queue
-import select
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -173,7 +172,7 @@ class EventHook:
         )
         until = min(time.monotonic() + RUN_S, self._until)
         try:
-            output = _read(running.output, until)
+            output = _read(running, until)
             in_time = running.wait(max(0.0, until - time.monotonic())) is not None
         finally:
             running.close()
@@ -206,13 +205,9 @@ def _described(
     }
 
 
-def _read(output: int, until: float) -> bytes:
+def _read(running: ShellCommand, until: float) -> bytes:
     """Return the end of what a command prints, up to its end or the deadline."""
-    poll, kept = select.poll(), b""
-    poll.register(output, select.POLLIN)
-    while poll.poll(max(0.0, until - time.monotonic()) * 1000):
-        data = os.read(output, 1 << 16)
-        if not data:
-            break
+    kept = b""
+    while data := running.read(until):
         kept = (kept + data)[-4096:]
     return kept
