@@ -2,7 +2,7 @@
 
 The completion script needs nothing but the shell. It completes the commands, their flags, and the
 values of those of ``run`` that have a few; from the script of the job on, and everywhere else,
-files.
+files. ``elaunch-torchrun`` is completed as ``elaunch run`` is.
 """
 
 from __future__ import annotations
@@ -53,11 +53,21 @@ _elaunch() {{
 {choices}
     esac
 }}
+_elaunch_torchrun() {{
+    COMP_WORDS=(elaunch run "${{COMP_WORDS[@]:1}}")
+    ((COMP_CWORD++))
+    _elaunch
+}}
 complete -o default -o bashdefault -F _elaunch elaunch
+complete -o default -o bashdefault -F _elaunch_torchrun elaunch-torchrun
 """
 ZSH = """\
-#compdef elaunch
+#compdef elaunch elaunch-torchrun
 # Completion of elaunch for zsh: elaunch run --print-completion zsh > ~/.zsh/completions/_elaunch
+if [[ $service == elaunch-torchrun ]]; then
+    words=(elaunch run "${{(@)words[2,-1]}}")
+    (( CURRENT++ ))
+fi
 if (( CURRENT == 2 )); then
     compadd -- {commands}
 elif [[ $words[2] == run ]]; then
@@ -79,10 +89,12 @@ FISH = """\
 complete -c elaunch -n __fish_use_subcommand -f -a '{commands}'
 {flags}
 {others}
+complete -c elaunch-torchrun -w 'elaunch run'
 """
 TCSH = """\
 # Completion of elaunch for tcsh: elaunch run --print-completion tcsh > ~/.elaunch.tcsh
 complete elaunch 'p/1/({commands})/' {choices} 'c/--/({flags})/' 'n/*/f/'
+complete elaunch-torchrun {choices} 'c/--/({flags})/' 'n/*/f/'
 """
 
 

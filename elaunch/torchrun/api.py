@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import multiprocessing
 import os
 import signal
 import sys
@@ -127,7 +128,7 @@ def launch_agent(
             entrypoint,
             args,
             [*flags, f"--name={name}"],
-            start_method=config.start_method,
+            start_method=str(config.start_method or multiprocessing.get_start_method()),
             handled=handled,
         )
     elif isinstance(entrypoint, str):

@@ -23,6 +23,8 @@ from multiprocessing import context, reduction, spawn
 from pathlib import Path
 from typing import Any, Final, NoReturn, cast
 
+from elaunch.config.values import did_you_mean
+from elaunch.errors import UsageError
 from elaunch.server import loop
 from elaunch.torchrun import worker
 from elaunch.torchrun.agentprocess import Ended, run_agent
@@ -30,6 +32,7 @@ from elaunch.training.recording import record
 
 Function = Callable[..., object]
 FORK: Final = "fork"
+START_METHODS: Final = ("spawn", "forkserver", FORK)
 _WORDS = ("--module=yes", "--", "elaunch.torchrun.worker")
 
 
@@ -50,9 +53,13 @@ def run_function(
         function: what each worker calls.
         args: positional arguments.
         flags: of ``elaunch run``.
-        start_method: ``spawn``, ``forkserver`` or ``fork``.
+        start_method: one of START_METHODS; UsageError for another.
         handled: signals to forward to the job.
     """
+    if start_method not in START_METHODS:
+        hint = did_you_mean(start_method, START_METHODS)
+        allowed = ", ".join(START_METHODS)
+        raise UsageError(f"start_method: {start_method!r} is not known{hint} (allowed: {allowed})")
     with tempfile.TemporaryDirectory(prefix="elaunch-call-") as directory:
         place = Path(directory)
         method = [f"--start-method={'spawn' if start_method == 'spawn' else 'forkserver'}"]

@@ -17,7 +17,9 @@ COMPLETE = """
 source /dev/stdin
 COMP_WORDS=("$@")
 COMP_CWORD=$(($# - 1))
-_elaunch
+found=$(complete -p "$1")
+found=${found#*-F }
+${found% *}
 printf '%s\\n' "${COMPREPLY[@]}"
 """
 
@@ -43,14 +45,29 @@ printf '%s\\n' "${COMPREPLY[@]}"
 )
 def test_what_bash_completes(line: str, expected: str) -> None:
     """Commands, flags and their values; files, which bash finds itself, from the script on."""
+    assert completed("elaunch", *line.split(" ")) == expected.split()
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [("--rdzv-b", "--rdzv-backend"), ("--rdzv-backend ", "static c10d etcd"), ("st", "")],
+)
+def test_what_bash_completes_of_torchruns_command(line: str, expected: str) -> None:
+    """`elaunch-torchrun` has no commands, and the flags of `elaunch run`."""
+    assert completed("elaunch-torchrun", *line.split(" ")) == expected.split()
+
+
+def completed(*words: str) -> list[str]:
+    """Return what bash offers for the last of the words of a line."""
     done = subprocess.run(
-        ["bash", "-c", COMPLETE, "bash", "elaunch", *line.split(" ")],
+        ["bash", "-c", COMPLETE, "bash", *words],
         input=completion.script("bash"),
         capture_output=True,
         text=True,
         check=True,
     )
-    assert (done.stdout.split(), done.stderr) == (expected.split(), "")
+    assert done.stderr == ""
+    return done.stdout.split()
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish", "tcsh"])
@@ -61,6 +78,7 @@ def test_every_flag_and_command_is_in_the_script(shell: str) -> None:
     assert printed.stdout == completion.script(shell)
     assert [flag.name for flag in FLAGS if flag.name not in printed.stdout] == []
     assert [name for name in COMMANDS if name not in printed.stdout] == []
+    assert "elaunch-torchrun" in printed.stdout
 
 
 def test_another_shell_is_refused() -> None:

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+import elaunch
 from elaunch import proc
+from elaunch.errors import UsageError
 from elaunch.runs.directory import create
 from elaunch.torchrun import agentprocess, functions
 from elaunch.torchrun.calls import pickled
@@ -25,6 +27,12 @@ def test_a_pipe_of_both_directions_takes_a_fork() -> None:
         pickled(os.write, both)
     for end in (*one_way, *both):
         end.close()
+
+
+def test_an_unknown_start_method_is_named() -> None:
+    """Before anything starts; it was taken for forkserver."""
+    with pytest.raises(UsageError, match="start_method: 'frok' is not known; did you mean 'fork'"):
+        elaunch.run(os.getpid, start_method="frok")  # type: ignore[arg-type]
 
 
 def test_an_earlier_run_with_the_same_pid_is_another(

@@ -208,8 +208,9 @@ def _why(worker: Worker, asked: bool, spied: str | Dump | None) -> str:
     if asked:
         return f"not written within {WRITE_S:g} s"
     return (
-        "nothing in the process writes them (elaunch.init() and --start-method forkserver see to "
-        "that), and py-spy is not installed (pip install 'elaunch[stacks]')"
+        "nothing in the process writes them (with --hang-timeout, elaunch.init() and "
+        "--start-method forkserver see to that), and py-spy is not installed (pip install "
+        "'elaunch[stacks]')"
     )
 
 
