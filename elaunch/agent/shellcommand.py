@@ -10,6 +10,7 @@ import contextlib
 import math
 import os
 import select
+import signal
 import threading
 import time
 from collections.abc import Mapping
@@ -59,7 +60,7 @@ class ShellCommand:
                 (os.POSIX_SPAWN_DUP2, self._watched, 3),
             ]
             argv = ["/bin/sh", "-c", _SHELL, "sh", command]
-            reaper.spawn(argv, environ, self._ended, files)
+            self._pid = reaper.spawn(argv, environ, self._ended, files)
             failed.pop_all()
 
     def read(self, until: float = math.inf) -> bytes | None:
@@ -79,6 +80,12 @@ class ShellCommand:
     def wait(self, seconds: float) -> int | None:
         """Return its exit code (negative: signal) once it has ended; None if it has not."""
         return self._exits[0] if self._over.wait(seconds) else None
+
+    def end(self) -> None:
+        """Ask it to end, by SIGTERM, if it runs still."""
+        with contextlib.suppress(ProcessLookupError):
+            if not self._over.is_set():
+                os.kill(self._pid, signal.SIGTERM)
 
     def cut(self) -> None:
         """Have it killed, if it runs still; may be called twice, and from any thread."""

@@ -33,6 +33,7 @@ import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
 from urllib.parse import quote
@@ -97,8 +98,13 @@ class _LastUsed(Generic[T]):
             return made
 
 
+def _read_stacks(run: RunDir) -> dict[str, Any]:
+    taken = {"taken_at": time.time(), "every_s": STACKS_S}
+    return {**nodeviews.stacks_of(run, ()).to_dict(), **taken}
+
+
 class Dashboard:
-    """What is known between requests: the files of the page, and a feed for what is watched.
+    """What is known between requests: the files of the page, and feeds of what was watched last.
 
     Args:
         environ: tells where runs are.
@@ -115,7 +121,9 @@ class Dashboard:
         self._first = first
         self._key = key
         self._files = {path.name: path for path in STATIC.iterdir() if path.suffix in TYPES}
-        self._feeds: dict[str, Feed] = {}
+        self._runs_feed = Feed(self._read_runs)
+        self._feed_of = _LastUsed(lambda run: Feed(RunReader(run).read))
+        self._stacks_of = _LastUsed(lambda run: Feed(partial(_read_stacks, run), STACKS_S))
         self._metrics_of = _LastUsed(lambda run: MetricsReader(run, environ))
         self._logs_of = _LastUsed(lambda run: RunLogs(run, environ))
 
@@ -193,7 +201,7 @@ class Dashboard:
         return Response(path.read_bytes(), media_type=TYPES[path.suffix])
 
     async def _runs(self, request: Request) -> Response:
-        return await self._watched(request, "", self._read_runs)
+        return await self._watched(request, self._runs_feed, self._read_runs)
 
     def _read_runs(self) -> dict[str, Any]:
         standings = overview(self._environ, everything=True)
@@ -218,27 +226,20 @@ class Dashboard:
 
     async def _run(self, request: Request) -> Response:
         run = self._named(request.query_params)
-        return await self._watched(request, run.path.name, RunReader(run).read)
+        return await self._watched(request, self._feed_of(run), RunReader(run).read)
 
     async def _stacks(self, request: Request) -> Response:
         """Ask the job at most once in STACKS_S, whoever asks here."""
-        run = self._named(request.query_params)
-
-        def read() -> dict[str, Any]:
-            taken = {"taken_at": time.time(), "every_s": STACKS_S}
-            return {**nodeviews.stacks_of(run, ()).to_dict(), **taken}
-
-        feed = self._feeds.setdefault(f"stacks/{run.path.name}", Feed(read, STACKS_S))
+        feed = self._stacks_of(self._named(request.query_params))
         return Response(await feed.newest(), media_type="application/json")
 
     async def _watched(
-        self, request: Request, key: str, read: Callable[[], dict[str, Any]]
+        self, request: Request, feed: Feed, read: Callable[[], dict[str, Any]]
     ) -> Response:
         """Answer once, or with each change."""
         if request.headers.get("accept") != STREAM:
             found = encoded(await asyncio.to_thread(read))
             return Response(found, media_type="application/json")
-        feed = self._feeds.setdefault(key, Feed(read))
         return StreamingResponse(feed.events(self.closing), media_type=STREAM)
 
     def _failures(self, run: RunDir, query: Mapping[str, str]) -> Any:

@@ -69,7 +69,10 @@ class Feed:
         return encoded(document).encode(), gist
 
     async def events(self, closing: asyncio.Event) -> AsyncIterator[bytes]:
-        """Yield an event for each change, until the client is gone or the server closes."""
+        """Yield an event for each change, until the client is gone or the server closes.
+
+        The server of one run closes when that has ended, so the last event is of then.
+        """
         last, sent_at, due = b"", time.monotonic(), 0.0
         while await pause(closing, due):
             newest = await self.newest()
@@ -80,3 +83,6 @@ class Feed:
                 sent_at = time.monotonic()
                 yield b": still here\n\n"
             due = max(0.05, self._due - time.monotonic())
+        self._due = 0.0
+        if (newest := await self.newest()) is not last:
+            yield b"data: " + newest + b"\n\n"

@@ -29,8 +29,9 @@ async def follow(
     """
     yield _event(document)
     held: dict[str, bytes] = {}
-    sent_at, live = time.monotonic(), True
-    while live and await pause(closing, PAUSE_S):
+    sent_at, live, serves = time.monotonic(), True, True
+    while live and serves:
+        serves = await pause(closing, PAUSE_S)
         # Asked first: what a run that has ended wrote is there.
         live = await asyncio.to_thread(is_live, logs.run)
         lines = await asyncio.to_thread(newer, logs, wanted, ends, held)

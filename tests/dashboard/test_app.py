@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import json
 import math
 import os
@@ -11,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from elaunch.dashboard.app import STATIC, Dashboard
-from elaunch.dashboard.feed import encoded
+from elaunch.dashboard.app import KEPT_RUNS, STATIC, Dashboard
+from elaunch.dashboard.feed import Feed, encoded
 from elaunch.dashboard.guard import App
 from elaunch.runs.directory import RunDir, create
 from elaunch.runs.record import new_worker
@@ -231,6 +233,35 @@ def test_stacks_are_read_once_however_often_they_are_asked_for(
     assert abs(first["taken_at"] - time.time()) < 60 and second == first
     assert ask(Dashboard(environ, run).app(), "/api/stacks", run="job").status == 400
     assert ask(app, "/api/stacks", run="none").status == 404
+
+
+def test_the_last_event_is_of_the_end() -> None:
+    """What is read when the server closes is sent, once, and what was read before is not."""
+
+    async def followed() -> list[bytes]:
+        states, closing = ["RUNNING", "COMPLETED"], asyncio.Event()
+        feed = Feed(lambda: {"state": states.pop(0) if len(states) > 1 else states[0]}, 60.0)
+        events = feed.events(closing)
+        found = [await anext(events)]
+        closing.set()
+        return found + [event async for event in events] + [e async for e in feed.events(closing)]
+
+    running, ended, *again = asyncio.run(followed())
+    assert b"RUNNING" in running and b"COMPLETED" in ended and again == [ended]
+
+
+def test_what_nobody_looks_at_any_more_is_forgotten(environ: dict[str, str]) -> None:
+    """A dashboard that is open for days keeps the readings of the runs seen last."""
+
+    def feeds() -> int:
+        gc.collect()
+        return sum(isinstance(one, Feed) for one in gc.get_objects())
+
+    before, app = feeds(), Dashboard(environ).app()
+    for number in range(2 * KEPT_RUNS + 2):
+        key = made(environ, f"run-{number}").path.name
+        assert ask(app, "/api/stacks", run=key).status == 400
+    assert feeds() - before <= KEPT_RUNS + 1
 
 
 def test_where_the_time_went(app: App, environ: dict[str, str]) -> None:

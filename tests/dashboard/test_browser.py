@@ -154,6 +154,8 @@ def test_every_page_is_accessible_and_fits_a_phone(elaunch: Launcher, tmp_path: 
             page = browser.open(at.removesuffix("/") if name == "" else at)
             shown = {"runs": "td a", "": ".facts", "metrics": ".chart canvas", "logs": ".log div"}
             page.see(shown.get(name, "main h1"))
+            if name != "stacks":  # read when its button is pressed
+                page.wait("document.querySelector('#pulse').innerText.startsWith('read at ')")
             if name == "stacks":
                 page.evaluate("document.querySelector('main button').click()")
                 page.see("main pre")

@@ -85,12 +85,15 @@ class WebPages:
         return self.address
 
     def close(self) -> None:
-        """End it; takes JOIN_S at the most."""
+        """Have it show open pages how the run ended, and end; takes 2 JOIN_S at the most."""
         self._closing.set()
+        if self._thread is None:
+            return
         if self._running is not None:
-            self._running.cut()
-        if self._thread is not None:
+            self._running.end()
             self._thread.join(JOIN_S)
+            self._running.cut()
+        self._thread.join(JOIN_S)
 
     def _serve(self) -> None:
         for number in range(RESTARTS + 1):

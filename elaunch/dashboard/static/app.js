@@ -26,7 +26,11 @@ async function ask(path, query, options) {
   return answer.json();
 }
 
-export const get = (path, query) => ask(path, query, {});
+export async function get(path, query) {
+  const found = await ask(path, query, {});
+  wasRead(found.taken_at ?? Date.now() / 1000);
+  return found;
+}
 export const post = (path, query, headers) => ask(path, query, { method: "POST", headers });
 
 const pad = (number) => String(number).padStart(2, "0");
@@ -71,7 +75,13 @@ export const state = (run) =>
 const main = document.getElementById("main");
 const pulse = document.getElementById("pulse");
 const TABS = [["", "Overview"], ["metrics", "Metrics"], ["logs", "Logs"], ["checkpoints", "Checkpoints"], ["failures", "Failures"], ["stacks", "Stacks"]];
-let leave = () => {};
+let leave = () => {}, since = "";
+
+function wasRead(seconds) {
+  since = `read at ${clock(seconds)}`;
+  pulse.className = "";
+  pulse.textContent = since;
+}
 
 // A feed sends the whole document at each change; it rests while nobody looks at the page.
 export function follow(path, query, show) {
@@ -80,13 +90,13 @@ export function follow(path, query, show) {
     source = new EventSource(`${path}?${new URLSearchParams(query)}`);
     source.onmessage = (event) => {
       const found = JSON.parse(event.data);
-      pulse.className = "";
-      pulse.textContent = found.read_at ? `read at ${clock(found.read_at)}` : "";
+      wasRead(found.read_at ?? Date.now() / 1000);
       show(found);
     };
     source.onerror = () => {
       pulse.className = "lost";
-      pulse.textContent = "the dashboard does not answer";
+      pulse.textContent = since ? `${since}, no answer since` : "the dashboard does not answer";
+      if (source.readyState === EventSource.CLOSED) get(path, query).catch(({ message }) => { pulse.textContent = message; }); // refused
     };
   };
   const look = () => { source?.close(); if (!document.hidden) open(); };
@@ -118,15 +128,19 @@ function runsView(root, first) {
   });
 }
 
+function decoded(text) {
+  try { return decodeURIComponent(text); } catch { return text; } // typed by hand
+}
+
 async function route() {
   leave();
   leave = () => {};
-  const [, kind, key, page = ""] = location.hash.split("?")[0].split("/").map(decodeURIComponent);
+  const [, kind, key, page = ""] = location.hash.split("?")[0].split("/").map(decoded);
   const asked = new URLSearchParams(location.hash.split("?")[1] ?? "");
   const tabs = document.getElementById("tabs");
   const root = h("div", {});
   main.replaceChildren(root);
-  pulse.textContent = "";
+  pulse.textContent = since = "";
   document.title = key ? `${key} – elaunch` : "elaunch";
   tabs.replaceChildren(...(kind === "run" ? TABS : []).map(([name, text]) => h("a", {
     href: `#/run/${encodeURIComponent(key)}${name && "/" + name}`, "aria-current": name === page && "page",

@@ -57,7 +57,14 @@ def test_the_detached_command_prints_the_address(elaunch: Launcher) -> None:
     done = elaunch.run(act(SPAWN, "wait", flags=[*FLAGS, "--dashboard", "--detach"]))
     found = re.search(r"elaunch: dashboard: (http://\S+)", done.stderr)
     assert found is not None and healthy(found[1])
-    assert elaunch.run(["stop", "job"]).returncode == 0
+    page = found[1].partition("#")[0]
+    stream = {"accept": "text/event-stream"}
+    with urllib.request.urlopen(
+        urllib.request.Request(f"{page}api/run?run=job", None, stream)
+    ) as events:
+        assert elaunch.run(["stop", "job"]).returncode == 0
+        *_, last = (line for line in events if line.startswith(b"data: "))
+    assert json.loads(last[6:])["state"] == "STOPPED", "an open page shows how the run ended"
     assert not healthy(found[1])
     refused = elaunch.run(act(SPAWN, "wait", flags=["--dashboard=maybe"]))
     assert refused.returncode == 2 and "--dashboard: 'maybe'" in refused.stderr
