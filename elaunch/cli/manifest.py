@@ -26,8 +26,8 @@ from typing import Any, Final
 import click
 
 from elaunch.cli.run import parse
-from elaunch.config import values
-from elaunch.config.flags.flag import Answers, JobFile, collect
+from elaunch.config import checks, settings, values
+from elaunch.config.flags.flag import Answers, collect
 from elaunch.config.flags.table import TABLE
 from elaunch.endings import KILLED, PREEMPTED
 from elaunch.errors import JoinTimeoutError, ServerError, StoreError, UsageError
@@ -35,6 +35,10 @@ from elaunch.errors import JoinTimeoutError, ServerError, StoreError, UsageError
 PORT: Final = 29400
 MARGIN_S: Final = 15
 """Seconds of the lead in which the agent ends what has not saved, and itself."""
+DAY_S: Final = 86_400
+LONGEST_S: Final = 9999 * DAY_S
+SLURM_LEAD_S: Final = 65_535
+"""Seconds before the limit at which Slurm can send a signal, at the most (sbatch(1))."""
 CONTAINER: Final = "node"
 TRAINER: Final = "trainer.kubeflow.org/v1alpha1"
 _AGAIN: Final = sorted(
@@ -47,6 +51,10 @@ _MEETING: Final = frozenset(
 )
 """Flags that the target decides on, or that make no sense there."""
 _SIZE: Final = ("nnodes", "nproc-per-node", "rdzv-id", "rdzv-backend", "rdzv-endpoint")
+
+_CLAIM: Final = re.compile(
+    r"(?=.{1,253}\Z)[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*"
+)
 
 _VARIABLES: Final = ("$host:$port", "$SLURM_JOB_ID")
 
@@ -107,7 +115,11 @@ class ScheduledJob:
 
 
 def slurm(job: ScheduledJob) -> str:
-    """Return a batch script."""
+    """Return a batch script.
+
+    Raises UsageError where Slurm would refuse its lead, or send the signal at the very start.
+    """
+    _check_lead(job)
     nodes = f"{job.least}" if job.least == job.most else f"{job.least}-{job.most}"
     lead, left = job.lead, job.lead - MARGIN_S
     given = [
@@ -147,6 +159,16 @@ do :; done
 [ "$code" -eq {PREEMPTED} ] && scontrol requeue "$SLURM_JOB_ID"
 exit "$code"
 """
+
+
+def _check_lead(job: ScheduledJob) -> None:
+    if job.lead > SLURM_LEAD_S:
+        raise UsageError(f"--lead: {job.lead} s: Slurm takes up to {SLURM_LEAD_S}")
+    if job.limit and job.lead >= job.limit:
+        raise UsageError(
+            f"--lead: {job.lead} s are not shorter than --time, {job.limit} s: the job would be "
+            "asked to save as soon as it starts, and again each time that it is requeued"
+        )
 
 
 def kubernetes(job: ScheduledJob) -> list[Document]:
@@ -339,12 +361,13 @@ def read(words: Sequence[str], **given: Any) -> ScheduledJob:
     line = parse(words)
     if line.help or not (line.command or "file" in line.flags):
         raise UsageError("give the flags of `elaunch run` and the script; `elaunch run --help`")
-    answers = collect(TABLE.values(), line.flags, {}, JobFile())
-    for name in line.flags:
+    file = settings.job_file(line.flags, {}, Path.cwd())
+    answers = collect(TABLE.values(), line.flags, {}, file)
+    for name in (*line.flags, *(one for one in file.flags if one != "workdir")):
         if name in _MEETING:
             raise answers.fault(name, "has no place in a manifest", "the scheduler decides that")
-    if answers["rdzv-endpoint"] and answers["rdzv-backend"] != "etcd":
-        raise answers.fault("rdzv-endpoint", "is for etcd here", "the nodes meet at the first one")
+    checks.refused(answers)
+    _check_backend(answers)
     for word in (*line.command, *line.flags.values(), given["image"], given["claim"]):
         if not _is_text(word):
             raise UsageError(f"{word!r} has bytes in it that are no text in UTF-8")
@@ -358,7 +381,19 @@ def read(words: Sequence[str], **given: Any) -> ScheduledJob:
             f"to end what has not saved; give {MARGIN_S + 1} or more"
         )
     name = label(answers["name"] or Path(entry).stem)
-    return ScheduledJob(name, answers, tuple(flags), line.command, **given)
+    ended = ("--",) if entry.startswith("-") and line.command else ()
+    return ScheduledJob(name, answers, tuple(flags), (*ended, *line.command), **given)
+
+
+def _check_backend(answers: Answers) -> None:
+    backend = answers["rdzv-backend"]
+    if answers.is_set("rdzv-backend") and backend not in ("c10d", "etcd"):
+        fix = "the nodes meet at the first one (c10d), or in an etcd (etcd)"
+        raise answers.fault("rdzv-backend", "has no place in a manifest", fix)
+    if backend != "etcd" and answers["rdzv-endpoint"]:
+        raise answers.fault("rdzv-endpoint", "is for etcd here", "the nodes meet at the first one")
+    if backend == "etcd" and not answers["rdzv-endpoint"]:
+        raise answers.fault("rdzv-backend", "needs --rdzv-endpoint", "name the members of etcd")
 
 
 def _is_text(word: str) -> bool:
@@ -381,9 +416,12 @@ def label(text: str) -> str:
 def _seconds(_: click.Context, __: click.Parameter, value: str) -> int:
     """Return the seconds of a text such as 90, 30m, 4h or 2d."""
     try:
-        return int(values.moment(f"+{value}").after or 0)
+        seconds = values.moment(f"+{value}").after or 0
     except ValueError:
         raise click.BadParameter(f"{value!r} is no duration such as 90, 30m, 4h or 2d") from None
+    if seconds > LONGEST_S:
+        raise click.BadParameter(f"{value!r} is longer than {LONGEST_S // DAY_S} days")
+    return int(seconds)
 
 
 @click.command(
@@ -420,7 +458,16 @@ def manifest(target: str, words: tuple[str, ...], **given: Any) -> None:
 
     What follows the target are the flags of `elaunch run`, the script and its arguments.
     """
-    if target != "slurm" and not given["image"]:
-        raise UsageError(f"--image: {target} needs the image that has elaunch and the script")
+    image, claim = given["image"], given["claim"]
+    if target == "slurm" and (image or claim):
+        raise UsageError(f"--{'image' if image else 'claim'}: is for pods; slurm has none")
+    if target != "slurm" and not re.fullmatch(r"[^\s-]\S*", image):
+        fault = f"{image!r} is no image" if image else f"{target} needs the image"
+        raise UsageError(f"--image: {fault} that has elaunch and the script")
+    if claim and not _CLAIM.fullmatch(claim):
+        raise UsageError(
+            f"--claim: {claim!r} is no name of a PersistentVolumeClaim: small letters, digits, "
+            "'-' and '.', a letter or digit first and last, at most 253"
+        )
     made = TARGETS[target](read(words, **given))
     click.echo(made if isinstance(made, str) else to_yaml(made), nl=False)

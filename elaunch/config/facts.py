@@ -31,7 +31,7 @@ from elaunch import __version__
 from elaunch.config import command
 from elaunch.config.settings import Settings
 from elaunch.env import HPARAMS
-from elaunch.text import arguments
+from elaunch.text import arguments, one_line
 
 TEXT_LIMIT = 80
 VARIABLES_LIMIT = 1000
@@ -66,7 +66,8 @@ def digest(content: bytes) -> str:
 
 
 def short(text: str) -> str:
-    """Return a text that is no longer than TEXT_LIMIT; a digest makes a cut one unique."""
+    """Return a text on one line of at most TEXT_LIMIT; a digest makes a cut one unique."""
+    text = one_line(text)
     if len(text) <= TEXT_LIMIT:
         return text
     mark = f"… ({digest(text.encode('utf-8', 'surrogateescape'))})"

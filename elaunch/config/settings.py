@@ -137,7 +137,7 @@ def resolve(
     Raises:
         UsageError: whatever is wrong, with flag, value, source, reason and fix.
     """
-    job = _job_file(line, environ, cwd)
+    job = job_file(line, environ, cwd)
     answers = collect(TABLE.values(), line, environ, job)
     checks.refused(answers)
     chosen = command.choose(words, job.entrypoint, answers)
@@ -174,7 +174,12 @@ def resolve(
     )
 
 
-def _job_file(line: Mapping[str, str], environ: Mapping[str, str], cwd: Path) -> JobFile:
+def job_file(line: Mapping[str, str], environ: Mapping[str, str], cwd: Path) -> JobFile:
+    """Return the job file that the command line or a variable names; an empty one without it.
+
+    Raises:
+        UsageError: it cannot be read, or is none.
+    """
     variable = from_variables(TABLE["file"], environ)
     shown = line.get("file") or (variable.text if variable else "")
     if "file" in line and not shown:

@@ -195,7 +195,7 @@ def test_the_agent_ends_before_the_kubelet_ends_it(target: str) -> None:
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["--lead=15", "slurm"], "--lead: 15 s are too short: "),
+        (["--lead=15", "jobset"], "--lead: 15 s are too short: "),
         (
             ["--lead=60", "jobset", "--shutdown-timeout=56"],
             "--shutdown-timeout: '56' and --sibling-grace, 5 s, are longer than --lead, 60 s: the "
@@ -224,6 +224,9 @@ def test_a_lead_that_is_too_short(
         (["--nnodes=x", "train.py"], "--nnodes: 'x'"),
         (["--node-rank=1", "train.py"], "--node-rank: '1' has no place in a manifest"),
         (["--rdzv-endpoint=h", "train.py"], "--rdzv-endpoint: 'h' is for etcd here"),
+        (["--rdzv-backend=static", "train.py"], "--rdzv-backend: 'static' has no place"),
+        (["--rdzv-backend=etcd", "train.py"], "--rdzv-backend: 'etcd' needs --rdzv-endpoint"),
+        (["--file=nowhere.yaml"], "--file: 'nowhere.yaml'"),
         (["train.py", "\udcff"], "that are no text in UTF-8"),
     ],
 )
@@ -244,6 +247,47 @@ def test_mistakes_in_its_own_options(capsys: pytest.CaptureFixture[str]) -> None
     assert "fixed number of nodes" in capsys.readouterr().err
     assert execute(["manifest", "--time=soon", "slurm", "train.py"]) == 2
     assert "'soon' is no duration" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["--time=1e9d"], "'1e9d' is no duration"),
+        (["--time=99999999d"], "'99999999d' is longer than 9999 days"),
+        (["--image=i"], "--image: is for pods"),
+        (["--claim=c"], "--claim: is for pods"),
+        (["--lead=65536"], "--lead: 65536 s: Slurm takes up to 65535"),
+        (["--lead=1h", "--time=60m"], "--lead: 3600 s are not shorter than --time, 3600 s"),
+        (["--image= i", "jobset"], "--image: ' i' is no image"),
+        (["--image=--claim", "jobset"], "--image: '--claim' is no image"),
+        (["--image=i", "--claim=My_Disk", "jobset"], "--claim: 'My_Disk' is no name"),
+    ],
+)
+def test_what_the_scheduler_would_refuse(
+    words: list[str], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Or would start, signal, and queue again for ever."""
+    words = words if words[-1] == "jobset" else [*words, "slurm"]
+    assert execute(["manifest", *words, "--checkpoint-dir=/c", "train.py"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and problem in err
+
+
+def test_the_size_of_a_job_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What stands in no flag of the line is the file's: the line that is made would win over it."""
+    file = tmp_path / "job.yaml"
+    file.write_text("entrypoint: train.py\nnodes: 2\nslots: 8\nworkdir: /src\n")
+    words = args("kubernetes", [f"--file={file}"])
+    assert words[:2] == ["--nnodes=2", "--nproc-per-node=8"] and f"--file={file}" in words
+    file.write_text("entrypoint: train.py\nstandalone: true\n")
+    assert execute(["manifest", "slurm", f"--file={file}"]) == 2
+    assert "--standalone: has no place in a manifest" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("target", CLUSTERS)
+def test_a_script_whose_name_begins_with_a_hyphen(target: str) -> None:
+    """Behind ``--``, as it was given."""
+    assert args(target, ["--", "--odd.py", "--", "x"])[-4:] == ["--", "--odd.py", "--", "x"]
 
 
 def test_names_are_those_of_dns() -> None:

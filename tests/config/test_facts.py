@@ -136,6 +136,13 @@ def test_arguments_that_look_like_a_secret_are_not_shown(job: Job, args: str) ->
     assert "s3cr3t" not in of(job, f"train.py {args}")["argv"]
 
 
+def test_texts_of_several_lines(job: Job) -> None:
+    """Facts have one line each: a record with another is refused."""
+    environ = {"NCCL_ALGO": "a\nb"}
+    found = facts(job.of(["train.py", "a\nb\tc", "\x1b"], environ), environ)
+    assert found["argv"].startswith("a\\nb\\tc \\x1b (") and found["NCCL_ALGO"] == "a\\nb"
+
+
 def test_arguments_of_any_bytes(job: Job) -> None:
     """A name of a file need not be UTF-8."""
     found = facts(job.of(["train.py", "a\udcff", "é"], {}), {})
