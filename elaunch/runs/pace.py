@@ -56,11 +56,16 @@ class StepRate:
 
     @property
     def rate(self) -> float | None:
-        """Steps in a second, over the last minute; None where that is not known."""
+        """Steps in a second, over the last minute; None where that is not known.
+
+        It falls from the moment on at which the next step is overdue.
+        """
         if not self._steps:
             return None
         (begun, first), (at, last) = self._steps[0], self._steps[-1]
-        return (last - first) / (at - begun) if at - begun >= LEAST_S else None
+        if at - begun < LEAST_S:
+            return None
+        return min((last - first) / (at - begun), (last - first + 1) / (self._now - begun))
 
     @property
     def eta_s(self) -> float | None:
@@ -74,16 +79,19 @@ class StepRate:
             return None
         return (1.0 - self.done) * (self._now - begun) / (self.done - part)
 
-    def text(self) -> str:
-        """Return "step 12, 3.1 steps/s, 40 % done, ETA 2m 05s", of it what is known."""
+    def text(self, live: bool = True) -> str:
+        """Return "step 12, 3.1 steps/s, 40 % done, ETA 2m 05s", of it what is known.
+
+        Of a run that is no longer ``live`` only how far it is.
+        """
         parts = []
         if self.step is not None:
             parts.append(f"step {self.step}" + (f"-{self.last}" if self.last != self.step else ""))
-        if self.rate is not None:
+        if live and self.rate is not None:
             slow = 0 < self.rate < 0.1
             parts.append(f"{1 / self.rate:.3g} s/step" if slow else f"{self.rate:.3g} steps/s")
         if self.done is not None:
             parts.append(f"{100 * self.done:.0f} % done")
-        if self.eta_s is not None:
+        if live and self.eta_s is not None:
             parts.append(f"ETA {duration(self.eta_s)}")
         return ", ".join(parts)

@@ -94,7 +94,7 @@ class TopReader:
             workers={row["rank"]: row for row in rows},
             nodes=nodes(summary, rows),
             page=tuple(part for part in page if not isinstance(part, Table)),
-            pace=self._summary.pace.text(),
+            pace=self._summary.pace.text(summary["live"]),
             recent=self.recent(chosen, summary),
         )
 

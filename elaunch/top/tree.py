@@ -120,7 +120,7 @@ def rows(
 def _searched(row: tuple[int, int, Worker | None]) -> str:
     _, rank, worker = row
     shown = worker or {}
-    return f"rank {rank} {shown.get('state', '')} {shown.get('doing', '')}".lower()
+    return f"rank {rank} {shown.get('state', '')}".lower()
 
 
 def document(summary: Mapping[str, Any], found: Sequence[TreeNode]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ def test_steps_rate_and_the_time_that_is_left() -> None:
     assert at(pace, 10.0, 100, 102, done=0.1) == "step 100-102, 10 % done"
     assert at(pace, 20.0, 120, 120, done=0.2) == "step 120, 2 steps/s, 20 % done, ETA 1m 20s"
     assert at(pace, 30.0, 140, done=1.0).endswith("100 % done, ETA 0.00 s")
+    assert pace.text(live=False) == "step 140, 100 % done"
 
 
 def test_a_slow_step_and_a_new_round() -> None:
@@ -31,6 +32,13 @@ def test_a_slow_step_and_a_new_round() -> None:
     assert at(pace, 0.0, 1) == "step 1"
     assert at(pace, 3 * WINDOW_S, 2) == "step 2, 180 s/step"
     assert at(pace, 5 * WINDOW_S, 2) == "step 2, 180 s/step"
+    pace = StepRate()
+    for second in range(100):
+        at(pace, float(second), 10 * second)
+    assert at(pace, 99 + 10 * WINDOW_S, 990) == "step 990, 54.6 s/step", "it hangs"
+    pace = StepRate()
+    assert at(pace, 0.0, 1) == "step 1"
+    assert at(pace, 3 * WINDOW_S, 2) == "step 2, 180 s/step"
     assert at(pace, 6 * WINDOW_S, 2, round=1) == "step 2"
     assert at(pace, 6 * WINDOW_S + 10, 12, round=1) == "step 12, 1 steps/s"
     assert at(pace, 6 * WINDOW_S + 20, 5, round=1) == "step 5"

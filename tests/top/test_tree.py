@@ -59,6 +59,8 @@ def test_a_filter_shows_ranks_with_their_nodes() -> None:
     found = nodes(said, workers)
     assert [row.key for row in rows(said, found, (), "failed")] == [JOB, (0,), (0, 1)]
     assert [row.key for row in rows(said, found, (), "BETA")] == [JOB, (1,)]
+    called = nodes(said, [one | {"doing": "allgather #3"} for one in workers])
+    assert [row.key for row in rows(said, called, (), "3")] == [JOB, (1,), (1, 3)]
     assert [row.key for row in rows(said, found, {(1,)}, "beta")] == [JOB, (1,), (1, 2), (1, 3)]
 
 
