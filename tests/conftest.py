@@ -8,8 +8,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from importlib.metadata import version
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,6 @@ import pytest
 from _pytest.faulthandler import fault_handler_stderr_fd_key
 from hypothesis import HealthCheck, settings
 
-from elaunch.errors import StoreDenied
-from elaunch.store.tcp import wire
 from tests import netns, programs, warm
 from tests.cluster import Cluster
 from tests.launching import Launcher, clean_environment
@@ -100,31 +97,6 @@ def pytest_timeout_cancel_timer() -> bool:
     """See there."""
     faulthandler.cancel_dump_traceback_later()
     return True
-
-
-@contextmanager
-def _skipped_without_queues() -> Iterator[None]:
-    """Skip a test that hosts a store of several nodes where torch is too old for that."""
-    try:
-        yield
-    except StoreDenied as refused:
-        if "has no queues" in str(refused) and not wire.is_served_by(version("torch")):
-            pytest.skip(str(refused))
-        raise
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_setup() -> Iterator[None]:
-    """See there."""
-    with _skipped_without_queues():
-        return (yield)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call() -> Iterator[None]:
-    """See there."""
-    with _skipped_without_queues():
-        return (yield)
 
 
 @pytest.fixture

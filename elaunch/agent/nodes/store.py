@@ -43,8 +43,6 @@ END_MARGIN = 10.0
 """Seconds beyond all graces for a node to report that its round has ended."""
 ATTEMPT = 6.0
 """Seconds of one attempt to get to the store; longer than STRANGER_PATIENCE."""
-REFUSAL = 10.0
-"""Seconds for which a host without a store says so: twice as long as nodes wait between looks."""
 PROBE_DEADLINE = 2.0
 LOOK_AGAIN = 0.2
 
@@ -234,11 +232,7 @@ class StoreOpener:
         if self._listening is not None:
             listening, shared = self._listening.dup(), self._key.credential if self._key else b""
             store = client.host(
-                listening,
-                self._run_id,
-                timeout=settings.read_timeout,
-                shared=shared,
-                refusing=self._tell_others,
+                listening, self._run_id, timeout=settings.read_timeout, shared=shared
             )
             if settings.backend == "static":
                 self._publish_address()
@@ -265,16 +259,6 @@ class StoreOpener:
         port = self._listening.getsockname()[1]
         hello = {"elaunch": 1, "run_id": self._run_id, "boot": "", "store": [self._own_addr, port]}
         self._publish(json.dumps(hello))
-
-    def _tell_others(self) -> None:
-        """Let the other nodes, which start at about this time, read that there is no store."""
-        log.warning(
-            "the torch of this node cannot host the job's store; telling the other nodes, for %g s",
-            REFUSAL,
-        )
-        if self._rendezvous.backend == "static":
-            self._publish_address()
-        self._closed.wait(REFUSAL)
 
     def _has_moved(self, address: tuple[str, int]) -> bool:
         """Return whether the agents' store is at another address now; False where none is found."""

@@ -1,8 +1,9 @@
 """The store in a TCPStore that one agent hosts (``--rdzv-backend c10d``).
 
 =================  ===============================================================================
-``host``           the agent at the endpoint: starts torch's TCPStore on a socket that it has
-                   bound, keeps the members (elaunch.store.tcp.host), and alone can lead
+``host``           the agent at the endpoint: starts torch's TCPStore, or one like it
+                   (elaunch.store.tcp.server), on a socket that it has bound, keeps the members
+                   (elaunch.store.tcp.host), and alone can lead
 ``connect``        every other agent, and readers; waits for the host to be there
 ``hello``          asks what is at an address
 =================  ===============================================================================
@@ -26,11 +27,12 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from elaunch.errors import StoreClosed, StoreDenied, StoreUnreachable
+from elaunch.errors import StoreClosed, StoreUnreachable
 from elaunch.store.protocol import Store
 from elaunch.store.tcp import wire
 from elaunch.store.tcp.connection import HELLO, Address, Spot, greet, resolve, spot_name
 from elaunch.store.tcp.host import SHARED
+from elaunch.store.tcp.server import TcpServer
 from elaunch.store.tcp.store import TcpStore
 from elaunch.store.tcp.wire import Connection, ForeignAnswer
 
@@ -50,14 +52,12 @@ def host(
     *,
     timeout: float = CALL_TIMEOUT,
     shared: bytes = b"",
-    refusing: Callable[[], object] = lambda: None,
 ) -> Store:
     """Host the store of the job ``run_id`` on a bound socket, which is owned from now on.
 
     Imports torch. ``timeout``: seconds for each call. ``shared``: what Store.shared is from the
     first moment, whatever an unauthenticated process has written there. Raises StoreUnreachable if
-    the store that was started does not answer, StoreDenied where this torch can host none: agents
-    that connect while ``refusing`` is called get the same error.
+    the store that was started does not answer.
     """
     bound = listening.getsockname()
     name, own = spot_name(bound[0], bound[1]), _reachable(listening)
@@ -65,11 +65,7 @@ def host(
     spot = Spot(name, address, run_id, secrets.token_hex(4))
     said = {"elaunch": 1, "run_id": run_id, "boot": spot.boot}
     try:
-        server, problem = _serve(listening.detach(), bound[1], own, timeout)
-        if problem:
-            server.set(HELLO, json.dumps({**said, "refused": problem}))
-            refusing()
-            raise StoreDenied(problem)
+        server = _serve(listening, own, timeout)
         raw = json.dumps(said).encode()
         connection = _announce(spot, raw, shared, time.monotonic() + timeout)
     except (OSError, RuntimeError, ForeignAnswer) as error:
@@ -90,10 +86,9 @@ def connect(
     """Connect to the store of the job ``run_id``, which another agent hosts or is about to.
 
     ``host`` is resolved anew at each attempt. Raises StoreUnreachable after ``deadline`` seconds,
-    or sooner if something else is there to stay, and names what was tried; StoreDenied where the
-    host cannot have one; StoreClosed when ``stop`` is set meanwhile. ``timeout``: seconds for each
-    call later. ``moved`` is called when nothing listens there any more: whether the store is hosted
-    at another address now.
+    or sooner if something else is there to stay, and names what was tried; StoreClosed when
+    ``stop`` is set meanwhile. ``timeout``: seconds for each call later. ``moved`` is called when
+    nothing listens there any more: whether the store is hosted at another address now.
     """
     began, name = time.monotonic(), spot_name(host, port)
     stopped = threading.Event() if stop is None else stop
@@ -140,12 +135,9 @@ class _MissError(Exception):
 
 
 def _enter(host: str, port: int, run_id: str, until: float) -> tuple[Spot, Connection]:
-    """Connect and make sure that it is this job's store; raises _MissError, StoreDenied."""
+    """Connect and make sure that it is this job's store; raises _MissError."""
     address, connection, said = _ask(host, port, until)
     if said is not None and said["run_id"] == run_id:
-        if "refused" in said:
-            connection.close()
-            raise StoreDenied(said["refused"])
         return Spot(spot_name(host, port), address, run_id, said["boot"]), connection
     connection.close()
     if said is None:
@@ -186,8 +178,8 @@ def _reachable(listening: socket.socket) -> str:
     return "::1" if bound == "::" else bound
 
 
-def _serve(listening: int, port: int, address: str, timeout: float) -> tuple[Any, str]:
-    """Start torch's store on the descriptor ``listening``; return it, and why it is of no use."""
+def _serve(listening: socket.socket, address: str, timeout: float) -> object:
+    """Start torch's store on a bound socket, or with an old torch a server that is like one."""
     # Read when torch is loaded: else it logs each process that sends it nonsense to stderr. Taken
     # away again, so that the workers' torch does not read it.
     quiet = "TORCH_CPP_LOG_LEVEL" not in os.environ and "torch" not in sys.modules
@@ -199,20 +191,17 @@ def _serve(listening: int, port: int, address: str, timeout: float) -> tuple[Any
     finally:
         if quiet:
             del os.environ["TORCH_CPP_LOG_LEVEL"]
-    serves = wire.is_served_by(__version__)
-    store = TCPStore(
+    if not wire.is_served_by(__version__):
+        return TcpServer(listening)
+    port = listening.getsockname()[1]
+    return TCPStore(
         address,
         port,
         is_master=True,
         wait_for_workers=False,
-        master_listen_fd=listening,
-        use_libuv=serves,
+        master_listen_fd=listening.detach(),
+        use_libuv=True,
         timeout=timedelta(seconds=timeout),
-    )
-    return store, "" if serves else (
-        f"the job's store cannot be hosted on {os.uname().nodename}: the TCPStore of its torch "
-        f"({__version__}) has no queues; host it on a node with torch 2.8 or newer, or use "
-        "--rdzv-backend etcd on all nodes"
     )
 
 

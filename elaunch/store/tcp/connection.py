@@ -141,7 +141,6 @@ def _read_hello(raw: bytes) -> dict[str, Any] | None:
     if not isinstance(said, dict) or type(said.get("elaunch")) is not int:
         return None
     named = all(_is_line(said.get(name)) for name in ("run_id", "boot"))
-    named = named and _is_line(said.get("refused", ""))
     return said if named and ("store" not in said or _is_place(said["store"])) else None
 
 

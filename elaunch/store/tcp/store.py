@@ -27,6 +27,7 @@ from elaunch.store.tcp.host import (
     left_notice,
     put_notice,
 )
+from elaunch.store.tcp.server import TcpServer
 from elaunch.store.tcp.wire import Connection
 
 _Found = tuple[int, bytes, int]
@@ -51,7 +52,7 @@ class TcpStore:
         spot: where it is.
         timeout: seconds for each call.
         connection: to it, open.
-        server: torch's store, if it is hosted here; it ends with this object.
+        server: torch's store or a TcpServer, if it is hosted here; it ends with this object.
         moved: as for TcpConnection.
     """
 
@@ -253,6 +254,8 @@ class TcpStore:
             self._members.wake()
         for line in (self._calls, self._waits, self._inbox):
             line.cut()
+        if isinstance(self._server, TcpServer):
+            self._server.close()
         self._server = None
 
     def _begin(self, name: str) -> None:

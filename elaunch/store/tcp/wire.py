@@ -41,7 +41,8 @@ LONGEST = 8 * 1024 * 1024
 """Bytes in a value that TCPStore still accepts."""
 CHUNK = 65536
 
-_VALIDATE = struct.pack("<BI", 0, 0x3C85F7CE)
+VALIDATE = struct.pack("<BI", 0, 0x3C85F7CE)
+"""The first bytes of a connection."""
 _U64 = struct.Struct("<Q")
 _I64 = struct.Struct("<q")
 CANCEL_WAIT = b"\x0c"
@@ -50,7 +51,8 @@ CANCEL_WAIT = b"\x0c"
 def is_served_by(version: str) -> bool:
     """Return whether the TCPStore of a version of torch has all that, and libuv for a bound socket.
 
-    Older ones have no queues, and take a socket that is bound already without libuv only.
+    Older ones have no queues, and take a socket that is bound already without libuv only: an agent
+    has a server of its own there (``server``).
     """
     return tuple(map(int, version.split(".")[:2])) >= (2, 8)
 
@@ -143,7 +145,7 @@ class Connection:
         self._sock.setblocking(False)
         self._news.register(self._sock, select.POLLIN)
         nonce = os.urandom(4)
-        self.send([_VALIDATE, b"\x0d", nonce], until)
+        self.send([VALIDATE, b"\x0d", nonce], until)
         try:
             answer = self._read(len(nonce), until)
         except TimeoutError:

@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
@@ -191,27 +190,6 @@ def masters_port(stack: ExitStack, port: int) -> Callable[[str], None]:
             connection.send([wire.put(HELLO, text.encode())], time.monotonic() + 20.0)
 
     return publish
-
-
-@pytest.mark.parametrize("backend", ["c10d", "static"])
-def test_a_host_whose_torch_is_too_old_tells_the_others(
-    stack: ExitStack, free_port: int, monkeypatch: pytest.MonkeyPatch, backend: str
-) -> None:
-    """They have the same error as it, and do not wait for it until the join timeout."""
-    publish = masters_port(stack, free_port) if backend == "static" else lambda _: None
-    monkeypatch.setattr("torch.__version__", "2.6.0+cpu")
-    settings = meeting(free_port, backend=backend, is_host=True)
-    host = StoreOpener(settings, "job", "127.0.0.1", publish)
-    host.prepare()
-    pool = stack.enter_context(ThreadPoolExecutor(1))
-    stack.callback(host.close)
-    opened = pool.submit(host.open)
-    with pytest.raises(StoreDenied, match=r"its torch \(2.6.0.cpu\) has no queues") as told:
-        opening(meeting(free_port, backend=backend, is_host=False), stack).open()
-    assert not opened.done()
-    host.close()
-    with pytest.raises(StoreDenied, match=re.escape(str(told.value))):
-        opened.result(20.0)
 
 
 def test_a_static_host_that_is_started_again_is_found_at_its_new_port(
