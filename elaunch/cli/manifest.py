@@ -39,6 +39,8 @@ DAY_S: Final = 86_400
 LONGEST_S: Final = 9999 * DAY_S
 SLURM_LEAD_S: Final = 65_535
 """Seconds before the limit at which Slurm can send a signal, at the most (sbatch(1))."""
+SLURM_EARLY_S: Final = 60
+"""Seconds by which Slurm may send it too early (the same page)."""
 CONTAINER: Final = "node"
 TRAINER: Final = "trainer.kubeflow.org/v1alpha1"
 _AGAIN: Final = sorted(
@@ -164,10 +166,11 @@ exit "$code"
 def _check_lead(job: ScheduledJob) -> None:
     if job.lead > SLURM_LEAD_S:
         raise UsageError(f"--lead: {job.lead} s: Slurm takes up to {SLURM_LEAD_S}")
-    if job.limit and job.lead >= job.limit:
+    if job.limit and job.lead + SLURM_EARLY_S >= job.limit:
         raise UsageError(
-            f"--lead: {job.lead} s are not shorter than --time, {job.limit} s: the job would be "
-            "asked to save as soon as it starts, and again each time that it is requeued"
+            f"--lead: {job.lead} s, and {SLURM_EARLY_S} by which Slurm may be early, are not "
+            f"shorter than --time, {job.limit} s: the job would be asked to save as soon as it "
+            "starts, and again each time that it is requeued"
         )
 
 

@@ -257,7 +257,7 @@ def test_mistakes_in_its_own_options(capsys: pytest.CaptureFixture[str]) -> None
         (["--image=i"], "--image: is for pods"),
         (["--claim=c"], "--claim: is for pods"),
         (["--lead=65536"], "--lead: 65536 s: Slurm takes up to 65535"),
-        (["--lead=1h", "--time=60m"], "--lead: 3600 s are not shorter than --time, 3600 s"),
+        (["--time=3m"], "--lead: 120 s, and 60 by which Slurm may be early, are not shorter than"),
         (["--image= i", "jobset"], "--image: ' i' is no image"),
         (["--image=--claim", "jobset"], "--image: '--claim' is no image"),
         (["--image=i", "--claim=My_Disk", "jobset"], "--claim: 'My_Disk' is no name"),
