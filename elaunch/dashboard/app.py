@@ -45,7 +45,7 @@ from starlette.routing import Route
 
 from elaunch.dashboard.feed import Feed, encoded
 from elaunch.dashboard.guard import CONTROL
-from elaunch.dashboard.logfeed import follow, parse_older
+from elaunch.dashboard.logfeed import follow, parse_older, parse_round
 from elaunch.errors import ElaunchError
 from elaunch.monitor import card, checkpointtarget, nodeviews
 from elaunch.monitor.checkpointview import document
@@ -270,7 +270,7 @@ class Dashboard:
         logs, stream = self._logs_of(self._named(query)), query.get("stream", "")
         choice = Choice(
             parse_ranks("ranks", query["ranks"]) if query.get("ranks") else None,
-            int(query["round"]) if query.get("round") else None,
+            parse_round(query.get("round", "")),
             (stream,) if stream in STREAMS else STREAMS,
             query.get("node") or None,
         )

@@ -43,6 +43,14 @@ async def follow(
             yield b": still here\n\n"
 
 
+def parse_round(text: str) -> int | None:
+    """Return the number of a round, None for "". Raises UsageError."""
+    try:
+        return int(text) if text else None
+    except ValueError:
+        raise UsageError(f"round {text[:50]}: is no number; give that of a round, as 0") from None
+
+
 def parse_older(text: str) -> dict[str, int] | None:
     """Return how far each file was read, as ``older`` has it; None for "". Raises UsageError."""
     if not text:

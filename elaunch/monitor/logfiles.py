@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import time
+from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,8 @@ AGAIN_S: Final = 10.0
 """Seconds until a node that did not answer is asked again."""
 AHEAD: Final = 1 << 16
 """Bytes of a file that are read at once where several files are merged."""
+LONGEST: Final = 16 << 20
+"""Bytes of a line that are held until it is whole; of a longer one so many are a line."""
 
 
 @dataclass(frozen=True)
@@ -185,10 +188,29 @@ class FollowedLog:
     changed: float = 0.0
     size: int = 0
     at: int = 0
-    offsets: list[int] = field(default_factory=list)
-    times: list[float] = field(default_factory=list)
+    offsets: array[int] = field(default_factory=lambda: array("q"))
+    times: array[float] = field(default_factory=lambda: array("d"))
     ahead: bytes = b""
-    held: bytes = b""
+    held: list[bytes] = field(default_factory=list)
+    holds: int = 0
+
+    def grown(self, size: int, changed: float) -> None:
+        """Note how large the file is; one that was cut goes on at its new end."""
+        self.size, self.changed = size, changed
+        if self.at > size:
+            self.at, self.ahead = size, b""
+
+    def lines(self, data: bytes) -> list[bytes]:
+        """Return the lines that end with ``data``; what is not whole is held."""
+        self.held.append(data)
+        self.holds += len(data)
+        if b"\n" not in data and self.holds < LONGEST:
+            return []
+        *lines, rest = b"".join(self.held).split(b"\n")
+        if len(rest) >= LONGEST:
+            lines, rest = [*lines, rest], b""
+        self.held, self.holds = [rest] * bool(rest), len(rest)
+        return lines
 
     def fresh(self, since: float | None) -> Iterator[tuple[float, int]]:
         """Yield (time, end) for each part that has not been read, as its bytes came."""
@@ -287,7 +309,7 @@ class Reader:
             if (known := parse_name(name)) is not None:
                 fresh = FollowedLog(node, known, node.first_rank + known.local_rank)
                 file = self._files.setdefault((index, known), fresh)
-                file.size, file.changed = size, changed
+                file.grown(size, changed)
         for name in found:
             if name.endswith(ARRIVALS):
                 self._note(index, node, name)
@@ -327,10 +349,10 @@ class Reader:
             for one in arrivals:
                 file = self._files.get((index, LogName(number, one.local_rank, one.stream)))
                 # A clock that was set back, or a file that was cut, sorts nothing anew.
-                if file is not None and one.size >= (file.offsets or [0])[-1]:
+                if file is not None and one.size >= (file.offsets[-1] if file.offsets else 0):
                     file.rank = one.rank
+                    file.times.append(max(one.at, file.times[-1] if file.times else 0.0))
                     file.offsets.append(one.size)
-                    file.times.append(max(one.at, (file.times or [0.0])[-1]))
             if not used:
                 return
 
@@ -360,7 +382,7 @@ class Reader:
         if exact and grep is None:
             out.write(data)
             return
-        *lines, file.held = (file.held + data).split(b"\n")
+        lines = file.lines(data)
         prefix = b"" if exact else b"[rank %d]: " % file.rank
         shown = (line for line in lines if grep is None or grep.search(line))
         out.write(b"".join(prefix + line + b"\n" for line in shown))

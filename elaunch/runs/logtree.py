@@ -32,7 +32,7 @@ _NAME: Final = re.compile(
     r"attempt_(?P<round>\d{1,9})/(?:(?P<local>\d{1,9})/(?P<stream>stdout|stderr)\.log|arrivals)",
     re.ASCII,
 )
-_LINE: Final = re.compile(rb"(\d+\.\d+) (\d+) (\d+) (stdout|stderr) (\d+)")
+_LINE: Final = re.compile(rb"(\d{1,12}\.\d{1,9}) (\d{1,9}) (\d{1,9}) (stdout|stderr) (\d{1,18})")
 
 
 class LogName(NamedTuple):

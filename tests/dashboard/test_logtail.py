@@ -140,6 +140,25 @@ def test_a_search_ends_in_time_and_goes_on(
     assert [line[-1] for line in found] == ["needle"]
 
 
+def test_a_line_that_goes_on(app: App, environ: dict[str, str], run: RunDir, root: Path) -> None:
+    """Of a progress bar the last state, and of a line without an end no more than is shown."""
+    bar = b"".join(b"%d %% of the epoch\r" % percent for percent in range(2000))
+    write(root, 2, 0, "stdout", bar)
+    assert texts(app, round="2") == ["1999 % of the epoch"]
+    logs = logtail.RunLogs(run, environ)
+    ends: dict[str, int] = {}
+    held: dict[str, bytes] = {}
+    for _ in range(3):
+        write(root, 2, 0, "stdout", b"x" * logtail.CHUNK)
+        assert not logtail.newer(logs, logtail.LogFilter(Choice(round=2)), ends, held)
+    assert sum(map(len, held.values())) == logtail.CHUNK
+    (root / "attempt_2" / "0" / "stdout.log").write_bytes(b"cut\n")
+    assert not logtail.newer(logs, logtail.LogFilter(Choice(round=2)), ends, held)
+    write(root, 2, 0, "stdout", b"and on\n")
+    ((*_, line),) = logtail.newer(logs, logtail.LogFilter(Choice(round=2)), ends, held)
+    assert line.endswith("and on")
+
+
 def test_lines_that_come_are_sent(
     environ: dict[str, str], play: Play, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

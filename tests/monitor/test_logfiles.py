@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from elaunch.errors import UsageError
+from elaunch.monitor import logfiles
 from elaunch.monitor.logfiles import Choice, Reader, directories, nodes_of
 from elaunch.runs.directory import RunDir
 from elaunch.runs.logtree import Arrival
@@ -100,6 +101,31 @@ def test_one_rank_is_byte_exact(home: dict[str, str]) -> None:
     assert shown(run, home, Choice(frozenset({1}))) == (out, err)
 
 
+def test_a_line_without_an_end(home: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is held up to LONGEST, whoever else writes; then so many bytes are a line."""
+    monkeypatch.setattr(logfiles, "LONGEST", 1000)
+    run = recorded(runs_in(home), 0)
+    parts = [(NOW + at, 0, "stdout", b"x" * 300) for at in range(4)]
+    written(run.logs, [*parts, (NOW + 4, 1, "stdout", b"b\n"), (NOW + 5, 0, "stdout", b"y\nz\n")])
+    lines = [b"[rank 0]: " + b"x" * 1200, b"[rank 1]: b", b"[rank 0]: y", b"[rank 0]: z", b""]
+    assert shown(run, home, Choice())[0].split(b"\n") == lines
+    assert shown(run, home, Choice(frozenset({0})))[0] == b"x" * 1200 + b"y\nz\n"
+
+
+def test_a_file_that_was_cut_is_followed(home: dict[str, str]) -> None:
+    """From its new end on."""
+    run = recorded(runs_in(home), 0)
+    written(run.logs, [(NOW, 0, "stdout", b"a\n" * 1000)])
+    out, reader = io.BytesIO(), Reader(run, nodes_of(run, None, home), Choice())
+    reader.run(False, out, out)
+    file = run.logs / "attempt_0" / "0" / "stdout.log"
+    file.write_bytes(b"")
+    reader.run(False, out, out)
+    file.write_bytes(b"new\n")
+    reader.run(False, out, out)
+    assert out.getvalue() == b"[rank 0]: a\n" * 1000 + b"[rank 0]: new\n"
+
+
 def test_files_without_arrivals_have_the_time_of_their_change(home: dict[str, str]) -> None:
     """As an agent that notes none leaves them; torn lines of the arrivals are left out."""
     run = recorded(runs_in(home), 0)
@@ -108,7 +134,9 @@ def test_files_without_arrivals_have_the_time_of_their_change(home: dict[str, st
         path.parent.mkdir(parents=True)
         path.write_bytes(b"line\n")
         os.utime(path, (changed, changed))
-    (run.logs / "attempt_0" / "arrivals").write_bytes(b"\n[elaunch: 4 bytes are missing]\n9.0 0")
+    (run.logs / "attempt_0" / "arrivals").write_bytes(
+        b"\n[elaunch: 4 bytes are missing]\n1.0 0 0 stdout %s\n9.0 0" % (b"9" * 5000)
+    )
     assert shown(run, home, Choice())[0] == b"[rank 1]: line\n[rank 0]: line\n"
     assert shown(run, home, Choice(since=NOW + 5))[0] == b"[rank 0]: line\n"
 

@@ -43,4 +43,9 @@ def record(pid: int, seconds: int, path: Path, native: bool) -> str:
     if not process.returncode and path.exists() and path.stat().st_size:
         return ""
     why = next((line for line in lines if line.startswith("Error")), " ".join(lines[:1]))
+    if "No stack counts found" in why:
+        return (
+            "its threads have only waited, and the graph is of those that compute: `elaunch "
+            "stacks` shows where they are"
+        )
     return f"py-spy has written nothing: {text.one_line(why)}"

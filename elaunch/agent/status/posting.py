@@ -37,6 +37,6 @@ def post(
         answer = connection.getresponse()
         said = answer.read(MOST_BYTES).decode("utf-8", "replace")
         if not 200 <= answer.status < 300:
-            raise OSError(f"it answers {answer.status} {answer.reason}: {said}")
+            raise OSError(f"it answers {answer.status} {answer.reason}: {said}".rstrip(": "))
     finally:
         connection.close()

@@ -84,8 +84,8 @@ def _time_at(file: FollowedLog, offset: int) -> float:
 
 def _line(file: FollowedLog, came: float, raw: bytes) -> Line:
     """Return a line as it is sent: without escapes, of a progress bar the last state."""
-    text = raw[: 4 * LONGEST].decode(errors="replace").rstrip("\r").rpartition("\r")[2]
-    text = _ESCAPES.sub("", text)[:LONGEST]
+    last = raw.rstrip(b"\r").rpartition(b"\r")[2][: 4 * LONGEST]
+    text = _ESCAPES.sub("", last.decode(errors="replace"))[:LONGEST]
     return came, file.rank, file.name.stream, file.name.round, text
 
 
@@ -194,7 +194,10 @@ def newer(
     found: list[tuple[float, FollowedLog, bytes]] = []
     for name, file in logs.files(wanted.choice).items():
         at = ends.get(name, 0)
-        if file.size <= at:
+        if file.size < at:  # it was cut
+            at = ends[name] = file.size
+            held.pop(name, None)
+        if file.size == at:
             continue
         if name not in held:  # the line that was not whole when it was read
             before = _bytes(file, max(0, at - LONGEST), at)
@@ -203,7 +206,8 @@ def newer(
             at, held[name] = file.size - CHUNK, b""
         raw = file.node.tree.read(str(file.name), at, CHUNK)
         ends[name] = at + len(raw)
-        *lines, held[name] = (held.get(name, b"") + raw).split(b"\n")
+        *lines, rest = (held.get(name, b"") + raw).split(b"\n")
+        held[name] = rest[-CHUNK:]  # a line may never end
         came = _time_at(file, at)
         fitting = [one for one in lines if not wanted.needle or wanted.needle in one.lower()]
         found += [(came, file, one) for one in fitting[-LINES:]]

@@ -45,6 +45,21 @@ def test_a_flame_graph_of_a_rank(run: RunDir, capsys: pytest.CaptureFixture[str]
     assert "profile-job-rank3.svg: 1 s of pid" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+def test_a_rank_that_only_waits(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    """There is no graph of it, and what shows it is named."""
+    waits = "import time; print('up', flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", waits], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"up\n"
+        record = run.read_state()
+        record["workers"][0]["pid"] = process.pid
+        run.write_state(record)
+        assert execute(["profile", "job", "1s", "--rank", "3"]) == 69
+        process.kill()
+    shown = capsys.readouterr().err
+    assert "its threads have only waited" in shown and "`elaunch stacks` shows where" in shown
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
