@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
 import ssl
+import threading
 from collections.abc import Mapping
 from typing import Any, Final
 from urllib.parse import urlsplit
 
 POST_S: Final = 5.0
 """Seconds for each step: to connect, to send, to be answered."""
+WHOLE_S: Final = 15.0
+"""Seconds from the connection to the end of the answer, which may come byte by byte."""
 MOST_BYTES: Final = 2000
 
 REFUSED: Final = (OSError, http.client.HTTPException, ValueError)
@@ -30,7 +34,12 @@ def post(
         )
     else:
         connection = http.client.HTTPConnection(url.hostname or "", url.port, timeout=POST_S)
+    cut: threading.Timer | None = None
     try:
+        connection.connect()
+        cut = threading.Timer(WHOLE_S, socket.socket.shutdown, (connection.sock, socket.SHUT_RDWR))
+        cut.daemon = True
+        cut.start()
         path = f"{url.path}?{url.query}" if url.query else url.path
         sent = {"Content-Type": "application/json", **headers}
         connection.request("POST", path or "/", json.dumps(body), sent)
@@ -39,4 +48,6 @@ def post(
         if not 200 <= answer.status < 300:
             raise OSError(f"it answers {answer.status} {answer.reason}: {said}".rstrip(": "))
     finally:
+        if cut is not None:
+            cut.cancel()
         connection.close()
