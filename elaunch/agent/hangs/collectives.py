@@ -299,7 +299,9 @@ def _behind(waits: list[_Wait], places: Mapping[int, RankPlace], now: float) -> 
     own = dict.fromkeys(one.name for rank in waits[0].missing for one in places[rank].receives)
     order = "collectives are entered in different orders"
     if len(waits) == 1:
-        order = f"which waits in {text.one_line(', '.join(own)) or 'another one'}"
+        order = (
+            f"which {_verb(waits[0].missing)} in {text.one_line(', '.join(own)) or 'another one'}"
+        )
     return Culprit(
         _most_awaited(waits),
         f"{', '.join(parts)} since {since}{': ' if len(waits) > 1 else ', '}{order}",

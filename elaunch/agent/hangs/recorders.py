@@ -6,6 +6,7 @@ long or is no answer of torch's, costs nothing but itself.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -27,6 +28,7 @@ from elaunch.agent.hangs.stackdump import Dump
 from elaunch.agent.patience import bounded
 from elaunch.agent.policy import events
 from elaunch.agent.policy.turn import Round
+from elaunch.checkpoint.storage import atonce
 from elaunch.wire.local import short_address
 from elaunch.wire.recorder import groups_path, socket_path
 
@@ -47,7 +49,18 @@ class Question(NamedTuple):
     handler: bytes
 
 
-_RECEIVE: Final = re.compile(r'File ".*/distributed_c10d\.py", line \d+ in (send|recv)\w*')
+_UNRECORDED: Final = {
+    **{name: name for name in ("send", "recv", "recv_object_list", "monitored_barrier")},
+    "_new_process_group_helper": "new_group",
+    "_store_based_barrier": "new_group",
+}
+"""Functions of torch that wait for another rank and are not recorded, with what a script calls."""
+_FRAME: Final = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
+_TORCHS: Final = "/torch/distributed/distributed_c10d.py"
+SOURCE_S: Final = 0.1
+"""Seconds for a file system to answer when the line at which a worker is is read."""
+_WAIT: Final = ".wait("
+"""At such a line a newest frame is in ``Work.wait``: other waits have a frame of their own."""
 
 
 class _Entry(msgspec.Struct):
@@ -106,25 +119,20 @@ class Recorders:
     def with_receives(
         self, places: Mapping[int, RankPlace], pids: Mapping[int, int], until: float
     ) -> dict[int, RankPlace]:
-        """Return the places, with the sends and receives that gloo does not record.
+        """Return the places, with the waits for another rank that torch does not record.
 
-        A rank in no collective whose stack is there waits for another rank, too.
+        Those of gloo's sends and receives are such: the stack of a rank shows that it is in one.
         """
         outside = [rank for rank, one in places.items() if not (one.is_held or one.problem)]
         asked = {rank: pids[rank] for rank in outside if rank in pids}
-        found = dict(places)
-        for rank, dump in self._ask(asked, until, (STACKS,))[1].items():
-            if dump.main and (receive := _RECEIVE.fullmatch(dump.main[0])):
-                found[rank] = replace(
-                    places[rank], receives=(CollectiveCall(0, receive[1], waits=True),)
-                )
-        return found
+        return _awaiting(places, self._ask(asked, until, (STACKS,))[1], pids)
 
     def scene(
         self, pids: Mapping[int, int], until: float
     ) -> tuple[dict[int, RankPlace], dict[int, Dump]]:
         """Return where the living workers are, and the stacks of those that let Python go."""
-        return self._ask(pids, until, (TRACE, STACKS))
+        places, dumps = self._ask(pids, until, (TRACE, STACKS))
+        return _awaiting(places, dumps, pids), dumps
 
     def dumps(self, pids: Mapping[int, int], until: float) -> dict[int, Dump]:
         """Return the stacks of those workers that let Python go, as :meth:`places` does."""
@@ -299,6 +307,35 @@ def _call(entry: _Entry) -> CollectiveCall:
         at=entry.time_created_ns / 1e9,
         waits=_waits(entry),
     )
+
+
+def _awaiting(
+    places: Mapping[int, RankPlace], dumps: Mapping[int, Dump], pids: Mapping[int, int]
+) -> dict[int, RankPlace]:
+    """Return the places; of a rank in no collective with the wait that its stack shows."""
+    found = dict(places)
+    for rank, dump in dumps.items():
+        place = places.get(rank)
+        if place is None or place.is_held or place.problem:
+            continue
+        if waits := _waits_in(pids[rank], dump):
+            found[rank] = replace(place, receives=(CollectiveCall(0, waits, waits=True),))
+    return found
+
+
+def _waits_in(pid: int, dump: Dump) -> str:
+    """Return in which function a process waits for another rank by its stack, or ""."""
+    frame = _FRAME.fullmatch(dump.main[0]) if dump.main else None
+    if frame is None:
+        return ""
+    if frame["file"].endswith(_TORCHS) and frame["name"] in _UNRECORDED:
+        return _UNRECORDED[frame["name"]]
+    lines: list[str] = []
+    source = Path(f"/proc/{pid}/cwd", frame["file"])
+    with contextlib.suppress(OSError):  # without its source nothing is known of this line
+        atonce.within(SOURCE_S, lambda: lines.extend(_text(source).split("\n")), "source")
+    at = int(frame["line"])
+    return "Work.wait" if any(_WAIT in line for line in lines[at - 1 : at]) else ""
 
 
 def _waits(entry: _Entry) -> bool:

@@ -63,7 +63,7 @@ def fault(step: int) -> None:
     elif WHAT == "order":
         dist.all_reduce(x, group=halves[RANK // 2])
         dist.all_reduce(x)
-    elif WHAT == "gil":
+    elif WHAT in ("gil", "awaited"):
         ctypes.PyDLL(None).sleep(FOREVER)
     elif WHAT == "loader":
         for _ in DataLoader(Samples(), batch_size=2, num_workers=1):
@@ -99,6 +99,8 @@ def clean(step: int) -> None:
         stand()
     elif WHAT == "uneven" and RANK == WHO:
         compute(0.05)
+    elif WHAT == "awaited" and step == WHEN and RANK == (WHO + 1) % SIZE:
+        dist.irecv(torch.ones(4), WHO).wait()
     elif WHAT == "first" and step == 0:
         compute(8)
     elif WHAT == "slow" and RANK == WHO:
