@@ -46,7 +46,7 @@ def compute(seconds: float) -> None:
 
 def fault(step: int) -> None:
     """Do what only one rank does, in one step."""
-    x = torch.ones(4)
+    x = torch.zeros(4)  # ones would end the others, see STOP
     if WHAT == "before":
         stand()
     elif WHAT == "after":
