@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import signal
 import sys
 from collections.abc import Callable
@@ -54,8 +53,11 @@ def run(
         KeyboardInterrupt: Ctrl-C; the workers have ended.
         SignalException: another signal has ended the job.
         ElaunchError: what the command would refuse, or cannot do.
-        TypeError: there is no such flag.
+        TypeError: there is no such flag, or ``function`` cannot be called.
     """
+    if not callable(function):
+        kind = type(function).__name__
+        raise TypeError(f"elaunch.run() takes a function, not the {kind} {function!r}")
     words = [f"--nproc-per-node={nproc}"]
     for name, value in flags.items():
         words += _word(name.replace("_", "-"), value)
@@ -89,6 +91,6 @@ def _method(function: Callable[..., Any], args: tuple[Any, ...]) -> StartMethod:
         return FORK
     try:
         pickled(function, args)
-    except (pickle.PicklingError, AttributeError, TypeError):
+    except Exception:  # an object's own pickling raises what it likes: a RuntimeError in torch
         return FORK
     return "forkserver"

@@ -29,6 +29,28 @@ def test_a_pipe_of_both_directions_takes_a_fork() -> None:
         end.close()
 
 
+class _Refuses:
+    """What raises when it is pickled, as a tensor with a history does, or a pointer of ctypes."""
+
+    def __init__(self, error: type[Exception]) -> None:
+        self.error = error
+
+    def __reduce__(self) -> str:
+        raise self.error("this one stays")
+
+
+@pytest.mark.parametrize("error", [RuntimeError, ValueError, NotImplementedError])
+def test_what_refuses_to_be_pickled_takes_a_fork(error: type[Exception]) -> None:
+    """By default; whatever it raises."""
+    assert functions._method(os.write, (_Refuses(error),)) == "fork"
+
+
+def test_what_is_no_function_is_named() -> None:
+    """Before anything starts."""
+    with pytest.raises(TypeError, match=r"takes a function, not the str 'train.py'"):
+        elaunch.run("train.py")  # type: ignore[arg-type]
+
+
 def test_an_unknown_start_method_is_named() -> None:
     """Before anything starts; it was taken for forkserver."""
     with pytest.raises(UsageError, match="start_method: 'frok' is not known; did you mean 'fork'"):
