@@ -259,10 +259,14 @@ def _holder(port: int) -> str:
 
 
 def may_be_agent(port: int) -> bool:
-    """Whether an elaunch agent may listen on the port: one does, or the listener is not seen."""
+    """Whether an elaunch agent may listen on the port: one does, or the listener is not seen.
+
+    It is ``elaunch``, ``elaunch-torchrun``, a link to that, a module of elaunch, or what a program
+    has started (elaunch.torchrun.agentprocess).
+    """
     pid = _holder_pid(port)
     words = [] if pid is None else _command(pid)
-    return not words or any(os.path.basename(word) == "elaunch" for word in words)
+    return not words or any("elaunch" in os.path.basename(os.path.realpath(w)) for w in words)
 
 
 def _holder_pid(port: int) -> int | None:

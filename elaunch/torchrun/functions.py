@@ -55,9 +55,7 @@ def run(
         ElaunchError: what the command would refuse, or cannot do.
         TypeError: there is no such flag, or ``function`` cannot be called.
     """
-    if not callable(function):
-        kind = type(function).__name__
-        raise TypeError(f"elaunch.run() takes a function, not the {kind} {function!r}")
+    _refuse_what_is_none(function)
     words = [f"--nproc-per-node={nproc}"]
     for name, value in flags.items():
         words += _word(name.replace("_", "-"), value)
@@ -69,6 +67,12 @@ def run(
         raise KeyboardInterrupt
     check(ended, name)
     return results
+
+
+def _refuse_what_is_none(function: object) -> None:
+    if not callable(function):
+        kind = type(function).__name__
+        raise TypeError(f"elaunch.run() takes a function, not the {kind} {function!r}")
 
 
 def _word(name: str, value: Any) -> list[str]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import socket
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from elaunch.config import endpoints
+from elaunch.torchrun import agentprocess
 from tests import launching
 from tests.config.resolving import Job
 
@@ -154,3 +157,27 @@ def test_one_node_that_meets_at_a_store_uses_what_several_use(job: Job) -> None:
     line = "--rdzv-backend etcd --rdzv-endpoint localhost --rdzv-id one"
     flags = "--rdzv-secret-file secret --on-join now --strict-symmetry"
     assert "no effect" not in job.notices(f"{line} {flags} train.py")
+
+
+@pytest.mark.parametrize(
+    ("words", "is_agent"),
+    [
+        (["python", "/usr/bin/elaunch", "run", "s.py"], True),
+        (["python", "LINK", "--nnodes", "2", "s.py"], True),
+        (["python", "-m", "elaunch.torchrun", "s.py"], True),
+        ([sys.executable, "-c", agentprocess._BOOT, "/", "1", "run", "s.py"], True),
+        (["python", "-m", "http.server"], False),
+        (["python", "/usr/bin/torchrun", "/home/elaunch/s.py"], False),
+        ([], True),
+    ],
+)
+def test_which_process_on_the_port_may_be_an_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], is_agent: bool
+) -> None:
+    """It may import torch just then, and is waited for; under a name of torchrun's, too."""
+    link = tmp_path / "torchrun"
+    link.symlink_to("/usr/bin/elaunch-torchrun")
+    shown = [str(link) if word == "LINK" else word for word in words]
+    monkeypatch.setattr(endpoints, "_command", lambda pid: shown)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        assert endpoints.may_be_agent(listening.getsockname()[1]) is is_agent
