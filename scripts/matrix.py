@@ -27,7 +27,7 @@ import cudastubs
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "matrix-results"
-TORCH = ("2.6", "2.8", "2.10", "2.13", "2.14", "2.15")
+TORCH = ("2.6", "2.7", "2.8", "2.10", "2.13", "2.14", "2.15")
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 CUDAS = re.compile(r"^Requires-Dist: (nvidia|cuda|triton).*\n", re.M)
 """What a build of torch for CUDA asks for, and stubs stand for (cudastubs.py)."""
