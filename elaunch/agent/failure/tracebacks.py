@@ -92,7 +92,8 @@ def message_of(block: Sequence[str]) -> str:
         return next((line for line in block if _CRASH.match(line)), "")
     found = ""
     in_frames = True
-    for line in block[headers[-1] + 1 :]:
+    margin = "" if block[headers[-1]].startswith(HEADER) else "  | "
+    for line in (each.removeprefix(margin) for each in block[headers[-1] + 1 :]):
         if line.startswith("  "):
             in_frames = in_frames or line.startswith('  File "')
         elif in_frames and _EXCEPTION.match(line):

@@ -197,7 +197,7 @@ class Tail:
     def lines(self, count: int) -> list[str]:
         """Return the last `count` lines (at most `KEPT_LINES`); a progress bar is one line."""
         lines = [_last_state(line) for line in bytes(self._bytes).split(b"\n")]
-        if self._cut and len(lines) > 1:
+        if self._cut and any(lines[1:]):  # the end of a line that is all there is stays
             del lines[0]
         if lines and not lines[-1]:
             lines.pop()

@@ -82,10 +82,12 @@ def test_torch_rank_prefix_is_removed_and_ends_the_block() -> None:
 
 @pytest.mark.skipif("sys.version_info < (3, 11)", reason="no exception groups")
 def test_last_traceback_of_a_real_exception_group() -> None:
-    """The group's own header begins the block."""
+    """The group's own header begins the block, and the group is the message."""
     code = "raise ExceptionGroup('two', [ValueError('a'), KeyError('b')])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "\n".join(pick(["noise", *done.stderr.split("\n")], 1)) == done.stderr.rstrip()
+    found = pick(["noise", *done.stderr.split("\n")], 1)
+    assert "\n".join(found) == done.stderr.rstrip()
+    assert message_of(found) == "ExceptionGroup: two (2 sub-exceptions)"
 
 
 def test_real_exception_with_a_long_message(tmp_path: Path) -> None:

@@ -110,6 +110,8 @@ def test_tail_is_bounded() -> None:
     tail = Tail()
     tail.feed(b"x" * KEPT_BYTES * 3)
     assert tail.lines(5) == ["x" * KEPT_BYTES]
-    tail.feed(b"\n" + b"".join(b"%d\n" % n for n in range(1000)))
+    tail.feed(b"\n")
+    assert tail.lines(5) == ["x" * (KEPT_BYTES - 1)]
+    tail.feed(b"".join(b"%d\n" % n for n in range(1000)))
     assert tail.lines(5) == ["995", "996", "997", "998", "999"]
     assert len(tail.lines(10_000)) == KEPT_LINES
