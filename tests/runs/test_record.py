@@ -85,6 +85,8 @@ def test_torn_and_foreign_files_are_named(raw: bytes, message: str) -> None:
         (["round"], "1", "in the field 'round': Expected int, got str"),
         (["round"], None, "in the field 'round': Expected int, got null"),
         (["started_at"], "now", "in the field 'started_at': Expected float, got str"),
+        (["started_at"], 1e300, "1e+300 is no time"),
+        (["ended_at"], float("nan"), "nan is no time"),
         (["state"], "DANCING", "the unknown state 'DANCING'"),
         (["agent"], [], "in the field 'agent': Expected object, got array"),
         (["agent", "pid"], None, "in the field 'agent.pid': Expected int, got null"),
