@@ -8,6 +8,7 @@ output is in ``console.log``.
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from array import array
@@ -22,7 +23,7 @@ from elaunch.errors import ElaunchError, RunDirError, UsageError
 from elaunch.monitor.nodeviews import RemoteTree
 from elaunch.runs.directory import CONSOLE, RunDir, is_live, run_id_of, runs_of
 from elaunch.runs.logtree import ARRIVALS, STREAMS, LogName, LogTree, parse_arrivals, parse_name
-from elaunch.runs.record import Record, condition
+from elaunch.runs.record import FINAL_STATES, Record, condition
 
 PAUSE_S: Final = 0.2
 MOST_RANKS: Final = 1_000_000
@@ -90,15 +91,19 @@ class LogNode:
 def nodes_of(run: RunDir, chosen: str | None, environ: Mapping[str, str]) -> list[LogNode]:
     """Return the nodes of a run whose logs are to be shown, by their ranks.
 
-    Raises UsageError where no files are kept, or no node of the run is the chosen one.
+    Raises UsageError where no files are kept or left, or no node of the run is the chosen one.
     """
     own = run.read_state()
     name = run_id_of(run)
     if own["log_dir"] is None:
         why = "no agent kept its output" if "launcher" in own else "--log-dir /dev/null"
         raise UsageError(f"RUN {name} has no log files: {why}")
-    records = [own, *_siblings(run, own, environ)]
-    found = [_node(record) for record in records if record["log_dir"]]
+    records = [(run, own), *_siblings(run, own, environ)]
+    found = [_node(of, record) for of, record in records if record["log_dir"]]
+    over = own["state"] in FINAL_STATES or not is_live(run)
+    if over and not any(os.path.isdir(node.place) for node in found):
+        where = f"{own['log_dir']} is not there; it was on {own['agent']['host']}"
+        raise UsageError(f"RUN {name} has no log files here: {where}")
     found = sorted([*found, *_elsewhere(run, own, found)], key=_by_rank)
     meant = [node for node in found if node.is_meant(chosen)]
     if not meant:
@@ -111,16 +116,20 @@ def _by_rank(node: LogNode) -> int:
     return node.rank
 
 
-def _node(record: Record) -> LogNode:
+def _node(run: RunDir, record: Record) -> LogNode:
     place = str(record["log_dir"])
+    if not os.path.isdir(place) and run.logs.is_dir():
+        place = str(run.logs)  # the run directory was moved, or is another machine's
     rank = record.get("node_rank") or 0
     workers = record["workers"]
     first = workers[0]["rank"] - workers[0]["local_rank"] if workers else 0
     return LogNode(rank, record["agent"]["host"], LogTree(Path(place)), place, first)
 
 
-def _siblings(run: RunDir, own: Record, environ: Mapping[str, str]) -> Iterator[Record]:
-    """Yield the records of the same job's other agents, where the nodes share a home."""
+def _siblings(
+    run: RunDir, own: Record, environ: Mapping[str, str]
+) -> Iterator[tuple[RunDir, Record]]:
+    """Yield the runs of the same job's other agents, where the nodes share a home."""
     names = {node["name"] for node in own.get("nodes", ())}
     if len(names) < 2:
         return
@@ -130,7 +139,7 @@ def _siblings(run: RunDir, own: Record, environ: Mapping[str, str]) -> Iterator[
         record = other.read_state()
         nodes, rank = record.get("nodes", []), record.get("node_rank")
         if rank is not None and any(node["name"] in names for node in nodes):
-            yield record
+            yield other, record
 
 
 def _elsewhere(run: RunDir, own: Record, known: Sequence[LogNode]) -> list[LogNode]:

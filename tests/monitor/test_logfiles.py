@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shutil
 import time
 from pathlib import Path
 
@@ -89,6 +90,19 @@ def test_lines_of_all_nodes_by_time(home: dict[str, str]) -> None:
         nodes_of(zero, "h9", home)
     places = directories(zero, nodes_of(zero, None, home), Choice())
     assert [(rank, number) for rank, number, _ in places] == [(0, 0), (2, 0), (3, 0)]
+
+
+def test_a_run_directory_that_was_copied(home: dict[str, str], tmp_path: Path) -> None:
+    """From another machine, say: its log files are in it, wherever the record has them."""
+    run = recorded(runs_in(home), 0)
+    written(run.logs, [(NOW, 0, "stdout", b"a\n")])
+    copied = RunDir(run.path.rename(tmp_path / "copied"))
+    assert shown(copied, home, Choice())[0] == b"[rank 0]: a\n"
+    ((_, _, place),) = directories(copied, nodes_of(copied, None, home), Choice())
+    assert place == f"{copied.logs}/attempt_0/0"
+    shutil.rmtree(copied.logs)
+    with pytest.raises(UsageError, match=r"no log files here: /.* is not there; it was on "):
+        nodes_of(copied, None, home)
 
 
 def test_one_rank_is_byte_exact(home: dict[str, str]) -> None:
