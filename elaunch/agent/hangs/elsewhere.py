@@ -31,25 +31,28 @@ log = logging.getLogger("elaunch")
 class OtherNodes:
     """Asks the other nodes' agents, and answers them; ``own`` returns this node's places."""
 
-    def __init__(self, peers: Peers, own: Callable[[int], Mapping[int, RankPlace]]) -> None:
+    def __init__(self, peers: Peers, own: Callable[[int, bool], Mapping[int, RankPlace]]) -> None:
         self._peers = peers
         self._own = own
         peers.handle("collectives", self._on_asked)
 
     def _on_asked(self, _: PeerConnection, request: Mapping[str, Any]) -> Mapping[str, Any]:
-        places = self._own(int(request["round"]))
+        places = self._own(int(request["round"]), bool(request.get("waited")))
         found = {str(rank): msgspec.to_builtins(place) for rank, place in places.items()}
         return {"ok": True, "now": time.time(), "places": found}
 
-    def places(self, begun: Round) -> dict[int, RankPlace]:
-        """Return where the ranks of all other nodes are; it takes ANSWER_S at most."""
+    def places(self, begun: Round, waited: bool) -> dict[int, RankPlace]:
+        """Return where the ranks of all other nodes are; it takes ANSWER_S at most.
+
+        ``waited``: a rank is known to wait in a collective.
+        """
         assert begun.plan is not None  # a job of several nodes
         own, found = begun.place.node_rank, dict[int, RankPlace]()
         until = time.monotonic() + ANSWER_S
 
         def ask(node_rank: int) -> None:
             try:
-                found.update(self._ask(node_rank, begun.round, until))
+                found.update(self._ask(node_rank, until, {"round": begun.round, "waited": waited}))
             except (Undelivered, LookupError, TypeError, ValueError) as error:
                 log.debug("node %d does not say where its ranks are: %s", node_rank, error)
 
@@ -58,9 +61,11 @@ class OtherNodes:
         atonce.within(ANSWER_S, lambda: atonce.at_once(calls, AT_ONCE, "ask node"), "ask nodes")
         return {rank: found[rank] for rank in tuple(found) if rank not in begun.own_ranks}
 
-    def _ask(self, node_rank: int, round_number: int, until: float) -> dict[int, RankPlace]:
+    def _ask(
+        self, node_rank: int, until: float, asked: Mapping[str, object]
+    ) -> dict[int, RankPlace]:
         with self._peers.call(self._peers.node(node_rank), until, ANSWER_S) as line:
-            answer = line.ask({"do": "collectives", "round": round_number})
+            answer = line.ask({"do": "collectives", **asked})
         later = time.time() - float(answer["now"])
         places = msgspec.convert(answer["places"], dict[str, RankPlace])
         return {int(rank): _moved(place, later) for rank, place in places.items()}

@@ -209,6 +209,10 @@ class Watchdog:
             return last_words(self._history)
 
 
+def _any_waits(places: Mapping[int, RankPlace]) -> bool:
+    return any(place.waits for place in places.values())
+
+
 def _event(round_number: int, found: HangVerdict, last: tuple[str, ...]) -> events.HangSeen:
     return events.HangSeen(
         round=round_number,
@@ -375,13 +379,16 @@ class HangWatch:
         """Ask the other nodes' agents, too, from now on."""
         self._others = others
 
-    def places(self, round_number: int) -> Mapping[int, RankPlace]:
-        """Return where the workers are, if that round runs here; any thread may ask."""
+    def places(self, round_number: int, waited: bool = False) -> Mapping[int, RankPlace]:
+        """Return where the workers are, if that round runs here; any thread may ask.
+
+        ``waited``: a rank of another node waits in a collective, it may be for one of these.
+        """
         begun = self._begun
         if begun is None or begun.round != round_number:
             return {}
         pids, places = self._now()
-        if not any(place.waits for place in places.values()):
+        if not waited and not _any_waits(places):
             return places  # a worker that ends while its stack is asked for may abort
         return self._recorders.with_receives(places, pids, time.monotonic() + RECEIVE_S)
 
@@ -397,7 +404,12 @@ class HangWatch:
             return None
         places = dict(self.places(begun.round))
         if self._others is not None:
-            places |= self._others.places(begun)
+            waited = _any_waits(places)
+            others = self._others.places(begun, waited)
+            if not waited and _any_waits(others):
+                places = dict(self.places(begun.round, True))
+                others = self._others.places(begun, True)
+            places |= others
         own = [place for rank, place in places.items() if rank in found.ranks]
         pause = 0.0
         if found.source == "collectives":

@@ -38,7 +38,7 @@ request                                                 answer, beside ``ok``
 ``compiled``: machine                                   ``files`` of TorchInductor's cache there:
                                                         rows of root, path and size; ``ahead``
 ``compiled file``: root, file                           ``size``, the bytes, a line ``signature``
-``collectives``: round                                  ``places`` of its ranks, at the time ``now``
+``collectives``: round, whether one waits elsewhere     ``places`` of its ranks, at the time ``now``
 ``view``: of, …                                         what elaunch.agent.status.views has of it
 ======================================================  ==========================================
 

@@ -229,10 +229,10 @@ class Explained:
         self.elsewhere: dict[int, RankPlace] = {}
         world = SimpleNamespace(world_size=4 if others else 2)
         self.watch._begun = cast(Round, SimpleNamespace(round=0, place=world))
-        monkeypatch.setattr(self.watch, "places", lambda _: self.own)
+        monkeypatch.setattr(self.watch, "places", lambda *_: self.own)
         monkeypatch.setattr(watch, "AGAIN_S", 5.0)
         if others:
-            self.watch.meet(cast(Any, SimpleNamespace(places=lambda _: self.elsewhere)))
+            self.watch.meet(cast(Any, SimpleNamespace(places=lambda *_: self.elsewhere)))
 
     def __call__(self, found: HangVerdict = FOUND) -> HangVerdict | None:
         """Return what is made of a verdict."""
@@ -323,5 +323,6 @@ def test_no_stack_is_asked_for_where_nobody_waits(
     monkeypatch.setattr(recorders, "places", lambda *_: found)
     monkeypatch.setattr(recorders, "with_receives", lambda *_: asked.append(1) or found)
     assert HangWatch.places(explained.watch, 0) == found and not asked
+    assert HangWatch.places(explained.watch, 0, waited=True) == found and asked.pop()
     found[0] = inside(1.0)
     assert HangWatch.places(explained.watch, 0) == found and asked

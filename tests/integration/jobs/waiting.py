@@ -57,9 +57,9 @@ def fault(step: int) -> None:
     elif WHAT == "collective":
         dist.broadcast(x, WHO)
     elif WHAT == "size":
-        dist.all_reduce(torch.ones(8))
+        dist.all_reduce(torch.zeros(8))
     elif WHAT == "type":
-        dist.all_reduce(torch.ones(4, dtype=torch.float64))
+        dist.all_reduce(torch.zeros(4, dtype=torch.float64))
     elif WHAT == "order":
         dist.all_reduce(x, group=halves[RANK // 2])
         dist.all_reduce(x)
