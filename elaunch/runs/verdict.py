@@ -22,6 +22,7 @@ class           seconds of a slot
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Iterator, Sequence
 from typing import Final, cast
 
@@ -169,7 +170,20 @@ def lines(record: Record) -> list[str]:
     """Return the verdict on a run that has ended: its result, and :func:`facts`."""
     used = record["restarts"]["used"]
     result = f"{record['state']} after {duration(_lasted(record))}, {count(used, 'restart')}"
+    if record["state"] == "FAILED" and (why := _headline(record)):
+        result += f": {why} (elaunch why {shlex.quote(record['run_id'])})"
     return [f"result: {result}", *(f"{name}: {value}" for name, value in facts(record))]
+
+
+def _headline(record: Record) -> str:
+    """Return which rank ended the last round and with what; else the reason of the end."""
+    elsewhere, own = record.get("job_failure"), record["failure"]
+    if elsewhere and elsewhere.get("round") == record["round"]:
+        first_line = str(elsewhere.get("text", "")).partition("\n")[0]
+        return one_line(str(elsewhere.get("summary") or first_line))
+    if own and own.get("round") == record["round"]:
+        return one_line(str(own.get("headline") or own.get("summary") or ""))
+    return one_line(record["reason"] or "")
 
 
 def _goodput(timing: TimingRecord, nodes: int) -> str:

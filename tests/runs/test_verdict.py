@@ -48,6 +48,36 @@ def test_a_run_that_was_short_and_whole_is_silent(lasted: float, rounds: int, sh
     assert verdict.is_shown(ended(lasted, rounds)) is shown
 
 
+FAILURE = {"round": 1, "headline": "rank 2 failed at t.py:1: ValueError: b", "summary": "s"}
+ELSEWHERE = {"round": 1, "text": "rank 9 failed: E\nrank 9 (local_rank 1) on host b\n"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "result"),
+    [
+        ({"failure": FAILURE}, "rank 2 failed at t.py:1: ValueError: b"),
+        ({"failure": FAILURE, "job_failure": ELSEWHERE}, "rank 9 failed: E"),
+        ({"failure": FAILURE, "job_failure": {**ELSEWHERE, "summary": "hung"}}, "hung"),
+        ({"failure": {"round": 1, "summary": "of an earlier version"}}, "of an earlier version"),
+        ({"failure": {**FAILURE, "round": 0}, "reason": "the store\x1b was lost"}, "the store"),
+    ],
+    ids=["here", "elsewhere", "hang elsewhere", "earlier version", "another reason"],
+)
+def test_the_result_names_who_is_to_blame(changes: dict[str, Any], result: str) -> None:
+    """In the last lines of a run that failed, behind torchrun's long table."""
+    record = ended(100.0, 2, state="FAILED", round=1, **changes)
+    line = verdict.lines(record)[0]
+    assert line.startswith(f"result: FAILED after 1m 40s, 0 restarts: {result}")
+    assert line.endswith(" (elaunch why job)") and line.isprintable()
+
+
+@pytest.mark.parametrize("state", ["COMPLETED", "PREEMPTED", "STOPPED"])
+def test_the_result_of_a_run_that_did_not_fail_blames_nobody(state: str) -> None:
+    """An earlier round's failure is none of the run's."""
+    line = verdict.lines(ended(100.0, 2, state=state, round=1, failure=FAILURE))[0]
+    assert line == f"result: {state} after 1m 40s, 0 restarts"
+
+
 @pytest.mark.parametrize(
     ("held", "advice"),
     [

@@ -36,6 +36,7 @@ MAX_MESSAGE = 4000
 MAX_TRACEBACKS = 1 << 20
 """Characters of tracebacks that a report has of all workers but the first."""
 MAX_SIGNATURE = 300
+MAX_HEADLINE = 300
 SCHEMA = 1
 _NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
 
@@ -190,6 +191,29 @@ class FailureReport(Struct, frozen=True):
         return (self.likelier or self.first).explanation.code
 
     @property
+    def headline(self) -> str:
+        """The rank that is to blame and what it failed with, in one sentence."""
+        if self.hang is not None:
+            return one_line(self.hang.reason)
+        guilty = self.likelier or self.first
+        known, end = guilty.explanation, guilty.exit.text
+        if self.culprit:
+            said = self.culprit
+        elif known.victim:
+            said = f"{end}, which a rank does whose peer was gone before"
+        elif guilty.message:
+            place = tracebacks.place_of(guilty.traceback)
+            where = f" at {place}" if place else ""
+            error = guilty.message.strip().partition("\n")[0]
+            said = f"rank {guilty.exit.rank} failed{where}: {error}"
+        elif known.text:
+            said = f"{end}. {known.text.partition('. ')[0].rstrip('.')}"
+        else:
+            said = end
+        line = one_line(said)
+        return line if len(line) <= MAX_HEADLINE else f"{line[: MAX_HEADLINE - 2]} …"
+
+    @property
     def signature(self) -> str:
         """What the same failure has in common from round to round: its text without numbers."""
         guilty = self.likelier or self.first
@@ -213,6 +237,7 @@ class FailureReport(Struct, frozen=True):
             "name": self.name,
             "host": self.host,
             "round": self.round,
+            "headline": self.headline,
             "summary": summary(self),
             "exit_code": self.exit_code,
             "seconds_into_round": self.seconds_into_round,

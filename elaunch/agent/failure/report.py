@@ -2,6 +2,7 @@
 
 ::
 
+    rank 1 failed at train.py:31 in step: ValueError: bad batch
     rank 1 (local_rank 1, pid 4711) on host node0 exited with code 1, 12.3 s into round 0
     <what is known of the cause, and the fix>
     Traceback from its stderr:
@@ -133,7 +134,8 @@ def _cause(report: FailureReport) -> Iterator[str]:
     if report.hang is not None:  # its reason begins with the culprit
         yield from _hang(report, report.hang, when.lstrip(", "))
         return
-    yield from _wrap(report.culprit)
+    if not report.headline.startswith(end.text):  # else the next lines say no less
+        yield report.headline
     yield f"{_identity(end)} on host {report.host} {end.how}{when}"
     scene = "" if report.scene is None else report.scene.sentence
     told = f"Meanwhile {scene}." if scene and not report.culprit else ""

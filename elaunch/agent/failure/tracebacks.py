@@ -54,6 +54,11 @@ _ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 _SOURCE = re.compile(r"    |  \|     ")
 _EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(?:: .*)?$")
+_FRAME = re.compile(
+    r'\s*(?:\| +)?File "(?P<path>[^"]+)", line (?P<line>\d+)(?:, in (?P<name>.+))?$'
+)
+_INSTALLED = re.compile(r"<|.*/(?:site-packages|dist-packages|lib/python\d\.\d+)/")
+"""Files that are not the user's: of packages, of Python, and code without a file."""
 
 
 def printable(text: str) -> str:
@@ -99,6 +104,21 @@ def message_of(block: Sequence[str]) -> str:
         elif in_frames and _EXCEPTION.match(line):
             found, in_frames = line, False
     return found
+
+
+def place_of(block: Sequence[str]) -> str:
+    """Return "train.py:31 in step", where a traceback's last exception left the user's own code.
+
+    That is the innermost frame outside installed packages; "" where there is none.
+    """
+    last = max((n for n, line in enumerate(block) if HEADER in line), default=0)
+    frames = (frame for line in block[last:] if (frame := _FRAME.match(line)))
+    own = [frame for frame in frames if not _INSTALLED.match(frame["path"])]
+    if not own:
+        return ""
+    name = own[-1]["name"]
+    inside = f" in {name}" if name and name != "<module>" else ""
+    return f"{own[-1]['path'].rpartition('/')[2]}:{own[-1]['line']}{inside}"
 
 
 def without_source(block: Sequence[str]) -> Sequence[str]:

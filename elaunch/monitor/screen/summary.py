@@ -130,7 +130,8 @@ def _short(found: card.Card) -> dict[str, Any]:
     document = found.document or {}
     return {
         "round": found.round,
-        "summary": _text(document.get("culprit"))
+        "summary": _text(document.get("headline"))
+        or _text(document.get("culprit"))
         or _text(document.get("summary"))
         or found.problem,
         "ended": _text(document.get("summary")),

@@ -133,6 +133,7 @@ def test_to_dict(tmp_path: Path) -> None:
         "name": "t.py",
         "host": "h",
         "round": 3,
+        "headline": "rank 1 failed at t.py:1 in f: ValueError: b",
         "summary": "rank 1 exited with code 1",
         "exit_code": 1,
         "seconds_into_round": 2.0,
@@ -174,6 +175,52 @@ def test_to_dict(tmp_path: Path) -> None:
     assert [(w["rank"], w["signal"], w["ms_after_first"]) for w in victims] == [(0, "SIGKILL", 500)]
     assert "killed from outside" in victims[0]["explanation"]
     assert [(w["rank"], w["signal"], w["explanation"]) for w in stopped] == [(2, "SIGTERM", None)]
+
+
+def failed(rank: int, exitcode: int, *tail: str, oom_kill: bool = False) -> Failure:
+    """Return the end of a worker that has written these lines."""
+    return replace(end(rank, exitcode), tail=tail, oom_kill=oom_kill)
+
+
+LOST = "RuntimeError: Connection closed by peer [127.0.0.1]:40312"
+
+
+@pytest.mark.parametrize(
+    ("ends", "known", "headline"),
+    [
+        ([failed(1, 1, *TRACEBACK)], {}, "rank 1 failed at t.py:1 in f: ValueError: b"),
+        ([failed(1, 7)], {}, "rank 1 exited with code 7"),
+        (
+            [failed(1, -9, oom_kill=True)],
+            {},
+            "rank 1 was killed by SIGKILL. Out of memory: the kernel killed it",
+        ),
+        (
+            [failed(0, 1, *TRACEBACK[:2], LOST), failed(1, 1, *TRACEBACK)],
+            {},
+            "rank 1 failed at t.py:1 in f: ValueError: b",
+        ),
+        (
+            [failed(0, 1, *TRACEBACK[:2], LOST)],
+            {},
+            "rank 0 exited with code 1, which a rank does whose peer was gone before",
+        ),
+        ([failed(0, 1, *TRACEBACK)], {"culprit": "it was rank 3"}, "it was rank 3"),
+        (
+            [failed(0, 1, *TRACEBACK[:2], f"ValueError: {'x' * 999}")],
+            {},
+            f"rank 0 failed at t.py:1 in f: ValueError: {'x' * (298 - 42)} …",
+        ),
+    ],
+    ids=["error", "code", "oom", "likelier", "victim", "culprit", "long"],
+)
+def test_the_headline_names_who_is_to_blame(
+    ends: list[Failure], known: dict[str, str], headline: str
+) -> None:
+    """And nobody, where the first is likely a victim of a rank that is not known."""
+    made = build("t.py", "h", 0, ends, ends[0].exit.local_rank, Circumstances(**known))
+    assert made.headline == headline
+    assert made.to_dict()["headline"] == headline
 
 
 def test_what_follows_and_what_it_costs() -> None:

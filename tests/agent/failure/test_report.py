@@ -47,6 +47,7 @@ def lines(*exits: Failure) -> list[str]:
 def test_the_cause_comes_first() -> None:
     """Who, where, how, when; then the script's own traceback; then where to read on."""
     assert lines(FIRST) == [
+        "rank 1 failed at t.py:1 in f: ValueError: boom",
         "rank 1 (local_rank 1, pid 4001) on host node0 exited with code 1, 12.3 s into round 0",
         "Traceback from its stderr:",
         *(f"  {line}" for line in TRACEBACK),

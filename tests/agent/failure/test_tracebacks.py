@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elaunch.agent.failure.tracebacks import cap, message_of, pick, printable
+from elaunch.agent.failure.tracebacks import cap, message_of, pick, place_of, printable
 
 PLAIN = """\
 Traceback (most recent call last):
@@ -130,6 +130,56 @@ def test_real_exception_with_a_long_message(tmp_path: Path) -> None:
 def test_message_of(block: str, message: str) -> None:
     """The line with the exception's name; of the innermost, where one is quoted."""
     assert message_of(block.split("\n")) == message
+
+
+SITE = "/v/lib/python3.11/site-packages/torch/nn/modules/module.py"
+
+
+@pytest.mark.parametrize(
+    ("frames", "place"),
+    [
+        (['  File "/home/me/train.py", line 3, in <module>'], "train.py:3"),
+        (
+            [
+                '  File "/home/me/train.py", line 3, in <module>',
+                '  File "/home/me/net/block.py", line 31, in forward',
+                f'  File "{SITE}", line 1773, in _wrapped_call_impl',
+            ],
+            "block.py:31 in forward",
+        ),
+        (
+            [
+                '  File "/home/me/train.py", line 3, in load',
+                "KeyError: 1",
+                "",
+                "During handling of the above exception, another exception occurred:",
+                "",
+                "Traceback (most recent call last):",
+                '  File "/home/me/train.py", line 9, in retry',
+            ],
+            "train.py:9 in retry",
+        ),
+        (['  File "/home/me/cfg.py", line 7', "    a = = 1"], "cfg.py:7"),
+        (['  | File "/home/me/group.py", line 2, in run'], "group.py:2 in run"),
+        ([f'  File "{SITE}", line 3, in f'], ""),
+        (['  File "<string>", line 1, in <module>'], ""),
+        (['  File "/usr/lib/python3.11/runpy.py", line 3, in _run_code'], ""),
+        ([], ""),
+    ],
+    ids=["module", "library", "chained", "syntax", "group", "installed", "string", "std", "none"],
+)
+def test_place_of(frames: list[str], place: str) -> None:
+    """The innermost frame of the user's own files, of the last exception."""
+    block = ["Traceback (most recent call last):", *frames, "ValueError: b"]
+    assert place_of(block) == place
+
+
+def test_a_real_traceback_names_the_place_in_the_script(tmp_path: Path) -> None:
+    """Where the script called the library in which the error was raised."""
+    script = tmp_path / "s.py"
+    script.write_text("import json\ndef read():\n    return json.loads('{')\nread()\n")
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    assert place_of(pick(done.stderr.splitlines(), 1)) == "s.py:3 in read"
 
 
 def test_cap_says_what_it_leaves_out() -> None:
