@@ -104,7 +104,7 @@ class RendezvousSettings:
         connect_timeout: how long the store is tried to be reached at the start.
         read_timeout: how long one answer of the store is waited for.
         secret: what signs the records: of --rdzv-secret-file, or of mpirun; or None, and agents
-            of srun may share a key by MUNGE (elaunch.agent.nodes.mungekey).
+            of srun may share a key by MUNGE (elaunch.rendezvous.munge).
         etcd: how to get into etcd; of no meaning for other backends.
     """
 

@@ -8,7 +8,7 @@ records           records as signed JSON, and back; refuses what is foreign, too
 decide            what follows from the plan and the members: a new plan, a wait, a search (pure)
 times             where the time of all nodes' slots went (pure)
 text              how nodes, failures and differences are named (pure)
-munge             a key that the agents of one user share by MUNGE
+munge             a key that the agents of one user share by MUNGE, and how an agent settles it
 coordinatorstate  what the coordinator knows and does next, without waiting
 coordinator       its threads: members in, plans out
 member            one agent's place in the job: what it asks of the store next, without waiting

@@ -13,18 +13,37 @@ munged also reports that a credential has expired or was read on this node befor
 everything else by then (``STATUSES``). An agent that joins later, or is the second one on its node,
 reads the same credential, so neither is a reason to refuse it. An unauthenticated process that has
 copied the credential of an earlier job into the store of this one does not know its key either.
+
+An agent settles the key (``MungeKey``) each time that it has opened the store, before it reads or
+writes anything else there:
+
+=================  ===============================================================================
+agent              key
+=================  ===============================================================================
+hosts a TCPStore   makes it; its credential is in the store before anybody else can be. Without
+                   MUNGE the store is open, and the agent says so
+client of it       that of the credential in the store. Where there is none and MUNGE works here,
+                   the agent ends: else any process that removes the key could give it any plan
+of etcd            that of the credential in etcd; the first agent writes it. It stays as long as
+                   the plan, which is signed with it
+=================  ===============================================================================
+
+A host that was started anew makes a new key, and its clients take it when they open the new store.
+An agent that cannot read the key of its job ends with the reason.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
 import subprocess
 from typing import Final
 
-from elaunch.errors import StoreError
+from elaunch.errors import StoreDenied, StoreError
+from elaunch.store.protocol import Store
 
 DEADLINE: Final = 5.0
 """Seconds for one call of munge or unmunge; munged answers in milliseconds."""
@@ -33,8 +52,12 @@ STATUSES: Final = {0: "success", 15: "expired", 16: "rewound", 17: "replayed"}
 """Those with which munged returns a payload, having checked its maker and its reader. A rewound
 credential was made in the future of this node's clock."""
 
+REMEDY: Final = "give --rdzv-secret-file FILE, the same on all nodes"
+
 _CREDENTIAL = re.compile(rb"MUNGE:[A-Za-z0-9+/=]{1,8000}:")
 _METADATA = re.compile(rb"^(\w+):\s+(?:.*\()?(\d+)\)?$", re.M)
+
+log = logging.getLogger("elaunch")
 
 
 class MungeError(StoreError):
@@ -109,3 +132,83 @@ def _ask(argv: list[str], told: bytes) -> tuple[bytes, str]:
         raise MungeError(f"{argv[0]} cannot be started: {error.strerror}") from None
     lines = done.stderr.decode(errors="replace").splitlines()
     return done.stdout, lines[0] if lines else ""
+
+
+class MungeKey:
+    """Owns what one agent knows of its job's key; ``secret`` is None as long as there is none."""
+
+    def __init__(self, run_id: str) -> None:
+        self.secret: bytes | None = None
+        self.credential = b""
+        """What holds ``secret``, for others; empty without one."""
+        self._run_id = run_id
+        self._warned = False
+
+    def host(self) -> str:
+        """Make a key for the clients of this agent; return why there is none, "" otherwise."""
+        try:
+            self._make()
+        except MungeError as error:
+            return str(error)
+        return ""
+
+    def read(self, store: Store) -> None:
+        """Take the key that the host of a TCPStore has made.
+
+        Raises:
+            StoreDenied: it is not to be read or trusted; or there is none, and MUNGE works here.
+        """
+        if found := store.shared():
+            self._take(found, store.place)
+            return
+        if self.secret is None:
+            try:
+                self._new()
+            except MungeError as error:
+                log.debug("%s has no key, and MUNGE does not work here: %s", store.place, error)
+                return
+        raise StoreDenied(
+            f"the agent that hosts {store.place} shares no key by MUNGE, which works on this "
+            f"node: have srun start that agent too, where munged runs, or {REMEDY}"
+        )
+
+    def agree(self, store: Store) -> None:
+        """Take the key that is in etcd, or put one there.
+
+        Raises:
+            StoreDenied: it is not to be read or trusted.
+        """
+        try:
+            self._make()
+        except MungeError as error:
+            if found := store.shared():
+                self._take(found, store.place)
+            elif is_there() and not self._warned:
+                self._warned = True
+                log.warning("this job's agents share no key by MUNGE: %s; %s", error, REMEDY)
+            return
+        self._take(store.shared(self.credential), store.place)
+
+    def _make(self) -> None:
+        """Make a key, unless there is one; raises MungeError."""
+        if self.secret is None:
+            self.secret, self.credential = self._new()
+
+    def _new(self) -> tuple[bytes, bytes]:
+        """Return a new key and its credential; raises MungeError where MUNGE does not work here."""
+        key = os.urandom(KEY_BYTES)
+        credential = make(key, self._run_id)
+        read(credential, self._run_id)  # fails where a user namespace maps the uid
+        return key, credential
+
+    def _take(self, credential: bytes, place: str) -> None:
+        if credential == self.credential:
+            return
+        try:
+            self.secret = read(credential, self._run_id)
+        except MungeError as error:
+            raise StoreDenied(
+                f"the key that this job's agents share by MUNGE, in {place}, is refused: {error}; "
+                f"or {REMEDY}"
+            ) from None
+        self.credential = credential

@@ -41,7 +41,7 @@ from elaunch.runs import directory
 from elaunch.store.protocol import Store
 
 if TYPE_CHECKING:
-    from elaunch.agent.nodes.mungekey import MungeKey
+    from elaunch.rendezvous.munge import MungeKey
 
 
 def join(
@@ -127,8 +127,8 @@ def _key_by_munge(
     """Return what settles the key of agents that srun has started and that share nothing else."""
     if rendezvous.secret or rendezvous.etcd.password or not environ.get("SLURM_STEP_ID"):
         return None
-    from elaunch.agent.nodes.mungekey import MungeKey
     from elaunch.launchers import table
+    from elaunch.rendezvous.munge import MungeKey
 
     return MungeKey(run_id) if table.find(environ) is table.SLURM else None
 

@@ -33,7 +33,7 @@ from elaunch.store.etcd.history import RevisionHistory
 from elaunch.store.protocol import Store
 
 if TYPE_CHECKING:
-    from elaunch.agent.nodes.mungekey import MungeKey
+    from elaunch.rendezvous.munge import MungeKey
 
 STRANGER_PATIENCE = 2.5
 """Seconds for what has the endpoint's port to show that it is this job's store after all."""

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from elaunch.agent.nodes import connect
-from elaunch.agent.nodes.mungekey import MungeKey
 from elaunch.agent.nodes.store import StoreOpener
 from elaunch.config.rendezvous import EtcdAccess, RendezvousSettings
 from elaunch.errors import StoreDenied
 from elaunch.rendezvous import munge
+from elaunch.rendezvous.munge import MungeKey
 from elaunch.store.protocol import Store
 from elaunch.store.tcp import client as tcp
 from elaunch.store.tcp import wire
