@@ -88,7 +88,7 @@ BROAD_EXCEPTS: dict[str, str] = {
     "is an OSError",
     "elaunch.checkpoint.writing.pace:Pace._rest": "top of a thread: raised in the one "
     "that waits for it",
-    "elaunch.rendezvous.coordinatorstate:result_of": "top of a thread: the job ends with it",
+    "elaunch.rendezvous.coordinator:Coordinator._find": "top of a thread: the job ends with it",
     "elaunch.rendezvous.meeting:Meeting._run": "top of a thread: ends this agent, and is told",
     "elaunch.agent.status.views:NodeViews._serve": "logged; the command gets no answer",
     "elaunch.agent.status.onevent:EventHook._run": "top of a thread: logged, the job goes on",

@@ -241,7 +241,7 @@ class Agent:
         if isinstance(event, events.WorkerStarted):
             if state.phase is Phase.RUNNING and self._grace_until is None and not state.taking:
                 self._deadline = None  # the start's: no other one runs
-        elif isinstance(event, events.SearchEnded) and self._standalone is not None:
+        elif isinstance(event, events.CheckpointChosen) and self._standalone is not None:
             self._standalone.found(event.result)
         elif isinstance(event, events.Ping):
             event.answer()

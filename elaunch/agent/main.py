@@ -33,7 +33,7 @@ from elaunch.agent.loop import Agent, Observer
 from elaunch.agent.nodes.status import StatusPublisher
 from elaunch.agent.policy import events
 from elaunch.agent.resume.directory import DirectoryFinisher
-from elaunch.agent.resume.latest import for_all_nodes
+from elaunch.agent.resume.latest import look
 from elaunch.agent.resume.probe import DirectoryProbe
 from elaunch.agent.saver.plan import SaverPlan
 from elaunch.agent.saver.saver import AgentSaver
@@ -52,7 +52,6 @@ from elaunch.config import Settings
 from elaunch.config.checks import NO_FILES
 from elaunch.config.flags.table import SECRET_VARIABLES
 from elaunch.errors import RunDirError, UsageError
-from elaunch.rendezvous.coordinatorstate import result_of
 from elaunch.rendezvous.decide.view import Search
 from elaunch.rendezvous.plan import NodeStatus
 from elaunch.rendezvous.standalone import Standalone, rules_of_one
@@ -386,12 +385,11 @@ def _alone(
         has_checkpoint_dir=settings.checkpoint_dir is not None,
         max_same_failures=settings.max_same_failures,
     )
-    look = for_all_nodes(settings, plan.post, finishing)
 
     def search(asked: Search) -> None:
         """Look in a thread of its own, since storage may hang."""
         threading.Thread(
-            target=lambda: plan.post(events.SearchEnded(result_of(look, asked))),
+            target=lambda: plan.post(look(settings, finishing, asked)),
             name="checkpoints",
             daemon=True,
         ).start()

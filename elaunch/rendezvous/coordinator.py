@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from msgspec import Struct
 
 from elaunch.errors import StoreError, StoreReplaced, StoreUnreachable
-from elaunch.rendezvous.coordinatorstate import RETRY, Coming, CoordinatorState, Reread, result_of
-from elaunch.rendezvous.decide.view import Search, SearchResult
+from elaunch.rendezvous.coordinatorstate import RETRY, CoordinatorState, Reread
+from elaunch.rendezvous.decide.view import Publish, Search, SearchResult
 from elaunch.rendezvous.plan import Plan
 from elaunch.store.protocol import Change, Store
 
@@ -23,16 +23,10 @@ CHANGES_SLICE = 2.0
 """Seconds of one wait for changes; bounds how long a coordinator goes on without leadership."""
 
 
-class _Changed(Struct, frozen=True):
-    changes: Sequence[Change]
+class _Stop(Struct, frozen=True):
+    """Coordinate no more, for ``reason``."""
 
-
-class _Stopped(Struct, frozen=True):
     reason: str
-
-
-class _Written(Struct, frozen=True):
-    """Another process seems to have written a plan."""
 
 
 class Coordinator:
@@ -57,7 +51,7 @@ class Coordinator:
         self._clock = clock
         self._settled = settled
         self._published = published
-        self._queue: queue.SimpleQueue[_Changed | _Stopped | _Written | SearchResult] = (
+        self._queue: queue.SimpleQueue[Sequence[Change] | SearchResult | Reread | _Stop] = (
             queue.SimpleQueue()
         )
         self._ended = threading.Event()
@@ -81,17 +75,17 @@ class Coordinator:
 
     def stop(self) -> None:
         """Have ``run`` return soon; from any thread."""
-        self._queue.put(_Stopped("this agent leaves"))
+        self._queue.put(_Stop("this agent leaves"))
 
-    def look_again(self) -> None:
+    def reread(self) -> None:
         """Have the plan read, which another process seems to have written; from any thread."""
-        self._queue.put(_Written())
+        self._queue.put(Reread())
 
     def _loop(self) -> str:
         state, clock = self._state, self._clock
         while not state.ended:
             step, _ = state.step(clock())
-            if isinstance(step, Coming):
+            if isinstance(step, Publish):
                 state.on_published(step, self._publish(step), clock())
             elif isinstance(step, Reread):
                 self._reread()
@@ -101,19 +95,19 @@ class Coordinator:
                 ).start()
             else:
                 self._settled(state)
-                stopped = self._hear(None if step.until is None else step.until - clock())
+                stopped = self._receive(None if step.until is None else step.until - clock())
                 if stopped:
                     return stopped
         return state.ended
 
-    def _publish(self, coming: Coming) -> bool | None:
+    def _publish(self, step: Publish) -> bool | None:
         try:
-            taken = self._store.publish(coming.version, *self._state.encoded(coming))
+            accepted = self._store.publish(step.version, *self._state.encoded(step))
         except StoreUnreachable as exc:
             self._published(exc)
             return None
         self._published(None)
-        return taken
+        return accepted
 
     def _reread(self) -> None:
         try:
@@ -123,19 +117,19 @@ class Coordinator:
         else:
             self._state.on_plan(post, self._clock())
 
-    def _hear(self, timeout: float | None) -> str | None:
-        """Wait for news and write down all that are there."""
+    def _receive(self, timeout: float | None) -> str | None:
+        """Wait for news and take all that are there; return why to stop, if that is among them."""
         try:
             news = self._queue.get(timeout=None if timeout is None else max(0.0, timeout))
             while True:
-                if isinstance(news, _Stopped):
+                if isinstance(news, _Stop):
                     return news.reason
                 if isinstance(news, SearchResult):
                     self._state.on_found(news)
-                elif isinstance(news, _Written):
-                    self._state.look_again()
+                elif isinstance(news, Reread):
+                    self._state.reread()
                 else:
-                    self._state.on_changes(news.changes, self._clock())
+                    self._state.on_changes(news, self._clock())
                 news = self._queue.get_nowait()
         except queue.Empty:
             return None
@@ -148,10 +142,15 @@ class Coordinator:
                 if isinstance(exc, StoreUnreachable) and not isinstance(exc, StoreReplaced):
                     self._ended.wait(RETRY)
                     continue
-                self._queue.put(_Stopped(str(exc)))
+                self._queue.put(_Stop(str(exc)))
                 return
             if changes:
-                self._queue.put(_Changed(changes))
+                self._queue.put(changes)
 
     def _find(self, search: Search) -> None:
-        self._queue.put(result_of(self._search, search))
+        """Post what the search brings; the coordinator waits for it, whatever it is."""
+        try:
+            found = self._search(search)
+        except Exception as exc:
+            found = SearchResult(problem=str(exc) or type(exc).__name__)
+        self._queue.put(found)

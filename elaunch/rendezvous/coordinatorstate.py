@@ -38,7 +38,7 @@ from elaunch.rendezvous.plan import Node, NodeStatus, Plan, column
 if TYPE_CHECKING:
     from elaunch.store.protocol import Change, Post
 
-REFUSALS_TOLD = 5
+REFUSALS_LOGGED = 5
 """Agents whose refused records are logged one by one."""
 RETRY = 0.2
 """Seconds before the plan is read again after it could not be."""
@@ -46,23 +46,8 @@ RETRY = 0.2
 log = logging.getLogger("elaunch")
 
 
-class Coming(Struct, frozen=True):
-    """A plan on its way to the store."""
-
-    version: int
-    plan: Plan
-
-
 class Reread(Struct, frozen=True):
-    """Read the plan: it is not known what has become of a post."""
-
-
-def result_of(search: Callable[[Search], SearchResult], asked: Search) -> SearchResult:
-    """Return what a search for a checkpoint brings; a coordinator waits for it, whatever it is."""
-    try:
-        return search(asked)
-    except Exception as exc:
-        return SearchResult(problem=str(exc) or type(exc).__name__)
+    """Read the plan: another one may be in the store than the coordinator knows."""
 
 
 def draw_job_and_jitter() -> tuple[str, float]:
@@ -101,11 +86,12 @@ class CoordinatorState:
         self._present: dict[str, Present] = {}
         self._absent: dict[str, Absent] = {}
         self._refused: set[str] = set()
-        self._told_at = 10
+        self._logged_at = 10
         self._arrivals = 0
         self._members_known = False
-        self._doubt: Coming | None = None
-        self._refusal = self._again = False
+        self._unconfirmed: Publish | None = None
+        """The plan of which it is not known whether the store has accepted it."""
+        self._refused_post = self._reread = False
         self._reread_at = 0.0
         self._view = View(me, self._plan, self._present, self._absent)
 
@@ -119,8 +105,8 @@ class CoordinatorState:
         """How many other agents are members."""
         return len(self._present) - (self.me in self._present)
 
-    def heard_itself(self, seq: int) -> bool:
-        """Return whether this agent's own record with that number has been decided upon."""
+    def has_own_record(self, seq: int) -> bool:
+        """Return whether this agent's own record with that number is in what it decides by."""
         own = self._present.get(self.me)
         return own is None or own.record.seq >= seq
 
@@ -193,10 +179,10 @@ class CoordinatorState:
             return
         self._refused.add(name)
         number = len(self._refused)
-        if number <= REFUSALS_TOLD:
+        if number <= REFUSALS_LOGGED:
             log.warning("%s", problem)
-        elif number == self._told_at:
-            self._told_at *= 10
+        elif number == self._logged_at:
+            self._logged_at *= 10
             log.warning(
                 "the records of %s agents were refused so far; the last: %s", number, problem
             )
@@ -205,13 +191,13 @@ class CoordinatorState:
         """Take the result of the search for a checkpoint."""
         self._view = replace(self._view, found=found, searching=False)
 
-    def step(self, now: float) -> tuple[Coming | Reread | Search | Wait, str]:
+    def step(self, now: float) -> tuple[Publish | Reread | Search | Wait, str]:
         """Return what to do now, and why."""
         if not self._members_known:
             return Wait(), "reading the members"
-        if self._again:
+        if self._reread:
             return Reread(), "reading the plan"
-        if self._doubt is not None:
+        if self._unconfirmed is not None:
             wait = now < self._reread_at
             return (Wait(self._reread_at) if wait else Reread()), "reading the plan"
         step, reason = decide(self._view, now, self._rules)
@@ -222,27 +208,27 @@ class CoordinatorState:
         plan = replace(step.plan, coordinator=self.me)
         if plan.phase == "over":
             plan = replace(plan, times=times.of_round(self._view, now))
-        return Coming(self._version + 1, plan), reason
+        return Publish(plan, self._version + 1), reason
 
-    def encoded(self, coming: Coming) -> tuple[bytes, bytes]:
+    def encoded(self, step: Publish) -> tuple[bytes, bytes]:
         """Return a plan and its nodes as bytes for the store; raises RecordError."""
-        nodes = coming.plan.nodes
+        nodes = step.plan.nodes
         if nodes is not self._listed[0]:  # of 4,096 nodes it takes milliseconds
             self._listed = nodes, records.encode_nodes(nodes)
         listed = self._listed[1]
-        return records.encode_plan(coming.plan, self._secret, coming.version, listed), listed
+        return records.encode_plan(step.plan, self._secret, step.version, listed), listed
 
-    def on_published(self, coming: Coming, taken: bool | None, now: float) -> None:
-        """Take whether the store has taken ``coming``; None: it did not answer."""
-        if taken:
-            self._adopt(coming.plan, coming.version, now)
+    def on_published(self, step: Publish, accepted: bool | None, now: float) -> None:
+        """Take whether the store has accepted the plan of ``step``; None: it did not answer."""
+        if accepted:
+            self._adopt(step.plan, step.version, now)
             return
-        self._doubt, self._refusal = coming, taken is False
-        self._reread_at = now if self._refusal else now + RETRY
+        self._unconfirmed, self._refused_post = step, accepted is False
+        self._reread_at = now if self._refused_post else now + RETRY
 
-    def look_again(self) -> None:
+    def reread(self) -> None:
         """Take that another process seems to have written a plan."""
-        self._again = self._doubt is None
+        self._reread = self._unconfirmed is None
 
     def on_no_plan(self, now: float) -> None:
         """Take that the plan could not be read."""
@@ -250,16 +236,16 @@ class CoordinatorState:
 
     def on_plan(self, post: Post | None, now: float) -> None:
         """Take the plan as it is after a post of ours may have failed, and believe it."""
-        coming, self._doubt, self._again = self._doubt, None, False
+        step, self._unconfirmed, self._reread = self._unconfirmed, None, False
         version = 0 if post is None else post.version
-        if self._refusal and coming is not None and version == coming.version - 1:
+        if self._refused_post and step is not None and version == step.version - 1:
             self.ended = "the leadership is lost"
         elif post is None or version < self._version:
             self._version = version  # the plan was cleared or lost: begin to count anew
         elif version > self._version:
-            self._take(post, now)
+            self._believe(post, now)
 
-    def _take(self, post: Post, now: float) -> None:
+    def _believe(self, post: Post, now: float) -> None:
         try:
             plan = self._decoded(post, "another coordinator")
         except records.RecordError as exc:

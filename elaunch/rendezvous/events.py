@@ -13,7 +13,6 @@ StoreSilent    the store does not answer, or takes no writes; the workers go on 
                decide without us
 StoreBack      it does again, and nothing was lost
 MeetingFailed  we cannot go on: too long without the store, or it does not let us in
-SearchEnded    the coordinator of a job of one node gets what its search for a checkpoint brought
 =============  =====================================================================================
 
 A task is one call to the store, made by the thread of the entry; an effect is news, or the moment
@@ -24,7 +23,6 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from elaunch.rendezvous.decide.view import SearchResult
 from elaunch.rendezvous.plan import Plan
 
 
@@ -72,22 +70,7 @@ class MeetingFailed(Struct, frozen=True):
     problem: str
 
 
-class SearchEnded(Struct, frozen=True):
-    """The search for a checkpoint has ended; the coordinator of a job of one node gets it."""
-
-    result: SearchResult
-
-
-News = (
-    PlanSeen
-    | CutOff
-    | Rejoined
-    | StillWaiting
-    | StoreSilent
-    | StoreBack
-    | MeetingFailed
-    | SearchEnded
-)
+News = PlanSeen | CutOff | Rejoined | StillWaiting | StoreSilent | StoreBack | MeetingFailed
 
 
 # ── what an agent's place in its job asks for ─────────────────────────────────────────────────────

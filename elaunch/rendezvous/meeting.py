@@ -183,7 +183,7 @@ class Meeting:
         """Whether this agent, if it leads, has decided upon its own last record."""
         if self._coordinator is None or not self._member.name:
             return True
-        return self._decided is not None and self._decided.heard_itself(self._member.newest)
+        return self._decided is not None and self._decided.has_own_record(self._member.newest)
 
     def _ends_the_job(self) -> bool:
         """Whether no agent is left that could end the job after this one."""
@@ -331,7 +331,7 @@ class Meeting:
                 return
             self._post(self._member.receive(post))
             if post == self._member.refused and self._coordinator is not None:
-                self._coordinator.look_again()
+                self._coordinator.reread()
 
     def _look_due(self) -> bool:
         with self._changed:

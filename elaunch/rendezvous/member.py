@@ -52,7 +52,6 @@ from elaunch.rendezvous.events import (
     PlanSeen,
     Rejoined,
     Renew,
-    StillWaiting,
     StoreBack,
     StoreSilent,
     Task,
@@ -60,7 +59,7 @@ from elaunch.rendezvous.events import (
     Withdraw,
 )
 from elaunch.rendezvous.plan import JobSeen, NodeStatus, Plan
-from elaunch.rendezvous.waiting import Still, Waiting, Writes, is_last
+from elaunch.rendezvous.waiting import Hopeless, Waiting, Writes, is_last
 from elaunch.store.protocol import Post
 
 RENEWALS = 6
@@ -257,8 +256,8 @@ class MemberState:
         if not self.look_due(now):
             return []
         found = self._waiting.looked(self.plan, self.name, known, now)
-        if isinstance(found, Still):
-            return [StillWaiting(found.text)]
+        if not isinstance(found, Hopeless):
+            return [found]
         last = f"; the store's last error: {self._problem}"
         return self._give_up(
             found.problem + (last if self._problem_at >= self._waiting.since else "")

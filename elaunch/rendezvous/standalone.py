@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from elaunch.rendezvous.coordinatorstate import Coming, CoordinatorState, draw_job_and_jitter
-from elaunch.rendezvous.decide.view import Rules, Search, SearchResult, Wait
+from elaunch.rendezvous.coordinatorstate import CoordinatorState, draw_job_and_jitter
+from elaunch.rendezvous.decide.view import Publish, Rules, Search, SearchResult, Wait
 from elaunch.rendezvous.events import News, PlanSeen
 from elaunch.rendezvous.plan import NodeStatus
 
@@ -80,13 +80,10 @@ class Standalone:
         """Post the plans that follow; return when to decide again even if nothing happens."""
         while True:
             step, _ = self._state.step(self._clock())
-            if isinstance(step, Coming):
+            if isinstance(step, Publish):
                 self._state.on_published(step, True, self._clock())
                 self._post(PlanSeen(step.plan, NAME))
             elif isinstance(step, Search):
                 self._search(step)
             elif isinstance(step, Wait):
                 return None if step.until == math.inf else step.until
-
-    def leave(self, timeout: float) -> None:
-        """Do nothing: no other agent waits for this one."""

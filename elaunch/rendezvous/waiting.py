@@ -32,19 +32,13 @@ from msgspec import Struct
 from elaunch.errors import StoreError, StoreFull
 from elaunch.rendezvous import text as words
 from elaunch.rendezvous.decide.view import Rules
-from elaunch.rendezvous.events import StoreBack, StoreSilent
+from elaunch.rendezvous.events import StillWaiting, StoreBack, StoreSilent
 from elaunch.rendezvous.plan import Node, NodeStatus, Plan
 
 LONGEST = 20
 """The longest time between two looks, in ``remind``, while others work."""
 NODES = 64
 """Nodes of a job above which an agent looks the less often the more there are."""
-
-
-class Still(Struct, frozen=True):
-    """The wait goes on; ``text`` names what the agent waits for."""
-
-    text: str
 
 
 class Hopeless(Struct, frozen=True):
@@ -78,7 +72,7 @@ class Waiting:
 
     def looked(
         self, plan: Plan | None, name: str, members: Mapping[str, NodeStatus], now: float
-    ) -> Still | Hopeless:
+    ) -> StillWaiting | Hopeless:
         """Take what a look at ``members`` has shown; ``name`` is our own there."""
         busy = working(plan, name, members)
         waited = f"for {now - self.since:.0f} s"
@@ -87,13 +81,13 @@ class Waiting:
             self._nobody_since = None
             self._pause = min(2 * self._pause, LONGEST * self._remind)
             self._look_at = now + self._pause * crowd
-            return Still(f"waiting {waited} for {words.named(busy)} in round {plan.round}")
+            return StillWaiting(f"waiting {waited} for {words.named(busy)} in round {plan.round}")
         self._look_at = now + self._remind * crowd
         if self._nobody_since is None:
             self._nobody_since = now
         what = _missing(plan)
         if now - self._nobody_since < self._limit:
-            return Still(f"waiting {waited}: {what}")
+            return StillWaiting(f"waiting {waited}: {what}")
         return Hopeless(f"{what}, {waited}; giving up")
 
 

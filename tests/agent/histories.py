@@ -15,9 +15,8 @@ from elaunch.agent.nodes.status import StatusPublisher
 from elaunch.agent.policy import events, turn
 from elaunch.agent.policy.actions import Action, Nothing
 from elaunch.agent.policy.state import Limits, State
-from elaunch.checkpoint.records import Checkpoint
-from elaunch.rendezvous.decide.view import SearchResult
-from elaunch.rendezvous.plan import NodeStatus, PlanCheckpoint
+from elaunch.checkpoint.records import Checkpoint, SearchOutcome
+from elaunch.rendezvous.plan import NodeStatus
 from elaunch.rendezvous.standalone import Standalone, rules_of_one
 
 READY = events.ServerReady(problem=None)
@@ -73,11 +72,10 @@ def checkpoint(step: int, path: str = "") -> Checkpoint:
     return Checkpoint(Path(path or f"/ck/step_{step}.pt"), step, "torch.save")
 
 
-def chosen(step: int | None, problem: str = "", path: str = "") -> events.SearchEnded:
+def chosen(step: int | None, problem: str = "", path: str = "") -> events.CheckpointChosen:
     """Return what the coordinator's search found: a checkpoint of ``step``, or none."""
     found = None if step is None else checkpoint(step, path)
-    said = found and PlanCheckpoint(str(found.path), found.step, found.format)
-    return events.SearchEnded(SearchResult(said, problem))
+    return events.CheckpointChosen(SearchOutcome(found), problem or None)
 
 
 class Job(Limits, frozen=True):
@@ -130,7 +128,7 @@ class Played:
             event = event._replace(rank=self.state.first_rank + event.local_rank)
         if isinstance(event, events.DeadlinePassed) and self.due is not None:
             self._now = self.due
-        if isinstance(event, events.SearchEnded):
+        if isinstance(event, events.CheckpointChosen):
             self.searches -= 1
             self._standalone.found(event.result)
         return [self._turn(event), *self._take_plans()]

@@ -14,9 +14,9 @@ from msgspec import structs
 
 from elaunch.errors import LeaseLost, StoreError, StoreReplaced
 from elaunch.rendezvous import events
-from elaunch.rendezvous.coordinatorstate import Coming, CoordinatorState, Reread
+from elaunch.rendezvous.coordinatorstate import CoordinatorState, Reread
 from elaunch.rendezvous.decide.decide import Rules, Search
-from elaunch.rendezvous.decide.view import SearchResult
+from elaunch.rendezvous.decide.view import Publish, SearchResult
 from elaunch.rendezvous.events import CutOff, Effect, Fence, Idle, MeetingFailed, Open, PlanSeen
 from elaunch.rendezvous.member import MemberState
 from elaunch.rendezvous.plan import NodeStatus, Plan, WorkerFailure
@@ -291,13 +291,13 @@ class Agent:
 
             return lambda value: self.later(0.0, lambda: answered(value))
 
-        if isinstance(step, Coming):
+        if isinstance(step, Publish):
 
             def published(value: Any) -> None:
                 problem = value if isinstance(value, StoreError) else None
-                taken = None if problem else value
+                accepted = None if problem else value
                 self._take(self.member.plan_published(problem, self.sim.engine.now))
-                state.on_published(step, taken, self.sim.engine.now)
+                state.on_published(step, accepted, self.sim.engine.now)
 
             store, name, value = client.store, client.name, state.encoded(step)
             client.call(lambda: store.publish(name, step.version, *value), on(published))
@@ -386,7 +386,7 @@ class Agent:
         """Withdraw once the others know; who hosts the store waits for them."""
         hosting = self.rules.hosted_by_me and self.coordinator is not None
         if hosting and self.coordinator is not None:
-            unheard = not self.coordinator.heard_itself(self.member.newest)
+            unheard = not self.coordinator.has_own_record(self.member.newest)
             waiting = self.coordinator.plan.phase == "over" and self.coordinator.others > 0
             self.lingers += 1
             if (unheard or waiting) and self.lingers < 60:

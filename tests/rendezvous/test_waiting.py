@@ -8,8 +8,9 @@ import pytest
 from msgspec.structs import replace
 
 from elaunch.rendezvous.decide.view import Rules
+from elaunch.rendezvous.events import StillWaiting
 from elaunch.rendezvous.plan import AgentState, Node, NodeStatus, Plan
-from elaunch.rendezvous.waiting import Hopeless, Still, Waiting, is_last, working
+from elaunch.rendezvous.waiting import Hopeless, Waiting, is_last, working
 
 RULES = Rules(2, 2, store_timeout=30.0, remind=30.0)
 NODES = tuple(Node(f"a{n}", f"node{n}", f"10.0.0.{n}", 1, "default") for n in (1, 2))
@@ -52,7 +53,9 @@ def test_a_wait_for_a_node_that_works_may_last() -> None:
         if waiting.due(now):
             looks.append(now)
             found = waiting.looked(RUNNING, "a1", members, now)
-            assert found == Still(f"waiting for {now:.0f} s for node node2 (10.0.0.2) in round 3")
+            assert found == StillWaiting(
+                f"waiting for {now:.0f} s for node node2 (10.0.0.2) in round 3"
+            )
     assert looks[:5] == [30.0, 90.0, 210.0, 450.0, 930.0]
     assert max(b - a for a, b in itertools.pairwise(looks)) == 600.0
 
@@ -72,7 +75,7 @@ def test_nobody_decides(plan: Plan | None, said: str) -> None:
     for now in (30.0, 60.0, 90.0):
         assert not waiting.due(now - 0.1)
         assert waiting.due(now)
-        expected = Still(f"waiting for {now:.0f} s: {said}")
+        expected = StillWaiting(f"waiting for {now:.0f} s: {said}")
         assert waiting.looked(plan, "a1", members, now) == expected
     found = waiting.looked(plan, "a1", members, 120.0)
     assert found == Hopeless(f"{said}, for 120 s; giving up")
@@ -81,11 +84,11 @@ def test_nobody_decides(plan: Plan | None, said: str) -> None:
 def test_what_is_received_begins_the_wait_anew() -> None:
     """Also for an agent that was suspended: one look alone ends nothing."""
     waiting = Waiting(RULES, 0.0)
-    assert isinstance(waiting.looked(ENDING, "a1", {}, 30.0), Still)
+    assert isinstance(waiting.looked(ENDING, "a1", {}, 30.0), StillWaiting)
     waiting.restart(40.0)
     assert not waiting.due(69.0)
-    assert isinstance(waiting.looked(ENDING, "a1", {}, 5000.0), Still)
-    assert isinstance(waiting.looked(ENDING, "a1", {}, 5030.0), Still)
+    assert isinstance(waiting.looked(ENDING, "a1", {}, 5000.0), StillWaiting)
+    assert isinstance(waiting.looked(ENDING, "a1", {}, 5030.0), StillWaiting)
     assert isinstance(waiting.looked(ENDING, "a1", {}, 5090.0), Hopeless)
 
 

@@ -43,6 +43,9 @@ from elaunch.store.protocol import Store
 if TYPE_CHECKING:
     from elaunch.rendezvous.munge import MungeKey
 
+LEAVE_DEADLINE = 5.0
+"""Seconds to remove this agent's record, and for agents that still wait to read the end."""
+
 
 def join(
     plan: GroupPlan,
@@ -92,7 +95,7 @@ def join(
         rests=rests,
         port=group.open_endpoint,
     )
-    stack.callback(publisher.leave)
+    stack.callback(meeting.leave, LEAVE_DEADLINE)
     return publisher
 
 

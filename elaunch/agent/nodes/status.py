@@ -43,8 +43,6 @@ AT_REST: frozenset[AgentState] = frozenset(("joining", "ready", "ended", "finish
 """What an agent publishes while nothing of a round is left on its node."""
 STALE_S = 300.0
 """Seconds after which this node's times are published anew, where nothing else is to be."""
-LEAVE_DEADLINE = 5.0
-"""Seconds to remove this agent's record, and for those who still wait to read the end."""
 
 log = logging.getLogger("elaunch")
 
@@ -228,10 +226,6 @@ class StatusPublisher:
         """Write the launcher's own error file from another node's failure."""
         code = found.exitcode or 1
         write_launcher_file(environ, code, None, words.failure(found), found.text)
-
-    def leave(self) -> None:
-        """Remove this agent's record; waits a bounded time for others to read the end."""
-        self._meeting.leave(LEAVE_DEADLINE)
 
 
 def _preempted(state: State) -> Preempted:

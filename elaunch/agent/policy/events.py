@@ -14,7 +14,8 @@ DevicesCounted      server reader            how many workers this node has, or 
 DirectoryProbed     probe                    the checkpoint directory can be used, or cannot; there
                                              may be none
 ServerLost          reaper                   the server itself ended
-CheckpointChosen    checkpoint search        what was found, and passed over, for the log
+CheckpointChosen    checkpoint search        what was found, and passed over; where one node is the
+                                             whole job, its coordinator decides by it
 SignalReceived      signal handlers,         a person, a scheduler or the kernel signalled the
                     notice command           agent, or its machine will be taken
 DeadlinePassed      the loop's own clock     the state's deadline has come
@@ -53,15 +54,15 @@ from elaunch.agent.hangs.stackdump import StackGroup
 from elaunch.checkpoint.records import SearchOutcome
 from elaunch.endings import Exit as Exit
 from elaunch.errors import CheckpointError
+from elaunch.rendezvous.decide.view import SearchResult
 from elaunch.rendezvous.events import CutOff as CutOff
 from elaunch.rendezvous.events import MeetingFailed as MeetingFailed
 from elaunch.rendezvous.events import PlanSeen as PlanSeen
 from elaunch.rendezvous.events import Rejoined as Rejoined
-from elaunch.rendezvous.events import SearchEnded as SearchEnded
 from elaunch.rendezvous.events import StillWaiting as StillWaiting
 from elaunch.rendezvous.events import StoreBack as StoreBack
 from elaunch.rendezvous.events import StoreSilent as StoreSilent
-from elaunch.rendezvous.plan import HeldShards
+from elaunch.rendezvous.plan import HeldShards, PlanCheckpoint
 from elaunch.wire.worker import Notice
 
 
@@ -152,6 +153,16 @@ class CheckpointChosen(Struct, frozen=True):
     search: SearchOutcome
     problem: str | None = None
     exit_code: int = CheckpointError.exit_code
+
+    @property
+    def result(self) -> SearchResult:
+        """What the coordinator decides by."""
+        if self.problem is not None:
+            return SearchResult(problem=self.problem, exit_code=self.exit_code)
+        found = self.search.checkpoint
+        if found is None:
+            return SearchResult()
+        return SearchResult(PlanCheckpoint(str(found.path), found.step, found.format))
 
 
 class SignalReceived(Struct, frozen=True):
@@ -326,5 +337,4 @@ Event = (
     | StoreSilent
     | StoreBack
     | MeetingFailed
-    | SearchEnded
 )

@@ -8,6 +8,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from elaunch.agent.patience import telling
 from elaunch.agent.policy import events
 from elaunch.agent.resume.directory import DirectoryFinisher
@@ -15,7 +17,6 @@ from elaunch.checkpoint.records import Checkpoint, PassedOver, SearchOutcome
 from elaunch.config import Settings
 from elaunch.errors import CheckpointError, ElaunchError
 from elaunch.rendezvous.decide import view
-from elaunch.rendezvous.plan import PlanCheckpoint
 
 log = logging.getLogger("elaunch")
 
@@ -25,12 +26,16 @@ STILL = (
 )
 
 
-def look(settings: Settings, finishing: DirectoryFinisher) -> events.CheckpointChosen:
+def look(
+    settings: Settings, finishing: DirectoryFinisher, asked: view.Search
+) -> events.CheckpointChosen:
     """Return what is found below ``--checkpoint-dir``; blocks as long as the storage does.
 
     What the round before has left there is finished first, and what is damaged is put aside: nobody
     else may write there meanwhile, so an earlier search is waited for.
     """
+    finishing.jobs |= asked.jobs
+    finishing.held = _held(asked)
     root = settings.checkpoint_dir
     assert root is not None  # the policy asks only then
     shared = settings.run_id_given or settings.rendezvous is not None
@@ -143,17 +148,9 @@ def for_all_nodes(
         unseen = _unseen(settings, asked.probes)
         if unseen:  # those who share no directory have no checkpoint in common either
             return view.SearchResult(asked=asked.probes, unseen=unseen)
-        finishing.jobs |= asked.jobs
-        finishing.held = _held(asked)
-        found = look(settings, finishing)
-        post(found)
-        if found.problem is not None:
-            return view.SearchResult(problem=found.problem, exit_code=found.exit_code)
-        chosen = found.search.checkpoint
-        if chosen is None:
-            return view.SearchResult(asked=asked.probes)
-        found_there = PlanCheckpoint(str(chosen.path), chosen.step, chosen.format)
-        return view.SearchResult(found_there, asked=asked.probes)
+        chosen = look(settings, finishing, asked)
+        post(chosen)
+        return replace(chosen.result, asked=asked.probes)
 
     return search
 

@@ -164,9 +164,10 @@ class View(Struct, frozen=True):
 
 
 class Publish(Struct, frozen=True):
-    """Publish this plan."""
+    """Publish this plan; what keeps count of the plans says as which ``version``."""
 
     plan: Plan
+    version: int = 0
 
 
 class Search(Struct, frozen=True):

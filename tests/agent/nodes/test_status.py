@@ -34,7 +34,6 @@ class Recorder:
 
     def __init__(self) -> None:
         self.records: list[NodeStatus] = []
-        self.left: list[float] = []
 
     def start(self, record: NodeStatus) -> None:
         """Join."""
@@ -43,10 +42,6 @@ class Recorder:
     def publish(self, record: NodeStatus) -> None:
         """Replace the record."""
         self.records.append(record)
-
-    def leave(self, timeout: float) -> None:
-        """Leave."""
-        self.left.append(timeout)
 
 
 @pytest.fixture
@@ -234,9 +229,3 @@ def test_a_newcomer_that_differs_is_told_or_refused(
     else:
         assert [told in record.getMessage() for record in caplog.records] == [True]
         assert posted == []
-
-
-def test_leaving_is_bounded(publisher: StatusPublisher, meeting: Recorder) -> None:
-    """And waits for those who have yet to hear the end."""
-    publisher.leave()
-    assert meeting.left and 0 < meeting.left[0] <= 10

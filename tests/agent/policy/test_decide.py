@@ -843,7 +843,6 @@ def test_every_arm_has_a_row() -> None:
         *restart.ARMS,
         events.PreemptAcked,
         events.FenceAsked,
-        events.CheckpointChosen,
         events.RanksAsked,
     }  # tables of their own; and what is logged or published only
     assert seen | elsewhere == set(events.Event.__args__)

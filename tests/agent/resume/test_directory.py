@@ -21,6 +21,7 @@ from elaunch.checkpoint.records import Image, Part, PassedOver, Stage
 from elaunch.checkpoint.storage.storage import Storage, open_storage
 from elaunch.config import Settings, resolve
 from elaunch.errors import SaveError
+from elaunch.rendezvous.decide.view import Search
 
 
 @pytest.fixture
@@ -53,7 +54,7 @@ def staged(storage: Storage, step: int, ranks: int = 2, run_id: str = "digits") 
 
 def chosen(settings: Settings, finishing: DirectoryFinisher) -> str | None:
     """Return the name of the checkpoint that the next round gets."""
-    found = latest.look(settings, finishing)
+    found = latest.look(settings, finishing, Search())
     assert found.problem is None, found.problem
     checkpoint = found.search.checkpoint
     return None if checkpoint is None else Path(checkpoint.path).name
@@ -153,7 +154,7 @@ def test_two_jobs_in_one_directory(settings: Settings, storage: Storage) -> None
     stage = staged(storage, 10)
     other = storage.lock()
     finishing = DirectoryFinisher(settings)
-    found = latest.look(settings, finishing)
+    found = latest.look(settings, finishing, Search())
     assert found.problem is not None
     assert f"in use by another job (process {os.getpid()}" in found.problem
     assert os.listdir(Path(storage.place) / ".stage") == [stage.name]
@@ -279,7 +280,7 @@ def test_a_directory_that_has_gone(
         finishing.lock(storage)
     go(place)
     left = sorted(place.glob("*"))
-    found = latest.look(settings, finishing)
+    found = latest.look(settings, finishing, Search())
     assert found.problem is not None
     assert f"{place} is not the directory that this job began with" in found.problem
     assert found.exit_code == 74

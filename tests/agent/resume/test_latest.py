@@ -92,7 +92,7 @@ def damage(file: Path, *, told: bool) -> None:
 
 def found(made: Settings, finishing: DirectoryFinisher) -> str | None:
     """Return the name of what the next round would resume from."""
-    search = latest.look(made, finishing).search
+    search = latest.look(made, finishing, Search()).search
     return None if search.checkpoint is None else Path(search.checkpoint.path).name
 
 
@@ -185,7 +185,7 @@ def test_deepspeed_loads_what_was_chosen(tmp_path: Path, caplog: pytest.LogCaptu
     (save_checkpoint(root) / "mp_rank_00_model_states.pt").write_bytes(b"torn")
     made = settings(root, tmp_path, None)
     assert (root / "latest").read_text() == "global_step20"
-    chosen = latest.look(made, DirectoryFinisher(made)).search.checkpoint
+    chosen = latest.look(made, DirectoryFinisher(made), Search()).search.checkpoint
     assert (chosen and chosen.path, chosen and chosen.step) == (root, 10)
     assert (root / "latest").read_text() == "global_step10"
     assert f"{root}/latest named global_step20; it names global_step10 now" in caplog.text
